@@ -1,0 +1,1 @@
+"""Checks that a compiled program is its plan."""

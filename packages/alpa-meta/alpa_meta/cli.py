@@ -1,0 +1,282 @@
+"""The command `alpa`: train, plan, show, clusters, and what other parts of the system mount here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+EXIT_USER_ERROR = 2
+
+app = typer.Typer(
+    name="alpa",
+    help="Plans how a JAX training step runs fastest on a cluster, and runs it there.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Cluster = Annotated[
+    str,
+    typer.Option(
+        help="Preset and number of devices (host:8, h100:16; `alpa clusters` lists them), or a TOML file."
+    ),
+]
+Stages = Annotated[
+    int | None, typer.Option(min=1, help="Number of pipeline stages; left out, the planner chooses.")
+]
+Microbatches = Annotated[
+    int | None, typer.Option(min=1, help="Microbatches per step; left out, the planner chooses.")
+]
+Schedule = Annotated[
+    str | None, typer.Option(help="Pipeline schedule: 1f1b, gpipe, ...; left out, the planner chooses.")
+]
+Memory = Annotated[
+    str | None, typer.Option(help="Memory per device a plan may use, e.g. 16GiB; default: all of it.")
+]
+Layers = Annotated[int | None, typer.Option(min=1, help="Transformer layers.", show_default="4")]
+Hidden = Annotated[int | None, typer.Option(min=1, help="Width of the model.", show_default="64")]
+Heads = Annotated[int | None, typer.Option(min=1, help="Attention heads.", show_default="4")]
+Context = Annotated[int | None, typer.Option(min=1, help="Bytes in a window.", show_default="128")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Windows per step.", show_default="16")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Arithmetic: float32 or bfloat16.", show_default="float32")
+]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed of weights and data.", show_default="0")]
+
+
+@app.command()
+def train(
+    cluster: Cluster = "host:8",
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    schedule: Schedule = None,
+    memory: Memory = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Run this saved plan; refused if made for another program.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, from its checkpoint.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for what the run writes.")] = Path("run"),
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many steps in all.", show_default="400")
+    ] = None,
+    schedule_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Length of the learning-rate schedule.", show_default="--steps"),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Highest learning rate.", show_default="0.01")
+    ] = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    context: Context = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    seed: Seed = None,
+    compare: Annotated[
+        int, typer.Option(min=0, help="Run the first so many steps again on one device and compare.")
+    ] = 20,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
+) -> None:
+    """Plan and train the bundled byte-level GPT on the standard library's source text."""
+    from alpa_meta.trainer.job import TrainRequest, run_training
+
+    model = _given(num_layers=layers, hidden=hidden, num_heads=heads, context=context, dtype=dtype)
+    optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps or steps)
+    other = _given(batch_size=batch, seed=seed)
+    if resume is not None:
+        fixed = {**model, **_given(learning_rate=learning_rate, schedule_steps=schedule_steps), **other}
+        if fixed:
+            names = ", ".join(sorted(fixed))
+            raise _user_error(
+                f"--resume goes on with the settings of the run, so {names} cannot be given with it; "
+                "leave them out or train anew with --out"
+            )
+    request = TrainRequest(
+        settings=_settings(model, optimiser, other),
+        steps=steps,
+        cluster=cluster,
+        num_stages=stages,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        memory=_memory(memory),
+        plan=plan,
+        out=out,
+        resume=resume,
+        comparison_steps=compare,
+        checkpoint_every=checkpoint_every,
+    )
+    _use_devices(cluster)
+    run_training(request, _console())
+
+
+@app.command()
+def plan(
+    cluster: Cluster = "host:8",
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    schedule: Schedule = None,
+    memory: Memory = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    context: Context = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Plan this model of the corpus instead of the bundled GPT, e.g. moe:tiny."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the plan into this PNG file.")
+    ] = None,
+) -> None:
+    """Plan a training step for any cluster, without executing it and without its devices."""
+    from alpa_meta.trainer.planning import PlanRequest, make_plan
+
+    sizes = _given(num_layers=layers, hidden=hidden, num_heads=heads, context=context, dtype=dtype)
+    other = _given(batch_size=batch)
+    if model is not None and (sizes or other):
+        raise _user_error("--model names a model of the corpus, which has its own sizes: use name:size")
+    request = PlanRequest(
+        settings=_settings(sizes, {}, other),
+        model=model,
+        cluster=cluster,
+        num_stages=stages,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        memory=_memory(memory),
+    )
+    _use_one_cpu()
+    make_plan(request, _console(), out=out, picture=picture)
+
+
+@app.command()
+def show(
+    plan: Annotated[Path, typer.Argument(help="A plan.json written by `alpa plan` or `alpa train`.")],
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the plan into this PNG file as well.")
+    ] = None,
+    parameters: Annotated[
+        bool, typer.Option("--all", help="List every parameter instead of classes of equal ones.")
+    ] = False,
+) -> None:
+    """Show a saved plan as tables, and as a picture."""
+    from alpa_interchange import load
+    from alpa_interchange.plan import ParallelPlan
+
+    from alpa_meta.report import draw_plan, print_plan
+
+    loaded = load(plan, ParallelPlan)
+    console = _console()
+    print_plan(loaded, console, every_parameter=parameters)
+    if picture is not None:
+        draw_plan(picture, loaded)
+        console.print(f"wrote {picture}")
+
+
+@app.command()
+def clusters(
+    name: Annotated[
+        str | None, typer.Argument(help="Show this preset, or TOML file, in detail.")
+    ] = None,
+) -> None:
+    """List the cluster presets, or show one in detail."""
+    import alpa_meta
+    from alpa_meta.report import cluster_table, preset_table
+
+    _console().print(preset_table() if name is None else cluster_table(alpa_meta.cluster(name)))
+
+
+def main() -> None:
+    """Run the command line; mistakes of the user end with one message and exit status 2."""
+    import click
+
+    from alpa_interchange import DocumentError
+
+    from alpa_meta.errors import PlanError
+    from alpa_meta.trainer.checkpoint import CheckpointError
+
+    _mount("calibrate", "cost_model.cli")
+    _mount("audit", "alpa_meta.audit.cli")
+    try:
+        status = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = EXIT_USER_ERROR
+    except (PlanError, DocumentError, CheckpointError) as error:
+        _error_console().print(f"alpa: {error}", markup=False, highlight=False, soft_wrap=True)
+        status = EXIT_USER_ERROR
+    except (KeyboardInterrupt, click.Abort):
+        _error_console().print("alpa: stopped by the user")
+        status = 130
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _mount(name: str, module: str) -> None:
+    """Add another part's typer app as the sub-command `name`."""
+    app.add_typer(importlib.import_module(module).app, name=name)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _settings(model: dict[str, Any], optimiser: dict[str, Any], other: dict[str, Any]) -> Any:
+    from alpa_meta.trainer import GptOptions, OptimiserOptions, TrainSettings
+
+    try:
+        return TrainSettings(
+            model=GptOptions(**model), optimiser=OptimiserOptions(**optimiser), **other
+        )
+    except ValueError as error:
+        raise _user_error(str(error)) from None
+
+
+def _memory(text: str | None) -> float | None:
+    from alpa_meta.report.amounts import parse_bytes
+
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise _user_error(f"--memory: {error}") from None
+
+
+def _user_error(message: str) -> ValueError:
+    from alpa_meta.errors import PlanError
+
+    return PlanError(message)
+
+
+def _use_devices(cluster: str) -> None:
+    """Make as many host devices as the cluster `host:<n>` has; other clusters bring their own."""
+    preset, _, number = cluster.partition(":")
+    if preset.lower() == "host":
+        from alpa_meta.trainer.host_devices import use_host_devices
+
+        use_host_devices(int(number) if number.isdecimal() and int(number) else 1)
+
+
+def _use_one_cpu() -> None:
+    """Keep planning off accelerators: it only needs shapes."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _console() -> Console:
+    width = None if sys.stdout.isatty() else 110
+    return Console(width=width, highlight=False)
+
+
+def _error_console() -> Console:
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 110)

@@ -1,0 +1,109 @@
+"""Everything that differs between the supported jax versions (0.10.2 and newer), in one place.
+
+Only public modules are used: `jax`, `jax.core`, `jax.extend`, `jax.interpreters`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+ClosedJaxpr = jex.ClosedJaxpr
+Jaxpr = jex.Jaxpr
+JaxprEqn = jex.JaxprEqn
+Literal = jex.Literal
+Var = jex.Var
+_DropVar = getattr(jex, "DropVar", None)
+
+_REMAT = ("remat", "remat2", "checkpoint")
+
+
+def is_drop(var: Any) -> bool:
+    """Return whether `var` is an equation output that nobody reads."""
+    return _DropVar is not None and isinstance(var, _DropVar)
+
+
+def is_remat(eqn: Any) -> bool:
+    """Return whether `eqn` is a recomputation region (jax.checkpoint)."""
+    return eqn.primitive.name in _REMAT
+
+
+def closed(jaxpr: Any) -> Any:
+    """Return `jaxpr` as a ClosedJaxpr (older jax keeps some sub-jaxprs open)."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Return the Jaxpr inside a ClosedJaxpr, or `jaxpr` itself."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) and hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def consts(jaxpr: Any) -> list[Any]:
+    """Return the constants closed over by `jaxpr`, none for an open one."""
+    return list(getattr(jaxpr, "consts", ()) or ())
+
+
+def subjaxprs(eqn: Any) -> list[tuple[str, Any]]:
+    """Return the (parameter name, jaxpr) pairs inside the parameters of `eqn`, in order."""
+    found: list[tuple[str, Any]] = []
+
+    def visit(name: str, value: Any) -> None:
+        if isinstance(value, (ClosedJaxpr, Jaxpr)):
+            found.append((name, value))
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                visit(name, item)
+
+    for name, value in eqn.params.items():
+        visit(name, value)
+    return found
+
+
+def scan_counts(eqn: Any) -> tuple[int, int, int]:
+    """Return (constants, carries, scanned inputs) of a `scan` equation.
+
+    Newer jax replaced `num_consts` and `num_carry`; there, scanned inputs are those whose body shape
+    lacks the leading length, and carries those outputs whose body shape is unchanged.
+    """
+    params = eqn.params
+    if "num_consts" in params:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        return num_consts, num_carry, len(eqn.invars) - num_consts - num_carry
+    body, length = closed(params["jaxpr"]), params["length"]
+    num_xs = 0
+    for outer, inner in zip(reversed(eqn.invars), reversed(body.in_avals), strict=True):
+        if tuple(outer.aval.shape) != (length, *inner.shape):
+            break
+        num_xs += 1
+    num_ys = 0
+    for outer, inner in zip(reversed(eqn.outvars), reversed(body.out_avals), strict=True):
+        if tuple(outer.aval.shape) != (length, *inner.shape):
+            break
+        num_ys += 1
+    num_carry = len(eqn.outvars) - num_ys
+    return len(eqn.invars) - num_xs - num_carry, num_carry, num_xs
+
+
+def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Return the outputs of the equation's primitive applied to `values`, always as a list."""
+    bound = eqn.primitive.get_bind_params(dict(eqn.params) if params is None else params)
+    if isinstance(bound, tuple):
+        functions, bound = bound
+        values = [*functions, *values]
+    manager = getattr(getattr(eqn, "ctx", None), "manager", None) or contextlib.nullcontext()
+    with manager:
+        outputs = eqn.primitive.bind(*values, **bound)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def name_stack(eqn: Any) -> str:
+    """Return the transformations and scopes an equation was traced under, e.g. `transpose(jvp(f))`."""
+    return str(eqn.source_info.name_stack)
+
+
+def with_outer_name_stack(eqn: Any, outer: Any) -> Any:
+    """Return the source info of `eqn` with the name stack `outer` in front."""
+    return eqn.source_info.replace(name_stack=outer + eqn.source_info.name_stack)

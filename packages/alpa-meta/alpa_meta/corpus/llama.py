@@ -1,0 +1,163 @@
+"""A Llama-style decoder in plain JAX: RoPE, grouped-query attention, SwiGLU, RMSNorm, bf16 compute.
+
+Weights are kept in float32 and cast to the compute dtype on use, as in mixed-precision training.
+The tiny size computes in float32, so that parallel and single-device runs can be compared closely.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from attrs import frozen
+
+from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.tokens import next_token_batch, next_token_loss
+
+
+@frozen(kw_only=True)
+class LlamaShape:
+    """Sizes of the network and of its batch."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_key_value_heads: int
+    inner: int
+    vocab: int
+    length: int
+    batch: int
+    dtype: str
+
+
+SHAPES = {
+    "tiny": LlamaShape(
+        num_layers=2,
+        hidden=64,
+        num_heads=16,
+        num_key_value_heads=8,
+        inner=128,
+        vocab=128,
+        length=16,
+        batch=16,
+        dtype="float32",
+    ),
+    "small": LlamaShape(
+        num_layers=16,
+        hidden=2048,
+        num_heads=32,
+        num_key_value_heads=8,
+        inner=8192,
+        vocab=128256,
+        length=2048,
+        batch=16,
+        dtype="bfloat16",
+    ),
+    "large": LlamaShape(
+        num_layers=80,
+        hidden=8192,
+        num_heads=64,
+        num_key_value_heads=8,
+        inner=28672,
+        vocab=128256,
+        length=8192,
+        batch=128,
+        dtype="bfloat16",
+    ),
+}
+
+
+def build(size: str = "tiny") -> CorpusModel:
+    """Return the Llama-style model of `size` (the large one has the shape of Llama 3 70B)."""
+    shape = SHAPES[size]
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        return next_token_loss(_logits(params, batch["tokens"], shape), batch["labels"])
+
+    return deterministic_model(
+        name="llama",
+        size=size,
+        init=lambda key: _init(key, shape),
+        loss=loss,
+        make_batch=lambda key: next_token_batch(key, shape.batch, shape.length, shape.vocab),
+        optimizer=optax.adamw(1e-3, b2=0.95, weight_decay=0.1),
+    )
+
+
+def _init(key: jax.Array, shape: LlamaShape) -> Tree:
+    embed_key, head_key, *layer_keys = jax.random.split(key, shape.num_layers + 2)
+    return {
+        "embed": 0.02 * jax.random.normal(embed_key, (shape.vocab, shape.hidden)),
+        "layers": [_init_layer(k, shape) for k in layer_keys],
+        "norm": jnp.ones(shape.hidden),
+        "head": 0.02 * jax.random.normal(head_key, (shape.hidden, shape.vocab)),
+    }
+
+
+def _init_layer(key: jax.Array, shape: LlamaShape) -> Tree:
+    keys = jax.random.split(key, 7)
+    head = shape.hidden // shape.num_heads
+
+    def weight(k: jax.Array, *dims: int) -> jax.Array:
+        return 0.02 * jax.random.normal(k, dims)
+
+    return {
+        "attention_norm": jnp.ones(shape.hidden),
+        "query": weight(keys[0], shape.hidden, shape.num_heads, head),
+        "key": weight(keys[1], shape.hidden, shape.num_key_value_heads, head),
+        "value": weight(keys[2], shape.hidden, shape.num_key_value_heads, head),
+        "out": weight(keys[3], shape.num_heads, head, shape.hidden),
+        "inner_norm": jnp.ones(shape.hidden),
+        "gate": weight(keys[4], shape.hidden, shape.inner),
+        "up": weight(keys[5], shape.hidden, shape.inner),
+        "down": weight(keys[6], shape.inner, shape.hidden),
+    }
+
+
+def _rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-5)
+    return (wide * scale).astype(x.dtype)
+
+
+def _rotary(x: jax.Array) -> jax.Array:
+    """Return x [batch, length, heads, head] rotated by position (Su et al., RoFormer, eq. 34)."""
+    length, head = x.shape[1], x.shape[-1]
+    frequency = 10000.0 ** (-jnp.arange(0, head, 2, dtype=jnp.float32) / head)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _attention(params: Tree, x: jax.Array, shape: LlamaShape) -> jax.Array:
+    dtype = x.dtype
+    batch, length, _ = x.shape
+    groups = shape.num_heads // shape.num_key_value_heads
+    q = _rotary(jnp.einsum("bld,dhk->blhk", x, params["query"].astype(dtype)))
+    k = _rotary(jnp.einsum("bld,dhk->blhk", x, params["key"].astype(dtype)))
+    v = jnp.einsum("bld,dhk->blhk", x, params["value"].astype(dtype))
+    q = q.reshape(batch, length, shape.num_key_value_heads, groups, q.shape[-1])
+    scores = jnp.einsum("bqhgk,bmhk->bhgqm", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
+    position = jnp.arange(length)
+    scores = jnp.where(position[:, None] >= position[None, :], scores, -1e9)
+    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    mixed = jnp.einsum("bhgqm,bmhk->bqhgk", weights, v)
+    mixed = mixed.reshape(batch, length, shape.num_heads, mixed.shape[-1])
+    return jnp.einsum("blhk,hkd->bld", mixed, params["out"].astype(dtype))
+
+
+def _logits(params: Tree, tokens: jax.Array, shape: LlamaShape) -> jax.Array:
+    """Return [batch, length, vocab] in the compute dtype."""
+    dtype = jnp.dtype(shape.dtype)
+    x = params["embed"].astype(dtype)[tokens]
+    for layer in params["layers"]:
+        x = x + _attention(layer, _rms_norm(layer["attention_norm"], x), shape)
+        y = _rms_norm(layer["inner_norm"], x)
+        gated = jax.nn.silu(y @ layer["gate"].astype(dtype)) * (y @ layer["up"].astype(dtype))
+        x = x + gated @ layer["down"].astype(dtype)
+    logits: jax.Array = _rms_norm(params["norm"], x) @ params["head"].astype(dtype)
+    return logits

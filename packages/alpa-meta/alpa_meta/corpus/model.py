@@ -1,0 +1,105 @@
+"""One model of the corpus, and the two shapes its training step comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import optax
+from attrs import field, frozen
+from attrs.validators import in_
+
+Tree: TypeAlias = Any
+"""A pytree of arrays or of `jax.ShapeDtypeStruct`."""
+
+SIZES = ("tiny", "small", "large")
+"""tiny: every dim of interest divisible by 8, compiles in seconds on a laptop; small: trains on one
+accelerator; large: a published size, to be planned, not run."""
+
+
+@frozen(kw_only=True)
+class CorpusModel:
+    """An ordinary single-device training step with the shapes of what it takes.
+
+    `train_step(state, batch)` returns `(state, metrics)`, and `metrics["loss"]` is a scalar.
+    A state with random numbers inside the step carries their key at `state["key"]`.
+    """
+
+    name: str
+    size: str = field(validator=in_(SIZES))
+    train_step: Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]
+    make_state: Callable[[jax.Array], Tree]
+    make_batch: Callable[[jax.Array], Tree]
+
+    @property
+    def state(self) -> Tree:
+        """The state's shapes and dtypes; nothing is allocated."""
+        return jax.eval_shape(self.make_state, jax.random.key(0))
+
+    @property
+    def batch(self) -> Tree:
+        """The batch's shapes and dtypes; nothing is allocated."""
+        return jax.eval_shape(self.make_batch, jax.random.key(0))
+
+
+def deterministic_model(
+    *,
+    name: str,
+    size: str,
+    init: Callable[[jax.Array], Tree],
+    loss: Callable[[Tree, Tree], jax.Array],
+    make_batch: Callable[[jax.Array], Tree],
+    optimizer: optax.GradientTransformation,
+) -> CorpusModel:
+    """Return the model whose step descends `loss(params, batch)`, a scalar."""
+
+    def make_state(key: jax.Array) -> Tree:
+        params = init(key)
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    def train_step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, {"loss": value}
+
+    return CorpusModel(
+        name=name, size=size, train_step=train_step, make_state=make_state, make_batch=make_batch
+    )
+
+
+def random_model(
+    *,
+    name: str,
+    size: str,
+    init: Callable[[jax.Array], Tree],
+    loss: Callable[[Tree, Tree, jax.Array], jax.Array],
+    make_batch: Callable[[jax.Array], Tree],
+    optimizer: optax.GradientTransformation,
+    typed_key: bool,
+) -> CorpusModel:
+    """Return the model whose step descends `loss(params, batch, key)` with a fresh key per step.
+
+    The key lives in the state, as a typed key or as the older uint32[2] array.
+    """
+
+    def make_state(key: jax.Array) -> Tree:
+        init_key, step_key = jax.random.split(key)
+        params = init(init_key)
+        return {
+            "params": params,
+            "opt_state": optimizer.init(params),
+            "key": step_key if typed_key else jax.random.key_data(step_key),
+        }
+
+    def train_step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        next_key, loss_key = jax.random.split(state["key"])
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch, loss_key)
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "key": next_key}, {"loss": value}
+
+    return CorpusModel(
+        name=name, size=size, train_step=train_step, make_state=make_state, make_batch=make_batch
+    )

@@ -1,0 +1,15 @@
+"""Errors a caller may want to catch."""
+
+from __future__ import annotations
+
+
+class PlanError(ValueError):
+    """A program, cluster, option or saved plan does not fit; the message says what and what to do."""
+
+
+class InfeasibleError(PlanError):
+    """No plan fits the memory; `missing_bytes` is how much each device lacks at least."""
+
+    def __init__(self, message: str, missing_bytes: float) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes

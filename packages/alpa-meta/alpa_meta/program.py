@@ -1,0 +1,404 @@
+"""The user's training step as one flat program: inputs with paths and roles, phases, batch scaling."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attrs import field, frozen
+
+from alpa_meta.batch import CONSTANT, Scaling, batch_scaling
+from alpa_meta.compat import Literal, is_drop, open_jaxpr
+from alpa_meta.errors import PlanError
+from alpa_meta.phases import Phases, classify
+from alpa_meta.trace import trace
+
+
+@frozen
+class Leaf:
+    """One array among the step's inputs or outputs, with the path a user would write."""
+
+    path: str
+    aval: jax.ShapeDtypeStruct
+    role: str  # "state", "batch" or "constant"
+    weak_type: bool = False
+
+
+@frozen(eq=False)
+class Program:
+    """A training step at one microbatch size.
+
+    `aliases[k]` is the input that output k replaces in the next step, or None. `scaling` says how each
+    variable grows with the batch, `inexact` why cutting the batch would change the result, if it would.
+    """
+
+    closed: Any
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[str, ...]
+    aliases: tuple[int | None, ...]
+    phases: Phases
+    scaling: Mapping[Any, Scaling]
+    num_microbatches: int
+    inexact: tuple[str, ...]
+
+    @property
+    def jaxpr(self) -> Any:
+        return open_jaxpr(self.closed)
+
+    def signature(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """Return (path, whole shape, dtype) of every input."""
+        return tuple(
+            (leaf.path, tuple(leaf.aval.shape), str(leaf.aval.dtype)) for leaf in self.inputs
+        )
+
+
+@frozen(eq=False)
+class Step:
+    """A user's function called with given argument shapes: how to flatten calls and rebuild results.
+
+    Leaves that are no arrays (functions or strings inside modules) are kept aside and put back.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    batch_argnums: tuple[int, ...] | None = None
+    static_argnums: tuple[int, ...] = ()
+    _traces: dict[int, tuple[Any, Any]] = field(factory=dict, repr=False)
+
+    @functools.cached_property
+    def _layout(self) -> _Layout:
+        return _layout_of(self.args, self.static_argnums)
+
+    def flatten(self, args: Sequence[Any]) -> list[Any]:
+        """Return the array leaves of a call, in the order of `Program.inputs`; checks the structure."""
+        layout = _layout_of(tuple(args), self.static_argnums)
+        if layout.treedef != self._layout.treedef:
+            raise PlanError(
+                "the step is called with another structure of arguments than it was planned for: "
+                f"{layout.treedef} instead of {self._layout.treedef}"
+            )
+        return [leaf for leaf, dynamic in zip(layout.leaves, layout.dynamic, strict=True) if dynamic]
+
+    def program(self, num_microbatches: int) -> Program:
+        """Return the program of one of `num_microbatches` equal parts of the batch."""
+        return _program(self, num_microbatches)
+
+    @functools.cached_property
+    def batch_size(self) -> int:
+        """Return the number of examples: the common first dim of the batch arguments."""
+        sizes = {
+            path: shape[0] for (path, shape), is_batch in zip(self._named, self._batch, strict=True)
+            if is_batch
+        }
+        if len(set(sizes.values())) > 1:
+            raise PlanError(
+                "the arrays of the batch must agree in their first dim, got "
+                + ", ".join(f"{path}: {size}" for path, size in sizes.items())
+                + "; name the batch arguments with batch_argnums"
+            )
+        if not sizes:
+            raise PlanError(
+                "no argument of the step looks like a batch (arrays that are not returned as new "
+                "state); name the batch arguments with batch_argnums"
+            )
+        return next(iter(sizes.values()))
+
+    @functools.cached_property
+    def output_tree(self) -> tuple[Any, tuple[Any, ...], tuple[bool, ...]]:
+        """Return (tree, leaves that are no arrays in place, which leaves are arrays) of the result."""
+        _, spec = self.traced(None)
+        return spec  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _named(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        layout = self._layout
+        return tuple(
+            (path, tuple(np.shape(leaf)))
+            for path, leaf, dynamic in zip(layout.paths, layout.leaves, layout.dynamic, strict=True)
+            if dynamic
+        )
+
+    @functools.cached_property
+    def _roles(self) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+        return _roles(self)
+
+    @functools.cached_property
+    def _batch(self) -> tuple[bool, ...]:
+        return tuple(role == "batch" for role in self._roles[0])
+
+    def traced(self, batch: int | None) -> tuple[Any, Any]:
+        """Return (flat jaxpr, output description) with `batch` examples; None: as called."""
+        key = -1 if batch is None else batch
+        if key not in self._traces:
+            self._traces[key] = _trace(self, batch)
+        return self._traces[key]
+
+
+@frozen(eq=False)
+class _Layout:
+    leaves: list[Any]
+    dynamic: tuple[bool, ...]
+    paths: tuple[str, ...]
+    argnums: tuple[int, ...]
+    treedef: Any
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array leaf."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        weak = bool(getattr(leaf, "weak_type", False))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
+
+
+def _is_array(leaf: Any) -> bool:
+    shaped = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return shaped or isinstance(leaf, (bool, int, float, complex))
+
+
+def _layout_of(args: tuple[Any, ...], static_argnums: tuple[int, ...]) -> _Layout:
+    leaves, dynamic, paths, argnums, trees = [], [], [], [], []
+    for number, arg in enumerate(args):
+        if number in static_argnums:
+            trees.append(("static", arg))
+            continue
+        flat, tree = jax.tree_util.tree_flatten_with_path(arg)
+        marks = []
+        for path, leaf in flat:
+            leaves.append(leaf)
+            dynamic.append(_is_array(leaf))
+            marks.append(None if dynamic[-1] else leaf)
+            paths.append(jax.tree_util.keystr(path))
+            argnums.append(number)
+        trees.append((tree, tuple(marks)))
+    return _Layout(leaves, tuple(dynamic), tuple(paths), tuple(argnums), tuple(trees))
+
+
+def _trace(step: Step, batch: int | None) -> tuple[Any, Any]:
+    layout = step._layout
+    spec: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        leaves = iter(
+            next(given) if dynamic else leaf
+            for leaf, dynamic in zip(layout.leaves, layout.dynamic, strict=True)
+        )
+        args = []
+        for number, (tree, _) in enumerate(layout.treedef):
+            if number in step.static_argnums:
+                args.append(step.args[number])
+            else:
+                args.append(tree.unflatten([next(leaves) for _ in range(tree.num_leaves)]))
+        result = step.function(*args)
+        paths_leaves, tree = jax.tree_util.tree_flatten_with_path(result)
+        arrays_out = tuple(_is_array(leaf) for _, leaf in paths_leaves)
+        kept = tuple(
+            None if is_array else leaf
+            for (_, leaf), is_array in zip(paths_leaves, arrays_out, strict=True)
+        )
+        paths = tuple(
+            jax.tree_util.keystr(path)
+            for (path, _), is_array in zip(paths_leaves, arrays_out, strict=True)
+            if is_array
+        )
+        spec[:] = [(tree, kept, arrays_out, paths)]
+        return [leaf for (_, leaf), keep in zip(paths_leaves, arrays_out, strict=True) if keep]
+
+    avals = []
+    dynamic_leaves = [
+        leaf for leaf, dynamic in zip(layout.leaves, layout.dynamic, strict=True) if dynamic
+    ]
+    is_batch = step._batch if batch is not None else (False,) * len(dynamic_leaves)
+    for leaf, resize in zip(dynamic_leaves, is_batch, strict=True):
+        aval = abstract(leaf)
+        if resize:
+            aval = jax.ShapeDtypeStruct((batch, *aval.shape[1:]), aval.dtype)
+        avals.append(aval)
+    jaxpr, _ = trace(flat, *avals)
+    return jaxpr, spec[0]
+
+
+def _roles(step: Step) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """Return the role of each input leaf and, per output leaf, the input it replaces."""
+    layout = step._layout
+    _, (tree, kept, arrays_out, _) = step.traced(None)
+    jaxpr = open_jaxpr(step.traced(None)[0])
+    out_avals = iter(atom.aval for atom in jaxpr.outvars)
+    marks = [next(out_avals) if is_array else leaf
+             for leaf, is_array in zip(kept, arrays_out, strict=True)]
+    result = tree.unflatten(marks)
+    elements = list(result) if type(result) in (tuple, list) else [result]
+    spans, position = [], 0
+    for element in elements:
+        flat, element_tree = jax.tree.flatten(element)
+        spans.append((element_tree, position, flat))
+        position += len(flat)
+    number_of_leaf, count = {}, 0
+    for leaf_number, is_array in enumerate(arrays_out):
+        if is_array:
+            number_of_leaf[leaf_number] = count
+            count += 1
+    aliases: list[int | None] = [None] * count
+    taken: set[int] = set()
+    roles = ["constant"] * sum(layout.dynamic)
+    dynamic_number = np.cumsum(layout.dynamic) - 1
+    for argnum in dict.fromkeys(layout.argnums):
+        members = [k for k, number in enumerate(layout.argnums) if number == argnum]
+        tree_in = layout.treedef[argnum][0]
+        chosen = None
+        if step.batch_argnums is None or argnum not in step.batch_argnums:
+            chosen = _matching(members, tree_in, layout, spans, taken)
+        if chosen is not None:
+            taken.add(chosen)
+            _, start, _ = spans[chosen]
+            for offset, member in enumerate(members):
+                if layout.dynamic[member]:
+                    roles[dynamic_number[member]] = "state"
+                    aliases[number_of_leaf[start + offset]] = int(dynamic_number[member])
+            continue
+        named = step.batch_argnums is not None and argnum in step.batch_argnums
+        if step.batch_argnums is None or named:
+            for member in members:
+                leaf = layout.leaves[member]
+                if layout.dynamic[member] and np.ndim(leaf) and (named or not _is_key(leaf)):
+                    roles[dynamic_number[member]] = "batch"
+    return tuple(roles), tuple(aliases)
+
+
+def _matching(
+    members: list[int], tree: Any, layout: _Layout, spans: list[Any], taken: set[int]
+) -> int | None:
+    """Return the output element with the structure, shapes and dtypes of an argument."""
+    if not any(layout.dynamic[member] for member in members):
+        return None
+    for number, (other, _, leaves) in enumerate(spans):
+        if number in taken or other != tree:
+            continue
+        pairs = zip(members, leaves, strict=True)
+        if all(
+            not layout.dynamic[member]
+            or (
+                tuple(np.shape(layout.leaves[member])) == tuple(leaf.shape)
+                and abstract(layout.leaves[member]).dtype == leaf.dtype
+            )
+            for member, leaf in pairs
+        ):
+            return number
+    return None
+
+
+def _is_key(leaf: Any) -> bool:
+    aval = abstract(leaf)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return True
+    return aval.dtype == np.uint32 and tuple(aval.shape) in ((2,), (4,))
+
+
+def _program(step: Step, num_microbatches: int) -> Program:
+    if step.batch_size % num_microbatches:
+        divisors = [d for d in range(1, step.batch_size + 1) if step.batch_size % d == 0]
+        raise PlanError(
+            f"the batch has {step.batch_size} examples, which {num_microbatches} microbatches do not "
+            f"divide; use one of {divisors[:16]} microbatches or another batch size"
+        )
+    size = step.batch_size // num_microbatches
+    closed, (_, _, _, paths) = step.traced(size)
+    larger, _ = step.traced(2 * size)
+    roles, aliases = step._roles
+    jaxpr = open_jaxpr(closed)
+    given = [
+        Scaling("example", 0, 0) if role == "batch" else CONSTANT for role in roles
+    ]
+    scaling = batch_scaling(closed, larger, given)
+    phases = classify(jaxpr.eqns, scaling)
+    inputs = tuple(
+        Leaf(name, abstract_leaf(leaf), role)
+        for (name, leaf), role in zip(_named_leaves(step), roles, strict=True)
+    )
+    return Program(
+        closed=closed,
+        inputs=inputs,
+        outputs=paths,
+        aliases=aliases,
+        phases=phases,
+        scaling=scaling,
+        num_microbatches=num_microbatches,
+        inexact=_inexact(jaxpr, phases, scaling),
+    )
+
+
+def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a leaf without weak types."""
+    aval = abstract(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _named_leaves(step: Step) -> list[tuple[str, Any]]:
+    layout = step._layout
+    names = _argument_names(step)
+    return [
+        (names[argnum] + path, leaf)
+        for path, argnum, leaf, dynamic in zip(
+            layout.paths, layout.argnums, layout.leaves, layout.dynamic, strict=True
+        )
+        if dynamic
+    ]
+
+
+def _argument_names(step: Step) -> list[str]:
+    try:
+        names = list(inspect.signature(step.function).parameters)
+    except (TypeError, ValueError):
+        names = []
+    names = names[: len(step.args)]
+    return names + [f"arg{number}" for number in range(len(names), len(step.args))]
+
+
+def _inexact(jaxpr: Any, phases: Phases, scaling: Mapping[Any, Scaling]) -> tuple[str, ...]:
+    """Return why microbatches would change the result: the mixed values that leave them."""
+    inside: dict[Any, Any] = {}
+    reasons = []
+    for eqn, phase in zip(jaxpr.eqns, phases.of_eqn, strict=True):
+        if phase == "update":
+            reasons += [atom for atom in eqn.invars if _mixed(atom, inside, scaling)]
+        else:
+            inside.update((var, eqn) for var in eqn.outvars if not is_drop(var))
+    reasons += [atom for atom in jaxpr.outvars if _mixed(atom, inside, scaling)]
+    first = _first_mixed(jaxpr, scaling)
+    if not reasons:
+        return ()
+    return (f"{first} mixes examples of the batch in a way that microbatches cannot reproduce",)
+
+
+def _mixed(atom: Any, inside: Mapping[Any, Any], scaling: Mapping[Any, Scaling]) -> bool:
+    return (
+        not isinstance(atom, Literal)
+        and atom in inside
+        and scaling.get(atom, CONSTANT).form == "mixed"
+    )
+
+
+def _first_mixed(jaxpr: Any, scaling: Mapping[Any, Scaling]) -> str:
+    for eqn in jaxpr.eqns:
+        for var in eqn.outvars:
+            if not is_drop(var) and scaling.get(var, CONSTANT).form == "mixed":
+                return f"{eqn.primitive.name} at {source_line(eqn)}"
+    return "the step"
+
+
+def source_line(eqn: Any) -> str:
+    """Return file:line of the user's code behind an equation, or an empty string."""
+    from jax.extend import source_info_util
+
+    try:
+        return str(source_info_util.summarize(eqn.source_info))
+    except (AttributeError, TypeError):
+        return ""

@@ -1,0 +1,43 @@
+"""How every figure looks: colours by phase, fonts, and writing to a file at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, told apart by colour-blind readers as well.
+PHASE_COLOURS = {
+    "start": "#999999",
+    "forward": "#56b4e9",
+    "backward": "#e69f00",
+    "update": "#009e73",
+    "send": "#cc79a7",
+    "receive": "#0072b2",
+}
+SERIES_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
+INK = "#222222"
+
+
+@contextmanager
+def figure_file(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """Yield a figure of `width` x `height` inches; write it to `path` as PNG when the block ends."""
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    yield figure
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)
+
+
+def plain(axes: Axes) -> Axes:
+    """Return `axes` without the frame lines that carry nothing."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=8)
+    return axes

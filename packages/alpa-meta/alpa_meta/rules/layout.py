@@ -1,0 +1,211 @@
+"""Operators that move, repeat, cut or join elements without computing on them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from alpa_interchange import ShardingRule
+from jax import lax
+
+from alpa_meta import compat
+from alpa_meta.rules.operator import (
+    Dim,
+    Factors,
+    LocalCall,
+    Operator,
+    always_linear,
+    operand_shapes,
+    result_shapes,
+)
+
+
+def reshape_dims(
+    factors: Factors, source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[list[Dim], list[Dim]]:
+    """Return the dims of both sides of a reshape, as products of shared factors.
+
+    Both sides are read from the major end; the common divisor of what is left of a dim on each side
+    is a shared factor. Where the rest does not divide, it is cut into factors of its own that stay
+    whole, until both sides cover the same number of elements again.
+    """
+    left: list[Dim] = [()] * len(source)
+    right: list[Dim] = [()] * len(target)
+    if math.prod(source) == 0:
+        return left, right
+    sides = (_Side(source, left), _Side(target, right))
+    while not (sides[0].done and sides[1].done):
+        a, b = sides
+        common = math.gcd(a.rest, b.rest)
+        if common > 1:
+            dim = factors.new(common)
+            a.take(common, dim)
+            b.take(common, dim)
+        if a.rest > 1 and b.rest > 1:
+            covered = [1, 1]
+            while covered[0] == 1 or covered[0] != covered[1]:
+                smaller = 0 if covered[0] <= covered[1] else 1
+                side = sides[smaller]
+                covered[smaller] *= side.rest
+                side.take(side.rest, factors.new(side.rest, "replicate"))
+    return left, right
+
+
+class _Side:
+    """One side of a reshape, read from the major end."""
+
+    def __init__(self, shape: tuple[int, ...], dims: list[Dim]) -> None:
+        self._shape, self._dims, self._position, self.rest = shape, dims, -1, 1
+        self._advance()
+
+    def _advance(self) -> None:
+        while self.rest == 1 and self._position + 1 < len(self._shape):
+            self._position += 1
+            self.rest = self._shape[self._position]
+
+    @property
+    def done(self) -> bool:
+        return self.rest == 1 and self._position + 1 >= len(self._shape)
+
+    def take(self, size: int, dim: Dim) -> None:
+        self._dims[self._position] += dim
+        self.rest //= size
+        self._advance()
+
+
+def _reshape_rule(eqn: Any) -> ShardingRule | None:
+    if eqn.params.get("dimensions") is not None:
+        return None
+    factors = Factors()
+    left, right = reshape_dims(factors, operand_shapes(eqn)[0], result_shapes(eqn)[0])
+    return factors.rule([left], [right])
+
+
+def _run_reshape(call: LocalCall) -> list[Any]:
+    return [lax.reshape(call.operands[0], call.result_shape(0))]
+
+
+def _transpose_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(operand_shapes(eqn)[0])
+    return factors.rule([dims], [[dims[d] for d in eqn.params["permutation"]]])
+
+
+def _squeeze_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(operand_shapes(eqn)[0])
+    dropped = {d % max(len(dims), 1) for d in eqn.params["dimensions"]}
+    return factors.rule([dims], [[dim for d, dim in enumerate(dims) if d not in dropped]])
+
+
+def _broadcast_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    (shape,), operands = result_shapes(eqn), operand_shapes(eqn)
+    dims = factors.each(shape)
+    first = [
+        dims[place] if size == shape[place] else ()
+        for size, place in zip(operands[0], eqn.params["broadcast_dimensions"])
+    ]
+    rest: list[list[Dim]] = [[()] * len(other) for other in operands[1:]]
+    return factors.rule([first, *rest], [dims])
+
+
+def _run_broadcast(call: LocalCall) -> list[Any]:
+    places = call.eqn.params["broadcast_dimensions"]
+    return [lax.broadcast_in_dim(call.operands[0], call.result_shape(0), places)]
+
+
+def _iota_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(result_shapes(eqn)[0])
+    return factors.rule([[()] * len(shape) for shape in operand_shapes(eqn)], [dims])
+
+
+def _run_iota(call: LocalCall) -> list[Any]:
+    dtype, dim = call.eqn.params["dtype"], call.eqn.params["dimension"]
+    shape = call.result_shape(0)
+    counted = lax.broadcasted_iota(dtype, shape, dim)
+    axes = call.result_axes(0, dim)
+    if axes:
+        counted = counted + (call.index(axes) * shape[dim]).astype(dtype)
+    return [counted]
+
+
+def _whole_dims_rule(eqn: Any, whole: set[int]) -> ShardingRule:
+    """Return the rule of an operator that needs dims `whole` unsharded and passes the others."""
+    factors = Factors()
+    shape = result_shapes(eqn)[0]
+    rank = len(shape)
+    dims: list[Dim] = [() if d in whole else factors.new(shape[d]) for d in range(rank)]
+    operands = [
+        dims if len(other) == rank else [()] * len(other) for other in operand_shapes(eqn)
+    ]
+    return factors.rule(operands, [dims] * len(eqn.outvars))
+
+
+def _slice_rule(eqn: Any) -> ShardingRule:
+    before, after = operand_shapes(eqn)[0], result_shapes(eqn)[0]
+    return _whole_dims_rule(eqn, {d for d in range(len(before)) if before[d] != after[d]})
+
+
+def _run_slice(call: LocalCall) -> list[Any]:
+    before, after = operand_shapes(call.eqn)[0], result_shapes(call.eqn)[0]
+    limits = [
+        local if before[d] == after[d] else call.eqn.params["limit_indices"][d]
+        for d, local in enumerate(call.operands[0].shape)
+    ]
+    return call.bind(limit_indices=tuple(limits))
+
+
+def _pad_rule(eqn: Any) -> ShardingRule:
+    padding = eqn.params["padding_config"]
+    return _whole_dims_rule(eqn, {d for d, amount in enumerate(padding) if any(amount)})
+
+
+def _pads_with_zero(eqn: Any) -> bool:
+    filler = eqn.invars[1]
+    return isinstance(filler, compat.Literal) and not np.any(filler.val)
+
+
+def _rev_rule(eqn: Any) -> ShardingRule:
+    return _whole_dims_rule(eqn, set(eqn.params["dimensions"]))
+
+
+def _concatenate_rule(eqn: Any) -> ShardingRule:
+    return _whole_dims_rule(eqn, {eqn.params["dimension"]})
+
+
+def _split_rule(eqn: Any) -> ShardingRule:
+    return _whole_dims_rule(eqn, {eqn.params["axis"]})
+
+
+def _bitcast_rule(eqn: Any) -> ShardingRule:
+    """Return the rule of a reinterpretation: a narrower type adds a minor dim, a wider drops it."""
+    before, after = operand_shapes(eqn)[0], result_shapes(eqn)[0]
+    factors = Factors()
+    shared = factors.each(before if len(before) < len(after) else after)
+    left = shared + [()] * (len(before) - len(shared))
+    right = shared + [()] * (len(after) - len(shared))
+    return factors.rule([left], [right])
+
+
+def _empty_rule(eqn: Any) -> ShardingRule:
+    return Factors().rule([], [[()] * len(shape) for shape in result_shapes(eqn)])
+
+
+OPERATORS = {
+    "reshape": Operator(_reshape_rule, _run_reshape, always_linear),
+    "transpose": Operator(_transpose_rule, linear=always_linear),
+    "squeeze": Operator(_squeeze_rule, linear=always_linear),
+    "broadcast_in_dim": Operator(_broadcast_rule, _run_broadcast, always_linear),
+    "iota": Operator(_iota_rule, _run_iota),
+    "slice": Operator(_slice_rule, _run_slice, always_linear),
+    "pad": Operator(_pad_rule, linear=_pads_with_zero),
+    "rev": Operator(_rev_rule, linear=always_linear),
+    "concatenate": Operator(_concatenate_rule, linear=always_linear),
+    "split": Operator(_split_rule),
+    "bitcast_convert_type": Operator(_bitcast_rule),
+    "empty": Operator(_empty_rule),
+    "empty2": Operator(_empty_rule),
+}

@@ -1,0 +1,185 @@
+"""What an operator's table entry holds: its sharding rule and how it runs on local parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from alpa_interchange import Factor, LogicalMesh, ShardingRule, Strategy
+from attrs import frozen
+from jax import lax
+
+from alpa_meta import compat
+
+if TYPE_CHECKING:
+    from alpa_meta.spmd.collectives import Collectives
+
+Dim = tuple[str, ...]
+"""Factors of one dim of a tensor, major first; the empty dim is never sharded."""
+
+
+class Factors:
+    """Names the factors of one operator and puts its rule together."""
+
+    def __init__(self) -> None:
+        self._factors: dict[str, Factor] = {}
+
+    def new(
+        self, size: int, kind: str = "parallel", *, reduction: str = "add", halo: int = 0
+    ) -> Dim:
+        """Return a dim made of one new factor; sizes 0 and 1 give the empty dim."""
+        if size < 2:
+            return ()
+        number, name = len(self._factors), ""
+        while not name or number >= 0:
+            name = chr(ord("a") + number % 26) + name
+            number = number // 26 - 1
+        self._factors[name] = Factor(
+            name=name, size=size, kind=kind, reduction=reduction, halo=halo
+        )
+        return (name,)
+
+    def each(self, shape: Sequence[int]) -> list[Dim]:
+        """Return one new parallel factor per dim of `shape`."""
+        return [self.new(size) for size in shape]
+
+    def rule(
+        self, operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]]
+    ) -> ShardingRule:
+        """Return the rule with these dims per operand and result."""
+        used = {name for dims in (*operands, *results) for dim in dims for name in dim}
+        return ShardingRule(
+            factors=tuple(f for name, f in self._factors.items() if name in used),
+            operands=tuple(map(tuple, operands)),
+            results=tuple(map(tuple, results)),
+        )
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """Return the shape of an equation's operand or result; scalars and tokens have none."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def operand_shapes(eqn: Any) -> list[tuple[int, ...]]:
+    """Return the shape of every operand of `eqn`, literals included."""
+    return [shape_of(atom) for atom in eqn.invars]
+
+
+def result_shapes(eqn: Any) -> list[tuple[int, ...]]:
+    """Return the shape of every result of `eqn`."""
+    return [shape_of(var) for var in eqn.outvars]
+
+
+@frozen
+class LocalCall:
+    """One operator on one device: local operands in, natural local results out.
+
+    Natural means: before partial sums over sharded reduction factors are completed.
+    """
+
+    eqn: Any
+    operands: list[Any]
+    rule: ShardingRule
+    strategy: Strategy
+    mesh: LogicalMesh
+    collectives: Collectives
+
+    def operand_axes(self, operand: int, dim: int) -> tuple[str, ...]:
+        """Return the mesh axes that shard `dim` of `operand`."""
+        return self._axes(self.rule.operands[operand][dim])
+
+    def result_axes(self, result: int, dim: int) -> tuple[str, ...]:
+        """Return the mesh axes that shard `dim` of the natural `result`."""
+        return self._axes(self.rule.results[result][dim])
+
+    def _axes(self, dim: Dim) -> tuple[str, ...]:
+        return tuple(axis for name in dim for axis in self.strategy.axes(name))
+
+    def shards(self, axes: tuple[str, ...]) -> int:
+        """Return the number of devices along `axes`."""
+        return self.mesh.size(axes)
+
+    def index(self, axes: tuple[str, ...]) -> Any:
+        """Return this device's position along `axes`, the first the most significant."""
+        return self.collectives.index(axes)
+
+    def result_shape(self, result: int) -> tuple[int, ...]:
+        """Return the local shape of the natural `result`."""
+        return tuple(
+            size // self.shards(self.result_axes(result, dim))
+            for dim, size in enumerate(shape_of(self.eqn.outvars[result]))
+        )
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        """Return the local shape of `operand`."""
+        return tuple(
+            size // self.shards(self.operand_axes(operand, dim))
+            for dim, size in enumerate(shape_of(self.eqn.invars[operand]))
+        )
+
+    def bind(self, operands: Sequence[Any] | None = None, **params: Any) -> list[Any]:
+        """Return the primitive applied to local `operands`, some of its `params` replaced."""
+        values = self.operands if operands is None else list(operands)
+        return compat.bind(self.eqn, values, {**self.eqn.params, **params} if params else None)
+
+    def own_part(self, value: Any, result: int, dims: Sequence[int] | None = None) -> Any:
+        """Return this device's part of a whole `value`, cut along `dims` as `result` is sharded."""
+        for dim in range(value.ndim) if dims is None else dims:
+            axes = self.result_axes(result, dim)
+            if axes:
+                value = self.collectives.part(value, axes, dim)
+        return value
+
+
+def run_unchanged(call: LocalCall) -> list[Any]:
+    """Return the primitive applied to the local operands with its own parameters."""
+    return call.bind()
+
+
+def run_whole(call: LocalCall) -> list[Any]:
+    """Return this device's parts of results computed whole: for operators that cannot be split."""
+    return [call.own_part(value, k) for k, value in enumerate(call.bind())]
+
+
+def run_identity(call: LocalCall) -> list[Any]:
+    """Return the local operands as they are."""
+    return list(call.operands)
+
+
+def never_linear(eqn: Any) -> bool:
+    """Return False."""
+    return False
+
+
+def always_linear(eqn: Any) -> bool:
+    """Return True."""
+    return True
+
+
+RuleFunction = Callable[[Any], ShardingRule | None]
+LocalFunction = Callable[[LocalCall], list[Any]]
+
+
+@frozen
+class Operator:
+    """The table entry of one primitive.
+
+    `rule` maps an equation to its sharding rule (None: it runs replicated), `local` runs it on the
+    parts a strategy leaves on each device, and `linear` says whether it is linear in its tensor
+    operands together, so that an unreduced sum may pass through it.
+    """
+
+    rule: RuleFunction
+    local: LocalFunction = run_unchanged
+    linear: Callable[[Any], bool] = never_linear
+
+
+def masked_zero(value: Any) -> Any:
+    """Return zeros like `value`."""
+    return jax.numpy.zeros_like(value)
+
+
+def cut(value: Any, start: Any, size: int, dim: int) -> Any:
+    """Return `size` elements of `value` from `start` along `dim`."""
+    return lax.dynamic_slice_in_dim(value, start, size, dim)

@@ -1,0 +1,82 @@
+"""How far a parallel run is from the same run on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from attrs import frozen
+
+from alpa_meta.trainer.checkpoint import leaf_paths
+from alpa_meta.trainer.loop import OneDeviceStep, run_steps
+from alpa_meta.trainer.settings import TrainSettings
+from alpa_meta.trainer.text import Bytes
+
+
+@frozen(kw_only=True)
+class Comparison:
+    """Differences between two runs of the same steps; `loss` in nats per byte.
+
+    The relative difference of a parameter tensor is the norm of the difference over the norm of the
+    one-device tensor.
+    """
+
+    num_steps: int
+    loss_difference: float  # largest over the steps
+    parameter_difference: float  # largest absolute difference of one element
+    parameter_magnitude: float  # largest absolute element
+    relative_difference: float  # largest over the tensors
+    worst_parameter: str  # the tensor of `relative_difference`
+
+
+def compare_with_one_device(
+    settings: TrainSettings,
+    part: Bytes,
+    state: Any,
+    *,
+    start: int,
+    losses: Sequence[float],
+    params: Any,
+    on_step: Callable[[int], None] = lambda done: None,
+) -> Comparison:
+    """Return how far `losses` and `params`, of the steps from `start` on, are from one device.
+
+    `state` is the state before those steps, on the host; the steps are run again here from it.
+    """
+    found: list[float] = []
+
+    def note(metrics: Any, _: Any) -> None:
+        found.append(metrics.loss)
+        on_step(len(found))
+
+    final = run_steps(
+        OneDeviceStep(), state, part, settings, start=start, stop=start + len(losses), on_step=note
+    )
+    return difference(found, jax.device_get(final.params), losses, params)
+
+
+def difference(
+    losses: Sequence[float], params: Any, other_losses: Sequence[float], other_params: Any
+) -> Comparison:
+    """Return how far the second run is from the first; parameters are pytrees of host arrays."""
+    expected, got = dict(leaf_paths(params)), dict(leaf_paths(other_params))
+    absolute, magnitude = 0.0, 0.0
+    relative, worst = 0.0, ""
+    for path, array in expected.items():
+        gap = np.abs(np.asarray(array, np.float64) - np.asarray(got[path], np.float64))
+        size = np.abs(np.asarray(array, np.float64))
+        absolute = max(absolute, float(gap.max(initial=0.0)))
+        magnitude = max(magnitude, float(size.max(initial=0.0)))
+        share = float(np.linalg.norm(gap) / max(float(np.linalg.norm(size)), np.finfo(np.float64).tiny))
+        if share > relative:
+            relative, worst = share, path
+    return Comparison(
+        num_steps=len(losses),
+        loss_difference=max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)),
+        parameter_difference=absolute,
+        parameter_magnitude=magnitude,
+        relative_difference=relative,
+        worst_parameter=worst,
+    )

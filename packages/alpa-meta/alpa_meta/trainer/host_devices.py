@@ -1,0 +1,35 @@
+"""XLA host devices: one CPU process that acts as several devices."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import jax
+
+from alpa_meta.errors import PlanError
+
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+def use_host_devices(count: int) -> None:
+    """Make this process's jax run on `count` host devices; PlanError if it no longer can.
+
+    XLA reads the number once, when the first device is asked for, so this comes before that.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    given = re.search(rf"{_FLAG}=(\d+)", flags)
+    if given is not None and int(given[1]) < count:
+        raise PlanError(
+            f"the cluster has {count} host devices, but XLA_FLAGS says {given[0]}; unset XLA_FLAGS or "
+            f"ask for --cluster host:{given[1]}"
+        )
+    if given is None:
+        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
+    jax.config.update("jax_platforms", "cpu")
+    found = len(jax.devices())
+    if found < count:
+        raise PlanError(
+            f"the cluster has {count} host devices, but this process's jax had already started with "
+            f"{found}; set XLA_FLAGS={_FLAG}={count} before python starts"
+        )

@@ -1,0 +1,278 @@
+"""The main job, `alpa train`: plan, train, evaluate, compare with one device, write everything."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from alpa_interchange import load, save
+from alpa_interchange.plan import ParallelPlan
+from attrs import frozen
+from rich.console import Console
+
+import alpa_meta as alpa
+from alpa_meta.errors import PlanError
+from alpa_meta.report.amounts import format_duration, format_seconds
+from alpa_meta.report.cluster_table import cluster_table
+from alpa_meta.report.loss_figure import draw_loss
+from alpa_meta.report.plan_figure import draw_plan
+from alpa_meta.report.plan_table import print_plan
+from alpa_meta.report.progress import stages_progress, training_progress
+from alpa_meta.report.timeline_figure import draw_timeline
+from alpa_meta.trainer.checkpoint import CheckpointError, restore_state
+from alpa_meta.trainer.comparison import Comparison, compare_with_one_device
+from alpa_meta.trainer.evaluation import HELD_OUT_BYTES, baseline_loss, held_out_loss
+from alpa_meta.trainer.loop import batch_of, run_steps
+from alpa_meta.trainer.metrics import StepMetrics, read_metrics
+from alpa_meta.trainer.recorder import RunRecorder
+from alpa_meta.trainer.run_folder import RunFolder
+from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settings_to_json
+from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
+from alpa_meta.trainer.text import Text, read_text
+
+EXTRA_STEPS = 100  # what resuming a finished run adds
+
+
+@frozen(kw_only=True)
+class TrainRequest:
+    """What the user asked `alpa train` for. With `resume`, `settings` come from the checkpoint."""
+
+    settings: TrainSettings = TrainSettings()
+    steps: int | None = None  # stop after so many; None: the length of the learning-rate schedule
+    cluster: str = "host:8"
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    memory: float | None = None  # bytes per device
+    plan: Path | None = None
+    out: Path = Path("run")
+    resume: Path | None = None
+    comparison_steps: int = 20
+    checkpoint_every: int = 100
+
+
+@frozen(kw_only=True)
+class Start:
+    """Where a run begins: fresh at step 0, or at a checkpoint with its state on the host."""
+
+    settings: TrainSettings
+    step: int
+    stop: int
+    state: Any  # None: to be initialised
+    plan: ParallelPlan | None
+
+
+@frozen(kw_only=True)
+class TrainResult:
+    """What a finished run showed; losses in nats per byte."""
+
+    steps: tuple[StepMetrics, ...]
+    trigram: float
+    held_out: float
+    comparison: Comparison | None
+    folder: RunFolder
+
+
+def run_training(request: TrainRequest, console: Console) -> TrainResult:
+    """Return the result of the whole job, having shown it on `console` and written it to its folder."""
+    began = time.perf_counter()
+    start = _start_of(request, console)
+    settings = start.settings
+    text = read_text(max_train_bytes=settings.max_train_bytes)
+    if request.resume is not None:
+        _check_text(request, text)
+    cluster = alpa.cluster(request.cluster)
+    console.print(cluster_table(cluster))
+    trigram = baseline_loss(settings.model, text)
+    console.print(
+        f"text: the standard library's source, {len(text.train):,} bytes of {text.num_train_files} "
+        f"files to train on, {len(text.held_out):,} bytes of {text.num_held_out_files} files held out\n"
+        f"baseline: a byte trigram (add-one smoothing) fitted on the same training part has held-out "
+        f"loss {trigram:.3f} nats per byte"
+    )
+    make_state = make_state_maker(settings.model, make_optimiser(settings.optimiser))
+    key = jax.random.key(settings.seed)
+    with stages_progress(console) as progress:
+        step = _parallel_step(request, start, cluster, progress)
+        shapes = jax.eval_shape(make_state, key)
+        batch = batch_of(text.train, settings, 0)
+        plan = step.plan_for(shapes, _shapes_of(batch))
+    print_plan(plan, console)
+    with stages_progress(console) as progress:
+        progress("compiling the plan", 0, 1)
+        step.lower(shapes, _shapes_of(batch)).compile()
+        progress("compiling the plan", 1, 1)
+    state = step.init(make_state, key) if start.state is None else step.place(start.state)
+    first_state = jax.device_get(state)
+    folder = RunFolder(request.out if request.resume is None else request.resume)
+    recorder = RunRecorder(
+        folder=folder,
+        start=start.step,
+        write_plan=lambda folder: save(plan, folder.plan),
+        settings={"run": settings_to_json(settings), "text": text.fingerprint},
+        checkpoint_every=request.checkpoint_every,
+        say=console.print,
+    )
+    compared, last = _train(request, start, step, state, text, recorder, console)
+    held_out = held_out_loss(settings.model, last, text)
+    verdict = "beats" if held_out < trigram else "does not beat"
+    console.print(
+        f"held-out loss {held_out:.3f} nats per byte over {HELD_OUT_BYTES:,} bytes: {verdict} the "
+        f"trigram's {trigram:.3f}"
+    )
+    comparison = _compare(request, start, recorder.steps, compared, first_state, text, console)
+    history = read_metrics(folder.metrics)
+    draw_loss(folder.loss_picture, history, trigram=trigram, held_out=held_out)
+    draw_plan(folder.plan_picture, plan)
+    _draw_timeline(folder, step, plan)
+    console.print(
+        f"wrote {folder.path}/: plan.json, plan.png, metrics.jsonl, loss.png, timeline.png, checkpoint/; "
+        f"go on with: alpa train --resume {folder.path}\n"
+        f"done in {format_duration(time.perf_counter() - began)}"
+    )
+    return TrainResult(
+        steps=tuple(recorder.steps), trigram=trigram, held_out=held_out, comparison=comparison, folder=folder
+    )
+
+
+def _start_of(request: TrainRequest, console: Console) -> Start:
+    """Return where the run begins, from the request or from the checkpoint it resumes."""
+    plan = None if request.plan is None else load(request.plan, ParallelPlan)
+    if request.resume is None:
+        settings = request.settings
+        stop = request.steps or settings.optimiser.schedule_steps
+        return Start(settings=settings, step=0, stop=stop, state=None, plan=plan)
+    folder = RunFolder(request.resume)
+    checkpoint = folder.read_checkpoint()
+    settings = settings_from_json(checkpoint.settings.get("run", {}), str(checkpoint.path))
+    make_state = make_state_maker(settings.model, make_optimiser(settings.optimiser))
+    shapes = jax.eval_shape(make_state, jax.random.key(settings.seed))
+    state = restore_state(checkpoint, shapes)
+    stop = request.steps or settings.optimiser.schedule_steps
+    if request.steps is None and stop <= checkpoint.step:
+        stop = checkpoint.step + EXTRA_STEPS
+        console.print(
+            f"{request.resume} has done all its {checkpoint.step} steps; training {EXTRA_STEPS} more at "
+            "the final learning rate (--steps says otherwise)"
+        )
+    if stop <= checkpoint.step:
+        raise PlanError(
+            f"--steps must be above {checkpoint.step}, the steps {request.resume} has already done, "
+            f"got {stop}"
+        )
+    free = (request.num_stages, request.num_microbatches, request.schedule, request.memory)
+    if plan is None and all(choice is None for choice in free) and folder.plan.exists():
+        plan = load(folder.plan, ParallelPlan)
+    console.print(f"resuming {checkpoint.path} after step {checkpoint.step}")
+    return Start(settings=settings, step=checkpoint.step, stop=stop, state=state, plan=plan)
+
+
+def _check_text(request: TrainRequest, text: Text) -> None:
+    assert request.resume is not None
+    checkpoint = RunFolder(request.resume).read_checkpoint()
+    written = checkpoint.settings.get("text")
+    if written != text.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.path}: was trained on another text (SHA-256 {str(written)[:16]}..., here "
+            f"{text.fingerprint[:16]}...); resume it with the Python whose standard library it read"
+        )
+
+
+def _parallel_step(request: TrainRequest, start: Start, cluster: Any, progress: Any) -> Any:
+    chosen: dict[str, Any] = {
+        "num_stages": request.num_stages,
+        "num_microbatches": request.num_microbatches,
+        "schedule": request.schedule,
+        "memory": request.memory,
+        "plan": start.plan,
+    }
+    options = alpa.Options(
+        progress=progress, **{name: value for name, value in chosen.items() if value is not None}
+    )
+    return alpa.parallelize(train_step, cluster=cluster, options=options)
+
+
+def _shapes_of(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
+
+
+def _train(
+    request: TrainRequest,
+    start: Start,
+    step: Any,
+    state: Any,
+    text: Text,
+    recorder: RunRecorder,
+    console: Console,
+) -> tuple[Any, Any]:
+    """Return whole parameters on the host: after the steps that are compared, and after the last."""
+    compared_step = min(start.step + request.comparison_steps, start.stop)
+    compared: list[Any] = [None]
+
+    def note(metrics: StepMetrics, state: Any) -> None:
+        recorder.record(metrics, state)
+        show(metrics)
+        if metrics.step == compared_step:
+            compared[0] = jax.device_get(state.params)
+
+    try:
+        with training_progress(console, start.step, start.stop) as show:
+            last = run_steps(
+                step, state, text.train, start.settings, start=start.step, stop=start.stop, on_step=note
+            )
+    finally:
+        recorder.close()
+    steps = recorder.steps
+    mean = sum(metrics.step_seconds for metrics in steps) / len(steps)
+    console.print(
+        f"trained {len(steps)} steps, loss {steps[0].loss:.3f} -> {steps[-1].loss:.3f}, "
+        f"{format_seconds(mean)}/step, {start.settings.tokens_per_step / mean:,.0f} tokens/s"
+    )
+    return compared[0], jax.device_get(last.params)
+
+
+def _compare(
+    request: TrainRequest,
+    start: Start,
+    steps: list[StepMetrics],
+    params: Any,
+    first_state: Any,
+    text: Text,
+    console: Console,
+) -> Comparison | None:
+    """Run the first steps again on one device, and say how far the parallel run was from them."""
+    losses = [metrics.loss for metrics in steps[: request.comparison_steps]]
+    if not losses:
+        return None
+    with stages_progress(console) as progress:
+        stage = f"the same {len(losses)} steps on one device"
+        progress(stage, 0, len(losses))
+        found = compare_with_one_device(
+            start.settings,
+            text.train,
+            first_state,
+            start=start.step,
+            losses=losses,
+            params=params,
+            on_step=lambda done: progress(stage, done, len(losses)),
+        )
+    console.print(
+        f"the same {found.num_steps} steps on one device: losses differ by at most "
+        f"{found.loss_difference:.1e} nats; parameters by at most {found.parameter_difference:.1e} "
+        f"(the largest parameter is {found.parameter_magnitude:.2g}), by tensor at most "
+        f"{found.relative_difference:.1e} of its norm ({found.worst_parameter})"
+    )
+    return found
+
+
+def _draw_timeline(folder: RunFolder, step: Any, plan: ParallelPlan) -> None:
+    events = list(step.last_trace)
+    names = [f"stage {index}" for index in range(len(plan.stage_plan.stages))]
+    title = (
+        f"one executed step: {plan.stage_plan.schedule}, {len(names)} stage(s), "
+        f"{plan.stage_plan.num_microbatches} microbatch(es)"
+    )
+    draw_timeline(folder.timeline_picture, events, title=title, mesh_names=names)

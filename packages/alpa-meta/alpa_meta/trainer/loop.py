@@ -1,0 +1,79 @@
+"""The training loop: the same for a parallel step and for one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from alpa_meta.trainer.metrics import StepMetrics
+from alpa_meta.trainer.settings import TrainSettings
+from alpa_meta.trainer.step import Batch, learning_rates, train_step
+from alpa_meta.trainer.text import Bytes, batch_at
+
+
+class Step(Protocol):
+    """What the loop calls: `alpa_meta.parallelize(train_step)` or `OneDeviceStep`."""
+
+    def __call__(self, state: Any, batch: Batch) -> tuple[Any, dict[str, Any]]: ...
+
+
+class OneDeviceStep:
+    """The training step compiled for one device: what a parallel run is compared with."""
+
+    def __init__(self) -> None:
+        self._step = jax.jit(train_step, donate_argnums=0)
+        self._device = jax.local_devices()[0]
+
+    def init(self, make_state: Callable[[jax.Array], Any], key: jax.Array) -> Any:
+        """Return the initial state."""
+        with jax.default_device(self._device):
+            return jax.jit(make_state)(key)
+
+    def __call__(self, state: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
+        with jax.default_device(self._device):
+            return self._step(state, batch)
+
+
+def batch_of(part: Bytes, settings: TrainSettings, step: int) -> Batch:
+    """Return the batch of training step `step` (0 is the first): int32 [batch, position] each."""
+    windows = batch_at(
+        part,
+        step,
+        seed=settings.seed,
+        batch_size=settings.batch_size,
+        length=settings.model.context,
+    ).astype(np.int32)
+    return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
+
+
+def run_steps(
+    step: Step,
+    state: Any,
+    part: Bytes,
+    settings: TrainSettings,
+    *,
+    start: int,
+    stop: int,
+    on_step: Callable[[StepMetrics, Any], None],
+) -> Any:
+    """Return the state after the steps start..stop; `on_step(metrics, state)` sees each one."""
+    rates = learning_rates(settings.optimiser)
+    for number in range(start, stop):
+        began = time.perf_counter()
+        state, metrics = step(state, batch_of(part, settings, number))
+        loss = float(metrics["loss"])
+        seconds = time.perf_counter() - began
+        shown = StepMetrics(
+            step=number + 1,
+            loss=loss,
+            gradient_norm=float(metrics["gradient_norm"]),
+            learning_rate=float(rates(number)),
+            step_seconds=seconds,
+            tokens_per_second=settings.tokens_per_step / seconds,
+        )
+        on_step(shown, state)
+    return state

@@ -1,0 +1,203 @@
+"""Hardware presets: devices, links and hosts by name, every constant with its source.
+
+Bandwidths are the maker's figures for one direction; `LinkSpec.efficiency` says which share of them
+large transfers reach. Efficiencies fitted to measurements name the fit; the others take the mean of
+the fitted ones of the same technology and say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from alpa_interchange.cluster import DeviceSpec, HostGroup, LinkSpec
+from attrs import evolve
+
+_GIB = float(1 << 30)
+_NCCL = "latency: NCCL 2.18 tuning table (hardware latency of a ring step)"
+_BUS = "efficiency: bus bandwidth of large all-reduces, fitted to measured tables (data/links.json)"
+_LIKE = "efficiency: taken from the fitted link of the same technology, not measured on this one"
+
+
+def _gpu(
+    name: str,
+    memory: float,
+    memory_bandwidth: float,
+    half: float,
+    single: float,
+    num_units: int,
+    source: str,
+    *,
+    bfloat16: float | None = None,
+    tensor_float: float | None = None,
+    eight_bit: float | None = None,
+    double: float | None = None,
+) -> DeviceSpec:
+    peaks = {
+        "float64": double or single / 32,
+        "float32": single,
+        "float16": half,
+        "bfloat16": bfloat16 or half,
+        "tensorfloat32": tensor_float or single,
+    }
+    if eight_bit:
+        peaks |= {"int8": eight_bit}
+        if name.startswith(("h", "b", "l4")):
+            peaks |= {"float8_e4m3fn": eight_bit, "float8_e5m2": eight_bit}
+    return DeviceSpec(
+        name=name,
+        memory=memory,
+        memory_bandwidth=memory_bandwidth,
+        peak_flops=peaks,
+        launch_latency=4.5e-6,
+        num_units=num_units,
+        source=source,
+    )
+
+
+def _tpu(
+    name: str, memory: float, memory_bandwidth: float, half: float, eight_bit: float, source: str
+) -> DeviceSpec:
+    return DeviceSpec(
+        name=name,
+        memory=memory,
+        memory_bandwidth=memory_bandwidth,
+        # float32 matmuls run as several bfloat16 passes: 3 at default high precision, 6 at highest
+        peak_flops={
+            "bfloat16": half,
+            "float16": half,
+            "float32": half / 6,
+            "tensorfloat32": half / 3,
+            "int8": eight_bit,
+            "float64": half / 100,
+        },
+        launch_latency=1e-6,
+        num_units=2,
+        platform="tpu",
+        source=source,
+    )
+
+
+_V100 = "NVIDIA V100 data sheet (SXM2), January 2020; no bfloat16 units: computed in float32"
+_A100 = "NVIDIA A100 data sheet, June 2021, dense figures"
+_HOPPER = "NVIDIA {} data sheet (SXM), dense figures: half of those given with sparsity"
+
+DEVICES: Mapping[str, DeviceSpec] = {
+    device.name: device
+    for device in (
+        _gpu("v100-16gb", 16 * _GIB, 900e9, 125e12, 15.7e12, 80, _V100, bfloat16=15.7e12,
+             double=7.8e12),
+        _gpu("v100-32gb", 32 * _GIB, 900e9, 125e12, 15.7e12, 80, _V100, bfloat16=15.7e12,
+             double=7.8e12),
+        _gpu("a100-40gb", 40 * _GIB, 1555e9, 312e12, 19.5e12, 108, _A100, tensor_float=156e12,
+             eight_bit=624e12, double=19.5e12),
+        _gpu("a100-80gb", 80 * _GIB, 2039e9, 312e12, 19.5e12, 108, _A100, tensor_float=156e12,
+             eight_bit=624e12, double=19.5e12),
+        _gpu("h100", 80 * _GIB, 3350e9, 989.4e12, 66.9e12, 132, _HOPPER.format("H100"),
+             tensor_float=494.7e12, eight_bit=1978.9e12, double=66.9e12),
+        _gpu("h200", 141e9, 4800e9, 989.4e12, 66.9e12, 132, _HOPPER.format("H200"),
+             tensor_float=494.7e12, eight_bit=1978.9e12, double=66.9e12),
+        _gpu("h800", 80 * _GIB, 3350e9, 989.4e12, 66.9e12, 132,
+             _HOPPER.format("H800") + "; H100 with cut NVLink and float64",
+             tensor_float=494.7e12, eight_bit=1978.9e12, double=1e12),
+        _gpu("b200", 180e9, 7700e9, 2250e12, 75e12, 148, _HOPPER.format("HGX B200"),
+             tensor_float=1125e12, eight_bit=4500e12, double=37e12),
+        _gpu("l4", 24e9, 300e9, 121e12, 30.3e12, 58,
+             "NVIDIA L4 data sheet, dense figures: half of those given with sparsity",
+             tensor_float=60e12, eight_bit=242.5e12),
+        _gpu("rtx-titan", 24e9, 672e9, 130.5e12, 16.3e12, 72,
+             "NVIDIA TITAN RTX data sheet; no bfloat16 units: computed in float32",
+             bfloat16=16.3e12, eight_bit=261e12),
+        _tpu("tpu-v3", 32 * _GIB, 900e9, 123e12, 123e12,
+             "Google Cloud TPU v3 documentation, per chip of two cores"),
+        _tpu("tpu-v4", 32 * _GIB, 1228e9, 275e12, 275e12,
+             "Google Cloud TPU v4 documentation, per chip"),
+        _tpu("tpu-v5e", 16 * _GIB, 819e9, 197e12, 394e12,
+             "Google Cloud TPU v5e documentation, per chip"),
+        _tpu("tpu-v5p", 95 * _GIB, 2765e9, 459e12, 918e12,
+             "Google Cloud TPU v5p documentation, per chip"),
+    )
+}  # fmt: skip
+
+
+def _link(name: str, bandwidth: float, latency: float, source: str, efficiency: float) -> LinkSpec:
+    return LinkSpec(
+        name=name, bandwidth=bandwidth, latency=latency, source=source, efficiency=efficiency
+    )
+
+
+LINKS: Mapping[str, LinkSpec] = {
+    link.name: link
+    for link in (
+        _link("nvlink2", 150e9, 3.4e-6, f"V100 data sheet: 300 GB/s both ways; {_NCCL}; {_BUS}", 0.82),
+        _link("nvlink2-32gb", 150e9, 3.4e-6, f"V100 data sheet: 300 GB/s both ways; {_NCCL}; {_BUS}", 0.82),
+        _link("nvlink3", 300e9, 3.4e-6, f"A100 data sheet: 600 GB/s both ways; {_NCCL}; {_BUS}", 0.77),
+        _link("nvlink4", 450e9, 3.4e-6, f"H100 data sheet: 900 GB/s both ways; {_NCCL}; {_LIKE}", 0.80),
+        _link("nvlink-h800", 200e9, 3.4e-6, f"H800: 400 GB/s both ways; {_NCCL}; {_LIKE}", 0.80),
+        _link("nvlink5", 900e9, 3.4e-6, f"B200 data sheet: 1.8 TB/s both ways; {_NCCL}; {_LIKE}", 0.80),
+        _link("pcie3", 15.75e9, 5.7e-6, f"PCIe 3.0 x16; {_NCCL}; {_LIKE}", 0.70),
+        _link("pcie4", 31.5e9, 5.7e-6, f"PCIe 4.0 x16; {_NCCL}; {_LIKE}", 0.75),
+        _link("pcie5", 63e9, 5.7e-6, f"PCIe 5.0 x16; {_NCCL}; {_LIKE}", 0.80),
+        _link("ethernet-25", 3.125e9, 3e-5, "Amazon EC2 p3.16xlarge: 25 Gbit/s", 0.85),
+        _link("ethernet-10", 1.25e9, 3e-5, "Amazon EC2 p3.8xlarge: 10 Gbit/s", 0.85),
+        _link("ethernet-100", 12.5e9, 2e-5, "100 Gbit/s Ethernet", 0.85),
+        _link("efa-100", 12.5e9, 2e-5, "Amazon EC2 p4d: 4 x 100 Gbit/s EFA", 0.85),
+        _link("efa-400", 50e9, 2e-5, "Amazon EC2 p5: 3200 Gbit/s EFA, 400 per GPU", 0.85),
+        _link("infiniband-100", 12.5e9, 1.4e-5, f"EDR InfiniBand, 100 Gbit/s; {_NCCL}", 0.85),
+        _link("infiniband-200", 25e9, 1.4e-5, f"HDR InfiniBand, 200 Gbit/s; {_NCCL}", 0.85),
+        _link("infiniband-400", 50e9, 1.4e-5, f"NDR InfiniBand, 400 Gbit/s; {_NCCL}", 0.85),
+        _link("roce-100", 12.5e9, 1.4e-5, f"100 Gbit/s RoCE; {_NCCL}", 0.85),
+        # TPU links: per chip and direction, over all torus links that one axis can use (two)
+        _link("ici-v3", 140e9, 1e-6, "TPU v3: 4 links of 70 GB/s each way; a ring uses 2", 0.85),
+        _link("ici-v4", 90e9, 1e-6, "TPU v4: 45 GB/s per link and direction; a ring uses 2", 0.90),
+        _link("ici-v5e", 90e9, 1e-6, "TPU v5e: 45 GB/s per link and direction; a ring uses 2", 0.90),
+        _link("ici-v5p", 180e9, 1e-6, "TPU v5p: 90 GB/s per link and direction; a ring uses 2", 0.90),
+    )
+}  # fmt: skip
+
+
+def _host(
+    device: str, count: int, intra: str, inter: str, num_nics: int, rail: bool, host_link: str
+) -> HostGroup:
+    return HostGroup(
+        device=DEVICES[device],
+        num_hosts=1,
+        devices_per_host=count,
+        intra_host=LINKS[intra],
+        inter_host=LINKS[inter],
+        num_nics=num_nics,
+        rail=rail,
+        host_link=LINKS[host_link],
+    )
+
+
+_P3 = _host("v100-16gb", 8, "nvlink2", "ethernet-25", 1, False, "pcie3")
+_DGX_A100 = _host("a100-80gb", 8, "nvlink3", "infiniband-200", 8, True, "pcie4")
+_DGX_H100 = _host("h100", 8, "nvlink4", "infiniband-400", 8, True, "pcie5")
+
+HOSTS: Mapping[str, HostGroup] = {
+    "p3.16xlarge": _P3,
+    "p3.8xlarge": evolve(_P3, devices_per_host=4, inter_host=LINKS["ethernet-10"]),
+    "p3dn.24xlarge": _host("v100-32gb", 8, "nvlink2-32gb", "ethernet-100", 1, False, "pcie3"),
+    "v100-16gb": _host("v100-16gb", 8, "nvlink2", "infiniband-100", 4, False, "pcie3"),
+    "v100-32gb": _host("v100-32gb", 8, "nvlink2-32gb", "infiniband-100", 4, False, "pcie3"),
+    "dgx-1": _host("v100-32gb", 8, "nvlink2-32gb", "infiniband-100", 4, False, "pcie3"),
+    "dgx-2": _host("v100-32gb", 16, "nvlink2-32gb", "infiniband-100", 8, False, "pcie3"),
+    "a100-40gb": _host("a100-40gb", 8, "nvlink3", "infiniband-200", 8, True, "pcie4"),
+    "a100-80gb": _DGX_A100,
+    "dgx-a100-40gb": _host("a100-40gb", 8, "nvlink3", "infiniband-200", 8, True, "pcie4"),
+    "dgx-a100-80gb": _DGX_A100,
+    "selene": _DGX_A100,
+    "p4d.24xlarge": _host("a100-40gb", 8, "nvlink3", "efa-100", 4, True, "pcie4"),
+    "h100": _DGX_H100,
+    "dgx-h100": _DGX_H100,
+    "p5.48xlarge": _host("h100", 8, "nvlink4", "efa-400", 8, True, "pcie5"),
+    "h200": _host("h200", 8, "nvlink4", "infiniband-400", 8, True, "pcie5"),
+    "b200": _host("b200", 8, "nvlink5", "infiniband-400", 8, True, "pcie5"),
+    "h800": _host("h800", 8, "nvlink-h800", "roce-100", 8, True, "pcie5"),
+    "l4": _host("l4", 8, "pcie4", "ethernet-100", 1, False, "pcie4"),
+    "rtx-titan": _host("rtx-titan", 8, "pcie3", "infiniband-100", 1, False, "pcie3"),
+    "tpu-v3": _host("tpu-v3", 4, "ici-v3", "ici-v3", 4, True, "pcie3"),
+    "tpu-v4": _host("tpu-v4", 4, "ici-v4", "ici-v4", 4, True, "pcie3"),
+    "tpu-v5e": _host("tpu-v5e", 8, "ici-v5e", "ici-v5e", 8, True, "pcie4"),
+    "tpu-v5p": _host("tpu-v5p", 4, "ici-v5p", "ici-v5p", 4, True, "pcie4"),
+}

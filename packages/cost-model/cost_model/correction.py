@@ -1,0 +1,116 @@
+"""What measured runs of similar shape deviate by: a Gaussian process over configurations.
+
+The analytic model of `training_run` leaves a residual that repeats for equal layer shapes (kernel
+selection, alignment, launch behaviour). With X the measured cells, y their mean log residuals, and
+
+    k(x, x') = s^2 exp(-1/2 sum_d ((x_d - x'_d) / l_d)^2) on equal devices, 0 on different ones
+    A = k(X, X) + diag(noise^2 / count + floor^2)
+
+the correction of a run is  mean = k(x, X) A^-1 y,  variance = s^2 - k(x, X) A^-1 k(X, x)
+(Rasmussen and Williams 2006, equations 2.25-2.26). Far from every cell it is 0 with variance s^2.
+                                                                                  -> Correction
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from attrs import field, frozen
+
+from cost_model.training_run import TrainingRun
+
+FEATURES = ("log2 hidden", "log2 tensor", "log2 microbatch", "log2 sequence", "log2 pipeline", "stack")
+
+
+def features(run: TrainingRun) -> tuple[float, ...]:
+    """Return the run's coordinates, in the order of FEATURES.
+
+    The stack code keeps software stacks apart: recomputation and fused kernels change what runs.
+    """
+    stack = 8.0 * run.fused_elementwise + 16.0 * run.fused_attention
+    stack += {"none": 0.0, "selective": 2.0, "full": 4.0}[run.recompute]
+    return (
+        math.log2(run.model.hidden),
+        math.log2(run.tensor),
+        math.log2(run.micro_batch),
+        math.log2(run.model.seq),
+        math.log2(run.pipeline),
+        stack,
+    )
+
+
+@frozen(kw_only=True)
+class Cell:
+    """Runs of equal features on one device kind: how far measurements are from the model."""
+
+    device: str
+    features: tuple[float, ...]
+    residual: float  # mean of log(measured / predicted)
+    count: int
+
+
+@frozen(kw_only=True)
+class Correction:
+    """Measured cells and the process' settings; lengths in units of the features."""
+
+    cells: tuple[Cell, ...] = ()
+    scale: float = 0.10  # s: typical log residual of the analytic model
+    noise: float = 0.03  # log scatter of single runs of equal shape
+    floor: float = 0.01
+    lengths: tuple[float, ...] = field(default=(0.8, 0.6, 0.6, 0.7, 2.0, 1.0))
+
+    def at(self, run: TrainingRun) -> tuple[float, float]:
+        """Return (mean, standard deviation) of log(measured / predicted) for `run`."""
+        return self.at_point(run.cluster.host_groups[0].device.name, features(run))
+
+    def at_point(self, device: str, point: tuple[float, ...]) -> tuple[float, float]:
+        """Return (mean, standard deviation) for a device kind and features."""
+        table = _tables(self).get(device)
+        if table is None:
+            return 0.0, self.scale
+        points, weights, inverse = table
+        scaled = np.asarray(point) / np.asarray(self.lengths)
+        near = self.scale**2 * np.exp(-0.5 * ((points - scaled) ** 2).sum(axis=1))
+        variance = self.scale**2 - float(near @ inverse @ near)
+        return float(near @ weights), math.sqrt(max(variance, self.floor**2))
+
+
+Table = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _tables(correction: Correction) -> dict[str, Table]:
+    """Return per device kind (points [n, d] over lengths, A^-1 y [n], A^-1 [n, n])."""
+    return _tables_of(id(correction), _Held(correction))
+
+
+class _Held:
+    """Passes a value through a cache without hashing it; equal to every other holder."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and other.value is self.value
+
+
+@functools.lru_cache(maxsize=32)
+def _tables_of(identity: int, held: _Held) -> dict[str, Table]:
+    correction: Correction = held.value
+    tables = {}
+    for device in dict.fromkeys(cell.device for cell in correction.cells):
+        cells = [cell for cell in correction.cells if cell.device == device]
+        points = np.array([cell.features for cell in cells]) / np.asarray(correction.lengths)
+        distance = ((points[:, None, :] - points[None, :, :]) ** 2).sum(axis=-1)
+        covariance = correction.scale**2 * np.exp(-0.5 * distance)
+        counts = np.array([cell.count for cell in cells])
+        covariance += np.diag(correction.noise**2 / counts + correction.floor**2)
+        inverse = np.linalg.inv(covariance)
+        residuals = np.array([cell.residual for cell in cells])
+        tables[device] = (points, inverse @ residuals, inverse)
+    return tables

@@ -1,0 +1,112 @@
+"""The cost model of one cluster: seconds of kernels, collectives and transfers between submeshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from alpa_interchange.cluster import ClusterSpec, DeviceSpec
+from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
+from attrs import evolve
+
+from cost_model.collective import collective_seconds
+from cost_model.kernel import KernelEfficiency, seconds
+from cost_model.profile import Profile
+from cost_model.topology import host_group, logical_mesh, nic_bandwidth
+
+
+class CostModel:
+    """Predicts times on `cluster`; a calibration `profile` replaces the catalogue's efficiencies.
+
+    All methods are pure and cheap (microseconds), and take numpy arrays for bytes and flops.
+    """
+
+    def __init__(self, cluster: ClusterSpec, profile: Profile | None = None) -> None:
+        self.cluster = cluster
+        self.profile = profile
+        self._devices = tuple(
+            _share_of_host(group.device, group.devices_per_host) if group.shared_compute
+            else group.device
+            for group in cluster.host_groups
+        )  # fmt: skip
+        default = KernelEfficiency() if profile is None else profile.efficiency
+        self._efficiencies = tuple(default for _ in cluster.host_groups)
+
+    def device(self, host_group: int = 0) -> DeviceSpec:
+        """Return the device of a host group as one of its busy devices sees it.
+
+        Where the devices of a host share its processor (XLA host devices on CPU cores), each gets an
+        equal share of flop/s, bandwidth and memory, since all of them work at the same time.
+        """
+        return self._devices[host_group]
+
+    def compute_seconds(
+        self,
+        flops: Any,
+        bytes: Any,
+        dtype: str,
+        kind: str = "matmul",
+        shape: tuple[int, ...] | None = None,
+        host_group: int = 0,
+    ) -> Any:
+        """Return the seconds of one kernel on one device.
+
+        `flops` and `bytes` (read plus written) are those of the device, numbers or equal arrays;
+        `kind` is one of `KERNEL_KINDS`; `shape` ([batch,] m, n, k) refines a matmul.
+        """
+        device = self._devices[host_group]
+        return seconds(device, self._efficiencies[host_group], flops, bytes, dtype, kind, shape)
+
+    def collective_seconds(self, kind: str, bytes: Any, axes: tuple[MeshAxis, ...]) -> Any:
+        """Return the seconds of a collective over `axes`; `COLLECTIVE_BYTES` defines `bytes`."""
+        return collective_seconds(kind, bytes, axes)
+
+    def transfer_seconds(self, bytes: Any, source: SubmeshSpec, target: SubmeshSpec) -> Any:
+        """Return the seconds to move a tensor of `bytes` in all from one submesh to another.
+
+        The tensor is taken as cut over all source devices and wanted in full by every target host
+        once (broadcast inside a host is cheap), the lower bound that a good resharding plan reaches.
+        Two submeshes that fit into one host together are taken as neighbours on that host.
+        """
+        sender = host_group(self.cluster, source)
+        receiver = host_group(self.cluster, target)
+        same_host = (
+            source.host_group == target.host_group
+            and source.num_hosts == target.num_hosts == 1
+            and source.devices_per_host + target.devices_per_host <= sender.devices_per_host
+        )
+        if same_host:
+            link = sender.intra_host
+            lanes = min(source.devices_per_host, target.devices_per_host)
+            return _move(bytes, link.latency, link.effective_bandwidth * lanes)
+        link = self.cluster.link_between(source.host_group, target.host_group)
+        sent = source.num_hosts * nic_bandwidth(sender, source.devices_per_host)
+        taken = target.num_hosts * nic_bandwidth(receiver, target.devices_per_host)
+        if source.host_group != target.host_group:
+            sent = min(sent, source.num_hosts * link.effective_bandwidth * sender.num_nics)
+            taken = min(taken, target.num_hosts * link.effective_bandwidth * receiver.num_nics)
+        return _move(bytes, link.latency, min(sent, taken))
+
+    def logical_mesh(
+        self,
+        submesh: SubmeshSpec,
+        shape: tuple[int, ...],
+        axis_names: tuple[str, ...] | None = None,
+    ) -> LogicalMesh:
+        """Return the mesh of `shape` over `submesh` with the link data of every axis."""
+        return logical_mesh(self.cluster, submesh, shape, axis_names)
+
+
+def _share_of_host(device: DeviceSpec, count: int) -> DeviceSpec:
+    return evolve(
+        device,
+        memory=device.memory / count,
+        memory_bandwidth=device.memory_bandwidth / count,
+        peak_flops={dtype: peak / count for dtype, peak in device.peak_flops.items()},
+    )
+
+
+def _move(bytes: Any, latency: float, bandwidth: float) -> Any:
+    if isinstance(bytes, np.ndarray):
+        return np.where(bytes > 0, latency + bytes / bandwidth, 0.0)
+    return latency + bytes / bandwidth if bytes > 0 else 0.0

@@ -1,0 +1,64 @@
+"""Calibration profiles: what was measured on a machine, as versioned data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from alpa_interchange.cluster import DeviceSpec, LinkSpec
+from alpa_interchange.document import load, save
+from attrs import field, frozen
+
+from cost_model.kernel import KernelEfficiency
+
+
+@frozen(kw_only=True)
+class Sample:
+    """One measurement: what ran, on how many devices, and the median seconds it took."""
+
+    name: str  # "matmul", "elementwise", "all-reduce", "host-to-device", "layer", ...
+    seconds: float
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    bytes: float = 0.0
+    flops: float = 0.0
+    num_devices: int = 1
+
+
+@frozen(kw_only=True)
+class Profile:
+    """The machine as measured: constants for the catalogue and the samples behind them."""
+
+    name: str
+    date: str  # ISO day
+    driver: str  # versions of what ran: jax, platform, driver
+    device: DeviceSpec
+    devices_per_host: int
+    intra_host: LinkSpec
+    efficiency: KernelEfficiency = field(factory=KernelEfficiency)
+    host_link: LinkSpec | None = None
+    shared_compute: bool = False
+    samples: tuple[Sample, ...] = ()
+    version: int = 1
+
+
+def profile_directory() -> Path:
+    """Return the directory of the user's profiles: $ALPA_CACHE_DIR or the user's cache, /profiles."""
+    base = os.environ.get("ALPA_CACHE_DIR")
+    if base:
+        return Path(base) / "profiles"
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "alpa" / "profiles"
+
+
+def stored_profile(name: str) -> Profile | None:
+    """Return the user's profile of that name, or None where there is none."""
+    path = profile_directory() / f"{name}.json"
+    return load(path, Profile) if path.exists() else None
+
+
+def store_profile(profile: Profile, path: str | os.PathLike[str] | None = None) -> Path:
+    """Write `profile` to `path`, or under its name to the user's profiles; return where."""
+    target = Path(path) if path is not None else profile_directory() / f"{profile.name}.json"
+    save(profile, target)
+    return target

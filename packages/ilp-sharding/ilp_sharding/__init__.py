@@ -1,0 +1,11 @@
+"""Choose one sharding strategy per operator at least total cost under a memory limit, with a proof.
+
+`solve` takes an `alpa_interchange` `ShardingProblem` and returns a `ShardingSolution`: the choice,
+its cost, a proven lower bound and a status. `check` judges any choice independently of the solver.
+"""
+
+from ilp_sharding.evaluation import Evaluation, check
+from ilp_sharding.options import Progress, SolveOptions
+from ilp_sharding.solver import pin_cost, solve
+
+__all__ = ["Evaluation", "Progress", "SolveOptions", "check", "pin_cost", "solve"]

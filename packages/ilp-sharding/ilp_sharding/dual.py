@@ -1,0 +1,149 @@
+"""Lower bounds from memory multipliers and messages.
+
+For multipliers lambda_t >= 0 on the memory rows and messages m (see `messages`),
+
+    bound(lambda, m) = TRW-S bound of [ cost + sum_t lambda_t usage_t ] - sum_t lambda_t slack_t.
+
+-> DualAscent.evaluate(). The multipliers follow the volume algorithm (Barahona, Anbil 2000): the
+step goes from the best multipliers along the excess, usage - slack, of an exponential average of the
+minimisers, not of the last one, with a Polyak length towards the best known cost
+-> DualAscent.run().
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from ilp_sharding import messages
+from ilp_sharding.table_graph import TableGraph
+
+
+class DualAscent:
+    """Multipliers and messages of one graph; `best` is the bound of the multipliers `best_prices`."""
+
+    def __init__(self, graph: TableGraph) -> None:
+        self.graph = graph
+        tables = graph.tables
+        self.to_first = np.zeros(int(tables.to_first[-1]))
+        self.to_second = np.zeros(int(tables.to_second[-1]))
+        self.belief = np.zeros(int(np.diff(tables.offset).max(initial=1)) + 1)
+        self.forward = np.zeros(graph.num_nodes, dtype=np.int64)
+        self.backward = np.zeros(graph.num_nodes, dtype=np.int64)
+        self.price = np.zeros(graph.num_strategies)
+        self.multipliers = np.zeros(graph.num_times)
+        self.best = -math.inf
+        self.best_multipliers = np.zeros(graph.num_times)
+        self._best_messages = (self.to_first.copy(), self.to_second.copy())
+        self.scale = max(float(np.abs(graph.rows.slack).max(initial=0.0)), 1e-300)
+        self.factor = 0.5
+        self.steps = 0
+        self._average: np.ndarray | None = None
+        self._since = 0
+
+    def evaluate(self, multipliers: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return (bound, excess [times] of the minimisers, scaled) of `multipliers`, after two sweeps."""
+        graph = self.graph
+        tables, rows = graph.tables, graph.rows
+        cost = self.priced(multipliers)
+        used = np.zeros((2, graph.num_times + 1))
+        messages.forward_sweep(tables, cost, self.to_first, self.to_second, self.belief, self.forward)
+        messages.usage_profile(tables, rows, self.forward, used[0])
+        value = messages.backward_sweep(
+            tables, cost, self.to_first, self.to_second, self.belief, self.backward
+        )
+        messages.usage_profile(tables, rows, self.backward, used[1])
+        excess = used.mean(0)[: graph.num_times] - rows.slack
+        return self._value(value, multipliers), excess / self.scale
+
+    def priced(self, multipliers: np.ndarray) -> np.ndarray:
+        """Return node costs [strategies] with memory priced; `self.price` gets the prices."""
+        messages.memory_prices(self.graph.rows, multipliers, self.price)
+        return self.graph.tables.cost + self.price
+
+    def run(self, until: float, target: Callable[[], float], patience: int = 10**9) -> float:
+        """Raise the bound until `time.perf_counter()` passes `until`; return the best.
+
+        `target` returns the best known cost. Ends early when `patience` steps gained nothing.
+        """
+        quiet = 0
+        while time.perf_counter() < until and quiet < patience:
+            before = self.best
+            self.step(target())
+            quiet = 0 if self.best > before + 1e-6 * abs(before) else quiet + 1
+            if not self.graph.num_times and self._since > 15:
+                break
+        return self.best
+
+    def step(self, target: float, memory: float = 0.03) -> float:
+        """Do one step of the volume algorithm; return the bound it saw."""
+        self.steps += 1
+        bound, excess = self.evaluate(self.multipliers)
+        if self._average is None:
+            self._average = excess
+        else:
+            self._average = (1 - memory) * self._average + memory * excess
+        if bound > self.best:
+            self._since = 0 if bound > self.best + 1e-5 * abs(self.best) else self._since + 1
+            self.best = bound
+            self.best_multipliers = self.multipliers.copy()
+            self._best_messages = (self.to_first.copy(), self.to_second.copy())
+        else:
+            self._since += 1
+        if not self.graph.num_times:
+            return bound
+        if self._since > 20:
+            self._since = 0
+            self.factor = self.factor * 0.7 if self.factor > 3e-4 else 0.02
+            self.restore()
+        direction = np.where((self.multipliers <= 0) & (self._average < 0), 0.0, self._average)
+        length = float(direction @ direction)
+        if not math.isfinite(target):
+            target = bound + 0.2 * abs(bound)
+        rise = max(target - bound, 1e-4 * abs(bound))
+        change = self.factor * rise / max(length, 1e-12)
+        self.multipliers = np.maximum(0.0, self.multipliers + change * direction / self.scale)
+        return bound
+
+    def restore(self) -> None:
+        """Go back to the best multipliers and their messages."""
+        self.multipliers = self.best_multipliers.copy()
+        self.to_first[:], self.to_second[:] = self._best_messages
+
+    def reduced(self, sweeps: int = 3) -> list[tuple[float, np.ndarray]]:
+        """Return (bound, reduced cost [strategies]) pairs at the best multipliers.
+
+        Every choice using strategy v costs at least bound + reduced[v], for each of the pairs.
+        """
+        self.restore()
+        cost = self.priced(self.multipliers)
+        tables = self.graph.tables
+        result = []
+        for _ in range(sweeps):
+            messages.forward_sweep(
+                tables, cost, self.to_first, self.to_second, self.belief, self.forward
+            )
+            reduced = np.zeros(self.graph.num_strategies)
+            value = messages.reduced_costs(
+                tables, cost, self.to_first, self.to_second, self.belief, reduced
+            )
+            bound = self._value(value, self.multipliers)
+            self.best = max(self.best, bound)
+            result.append((bound, reduced))
+        return result
+
+    def decoded(self) -> np.ndarray:
+        """Return a choice [nodes] decoded from the present messages (memory priced, not limited)."""
+        x = np.zeros(self.graph.num_nodes, dtype=np.int64)
+        cost = self.priced(self.multipliers)
+        messages.decode(self.graph.tables, cost, self.to_first, self.belief, x)
+        return x
+
+    def _value(self, value: float, multipliers: np.ndarray) -> float:
+        """Return the bound with its constant, less a margin for rounding."""
+        priced = float(multipliers @ self.graph.rows.slack)
+        margin = 1e-12 * (abs(value) + abs(priced) + abs(self.graph.constant))
+        return value - priced + self.graph.constant - margin

@@ -1,0 +1,174 @@
+"""Exact minimisation over a graph of tables by eliminating one node after the other.
+
+Eliminating node i with tables theta and earlier messages m gives, over its remaining neighbours
+(its scope) S_i,
+
+    m_i(x_S) = min_k  theta_i(k) + sum_j theta_ij(x_j, k) + sum of messages that mention i
+
+-> Elimination.solve(). The sum of the final scalars is the minimum; going back in reverse order
+gives a minimiser. A second sweep in reverse order gives the min-marginal of every strategy, the
+least cost of any choice that uses it -> Elimination.min_marginals(). The order is greedy: the node
+with the smallest table first. Cost: the sum of the tables' sizes, `Elimination.work`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+class OutOfTime(Exception):
+    """The deadline came before the answer."""
+
+
+class Elimination:
+    """An elimination order of `nodes` and the tables it needs; solved for any node costs.
+
+    `tables[i][j]` [strategies of i, strategies of j] for both directions; entries to nodes outside
+    `nodes` are ignored. `sizes[i]` is the number of strategies.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[int],
+        sizes: Mapping[int, int],
+        tables: Sequence[Mapping[int, np.ndarray]],
+        work_limit: float = math.inf,
+    ) -> None:
+        self.order, scopes, self.work = _greedy_order(nodes, sizes, tables, work_limit)
+        self.complete = len(self.order) == len(nodes)
+        if not self.complete:
+            return
+        position = {node: t for t, node in enumerate(self.order)}
+        self.scopes = [sorted(scope, key=position.__getitem__, reverse=True) for scope in scopes]
+        self.sizes = {node: sizes[node] for node in self.order}
+        self._pairs: list[list[np.ndarray]] = []
+        self._children: list[list[int]] = [[] for _ in self.order]
+        for t, node in enumerate(self.order):
+            pairs = []
+            for axis, other in enumerate(self.scopes[t]):
+                if other in tables[node]:
+                    shape = [1] * (len(self.scopes[t]) + 1)
+                    shape[axis], shape[-1] = sizes[other], sizes[node]
+                    pairs.append(np.ascontiguousarray(tables[node][other].T).reshape(shape))
+            self._pairs.append(pairs)
+            if self.scopes[t]:
+                self._children[position[self.scopes[t][-1]]].append(t)
+        self._messages: list[np.ndarray] = []
+        self._cliques: list[np.ndarray] = []
+
+    def solve(
+        self, costs: Mapping[int, np.ndarray], *, keep: bool = False, until: float = math.inf
+    ) -> tuple[float, dict[int, int]]:
+        """Return (minimum, minimiser as {node: strategy}) for node costs `costs[i]` [strategies].
+
+        The minimum is inf if every choice is forbidden. `keep` stores what `min_marginals` needs.
+        Raises OutOfTime once `time.perf_counter()` passes `until`.
+        """
+        self._messages, self._cliques = [], []
+        value = 0.0
+        for t, node in enumerate(self.order):
+            if time.perf_counter() > until:
+                raise OutOfTime
+            clique = costs[node]
+            for pair in self._pairs[t]:
+                clique = clique + pair
+            for child in self._children[t]:
+                clique = clique + self._fit(self._messages[child], child, t)
+            message = clique.min(-1)
+            self._messages.append(message)
+            if keep:
+                shape = tuple(self.sizes[j] for j in self.scopes[t]) + (self.sizes[node],)
+                self._cliques.append(np.broadcast_to(clique, shape))
+            if not self.scopes[t]:
+                value += float(message)
+        return value, self._walk_back(costs)
+
+    def min_marginals(self) -> dict[int, np.ndarray]:
+        """Return per node [strategies] the least total cost of a choice using each strategy.
+
+        Needs a `solve(..., keep=True)` before; costs as in that call.
+        """
+        roots = sum(float(self._messages[t]) for t, scope in enumerate(self.scopes) if not scope)
+        outside: list[np.ndarray] = [np.zeros(())] * len(self.order)
+        result = {}
+        for t in reversed(range(len(self.order))):
+            if not self.scopes[t]:
+                outside[t] = np.asarray(roots - float(self._messages[t]))
+            belief = self._cliques[t] + outside[t][..., None]
+            result[self.order[t]] = belief.min(tuple(range(belief.ndim - 1)))
+            axes = self.scopes[t] + [self.order[t]]
+            for child in self._children[t]:
+                drop = tuple(a for a, node in enumerate(axes) if node not in self.scopes[child])
+                reduced = belief.min(drop) if drop else belief
+                message = self._messages[child]
+                with np.errstate(invalid="ignore"):
+                    outside[child] = np.where(message < np.inf, reduced - message, np.inf)
+        return result
+
+    def _fit(self, message: np.ndarray, child: int, t: int) -> np.ndarray:
+        """Return the message of `child` with axes of size 1 where clique t has other nodes."""
+        axes = self.scopes[t] + [self.order[t]]
+        inside = set(self.scopes[child])
+        return message.reshape([self.sizes[j] if j in inside else 1 for j in axes])
+
+    def _walk_back(self, costs: Mapping[int, np.ndarray]) -> dict[int, int]:
+        chosen: dict[int, int] = {}
+        for t in reversed(range(len(self.order))):
+            node = self.order[t]
+            total = costs[node]
+            place = tuple(chosen[j] for j in self.scopes[t])
+            for pair in self._pairs[t]:
+                total = total + pair[tuple(p if s > 1 else 0 for p, s in zip(place, pair.shape, strict=False))]
+            for child in self._children[t]:
+                message = self._messages[child]
+                total = total + message[tuple(chosen[j] for j in self.scopes[child][:-1])]
+            chosen[node] = int(np.argmin(total))
+        return chosen
+
+
+def _greedy_order(
+    nodes: Sequence[int],
+    sizes: Mapping[int, int],
+    tables: Sequence[Mapping[int, np.ndarray]],
+    work_limit: float,
+) -> tuple[list[int], list[list[int]], float]:
+    """Return (order, scope per node, total table size); the order is cut short past `work_limit`."""
+    inside = set(nodes)
+    neighbours = {i: {j for j in tables[i] if j in inside} for i in nodes}
+    weight = {i: math.log(sizes[i]) for i in nodes}
+    load = {i: weight[i] + sum(weight[j] for j in neighbours[i]) for i in nodes}
+    heap = [(load[i], i) for i in nodes]
+    heapq.heapify(heap)
+    order: list[int] = []
+    scopes: list[list[int]] = []
+    work = 0.0
+    done: set[int] = set()
+    while heap:
+        size, node = heapq.heappop(heap)
+        if node in done or abs(size - load[node]) > 1e-9:
+            continue
+        work += math.exp(min(size, 600.0))
+        if work > work_limit:
+            return order, scopes, work
+        done.add(node)
+        scope = list(neighbours[node])
+        order.append(node)
+        scopes.append(scope)
+        for a in scope:
+            neighbours[a].discard(node)
+            load[a] -= weight[node]
+        for position, a in enumerate(scope):
+            for b in scope[position + 1 :]:
+                if b not in neighbours[a]:
+                    neighbours[a].add(b)
+                    neighbours[b].add(a)
+                    load[a] += weight[b]
+                    load[b] += weight[a]
+        for a in scope:
+            heapq.heappush(heap, (load[a], a))
+    return order, scopes, work

@@ -1,0 +1,115 @@
+"""What a choice costs and how much memory it uses, computed straight from the problem.
+
+Shares no code with the solver, so it can judge the solver's answers. Integer costs are added as
+Python integers, which cannot overflow; float costs with `math.fsum`. Memory is added up one node and
+one time at a time over the interval ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from alpa_interchange.selection import ShardingProblem
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class Evaluation:
+    """The cost and peak memory of one choice; `fits` says whether the limit holds at all times."""
+
+    cost: int | float
+    peak_memory: int | float
+    peak_time: int | None
+    memory_limit: float | None
+    fits: bool
+    forbidden: int
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the choice keeps the memory limit and uses nothing of infinite cost."""
+        return self.fits and self.forbidden == 0
+
+
+def check(problem: ShardingProblem, choice: Sequence[int]) -> Evaluation:
+    """Return the evaluation of `choice` [nodes]; ValueError if it does not fit the problem's nodes."""
+    strategies = _validated(problem, choice)
+    sizes = [int(k) for k in problem.num_strategies]
+    node_start = [0]
+    for size in sizes:
+        node_start.append(node_start[-1] + size)
+    terms: list[Any] = [problem.node_cost[node_start[i] + s].item() for i, s in enumerate(strategies)]
+    entry = 0
+    for a, b in problem.edges.reshape(-1, 2).tolist():
+        terms.append(problem.edge_cost[entry + strategies[a] * sizes[b] + strategies[b]].item())
+        entry += sizes[a] * sizes[b]
+    forbidden = sum(1 for term in terms if term == math.inf)
+    cost = math.inf if forbidden else _total(terms)
+    changes: dict[int, list[Any]] = {}
+    for i, (start, stop) in enumerate(problem.live.reshape(-1, 2).tolist()):
+        used = problem.node_memory[node_start[i] + strategies[i]].item()
+        if start < stop and used:
+            changes.setdefault(start, []).append(used)
+            changes.setdefault(stop, []).append(-used)
+    peak, peak_time = _peak(changes)
+    limit = problem.memory_limit
+    fits = limit is None or peak <= limit or _equal_to_rounding(peak, limit)
+    return Evaluation(
+        cost=cost,
+        peak_memory=peak,
+        peak_time=peak_time,
+        memory_limit=limit,
+        fits=fits,
+        forbidden=forbidden,
+    )
+
+
+def _validated(problem: ShardingProblem, choice: Sequence[int]) -> list[int]:
+    strategies = [int(s) for s in choice]
+    if any(s != raw for s, raw in zip(strategies, choice, strict=True)):
+        raise ValueError("a choice must hold whole numbers, one strategy per node")
+    if len(strategies) != problem.num_nodes:
+        raise ValueError(
+            f"a choice needs one strategy for each of the {problem.num_nodes} nodes, got {len(strategies)}"
+        )
+    for i, (s, size) in enumerate(zip(strategies, problem.num_strategies.tolist(), strict=True)):
+        if not 0 <= s < size:
+            raise ValueError(f"node {i} has strategies 0..{size - 1}, the choice says {s}")
+    return strategies
+
+
+def _total(terms: list[Any]) -> int | float:
+    if all(isinstance(term, int) for term in terms):
+        return sum(terms)
+    integers = sum(term for term in terms if isinstance(term, int))
+    return math.fsum([float(integers), *(term for term in terms if not isinstance(term, int))])
+
+
+def _peak(changes: dict[int, list[Any]]) -> tuple[int | float, int | None]:
+    """Return the largest running sum over time and when it is first reached."""
+    peak: int | float = 0
+    peak_time = None
+    current: int | float = 0
+    for time in sorted(changes):
+        current = _total([current, *changes[time]])
+        if current > peak:
+            peak, peak_time = current, time
+    return peak, peak_time
+
+
+def _equal_to_rounding(peak: float, limit: float) -> bool:
+    return isinstance(peak, float) and peak <= limit * (1 + 1e-9)
+
+
+def exact_cost(problem: ShardingProblem, choice: np.ndarray) -> int | float:
+    """Return the cost of a valid `choice` [nodes]; exact for integer costs of any size."""
+    count = problem.num_strategies
+    edges = problem.edges.reshape(-1, 2)
+    node_start = np.concatenate([[0], np.cumsum(count)])[:-1]
+    sizes = count[edges[:, 0]] * count[edges[:, 1]]
+    entry_start = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    entries = entry_start + choice[edges[:, 0]] * count[edges[:, 1]] + choice[edges[:, 1]]
+    terms = problem.node_cost[node_start + choice].tolist() + problem.edge_cost[entries].tolist()
+    return math.inf if math.inf in terms else _total(terms)

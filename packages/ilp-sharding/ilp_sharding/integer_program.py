@@ -1,0 +1,306 @@
+"""What remains after reductions as a mixed-integer program for HiGHS.
+
+Variables: x_iv in {0, 1}, node i uses strategy v; y_e,kl >= 0, edge e uses the pair (k, l), only for
+pairs that are allowed.
+
+    minimise    sum c_iv x_iv + sum r_e,kl y_e,kl
+    subject to  sum_v x_iv = 1                                   for every node i
+                sum_l y_e,kl = x_ak,  sum_k y_e,kl = x_bl        for every edge e = (a, b)
+                sum_iv u_t,iv x_iv <= slack_t                    for the times t found violated
+
+-> IntegerProgram. Memory rows are added when a relaxation or an integer answer violates them
+-> IntegerProgram.solve(). An integer answer that exceeds a row by less than the solver's tolerance is
+cut off exactly by a cover row. Costs are shifted by the least entry of their table and scaled to the
+range that matters, so the solver's absolute tolerances become relative ones.
+-> smallest_peak() minimises the largest usage instead, over allowed pairs only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import highspy
+import numpy as np
+from attrs import frozen
+
+from ilp_sharding.memory import violated_peaks
+from ilp_sharding.network import Network
+
+_RELATIVE_TOLERANCE = 1e-7  # HiGHS bounds are trusted to this part of the cost range
+
+
+@frozen(kw_only=True, eq=False)
+class Outcome:
+    """What a mixed-integer solve found: positions per open node (or None), bound, proof.
+
+    `lower_bound` holds for every choice, or for every choice better than the cutoff if none was
+    found; `finished` means the tree was exhausted.
+    """
+
+    chosen: np.ndarray | None
+    lower_bound: float
+    finished: bool
+
+
+class IntegerProgram:
+    """The program above over the open `nodes` of `network`; usage [times, strategies] and slack [times]."""
+
+    def __init__(
+        self,
+        network: Network,
+        nodes: Sequence[int],
+        usage: np.ndarray,
+        slack: np.ndarray,
+        *,
+        exact_memory: bool,
+        cutoff: float = math.inf,
+        constant: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.nodes = list(nodes)
+        sizes = np.array([len(network.cost[i]) for i in self.nodes], dtype=np.int64)
+        self.offset = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.usage, self.slack, self.exact_memory = usage, slack, exact_memory
+        self.present: set[int] = set()
+        position = {node: p for p, node in enumerate(self.nodes)}
+        self.shift = constant
+        costs = []
+        for node in self.nodes:
+            least = float(network.cost[node].min())
+            self.shift += least
+            costs.append(network.cost[node] - least)
+        pairs: list[tuple[int, int, np.ndarray]] = []
+        for node in self.nodes:
+            for other, table in network.tables[node].items():
+                if node < other and other in position:
+                    least = float(table.min())
+                    self.shift += least
+                    pairs.append((position[node], position[other], table - least))
+        finite = [v[v < np.inf] for v in costs] + [p[2][p[2] < np.inf] for p in pairs]
+        largest = max((float(v.max()) for v in finite if v.size), default=0.0)
+        room = cutoff - self.shift if math.isfinite(cutoff) else largest
+        self.room = max(min(room, largest * (len(finite) + 1)), 0.0)
+        self.scale = max(min(self.room, largest), 1e-300) / 1e4
+        self.highs = _quiet(seed)
+        self._pass_model(costs, pairs)
+
+    def solve(self, deadline: float) -> Outcome:
+        """Return the best choice under all memory rows, with its bound, before `deadline`."""
+        highs = self.highs
+        num = int(self.offset[-1])
+        bound = -math.inf
+        while True:
+            if not _run(highs, deadline):
+                return Outcome(chosen=None, lower_bound=bound, finished=False)
+            status = highs.getModelStatus()
+            if status == highspy.HighsModelStatus.kInfeasible:
+                return Outcome(chosen=None, lower_bound=math.inf, finished=True)
+            if status != highspy.HighsModelStatus.kOptimal:
+                return Outcome(chosen=None, lower_bound=bound, finished=False)
+            bound = max(bound, self._value(highs.getInfo().objective_function_value))
+            weight = np.asarray(highs.getSolution().col_value)[:num]
+            if not self._add_violated(weight, tolerance=1e-6):
+                break
+        highs.changeColsIntegrality(
+            num, np.arange(num, dtype=np.int32), np.full(num, highspy.HighsVarType.kInteger)
+        )
+        while True:
+            finished = _run(highs, deadline)
+            status = highs.getModelStatus()
+            if status == highspy.HighsModelStatus.kInfeasible:
+                return Outcome(chosen=None, lower_bound=math.inf, finished=True)
+            info = highs.getInfo()
+            if math.isfinite(info.mip_dual_bound):
+                bound = max(bound, self._value(info.mip_dual_bound))
+            if info.primal_solution_status != 2:
+                return Outcome(chosen=None, lower_bound=bound, finished=False)
+            weight = np.asarray(highs.getSolution().col_value)[:num]
+            chosen = np.array(
+                [int(np.argmax(weight[a:b])) for a, b in zip(self.offset, self.offset[1:], strict=False)],
+                dtype=np.int64,
+            )
+            exact = np.zeros(num)
+            exact[self.offset[:-1] + chosen] = 1.0
+            if not self._add_violated(exact, tolerance=0.0):
+                done = finished and status == highspy.HighsModelStatus.kOptimal
+                return Outcome(chosen=chosen, lower_bound=bound, finished=done)
+            if not finished:
+                return Outcome(chosen=None, lower_bound=bound, finished=False)
+
+    def _value(self, objective: float) -> float:
+        value = objective * self.scale + self.shift
+        return value - _RELATIVE_TOLERANCE * self.scale * 1e4
+
+    def _add_violated(self, weight: np.ndarray, tolerance: float) -> bool:
+        """Add rows that `weight` violates; return whether any was added."""
+        if not len(self.slack):
+            return False
+        excess = self.usage @ weight - self.slack
+        allowed = tolerance * np.maximum(np.abs(self.slack), 1e-300)
+        if tolerance == 0.0 and not self.exact_memory:
+            allowed = allowed + 1e-12 * np.abs(self.usage).sum(1)
+        added = False
+        for t in violated_peaks(excess - allowed, 0.0, 20):
+            row = self.usage[t]
+            if t not in self.present:
+                self.present.add(t)
+                used = np.flatnonzero(row)
+                size = float(np.abs(row).max())
+                self.highs.addRow(
+                    -highspy.kHighsInf, self.slack[t] / size, len(used), used.astype(np.int32), row[used] / size
+                )
+                added = True
+            elif tolerance == 0.0:
+                cover = np.flatnonzero((weight > 0.5) & (row > 0))
+                self.highs.addRow(
+                    -highspy.kHighsInf, len(cover) - 1.0, len(cover), cover.astype(np.int32), np.ones(len(cover))
+                )
+                added = True
+        return added
+
+    def _pass_model(
+        self, costs: list[np.ndarray], pairs: list[tuple[int, int, np.ndarray]]
+    ) -> None:
+        num = int(self.offset[-1])
+        cost = [np.concatenate(costs) if costs else np.zeros(0)]
+        upper = [np.where(cost[0] > self.room, 0.0, 1.0)]
+        rows = [np.repeat(np.arange(len(self.nodes)), np.diff(self.offset))]
+        columns, values = [np.arange(num)], [np.ones(num)]
+        num_rows, num_columns = len(self.nodes), num
+        for a, b, table in pairs:
+            k, l = np.nonzero(table <= self.room * (1 + 1e-9))
+            column = num_columns + np.arange(len(k))
+            cost.append(table[k, l])
+            upper.append(np.full(len(k), np.inf))
+            na, nb = table.shape
+            rows += [num_rows + k, num_rows + na + l]
+            columns += [column, column]
+            values += [np.ones(len(k)), np.ones(len(k))]
+            rows.append(num_rows + np.arange(na + nb))
+            columns += [self.offset[a] + np.arange(na), self.offset[b] + np.arange(nb)]
+            values.append(-np.ones(na + nb))
+            num_rows += na + nb
+            num_columns += len(k)
+        side = np.zeros(num_rows)
+        side[: len(self.nodes)] = 1.0
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = num_columns, num_rows
+        objective = np.concatenate(cost)
+        lp.col_cost_ = np.where(np.isfinite(objective), objective, 0.0) / self.scale
+        lp.col_lower_ = np.zeros(num_columns)
+        lp.col_upper_ = np.concatenate(upper)
+        lp.row_lower_ = lp.row_upper_ = side
+        start, index, value = _compressed_rows(
+            np.concatenate(rows), np.concatenate(columns), np.concatenate(values), num_rows
+        )
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = start, index, value
+        self.highs.passModel(lp)
+
+
+def smallest_peak(
+    network: Network, nodes: Sequence[int], usage: np.ndarray, slack: np.ndarray, deadline: float
+) -> tuple[np.ndarray | None, float, bool]:
+    """Return (positions per open node, excess, proved): the choice whose worst `usage - slack` is least.
+
+    `excess` is the proven least worst excess over the limit if proved, else a lower bound on it.
+    """
+    if not nodes:
+        return np.zeros(0, dtype=np.int64), float((-slack).max(initial=-math.inf)), True
+    sizes = np.array([len(network.cost[i]) for i in nodes], dtype=np.int64)
+    offset = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    num = int(offset[-1])
+    position = {node: p for p, node in enumerate(nodes)}
+    scale = max(float(np.abs(usage).max()), float(np.abs(slack).max()), 1e-300)
+    rows = [np.repeat(np.arange(len(nodes)), sizes)]
+    columns, values = [np.arange(num)], [np.ones(num)]
+    lower, upper = [np.ones(len(nodes))], [np.ones(len(nodes))]
+    num_rows = len(nodes)
+    for node in nodes:
+        for other, table in network.tables[node].items():
+            forbidden = table == np.inf
+            if other not in position or not forbidden.any():
+                continue
+            # x_node,k <= sum of the strategies of the other end that k allows
+            for k in np.flatnonzero(forbidden.any(1)):
+                allowed = np.flatnonzero(~forbidden[k])
+                rows.append(np.full(len(allowed) + 1, num_rows))
+                columns.append(np.concatenate([[offset[position[node]] + k], offset[position[other]] + allowed]))
+                values.append(np.concatenate([[1.0], -np.ones(len(allowed))]))
+                lower.append(np.array([-np.inf]))
+                upper.append(np.zeros(1))
+                num_rows += 1
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = num + 1, num_rows
+    lp.col_cost_ = np.concatenate([np.zeros(num), [1.0]])
+    lp.col_lower_ = np.concatenate([np.zeros(num), [-np.inf]])
+    lp.col_upper_ = np.concatenate([np.ones(num), [np.inf]])
+    lp.row_lower_, lp.row_upper_ = np.concatenate(lower), np.concatenate(upper)
+    start, index, value = _compressed_rows(
+        np.concatenate(rows), np.concatenate(columns), np.concatenate(values), num_rows
+    )
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = start, index, value
+    lp.integrality_ = [highspy.HighsVarType.kInteger] * num + [highspy.HighsVarType.kContinuous]
+    highs = _quiet(0)
+    highs.passModel(lp)
+    for t in range(len(slack)):
+        used = np.flatnonzero(usage[t])
+        highs.addRow(
+            -highspy.kHighsInf,
+            slack[t] / scale,
+            len(used) + 1,
+            np.concatenate([used, [num]]).astype(np.int32),
+            np.concatenate([usage[t][used] / scale, [-1.0]]),
+        )
+    finished = _run(highs, deadline)
+    info = highs.getInfo()
+    if info.primal_solution_status != 2:
+        bound = info.mip_dual_bound * scale if math.isfinite(info.mip_dual_bound) else -math.inf
+        return None, bound, False
+    weight = np.asarray(highs.getSolution().col_value)[:num]
+    chosen = np.array(
+        [int(np.argmax(weight[a:b])) for a, b in zip(offset, offset[1:], strict=False)], dtype=np.int64
+    )
+    exact = np.zeros(num)
+    exact[offset[:-1] + chosen] = 1.0
+    excess = float((usage @ exact - slack).max())
+    if finished and highs.getModelStatus() == highspy.HighsModelStatus.kOptimal:
+        return chosen, excess, True
+    return chosen, (info.mip_dual_bound - 1e-7) * scale, False
+
+
+def _quiet(seed: int) -> highspy.Highs:
+    highs = highspy.Highs()
+    for name, value in {
+        "output_flag": False,
+        "threads": 1,
+        "random_seed": seed % 2**31,
+        "mip_rel_gap": 0.0,
+        "mip_feasibility_tolerance": 1e-9,
+        "primal_feasibility_tolerance": 1e-9,
+        "dual_feasibility_tolerance": 1e-9,
+    }.items():
+        highs.setOptionValue(name, value)
+    return highs
+
+
+def _run(highs: highspy.Highs, deadline: float) -> bool:
+    """Run until done or `time.perf_counter()` passes `deadline`; return whether it ended by itself."""
+    left = deadline - time.perf_counter()
+    if left <= 0:
+        return False
+    if math.isfinite(left):
+        highs.setOptionValue("time_limit", highs.getRunTime() + left)
+    highs.run()
+    return highs.getModelStatus() != highspy.HighsModelStatus.kTimeLimit
+
+
+def _compressed_rows(
+    rows: np.ndarray, columns: np.ndarray, values: np.ndarray, num_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    order = np.argsort(rows, kind="stable")
+    start = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))])
+    return start.astype(np.int32), columns[order].astype(np.int32), values[order]

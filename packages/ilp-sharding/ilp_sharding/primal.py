@@ -1,0 +1,73 @@
+"""Choices that keep the memory rows, found by decoding, repair and neighbourhood moves.
+
+A start is decoded from messages, improved by forest moves with memory priced, repaired and descended
+under hard rows -> PrimalSearch.construct(). From then on ball moves with priced memory, checked
+against the hard rows, improve the best choice -> PrimalSearch.improve().
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from ilp_sharding import messages, moves, neighbourhood
+from ilp_sharding.table_graph import TableGraph
+
+_SIZES = np.array([8, 25, 60, 150, 400, 1000], dtype=np.int64)
+
+
+class PrimalSearch:
+    """The best choice `x` of a graph, its `cost`, and what the moves have learnt."""
+
+    def __init__(self, graph: TableGraph, seed: int) -> None:
+        self.graph = graph
+        self.random = np.random.default_rng(seed)
+        neighbourhood.seed_random(seed % 2**31)
+        self.x: np.ndarray | None = None
+        self.cost = math.inf
+        self.sizes = _SIZES[_SIZES < max(graph.num_nodes, 9)]
+        self.scores = np.ones(len(self.sizes))
+        self.table_limit = 2e4
+
+    def construct(self, x: np.ndarray, price: np.ndarray, rounds: int = 12) -> float:
+        """Return the cost of a choice grown from `x` [nodes] under prices [strategies], inf if none."""
+        tables, rows = self.graph.tables, self.graph.rows
+        x = x.copy()
+        priced = tables.cost + price
+        for _ in range(rounds):
+            if not moves.forest_move(tables, priced, self.random.permutation(len(x)), x):
+                break
+        left = self.left(x)
+        if not moves.repair(tables, rows, priced, x, left, 600):
+            return math.inf
+        moves.descend(tables, rows, self.random.permutation(len(x)), x, left, 6)
+        return self.take(x)
+
+    def take(self, x: np.ndarray) -> float:
+        """Return the cost of `x`, which must keep all rows, and keep it if it is the best."""
+        cost = messages.choice_cost(self.graph.tables, self.graph.tables.cost, x) + self.graph.constant
+        if cost < self.cost:
+            self.x, self.cost = x.copy(), cost
+        return cost
+
+    def improve(self, price: np.ndarray, until: float, batch: int = 10) -> None:
+        """Improve the best choice by ball moves until `time.perf_counter()` passes `until`."""
+        if self.x is None:
+            return
+        tables, rows = self.graph.tables, self.graph.rows
+        x = self.x.copy()
+        left = self.left(x)
+        while time.perf_counter() < until:
+            gained = neighbourhood.search_neighbourhoods(
+                tables, rows, price, x, left, self.sizes, self.scores, self.table_limit, batch
+            )
+            if gained > 0:
+                self.take(x)
+
+    def left(self, x: np.ndarray) -> np.ndarray:
+        """Return slack minus usage [times] of `x`."""
+        used = np.zeros(self.graph.num_times + 1)
+        messages.usage_profile(self.graph.tables, self.graph.rows, x, used)
+        return self.graph.rows.slack - used[: self.graph.num_times]

@@ -1,0 +1,145 @@
+"""`solve`: from a problem to a choice with a proven bound.
+
+    problem --Instance.of--> arrays --Network.reduce--> smaller graph --> direct --> expanded choice
+
+The answer is any-time: whatever was found and proved by the deadline is returned.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+from alpa_interchange.selection import ShardingProblem, ShardingSolution
+from attrs import evolve
+
+from ilp_sharding.direct import ELIMINATION_WORK, Search, solve_direct
+from ilp_sharding.elimination import Elimination, OutOfTime
+from ilp_sharding.evaluation import check, exact_cost
+from ilp_sharding.instance import Instance
+from ilp_sharding.network import Network, NoAssignment
+from ilp_sharding.options import Progress, SolveOptions
+from ilp_sharding.start import greedy_start, repaired_choice
+
+SOLVER = "ilp-sharding 0.1.0"
+
+
+def solve(problem: ShardingProblem, options: SolveOptions | None = None) -> ShardingSolution:
+    """Return the best choice found for `problem`, with a proven lower bound and status.
+
+    Status: "optimal" (proved), "feasible", "infeasible" (proved: by forbidden entries, then
+    `smallest_memory` is None, or by memory, then it is the least limit with an answer if that was
+    found in time) or "timed_out" (no choice found by the deadline, nothing proved).
+    """
+    options = options or SolveOptions()
+    began = time.perf_counter()
+    instance = Instance.of(problem, options)
+    search = _search(problem, instance, options, began)
+    if instance.huge_floor < max(search.lower_bound, search.objective) or search.infeasible:
+        exact = Instance.of(problem, options, forbid_huge=False)
+        if math.isfinite(instance.huge_floor):
+            search = _search(problem, exact, options, began)
+    return _solution(problem, search, began)
+
+
+def pin_cost(
+    problem: ShardingProblem,
+    pins: dict[int, int],
+    options: SolveOptions | None = None,
+) -> tuple[float, float]:
+    """Return (least, most) that fixing `pins` adds to the optimal cost; equal when both are proved.
+
+    `inf` where the pins leave no choice. The interval comes from the bounds of two solves.
+    """
+    options = options or SolveOptions()
+    free = solve(problem, options)
+    fixed = solve(problem, evolve(options, pins={**options.pins, **pins}))
+    if free.objective is None or free.lower_bound is None:
+        raise ValueError("pin_cost needs a problem with an answer; without pins none was found")
+    if fixed.status == "infeasible":
+        return math.inf, math.inf
+    most = math.inf if fixed.objective is None else fixed.objective - free.lower_bound
+    least = 0.0 if fixed.lower_bound is None else max(0.0, fixed.lower_bound - free.objective)
+    return least, most
+
+
+def _search(
+    problem: ShardingProblem, instance: Instance, options: SolveOptions, began: float
+) -> Search:
+    search = Search(
+        instance=instance, until=began + options.deadline, gap_tolerance=options.gap_tolerance
+    )
+    if options.progress is not None:
+        callback = options.progress
+
+        def report(phase: str) -> None:
+            objective = search.objective if search.choice is not None else None
+            callback(
+                Progress(
+                    seconds=time.perf_counter() - began,
+                    objective=objective,
+                    lower_bound=search.lower_bound,
+                    phase=phase,
+                )
+            )
+
+        search.report = report
+    try:
+        search.raise_bound(instance.trivial_bound(), "start")
+        if search.lower_bound == math.inf:
+            raise NoAssignment
+        start = greedy_start(instance)
+        if options.warm_start is not None:
+            for candidate in (repaired_choice(instance, options.warm_start), start):
+                if candidate is not None:
+                    search.offer(candidate, "start")
+        elif start is not None:
+            search.offer(start, "start")
+        if search.choice is not None:
+            search.raise_bound(search.lower_bound, "start")
+        if search.closed:
+            return search
+        network = Network(instance.without(search.objective))
+        network.reduce()
+        nodes = network.open_nodes()
+        sizes = {i: len(network.cost[i]) for i in nodes}
+        elimination = Elimination(nodes, sizes, network.tables, ELIMINATION_WORK)
+        solve_direct(network, search, elimination if elimination.complete else None)
+    except NoAssignment:
+        if search.choice is None:
+            search.infeasible = True
+        else:
+            search.raise_bound(search.objective, "reduction")
+    except OutOfTime:
+        pass
+    return search
+
+
+def _solution(problem: ShardingProblem, search: Search, began: float) -> ShardingSolution:
+    choice = search.choice
+    objective: float | None = None
+    bound: float | None = search.lower_bound if math.isfinite(search.lower_bound) else None
+    smallest = None
+    if choice is not None:
+        objective = float(exact_cost(problem, choice))
+        if search.closed and search.gap_tolerance == 0.0:
+            bound = objective
+        elif bound is not None:
+            bound = min(bound, objective)
+        status = "optimal" if bound is not None and objective <= bound else "feasible"
+        if not check(problem, choice.tolist()).feasible:
+            raise AssertionError("the solver's answer breaks a limit; please report the problem")
+    elif search.infeasible:
+        status, smallest, bound = "infeasible", search.smallest_memory, None
+    else:
+        status = "timed_out"
+    return ShardingSolution(
+        choice=None if choice is None else tuple(choice.tolist()),
+        objective=objective,
+        lower_bound=bound,
+        status=status,
+        seconds=time.perf_counter() - began,
+        smallest_memory=smallest,
+        solver=SOLVER,
+    )

@@ -1,0 +1,236 @@
+"""Cheapest ways to change a tensor's sharding inside one mesh.
+
+A sharding spec is a state; one collective (or a free local slice) leads to another state:
+
+    slice           append a mesh axis to a dim that was whole on it        free
+    all-gather      drop the minor axis of a dim                            output bytes
+    all-to-all      move the minor axis of one dim to the end of another    local bytes
+    all-reduce      finish a sum over partial axes                          local bytes
+    reduce-scatter  finish a sum over one axis, keeping a part of one dim   input bytes
+
+All-pairs shortest paths (Floyd-Warshall) over these states give, for every pair of specs, the least
+seconds and the collectives that attain them. -> implemented in `ConversionTable`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from attrs import field, frozen
+
+from alpa_interchange import LogicalMesh, ShardingSpec
+
+CollectiveSeconds = Callable[[str, float, tuple[str, ...]], float]
+"""(kind, bytes, mesh axes) -> seconds; bytes are those of the larger side of the collective."""
+
+
+@frozen
+class ConversionStep:
+    """One step of a conversion. `dim` is gathered, scattered or sliced; all-to-all moves to `to_dim`."""
+
+    kind: str  # "slice", "all-gather", "all-to-all", "all-reduce", "reduce-scatter"
+    axes: tuple[str, ...]
+    dim: int = -1
+    to_dim: int = -1
+
+
+def sharding_specs(shape: Sequence[int], mesh: LogicalMesh) -> tuple[ShardingSpec, ...]:
+    """Return every spec that divides `shape` evenly over `mesh`, the replicated one first.
+
+    Axes of size one are never used. Several axes on one dim keep the mesh's axis order.
+    """
+    names = [axis.name for axis in mesh.axes if axis.size > 1]
+    specs = []
+    for homes in itertools.product(range(-1, len(shape)), repeat=len(names)):
+        dims: list[tuple[str, ...]] = [
+            tuple(name for name, home in zip(names, homes, strict=True) if home == dim)
+            for dim in range(len(shape))
+        ]
+        if all(size % mesh.size(axes) == 0 for size, axes in zip(shape, dims, strict=True)):
+            specs.append(ShardingSpec(tuple(dims)))
+    return tuple(specs)
+
+
+class ConversionTable:
+    """Least seconds and collectives between all sharding specs of one tensor on one mesh.
+
+    `shape` [dims] and `bytes` (of the whole tensor) fix what may be split and what moving it costs.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        bytes: float,
+        mesh: LogicalMesh,
+        seconds: CollectiveSeconds,
+    ) -> None:
+        self._mesh = mesh
+        states = list(_states(tuple(shape), mesh))
+        self._index = {state: number for number, state in enumerate(states)}
+        count = len(states)
+        cost = np.full((count, count), np.inf)
+        self._steps: dict[tuple[int, int], ConversionStep] = {}
+        for start, state in enumerate(states):
+            cost[start, start] = 0.0
+            local = bytes / mesh.size(tuple(axis for dim in state.dims for axis in dim))
+            for step, reached in _moves(state, mesh):
+                stop = self._index.get(reached)
+                if stop is None:
+                    continue
+                weight = _step_seconds(step, local, mesh, seconds)
+                if weight < cost[start, stop]:
+                    cost[start, stop] = weight
+                    self._steps[start, stop] = step
+        hop = np.where(np.isfinite(cost), np.arange(count)[None, :], -1)
+        for middle in range(count):
+            through = cost[:, middle, None] + cost[None, middle, :]
+            better = through < cost
+            if better.any():
+                cost = np.where(better, through, cost)
+                hop = np.where(better, hop[:, middle, None], hop)
+        self._cost, self._hop = cost, hop
+
+    def seconds(self, source: ShardingSpec, target: ShardingSpec) -> float:
+        """Return the least seconds from `source` to `target`; inf when it cannot be done."""
+        return float(self._cost[self._index[source], self._index[target]])
+
+    def matrix(
+        self, sources: Sequence[ShardingSpec], targets: Sequence[ShardingSpec]
+    ) -> np.ndarray:
+        """Return [sources, targets] least seconds."""
+        rows = [self._index[spec] for spec in sources]
+        columns = [self._index[spec] for spec in targets]
+        return self._cost[np.ix_(rows, columns)]
+
+    def steps(self, source: ShardingSpec, target: ShardingSpec) -> tuple[ConversionStep, ...]:
+        """Return the steps of a cheapest conversion; ValueError if there is none."""
+        here, goal = self._index[source], self._index[target]
+        if not math.isfinite(self._cost[here, goal]):
+            raise ValueError(f"no conversion leads from {source} to {target}")
+        path = []
+        while here != goal:
+            following = int(self._hop[here, goal])
+            path.append(self._steps[here, following])
+            here = following
+        return tuple(path)
+
+
+@frozen
+class Conversions:
+    """Conversion tables of one mesh, built on demand: one per divisibility pattern and size class.
+
+    Tensors that the same axes divide in the same way, and whose bytes agree within a factor of four,
+    share the paths; seconds are then exact for the bytes asked for.
+    """
+
+    mesh: LogicalMesh
+    collective_seconds: CollectiveSeconds
+    _tables: dict[tuple[object, ...], ConversionTable] = field(factory=dict, eq=False, repr=False)
+
+    def table(self, shape: Sequence[int], bytes: float) -> ConversionTable:
+        """Return the table for tensors like one of `shape` and `bytes`."""
+        total = self.mesh.num_devices
+        pattern = tuple(math.gcd(size, total) if size else total for size in shape)
+        size_class = round(math.log(max(bytes, 1.0), 4))
+        key = (pattern, size_class)
+        if key not in self._tables:
+            self._tables[key] = ConversionTable(
+                pattern, 4.0**size_class, self.mesh, self.collective_seconds
+            )
+        return self._tables[key]
+
+    def steps(
+        self, shape: Sequence[int], bytes: float, source: ShardingSpec, target: ShardingSpec
+    ) -> tuple[ConversionStep, ...]:
+        """Return the collectives that turn `source` into `target`."""
+        return () if source == target else self.table(shape, bytes).steps(source, target)
+
+    def seconds(
+        self, shape: Sequence[int], bytes: float, source: ShardingSpec, target: ShardingSpec
+    ) -> float:
+        """Return the seconds of those collectives for a tensor of `bytes`."""
+        total = 0.0
+        local = bytes / self.mesh.size(tuple(axis for dim in source.dims for axis in dim))
+        for step in self.steps(shape, bytes, source, target):
+            total += _step_seconds(step, local, self.mesh, self.collective_seconds)
+            local = _local_after(step, local, self.mesh)
+        return total
+
+    def matrix(
+        self,
+        shape: Sequence[int],
+        bytes: float,
+        sources: Sequence[ShardingSpec],
+        targets: Sequence[ShardingSpec],
+    ) -> np.ndarray:
+        """Return [sources, targets] seconds, scaled from the size class to `bytes`."""
+        table = self.table(shape, bytes)
+        nominal = 4.0 ** round(math.log(max(bytes, 1.0), 4))
+        return table.matrix(sources, targets) * (bytes / nominal if bytes else 0.0)
+
+
+def _states(shape: tuple[int, ...], mesh: LogicalMesh) -> Iterator[ShardingSpec]:
+    names = [axis.name for axis in mesh.axes if axis.size > 1]
+    partial = -2  # a home of -1 leaves the axis unused
+    for homes in itertools.product(range(-2, len(shape)), repeat=len(names)):
+        groups = [
+            [name for name, home in zip(names, homes, strict=True) if home == dim]
+            for dim in range(len(shape))
+        ]
+        if any(size % mesh.size(tuple(g)) for size, g in zip(shape, groups, strict=True)):
+            continue
+        sums = tuple(name for name, home in zip(names, homes, strict=True) if home == partial)
+        for orders in itertools.product(*(itertools.permutations(group) for group in groups)):
+            yield ShardingSpec(tuple(orders), sums)
+
+
+def _moves(
+    state: ShardingSpec, mesh: LogicalMesh
+) -> Iterator[tuple[ConversionStep, ShardingSpec]]:
+    dims, partial = state.dims, state.partial
+    used = {axis for dim in dims for axis in dim} | set(partial)
+    free = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name not in used]
+
+    def with_dim(dim: int, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        return dims[:dim] + (axes,) + dims[dim + 1 :]
+
+    for dim, axes in enumerate(dims):
+        for axis in free:
+            step = ConversionStep("slice", (axis,), dim)
+            yield step, ShardingSpec(with_dim(dim, axes + (axis,)), partial)
+        for axis in partial:
+            left = tuple(name for name in partial if name != axis)
+            step = ConversionStep("reduce-scatter", (axis,), dim)
+            yield step, ShardingSpec(with_dim(dim, axes + (axis,)), left)
+        if axes:
+            shorter = with_dim(dim, axes[:-1])
+            yield ConversionStep("all-gather", axes[-1:], dim), ShardingSpec(shorter, partial)
+            for to_dim, to_axes in enumerate(dims):
+                if to_dim != dim:
+                    moved = shorter[:to_dim] + (to_axes + axes[-1:],) + shorter[to_dim + 1 :]
+                    step = ConversionStep("all-to-all", axes[-1:], dim, to_dim)
+                    yield step, ShardingSpec(moved, partial)
+    for length in range(1, len(partial) + 1):
+        for axes in itertools.combinations(partial, length):
+            left = tuple(name for name in partial if name not in axes)
+            yield ConversionStep("all-reduce", axes), ShardingSpec(dims, left)
+
+
+def _step_seconds(
+    step: ConversionStep, local: float, mesh: LogicalMesh, seconds: CollectiveSeconds
+) -> float:
+    if step.kind == "slice":
+        return local * 1e-18  # free, but never preferred to doing nothing
+    moved = local * mesh.size(step.axes) if step.kind == "all-gather" else local
+    return seconds(step.kind, moved, step.axes)
+
+
+def _local_after(step: ConversionStep, local: float, mesh: LogicalMesh) -> float:
+    if step.kind == "all-gather":
+        return local * mesh.size(step.axes)
+    if step.kind in ("slice", "reduce-scatter"):
+        return local / mesh.size(step.axes)
+    return local

@@ -1,0 +1,68 @@
+"""The typed schema that all packages of the system speak: frozen attrs classes and JSON documents."""
+
+from alpa_interchange.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec
+from alpa_interchange.document import (
+    SCHEMA_VERSION,
+    DocumentError,
+    from_json,
+    load,
+    save,
+    to_json,
+)
+from alpa_interchange.graph import Layer, LayerGraph, Op, OpGraph, Value
+from alpa_interchange.mesh import DeviceMesh, LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_interchange.reshard import PlacedTensor, ReshardingPlan, ReshardingTask, Transfer
+from alpa_interchange.rule import Factor, ShardingRule, Strategy
+from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, TaskSpec
+from alpa_interchange.selection import ShardingProblem, ShardingSolution
+from alpa_interchange.stage import (
+    DeviceGroup,
+    PlacedStage,
+    StageCandidate,
+    StagePlan,
+    StageProblem,
+)
+from alpa_interchange.tensor import ShardingSpec, TensorType, dtype_bytes
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "ClusterSpec",
+    "DeviceGroup",
+    "DeviceMesh",
+    "DeviceSpec",
+    "DocumentError",
+    "Factor",
+    "HostGroup",
+    "Instruction",
+    "Layer",
+    "LayerGraph",
+    "LinkSpec",
+    "LogicalMesh",
+    "MeshAxis",
+    "Op",
+    "OpGraph",
+    "PipelineSchedule",
+    "PlacedStage",
+    "PlacedTensor",
+    "ReshardingPlan",
+    "ReshardingTask",
+    "ShardingProblem",
+    "ShardingRule",
+    "ShardingSolution",
+    "ShardingSpec",
+    "StageCandidate",
+    "StagePlan",
+    "StageProblem",
+    "Strategy",
+    "SubmeshSpec",
+    "TaskGraph",
+    "TaskSpec",
+    "TensorType",
+    "Transfer",
+    "Value",
+    "dtype_bytes",
+    "from_json",
+    "load",
+    "save",
+    "to_json",
+]

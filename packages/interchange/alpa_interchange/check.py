@@ -1,0 +1,28 @@
+"""Validators shared by the schema: each raises ValueError with the field, the rule and the value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def positive(owner: Any, attribute: Any, value: Any) -> None:
+    """Require a finite number above zero."""
+    if not value > 0 or not math.isfinite(value):
+        raise ValueError(f"{_place(owner, attribute)} must be above 0, got {value!r}")
+
+
+def non_negative(owner: Any, attribute: Any, value: Any) -> None:
+    """Require a finite number of at least zero."""
+    if not value >= 0 or not math.isfinite(value):
+        raise ValueError(f"{_place(owner, attribute)} must be at least 0, got {value!r}")
+
+
+def non_empty(owner: Any, attribute: Any, value: Any) -> None:
+    """Require a string or sequence with at least one item."""
+    if not len(value):
+        raise ValueError(f"{_place(owner, attribute)} must not be empty")
+
+
+def _place(owner: Any, attribute: Any) -> str:
+    return f"{type(owner).__name__}.{attribute.name}"

@@ -1,0 +1,255 @@
+"""Reading and writing interchange values as canonical JSON, with bulk arrays in an `.npz` side-car.
+
+A *document* is `{"schema": <type name>, "version": "<major>.<minor>", "value": {...}}`. A reader accepts
+every document of its own major version whose fields it knows, and refuses anything else with a
+`DocumentError` that names the place. No pickle is ever read. Limits on size and nesting are checked
+before parsing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from attrs import fields, has
+from cattrs import Converter
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
+from cattrs.v import transform_error
+
+SCHEMA_VERSION = (0, 1)
+MAX_DOCUMENT_BYTES = 1 << 30
+MAX_DEPTH = 64
+_SIDE_CAR_BYTES = 1 << 20
+
+T = TypeVar("T")
+
+
+class DocumentError(ValueError):
+    """A file or string is not a valid interchange document; the message says what and where."""
+
+
+class _SideCar:
+    """Collects the arrays of one document while it is written, or serves them while it is read."""
+
+    def __init__(self, arrays: dict[str, np.ndarray] | None = None, collect: bool = False) -> None:
+        self.arrays = {} if arrays is None else arrays
+        self.collect = collect
+
+
+def to_json(value: Any) -> str:
+    """Return the canonical JSON document of an interchange `value`, arrays inline."""
+    return _dump(value, _SideCar())
+
+
+def from_json(text: str, kind: type[T], *, source: str = "document") -> T:
+    """Return the interchange value of type `kind` in JSON `text`; DocumentError says what is wrong."""
+    return _parse(text, kind, _SideCar(), source)
+
+
+def save(value: Any, path: str | os.PathLike[str]) -> None:
+    """Write `value` to `path` at once or not at all; arrays over 1 MiB in total go to `<path>.npz`."""
+    path = Path(path)
+    side_car = _SideCar(collect=_array_bytes(value) > _SIDE_CAR_BYTES)
+    text = _dump(value, side_car)
+    bulk = path.with_name(path.name + ".npz")
+    if side_car.arrays:
+        with _replacing(bulk) as stream:
+            np.savez_compressed(stream, **side_car.arrays)  # type: ignore[arg-type]
+    elif bulk.exists():
+        bulk.unlink()
+    with _replacing(path) as stream:
+        stream.write(text.encode())
+
+
+def load(path: str | os.PathLike[str], kind: type[T]) -> T:
+    """Return the interchange value of type `kind` stored at `path` by `save`."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be read: {error.strerror}") from None
+    if size > MAX_DOCUMENT_BYTES:
+        raise DocumentError(f"{path}: {size} bytes; a document has at most {MAX_DOCUMENT_BYTES}")
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError:
+        raise DocumentError(f"{path}: is not UTF-8 text, so it is no interchange document") from None
+    arrays: dict[str, np.ndarray] = {}
+    bulk = path.with_name(path.name + ".npz")
+    if bulk.exists():
+        try:
+            with np.load(bulk, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+        except Exception as error:
+            raise DocumentError(f"{bulk}: is not a readable array file: {error}") from None
+    return _parse(text, kind, _SideCar(arrays), str(path))
+
+
+class _replacing:
+    """A binary stream that replaces `path` when the block ends well and leaves it alone otherwise."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Any:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False)
+        return self._stream
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._stream.close()
+        if kind is None:
+            os.replace(self._stream.name, self.path)
+        else:
+            os.unlink(self._stream.name)
+
+
+def _dump(value: Any, side_car: _SideCar) -> str:
+    document = {
+        "schema": type(value).__name__,
+        "version": f"{SCHEMA_VERSION[0]}.{SCHEMA_VERSION[1]}",
+        "value": _converter(side_car).unstructure(value),
+    }
+    try:
+        return json.dumps(document, sort_keys=True, allow_nan=False, indent=1) + "\n"
+    except ValueError as error:
+        raise DocumentError(
+            f"{type(value).__name__}: numbers must be finite, write None: {error}"
+        ) from None
+
+
+def _parse(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise DocumentError(f"{source}: {len(text)} characters; at most {MAX_DOCUMENT_BYTES} are read")
+    _check_depth(text, source)
+    try:
+        document = json.loads(text, parse_constant=_no_constant)
+    except ValueError as error:
+        raise DocumentError(f"{source}: is not valid JSON: {error}") from None
+    if not isinstance(document, dict) or not {"schema", "version", "value"} <= set(document):
+        raise DocumentError(f"{source}: must be an object with 'schema', 'version' and 'value'")
+    if document["schema"] != kind.__name__:
+        raise DocumentError(
+            f"{source}: holds a {document['schema']!r}, but a {kind.__name__!r} is needed here"
+        )
+    try:
+        major, minor = (int(part) for part in str(document["version"]).split("."))
+    except ValueError:
+        raise DocumentError(f"{source}: version {document['version']!r} is not MAJOR.MINOR") from None
+    if major != SCHEMA_VERSION[0]:
+        ours = ".".join(map(str, SCHEMA_VERSION))
+        raise DocumentError(
+            f"{source}: written in schema version {major}.{minor}, but this reader knows {ours}; "
+            "install the alpa-interchange that wrote it"
+        )
+    try:
+        return _converter(side_car).structure(document["value"], kind)
+    except Exception as error:
+        reasons = "; ".join(transform_error(error, path="value")[:3])
+        raise DocumentError(f"{source}: is not a valid {kind.__name__}: {reasons}") from None
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check_depth(text: str, source: str) -> None:
+    depth, in_string, escaped = 0, False, False
+    for character in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == '"':
+                in_string = False
+        elif character == '"':
+            in_string = True
+        elif character in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise DocumentError(f"{source}: nested deeper than {MAX_DEPTH} levels")
+        elif character in "]}":
+            depth -= 1
+
+
+def _array_bytes(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if has(type(value)):
+        return sum(_array_bytes(getattr(value, field.name)) for field in fields(type(value)))
+    if isinstance(value, (list, tuple)):
+        return sum(_array_bytes(item) for item in value)
+    if isinstance(value, dict):
+        return sum(_array_bytes(item) for item in value.values())
+    return 0
+
+
+def _converter(side_car: _SideCar) -> Converter:
+    converter = Converter(forbid_extra_keys=True, omit_if_default=True)
+
+    def write_array(array: np.ndarray) -> Any:
+        if side_car.collect:
+            key = f"a{len(side_car.arrays)}"
+            side_car.arrays[key] = array
+            return {"npz": key}
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            data = [_float_text(number) for number in array.ravel().tolist()]
+        else:
+            data = array.ravel().tolist()
+        return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
+
+    def read_array(data: Any, _: Any) -> np.ndarray:
+        if not isinstance(data, dict):
+            raise ValueError("an array must be an object")
+        if "npz" in data:
+            if data["npz"] not in side_car.arrays:
+                raise ValueError(f"array {data['npz']!r} is missing from the .npz beside the document")
+            return side_car.arrays[data["npz"]]
+        dtype = np.dtype(str(data["dtype"]))
+        if dtype.kind not in "biuf":
+            raise ValueError(f"array dtype {dtype} is not a number")
+        return np.array(data["data"], dtype=dtype).reshape(data["shape"])
+
+    def read_float(data: Any, _: Any) -> float:
+        if isinstance(data, bool) or not isinstance(data, (int, float)):
+            raise ValueError(f"must be a number, got {data!r}")
+        if not math.isfinite(data):
+            raise ValueError(f"must be finite, got {data!r}")
+        return float(data)
+
+    def read_int(data: Any, _: Any) -> int:
+        if isinstance(data, bool) or not isinstance(data, int):
+            raise ValueError(f"must be an integer, got {data!r}")
+        return data
+
+    def read_str(data: Any, _: Any) -> str:
+        if not isinstance(data, str):
+            raise ValueError(f"must be a string, got {data!r}")
+        return data
+
+    def read_bool(data: Any, _: Any) -> bool:
+        if not isinstance(data, bool):
+            raise ValueError(f"must be true or false, got {data!r}")
+        return data
+
+    for kind, reader in ((float, read_float), (int, read_int), (str, read_str), (bool, read_bool)):
+        converter.register_structure_hook(kind, reader)
+    converter.register_unstructure_hook(np.ndarray, write_array)
+    converter.register_structure_hook(np.ndarray, read_array)
+    converter.register_structure_hook_factory(
+        has, lambda kind: make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
+    )
+    converter.register_unstructure_hook_factory(
+        has, lambda kind: make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=True)
+    )
+    return converter
+
+
+def _float_text(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)

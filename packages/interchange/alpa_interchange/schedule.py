@@ -1,0 +1,84 @@
+"""Pipeline schedules as static instruction lists: simulated, drawn and executed from one object."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+
+from alpa_interchange.check import non_empty, positive
+
+INSTRUCTION_KINDS = ("run", "send", "receive", "free")
+TASK_PHASES = ("start", "forward", "backward", "update")
+
+
+@frozen(kw_only=True)
+class TaskSpec:
+    """One compiled program of a pipeline: which mesh runs it, and the values it reads and writes.
+
+    Forward and backward tasks run once per microbatch (and token slice); start and update tasks once
+    per step. A value both read and written (a gradient accumulator) is updated in place. `donated`
+    inputs are consumed by the run.
+    """
+
+    name: str = field(validator=non_empty)
+    mesh: int
+    stage: int  # differs from mesh when a mesh runs several stages (interleaved schedules)
+    phase: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    donated: tuple[str, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if self.phase not in TASK_PHASES:
+            raise ValueError(f"TaskSpec.phase must be one of {TASK_PHASES}, got {self.phase!r}")
+
+
+@frozen(kw_only=True)
+class TaskGraph:
+    """All tasks of one training step, and the scope of their values.
+
+    Values in `per_step` exist once (state, accumulators, scalars of the update); every other value
+    exists once per microbatch. `inputs` are on `home[k]` (mesh number of inputs[k]) before the step;
+    `outputs` must exist after it. State that two meshes read is an input of its home mesh and is sent
+    to the other once per step.
+    """
+
+    tasks: tuple[TaskSpec, ...]
+    per_step: tuple[str, ...]
+    inputs: tuple[str, ...]
+    home: tuple[int, ...]
+    outputs: tuple[str, ...]
+
+
+@frozen(kw_only=True)
+class Instruction:
+    """One step of one mesh. Buffers are named `value` (per step) or `value@microbatch`.
+
+    run      execute `task`, reading `inputs`, writing `outputs`
+    send     hand the buffers `inputs` to mesh `peer`, which receives them under the same names
+    receive  take the buffers `outputs` from mesh `peer`
+    free     drop the buffers `inputs`
+    """
+
+    kind: str
+    task: str = ""
+    phase: str = ""
+    stage: int = 0
+    microbatch: int | None = None  # None: once per step
+    slice_index: int = 0  # token slice within the microbatch
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    peer: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind not in INSTRUCTION_KINDS:
+            raise ValueError(f"Instruction.kind must be one of {INSTRUCTION_KINDS}, got {self.kind!r}")
+
+
+@frozen(kw_only=True)
+class PipelineSchedule:
+    """One instruction list per mesh. Sends and receives between two meshes match in order."""
+
+    name: str
+    num_stages: int = field(validator=positive)
+    num_microbatches: int = field(validator=positive)
+    programs: tuple[tuple[Instruction, ...], ...]

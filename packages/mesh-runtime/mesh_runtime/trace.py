@@ -1,0 +1,109 @@
+"""When each instruction of a step ran: the events a timeline is drawn from."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+import jax
+from alpa_interchange.schedule import Instruction
+from attrs import frozen
+
+TRACE_MODES = ("none", "dispatch", "ready", "blocking")
+
+
+@frozen
+class TraceEvent:
+    """One executed instruction: `start` and `stop` in seconds since the step began."""
+
+    mesh: int
+    instruction: Instruction
+    start: float
+    stop: float
+
+
+class Recorder:
+    """Collects the events of one step.
+
+    Mode "dispatch" notes when the host issued each instruction, "blocking" waits for its results
+    before going on (exact durations, meshes one after another). "ready" leaves the step asynchronous:
+    two watcher threads per mesh, one for runs and one for receives, wait for results in issue order,
+    so that start = max(issue, previous run done, inputs there) and stop = results there.
+    """
+
+    def __init__(self, mode: str, num_meshes: int) -> None:
+        if mode not in TRACE_MODES:
+            raise ValueError(f"trace must be one of {TRACE_MODES}, got {mode!r}")
+        self.mode = mode
+        self.origin = time.perf_counter()
+        self.events: list[TraceEvent] = []
+        self._lock = threading.Lock()
+        self._watchers: dict[tuple[int, str], _Watcher] = {}
+        if mode == "ready":
+            for mesh in range(num_meshes):
+                for kind in ("run", "receive"):
+                    self._watchers[mesh, kind] = _Watcher(self)
+
+    def now(self) -> float:
+        """Return the seconds since the step began."""
+        return time.perf_counter() - self.origin
+
+    def record(
+        self,
+        mesh: int,
+        instruction: Instruction,
+        start: float,
+        inputs: Sequence[jax.Array],
+        outputs: Sequence[jax.Array],
+    ) -> None:
+        """Note one issued instruction; `start` is when its issue began."""
+        if self.mode == "blocking":
+            _wait(outputs)
+        watcher = self._watchers.get((mesh, instruction.kind))
+        if watcher is not None:
+            watcher.items.put((mesh, instruction, inputs, outputs))
+            return
+        self.add(TraceEvent(mesh, instruction, start, self.now()))
+
+    def add(self, event: TraceEvent) -> None:
+        """Append an event; called from any thread."""
+        with self._lock:
+            self.events.append(event)
+
+    def finish(self) -> tuple[TraceEvent, ...]:
+        """Return all events by start time, once every watched result is there."""
+        for watcher in self._watchers.values():
+            watcher.items.put(None)
+        for watcher in self._watchers.values():
+            watcher.thread.join()
+        return tuple(sorted(self.events, key=lambda event: (event.start, event.stop, event.mesh)))
+
+
+class _Watcher:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.items: queue.SimpleQueue[
+            tuple[int, Instruction, Sequence[jax.Array], Sequence[jax.Array]] | None
+        ] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        while (item := self.items.get()) is not None:
+            mesh, instruction, inputs, outputs = item
+            _wait(inputs)
+            start = self.recorder.now()
+            _wait(outputs)
+            self.recorder.add(TraceEvent(mesh, instruction, start, self.recorder.now()))
+
+
+def _wait(arrays: Sequence[jax.Array]) -> None:
+    """Wait until `arrays` are computed; those already donated to a later run are passed over."""
+    for array in arrays:
+        try:
+            array.block_until_ready()
+        except RuntimeError:
+            if not array.is_deleted():
+                raise

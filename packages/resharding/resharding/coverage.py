@@ -1,0 +1,99 @@
+"""What every device holds while a plan runs, on the grid of all its cuts: the validity check.
+
+`Ledger` follows a plan element-exactly without touching data: each device is a boolean array over the
+cells between neighbouring cuts (tile borders and transfer borders).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from alpa_interchange.reshard import ReshardingPlan, ReshardingTask, Transfer
+from numpy.typing import NDArray
+
+from resharding.slices import Box, device_tiles
+from resharding.traffic import gathered_pieces
+
+
+class PlanError(ValueError):
+    """A resharding plan does not do its task; the message names the transfer and the device."""
+
+
+class Ledger:
+    """The cells each device holds; transfers are applied when they finish."""
+
+    def __init__(self, task: ReshardingTask, transfers: tuple[Transfer, ...]) -> None:
+        shape = task.tensor.shape
+        self.transfers = transfers
+        self.source = device_tiles(task.source, shape, "source")
+        self.target = device_tiles(task.target, shape, "target")
+        boxes = [*self.source.values(), *self.target.values()]
+        boxes += [Box(transfer.start, transfer.stop) for transfer in transfers]
+        self.cuts = [
+            sorted({edge for box in boxes for edge in (box.start[dim], box.stop[dim])} | {0, extent})
+            for dim, extent in enumerate(shape)
+        ]
+        grid = tuple(len(cuts) - 1 for cuts in self.cuts)
+        self.held: dict[int, NDArray[np.bool_]] = {}
+        for device in {**self.source, **self.target}:
+            self.held[device] = np.zeros(grid, dtype=bool)
+        for device, box in self.source.items():
+            self.held[device][self.cells(box)] = True
+
+    def cells(self, box: Box) -> tuple[slice, ...]:
+        """Return the index of `box` in the grid of cells."""
+        return tuple(
+            slice(bisect_left(cuts, start), bisect_left(cuts, stop))
+            for cuts, start, stop in zip(self.cuts, box.start, box.stop, strict=True)
+        )
+
+    def check_start(self, index: int, transfer: Transfer) -> None:
+        """Refuse a transfer whose bytes are not there when it starts."""
+        where = self.cells(Box(transfer.start, transfer.stop))
+        for device in (transfer.sender, *transfer.receivers):
+            if device not in self.held:
+                raise PlanError(
+                    f"transfer {index} ({transfer.method}) names device {device}, which is in neither mesh"
+                )
+        if transfer.method == "gather":
+            union = np.zeros_like(self.held[transfer.sender])
+            for owner, piece in gathered_pieces(self.transfers, transfer):
+                if owner in transfer.receivers:
+                    union[self.cells(piece)] |= self.held[owner][self.cells(piece)]
+            if not union[where].all():
+                raise PlanError(
+                    f"transfer {index} gathers {transfer.start}..{transfer.stop}, but the pieces that "
+                    f"the transfers {transfer.after} gave to its receivers are not all of it"
+                )
+        elif not self.held[transfer.sender][where].all():
+            raise PlanError(
+                f"transfer {index} ({transfer.method}) sends {transfer.start}..{transfer.stop} from "
+                f"device {transfer.sender}, which does not hold all of it when it starts"
+            )
+
+    def finish(self, transfer: Transfer) -> None:
+        """Give the bytes of a finished transfer to its receivers."""
+        where = self.cells(Box(transfer.start, transfer.stop))
+        for device in transfer.receivers:
+            self.held[device][where] = True
+
+    def check_end(self) -> None:
+        """Refuse a plan after which a target device lacks a part of its tile."""
+        for device, box in self.target.items():
+            if not self.held[device][self.cells(box)].all():
+                raise PlanError(
+                    f"after the plan device {device} lacks a part of its tile {box.start}..{box.stop}"
+                )
+
+
+def check_plan(plan: ReshardingPlan) -> None:
+    """Refuse a plan that does not deliver every target tile when executed in order."""
+    ledger = Ledger(plan.task, plan.transfers)
+    for index, transfer in enumerate(plan.transfers):
+        late = [k for k in transfer.after if not 0 <= k < index]
+        if late:
+            raise PlanError(f"transfer {index} waits for transfers {late}, which are not before it")
+        ledger.check_start(index, transfer)
+        ledger.finish(transfer)
+    ledger.check_end()

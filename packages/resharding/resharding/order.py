@@ -1,0 +1,228 @@
+r"""Which holder sends each job, and in which order the jobs are issued.
+
+Variables: a sequence of (job j, sender s in senders_j). Each pair occupies a set of *lanes*, the
+hosts (or devices) that cannot do two operations at once, for T_j seconds. A job starts when all its
+lanes are free: start = max {free_l}, then free_l = start + T_j (arXiv 2211.05322, section 3; the
+`evaluate_one_solution` of its code). Minimise the makespan max_l free_l.
+
+    lower bound: every lane's unavoidable load, and the shared load of sender sets   -> makespan_bound()
+    list scheduling: always the pair that can start first; among those the one with the most loaded
+        lanes, so that no critical lane idles; repeated with seeded noise            -> greedy_order()
+    exact search over active schedules (Giffler and Thompson): some job that shares a lane with the
+        earliest-finishing pair must start before that pair would finish; nodes are cut by
+        free_l + remaining unavoidable load of l, which never overestimates          -> exact_order()
+
+Durations are those of the slices themselves; searches are limited by counts, never by the clock, so
+equal input gives an equal plan everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from resharding.bound import send_seconds
+
+
+@frozen(kw_only=True)
+class Job:
+    """One operation to place: `senders` are the candidate devices, `receivers` the devices it feeds."""
+
+    seconds: float
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+
+@frozen(kw_only=True)
+class Order:
+    """Jobs in issue order with the chosen sender devices, and the makespan of the lane model."""
+
+    sequence: tuple[tuple[int, int], ...]  # (job, sender device)
+    seconds: float
+
+
+class _Pairs:
+    """All (job, sender) pairs as arrays over lanes."""
+
+    def __init__(self, jobs: Sequence[Job], lane_of: dict[int, int], receivers_block: bool) -> None:
+        self.jobs = jobs
+        self.job: NDArray[np.int64] = np.array(
+            [j for j, job in enumerate(jobs) for _ in job.senders], dtype=np.int64
+        )
+        self.sender = [sender for job in jobs for sender in job.senders]
+        devices = sorted({d for job in jobs for d in (*job.senders, *job.receivers)})
+        lanes = sorted({lane_of[device] for device in devices})
+        lane_number = {lane: k for k, lane in enumerate(lanes)}
+        device_number = {device: k for k, device in enumerate(devices)}
+        self.seconds: NDArray[np.float64] = np.array([jobs[j].seconds for j in self.job])
+        self.lanes = np.zeros((len(self.job), len(lanes)), dtype=bool)
+        self.devices = np.zeros((len(self.job), len(devices)), dtype=bool)
+        for row, (j, sender) in enumerate(zip(self.job, self.sender, strict=True)):
+            for device in (sender, *(jobs[j].receivers if receivers_block else ())):
+                self.lanes[row, lane_number[lane_of[device]]] = True
+            for device in (sender, *jobs[j].receivers):
+                self.devices[row, device_number[device]] = True
+        self.unavoidable = np.array(  # [job, lane]: lanes every choice of sender occupies
+            [self.lanes[self.job == j].all(axis=0) for j in range(len(jobs))]
+        ).reshape(len(jobs), len(lanes))
+
+
+def makespan_bound(pairs: _Pairs) -> float:
+    """Return seconds that no order and choice of senders can beat."""
+    seconds = np.array([job.seconds for job in pairs.jobs])
+    busiest = float((pairs.unavoidable * seconds[:, None]).sum(axis=0).max(initial=0.0))
+    shared: dict[frozenset[int], float] = {}
+    for j, job in enumerate(pairs.jobs):
+        choices = frozenset(
+            int(lane)
+            for row in np.flatnonzero(pairs.job == j)
+            for lane in np.flatnonzero(pairs.lanes[row] & ~pairs.unavoidable[j])
+        )
+        forced = frozenset(int(lane) for lane in np.flatnonzero(pairs.unavoidable[j]))
+        group = choices or forced
+        shared[group] = shared.get(group, 0.0) + job.seconds
+    return max(busiest, send_seconds(_single_groups(shared), 1.0))
+
+
+def _single_groups(shared: dict[frozenset[int], float]) -> dict[frozenset[int], float]:
+    """Return the groups in which a job occupies exactly one lane of its group."""
+    return {group: load for group, load in shared.items() if group}
+
+
+def find_order(
+    jobs: Sequence[Job],
+    lane_of: dict[int, int],
+    *,
+    receivers_block: bool = True,
+    seed: int = 0,
+    num_restarts: int = 8,
+    node_limit: int = 400,
+) -> Order:
+    """Return the best order found: greedy restarts, then the exact search while nodes last.
+
+    Large problems get fewer restarts and nodes, so that the work stays about the same.
+    """
+    if not jobs:
+        return Order(sequence=(), seconds=0.0)
+    pairs = _Pairs(jobs, lane_of, receivers_block)
+    best = greedy_order(pairs, None)
+    if not num_restarts and not node_limit:
+        return best
+    bound = makespan_bound(pairs)
+    random = np.random.default_rng(seed)
+    for _ in range(min(num_restarts, 1 + 256 // len(jobs))):
+        if best.seconds <= bound * (1 + 1e-9):
+            return best
+        found = greedy_order(pairs, random)
+        best = min(best, found, key=lambda order: order.seconds)
+    if node_limit and best.seconds > bound * (1 + 1e-9):
+        best = exact_order(pairs, best, bound, node_limit * 8 // max(8, len(jobs)))
+    return best
+
+
+def greedy_order(pairs: _Pairs, random: np.random.Generator | None) -> Order:
+    """Return a list schedule; with `random`, ties and near-ties of the lane loads are shaken."""
+    free = np.zeros(pairs.lanes.shape[1])
+    device_free = np.zeros(pairs.devices.shape[1])
+    lane_load = np.zeros(pairs.lanes.shape[1])
+    seconds = np.array([job.seconds for job in pairs.jobs])
+    remaining = (pairs.unavoidable * seconds[:, None]).sum(axis=0)
+    alive = np.ones(len(pairs.job), dtype=bool)
+    sequence = []
+    for _ in range(len(pairs.jobs)):
+        rows = np.flatnonzero(alive)
+        lanes = pairs.lanes[rows]
+        start = (lanes * free).max(axis=1, initial=0.0)
+        pick = start <= start.min() * (1 + 1e-12)
+        rows, lanes = rows[pick], lanes[pick]
+        urgency = (lanes * remaining).max(axis=1, initial=0.0) + 1e-3 * pairs.seconds[rows]
+        if random is not None:
+            urgency = urgency * random.uniform(0.7, 1.0, size=len(rows))
+        pick = urgency >= urgency.max() * (1 - 1e-12)
+        rows, lanes = rows[pick], lanes[pick]
+        if len(rows) > 1:
+            waits = (pairs.devices[rows] * device_free).sum(axis=1)
+            waits += (lanes * lane_load).sum(axis=1)
+            rows = rows[waits <= waits.min() * (1 + 1e-12)]
+        row = int(rows[0])
+        j = int(pairs.job[row])
+        begin = float((pairs.lanes[row] * free).max(initial=0.0))
+        free[pairs.lanes[row]] = begin + pairs.seconds[row]
+        lane_load[pairs.lanes[row]] += pairs.seconds[row]
+        device_free[pairs.devices[row]] += pairs.seconds[row]
+        remaining = remaining - pairs.unavoidable[j] * pairs.seconds[row]
+        alive[pairs.job == j] = False
+        sequence.append((j, pairs.sender[row]))
+    return Order(sequence=tuple(sequence), seconds=float(free.max(initial=0.0)))
+
+
+def exact_order(pairs: _Pairs, incumbent: Order, bound: float, node_limit: int) -> Order:
+    """Return an order no worse than `incumbent`, the best one if the search ends within its nodes."""
+    search = _Search(pairs, incumbent, bound, node_limit)
+    search.explore([0.0] * pairs.lanes.shape[1], search.load, [])
+    return search.best
+
+
+class _Search:
+    def __init__(self, pairs: _Pairs, incumbent: Order, bound: float, node_limit: int) -> None:
+        self.pairs, self.best, self.bound, self.nodes = pairs, incumbent, bound, node_limit
+        self.options: list[list[tuple[tuple[int, ...], int]]] = []  # job -> (lanes, sender)
+        for j in range(len(pairs.jobs)):
+            seen: dict[tuple[int, ...], int] = {}
+            for row in np.flatnonzero(pairs.job == j):
+                lanes = tuple(int(lane) for lane in np.flatnonzero(pairs.lanes[row]))
+                seen.setdefault(lanes, pairs.sender[row])
+            self.options.append(list(seen.items()))
+        self.forced = [
+            tuple(int(lane) for lane in np.flatnonzero(row)) for row in pairs.unavoidable
+        ]
+        self.load = [0.0] * pairs.lanes.shape[1]
+        for job, lanes in zip(pairs.jobs, self.forced, strict=True):
+            for lane in lanes:
+                self.load[lane] += job.seconds
+        self.open = set(range(len(pairs.jobs)))
+
+    def explore(
+        self, free: list[float], load: list[float], sequence: list[tuple[int, int]]
+    ) -> None:
+        """Branch from a partial sequence; `load` is the unavoidable work left per lane."""
+        if not self.open:
+            seconds = max(free)
+            if seconds < self.best.seconds * (1 - 1e-12):
+                self.best = Order(sequence=tuple(sequence), seconds=seconds)
+            return
+        if self._hopeless(free, load):
+            return
+        self.nodes -= 1
+        for start, lanes, j, sender in self._branches(free):
+            if self.nodes <= 0 or self.best.seconds <= self.bound * (1 + 1e-9):
+                return
+            after, left = free.copy(), load.copy()
+            for lane in lanes:
+                after[lane] = start + self.pairs.jobs[j].seconds
+            for lane in self.forced[j]:
+                left[lane] -= self.pairs.jobs[j].seconds
+            self.open.remove(j)
+            self.explore(after, left, [*sequence, (j, sender)])
+            self.open.add(j)
+
+    def _hopeless(self, free: list[float], load: list[float]) -> bool:
+        limit = self.best.seconds * (1 - 1e-12)
+        return any(a + b >= limit for a, b in zip(free, load, strict=True))
+
+    def _branches(self, free: list[float]) -> list[tuple[float, tuple[int, ...], int, int]]:
+        """Return (start, lanes, job, sender) of the pairs one of which comes next in some best order."""
+        pairs = [
+            (max((free[lane] for lane in lanes), default=0.0), lanes, j, sender)
+            for j in sorted(self.open)
+            for lanes, sender in self.options[j]
+        ]
+        first = min(pairs, key=lambda pair: pair[0] + self.pairs.jobs[pair[2]].seconds)
+        end, shared = first[0] + self.pairs.jobs[first[2]].seconds, set(first[1])
+        rivals = [
+            pair for pair in pairs if pair[0] < end and not shared.isdisjoint(pair[1])
+        ]
+        return sorted(rivals, key=lambda pair: (pair[0], -self.pairs.jobs[pair[2]].seconds))

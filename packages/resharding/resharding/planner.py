@@ -1,0 +1,101 @@
+"""The planner: a resharding task in, the fastest plan found and a time no plan beats out."""
+
+from __future__ import annotations
+
+from alpa_interchange.check import non_negative
+from alpa_interchange.reshard import ReshardingPlan, ReshardingTask
+from alpa_interchange.tensor import dtype_bytes
+from attrs import field, frozen
+
+from resharding.bound import lower_bound
+from resharding.network import Network
+from resharding.simulator import simulate
+from resharding.slices import cut_slices, hosts_of
+from resharding.strategies import STRATEGIES, Setting, candidates
+from resharding.traffic import card_seconds
+
+
+@frozen(kw_only=True)
+class PlanOptions:
+    """How hard to search. All limits are counts, so the same task gives the same plan everywhere."""
+
+    seed: int = 0
+    num_restarts: int = field(default=8, validator=non_negative)  # of the greedy order
+    node_limit: int = field(default=250, validator=non_negative)  # of the exact search
+    good_enough: float = 1.001  # stop at this ratio to the lower bound
+
+
+def plan(
+    task: ReshardingTask,
+    network: Network | None = None,
+    strategy: str = "auto",
+    options: PlanOptions | None = None,
+) -> ReshardingPlan:
+    """Return the transfers that carry out `task`, their time on `network` and its lower bound.
+
+    "auto" drafts every strategy with a list schedule, passes over those that cannot beat the best so
+    far, simulates the others, and searches for a better order of the winner. Source and target may
+    share devices or hosts; partial layouts are refused.
+    """
+    if strategy != "auto" and strategy not in STRATEGIES:
+        raise ValueError(
+            f"strategy must be 'auto' or one of {', '.join(STRATEGIES)}, got {strategy!r}"
+        )
+    race = _Race(task, network or Network(), options or PlanOptions())
+    lanes = (False, True) if race.network.issue == "device" else (False,)
+    for name in candidates(race.slices) if strategy == "auto" else (strategy,):
+        for device_lanes in lanes:
+            race.enter(name, device_lanes, search=False)
+    assert race.best is not None
+    race.enter(race.best.strategy, race.best_lanes, search=True)
+    return race.best
+
+
+class _Race:
+    """The best plan so far and what is needed to compare another one with it."""
+
+    def __init__(self, task: ReshardingTask, network: Network, options: PlanOptions) -> None:
+        self.task, self.network, self.options = task, network, options
+        self.slices = cut_slices(task)
+        self.host_of = hosts_of(task)
+        self.bound = lower_bound(self.slices, self.host_of, network)
+        self.best: ReshardingPlan | None = None
+        self.best_lanes = False
+
+    def enter(self, name: str, device_lanes: bool, *, search: bool) -> None:
+        """Draft one strategy with lanes of hosts or devices; simulate it if it can still win."""
+        if self._settled():
+            return
+        draft = STRATEGIES[name](self.slices, self._setting(device_lanes, search))
+        least = card_seconds(
+            draft.transfers, dtype_bytes(self.task.tensor.dtype), self.host_of, self.network
+        )
+        if self.network.issue == ("device" if device_lanes else "host"):
+            least = max(least, draft.lane_seconds)
+        if self.best is not None and least >= self.best.seconds * (1 - 1e-9):
+            return
+        seconds = simulate(self.task, draft.transfers, self.network).seconds
+        if self.best is None or seconds < self.best.seconds:
+            self.best_lanes = device_lanes
+            self.best = ReshardingPlan(
+                task=self.task,
+                transfers=draft.transfers,
+                strategy=name,
+                seconds=seconds,
+                lower_bound=self.bound,
+            )
+
+    def _settled(self) -> bool:
+        return self.best is not None and (
+            self.best.seconds <= self.bound * self.options.good_enough
+        )
+
+    def _setting(self, device_lanes: bool, search: bool) -> Setting:
+        return Setting(
+            host_of=self.host_of,
+            network=self.network,
+            device_lanes=device_lanes,
+            seed=self.options.seed,
+            num_restarts=self.options.num_restarts if search else 0,
+            node_limit=self.options.node_limit if search else 0,
+        )

@@ -1,0 +1,172 @@
+"""The cut grid of a resharding task: which device holds and which device needs each slice.
+
+A slice is the common part of a source tile and a target tile (arXiv 2211.05322, appendix B.2: the
+boxes between neighbouring tile borders). All receivers of one slice want the same bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+from alpa_interchange.reshard import PlacedTensor, ReshardingTask
+from alpa_interchange.tensor import dtype_bytes
+from attrs import frozen
+
+
+@frozen
+class Box:
+    """A box of tensor elements: `start[d] <= index[d] < stop[d]` for every dim d."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        return math.prod(max(0, extent) for extent in self.shape)
+
+    def contains(self, other: Box) -> bool:
+        """Return whether every element of `other` is in this box."""
+        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
+            a >= b for a, b in zip(self.stop, other.stop, strict=True)
+        )
+
+    def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return the index of this box in an array whose first element is at `origin`."""
+        return tuple(
+            slice(start - base, stop - base)
+            for start, stop, base in zip(self.start, self.stop, origin, strict=True)
+        )
+
+
+@frozen(kw_only=True)
+class Slice:
+    """One unit of communication: `receivers` need `box`, of which every holder has a copy."""
+
+    box: Box
+    num_bytes: float
+    holders: tuple[int, ...]  # source devices, in mesh order
+    receivers: tuple[int, ...]  # target devices that do not hold it, in mesh order
+    in_place: tuple[int, ...]  # devices that hold it and need it
+
+
+def device_tiles(placed: PlacedTensor, shape: tuple[int, ...], side: str) -> dict[int, Box]:
+    """Return the tile of each device; a dim of n elements cut k ways has tiles of ceil(n/k).
+
+    Tiles at the end may be shorter or empty, as in XLA. Partial specs are refused.
+    """
+    if placed.spec.partial:
+        raise ValueError(
+            f"the {side} layout is an unreduced sum over the mesh axes {placed.spec.partial}; "
+            "resharding moves bytes and does not add: reduce the value on its own mesh first"
+        )
+    sizes = dict(zip(placed.axis_names, placed.mesh_shape, strict=True))
+    strides = {
+        name: math.prod(placed.mesh_shape[k + 1 :]) for k, name in enumerate(placed.axis_names)
+    }
+    tiles = {}
+    for position, device in enumerate(placed.devices):
+        start, stop = [], []
+        for extent, axes in zip(shape, placed.spec.dims, strict=True):
+            index, count = 0, 1
+            for axis in axes:
+                index = index * sizes[axis] + position // strides[axis] % sizes[axis]
+                count *= sizes[axis]
+            length = -(-extent // count)
+            start.append(min(extent, index * length))
+            stop.append(min(extent, (index + 1) * length))
+        tiles[device] = Box(tuple(start), tuple(stop))
+    return tiles
+
+
+def cut_slices(task: ReshardingTask) -> tuple[Slice, ...]:
+    """Return the slices of `task` in row-major order; none for a tensor without elements."""
+    shape = task.tensor.shape
+    if 0 in shape:
+        return ()
+    source = device_tiles(task.source, shape, "source")
+    target = device_tiles(task.target, shape, "target")
+    element = dtype_bytes(task.tensor.dtype)
+    by_source = _by_tile(source)
+    cut = []
+    for needed, needers in _by_tile(target).items():
+        for held, holders in by_source.items():
+            common = _intersection(held, needed)
+            if common is None:
+                continue
+            cut.append(
+                Slice(
+                    box=common,
+                    num_bytes=common.size * element,
+                    holders=tuple(holders),
+                    receivers=tuple(device for device in needers if device not in holders),
+                    in_place=tuple(device for device in needers if device in holders),
+                )
+            )
+    return tuple(sorted(cut, key=lambda piece: piece.box.start))
+
+
+def split_box(box: Box, count: int) -> list[Box]:
+    """Return `box` cut into at most `count` boxes of nearly equal size along its longest dim.
+
+    A dim shorter than `count` is cut into single indices, each of which is cut further.
+    """
+    if count <= 1 or box.size <= 1:
+        return [box]
+    dim = max(range(len(box.shape)), key=lambda d: box.shape[d])
+    extent = box.shape[dim]
+    if extent >= count:
+        cuts = [box.start[dim] + extent * k // count for k in range(count + 1)]
+        return [_replace(box, dim, a, b) for a, b in itertools.pairwise(cuts)]
+    pieces: list[Box] = []
+    for k in range(extent):
+        share = count * (k + 1) // extent - count * k // extent
+        at = box.start[dim] + k
+        pieces += split_box(_replace(box, dim, at, at + 1), share)
+    return pieces
+
+
+def bounding_hosts(devices: Iterable[int], host_of: dict[int, int]) -> tuple[int, ...]:
+    """Return the distinct hosts of `devices` in order of first appearance."""
+    return tuple(dict.fromkeys(host_of[device] for device in devices))
+
+
+def hosts_of(task: ReshardingTask) -> dict[int, int]:
+    """Return the host of every device of `task`; refuse a device that sits on two hosts."""
+    found: dict[int, int] = {}
+    for placed in (task.source, task.target):
+        for device, host in zip(placed.devices, placed.hosts, strict=True):
+            if found.setdefault(device, host) != host:
+                raise ValueError(
+                    f"device {device} is on host {found[device]} in the source mesh and on host {host} "
+                    "in the target mesh; a device number must mean one device"
+                )
+    return found
+
+
+def _by_tile(tiles: dict[int, Box]) -> dict[Box, list[int]]:
+    grouped: dict[Box, list[int]] = {}
+    for device, box in tiles.items():
+        if box.size:
+            grouped.setdefault(box, []).append(device)
+    return grouped
+
+
+def _intersection(first: Box, second: Box) -> Box | None:
+    start = tuple(max(a, b) for a, b in zip(first.start, second.start, strict=True))
+    stop = tuple(min(a, b) for a, b in zip(first.stop, second.stop, strict=True))
+    if any(a >= b for a, b in zip(start, stop, strict=True)):
+        return None
+    return Box(start, stop)
+
+
+def _replace(box: Box, dim: int, start: int, stop: int) -> Box:
+    return Box(
+        (*box.start[:dim], start, *box.start[dim + 1 :]),
+        (*box.stop[:dim], stop, *box.stop[dim + 1 :]),
+    )

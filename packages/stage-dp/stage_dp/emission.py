@@ -1,0 +1,391 @@
+"""Instruction emission: from the tasks of a training step to one static list per mesh.
+
+The tasks are put into one global sequence: start tasks, then the schedule's forwards and backwards by
+start time, then update tasks by dependency. Each mesh runs its part of that sequence in order, so runs
+alone can never wait for each other in a circle. -> _sequence()
+
+A buffer read away from the mesh that holds it is sent right after the run that wrote it (an input:
+at the start of the step) and received once, `late`: just before the first run that reads it, or
+`early`: where the global sequence has the send. Receives from one peer keep the order of its sends; a
+late receive moves forward where a later one of that peer is needed first. -> _transfers()
+
+`late` needs sends that do not block. With `early` every transfer is one event of the global sequence,
+so the programs cannot block each other even if a send waits for its receive; early receives are also
+what lets an eager schedule overlap transfers with compute, at the price of buffers held longer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+
+from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, TaskSpec
+from attrs import define, field, frozen
+
+from stage_dp.schedules import Step, order
+
+EARLY_SCHEDULES = ("eager-1f1b", "adaptive")
+
+
+@frozen
+class _Run:
+    """One run of a task; `position` in the global sequence, buffers under their final names."""
+
+    position: int
+    task: TaskSpec
+    microbatch: int | None
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@frozen
+class _Transfer:
+    """One buffer from `source` to `target`, produced by `run` (None: an input of the step)."""
+
+    buffer: str
+    source: int
+    target: int
+    run: _Run | None
+    reader: _Run
+
+
+@define
+class _Program:
+    """What one mesh does around each of its runs, by position of the run in the global sequence."""
+
+    runs: list[_Run] = field(factory=list)
+    before: dict[int, list[_Transfer]] = field(factory=lambda: defaultdict(list))
+    after: dict[int, list[_Transfer]] = field(factory=lambda: defaultdict(list))
+
+
+def emit(
+    graph: TaskGraph,
+    schedule_name: str,
+    num_microbatches: int,
+    *,
+    warmups: Sequence[int] | None = None,
+    receive: str | None = None,
+) -> PipelineSchedule:
+    """Return the instruction list of each mesh for one step of `graph`.
+
+    `warmups` [stages] is handed to the schedule ("adaptive" needs it: `StagePlan.in_flight`).
+    `receive` is "late" or "early"; by default early for "eager-1f1b" and "adaptive". A graph without
+    backward tasks runs its forwards only. Inputs that are not per step stand for one buffer per
+    microbatch on their home mesh, and so do outputs.
+    """
+    if receive is None:
+        receive = "early" if schedule_name in EARLY_SCHEDULES else "late"
+    if receive not in ("early", "late"):
+        raise ValueError(f'receive must be "early" or "late", got {receive!r}')
+    staged = [task for task in graph.tasks if task.phase in ("forward", "backward")]
+    num_stages = 1 + max((task.stage for task in staged), default=0)
+    num_meshes = 1 + max([*(task.mesh for task in graph.tasks), *graph.home], default=0)
+    runs = _sequence(graph, schedule_name, num_stages, num_microbatches, warmups)
+    held = _held_inputs(graph, num_microbatches)
+    wanted = _buffers_of(graph.outputs, graph, num_microbatches)
+    transfers = _transfers(runs, held, set(wanted))
+    _check_outputs(wanted, runs, held)
+    programs = [_Program() for _ in range(num_meshes)]
+    for run in runs:
+        programs[run.task.mesh].runs.append(run)
+    _place(transfers, programs, receive)
+    return PipelineSchedule(
+        name=schedule_name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        programs=tuple(
+            _instructions(mesh, program, [b for b, home in held.items() if home == mesh], wanted)
+            for mesh, program in enumerate(programs)
+        ),
+    )
+
+
+def _sequence(
+    graph: TaskGraph,
+    schedule_name: str,
+    num_stages: int,
+    num_microbatches: int,
+    warmups: Sequence[int] | None,
+) -> list[_Run]:
+    by_step: dict[tuple[str, int], list[TaskSpec]] = defaultdict(list)
+    mesh_of: dict[int, int] = {}
+    for task in graph.tasks:
+        if task.phase in ("forward", "backward"):
+            by_step[task.phase, task.stage].append(task)
+            if mesh_of.setdefault(task.stage, task.mesh) != task.mesh:
+                raise ValueError(
+                    f"task {task.name!r} runs stage {task.stage} on mesh {task.mesh}, but other tasks "
+                    f"of that stage run on mesh {mesh_of[task.stage]}; a stage has one mesh"
+                )
+    steps: tuple[Step, ...] = ()
+    if by_step:
+        num_meshes = None
+        if schedule_name == "interleaved-1f1b":
+            num_meshes = len(set(mesh_of.values()))
+            if any(mesh_of.get(s) != mesh_of[s % num_meshes] for s in range(num_stages)):
+                raise ValueError(
+                    f"interleaved-1f1b needs stage s on the mesh of stage s mod {num_meshes}, "
+                    f"got meshes {[mesh_of.get(s) for s in range(num_stages)]}"
+                )
+        schedule = order(
+            schedule_name, num_stages, num_microbatches, num_meshes=num_meshes, warmups=warmups
+        )
+        steps = schedule.global_order()
+    per_step = set(graph.per_step)
+    runs: list[_Run] = []
+
+    def add(task: TaskSpec, microbatch: int | None) -> None:
+        runs.append(
+            _Run(
+                len(runs),
+                task,
+                microbatch,
+                tuple(_buffer(v, microbatch, per_step, task) for v in task.inputs),
+                tuple(_buffer(v, microbatch, per_step, task) for v in task.outputs),
+            )
+        )
+
+    for task in _by_dependency([t for t in graph.tasks if t.phase == "start"]):
+        add(task, None)
+    ordered = {key: _by_dependency(tasks) for key, tasks in by_step.items()}
+    for step in steps:
+        for task in ordered.get((step.phase, step.stage), ()):
+            add(task, step.microbatch)
+    for task in _by_dependency([t for t in graph.tasks if t.phase == "update"]):
+        add(task, None)
+    return runs
+
+
+def _by_dependency(tasks: Sequence[TaskSpec]) -> list[TaskSpec]:
+    """Return `tasks` so that writers come before readers, else in the order given.
+
+    A value updated in place is read and written in the order given.
+    """
+    writers: dict[str, list[int]] = defaultdict(list)
+    for k, task in enumerate(tasks):
+        for value in task.outputs:
+            writers[value].append(k)
+    before: list[set[int]] = [set() for _ in tasks]
+    for k, task in enumerate(tasks):
+        for value in {*task.inputs, *task.outputs}:
+            for writer in writers[value]:
+                in_place = value in tasks[writer].inputs
+                if writer == k:
+                    continue
+                if writer < k or (value in task.inputs and not in_place):
+                    before[k].add(writer)
+                else:
+                    before[writer].add(k)
+    result: list[TaskSpec] = []
+    done: set[int] = set()
+    while len(done) < len(tasks):
+        ready = next((k for k in range(len(tasks)) if k not in done and before[k] <= done), None)
+        if ready is None:
+            names = [task.name for k, task in enumerate(tasks) if k not in done]
+            raise ValueError(f"tasks {names} read each other's outputs in a circle")
+        done.add(ready)
+        result.append(tasks[ready])
+    return result
+
+
+def _buffer(value: str, microbatch: int | None, per_step: set[str], task: TaskSpec) -> str:
+    if value in per_step:
+        return value
+    if microbatch is None:
+        raise ValueError(
+            f"{task.phase} task {task.name!r} runs once per step but uses {value!r}, which exists "
+            "once per microbatch; accumulate it in a per-step value or list it in per_step"
+        )
+    return f"{value}@{microbatch}"
+
+
+def _buffers_of(values: Sequence[str], graph: TaskGraph, num_microbatches: int) -> list[str]:
+    per_step = set(graph.per_step)
+    return [
+        buffer
+        for value in values
+        for buffer in (
+            [value] if value in per_step else [f"{value}@{m}" for m in range(num_microbatches)]
+        )
+    ]
+
+
+def _held_inputs(graph: TaskGraph, num_microbatches: int) -> dict[str, int]:
+    if len(graph.inputs) != len(graph.home):
+        raise ValueError(
+            f"TaskGraph.home needs one mesh per input: {len(graph.inputs)}, got {len(graph.home)}"
+        )
+    held: dict[str, int] = {}
+    for value, mesh in zip(graph.inputs, graph.home, strict=True):
+        for buffer in _buffers_of([value], graph, num_microbatches):
+            if held.setdefault(buffer, mesh) != mesh:
+                raise ValueError(
+                    f"input {value!r} has homes on meshes {held[buffer]} and {mesh}; list it once, "
+                    "other meshes receive it"
+                )
+    return held
+
+
+def _transfers(runs: list[_Run], held: dict[str, int], wanted: set[str]) -> list[_Transfer]:
+    """Return what must move, in the order of the sends, each once, with its first reader."""
+    location = dict(held)
+    written: dict[str, _Run | None] = dict.fromkeys(held)
+    copies: dict[tuple[str, int], _Run | None] = {}
+    consumed: dict[tuple[str, int], _Run] = {}
+    transfers: list[_Transfer] = []
+    for run in runs:
+        mesh = run.task.mesh
+        for buffer in run.inputs:
+            if buffer not in location:
+                raise ValueError(
+                    f"task {run.task.name!r} reads {buffer!r}, which is no input and which no earlier "
+                    "task writes"
+                )
+            if (buffer, mesh) in consumed:
+                raise ValueError(
+                    f"task {run.task.name!r} reads {buffer!r} after task "
+                    f"{consumed[buffer, mesh].task.name!r} consumed it; do not donate it there"
+                )
+            if location[buffer] == mesh:
+                continue
+            if (buffer, mesh) not in copies:
+                copies[buffer, mesh] = written[buffer]
+                transfers.append(
+                    _Transfer(buffer, location[buffer], mesh, written[buffer], reader=run)
+                )
+            elif copies[buffer, mesh] is not written[buffer]:
+                raise ValueError(
+                    f"task {run.task.name!r} on mesh {mesh} reads {buffer!r} again after it changed on "
+                    f"mesh {location[buffer]}; give the new value another name"
+                )
+        for value, buffer in zip(run.task.inputs, run.inputs, strict=True):
+            if value in run.task.donated and buffer not in run.outputs:
+                if buffer in wanted and location[buffer] == mesh:
+                    raise ValueError(
+                        f"task {run.task.name!r} consumes {buffer!r}, an output of the step"
+                    )
+                consumed[buffer, mesh] = run
+        for buffer in run.outputs:
+            if buffer in location and (location[buffer] != mesh or buffer not in run.inputs):
+                raise ValueError(
+                    f"task {run.task.name!r} on mesh {mesh} writes {buffer!r}, which exists already on "
+                    f"mesh {location[buffer]}; only a value in its inputs on the same mesh can be "
+                    "written again (in place)"
+                )
+            location[buffer] = mesh
+            written[buffer] = run
+    transfers.sort(key=lambda t: -1 if t.run is None else t.run.position)
+    return transfers
+
+
+def _check_outputs(wanted: list[str], runs: list[_Run], held: dict[str, int]) -> None:
+    exists = {*held, *(buffer for run in runs for buffer in run.outputs)}
+    missing = [buffer for buffer in wanted if buffer not in exists]
+    if missing:
+        raise ValueError(f"TaskGraph.outputs {missing[:8]} are no inputs and no task writes them")
+
+
+def _place(transfers: list[_Transfer], programs: list[_Program], receive: str) -> None:
+    """Attach each send after its run and each receive before or after a run (-1: the beginning)."""
+    positions = [[run.position for run in program.runs] for program in programs]
+    by_pair: dict[tuple[int, int], list[_Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        sent = -1 if transfer.run is None else transfer.run.position
+        target = transfer.target
+        programs[transfer.source].after[sent].append(transfer)
+        if receive == "late":
+            by_pair[transfer.source, target].append(transfer)
+        elif sent < 0:
+            programs[target].after[sent].append(transfer)
+        else:
+            following = positions[target][bisect_right(positions[target], sent)]
+            programs[target].before[following].append(transfer)
+    for (_, target), sequence in sorted(by_pair.items()):
+        needed = sequence[-1].reader.position
+        placed: list[tuple[int, _Transfer]] = []
+        for transfer in reversed(sequence):
+            needed = min(transfer.reader.position, needed)
+            placed.append((needed, transfer))
+        for position, transfer in reversed(placed):
+            programs[target].before[position].append(transfer)
+
+
+def _instructions(
+    mesh: int, program: _Program, held: list[str], wanted: list[str]
+) -> tuple[Instruction, ...]:
+    result = [_moving(mesh, transfer) for transfer in program.after[-1]]
+    for run in program.runs:
+        result.extend(_moving(mesh, transfer) for transfer in program.before[run.position])
+        result.append(
+            Instruction(
+                kind="run",
+                task=run.task.name,
+                phase=run.task.phase,
+                stage=run.task.stage,
+                microbatch=run.microbatch,
+                inputs=run.inputs,
+                outputs=run.outputs,
+            )
+        )
+        result.extend(_moving(mesh, transfer) for transfer in program.after[run.position])
+    return _with_frees(result, program, held, wanted)
+
+
+def _moving(mesh: int, transfer: _Transfer) -> Instruction:
+    """Return the send or the receive of `transfer`, whichever `mesh` does.
+
+    A send bears the name of the task that wrote the buffer, a receive that of its first reader.
+    """
+    sending = transfer.source == mesh
+    cause = (transfer.run or transfer.reader) if sending else transfer.reader
+    return Instruction(
+        kind="send" if sending else "receive",
+        task=cause.task.name,
+        phase=cause.task.phase,
+        stage=cause.task.stage,
+        microbatch=cause.microbatch,
+        inputs=(transfer.buffer,) if sending else (),
+        outputs=() if sending else (transfer.buffer,),
+        peer=transfer.target if sending else transfer.source,
+    )
+
+
+def _with_frees(
+    instructions: list[Instruction], program: _Program, held: list[str], wanted: list[str]
+) -> tuple[Instruction, ...]:
+    """Return `instructions` with every buffer dropped after its last use on this mesh."""
+    tasks = {run.task.name: run.task for run in program.runs}
+    received = {b for i in instructions if i.kind == "receive" for b in i.outputs}
+    keep = {buffer for buffer in wanted if buffer not in received}
+    last: dict[str, int] = dict.fromkeys(held, -1)
+    consumed: set[str] = set()
+    for at, instruction in enumerate(instructions):
+        for buffer in (*instruction.inputs, *instruction.outputs):
+            last[buffer] = at
+        if instruction.kind == "run":
+            task = tasks[instruction.task]
+            for value, buffer in zip(task.inputs, instruction.inputs, strict=True):
+                if value in task.donated and buffer not in instruction.outputs:
+                    consumed.add(buffer)
+    dead: dict[int, list[str]] = defaultdict(list)
+    for buffer, at in last.items():
+        if buffer not in keep and buffer not in consumed:
+            dead[at].append(buffer)
+    result: list[Instruction] = []
+    for at in range(-1, len(instructions)):
+        if at >= 0:
+            result.append(instructions[at])
+        if dead.get(at):
+            near = instructions[at] if at >= 0 else None
+            result.append(
+                Instruction(
+                    kind="free",
+                    task=near.task if near else "",
+                    phase=near.phase if near else "",
+                    stage=near.stage if near else 0,
+                    microbatch=near.microbatch if near else None,
+                    inputs=tuple(dead[at]),
+                )
+            )
+    return tuple(result)

@@ -1,0 +1,93 @@
+"""Exact step time of a pipeline: the longest path through its schedule (max-plus).
+
+A step starts when its mesh is free and what it reads has arrived. Crossing boundary i takes c_i
+seconds in either direction; each direction is a link of its own that carries one transfer at a time,
+beside the compute. After its last step a mesh runs its synchronisation and update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from stage_dp.schedules import Schedule
+
+Times = Sequence[float] | NDArray[np.float64] | Sequence[Sequence[float]]
+
+
+@frozen(kw_only=True)
+class PipelineTime:
+    """Seconds of one training step, and per mesh when its last run and its update end."""
+
+    step_seconds: float
+    pipeline_stop: tuple[float, ...]
+    busy_seconds: tuple[float, ...]  # per mesh, compute only
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Return the share of mesh time without compute."""
+        total = self.step_seconds * len(self.busy_seconds)
+        return 1.0 - sum(self.busy_seconds) / total if total else 0.0
+
+
+def pipeline_time(
+    schedule: Schedule,
+    forward: Times,
+    backward: Times,
+    boundary: Times = (),
+    tail: Sequence[float] = (),
+) -> PipelineTime:
+    """Return the step time of `schedule`.
+
+    `forward`, `backward`: seconds per stage [stages], or per stage and microbatch [stages,
+    microbatches] where units differ. `boundary`: one-way seconds [stages - 1], or with microbatches
+    [stages - 1, microbatches]. `tail`: seconds per mesh once per step.
+    """
+    n, m = schedule.num_stages, schedule.num_microbatches
+    work = {"forward": _grid(forward, n, m), "backward": _grid(backward, n, m)}
+    crossing = _grid(boundary, n - 1, m) if len(boundary) else [[0.0] * m for _ in range(n)]
+    arrived: dict[tuple[bool, int, int], float] = {}
+    done: dict[tuple[int, int], float] = {}  # forwards
+    clock = [0.0] * schedule.num_meshes
+    busy = [0.0] * schedule.num_meshes
+    link = {True: [0.0] * n, False: [0.0] * n}
+    for step in schedule.global_order():
+        stage, unit = step.stage, step.microbatch
+        mesh = schedule.mesh_of(stage)
+        is_forward = step.phase == "forward"
+        start = max(clock[mesh], arrived.get((is_forward, stage, unit), 0.0))
+        if not is_forward:
+            start = max(start, done[stage, unit])
+        seconds = work[step.phase][stage][unit]
+        stop = start + seconds
+        clock[mesh] = stop
+        busy[mesh] += seconds
+        if is_forward:
+            done[stage, unit] = stop
+        following = stage + 1 if is_forward else stage - 1
+        if 0 <= following < n:
+            edge = min(stage, following)
+            sent = max(stop, link[is_forward][edge]) + crossing[edge][unit]
+            link[is_forward][edge] = sent
+            arrived[is_forward, following, unit] = sent
+    ends = [
+        stop + (tail[mesh] if mesh < len(tail) else 0.0) for mesh, stop in enumerate(clock)
+    ]
+    return PipelineTime(
+        step_seconds=max(ends), pipeline_stop=tuple(clock), busy_seconds=tuple(busy)
+    )
+
+
+def _grid(times: Times, num_rows: int, num_units: int) -> list[list[float]]:
+    array = np.asarray(times, dtype=np.float64)
+    if array.shape[:1] != (num_rows,):
+        raise ValueError(f"times need one row per stage or boundary: {num_rows}, got {array.shape}")
+    if array.ndim == 1:
+        array = np.repeat(array[:, None], num_units, axis=1)
+    if array.shape != (num_rows, num_units):
+        raise ValueError(f"times must have shape {(num_rows, num_units)}, got {array.shape}")
+    result: list[list[float]] = array.tolist()
+    return result

@@ -1,0 +1,277 @@
+"""Pipeline schedules: in which order each mesh runs the forward and backward of its microbatches.
+
+With n stages, m microbatches and stage i counted from 0, a schedule without interleaving is given by
+the *warm-up* k_i: the forwards that stage i runs before its first backward. After that it alternates
+backward, forward until the forwards are used up, then runs the remaining backwards. k_i is also the
+largest number of microbatches whose activations are alive on stage i.
+
+    sequential        k_i = 1                   one microbatch after the other
+    gpipe             k_i = m                   all forwards, then all backwards
+    1f1b              k_i = min(m, n - i)       (Narayanan et al., PipeDream-Flush)
+    eager-1f1b        k_i = min(m, 2(n-i) - 1)  hides transfers up to half a stage's time
+    adaptive          k_i = k_{i+1} + 1 + ceil(2 c_i / t): eager only at slow boundaries
+    interleaved-1f1b  several stages per mesh, stage s on mesh s mod p (Megatron-LM)
+
+eager-1f1b and adaptive follow the cross-mesh resharding paper (MLSys'23) and its steady-state law
+
+    period = max over i <= l of ((l-i+1) t + 2 (c_i + ... + c_{l-1})) / (k_i - k_l + 1)
+
+for equal stages of t seconds (forward plus backward) and c_i seconds to cross boundary i one way.
+-> implemented in adaptive_warmups()
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from attrs import frozen
+
+SCHEDULES = ("sequential", "gpipe", "1f1b", "eager-1f1b", "adaptive", "interleaved-1f1b")
+
+
+@frozen(kw_only=True)
+class Step:
+    """One run of one stage: its phase ("forward" or "backward") and microbatch."""
+
+    phase: str
+    stage: int
+    microbatch: int
+
+
+@frozen(kw_only=True)
+class Schedule:
+    """The order of steps on each mesh. `steps[mesh]` runs from first to last."""
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    steps: tuple[tuple[Step, ...], ...]
+
+    @property
+    def num_meshes(self) -> int:
+        return len(self.steps)
+
+    def mesh_of(self, stage: int) -> int:
+        """Return the mesh that runs `stage`."""
+        return stage % self.num_meshes
+
+    def in_flight(self, stage: int) -> int:
+        """Return the most microbatches of `stage` that wait for their backward at one time."""
+        alive = peak = 0
+        for step in self.steps[self.mesh_of(stage)]:
+            if step.stage == stage:
+                alive += 1 if step.phase == "forward" else -1
+                peak = max(peak, alive)
+        return peak
+
+    def global_order(self) -> tuple[Step, ...]:
+        """Return all steps in the order of their start when forward takes 1 s and backward 2 s.
+
+        Every step comes after the steps it depends on, so a schedule that has such an order cannot
+        wait for itself. Raises ValueError for one that can.
+        """
+        started, stuck = self._executed()
+        if stuck:
+            raise ValueError(
+                f"schedule {self.name!r} waits for itself: every mesh is stuck, at {stuck}"
+            )
+        return started
+
+    def _executed(self) -> tuple[tuple[Step, ...], list[Step]]:
+        """Return the steps that can run, by start time, and the step each stuck mesh waits at."""
+        finish: dict[Step, float] = {}
+        clock = [0.0] * self.num_meshes
+        position = [0] * self.num_meshes
+        started: list[tuple[float, int, Step]] = []
+        moved = True
+        while moved:
+            moved = False
+            for mesh, steps in enumerate(self.steps):
+                while position[mesh] < len(steps):
+                    step = steps[position[mesh]]
+                    before = dependencies(step, self.num_stages)
+                    if any(other not in finish for other in before):
+                        break
+                    start = max([clock[mesh], *(finish[other] for other in before)])
+                    clock[mesh] = start + (1.0 if step.phase == "forward" else 2.0)
+                    finish[step] = clock[mesh]
+                    started.append((start, mesh, step))
+                    position[mesh] += 1
+                    moved = True
+        stuck = [steps[at] for at, steps in zip(position, self.steps, strict=True) if at < len(steps)]
+        started.sort(key=lambda item: item[:2])
+        return tuple(step for _, _, step in started), stuck
+
+
+def dependencies(step: Step, num_stages: int) -> tuple[Step, ...]:
+    """Return the steps of other stages, or of the same microbatch, that `step` reads from."""
+    if step.phase == "forward":
+        if step.stage == 0:
+            return ()
+        return (Step(phase="forward", stage=step.stage - 1, microbatch=step.microbatch),)
+    own = Step(phase="forward", stage=step.stage, microbatch=step.microbatch)
+    if step.stage == num_stages - 1:
+        return (own,)
+    return (own, Step(phase="backward", stage=step.stage + 1, microbatch=step.microbatch))
+
+
+def order(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_meshes: int | None = None,
+    warmups: Sequence[int] | None = None,
+) -> Schedule:
+    """Return the schedule called `name`.
+
+    `num_meshes` is for "interleaved-1f1b" (a divisor of `num_stages`); elsewhere each stage has its
+    own mesh. `warmups` [num_stages] is needed by "adaptive" (from `adaptive_warmups`, or
+    `StagePlan.in_flight`) and replaces the rule of the other schedules where given.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {SCHEDULES}, got {name!r}")
+    if num_stages < 1 or num_microbatches < 1:
+        raise ValueError(
+            "a schedule needs at least one stage and one microbatch, got "
+            f"num_stages={num_stages}, num_microbatches={num_microbatches}"
+        )
+    if name == "interleaved-1f1b":
+        if warmups is not None:
+            raise ValueError("schedule 'interleaved-1f1b' has its own warm-up; leave out `warmups`")
+        return _interleaved(num_stages, num_microbatches, num_meshes or num_stages)
+    if num_meshes not in (None, num_stages):
+        raise ValueError(
+            f"schedule {name!r} runs one stage per mesh, got {num_stages} stages on {num_meshes} "
+            "meshes; use 'interleaved-1f1b' for several stages per mesh"
+        )
+    if warmups is None:
+        warmups = default_warmups(name, num_stages, num_microbatches)
+    _check_warmups(name, warmups, num_stages)
+    steps = tuple(
+        _alternating(stage, min(warmup, num_microbatches), num_microbatches)
+        for stage, warmup in enumerate(warmups)
+    )
+    return Schedule(
+        name=name, num_stages=num_stages, num_microbatches=num_microbatches, steps=steps
+    )
+
+
+def default_warmups(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return the warm-up of each stage, which is also its microbatches in flight: [num_stages]."""
+    n, m = num_stages, num_microbatches
+    if name == "sequential":
+        return (1,) * n
+    if name == "gpipe":
+        return (m,) * n
+    if name == "1f1b":
+        return tuple(min(m, n - i) for i in range(n))
+    if name == "eager-1f1b":
+        return tuple(min(m, 2 * (n - i) - 1) for i in range(n))
+    if name == "adaptive":
+        raise ValueError(
+            "schedule 'adaptive' depends on times; pass warmups=adaptive_warmups(...) or the plan's "
+            "in_flight"
+        )
+    raise ValueError(f"schedule {name!r} has no warm-up per stage; ask order(...).in_flight(stage)")
+
+
+def adaptive_warmups(
+    boundary_seconds: Sequence[float],
+    stage_seconds: float,
+    num_microbatches: int,
+    *,
+    tolerance: float = 0.0,
+) -> tuple[int, ...]:
+    """Return the smallest warm-ups that hide each boundary's transfers: [len(boundary_seconds) + 1].
+
+    `boundary_seconds[i]` is the one-way time from stage i to i + 1, `stage_seconds` the forward plus
+    backward time of the slowest stage. `tolerance` lets that fraction of a stage's time stay
+    unhidden per boundary, which saves a microbatch in flight where it just misses.
+    """
+    if not stage_seconds > 0:
+        raise ValueError(f"stage_seconds must be above 0, got {stage_seconds!r}")
+    warmups = [1]
+    for seconds in reversed(boundary_seconds):
+        warmups.append(warmups[-1] + 1 + extra_in_flight(seconds, stage_seconds, tolerance))
+    return tuple(min(num_microbatches, warmup) for warmup in reversed(warmups))
+
+
+def extra_in_flight(boundary: float, stage_seconds: float, tolerance: float = 0.0) -> int:
+    """Return how many microbatches beyond 1f1b hide a transfer of `boundary` seconds one way."""
+    return max(0, math.ceil(2 * boundary / stage_seconds - tolerance - 1e-9))
+
+
+def _check_warmups(name: str, warmups: Sequence[int], num_stages: int) -> None:
+    if len(warmups) != num_stages:
+        raise ValueError(f"warmups needs one entry per stage: {num_stages}, got {list(warmups)}")
+    if min(warmups) < 1:
+        raise ValueError(f"every warm-up must be at least 1, got {list(warmups)}")
+    for stage, (this, following) in enumerate(zip(warmups, warmups[1:], strict=False)):
+        if this < following:
+            raise ValueError(
+                f"schedule {name!r}: warm-up of stage {stage} is {this}, below the {following} of "
+                "the next stage, which would wait for forwards that never come; make it as large"
+            )
+
+
+def _alternating(stage: int, warmup: int, num_microbatches: int) -> tuple[Step, ...]:
+    steps = [Step(phase="forward", stage=stage, microbatch=m) for m in range(warmup)]
+    for m in range(num_microbatches):
+        steps.append(Step(phase="backward", stage=stage, microbatch=m))
+        if warmup + m < num_microbatches:
+            steps.append(Step(phase="forward", stage=stage, microbatch=warmup + m))
+    return tuple(steps)
+
+
+def _interleaved(num_stages: int, num_microbatches: int, num_meshes: int) -> Schedule:
+    """Return Megatron's interleaved order: groups of `num_meshes` microbatches through all chunks.
+
+    A mesh runs stages mesh, mesh + p, mesh + 2p, ... Where the last group is not full the usual
+    warm-up can wait for itself; it is then raised by the smallest number of steps that runs.
+    """
+    if num_stages % num_meshes:
+        raise ValueError(
+            f"interleaved-1f1b needs num_stages to be a multiple of num_meshes, got {num_stages} "
+            f"stages on {num_meshes} meshes"
+        )
+    chunks = num_stages // num_meshes
+    groups = [
+        range(first, min(first + num_meshes, num_microbatches))
+        for first in range(0, num_microbatches, num_meshes)
+    ]
+    total = chunks * num_microbatches
+    for raised in range(total + 1):
+        steps = []
+        for mesh in range(num_meshes):
+            forward = [
+                Step(phase="forward", stage=chunk * num_meshes + mesh, microbatch=m)
+                for group in groups
+                for chunk in range(chunks)
+                for m in group
+            ]
+            backward = [
+                Step(phase="backward", stage=chunk * num_meshes + mesh, microbatch=m)
+                for group in groups
+                for chunk in reversed(range(chunks))
+                for m in group
+            ]
+            warmup = 2 * (num_meshes - mesh - 1) + (chunks - 1) * num_meshes + 1
+            if chunks == 1:
+                warmup = num_meshes - mesh
+            warmup = min(total, warmup + raised)
+            mixed = forward[:warmup]
+            for k, step in enumerate(backward):
+                mixed.append(step)
+                mixed.extend(forward[warmup + k : warmup + k + 1])
+            steps.append(tuple(mixed))
+        schedule = Schedule(
+            name="interleaved-1f1b",
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            steps=tuple(steps),
+        )
+        if raised == total or not schedule._executed()[1]:
+            break
+    return schedule

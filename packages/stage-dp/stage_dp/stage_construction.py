@@ -1,0 +1,331 @@
+"""Stage construction: cut the layers into stages on disjoint submeshes.
+
+For every microbatch count among the candidates and every schedule, a search over the bottleneck M
+minimises sum a_i + max b_i (-> stage_table.py for the recurrences):
+
+    T = min over M of F_M(0, all devices) + M,    F_M with only candidates of bottleneck <= M
+
+F_M falls as M grows, so on thresholds lo < M <= hi the total is at least F_hi + (the smallest
+threshold above lo). Intervals are bisected best bound first, and dropped when their bound is no better
+than a plan in hand: exact, with tens of sweeps where enumeration takes thousands. A sweep without
+memory comes first, and the one with memory only where its plan does not fit. -> _search()
+
+Every plan met on the way is scored by the exact longest path through its schedule, and the best by
+that score is returned. -> _score()
+
+The returned lower bound is on that exact score, over all plans from the candidates, every schedule
+and microbatch count given, with forward plus backward replaced by each candidate's
+`lower_bound_seconds`, without memory, and with devices counted rather than packed. -> _bound()
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from alpa_interchange.stage import PlacedStage, StageCandidate, StagePlan, StageProblem
+from attrs import evolve, frozen
+
+from stage_dp.device_pool import DevicePool, place
+from stage_dp.infeasibility import InfeasibleError
+from stage_dp.pipeline_time import pipeline_time
+from stage_dp.schedules import Schedule, default_warmups, extra_in_flight, order
+from stage_dp.stage_table import Array, StageTable, Sweep
+
+STAGE_SCHEDULES = ("sequential", "gpipe", "1f1b", "eager-1f1b", "adaptive")
+PLANS_SCORED = 24  # per microbatch count and schedule
+
+
+@frozen
+class _Found:
+    """A plan with its estimate (sum of costs plus bottleneck) and, once scored, its step time."""
+
+    estimate: float
+    candidates: tuple[StageCandidate, ...]
+    schedule: str
+    num_microbatches: int
+    step_seconds: float = math.inf
+    in_flight: tuple[int, ...] = ()
+
+
+def solve_stages(problem: StageProblem) -> StagePlan:
+    """Return the pipeline with the least predicted step time, with its proven lower bound.
+
+    Raises InfeasibleError with the missing bytes and the cheapest remedy where no plan fits.
+    """
+    _check(problem)
+    tables = _tables(problem)
+    bounds = [_bound(table) for table in tables]
+    best: _Found | None = None
+    for bound, table in sorted(zip(bounds, tables, strict=True), key=lambda item: item[0]):
+        if best is not None and bound >= best.step_seconds:
+            break
+        schedules: dict[int, Schedule] = {}
+        for found in _search(table):
+            scored = _score(found, schedules)
+            if best is None or scored.step_seconds < best.step_seconds * (1 - 1e-12):
+                best = scored
+    if best is None:
+        raise _infeasible(problem, tables)
+    submeshes = [candidate.submesh for candidate in best.candidates]
+    stages = tuple(
+        PlacedStage(candidate=candidate, device_ids=devices)
+        for candidate, devices in zip(
+            best.candidates, place(problem.device_groups, submeshes), strict=True
+        )
+    )
+    return StagePlan(
+        stages=stages,
+        num_microbatches=best.num_microbatches,
+        schedule=best.schedule,
+        step_seconds=best.step_seconds,
+        lower_bound=min(min(bounds), best.step_seconds),
+        peak_bytes=tuple(
+            peak_bytes(c, k) for c, k in zip(best.candidates, best.in_flight, strict=True)
+        ),
+        in_flight=best.in_flight,
+    )
+
+
+def step_seconds(
+    candidates: Sequence[StageCandidate], schedule: str, in_flight: Sequence[int] | None = None
+) -> float:
+    """Return the exact step time of a pipeline of `candidates`, first to last, under `schedule`.
+
+    `in_flight` [stages] is for "adaptive"; by default what `in_flight_counts` says.
+    """
+    in_flight = in_flight or in_flight_counts(candidates, schedule)
+    plan = order(schedule, len(candidates), candidates[0].num_microbatches, warmups=in_flight)
+    return _time(candidates, plan)
+
+
+def in_flight_counts(candidates: Sequence[StageCandidate], schedule: str) -> tuple[int, ...]:
+    """Return the microbatches in flight on each stage of a pipeline of `candidates`."""
+    num_microbatches = candidates[0].num_microbatches
+    if schedule != "adaptive":
+        return default_warmups(schedule, len(candidates), num_microbatches)
+    counts = [1]
+    for candidate in reversed(candidates[:-1]):
+        extra = 0
+        if candidate.seconds > 0:
+            extra = extra_in_flight(candidate.boundary_seconds, candidate.seconds)
+        counts.append(counts[-1] + 1 + extra)
+    return tuple(min(num_microbatches, count) for count in reversed(counts))
+
+
+def peak_bytes(candidate: StageCandidate, in_flight: int) -> float:
+    """Return the bytes per device that a stage needs with `in_flight` microbatches alive."""
+    return (
+        candidate.state_bytes
+        + candidate.transient_bytes
+        + in_flight * candidate.activation_bytes
+    )
+
+
+def _check(problem: StageProblem) -> None:
+    for schedule in problem.schedules:
+        if schedule not in STAGE_SCHEDULES:
+            raise ValueError(
+                f"StageProblem.schedules must be among {STAGE_SCHEDULES}, got {schedule!r}; "
+                "interleaved schedules run several stages per submesh and are not searched here"
+            )
+    if not problem.schedules or not problem.candidates:
+        raise ValueError("StageProblem needs at least one schedule and one candidate")
+    if problem.num_stages is not None and not 1 <= problem.num_stages <= problem.num_layers:
+        raise ValueError(
+            f"StageProblem.num_stages must be between 1 and num_layers={problem.num_layers}, got "
+            f"{problem.num_stages}"
+        )
+    for candidate in problem.candidates:
+        if candidate.layer_stop > problem.num_layers:
+            raise ValueError(
+                f"a candidate covers layers {candidate.layer_start}..{candidate.layer_stop}, but the "
+                f"problem has {problem.num_layers}"
+            )
+
+
+def _tables(problem: StageProblem) -> list[StageTable]:
+    """Return one table per microbatch count and schedule, on one shared pool of devices."""
+    kinds = list(dict.fromkeys(candidate.submesh for candidate in problem.candidates))
+    pool = DevicePool(problem.device_groups, kinds)
+    by_count: dict[int, list[StageCandidate]] = {}
+    for candidate in problem.candidates:
+        by_count.setdefault(candidate.num_microbatches, []).append(candidate)
+    return [
+        StageTable(problem, candidates, schedule, pool)
+        for _, candidates in sorted(by_count.items())
+        for schedule in problem.schedules
+    ]
+
+
+def _bound(table: StageTable) -> float:
+    """Return a lower bound on the step time of every plan of `table` (inf: there is none).
+
+    Two bounds, each without a property of the other: W counts the way forth and back of one
+    microbatch and the first stage's update; V every stage's update, and no way back.
+    """
+    num = table.num_microbatches
+    everything = np.ones(len(table.candidates), dtype=bool)
+    crossing = table.crossing
+    runs = num if table.schedule == "sequential" else 1
+
+    def least(weight: Array, floor: Array, extra_at_start: Array | None) -> float:
+        return Sweep(
+            table,
+            allowed=everything,
+            weight=weight,
+            floor=floor,
+            extra_at_start=extra_at_start,
+            use_memory=False,
+        ).best()
+
+    there_and_back = least(
+        runs * (table.least + 2 * crossing), num * table.least, table.update
+    )
+    with_updates = least(runs * crossing, num * table.least + table.update, None)
+    return max(there_and_back, with_updates)
+
+
+def _search(table: StageTable) -> list[_Found]:
+    """Return the plans met, by estimate, best first; the first has the least estimate of all."""
+    allowed = table.holds >= 1
+    thresholds = np.unique(table.bottleneck[allowed])
+    if not len(thresholds):
+        return []
+    found: dict[tuple[int, ...], float] = {}
+
+    def solve(number: int) -> tuple[float, float]:
+        """Return F at a threshold and the bottleneck its plan has."""
+        below = allowed & (table.bottleneck <= thresholds[number])
+        relaxed = Sweep(table, allowed=below, weight=table.cost, use_memory=False)
+        if math.isinf(relaxed.best()):
+            return math.inf, math.inf
+        plan = relaxed.plan()
+        if not _fits(table, plan):
+            sweep = Sweep(table, allowed=below, weight=table.cost)
+            if math.isinf(sweep.best()):
+                return math.inf, math.inf
+            plan = sweep.plan()
+        total = float(table.cost[plan].sum())
+        slowest = float(table.bottleneck[plan].max())
+        found[tuple(plan)] = total + slowest
+        return total, slowest
+
+    top = len(thresholds) - 1
+    value, slowest = solve(top)
+    if math.isinf(value):
+        return []
+    best = value + slowest
+    # Intervals of thresholds lo..hi (inclusive) with the least F they can have, by their bound.
+    stop = int(np.searchsorted(thresholds, slowest)) - 1
+    heap = [(value + float(thresholds[0]), 0, stop, value)] if stop >= 0 else []
+    while heap:
+        bound, low, high, least = heapq.heappop(heap)
+        if bound >= best * (1 - 1e-12):
+            break
+        middle = (low + high) // 2
+        value, slowest = solve(middle)
+        if not math.isinf(value):
+            best = min(best, value + slowest)
+            stop = int(np.searchsorted(thresholds, slowest)) - 1
+            if stop >= low:
+                heapq.heappush(heap, (value + float(thresholds[low]), low, stop, value))
+        if middle < high:
+            bound = least + float(thresholds[middle + 1])
+            heapq.heappush(heap, (bound, middle + 1, high, least))
+    ranked = sorted(found.items(), key=lambda item: item[1])[:PLANS_SCORED]
+    return [
+        _Found(
+            estimate,
+            tuple(table.candidates[c] for c in plan),
+            table.schedule,
+            table.num_microbatches,
+        )
+        for plan, estimate in ranked
+    ]
+
+
+def _fits(table: StageTable, plan: Sequence[int]) -> bool:
+    candidates = [table.candidates[c] for c in plan]
+    counts = in_flight_counts(candidates, table.schedule)
+    return bool(np.all(table.holds[list(plan)] >= np.array(counts)))
+
+
+def _score(found: _Found, schedules: dict[int, Schedule]) -> _Found:
+    counts = in_flight_counts(found.candidates, found.schedule)
+    num_stages = len(found.candidates)
+    schedule = schedules.get(num_stages) if found.schedule != "adaptive" else None
+    if schedule is None:
+        schedule = order(found.schedule, num_stages, found.num_microbatches, warmups=counts)
+        schedules[num_stages] = schedule
+    return evolve(found, step_seconds=_time(found.candidates, schedule), in_flight=counts)
+
+
+def _time(candidates: Sequence[StageCandidate], schedule: Schedule) -> float:
+    return pipeline_time(
+        schedule,
+        [c.forward_seconds for c in candidates],
+        [c.backward_seconds for c in candidates],
+        [c.boundary_seconds for c in candidates[:-1]],
+        [c.step_seconds for c in candidates],
+    ).step_seconds
+
+
+def _infeasible(problem: StageProblem, tables: Sequence[StageTable]) -> InfeasibleError:
+    missing = min(_least_missing(table) for table in tables)
+    if math.isinf(missing):
+        return InfeasibleError(_gap_in_candidates(problem))
+    remedies = []
+    others = [s for s in ("1f1b", "sequential") if s not in problem.schedules]
+    for schedule in others:
+        if _possible(evolve(problem, schedules=(schedule,))):
+            remedies.append(f"allow the schedule {schedule!r}, which keeps fewer microbatches alive")
+            break
+    if not remedies and problem.num_stages is not None:
+        if _possible(evolve(problem, num_stages=None)):
+            remedies.append("leave num_stages free")
+    if not remedies:
+        more = tuple(evolve(g, num_hosts=2 * g.num_hosts) for g in problem.device_groups)
+        if _possible(evolve(problem, device_groups=more, use_all_devices=False)):
+            remedies.append("use twice the hosts")
+    remedies.append(f"free {missing / 1e9:.3g} GB per device (a smaller batch, recomputation)")
+    return InfeasibleError(
+        f"no pipeline fits in memory: the least demanding one is {missing:.0f} bytes per device over. "
+        f"Cheapest remedy: {remedies[0]}",
+        missing_bytes=missing,
+        remedy=remedies[0],
+    )
+
+
+def _possible(problem: StageProblem) -> bool:
+    return any(_least_missing(table) <= 0 for table in _tables(problem))
+
+
+def _least_missing(table: StageTable) -> float:
+    """Return the bytes per device by which the least demanding plan exceeds memory (0: it fits)."""
+    return Sweep(
+        table,
+        allowed=np.ones(len(table.candidates), dtype=bool),
+        weight=table.cost,
+        combine="missing",
+        use_memory=False,
+        per_level=True,
+    ).best()
+
+
+def _gap_in_candidates(problem: StageProblem) -> str:
+    covered = {
+        layer for c in problem.candidates for layer in range(c.layer_start, c.layer_stop)
+    }
+    bare = sorted(set(range(problem.num_layers)) - covered)
+    if bare:
+        return f"no candidate covers layers {bare[:8]}; add candidates for them"
+    devices = [(g.num_hosts, g.devices_per_host) for g in problem.device_groups]
+    stages = "" if problem.num_stages is None else f" with {problem.num_stages} stages"
+    return (
+        f"no chain of candidates{stages} covers all {problem.num_layers} layers on {devices} (hosts, "
+        "devices per host) even without a memory limit; add candidates with smaller submeshes"
+        + (", or allow idle devices (use_all_devices=False)" if problem.use_all_devices else "")
+    )

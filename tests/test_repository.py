@@ -1,0 +1,292 @@
+"""The promises the repository makes about itself: the star, the closures, the wheels, the files."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+# Distributions for machines with a GPU: in an extra, never installed here.
+NOT_INSTALLED = {"cupy": "cupy-cuda12x", "cupyx": "cupy-cuda12x"}
+# Declared to be found at run time, not to be imported by our sources.
+PLUGINS = {"jax-cuda12-pjrt", "jax-cuda12-plugin"}
+HEAVY = {"cvxpy", "flax", "jax", "jaxlib", "matplotlib", "optax", "ray"}
+
+each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+
+
+@cache
+def project(package: Path) -> dict:
+    return tomllib.loads((package / "pyproject.toml").read_text())["project"]
+
+
+def import_name(package: Path) -> str:
+    return project(package)["name"].replace("-", "_")
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(package: Path) -> tuple[set[str], set[str]]:
+    """Return the distributions a package requires, and those one of its extras adds."""
+    table = project(package)
+    extras = [line for lines in table.get("optional-dependencies", {}).values() for line in lines]
+    required, optional = (
+        {normal(Requirement(line).name) for line in lines}
+        for lines in (table["dependencies"], extras)
+    )
+    return required, optional - required
+
+
+@cache
+def distribution_of() -> dict[str, set[str]]:
+    found = {name: set(map(normal, owners)) for name, owners in packages_distributions().items()}
+    ours = {import_name(package): {project(package)["name"]} for package in PACKAGES}
+    return found | ours | {name: {owner} for name, owner in NOT_INSTALLED.items()}
+
+
+def imported(package: Path) -> dict[str, set[str]]:
+    """Return the top-level modules that a package's sources import, each with the files that do."""
+    names: dict[str, set[str]] = {}
+    for path in sorted((package / import_name(package)).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules = [node.module or ""]
+            else:
+                continue
+            for module in modules:
+                names.setdefault(module.split(".")[0], set()).add(str(path.relative_to(ROOT)))
+    return {
+        name: files
+        for name, files in names.items()
+        if name not in sys.stdlib_module_names and name != import_name(package)
+    }
+
+
+@each_package
+def test_every_import_is_of_a_declared_dependency(package):
+    required, optional = declared(package)
+    for name, files in imported(package).items():
+        owners = distribution_of().get(name, set())
+        assert owners & (required | optional), (
+            f"{sorted(files)} import {name!r}, which comes from {sorted(owners) or 'nowhere'}; "
+            f"declare it in {package.name}/pyproject.toml"
+        )
+
+
+@each_package
+def test_every_declared_dependency_is_imported(package):
+    required, optional = declared(package)
+    owners = set().union(*(distribution_of().get(name, set()) for name in imported(package)), set())
+    assert (required | optional) - owners - PLUGINS == set()
+
+
+@each_package
+def test_a_package_depends_on_the_schema_alone_unless_it_is_the_product(package):
+    ours = {project(path)["name"] for path in PACKAGES}
+    required, optional = declared(package)
+    siblings = (required | optional) & ours
+    match package.name:
+        case "interchange":
+            assert siblings == set()
+        case "alpa-meta":
+            assert siblings == ours - {"alpa-meta"}
+        case _:
+            assert siblings == {"alpa-interchange"}
+
+
+def lint_layers(*roots: Path) -> subprocess.CompletedProcess[str]:
+    """Run the layering contracts of the repository on the packages found first under `roots`."""
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as main; main()",
+        "--config",
+        str(ROOT / "pyproject.toml"),
+        "--no-cache",
+        "--no-logo",
+    ]
+    path = os.pathsep.join(map(str, (*roots, *PACKAGES)))
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_the_sources_keep_the_layering_contracts():
+    result = lint_layers()
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("stage_dp", "import cost_model"),
+        ("alpa_interchange", "import ilp_sharding"),
+        ("mesh_runtime", "def late():\n    import resharding"),
+        ("cost_model", "import jax"),
+        ("ilp_sharding", "from ray import util"),
+    ],
+)
+def test_an_import_across_the_star_breaks_the_contracts(tmp_path, package, line):
+    source = next(path / package for path in PACKAGES if (path / package).is_dir())
+    shutil.copytree(source, tmp_path / package)
+    (tmp_path / package / "intruder.py").write_text(f'"""Crosses the star."""\n\n{line}\n')
+    result = lint_layers(tmp_path)
+    assert result.returncode == 1, result.stdout
+    assert f"{package}.intruder" in result.stdout
+
+
+def test_planning_imports_no_jax_and_no_ray():
+    light = ["alpa_interchange", "cost_model", "ilp_sharding", "stage_dp", "resharding"]
+    program = f"import sys, {', '.join(light)}\nprint({HEAVY!r} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout.strip() == "set()", run.stdout + run.stderr
+
+
+def uv(*arguments: str | Path) -> None:
+    """Run the installer; packages it has in its cache are not asked for over the network."""
+    found = shutil.which("uv", path=f"{ROOT / '.uv' / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("uv is neither in .uv/ nor on PATH: run ./dev setup")
+    for offline in ("--offline", "--no-progress"):
+        run = subprocess.run([found, *arguments, offline], cwd=ROOT, capture_output=True, text=True)
+        if run.returncode == 0:
+            return
+    raise AssertionError(run.stderr)
+
+
+@pytest.fixture(scope="module")
+def bare_environment(tmp_path_factory) -> Path:
+    """A virtual environment that was asked for the wheels of ilp-sharding and its schema only."""
+    folder = tmp_path_factory.mktemp("bare")
+    for package in ("interchange", "ilp-sharding"):
+        subprocess.run(
+            [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
+            cwd=ROOT / "packages" / package,
+            check=True,
+            capture_output=True,
+        )
+    wheels = sorted(folder.glob("*.whl"))
+    assert [wheel.name.split("-")[0] for wheel in wheels] == ["alpa_interchange", "ilp_sharding"]
+    environment = folder / "environment"
+    python = environment / "bin" / "python"
+    uv("venv", "--quiet", "--python", sys.executable, environment)
+    uv("pip", "install", "--python", python, "--constraint", "requirements.txt", *wheels)
+    return environment
+
+
+def run_bare(environment: Path, program: str) -> str:
+    # An empty directory, isolated mode: nothing of this checkout can be imported.
+    run = subprocess.run(
+        [environment / "bin" / "python", "-I", "-c", program],
+        cwd=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_ilp_sharding_alone_brings_no_jax_ray_or_cvxpy(bare_environment):
+    program = """
+import json
+from importlib.metadata import distributions
+print(json.dumps([d.metadata["Name"].lower() for d in distributions()]))
+"""
+    installed = set(map(normal, json.loads(run_bare(bare_environment, program))))
+    assert {"alpa-interchange", "ilp-sharding", "highspy"} <= installed
+    assert installed & HEAVY == set()
+
+
+def test_ilp_sharding_alone_solves_a_problem(bare_environment):
+    # Each node's cheap strategy (1 s) conflicts with the other's (9 s), so one of them pays 2 s;
+    # the limit of 5 bytes forbids node 0 its second strategy (6 bytes).
+    program = """
+import ilp_sharding
+from alpa_interchange.selection import ShardingProblem
+problem = ShardingProblem(
+    num_strategies=[2, 2],
+    node_cost=[1.0, 2.0, 1.0, 2.0],
+    node_memory=[1.0, 6.0, 1.0, 1.0],
+    live=[[0, 1], [0, 1]],
+    edges=[[0, 1]],
+    edge_cost=[9.0, 0.0, 0.0, 0.0],
+    memory_limit=5.0,
+)
+solution = ilp_sharding.solve(problem)
+print(solution.status, tuple(map(int, solution.choice)), float(solution.objective), solution.gap)
+"""
+    assert run_bare(bare_environment, program).split("\n")[0] == "optimal (0, 1) 3.0 0.0"
+
+
+def test_ilp_sharding_alone_has_its_command(bare_environment):
+    command = [bare_environment / "bin" / "ilp-sharding", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "solve" in run.stdout
+
+
+@each_package
+def test_every_package_has_the_same_rooms(package):
+    source = package / import_name(package)
+    for path in (
+        *(package / name for name in ("BUILD", "CHANGELOG.md", "LICENSE", "README.md", "tests")),
+        source / "__init__.py",
+        source / "py.typed",
+    ):
+        assert path.exists(), f"{path.relative_to(ROOT)} is missing"
+    assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert project(package)["requires-python"] == ">=3.11"
+
+
+@each_package
+def test_the_changelog_tells_of_the_version(package):
+    text = (package / "CHANGELOG.md").read_text()
+    version = project(package)["version"]
+    assert re.search(rf"^## \[?({re.escape(version)}|Unreleased)\b", text, re.MULTILINE), text[:200]
+
+
+@each_package
+def test_the_module_opens_with_a_docstring_and_lists_its_names(package):
+    tree = ast.parse((package / import_name(package) / "__init__.py").read_text())
+    assert ast.get_docstring(tree)
+    allowed = (ast.Expr, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    assert all(isinstance(node, allowed) for node in tree.body)
+
+
+def test_requirements_name_exact_versions_with_hashes_and_no_host():
+    text = (ROOT / "requirements.txt").read_text()
+    entries = re.split(r"\n(?=\S)", text.strip())
+    assert len(entries) > 50
+    for entry in entries:
+        assert re.match(r"[\w.\[\]-]+==[\w.!+]+", entry), entry[:80]
+        assert "--hash=sha256:" in entry, entry[:80]
+    assert "://" not in text
+
+
+def test_no_lock_that_names_hosts_is_committed():
+    ignored = (ROOT / ".gitignore").read_text().split()
+    assert {"uv.lock", "pants.lock"} <= set(ignored)
+
+
+def test_dev_lists_its_commands_and_refuses_others():
+    usage = subprocess.run(["./dev", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert usage.returncode == 0
+    for command in ("train", "test", "check", "alone", "bench"):
+        assert re.search(rf"^  {command}\b", usage.stdout, re.MULTILINE)
+    wrong = subprocess.run(["./dev", "trian"], cwd=ROOT, capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "no command 'trian'" in wrong.stderr
