@@ -51,6 +51,7 @@ MIXED = Scaling("mixed")
 
 _PRODUCT = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
 _SUM = {"add", "sub", "add_any", "select_n", "concatenate", "pad", "scatter-add", "dynamic_update_slice"}
+_INDICES = {"scatter-add": (1,), "select_n": (0,), "dynamic_update_slice": range(2, 16)}
 _LINEAR = {
     "neg",
     "transpose",
@@ -242,7 +243,11 @@ def _from_reduced(
     if forms <= {"extreme"}:
         return [Scaling("extreme") if name in _LINEAR else MIXED] * count
     num_reduced = sum(operand.form == "reduced" for operand in operands)
-    sums = name in {"add", "sub", "add_any", "concatenate"} and "constant" not in forms
+    sums = name in _SUM and all(
+        operand.zero or operand.form == "reduced"
+        for position, operand in enumerate(operands)
+        if position not in _INDICES.get(name, ())
+    )
     scales = name in {"mul", "dot_general"} and num_reduced == 1
     divides = name == "div" and num_reduced == 1 and operands[0].form == "reduced"
     if sums or scales or divides or name in _LINEAR:

@@ -1,23 +1,28 @@
-"""The command `alpa`: train, plan, show, clusters, and what other parts of the system mount here."""
+"""The command `alpa`: train, plan, show, clusters, and what other parts mount here."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from alpa_interchange import DocumentError
+from alpa_meta.errors import PlanError
+from cost_model import cli as cost_model_commands
+
 EXIT_USER_ERROR = 2
+WIDTH = 120  # of the output where it is no terminal
 
 app = typer.Typer(
     name="alpa",
     help="Plans how a JAX training step runs fastest on a cluster, and runs it there.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -26,20 +31,23 @@ app = typer.Typer(
 Cluster = Annotated[
     str,
     typer.Option(
-        help="Preset and number of devices (host:8, h100:16; `alpa clusters` lists them), or a TOML file."
+        help="Preset and number of devices (host:8, h100:16; see `alpa clusters`), or a TOML file."
     ),
 ]
 Stages = Annotated[
-    int | None, typer.Option(min=1, help="Number of pipeline stages; left out, the planner chooses.")
+    int | None,
+    typer.Option(min=1, help="Number of pipeline stages; left out, the planner chooses."),
 ]
 Microbatches = Annotated[
     int | None, typer.Option(min=1, help="Microbatches per step; left out, the planner chooses.")
 ]
 Schedule = Annotated[
-    str | None, typer.Option(help="Pipeline schedule: 1f1b, gpipe, ...; left out, the planner chooses.")
+    str | None,
+    typer.Option(help="Pipeline schedule: 1f1b, gpipe, ...; left out, the planner chooses."),
 ]
 Memory = Annotated[
-    str | None, typer.Option(help="Memory per device a plan may use, e.g. 16GiB; default: all of it.")
+    str | None,
+    typer.Option(help="Memory per device a plan may use, e.g. 16GiB; default: all of it."),
 ]
 Layers = Annotated[int | None, typer.Option(min=1, help="Transformer layers.", show_default="4")]
 Hidden = Annotated[int | None, typer.Option(min=1, help="Width of the model.", show_default="64")]
@@ -49,7 +57,9 @@ Batch = Annotated[int | None, typer.Option(min=1, help="Windows per step.", show
 Dtype = Annotated[
     str | None, typer.Option(help="Arithmetic: float32 or bfloat16.", show_default="float32")
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="Seed of weights and data.", show_default="0")]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Seed of weights and data.", show_default="0")
+]
 
 
 @app.command()
@@ -84,7 +94,8 @@ def train(
     dtype: Dtype = None,
     seed: Seed = None,
     compare: Annotated[
-        int, typer.Option(min=0, help="Run the first so many steps again on one device and compare.")
+        int,
+        typer.Option(min=0, help="Run the first so many steps again on one device and compare."),
     ] = 20,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
 ) -> None:
@@ -95,21 +106,22 @@ def train(
     optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps or steps)
     other = _given(batch_size=batch, seed=seed)
     if resume is not None:
-        fixed = {**model, **_given(learning_rate=learning_rate, schedule_steps=schedule_steps), **other}
+        fixed = {
+            **model,
+            **_given(learning_rate=learning_rate, schedule_steps=schedule_steps),
+            **other,
+        }
         if fixed:
             names = ", ".join(sorted(fixed))
-            raise _user_error(
-                f"--resume goes on with the settings of the run, so {names} cannot be given with it; "
-                "leave them out or train anew with --out"
+            raise PlanError(
+                f"--resume goes on with the settings of the run, so {names} cannot be given with "
+                "it; leave them out or train anew with --out"
             )
     request = TrainRequest(
         settings=_settings(model, optimiser, other),
         steps=steps,
         cluster=cluster,
-        num_stages=stages,
-        num_microbatches=microbatches,
-        schedule=schedule,
-        memory=_memory(memory),
+        parallelism=_parallelism(stages, microbatches, schedule, memory),
         plan=plan,
         out=out,
         resume=resume,
@@ -135,12 +147,12 @@ def plan(
     dtype: Dtype = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Plan this model of the corpus instead of the bundled GPT, e.g. moe:tiny."),
+        typer.Option(
+            help="Plan this model of the corpus instead of the bundled GPT, e.g. moe:tiny."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the plan into this PNG file.")
-    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the plan into this PNG file.")] = None,
 ) -> None:
     """Plan a training step for any cluster, without executing it and without its devices."""
     from alpa_meta.trainer.planning import PlanRequest, make_plan
@@ -148,15 +160,14 @@ def plan(
     sizes = _given(num_layers=layers, hidden=hidden, num_heads=heads, context=context, dtype=dtype)
     other = _given(batch_size=batch)
     if model is not None and (sizes or other):
-        raise _user_error("--model names a model of the corpus, which has its own sizes: use name:size")
+        raise PlanError(
+            "--model names a model of the corpus, which has its own sizes: use name:size"
+        )
     request = PlanRequest(
         settings=_settings(sizes, {}, other),
         model=model,
         cluster=cluster,
-        num_stages=stages,
-        num_microbatches=microbatches,
-        schedule=schedule,
-        memory=_memory(memory),
+        parallelism=_parallelism(stages, microbatches, schedule, memory),
     )
     _use_one_cpu()
     make_plan(request, _console(), out=out, picture=picture)
@@ -164,7 +175,9 @@ def plan(
 
 @app.command()
 def show(
-    plan: Annotated[Path, typer.Argument(help="A plan.json written by `alpa plan` or `alpa train`.")],
+    plan: Annotated[
+        Path, typer.Argument(help="A plan.json written by `alpa plan` or `alpa train`.")
+    ],
     picture: Annotated[
         Path | None, typer.Option(help="Draw the plan into this PNG file as well.")
     ] = None,
@@ -175,7 +188,6 @@ def show(
     """Show a saved plan as tables, and as a picture."""
     from alpa_interchange import load
     from alpa_interchange.plan import ParallelPlan
-
     from alpa_meta.report import draw_plan, print_plan
 
     loaded = load(plan, ParallelPlan)
@@ -186,47 +198,25 @@ def show(
         console.print(f"wrote {picture}")
 
 
-@app.command()
-def clusters(
-    name: Annotated[
-        str | None, typer.Argument(help="Show this preset, or TOML file, in detail.")
-    ] = None,
-) -> None:
-    """List the cluster presets, or show one in detail."""
-    import alpa_meta
-    from alpa_meta.report import cluster_table, preset_table
-
-    _console().print(preset_table() if name is None else cluster_table(alpa_meta.cluster(name)))
+app.command()(cost_model_commands.clusters)
+app.command()(cost_model_commands.calibrate)
 
 
 def main() -> None:
-    """Run the command line; mistakes of the user end with one message and exit status 2."""
-    import click
+    """Run the command line of this process and exit with its status."""
+    sys.exit(run(sys.argv[1:]))
 
-    from alpa_interchange import DocumentError
 
-    from alpa_meta.errors import PlanError
-    from alpa_meta.trainer.checkpoint import CheckpointError
-
-    _mount("calibrate", "cost_model.cli")
-    _mount("audit", "alpa_meta.audit.cli")
+def run(arguments: Sequence[str]) -> int:
+    """Return the exit status of a command line; a user's mistake prints one message and gives 2."""
     try:
-        status = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        status = EXIT_USER_ERROR
-    except (PlanError, DocumentError, CheckpointError) as error:
+        app(list(arguments), prog_name="alpa")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except (PlanError, DocumentError) as error:
         _error_console().print(f"alpa: {error}", markup=False, highlight=False, soft_wrap=True)
-        status = EXIT_USER_ERROR
-    except (KeyboardInterrupt, click.Abort):
-        _error_console().print("alpa: stopped by the user")
-        status = 130
-    sys.exit(status if isinstance(status, int) else 0)
-
-
-def _mount(name: str, module: str) -> None:
-    """Add another part's typer app as the sub-command `name`."""
-    app.add_typer(importlib.import_module(module).app, name=name)
+        return EXIT_USER_ERROR
+    return 0
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -241,22 +231,22 @@ def _settings(model: dict[str, Any], optimiser: dict[str, Any], other: dict[str,
             model=GptOptions(**model), optimiser=OptimiserOptions(**optimiser), **other
         )
     except ValueError as error:
-        raise _user_error(str(error)) from None
+        raise PlanError(str(error)) from None
 
 
-def _memory(text: str | None) -> float | None:
+def _parallelism(
+    stages: int | None, microbatches: int | None, schedule: str | None, memory: str | None
+) -> Any:
     from alpa_meta.report.amounts import parse_bytes
+    from alpa_meta.trainer.planning import Parallelism
 
     try:
-        return None if text is None else parse_bytes(text)
+        memory_bytes = None if memory is None else parse_bytes(memory)
     except ValueError as error:
-        raise _user_error(f"--memory: {error}") from None
-
-
-def _user_error(message: str) -> ValueError:
-    from alpa_meta.errors import PlanError
-
-    return PlanError(message)
+        raise PlanError(f"--memory: {error}") from None
+    return Parallelism(
+        num_stages=stages, num_microbatches=microbatches, schedule=schedule, memory=memory_bytes
+    )
 
 
 def _use_devices(cluster: str) -> None:
@@ -274,9 +264,9 @@ def _use_one_cpu() -> None:
 
 
 def _console() -> Console:
-    width = None if sys.stdout.isatty() else 110
+    width = None if sys.stdout.isatty() else WIDTH
     return Console(width=width, highlight=False)
 
 
 def _error_console() -> Console:
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 110)
+    return Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)

@@ -1,11 +1,13 @@
 """Intra-operator planning: the equations of a stage as one strategy-selection problem on one mesh.
 
-Nodes: every equation (its strategies come from its sharding rule), and every input and loop-carried
-value (its strategies are all sharding specs). Edges: what it costs to convert a value from the spec its
-producer leaves it in to the one its reader wants. Costs are seconds per training step:
+Nodes: every heavy equation (its strategies come from its sharding rule), and every input and
+loop-carried value (its strategies are all sharding specs). A light equation (elementwise, layout) follows
+one operand: it shares that operand's node and takes the sharding it finds. Edges: what it costs to
+convert a value from the spec its producer leaves it in to the one its reader wants. Costs are seconds
+per training step:
 
     node   compute on one device's part + completing partial sums          -> _Builder._operator()
-    edge   cheapest conversion between the two specs                       -> _Builder._read()
+    edge   cheapest conversion between the two specs                       -> _Builder._convert()
     times  microbatches (forward, backward) or 1 (update), times loop trips
 
 Equations at the same place of layers of the same class share one node (`ProblemBuilder`), and so does
@@ -30,11 +32,11 @@ from alpa_interchange import (
     Strategy,
     TensorType,
 )
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from cost_model import CostModel
 from ilp_sharding.problem_builder import ProblemBuilder
 from ilp_sharding.spec_conversion import Conversions, sharding_specs
-from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
+from ilp_sharding.strategies import completed_specs, natural_strategies, shardable_factors
 
 from alpa_meta.compat import Literal, closed, is_drop, is_remat, open_jaxpr, scan_counts, subjaxprs
 from alpa_meta.layering import tensor_bytes
@@ -43,6 +45,18 @@ from alpa_meta.spmd import JaxprPlan, RegionPlan
 
 _MATMULS = {"dot_general": "matmul", "ragged_dot_general": "matmul"}
 _REGIONS = ("scan", "while", "cond")
+_HEAVY = (
+    "dot_general",
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "gather",
+    "scatter",
+    "random_bits",
+    "cumsum",
+    "cumlogsumexp",
+    "cummax",
+    "cumprod",
+)
 
 
 @frozen(eq=False)
@@ -53,7 +67,7 @@ class MeshCosts:
     model: CostModel
     host_group: int = 0
     while_trips: int = 8  # assumed trips of a while loop, whose true number is not known
-    _strategies: dict[Hashable, tuple[Strategy, ...]] = field(factory=dict, repr=False)
+    _strategies: dict[ShardingRule, tuple[Strategy, ...]] = field(factory=dict, repr=False)
 
     @functools.cached_property
     def conversions(self) -> Conversions:
@@ -65,12 +79,11 @@ class MeshCosts:
         chosen = tuple(axis for axis in self.mesh.axes if axis.name in axes)
         return float(self.model.collective_seconds(kind, bytes, chosen))
 
-    def strategies(self, rule: ShardingRule, options: StrategyOptions) -> tuple[Strategy, ...]:
-        """Return all strategies of a rule on the mesh, remembered."""
-        key = (rule, options)
-        if key not in self._strategies:
-            self._strategies[key] = enumerate_strategies(rule, self.mesh, options)
-        return self._strategies[key]
+    def strategies(self, rule: ShardingRule) -> tuple[Strategy, ...]:
+        """Return all strategies of a rule on the mesh with sums left partial, remembered."""
+        if rule not in self._strategies:
+            self._strategies[rule] = natural_strategies(rule, self.mesh)
+        return self._strategies[rule]
 
     def compute_seconds(self, kind: str, flops: float, bytes: float, dtype: str) -> float:
         """Return the seconds of an operator's part on one device.
@@ -114,6 +127,7 @@ class Record:
     operands: tuple[Source, ...] = ()
     results: tuple[Source, ...] = ()
     bodies: tuple[_Body, ...] = ()
+    completed: Source | None = None  # the result after its partial sums were completed
 
 
 @define(eq=False)
@@ -154,6 +168,7 @@ class Selection:
     stage: StageEqns
     costs: MeshCosts
     node_layer_cost: Callable[[Sequence[int]], np.ndarray]
+    least_cost: Callable[[], np.ndarray]
 
     def spec(self, var: Any, choice: Sequence[int]) -> ShardingSpec:
         """Return the sharding spec of `var` under a choice of strategies."""
@@ -172,14 +187,16 @@ def build(stage: StageEqns, costs: MeshCosts, name: str, memory: float | None = 
     builder = _Builder(costs, stage)
     records = builder.eqns(stage)
     problem = builder.problem.build(name, memory)
-    return Selection(
-        problem, builder.sources, records, stage, costs, builder.layer_cost(problem, records)
-    )
+    by_equation, least = builder.costs_by_equation(len(records))
+    return Selection(problem, builder.sources, records, stage, costs, by_equation, least)
 
 
 def _chosen(record: Record, choice: Sequence[int]) -> Strategy | RegionPlan:
     if not record.bodies:
-        return record.strategies[choice[record.node] if record.node is not None else 0]
+        strategy = record.strategies[choice[record.node] if record.node is not None else 0]
+        if record.completed is not None:
+            return evolve(strategy, results=(_spec_of(record.completed, choice),))
+        return strategy
     bodies = []
     for body in record.bodies:
         inputs = tuple(_spec_of(source, choice) for source in body.inputs)
@@ -212,6 +229,8 @@ class _Builder:
         self._eqn_edges: list[tuple[int, int, int, np.ndarray]] = []
         self._position = -1
         self._partial = _may_stay_partial(stage)
+        self._order: dict[Any, int] = {}
+        self._state_nodes: set[int] = set()
 
     # ------------------------------------------------------------------ whole stages
 
@@ -241,6 +260,7 @@ class _Builder:
         node, source = self._value_node(var, key or ("input", id(var)), "input")
         self.sources[var] = source
         if var in self.stage.state:
+            self._state_nodes.add(node)
             self._remember(var, source, 1.0)
         pinned = self.stage.pins.get(var)
         if pinned is not None:
@@ -277,11 +297,12 @@ class _Builder:
         if eqn.primitive.name in _REGIONS or is_remat(eqn):
             record = self._region(eqn, key, weight, scope, phase)
         else:
-            record = self._operator(eqn, key, weight, scope)
+            record = self._operator(eqn, key, weight, scope, phase)
         for var, source in zip(eqn.outvars, record.results, strict=True):
             if is_drop(var):
                 continue
             scope[var] = source
+            self._order[var] = len(self._order)
             if scope is self.sources:
                 if var in self.stage.kept:
                     self._remember(var, source, self.stage.kept[var])
@@ -292,24 +313,27 @@ class _Builder:
         return record
 
     def _operator(
-        self, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source]
+        self, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
     ) -> Record:
         rule = sharding_rule(eqn)
-        mesh = self.costs.mesh
+        leader = None if rule is None else self._leader(eqn, rule, scope, phase)
         if rule is None:
             whole = tuple(ShardingSpec.replicated(len(_shape(a))) for a in eqn.invars)
             results = tuple(ShardingSpec.replicated(len(_shape(v))) for v in eqn.outvars)
-            strategies: tuple[Strategy, ...] = (Strategy((), whole, results),)
-        else:
-            partial = tuple(var in self._partial for var in eqn.outvars)
-            options = StrategyOptions(
-                partial_results=partial if any(partial) else (),
-                pass_partial=any(partial) and linear_operands(eqn),
+            strategies: tuple[Strategy, ...] = (
+                Strategy(assignment=(), operands=whole, results=results),
             )
-            strategies = self.costs.strategies(rule, options)
-        node = self.problem.node(key, eqn.primitive.name, [str(s) for s in strategies])
-        cost = self._operator_seconds(eqn, rule, strategies)
-        self._add_cost(node, cost * weight)
+        elif leader is not None:
+            source = scope[eqn.invars[leader]]
+            strategies = self._following(eqn, rule, leader, source)
+        else:
+            strategies = self.costs.strategies(rule)
+        if leader is not None:
+            node = source.node
+        else:
+            node = self.problem.node(key, eqn.primitive.name, [str(s) for s in strategies])
+        assert node is not None
+        self._add_cost(node, self._operator_seconds(eqn, rule, strategies) * weight)
         for number, atom in enumerate(eqn.invars):
             if not isinstance(atom, Literal) and atom in scope:
                 wanted = tuple(strategy.operands[number] for strategy in strategies)
@@ -318,8 +342,118 @@ class _Builder:
             Source(node, tuple(s.results[k] for s in strategies), _shape(var), tensor_bytes(var))
             for k, var in enumerate(eqn.outvars)
         )
-        del mesh
+        if leader is None and len(outputs) == 1 and any(spec.partial for spec in outputs[0].specs):
+            completed = self._completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)
+            return Record(node, strategies, (), (completed,), completed=completed)
         return Record(node, strategies, (), outputs)
+
+    def _completed(self, var: Any, natural: Source, key: Hashable, weight: float) -> Source:
+        """Return the source of an operator's result after its partial sums were completed."""
+        allowed = var in self._partial
+        reachable = {
+            spec: completed_specs(spec, natural.shape, self.costs.mesh, allowed)
+            for spec in dict.fromkeys(natural.specs)
+        }
+        finals = tuple(dict.fromkeys(final for specs in reachable.values() for final in specs))
+        node = self.problem.node((key, allowed), "sum", [str(spec) for spec in finals])
+        position = {spec: number for number, spec in enumerate(finals)}
+        matrix = np.full((len(natural.specs), len(finals)), math.inf)
+        for row, spec in enumerate(natural.specs):
+            for final in reachable[spec]:
+                matrix[row, position[final]] = self._completion_seconds(natural, spec, final)
+        self._add_edge(natural.node, node, matrix * weight)
+        return Source(node, finals, natural.shape, natural.bytes)
+
+    def _completion_seconds(
+        self, source: Source, natural: ShardingSpec, final: ShardingSpec
+    ) -> float:
+        """Return the seconds to reduce-scatter and all-reduce partial sums into `final`."""
+        mesh, total = self.costs.mesh, 0.0
+        local = source.bytes / mesh.size(tuple(a for dim in natural.dims for a in dim))
+        scattered = []
+        for before, after in zip(natural.dims, final.dims, strict=True):
+            for axis in after[len(before) :]:
+                total += self.costs.collective_seconds("reduce-scatter", local, (axis,))
+                local /= mesh.size((axis,))
+                scattered.append(axis)
+        summed = tuple(
+            axis for axis in natural.partial if axis not in scattered and axis not in final.partial
+        )
+        if summed:
+            total += self.costs.collective_seconds("all-reduce", local, summed)
+        return total
+
+    def _leader(
+        self, eqn: Any, rule: ShardingRule, scope: Mapping[Any, Source], phase: str
+    ) -> int | None:
+        """Return the operand that a light equation follows; None: the equation has its own node.
+
+        The largest operand; among equals one that comes from state (in the update), then the latest.
+        An equation whose result is accumulated, or that reads an accumulated value in the update, has
+        its own node, so that reductions are placed there.
+        """
+        if eqn.primitive.name.startswith(_HEAVY):
+            return None
+        if eqn.primitive.name.startswith("reduce_") and any(
+            var in self.stage.accumulated for var in eqn.outvars
+        ):
+            return None
+        best: tuple[float, bool, int] | None = None
+        chosen = None
+        for number, atom in enumerate(eqn.invars):
+            if isinstance(atom, Literal) or atom not in scope or scope[atom].node is None:
+                continue
+            if not any(rule.operands[number]):
+                continue
+            if phase == "update" and atom in self.stage.accumulated:
+                continue
+            from_state = phase == "update" and scope[atom].node in self._state_nodes
+            rank = (scope[atom].bytes, from_state, self._order.get(atom, -1))
+            if best is None or rank > best:
+                best, chosen = rank, number
+        reads = [a for a in eqn.invars if not isinstance(a, Literal)]
+        if phase == "update" and any(a in self.stage.accumulated for a in reads):
+            if chosen is None or not best or not best[1]:
+                return None
+        return chosen
+
+    def _following(
+        self, eqn: Any, rule: ShardingRule, leader: int, source: Source
+    ) -> tuple[Strategy, ...]:
+        """Return the strategy of `eqn` under each spec of the operand it follows."""
+        passes = all(var in self._partial for var in eqn.outvars) and linear_operands(eqn)
+        found: dict[ShardingSpec, Strategy] = {}
+        for spec in source.specs:
+            if spec not in found:
+                found[spec] = self._followed(rule, leader, spec, passes)
+        return tuple(found[spec] for spec in source.specs)
+
+    def _followed(
+        self, rule: ShardingRule, leader: int, spec: ShardingSpec, passes: bool
+    ) -> Strategy:
+        mesh = self.costs.mesh
+        shardable = _shardable(rule)
+        assignment: dict[str, tuple[str, ...]] = {}
+        for dim, axes in zip(rule.operands[leader], spec.dims, strict=True):
+            if dim and dim[0] in shardable and dim[0] not in assignment:
+                size = rule.factor(dim[0]).size
+                while axes and size % mesh.size(axes):
+                    axes = axes[:-1]
+                if axes:
+                    assignment[dim[0]] = axes
+        partial = spec.partial if passes else ()
+
+        def sharded(dims: tuple[tuple[str, ...], ...]) -> ShardingSpec:
+            return ShardingSpec(
+                tuple(tuple(a for name in dim for a in assignment.get(name, ())) for dim in dims),
+                partial,
+            )
+
+        return Strategy(
+            assignment=tuple(sorted(assignment.items())),
+            operands=tuple(sharded(dims) for dims in rule.operands),
+            results=tuple(sharded(dims) for dims in rule.results),
+        )
 
     def _operator_seconds(
         self, eqn: Any, rule: ShardingRule | None, strategies: Sequence[Strategy]
@@ -334,43 +468,31 @@ class _Builder:
             shards = self.costs.mesh.size(tuple(a for _, axes in strategy.assignment for a in axes))
             cost = self.costs.compute_seconds(kind, work / shards, traffic / shards, dtype)
             if rule is not None:
-                cost += self._completion_seconds(eqn, rule, strategy)
+                cost += self._inner_seconds(eqn, rule, strategy)
             seconds.append(cost)
         return np.array(seconds)
 
-    def _completion_seconds(self, eqn: Any, rule: ShardingRule, strategy: Strategy) -> float:
+    def _inner_seconds(self, eqn: Any, rule: ShardingRule, strategy: Strategy) -> float:
+        """Return the seconds of collectives inside an operator, and of sums it completes itself.
+
+        Sums over "add" factors are completed elsewhere for operators with a node of their own.
+        """
         mesh, total = self.costs.mesh, 0.0
-        reduced, exchanged = [], 0.0
+        reduced: list[str] = []
         for name, axes in strategy.assignment:
             factor = rule.factor(name)
-            if factor.kind == "reduction":
-                reduced += list(axes)
-            elif factor.kind == "permutation":
-                exchanged += self.costs.collective_seconds(
+            if factor.kind == "permutation":
+                total += self.costs.collective_seconds(
                     "collective-permute", _halo_bytes(eqn, rule, strategy, name, mesh), axes
                 )
-        if not reduced:
-            return exchanged
-        for var, dims, final in zip(eqn.outvars, rule.results, strategy.results, strict=True):
-            natural = tuple(
-                tuple(a for name in dim for a in strategy.axes(name)) for dim in dims
-            )
-            local = tensor_bytes(var) / mesh.size(tuple(a for dim in natural for a in dim))
-            scattered = [
-                axis
-                for before, after in zip(natural, final.dims, strict=True)
-                for axis in after[len(before) :]
-            ]
-            summed = tuple(
-                axis for axis in reduced if axis not in scattered and axis not in final.partial
-            )
-            for axis in scattered:
-                if axis in reduced:
-                    total += self.costs.collective_seconds("reduce-scatter", local, (axis,))
-                    local /= mesh.size((axis,))
+            elif factor.kind == "reduction":
+                reduced += axes
+        for var, result in zip(eqn.outvars, strategy.results, strict=True):
+            summed = tuple(axis for axis in reduced if axis not in result.partial)
             if summed:
+                local = tensor_bytes(var) / mesh.size(tuple(a for dim in result.dims for a in dim))
                 total += self.costs.collective_seconds("all-reduce", local, summed)
-        return total + exchanged
+        return total
 
     # ------------------------------------------------------------------ reading values
 
@@ -385,9 +507,7 @@ class _Builder:
         if source.node is None or node is None or not source.shape:
             return
         matrix = self._conversion(source.shape, source.bytes, source.specs, tuple(wanted)) * weight
-        self.problem.add_edge(source.node, node, matrix)
-        if self._position >= 0:
-            self._eqn_edges.append((self._position, source.node, node, matrix))
+        self._add_edge(source.node, node, matrix)
 
     def _conversion(
         self,
@@ -402,6 +522,12 @@ class _Builder:
         rows = np.array([from_specs.index(spec) for spec in sources])
         columns = np.array([to_specs.index(spec) for spec in targets])
         return small[np.ix_(rows, columns)]
+
+    def _add_edge(self, first: int | None, second: int, matrix: np.ndarray) -> None:
+        assert first is not None
+        self.problem.add_edge(first, second, matrix)
+        if self._position >= 0:
+            self._eqn_edges.append((self._position, first, second, matrix))
 
     def _add_cost(self, node: int, cost: np.ndarray) -> None:
         self.problem.add_cost(node, cost)
@@ -531,21 +657,32 @@ class _Builder:
 
     # ------------------------------------------------------------------ costs by equation
 
-    def layer_cost(
-        self, problem: ShardingProblem, records: Sequence[Record]
-    ) -> Callable[[Sequence[int]], np.ndarray]:
-        """Return a function from a choice to [equations] seconds per step of each equation."""
+    def costs_by_equation(
+        self, count: int
+    ) -> tuple[Callable[[Sequence[int]], np.ndarray], Callable[[], np.ndarray]]:
+        """Return functions for [equations] seconds per step: under a choice, and at the very least."""
         costs, edges = self._eqn_costs, self._eqn_edges
 
         def by_equation(choice: Sequence[int]) -> np.ndarray:
-            seconds = np.zeros(len(records))
+            seconds = np.zeros(count)
             for position, node, cost in costs:
                 seconds[position] += cost[choice[node]]
             for position, first, second, matrix in edges:
                 seconds[position] += matrix[choice[first], choice[second]]
             return seconds
 
-        return by_equation
+        def least() -> np.ndarray:
+            seconds = np.zeros(count)
+            for position, _, cost in costs:
+                seconds[position] += cost.min()
+            return seconds
+
+        return by_equation, least
+
+
+@functools.lru_cache(maxsize=65536)
+def _shardable(rule: ShardingRule) -> frozenset[str]:
+    return frozenset(shardable_factors(rule))
 
 
 def _halo_bytes(

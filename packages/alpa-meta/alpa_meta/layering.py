@@ -12,7 +12,7 @@ equations of the update that depend on no layer, or on several, have no layer (N
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -61,7 +61,9 @@ def assign_layers(
     num_layers = max((int(layer) for layer in clustered), default=0) + 1
     held = _backward_layers(eqns, phases, layers, floating, num_layers, jaxpr.invars)
     _update_layers(eqns, phases, layers, floating, held, jaxpr)
-    eqns, phases, layers = _clone_floating(eqns, phases, layers, floating, jaxpr.outvars)
+    pairs = list(zip(layers, phases, strict=True))
+    eqns, labels = clone_into_readers(eqns, pairs, floating, jaxpr.outvars, (None, "update"))
+    layers, phases = [label[0] for label in labels], [label[1] for label in labels]
     inputs = set(jaxpr.invars)
     readers: dict[Any, set[int]] = {var: set() for var in inputs}
     for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
@@ -187,48 +189,46 @@ def _update_layers(
                         changed = True
 
 
-def _clone_floating(
+def clone_into_readers(
     eqns: Sequence[Any],
-    phases: Sequence[str],
-    layers: Sequence[int | None],
-    floating: set[int],
+    labels: Sequence[Hashable],
+    cloned: set[int],
     outvars: Sequence[Any],
-) -> tuple[list[Any], list[str], list[int | None]]:
-    """Return the equations with one clone of each input-free equation per (layer, phase) reading it."""
-    producer = {var: k for k in floating for var in eqns[k].outvars}
-    readers: dict[int, set[tuple[int | None, str]]] = {k: set() for k in floating}
-    for atom in outvars:
-        if not isinstance(atom, Literal) and atom in producer:
-            readers[producer[atom]].add((None, "update"))
+    output_label: Hashable,
+) -> tuple[list[Any], list[Hashable]]:
+    """Return (equations, labels) with one copy of each equation in `cloned` per label reading it.
+
+    Copies for different labels define different variables; program outputs are computed by the copies
+    labelled `output_label`.
+    """
+    producer = {var: k for k in cloned for var in eqns[k].outvars}
+    readers: dict[int, dict[Hashable, None]] = {k: {} for k in cloned}
+    outputs = {atom for atom in outvars if not isinstance(atom, Literal)}
+    for atom in outputs:
+        if atom in producer:
+            readers[producer[atom]][output_label] = None
     for k in range(len(eqns) - 1, -1, -1):
-        keys = readers[k] if k in floating else {(layers[k], phases[k])}
+        wanted = readers[k] if k in cloned else {labels[k]: None}
         for atom in eqns[k].invars:
             if not isinstance(atom, Literal) and atom in producer:
-                readers[producer[atom]] |= keys
-    clones: dict[tuple[Any, tuple[int | None, str]], Any] = {}
-    result: tuple[list[Any], list[str], list[int | None]] = ([], [], [])
-
-    def emit(eqn: Any, key: tuple[int | None, str], outputs: list[Any]) -> None:
-        operands = [
-            atom
-            if isinstance(atom, Literal) or atom not in producer
-            else clones[atom, key]
-            for atom in eqn.invars
-        ]
-        result[0].append(eqn.replace(invars=operands, outvars=outputs))
-        result[1].append(key[1])
-        result[2].append(key[0])
-
-    kept_names = {atom for atom in outvars if not isinstance(atom, Literal)}
+                readers[producer[atom]].update(wanted)
+    copies: dict[tuple[Any, Hashable], Any] = {}
+    result: list[Any] = []
+    result_labels: list[Hashable] = []
     for k, eqn in enumerate(eqns):
-        if k not in floating:
-            emit(eqn, (layers[k], phases[k]), list(eqn.outvars))
-            continue
-        for key in sorted(readers[k], key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1])):
-            outputs = []
-            for var in eqn.outvars:
-                keep = key == (None, "update") and var in kept_names or is_drop(var)
-                outputs.append(var if keep else Var(var.aval))
-                clones[var, key] = outputs[-1]
-            emit(eqn, key, outputs)
-    return result
+        for label in readers[k] if k in cloned else (labels[k],):
+            operands = [
+                atom
+                if isinstance(atom, Literal) or atom not in producer
+                else copies[atom, label]
+                for atom in eqn.invars
+            ]
+            defined = list(eqn.outvars)
+            if k in cloned:
+                for number, var in enumerate(eqn.outvars):
+                    named = is_drop(var) or label == output_label and var in outputs
+                    defined[number] = var if named else Var(var.aval)
+                    copies[var, label] = defined[number]
+            result.append(eqn.replace(invars=operands, outvars=defined))
+            result_labels.append(label)
+    return result, result_labels

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alpa_interchange.cluster import ClusterSpec, DeviceSpec, GroupLink, HostGroup, LinkSpec
 from attrs import NOTHING, evolve, fields
 
+from alpa_interchange.cluster import ClusterSpec, DeviceSpec, GroupLink, HostGroup, LinkSpec
 from cost_model.catalogue import DEVICES, HOSTS, LINKS
 
 
 def read_cluster(path: str | os.PathLike[str]) -> ClusterSpec:
     """Return the cluster described by the TOML file at `path`.
 
-    One `[[host_groups]]` table per kind of host. `preset` starts from a host of the catalogue, other
-    keys are fields of `HostGroup` and override it; `device`, `intra_host`, `inter_host` and
+    One `[[host_groups]]` table per kind of host. `preset` starts from a host of the catalogue,
+    other keys are fields of `HostGroup` and override it; `device`, `intra_host`, `inter_host` and
     `host_link` are a catalogue name or a table of their fields (`preset` allowed there too).
     """
     path = Path(path)
@@ -71,7 +71,8 @@ def _host_group(table: Any, place: str) -> HostGroup:
     for key in ("intra_host", "inter_host", "host_link"):
         if key in values:
             values[key] = _part(values[key], LinkSpec, LINKS, f"{place}.{key}")
-    return _build(HostGroup, values, table.get("preset"), HOSTS, place)
+    built: HostGroup = _build(HostGroup, values, table.get("preset"), HOSTS, place)
+    return built
 
 
 def _part(value: Any, kind: Any, catalogue: Mapping[str, Any], place: str) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 
-from alpa_interchange.cluster import ClusterSpec
 from attrs import evolve
 
+from alpa_interchange.cluster import ClusterSpec
 from cost_model.catalogue import HOSTS
 from cost_model.cluster_file import read_cluster
 from cost_model.host import HOST_PROFILE, host_group, host_profile

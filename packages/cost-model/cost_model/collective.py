@@ -3,15 +3,15 @@
 Every algorithm costs `latency + bytes * seconds_per_byte`, so a collective is the lower envelope of
 a few lines: one per algorithm. With n devices on an axis of bandwidth b and hop latency a:
 
-    ring        all-gather, reduce-scatter   (n-1) a + (n-1)/n B/b        -> _ring()
+    ring        all-gather, reduce-scatter   (n-1) a + (n-1)/n B/b        -> _lines()
                 all-reduce                 2 (n-1) a + 2 (n-1)/n B/b
-    tree        all-reduce                 2 log2(n) a + 2 B/(0.6 b)      -> _lines()
+    tree        all-reduce                 2 log2(n) a + 2 B/(0.6 b)
                 all-gather, reduce-scatter   log2(n) a + (n-1)/n B/(0.6 b)
     pairwise    all-to-all                   (n-1) a' + (n-1)/n B/b       a' = a / 4: sends overlap
     chain       broadcast                    log2(n) a + B/b
     one hop     collective-permute           a + B/b
-    hierarchy   all-reduce over two axes = reduce-scatter over the faster, all-reduce over the slower
-                of 1/n of the bytes, all-gather over the faster            -> _nested()
+    hierarchy   all-reduce over two axes = reduce-scatter over the faster, all-reduce over the
+                slower of 1/n of the bytes, all-gather over the faster     -> _nested()
 
 B is defined in `COLLECTIVE_BYTES`. Tree all-reduce: Sanders, Speck, Traeff 2009 as in NCCL 2.4;
 ring: Patarasuk and Yuan 2009. A collective over several axes takes the best of one flat ring over
@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from alpa_interchange.mesh import MeshAxis
 
 COLLECTIVE_BYTES: Mapping[str, str] = {

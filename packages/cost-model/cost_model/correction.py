@@ -4,7 +4,7 @@ The analytic model of `training_run` leaves a residual that repeats for equal la
 selection, alignment, launch behaviour). With X the measured cells, y their mean log residuals, and
 
     k(x, x') = s^2 exp(-1/2 sum_d ((x_d - x'_d) / l_d)^2) on equal devices, 0 on different ones
-    A = k(X, X) + diag(noise^2 / count + floor^2)
+    A = k(X, X) + diag(noise^2 / count + floor^2)        noise: larger for runs over several hosts
 
 the correction of a run is  mean = k(x, X) A^-1 y,  variance = s^2 - k(x, X) A^-1 k(X, x)
 (Rasmussen and Williams 2006, equations 2.25-2.26). Far from every cell it is 0 with variance s^2.
@@ -22,7 +22,14 @@ from attrs import field, frozen
 
 from cost_model.training_run import TrainingRun
 
-FEATURES = ("log2 hidden", "log2 tensor", "log2 microbatch", "log2 sequence", "log2 pipeline", "stack")
+FEATURES = (
+    "log2 hidden",
+    "log2 tensor",
+    "log2 microbatch",
+    "log2 sequence",
+    "log2 pipeline",
+    "stack",
+)
 
 
 def features(run: TrainingRun) -> tuple[float, ...]:
@@ -48,8 +55,9 @@ class Cell:
 
     device: str
     features: tuple[float, ...]
-    residual: float  # mean of log(measured / predicted)
+    residual: float  # median of log(measured / predicted)
     count: int
+    many_hosts: bool = False
 
 
 @frozen(kw_only=True)
@@ -58,24 +66,32 @@ class Correction:
 
     cells: tuple[Cell, ...] = ()
     scale: float = 0.10  # s: typical log residual of the analytic model
-    noise: float = 0.03  # log scatter of single runs of equal shape
+    noise: float = 0.03  # log scatter of single runs of equal shape on one host
+    noise_hosts: float = 0.08  # the same over several hosts: networks and slow hosts differ
     floor: float = 0.01
+    unseen: float = 0.15  # log residual on devices that no cell was measured on
     lengths: tuple[float, ...] = field(default=(0.8, 0.6, 0.6, 0.7, 2.0, 1.0))
 
     def at(self, run: TrainingRun) -> tuple[float, float]:
         """Return (mean, standard deviation) of log(measured / predicted) for `run`."""
         return self.at_point(run.cluster.host_groups[0].device.name, features(run))
 
+    def scatter(self, many_hosts: bool) -> float:
+        """Return the log scatter of single runs."""
+        return self.noise_hosts if many_hosts else self.noise
+
     def at_point(self, device: str, point: tuple[float, ...]) -> tuple[float, float]:
         """Return (mean, standard deviation) for a device kind and features."""
         table = _tables(self).get(device)
         if table is None:
-            return 0.0, self.scale
+            return 0.0, self.unseen
         points, weights, inverse = table
         scaled = np.asarray(point) / np.asarray(self.lengths)
         near = self.scale**2 * np.exp(-0.5 * ((points - scaled) ** 2).sum(axis=1))
-        variance = self.scale**2 - float(near @ inverse @ near)
-        return float(near @ weights), math.sqrt(max(variance, self.floor**2))
+        # sums instead of `@`: starting BLAS threads costs more than these small products
+        explained = float(((inverse * near).sum(axis=1) * near).sum())
+        variance = max(self.scale**2 - explained, self.floor**2)
+        return float((near * weights).sum()), math.sqrt(variance)
 
 
 Table = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -109,7 +125,8 @@ def _tables_of(identity: int, held: _Held) -> dict[str, Table]:
         distance = ((points[:, None, :] - points[None, :, :]) ** 2).sum(axis=-1)
         covariance = correction.scale**2 * np.exp(-0.5 * distance)
         counts = np.array([cell.count for cell in cells])
-        covariance += np.diag(correction.noise**2 / counts + correction.floor**2)
+        noise = np.array([correction.scatter(cell.many_hosts) for cell in cells])
+        covariance += np.diag(noise**2 / counts + correction.floor**2)
         inverse = np.linalg.inv(covariance)
         residuals = np.array([cell.residual for cell in cells])
         tables[device] = (points, inverse @ residuals, inverse)

@@ -8,9 +8,9 @@ import platform
 import time
 
 import numpy as np
-from alpa_interchange.cluster import DeviceSpec, HostGroup, LinkSpec
 from attrs import evolve
 
+from alpa_interchange.cluster import DeviceSpec, HostGroup, LinkSpec
 from cost_model.kernel import KernelEfficiency
 from cost_model.profile import Profile, Sample, store_profile, stored_profile
 
@@ -21,8 +21,8 @@ def host_profile(*, measure: bool = True) -> Profile:
     """Return the profile of this machine: the stored one, else a quick measurement, stored.
 
     The quick measurement takes well under a second (one matmul and one copy); `alpa calibrate`
-    replaces it by a thorough one. With `measure=False` nothing is measured or written, and a machine
-    without a stored profile gets documented defaults.
+    replaces it by a thorough one. With `measure=False` nothing is measured or written, and a
+    machine without a stored profile gets documented defaults.
     """
     stored = stored_profile(HOST_PROFILE)
     if stored is not None:
@@ -93,7 +93,7 @@ def _profile(
         driver=f"numpy {np.__version__}, {platform.machine()}",
         device=DeviceSpec(
             name="cpu",
-            memory=_host_memory() * 0.8,
+            memory=host_memory() * 0.8,
             memory_bandwidth=copy_bandwidth,
             # XLA's CPU backend computes 16-bit floats through float32 with conversions around
             peak_flops={"float32": flops, "float64": flops / 2, "bfloat16": flops / 2,
@@ -128,7 +128,8 @@ def _seconds(action: object) -> float:
     return time.perf_counter() - start
 
 
-def _host_memory() -> float:
+def host_memory() -> float:
+    """Return the bytes of memory of this machine."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError, AttributeError):

@@ -2,9 +2,9 @@
 
     seconds = launch + max(flops / (peak * c * w), bytes / (bandwidth * m * r))    -> seconds()
 
-with c and m the shares of peak that large kernels of a kind reach (`KernelEfficiency`), w the share of
-useful work in the last wave of tiles of a matmul (-> wave_share()), and r = bytes / (bytes + half) the
-ramp of small kernels that do not fill the memory system.
+with c and m the shares of peak that large kernels of a kind reach (`KernelEfficiency`), w the share
+of useful work in the last wave of tiles of a matmul (-> wave_share()), and r = bytes / (bytes +
+half) the ramp of small kernels that do not fill the memory system.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from alpa_interchange.cluster import DeviceSpec
 from attrs import field, frozen
+
+from alpa_interchange.cluster import DeviceSpec
 
 KERNEL_KINDS = (
     "matmul",
     "convolution",
     "attention",
     "normalisation",
+    "softmax",
     "elementwise",
     "gather",
     "scatter",
@@ -42,6 +44,7 @@ class KernelEfficiency:
             "convolution": 0.80,
             "attention": 0.80,
             "normalisation": 0.70,
+            "softmax": 0.80,
             "elementwise": 0.85,
             "gather": 0.50,
             "scatter": 0.40,
@@ -93,7 +96,7 @@ def seconds(
         raise ValueError(f"kernel kind must be one of {KERNEL_KINDS}, got {kind!r}")
     compute_share = efficiency.compute.get(kind, 0.5)
     if kind in ("matmul", "convolution", "attention"):
-        peak = peak_flops(device, dtype)
+        peak = peak_flops(device, dtype) * device.sustained
         if shape is not None:
             compute_share *= matmul_share(shape, device.num_units, efficiency)
     else:
@@ -108,7 +111,7 @@ def seconds(
 
 
 def peak_flops(device: DeviceSpec, dtype: str) -> float:
-    """Return the dense flop/s of `device` in `dtype`; unlisted dtypes run at the nearest wider one."""
+    """Return the dense flop/s of `device` in `dtype`; unlisted dtypes run as the next wider."""
     peaks = device.peak_flops
     if dtype in peaks:
         return peaks[dtype]

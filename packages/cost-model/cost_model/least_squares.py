@@ -1,8 +1,9 @@
 """Robust bounded least squares in the logarithms of positive parameters.
 
-Minimises  sum_i w_i^2 rho(f_i(x) - y_i) + sum_j (prior (x_j - x0_j))^2  over log parameters x within
-bounds, with Huber's rho (quadratic up to `delta`, linear beyond), by Levenberg-Marquardt with an active
-set for the bounds. The prior keeps parameters that the data do not determine at their start.
+Minimises  sum_i w_i^2 rho(f_i(x) - y_i) + sum_j (prior (x_j - x0_j))^2  over log parameters x
+within bounds, with Huber's rho (quadratic up to `delta`, linear beyond), by Levenberg-Marquardt
+with an active set for the bounds. The prior keeps parameters that the data do not determine at
+their start.
 """
 
 from __future__ import annotations

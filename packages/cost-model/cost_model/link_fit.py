@@ -3,9 +3,9 @@
     python -m cost_model.link_fit TABLES_DIRECTORY [OUT]
 
 reads `allreduce/*.txt` (nccl-tests columns: size, count, type, nanoseconds) and
-`aceso_v100/prim_*_<collective>_<n>gpus.csv` (MB, milliseconds) and writes the fitted table. Each entry is
-the relative least-squares line  seconds = latency + factor * bytes / bandwidth  with the bus factor of
-the collective, 2 (n - 1) / n for an all-reduce and (n - 1) / n for the others.
+`aceso_v100/prim_*_<collective>_<n>gpus.csv` (MB, milliseconds) and writes the fitted table. Each
+entry is the relative least-squares line  seconds = latency + factor * bytes / bandwidth  with the
+bus factor of the collective, 2 (n - 1) / n for an all-reduce and (n - 1) / n for the others.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from alpa_interchange.document import save
 
+from alpa_interchange.document import save
 from cost_model.link_table import LinkFit, LinkTable
 
 _MIB = float(1 << 20)

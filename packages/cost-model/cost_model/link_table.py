@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from importlib import resources
 
+from attrs import field, frozen
+
 from alpa_interchange.check import positive
 from alpa_interchange.cluster import LinkSpec
 from alpa_interchange.document import from_json
-from attrs import field, frozen
 
 
 @frozen(kw_only=True)

@@ -1,7 +1,7 @@
 """Measured training runs in the project's data format, as configurations that can be predicted.
 
-A file holds `{"rows": [...]}`; a row has `source`, `id`, `model`, `hardware`, `parallel` and `measured`.
-What a source leaves out is filled in here, and each assumption is written beside it.
+A file holds `{"rows": [...]}`; a row has `source`, `id`, `model`, `hardware`, `parallel` and
+`measured`. What a source leaves out is filled in here, and each assumption is written beside it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alpa_interchange.cluster import ClusterSpec
 from attrs import evolve, field, frozen
 
+from alpa_interchange.cluster import ClusterSpec
 from cost_model.catalogue import HOSTS
 from cost_model.training_run import TrainingRun
 from cost_model.transformer import TransformerSpec
@@ -57,7 +57,7 @@ class MeasuredRun:
 
 
 def read_measured_runs(path: str | os.PathLike[str]) -> tuple[MeasuredRun, ...]:
-    """Return the rows of the file at `path`; ValueError names the file and row of a malformed one."""
+    """Return the rows of the file at `path`; ValueError names a malformed row."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         rows = document["rows"]
@@ -68,9 +68,7 @@ def read_measured_runs(path: str | os.PathLike[str]) -> tuple[MeasuredRun, ...]:
         try:
             runs.append(measured_run(row))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path}: row {index}: missing or malformed field {error}"
-            ) from None
+            raise ValueError(f"{path}: row {index}: missing or malformed field {error}") from None
     return tuple(runs)
 
 
@@ -187,7 +185,7 @@ def _recompute(parallel: Mapping[str, Any], source: str) -> str:
 def _model(model: Mapping[str, Any], source: str) -> TransformerSpec:
     seq = model.get("seq", model.get("seq_size"))
     name = model.get("name")
-    if name in _NAMED_MODELS and seq is not None:
+    if name is not None and name in _NAMED_MODELS and seq is not None:
         return TransformerSpec(seq=int(seq), **_NAMED_MODELS[name])
     if "hidden" not in model or seq is None:
         raise _Unknown("the row does not give the model's shape")

@@ -1,42 +1,48 @@
-"""The cost model of one cluster: seconds of kernels, collectives and transfers between submeshes."""
+"""The cost model of one cluster: seconds of kernels, collectives and transfers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from alpa_interchange.cluster import ClusterSpec, DeviceSpec
-from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from attrs import evolve
 
+from alpa_interchange.cluster import ClusterSpec, DeviceSpec
+from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from cost_model.collective import collective_seconds
-from cost_model.kernel import KernelEfficiency, seconds
-from cost_model.profile import Profile
+from cost_model.kernel import seconds
+from cost_model.kernel_table import device_efficiency
+from cost_model.profile import Profile, apply_profile, stored_profile
 from cost_model.topology import host_group, logical_mesh, nic_bandwidth
 
 
 class CostModel:
     """Predicts times on `cluster`; a calibration `profile` replaces the catalogue's efficiencies.
 
-    All methods are pure and cheap (microseconds), and take numpy arrays for bytes and flops.
+    For `host` the profile of this machine is used where there is one. All methods are pure and
+    cheap (microseconds), and take numpy arrays for bytes and flops.
     """
 
     def __init__(self, cluster: ClusterSpec, profile: Profile | None = None) -> None:
-        self.cluster = cluster
+        self.cluster = cluster = cluster if profile is None else apply_profile(cluster, profile)
         self.profile = profile
         self._devices = tuple(
             _share_of_host(group.device, group.devices_per_host) if group.shared_compute
             else group.device
             for group in cluster.host_groups
         )  # fmt: skip
-        default = KernelEfficiency() if profile is None else profile.efficiency
-        self._efficiencies = tuple(default for _ in cluster.host_groups)
+        self._efficiencies = tuple(
+            profile.efficiency
+            if profile is not None and group.device.name == profile.device.name
+            else device_efficiency(group.device)
+            for group in cluster.host_groups
+        )
 
     def device(self, host_group: int = 0) -> DeviceSpec:
         """Return the device of a host group as one of its busy devices sees it.
 
-        Where the devices of a host share its processor (XLA host devices on CPU cores), each gets an
-        equal share of flop/s, bandwidth and memory, since all of them work at the same time.
+        Where the devices of a host share its processor (XLA host devices on CPU cores), each gets
+        an equal share of flop/s, bandwidth and memory, since all of them work at the same time.
         """
         return self._devices[host_group]
 
@@ -65,8 +71,8 @@ class CostModel:
         """Return the seconds to move a tensor of `bytes` in all from one submesh to another.
 
         The tensor is taken as cut over all source devices and wanted in full by every target host
-        once (broadcast inside a host is cheap), the lower bound that a good resharding plan reaches.
-        Two submeshes that fit into one host together are taken as neighbours on that host.
+        once (broadcast inside a host is cheap), the lower bound that a good resharding plan
+        reaches. Two submeshes that fit into one host together are taken as neighbours on that host.
         """
         sender = host_group(self.cluster, source)
         receiver = host_group(self.cluster, target)
@@ -95,6 +101,15 @@ class CostModel:
     ) -> LogicalMesh:
         """Return the mesh of `shape` over `submesh` with the link data of every axis."""
         return logical_mesh(self.cluster, submesh, shape, axis_names)
+
+
+def calibrated_model(cluster: ClusterSpec) -> CostModel:
+    """Return the cost model of `cluster` with the user's stored profile of its first device kind.
+
+    Without such a profile it is the catalogue's. (`host` clusters are built from their profile, so
+    `CostModel` uses it anyway.)
+    """
+    return CostModel(cluster, stored_profile(cluster.host_groups[0].device.name))
 
 
 def _share_of_host(device: DeviceSpec, count: int) -> DeviceSpec:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from importlib import resources
 
-from alpa_interchange.document import from_json
 from attrs import field, frozen
 
+from alpa_interchange.document import from_json
 from cost_model.correction import Correction
 from cost_model.kernel import peak_flops
 from cost_model.memory import MemoryBreakdown, breakdown
@@ -24,6 +24,7 @@ class FittedModel:
     constants: StepConstants = field(factory=StepConstants)
     correction: Correction = field(factory=Correction)
     interval_scale: float = 1.2816  # half width of the 80 % interval in standard deviations
+    interval_scale_hosts: float = 1.2816  # the same for runs over several hosts
     sources: tuple[str, ...] = ()  # where the rows came from
     num_rows: int = 0
     fitted_on: str = ""  # which part of the rows
@@ -31,8 +32,22 @@ class FittedModel:
 
 
 @frozen(kw_only=True)
+class StepModel:
+    """The shipped fits: on all rows, and without each fold for judging that fold."""
+
+    whole: FittedModel
+    folds: tuple[FittedModel, ...] = ()
+    fold_of_group: Mapping[str, int] = field(factory=dict)  # "source|group" -> fold
+
+    def unseen(self, source: str, group: str) -> FittedModel:
+        """Return the fit that has not seen `group` of `source`; the whole one for new groups."""
+        fold = self.fold_of_group.get(f"{source}|{group}")
+        return self.whole if fold is None else self.folds[fold]
+
+
+@frozen(kw_only=True)
 class Prediction:
-    """One training step, predicted. Seconds, bytes, FLOPs of the whole job unless said otherwise."""
+    """One training step, predicted; FLOPs are those of the whole job."""
 
     step_seconds: float
     low_seconds: float  # 80 % of measurements fall between low and high
@@ -46,22 +61,24 @@ class Prediction:
 
 
 @functools.cache
-def fitted_model() -> FittedModel:
-    """Return the constants shipped with the package (`python -m cost_model.fit` made them)."""
+def step_model() -> StepModel:
+    """Return the fits shipped with the package (`python -m cost_model.step_fit` made them)."""
     text = resources.files("cost_model").joinpath("data/step_model.json").read_text("utf-8")
-    return from_json(text, FittedModel, source="cost_model/data/step_model.json")
+    return from_json(text, StepModel, source="cost_model/data/step_model.json")
 
 
 def predict(run: TrainingRun, model: FittedModel | None = None) -> Prediction:
     """Return the prediction of one step of `run`, by default with the shipped constants."""
-    fitted = fitted_model() if model is None else model
+    fitted = step_model().whole if model is None else model
     terms = predict_terms(run, fitted.constants)
     mean, deviation = fitted.correction.at(run)
     factor = math.exp(mean)
     terms = {name: seconds * factor for name, seconds in terms.items()}
     step = sum(terms.values())
-    deviation = math.hypot(deviation, fitted.correction.noise)
-    spread = math.exp(fitted.interval_scale * deviation)
+    many_hosts = run.cluster.host_groups[0].num_hosts > 1
+    deviation = math.hypot(deviation, fitted.correction.scatter(many_hosts))
+    scale = fitted.interval_scale_hosts if many_hosts else fitted.interval_scale
+    spread = math.exp(scale * deviation)
     useful, executed = step_flops(run.model, run.global_batch, run.recompute)
     device = run.cluster.host_groups[0].device
     possible = step * run.cluster.num_devices * peak_flops(device, run.dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from alpa_interchange.cluster import DeviceSpec, LinkSpec
-from alpa_interchange.document import load, save
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
+from alpa_interchange.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from alpa_interchange.document import load, save
 from cost_model.kernel import KernelEfficiency
 
 
@@ -42,8 +42,24 @@ class Profile:
     version: int = 1
 
 
+def apply_profile(cluster: ClusterSpec, profile: Profile) -> ClusterSpec:
+    """Return `cluster` with the measured device and links in every host group of that device."""
+    groups = tuple(
+        evolve(
+            group,
+            device=profile.device,
+            intra_host=profile.intra_host,
+            host_link=profile.host_link or group.host_link,
+        )
+        if group.device.name == profile.device.name and not group.shared_compute
+        else group
+        for group in cluster.host_groups
+    )
+    return evolve(cluster, host_groups=groups)
+
+
 def profile_directory() -> Path:
-    """Return the directory of the user's profiles: $ALPA_CACHE_DIR or the user's cache, /profiles."""
+    """Return the directory of the user's profiles, in $ALPA_CACHE_DIR or the user's cache."""
     base = os.environ.get("ALPA_CACHE_DIR")
     if base:
         return Path(base) / "profiles"

@@ -2,23 +2,25 @@
 
 Every mesh executes its list in order. A run starts when the mesh is free and its inputs have
 arrived. A transfer starts when the buffer is produced and the channel from that mesh to its peer is
-free; with `blocking` it also needs both ends at their send and receive, and both wait for its end.
-Because each list is executed in order and channels are first in, first out, the times follow from one
-pass over the lists; no clock is advanced. Memory is counted in program order: a buffer is held from the
-run or receive that defines it to its free.
+free; with `blocking` sends the mesh does nothing else until it ends. Because each list is executed
+in order and channels are first in, first out, the times follow from one pass over the lists; no
+clock is advanced. Memory is counted in program order: a buffer is held from the run or receive that
+defines it to its free.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
-from alpa_interchange.schedule import Instruction, PipelineSchedule
 from attrs import field, frozen
 
+from alpa_interchange.reshard import ReshardingPlan
+from alpa_interchange.schedule import Instruction, PipelineSchedule
+
 TransferSeconds = Callable[[int, int, str], float]
+Transfers = Mapping[str, float | ReshardingPlan] | TransferSeconds | None
 
 
 @frozen(kw_only=True)
@@ -53,7 +55,7 @@ class Simulation:
 def simulate(
     schedule: PipelineSchedule,
     task_seconds: Mapping[str, float],
-    transfer_seconds: Mapping[str, float] | TransferSeconds | None = None,
+    transfer_seconds: Transfers = None,
     *,
     value_bytes: Mapping[str, float] | None = None,
     task_bytes: Mapping[str, float] | None = None,
@@ -62,16 +64,17 @@ def simulate(
 ) -> Simulation:
     """Return the simulation of one step of `schedule`.
 
-    `task_seconds` maps task names to the seconds of one run. `transfer_seconds` maps the value name of
-    a buffer (without `@microbatch`) to seconds, or is called as f(source mesh, target mesh, value
-    name); None moves everything in no time. `value_bytes` maps value names to bytes per device,
-    `task_bytes` task names to temporaries, `initial_bytes` is the state held per mesh from the start;
-    what they leave out counts as nothing.
+    `task_seconds` maps task names to the seconds of one run. `transfer_seconds` maps the value name
+    of a buffer (without `@microbatch`) to seconds or to the resharding plan that moves it, or is
+    called as f(source mesh, target mesh, value name); None moves everything in no time.
+    `value_bytes` maps value names to bytes per device, `task_bytes` task names to temporaries,
+    `initial_bytes` is the state held per mesh from the start; what they leave out counts as
+    nothing. Meshes that share one processor are simulated by `simulate_shared`.
     """
-    return _Run(
+    return Execution(
         schedule,
         task_seconds,
-        _transfer_function(transfer_seconds),
+        transfer_function(transfer_seconds),
         value_bytes or {},
         task_bytes or {},
         initial_bytes,
@@ -79,7 +82,8 @@ def simulate(
     ).result()
 
 
-def _transfer_function(given: Mapping[str, float] | TransferSeconds | None) -> TransferSeconds:
+def transfer_function(given: Transfers) -> TransferSeconds:
+    """Return f(source mesh, target mesh, value name) -> seconds for any form of `given`."""
     if given is None:
         return lambda source, target, value: 0.0
     if callable(given):
@@ -93,12 +97,12 @@ def _transfer_function(given: Mapping[str, float] | TransferSeconds | None) -> T
                 f"transfer_seconds has no entry for value {value!r}, which mesh {source} sends to "
                 f"mesh {target}; add it, or pass a function"
             )
-        return seconds
+        return seconds.seconds if isinstance(seconds, ReshardingPlan) else seconds
 
     return look_up
 
 
-class _Run:
+class Execution:
     """The state of one simulation; `result` executes all programs to their end."""
 
     def __init__(
@@ -138,25 +142,24 @@ class _Run:
         self.transfer_cache: dict[tuple[int, int, str], float] = {}
 
     def result(self) -> Simulation:
-        step = self._advance_blocking if self.blocking else self._advance
         programs = self.schedule.programs
         pending = deque(range(len(programs)))
         stuck = 0
         while pending:
             mesh = pending.popleft()
             before = self.position[mesh]
-            step(mesh)
+            self.advance(mesh)
             if self.position[mesh] < len(programs[mesh]):
                 pending.append(mesh)
                 stuck = stuck + 1 if self.position[mesh] == before else 0
                 if stuck > len(pending):
-                    raise ValueError(self._deadlock(pending))
+                    raise ValueError(self.deadlock(pending))
             else:
                 stuck = 0
-        return self._summary()
+        return self.summary()
 
-    def _advance(self, mesh: int) -> None:
-        """Execute `mesh` until it receives something not sent yet; sends do not block."""
+    def advance(self, mesh: int, until_run: bool = False) -> None:
+        """Execute `mesh` until it receives something not sent yet, or up to its next run."""
         program = self.schedule.programs[mesh]
         ready, produced = self.ready[mesh], self.produced[mesh]
         position, stop = self.position[mesh], len(program)
@@ -164,6 +167,8 @@ class _Run:
             instruction = program[position]
             kind = instruction.kind
             if kind == "run":
+                if until_run:
+                    break
                 self._execute(mesh, position, instruction)
             elif kind == "free":
                 self._free(mesh, instruction)
@@ -171,7 +176,12 @@ class _Run:
                 peer = _peer(instruction, mesh, position)
                 for name in instruction.inputs:
                     made = ready.get(name, 0.0)
+                    if self.blocking:
+                        made = max(made, self.clock[mesh])
                     start, end = self._send(mesh, peer, name, made)
+                    if self.blocking:
+                        self.exposed[mesh] += end - self.clock[mesh]
+                        self.clock[mesh] = end
                     self.arrivals.setdefault((mesh, peer), deque()).append((name, made, end))
                     self.events[mesh].append((position, start, end))
             else:
@@ -188,44 +198,6 @@ class _Run:
             position += 1
         self.position[mesh] = position
 
-    def _advance_blocking(self, mesh: int) -> None:
-        """Execute `mesh` until it sends or receives and the peer is not there yet."""
-        programs = self.schedule.programs
-        while self.position[mesh] < len(programs[mesh]):
-            position = self.position[mesh]
-            instruction = programs[mesh][position]
-            if instruction.kind == "run":
-                self._execute(mesh, position, instruction)
-            elif instruction.kind == "free":
-                self._free(mesh, instruction)
-            else:
-                peer = _peer(instruction, mesh, position)
-                if self.position[peer] >= len(programs[peer]):
-                    return
-                other = programs[peer][self.position[peer]]
-                opposite = "receive" if instruction.kind == "send" else "send"
-                if other.kind != opposite or other.peer != mesh:
-                    return
-                self._meet(mesh, peer, instruction, other)
-            self.position[mesh] += 1
-
-    def _meet(self, mesh: int, peer: int, one: Instruction, other: Instruction) -> None:
-        source, target = (mesh, peer) if one.kind == "send" else (peer, mesh)
-        send, receive = (one, other) if one.kind == "send" else (other, one)
-        if send.inputs != receive.outputs:
-            raise ValueError(_mismatch(source, target, str(send.inputs), str(receive.outputs)))
-        time = max(self.clock[source], self.clock[target])
-        for name in send.inputs:
-            start, end = self._send(source, target, name, time)
-            self.events[source].append((self.position[source], start, end))
-            self.ready[target][name] = self.produced[target][name] = end
-            self._hold(target, name)
-            self.exposed[source] += end - start
-            self.exposed[target] += end - start
-            time = end
-        self.clock[source] = self.clock[target] = time
-        self.position[peer] += 1
-
     def _execute(self, mesh: int, position: int, instruction: Instruction) -> None:
         ready, produced = self.ready[mesh], self.produced[mesh]
         free = start = unhidden = self.clock[mesh]
@@ -236,17 +208,27 @@ class _Run:
                 unhidden = max(unhidden, produced.get(name, 0.0))
         unhidden = max(free, min(unhidden, start))
         self.exposed[mesh] += start - unhidden
+        end = start + self.seconds_of(mesh, instruction)
+        self.record_run(mesh, position, instruction, start, end)
+
+    def seconds_of(self, mesh: int, instruction: Instruction) -> float:
+        """Return the stated seconds of a run."""
         seconds = self.task_seconds.get(instruction.task)
         if seconds is None:
             raise ValueError(
                 f"task_seconds has no entry for task {instruction.task!r} of mesh {mesh}"
             )
-        end = start + seconds
+        return seconds
+
+    def record_run(
+        self, mesh: int, position: int, instruction: Instruction, start: float, end: float
+    ) -> None:
+        """Note that a run took place: its time, its results, and its memory."""
         self.clock[mesh] = end
-        self.busy[mesh] += seconds
+        self.busy[mesh] += end - start
         self.events[mesh].append((position, start, end))
         for name in instruction.outputs:
-            ready[name] = produced[name] = end
+            self.ready[mesh][name] = self.produced[mesh][name] = end
             self._hold(mesh, name)
         if self.task_bytes:
             peak = self.live[mesh] + self.task_bytes.get(instruction.task, 0.0)
@@ -281,9 +263,12 @@ class _Run:
             self.produced[mesh].pop(name, None)
             self.live[mesh] -= self.held[mesh].pop(name, 0.0)
 
-    def _deadlock(self, pending: Any) -> str:
+    def deadlock(self, pending: Iterable[int]) -> str:
+        """Return a message that names what the meshes wait for."""
         places = []
         for mesh in sorted(pending):
+            if self.position[mesh] == len(self.schedule.programs[mesh]):
+                continue
             instruction = self.schedule.programs[mesh][self.position[mesh]]
             names = ", ".join(instruction.inputs or instruction.outputs)
             places.append(
@@ -292,7 +277,8 @@ class _Run:
             )
         return f"schedule {self.schedule.name!r} never ends: " + "; ".join(places[:8])
 
-    def _summary(self) -> Simulation:
+    def summary(self) -> Simulation:
+        """Return what was recorded, once all programs have ended."""
         last = [max((event[2] for event in events), default=0.0) for events in self.events]
         step = max(last, default=0.0)
         timelines = []

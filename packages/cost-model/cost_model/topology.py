@@ -6,7 +6,6 @@ import math
 
 from alpa_interchange.cluster import ClusterSpec, HostGroup
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
-
 from cost_model.link_table import link_rate
 
 

@@ -14,7 +14,7 @@ from cost_model.simulator import Simulation
 def trace_events(
     simulation: Simulation, mesh_names: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return trace events: one process per mesh with a row of runs and a row of sends, microseconds."""
+    """Return trace events in microseconds: a process per mesh, with rows of runs and sends."""
     events: list[dict[str, Any]] = []
     for mesh, timeline in enumerate(simulation.timelines):
         name = mesh_names[mesh] if mesh_names else f"mesh {mesh}"

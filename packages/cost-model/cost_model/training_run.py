@@ -5,12 +5,13 @@ One training step, for a stage k of p, m microbatches and v chunks per stage  ->
     layer    L = |(G + C, H)|_q       G kernels, C tensor-parallel collectives, H launching on the
                                       host; the q-norm is a smooth maximum: launches run ahead
     stage    S_k = layers_k L + [first] embedding + [last] head
-    step     T = sum_k S_k / v + (m - 1 / v) ... written out:
-             T = (m - 1) max_k S_k + (sum_k S_k - max_k S_k) / v + max_k S_k
+    step     T = m max_k S_k                           steady state of the slowest stage
+                 + (sum_k S_k - max_k S_k) / v         filling and draining the pipeline
                  + transfers between stages + gradient reduction + optimiser update + constant
 
 G follows the roofline of `kernel` with the shares in `StepConstants`, fitted to measured runs by
-`cost_model.fit`. The backward pass costs twice the forward matmuls; recomputation repeats forward work.
+`cost_model.step_fit`. The backward pass costs twice the forward matmuls; recomputation repeats
+forward work.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import functools
 import math
 from collections.abc import Mapping
 
-from alpa_interchange.cluster import ClusterSpec
-from alpa_interchange.mesh import LogicalMesh, SubmeshSpec
 from attrs import field, frozen, validators
 
+from alpa_interchange.cluster import ClusterSpec
+from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from cost_model.collective import collective_seconds
 from cost_model.kernel import KernelEfficiency, matmul_share, peak_flops
 from cost_model.topology import logical_mesh
@@ -93,7 +94,9 @@ class StepConstants:
     tensor_bandwidth: float = 0.9  # of the link fit, for tensor-parallel collectives
     tensor_latency: float = 2e-5  # seconds per tensor-parallel collective
     pipeline_latency: float = 1e-4  # seconds per transfer between stages
-    pipeline_bandwidth: float = 0.5  # of the link fit, for transfers between stages
+    pipeline_bandwidth: float = 0.8  # of the link, for transfers between stages
+    pipeline_exposed: float = 0.2  # share of steady-state transfers that stages wait for
+    context_exposed: float = 0.3  # share of the key-value ring that attention does not hide
     gradient_bandwidth: float = 0.7  # of the link fit, for gradient reductions
     gradient_latency: float = 1e-4  # seconds per doubling of the data-parallel group
     gradient_exposed: float = 0.9  # share of the reduction that computation does not hide
@@ -131,7 +134,7 @@ def predict_terms(run: TrainingRun, constants: StepConstants) -> dict[str, float
     work = layer_work(
         model, run.micro_batch, run.tensor, run.context, run.sequence_parallel, run.fused_attention
     )
-    peak = peak_flops(device, run.dtype)
+    peak = peak_flops(device, run.dtype) * device.sustained
     bandwidth = device.memory_bandwidth * c.memory_share
     matmul, attention = _matmul_seconds(work, run, peak, c)
     traffic = work.memory_bytes * (1.0 if run.fused_elementwise else c.unfused_memory) / bandwidth
@@ -142,6 +145,8 @@ def predict_terms(run: TrainingRun, constants: StepConstants) -> dict[str, float
     if run.tensor > 1:
         host += c.launch_collective + c.launch_group * (math.log2(run.tensor) - 1)
     comm = collective * collectives
+    ring = _context_ring(run, axes, c)
+    comm += 3 * ring
     if run.recompute == "full":
         again = run.recompute_share
         kernels += again * (matmul + attention + traffic)
@@ -164,7 +169,7 @@ def _assemble(
     comm: float,
     first: float,
     last: float,
-    axes: Mapping[str, object],
+    axes: Mapping[str, MeshAxis],
     c: StepConstants,
 ) -> dict[str, float]:
     p, m, v = run.pipeline, run.num_microbatches, run.chunks
@@ -180,9 +185,9 @@ def _assemble(
         if run.sequence_parallel:
             size /= run.tensor
         axis = axes["pipeline"]
-        hop = c.pipeline_latency + size / (axis.bandwidth * c.pipeline_bandwidth)  # type: ignore[attr-defined]
-        # a stage waits for what it sends and receives in every microbatch, and once while filling
-        pipe = hop * (2 * m * v + 2 * (p - 1))
+        hop = c.pipeline_latency + size / (axis.bandwidth * c.pipeline_bandwidth)
+        # filling and draining cross every boundary; later transfers overlap with other microbatches
+        pipe = hop * (2 * m * v * c.pipeline_exposed + 2 * (p - 1))
     device = run.cluster.host_groups[0].device
     parameters = per_stage * run.model.layer_parameters / run.tensor
     parameters += run.model.vocab * run.model.hidden / run.tensor
@@ -226,18 +231,28 @@ def _matmul_share(shape: tuple[int, ...], units: int, half_depth: float) -> floa
 
 
 def _tensor_collective(
-    run: TrainingRun, work: LayerWork, axes: Mapping[str, object], c: StepConstants
+    run: TrainingRun, work: LayerWork, axes: Mapping[str, MeshAxis], c: StepConstants
 ) -> tuple[float, int]:
     """Return (seconds of one tensor-parallel all-reduce, how many per layer and microbatch).
 
     Sequence parallelism splits each into an all-gather and a reduce-scatter of the same bytes.
-    Context parallelism adds a ring of key-value blocks, mostly hidden behind attention.
     """
     if run.tensor == 1:
         return 0.0, 4
     axis = axes["tensor"]
-    seconds = collective_seconds("all-reduce", work.hidden_bytes, (axis,))  # type: ignore[arg-type]
+    seconds = collective_seconds("all-reduce", work.hidden_bytes, (axis,))
     return c.tensor_latency + seconds / c.tensor_bandwidth, 4
+
+
+def _context_ring(run: TrainingRun, axes: Mapping[str, MeshAxis], c: StepConstants) -> float:
+    """Return the exposed seconds of passing key-value blocks around in one forward of a layer."""
+    if run.context == 1:
+        return 0.0
+    model = run.model
+    kv = (model.qkv_width - model.attention_width) / run.tensor
+    size = 2.0 * run.micro_batch * model.seq * kv
+    seconds = collective_seconds("all-gather", size, (axes["context"],))
+    return c.context_exposed * float(seconds)
 
 
 def _edge_seconds(
@@ -258,12 +273,12 @@ def _edge_seconds(
 
 
 def _gradient_seconds(
-    run: TrainingRun, parameters: float, axes: Mapping[str, object], c: StepConstants
+    run: TrainingRun, parameters: float, axes: Mapping[str, MeshAxis], c: StepConstants
 ) -> float:
     group = run.data * run.context
     if group == 1:
         return 0.0
     used = tuple(axes[name] for name in ("data", "context"))
-    seconds = collective_seconds("all-reduce", 2.0 * parameters, used)  # type: ignore[arg-type]
+    seconds = collective_seconds("all-reduce", 2.0 * parameters, used)
     latency = c.gradient_latency * math.log2(group)
-    return c.gradient_exposed * seconds / c.gradient_bandwidth + latency
+    return c.gradient_exposed * float(seconds) / c.gradient_bandwidth + latency

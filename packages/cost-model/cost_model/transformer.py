@@ -1,13 +1,14 @@
 """Kernels of one transformer layer, and its parameters, FLOPs and activations.
 
-Symbols as in Korthikanti et al. (2022): s sequence, b microbatch, h hidden, f feed-forward, a heads, d
-head size, t tensor-parallel size, c context-parallel size, v vocabulary. Per layer and microbatch:
+Symbols as in Korthikanti et al. (2022): s sequence, b microbatch, h hidden, f feed-forward, a
+heads, d head size, t tensor-parallel size, c context-parallel size, v vocabulary. Per layer and
+microbatch:
 
-    matmul FLOPs, forward      2 s b (h (a + 2 k) d + a d h + g h f) + 4 s s b a d w  -> layer_flops()
-    activations, half precision        s b h (34 + 5 a s / h)              -> activation_bytes()
+    matmul FLOPs, forward   2 s b (h (a + 2 k) d + a d h + g h f) + 4 s s b a d w -> layer_flops()
+    activations, in bytes   s b h (34 + 5 a s / h)                           -> activation_bytes()
 
-with k key-value heads, g = 2 matmuls of the MLP (3 when gated), and w = 1/2 where a causal attention
-kernel skips masked blocks.
+with k key-value heads, g = 2 matmuls of the MLP (3 when gated), and w = 1/2 where a causal
+attention kernel skips masked blocks.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def layer_work(
     norm_bytes = states * (2 * 4 + 2 * 6 + (0 if model.gated else 2))
     mlp_bytes = tokens * width * (3 if model.gated else 2) * 2
     qkv_bytes = tokens * model.qkv_width / tensor * 4
-    # scores: scale and mask, softmax, dropout: each reads and writes two bytes; and the dropout mask
+    # scores: scale and mask, softmax, dropout each read and write two bytes; one of dropout mask
     score_bytes = 0.0 if fused_attention else batch * rows * model.seq * (3 * 4 + 1)
     return LayerWork(
         matmuls=tuple(matmuls),

@@ -49,6 +49,7 @@ class Search:
     smallest_memory: float | None = None
     infeasible: bool = False
     gap_tolerance: float = 0.0
+    seed: int = 0
     report: Callable[[str], None] = field(default=lambda phase: None)
 
     def offer(self, choice: np.ndarray, phase: str) -> None:
@@ -342,14 +343,14 @@ def _integer_program(network: Network, search: Search) -> None:
         search.raise_bound(min(search.objective, network.constant()), "reduction")
         search.lower_bound = search.objective
         return
-    program = IntegerProgram(
+    program = IntegerProgram.of_network(
         network,
         nodes,
         usage,
         slack,
         exact_memory=exact,
         cutoff=search.cutoff(),
-        constant=network.constant(),
+        seed=search.seed,
     )
     outcome = program.solve(search.until)
     if outcome.chosen is not None:

@@ -5,7 +5,8 @@ Strategy b of a node goes if another strategy a is no worse whatever the neighbo
     cost_a - cost_b + sum over edges of max_l [ theta(a, l) - theta(b, l) ]  <=  0,
 
 and uses no more memory at any time -> remove_dominated(). A strategy without an allowed partner on
-some edge goes too -> drop_unsupported(). A time goes if even the largest usages fit, or if a
+some edge goes too -> drop_unsupported(), and one that exceeds a memory row even if all other nodes
+use their least -> drop_oversized(). A time goes if even the largest usages fit, or if a
 neighbouring time with no more slack has at least the usage of every strategy -> drop_times().
 """
 
@@ -16,6 +17,9 @@ from attrs import evolve
 from numba import njit
 
 from ilp_sharding.table_graph import Rows, TableGraph, Tables, make_rows
+
+
+_WORK = 2e9  # elementary steps a pass of dominance may take
 
 
 @njit(cache=True)
@@ -47,9 +51,9 @@ def uses_no_more(rows: Rows, a: int, b: int) -> bool:
 
 @njit(cache=True)
 def _row_excess(
-    tables: Tables, active: np.ndarray, i: int, a: int, b: int, ceiling: float
+    tables: Tables, active: np.ndarray, i: int, a: int, b: int
 ) -> float:
-    """Return the worst cost of strategy a over b of node i on its edges; inf past `ceiling`."""
+    """Return the worst cost of strategy a over b of node i on its edges."""
     offset = tables.offset
     size = offset[i + 1] - offset[i]
     total = 0.0
@@ -105,7 +109,7 @@ def remove_dominated(tables: Tables, rows: Rows, active: np.ndarray, work_limit:
                 if not uses_no_more(rows, offset[i] + a, offset[i] + b):
                     continue
                 difference = tables.cost[offset[i] + a] - tables.cost[offset[i] + b]
-                if difference + _row_excess(tables, active, i, a, b, 0.0) <= 0.0:
+                if difference + _row_excess(tables, active, i, a, b) <= 0.0:
                     active[offset[i] + b] = False
                     removed += 1
                     found = True
@@ -159,6 +163,86 @@ def drop_unsupported(tables: Tables, active: np.ndarray) -> bool:
         if not found:
             return False
     return True
+
+
+@njit(cache=True)
+def least_usage(offset: np.ndarray, rows: Rows, active: np.ndarray) -> np.ndarray:
+    """Return the sum over nodes of the least usage [times] of any of their active strategies."""
+    num_times = len(rows.slack)
+    changes = np.zeros(num_times + 1)
+    for i in range(len(offset) - 1):
+        begin, end = rows.start[offset[i]], rows.start[offset[i + 1]]
+        if begin == end:
+            continue
+        times = np.unique(rows.time[begin:end])
+        low = np.full(len(times), np.inf)
+        for v in range(offset[i], offset[i + 1]):
+            if not active[v]:
+                continue
+            total = 0.0
+            p = rows.start[v]
+            for s in range(len(times)):
+                if p < rows.start[v + 1] and rows.time[p] == times[s]:
+                    total += rows.change[p]
+                    p += 1
+                low[s] = min(low[s], total)
+        before = 0.0
+        for s in range(len(times)):
+            changes[times[s]] += low[s] - before
+            before = low[s]
+    return np.cumsum(changes)[:num_times]
+
+
+@njit(cache=True)
+def drop_oversized(offset: np.ndarray, rows: Rows, active: np.ndarray, margin: float) -> int:
+    """Clear `active` for strategies that exceed a row even with every other node at its least.
+
+    Returns how many were cleared, or -1 if a node has none left. `margin` allows for rounding.
+    """
+    num_times = len(rows.slack)
+    cleared = 0
+    while True:
+        room = rows.slack - least_usage(offset, rows, active)
+        if num_times and np.min(room) < -margin:
+            return -1
+        before = cleared
+        for i in range(len(offset) - 1):
+            begin, end = rows.start[offset[i]], rows.start[offset[i + 1]]
+            if begin == end:
+                continue
+            times = np.unique(rows.time[begin:end])
+            count = len(times)
+            low = np.full(count, np.inf)
+            tight = np.full(count, np.inf)
+            usage = np.zeros((offset[i + 1] - offset[i], count))
+            for v in range(offset[i], offset[i + 1]):
+                total = 0.0
+                p = rows.start[v]
+                for s in range(count):
+                    if p < rows.start[v + 1] and rows.time[p] == times[s]:
+                        total += rows.change[p]
+                        p += 1
+                    usage[v - offset[i], s] = total
+                    if active[v]:
+                        low[s] = min(low[s], total)
+            for s in range(count):
+                stop = times[s + 1] if s + 1 < count else num_times
+                for t in range(times[s], stop):
+                    tight[s] = min(tight[s], room[t])
+            left = 0
+            for v in range(offset[i], offset[i + 1]):
+                if not active[v]:
+                    continue
+                for s in range(count):
+                    if usage[v - offset[i], s] - low[s] > tight[s] + margin:
+                        active[v] = False
+                        cleared += 1
+                        break
+                left += active[v]
+            if left == 0:
+                return -1
+        if cleared == before:
+            return cleared
 
 
 @njit(cache=True)
@@ -218,22 +302,31 @@ def drop_times(graph: TableGraph) -> TableGraph:
     final = make_rows(
         graph.num_strategies, owner, np.searchsorted(kept, thin.time), thin.change, slack[kept]
     )
-    return evolve(graph, rows=final)
+    return evolve(graph, rows=final, base_time=graph.base_time[binding[kept]])
 
 
-def simplified(graph: TableGraph, active: np.ndarray | None = None, work: float = 3e9) -> TableGraph | None:
-    """Return `graph` less `active`'s complement, unsupported and dominated strategies and spare times.
+def simplified(
+    graph: TableGraph, active: np.ndarray | None = None, *, dominate: bool = True
+) -> TableGraph | None:
+    """Return `graph` reduced to `active` [strategies] and by the rules above, until none applies.
 
-    None if some node has no strategy left.
+    None if some node has no strategy left. Without `dominate` no choice that fits is lost; with it,
+    for every choice lost one at most as expensive is kept.
     """
     if active is None:
         active = np.ones(graph.num_strategies, bool)
-    if not drop_unsupported(graph.tables, active):
-        return None
-    if not active.all():
-        graph = graph.restricted(active)
-    graph = drop_times(graph)
-    active = np.ones(graph.num_strategies, bool)
-    if remove_dominated(graph.tables, graph.rows, active, work):
-        graph = drop_times(graph.restricted(active))
-    return graph
+    while True:
+        if not drop_unsupported(graph.tables, active):
+            return None
+        margin = 1e-9 * float(np.abs(graph.rows.slack).max(initial=0.0))
+        oversized = drop_oversized(graph.tables.offset, graph.rows, active, margin)
+        if oversized < 0:
+            return None
+        if oversized:
+            continue
+        if not active.all():
+            graph = graph.restricted(active)
+        graph = drop_times(graph)
+        active = np.ones(graph.num_strategies, bool)
+        if not dominate or not remove_dominated(graph.tables, graph.rows, active, _WORK):
+            return graph

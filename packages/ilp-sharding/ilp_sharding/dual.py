@@ -34,13 +34,15 @@ class DualAscent:
         self.forward = np.zeros(graph.num_nodes, dtype=np.int64)
         self.backward = np.zeros(graph.num_nodes, dtype=np.int64)
         self.price = np.zeros(graph.num_strategies)
+        self.forbidden: np.ndarray | None = None
         self.multipliers = np.zeros(graph.num_times)
         self.best = -math.inf
         self.best_multipliers = np.zeros(graph.num_times)
-        self._best_messages = (self.to_first.copy(), self.to_second.copy())
+        self.best_messages = (self.to_first.copy(), self.to_second.copy())
         self.scale = max(float(np.abs(graph.rows.slack).max(initial=0.0)), 1e-300)
         self.factor = 0.5
         self.steps = 0
+        self.mixture: np.ndarray | None = None
         self._average: np.ndarray | None = None
         self._since = 0
 
@@ -62,7 +64,33 @@ class DualAscent:
     def priced(self, multipliers: np.ndarray) -> np.ndarray:
         """Return node costs [strategies] with memory priced; `self.price` gets the prices."""
         messages.memory_prices(self.graph.rows, multipliers, self.price)
-        return self.graph.tables.cost + self.price
+        cost = self.graph.tables.cost + self.price
+        if self.forbidden is not None:
+            cost[self.forbidden] = np.inf
+        return cost
+
+    def sweep(self, cost: np.ndarray) -> None:
+        """Update all messages for node costs `cost`, multipliers untouched."""
+        tables = self.graph.tables
+        messages.forward_sweep(tables, cost, self.to_first, self.to_second, self.belief, self.forward)
+        messages.backward_sweep(tables, cost, self.to_first, self.to_second, self.belief, self.backward)
+
+    def begin(
+        self,
+        multipliers: np.ndarray,
+        start: tuple[np.ndarray, np.ndarray],
+        forbidden: np.ndarray,
+    ) -> None:
+        """Start afresh from `multipliers` and messages `start` with some strategies forbidden."""
+        self.forbidden = forbidden
+        self.multipliers = multipliers.copy()
+        self.best_multipliers = multipliers.copy()
+        self.to_first[:], self.to_second[:] = start
+        self.best_messages = (start[0].copy(), start[1].copy())
+        self.best = -math.inf
+        self.factor = 0.1
+        self._average = None
+        self._since = 0
 
     def run(self, until: float, target: Callable[[], float], patience: int = 10**9) -> float:
         """Raise the bound until `time.perf_counter()` passes `until`; return the best.
@@ -84,13 +112,17 @@ class DualAscent:
         bound, excess = self.evaluate(self.multipliers)
         if self._average is None:
             self._average = excess
+            self.mixture = self._indicator()
         else:
+            assert self.mixture is not None
             self._average = (1 - memory) * self._average + memory * excess
+            self.mixture *= 1 - memory
+            self._mix(memory)
         if bound > self.best:
             self._since = 0 if bound > self.best + 1e-5 * abs(self.best) else self._since + 1
             self.best = bound
             self.best_multipliers = self.multipliers.copy()
-            self._best_messages = (self.to_first.copy(), self.to_second.copy())
+            self.best_messages = (self.to_first.copy(), self.to_second.copy())
         else:
             self._since += 1
         if not self.graph.num_times:
@@ -108,10 +140,21 @@ class DualAscent:
         self.multipliers = np.maximum(0.0, self.multipliers + change * direction / self.scale)
         return bound
 
+    def _indicator(self) -> np.ndarray:
+        self.mixture = np.zeros(self.graph.num_strategies)
+        self._mix(1.0)
+        return self.mixture
+
+    def _mix(self, share: float) -> None:
+        assert self.mixture is not None
+        first = self.graph.tables.offset[:-1]
+        self.mixture[first + self.forward] += share / 2
+        self.mixture[first + self.backward] += share / 2
+
     def restore(self) -> None:
         """Go back to the best multipliers and their messages."""
         self.multipliers = self.best_multipliers.copy()
-        self.to_first[:], self.to_second[:] = self._best_messages
+        self.to_first[:], self.to_second[:] = self.best_messages
 
     def reduced(self, sweeps: int = 3) -> list[tuple[float, np.ndarray]]:
         """Return (bound, reduced cost [strategies]) pairs at the best multipliers.

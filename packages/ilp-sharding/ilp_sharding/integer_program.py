@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import highspy
 import numpy as np
@@ -27,6 +27,7 @@ from attrs import frozen
 
 from ilp_sharding.memory import violated_peaks
 from ilp_sharding.network import Network
+from ilp_sharding.table_graph import TableGraph
 
 _RELATIVE_TOLERANCE = 1e-7  # HiGHS bounds are trusted to this part of the cost range
 
@@ -45,12 +46,12 @@ class Outcome:
 
 
 class IntegerProgram:
-    """The program above over the open `nodes` of `network`; usage [times, strategies] and slack [times]."""
+    """The program above: node costs, pairs (a, b, table), usage [times, strategies] and slack [times]."""
 
     def __init__(
         self,
-        network: Network,
-        nodes: Sequence[int],
+        costs: list[np.ndarray],
+        pairs: list[tuple[int, int, np.ndarray]],
         usage: np.ndarray,
         slack: np.ndarray,
         *,
@@ -59,25 +60,17 @@ class IntegerProgram:
         constant: float = 0.0,
         seed: int = 0,
     ) -> None:
-        self.nodes = list(nodes)
-        sizes = np.array([len(network.cost[i]) for i in self.nodes], dtype=np.int64)
+        sizes = np.array([len(cost) for cost in costs], dtype=np.int64)
         self.offset = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.usage, self.slack, self.exact_memory = usage, slack, exact_memory
         self.present: set[int] = set()
-        position = {node: p for p, node in enumerate(self.nodes)}
-        self.shift = constant
-        costs = []
-        for node in self.nodes:
-            least = float(network.cost[node].min())
-            self.shift += least
-            costs.append(network.cost[node] - least)
-        pairs: list[tuple[int, int, np.ndarray]] = []
-        for node in self.nodes:
-            for other, table in network.tables[node].items():
-                if node < other and other in position:
-                    least = float(table.min())
-                    self.shift += least
-                    pairs.append((position[node], position[other], table - least))
+        least_cost = [float(cost.min()) for cost in costs]
+        least_pair = [float(pair[2].min()) for pair in pairs]
+        self.shift = constant + math.fsum(least_cost) + math.fsum(least_pair)
+        costs = [cost - least for cost, least in zip(costs, least_cost, strict=True)]
+        pairs = [
+            (a, b, table - least) for (a, b, table), least in zip(pairs, least_pair, strict=True)
+        ]
         finite = [v[v < np.inf] for v in costs] + [p[2][p[2] < np.inf] for p in pairs]
         largest = max((float(v.max()) for v in finite if v.size), default=0.0)
         room = cutoff - self.shift if math.isfinite(cutoff) else largest
@@ -86,8 +79,73 @@ class IntegerProgram:
         self.highs = _quiet(seed)
         self._pass_model(costs, pairs)
 
-    def solve(self, deadline: float) -> Outcome:
-        """Return the best choice under all memory rows, with its bound, before `deadline`."""
+    @classmethod
+    def of_network(
+        cls,
+        network: Network,
+        nodes: Sequence[int],
+        usage: np.ndarray,
+        slack: np.ndarray,
+        *,
+        exact_memory: bool,
+        cutoff: float,
+        seed: int,
+    ) -> IntegerProgram:
+        """Return the program over the open `nodes` of `network`."""
+        position = {node: p for p, node in enumerate(nodes)}
+        pairs = [
+            (position[node], position[other], table)
+            for node in nodes
+            for other, table in network.tables[node].items()
+            if node < other and other in position
+        ]
+        return cls(
+            [network.cost[i] for i in nodes],
+            pairs,
+            usage,
+            slack,
+            exact_memory=exact_memory,
+            cutoff=cutoff,
+            constant=network.constant(),
+            seed=seed,
+        )
+
+    @classmethod
+    def of_graph(cls, graph: TableGraph, *, cutoff: float, seed: int) -> IntegerProgram:
+        """Return the program over a table graph of moderate size."""
+        tables, rows = graph.tables, graph.rows
+        offset, bounds = tables.offset.tolist(), tables.entry_offset.tolist()
+        sizes = np.diff(tables.offset).tolist()
+        pairs = [
+            (a, b, tables.entry[bounds[e] : bounds[e + 1]].reshape(sizes[a], sizes[b]))
+            for e, (a, b) in enumerate(
+                zip(tables.first.tolist(), tables.second.tolist(), strict=True)
+            )
+        ]
+        usage = np.zeros((len(rows.slack) + 1, graph.num_strategies))
+        owner = np.repeat(np.arange(graph.num_strategies), np.diff(rows.start))
+        np.add.at(usage, (rows.time, owner), rows.change)
+        return cls(
+            [tables.cost[a:b] for a, b in zip(offset, offset[1:], strict=False)],
+            pairs,
+            np.cumsum(usage, axis=0)[:-1],
+            rows.slack,
+            exact_memory=bool(np.array_equal(rows.change, np.rint(rows.change))),
+            cutoff=cutoff,
+            constant=graph.constant,
+            seed=seed,
+        )
+
+    def solve(
+        self,
+        deadline: float,
+        on_bound: Callable[[float], None] = lambda bound: None,
+        on_choice: Callable[[np.ndarray, float], None] = lambda chosen, cost: None,
+    ) -> Outcome:
+        """Return the best choice under all memory rows, with its bound, before `deadline`.
+
+        `on_bound` and `on_choice` (positions, cost) hear of progress on the way.
+        """
         highs = self.highs
         num = int(self.offset[-1])
         bound = -math.inf
@@ -100,12 +158,14 @@ class IntegerProgram:
             if status != highspy.HighsModelStatus.kOptimal:
                 return Outcome(chosen=None, lower_bound=bound, finished=False)
             bound = max(bound, self._value(highs.getInfo().objective_function_value))
+            on_bound(bound)
             weight = np.asarray(highs.getSolution().col_value)[:num]
             if not self._add_violated(weight, tolerance=1e-6):
                 break
         highs.changeColsIntegrality(
             num, np.arange(num, dtype=np.int32), np.full(num, highspy.HighsVarType.kInteger)
         )
+        self._listen(on_bound)
         while True:
             finished = _run(highs, deadline)
             status = highs.getModelStatus()
@@ -124,10 +184,21 @@ class IntegerProgram:
             exact = np.zeros(num)
             exact[self.offset[:-1] + chosen] = 1.0
             if not self._add_violated(exact, tolerance=0.0):
+                on_choice(chosen, info.objective_function_value * self.scale + self.shift)
                 done = finished and status == highspy.HighsModelStatus.kOptimal
                 return Outcome(chosen=chosen, lower_bound=bound, finished=done)
             if not finished:
                 return Outcome(chosen=None, lower_bound=bound, finished=False)
+
+    def _listen(self, on_bound: Callable[[float], None]) -> None:
+        """Report the tree's bound while HiGHS runs."""
+
+        def heard(event: highspy.highs.HighsCallbackEvent) -> None:
+            bound = event.data_out.mip_dual_bound
+            if math.isfinite(bound):
+                on_bound(self._value(bound))
+
+        self.highs.cbMipInterrupt.subscribe(heard)
 
     def _value(self, objective: float) -> float:
         value = objective * self.scale + self.shift
@@ -166,9 +237,10 @@ class IntegerProgram:
         num = int(self.offset[-1])
         cost = [np.concatenate(costs) if costs else np.zeros(0)]
         upper = [np.where(cost[0] > self.room, 0.0, 1.0)]
-        rows = [np.repeat(np.arange(len(self.nodes)), np.diff(self.offset))]
+        num_nodes = len(costs)
+        rows = [np.repeat(np.arange(num_nodes), np.diff(self.offset))]
         columns, values = [np.arange(num)], [np.ones(num)]
-        num_rows, num_columns = len(self.nodes), num
+        num_rows, num_columns = num_nodes, num
         for a, b, table in pairs:
             k, l = np.nonzero(table <= self.room * (1 + 1e-9))
             column = num_columns + np.arange(len(k))
@@ -184,7 +256,7 @@ class IntegerProgram:
             num_rows += na + nb
             num_columns += len(k)
         side = np.zeros(num_rows)
-        side[: len(self.nodes)] = 1.0
+        side[:num_nodes] = 1.0
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = num_columns, num_rows
         objective = np.concatenate(cost)

@@ -14,15 +14,19 @@ import numpy as np
 from alpa_interchange.selection import ShardingProblem, ShardingSolution
 from attrs import evolve
 
-from ilp_sharding.direct import ELIMINATION_WORK, Search, solve_direct
+from ilp_sharding.direct import DENSE_USAGE, ELIMINATION_WORK, Search, solve_direct
 from ilp_sharding.elimination import Elimination, OutOfTime
 from ilp_sharding.evaluation import check, exact_cost
 from ilp_sharding.instance import Instance
+from ilp_sharding.memory import MemoryProfile
 from ilp_sharding.network import Network, NoAssignment
 from ilp_sharding.options import Progress, SolveOptions
 from ilp_sharding.start import greedy_start, repaired_choice
+from ilp_sharding.worker_pool import WorkerPool
 
 SOLVER = "ilp-sharding 0.1.0"
+LARGE_TABLES = 2e5  # table entries from which workers start while the problem is being reduced
+SMALL_TABLES = 2e3  # table entries up to which the integer program alone is quick
 
 
 def solve(problem: ShardingProblem, options: SolveOptions | None = None) -> ShardingSolution:
@@ -68,7 +72,10 @@ def _search(
     problem: ShardingProblem, instance: Instance, options: SolveOptions, began: float
 ) -> Search:
     search = Search(
-        instance=instance, until=began + options.deadline, gap_tolerance=options.gap_tolerance
+        instance=instance,
+        until=began + options.deadline - _closing_seconds(instance, options.deadline),
+        gap_tolerance=options.gap_tolerance,
+        seed=options.seed,
     )
     if options.progress is not None:
         callback = options.progress
@@ -100,12 +107,7 @@ def _search(
             search.raise_bound(search.lower_bound, "start")
         if search.closed:
             return search
-        network = Network(instance.without(search.objective))
-        network.reduce()
-        nodes = network.open_nodes()
-        sizes = {i: len(network.cost[i]) for i in nodes}
-        elimination = Elimination(nodes, sizes, network.tables, ELIMINATION_WORK)
-        solve_direct(network, search, elimination if elimination.complete else None)
+        _solve_reduced(instance, search, options)
     except NoAssignment:
         if search.choice is None:
             search.infeasible = True
@@ -114,6 +116,41 @@ def _search(
     except OutOfTime:
         pass
     return search
+
+
+def _closing_seconds(instance: Instance, deadline: float) -> float:
+    """Return the seconds to keep for the final check of the answer."""
+    if math.isinf(deadline):
+        return 0.0
+    return min(0.1 * deadline, 4e-6 * (instance.num_nodes + len(instance.edges)))
+
+
+def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) -> None:
+    """Reduce and solve: directly if the graph is narrow or small, else with worker processes."""
+    workers = None
+    seconds = search.until - time.perf_counter()
+    try:
+        if len(instance.table) > LARGE_TABLES and seconds > 0.2:
+            workers = WorkerPool(options.num_workers, options.seed, seconds)
+        network = Network(instance.without(search.objective))
+        network.reduce()
+        if search.late:
+            raise OutOfTime
+        nodes = network.open_nodes()
+        sizes = {i: len(network.cost[i]) for i in nodes}
+        entries = sum(table.size for i in nodes for table in network.tables[i].values()) / 2
+        elimination = Elimination(nodes, sizes, network.tables, ELIMINATION_WORK)
+        memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
+        dense = 0.0 if memory is None else memory.num_times * float(memory.offset[-1])
+        if (elimination.complete and dense < DENSE_USAGE) or entries < SMALL_TABLES:
+            solve_direct(network, search, elimination if elimination.complete else None)
+            return
+        seconds = search.until - time.perf_counter()
+        workers = workers or WorkerPool(options.num_workers, options.seed, seconds)
+        workers.solve(network, memory, search)
+    finally:
+        if workers is not None:
+            workers.close()
 
 
 def _solution(problem: ShardingProblem, search: Search, began: float) -> ShardingSolution:

@@ -48,8 +48,8 @@ class Rows(NamedTuple):
 class TableGraph:
     """A problem for the search: tables, memory rows, and labels in its base.
 
-    `constant`: cost of what is settled. `base_node` [nodes], `label` [strategies]: names in the base;
-    `settled` [base nodes]: the label of settled base nodes, -1 for open ones.
+    `constant`: cost of what is settled. `base_node` [nodes], `label` [strategies], `base_time` [times]:
+    names in the base; `settled` [base nodes]: the label of settled base nodes, -1 for open ones.
     """
 
     tables: Tables
@@ -58,6 +58,7 @@ class TableGraph:
     base_node: np.ndarray
     label: np.ndarray
     settled: np.ndarray
+    base_time: np.ndarray
 
     @property
     def num_nodes(self) -> int:
@@ -145,6 +146,7 @@ class TableGraph:
             base_node=self.base_node[open_node],
             label=self.label[kept],
             settled=settled,
+            base_time=self.base_time,
         )
 
 
@@ -174,6 +176,7 @@ def table_graph(network: Network, memory: MemoryProfile | None, slack: np.ndarra
         base_node=np.arange(len(nodes)),
         label=np.concatenate([np.arange(k) for k in sizes]) if nodes else none,
         settled=np.full(len(nodes), -1),
+        base_time=np.arange(len(rows.slack)),
     )
 
 

@@ -11,6 +11,7 @@ from alpa_interchange.document import (
 )
 from alpa_interchange.graph import Layer, LayerGraph, Op, OpGraph, Value
 from alpa_interchange.mesh import DeviceMesh, LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_interchange.plan import InputSummary, ParallelPlan, ProgramSummary, StageSharding
 from alpa_interchange.reshard import PlacedTensor, ReshardingPlan, ReshardingTask, Transfer
 from alpa_interchange.rule import Factor, ShardingRule, Strategy
 from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, TaskSpec
@@ -33,6 +34,7 @@ __all__ = [
     "DocumentError",
     "Factor",
     "HostGroup",
+    "InputSummary",
     "Instruction",
     "Layer",
     "LayerGraph",
@@ -41,9 +43,11 @@ __all__ = [
     "MeshAxis",
     "Op",
     "OpGraph",
+    "ParallelPlan",
     "PipelineSchedule",
     "PlacedStage",
     "PlacedTensor",
+    "ProgramSummary",
     "ReshardingPlan",
     "ReshardingTask",
     "ShardingProblem",
@@ -53,6 +57,7 @@ __all__ = [
     "StageCandidate",
     "StagePlan",
     "StageProblem",
+    "StageSharding",
     "Strategy",
     "SubmeshSpec",
     "TaskGraph",

@@ -39,6 +39,7 @@ class DeviceSpec:
     source: str = ""  # where the constants come from
     num_units: int = field(default=1, validator=positive)  # processors that tiles are dealt to (SMs)
     platform: str = "gpu"  # "gpu", "tpu" or "cpu"
+    sustained: float = field(default=1.0, validator=_share)  # of the peaks, held under matmul load
 
 
 @frozen(kw_only=True)

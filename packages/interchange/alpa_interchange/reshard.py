@@ -28,8 +28,8 @@ class PlacedTensor:
     def __attrs_post_init__(self) -> None:
         if len(self.axis_names) != len(self.mesh_shape):
             raise ValueError(
-                f"PlacedTensor needs one axis name per mesh axis, got {self.axis_names} for the mesh "
-                f"shape {self.mesh_shape}"
+                f"PlacedTensor needs one axis name per mesh axis, got {self.axis_names} for the "
+                f"mesh shape {self.mesh_shape}"
             )
         if not len(self.devices) == len(self.hosts) == math.prod(self.mesh_shape):
             raise ValueError(
@@ -42,8 +42,8 @@ class PlacedTensor:
         used = {axis for dim in self.spec.dims for axis in dim} | set(self.spec.partial)
         if not used <= set(self.axis_names):
             raise ValueError(
-                f"PlacedTensor.spec uses the mesh axes {sorted(used - set(self.axis_names))}, but the "
-                f"mesh has only {self.axis_names}"
+                f"PlacedTensor.spec uses the mesh axes {sorted(used - set(self.axis_names))}, but "
+                f"the mesh has only {self.axis_names}"
             )
 
 
@@ -59,8 +59,8 @@ class ReshardingTask:
         for side, placed in (("source", self.source), ("target", self.target)):
             if len(placed.spec.dims) != len(self.tensor.shape):
                 raise ValueError(
-                    f"ReshardingTask.{side}.spec has {len(placed.spec.dims)} dims, but the tensor of "
-                    f"shape {self.tensor.shape} has {len(self.tensor.shape)}"
+                    f"ReshardingTask.{side}.spec has {len(placed.spec.dims)} dims, but the tensor "
+                    f"of shape {self.tensor.shape} has {len(self.tensor.shape)}"
                 )
 
 
@@ -68,10 +68,10 @@ class ReshardingTask:
 class Transfer:
     """One operation of a plan: `sender` passes the slice `start..stop` (per dim) to `receivers`.
 
-    method "copy" sends to the only receiver, "broadcast" runs a pipelined chain through the receivers
-    in the given order in `num_chunks` pieces, "gather" is an all-gather among the receivers of pieces
-    that earlier transfers (`after`, indices into the plan) delivered, "local" stays on the device.
-    A transfer starts once all of `after` have finished.
+    method "copy" sends to the only receiver, "broadcast" runs a pipelined chain through the
+    receivers in the given order in `num_chunks` pieces, "gather" is an all-gather among the
+    receivers of pieces that earlier transfers (`after`, indices into the plan) delivered, "local"
+    stays on the device. A transfer starts once all of `after` have finished.
     """
 
     method: str
@@ -91,7 +91,7 @@ class Transfer:
 
 @frozen(kw_only=True)
 class ReshardingPlan:
-    """Transfers in the order every participant issues them, with the predicted time and its bound."""
+    """Transfers in the order every participant issues them, with predicted time and its bound."""
 
     task: ReshardingTask
     transfers: tuple[Transfer, ...]

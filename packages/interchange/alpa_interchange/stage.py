@@ -23,7 +23,9 @@ class StageCandidate:
     forward_seconds: float = field(validator=non_negative)
     backward_seconds: float = field(validator=non_negative)
     step_seconds: float = field(default=0.0, validator=non_negative)  # once per step: sync, update
-    state_bytes: float = field(default=0.0, validator=non_negative)  # parameters, optimiser, gradients
+    state_bytes: float = field(
+        default=0.0, validator=non_negative
+    )  # parameters, optimiser, gradients
     activation_bytes: float = field(default=0.0, validator=non_negative)  # per microbatch in flight
     transient_bytes: float = field(default=0.0, validator=non_negative)  # largest temporary
     # Seconds to send one microbatch's activations to the next stage; gradients take as long back.

@@ -1,8 +1,8 @@
 """All meshes in one process: one Python thread issues every mesh's instructions, jax runs them.
 
 jax dispatch is asynchronous, so the thread walks the instruction lists in dependency order, and the
-meshes compute side by side as far as the devices allow. A send hands over the reference; the receive
-starts the copy to the layout of the receiving mesh.
+meshes compute side by side as far as the devices allow. A send hands over the reference; the
+receive starts the copy to the layout of the receiving mesh.
 """
 
 from __future__ import annotations
@@ -12,13 +12,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from alpa_interchange.schedule import Instruction, PipelineSchedule
 from attrs import field, frozen
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
-from mesh_runtime.exported import executable_of
+from alpa_interchange.schedule import Instruction, PipelineSchedule
+from mesh_runtime.boundary import (
+    check_present,
+    complete_layouts,
+    destinations,
+    layout_on,
+    listing,
+)
+from mesh_runtime.carry import check_outputs, with_carries
 from mesh_runtime.order import ScheduleOrder, check_schedule, describe, value_name
 from mesh_runtime.runtime import Executable, StepError, ValueShardings
+from mesh_runtime.task_programs import TaskProgram, call, check_tasks, task_programs
 from mesh_runtime.trace import Recorder, TraceEvent
 
 Transfer = Callable[[jax.Array, Sharding], jax.Array]
@@ -31,7 +39,7 @@ class _Loaded:
 
     schedule: PipelineSchedule
     order: ScheduleOrder
-    executables: Mapping[str, Callable[..., Sequence[jax.Array]]]
+    programs: tuple[dict[str, TaskProgram], ...] = field(repr=False)
     shardings: tuple[dict[str, NamedSharding], ...] = field(repr=False)
     outputs: tuple[str, ...]
     carry: dict[str, str]
@@ -41,8 +49,8 @@ class InProcessRuntime:
     """Runs pipeline schedules on meshes of this process's devices; follows `Runtime`.
 
     `transfer(array, sharding)` moves a value to another mesh (default `jax.device_put`). `trace` is
-    one of "none", "dispatch", "ready", "blocking" (see `Recorder`); the events of the last step are in
-    the attribute `trace`.
+    one of "none", "dispatch", "ready", "blocking" (see `Recorder`); the events of the last step
+    are in the attribute `trace`.
     """
 
     def __init__(
@@ -77,55 +85,56 @@ class InProcessRuntime:
         carry: Mapping[str, str] | None = None,
         donated: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Check and install a schedule; see `Runtime.load`. Resident buffers stay where they are."""
+        """Check and install a schedule; see `Runtime.load`. Resident buffers stay."""
         if len(schedule.programs) != len(self.meshes):
             raise ValueError(
-                f"the schedule {schedule.name!r} has programs for {len(schedule.programs)} meshes, but "
-                f"the runtime was made with {len(self.meshes)}"
+                f"the schedule {schedule.name!r} has programs for {len(schedule.programs)} "
+                f"meshes, but the runtime was made with {len(self.meshes)}"
             )
         if len(shardings) != len(self.meshes):
             raise ValueError(
-                f"shardings must have one mapping per mesh ({len(self.meshes)}), got {len(shardings)}"
+                f"shardings must have one mapping per mesh ({len(self.meshes)}), got "
+                f"{len(shardings)}"
             )
+        outputs, carry = tuple(outputs), dict(carry or {})
+        order = check_schedule(schedule)
+        check_outputs(order, outputs, carry)
+        check_tasks(schedule.programs, executables)
+        schedule = with_carries(schedule, order, carry)
         order = check_schedule(schedule)
         placed = tuple(
-            {value: _on_mesh(index, mesh, value, spec) for value, spec in mapping.items()}
-            for index, (mesh, mapping) in enumerate(zip(self.meshes, shardings, strict=True))
+            {value: layout_on(index, mesh, value, spec) for value, spec in mapping.items()}
+            for index, (mesh, mapping) in enumerate(
+                zip(self.meshes, complete_layouts(schedule, order, shardings, carry), strict=True)
+            )
         )
-        callables = _prepare(schedule, executables, self.meshes, donated or {})
-        _check_shardings(schedule, order, placed)
-        outputs, carry = tuple(outputs), dict(carry or {})
-        _check_outputs(order, outputs, carry)
         self._loaded = _Loaded(
             schedule=schedule,
             order=order,
-            executables=callables,
+            programs=tuple(
+                task_programs(program, executables, mesh, donated or {})
+                for program, mesh in zip(schedule.programs, self.meshes, strict=True)
+            ),
             shardings=placed,
             outputs=outputs,
             carry=carry,
         )
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Make `inputs` resident on every mesh that reads them; arrays already there are not copied."""
+        """Make `inputs` resident on every mesh that reads them; arrays in place are not copied."""
         loaded = self._program()
-        for mesh, name in _destinations(loaded.order, inputs, "put"):
+        for mesh, name in destinations(loaded.order, inputs, "put"):
             self._resident[mesh][name] = self._place(loaded, mesh, name, inputs[name])
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Issue one step and return its outputs without waiting for them."""
         loaded = self._program()
         resident, batch_buffers = self._resident, [dict[str, jax.Array]() for _ in self.meshes]
-        for mesh, name in _destinations(loaded.order, batch, "step"):
+        for mesh, name in destinations(loaded.order, batch, "step"):
             batch_buffers[mesh][name] = self._place(loaded, mesh, name, batch[name])
         buffers = [{**resident[mesh], **batch_buffers[mesh]} for mesh in range(len(self.meshes))]
         for mesh, names in enumerate(loaded.order.inputs):
-            missing = [name for name in names if name not in buffers[mesh]]
-            if missing:
-                raise StepError(
-                    f"mesh {mesh} reads {_listing(missing)} before anything writes it; give it to "
-                    "put() (state) or step() (batch). A state buffer that the schedule frees or donates "
-                    "needs an entry in `carry` to survive the step"
-                )
+            check_present(mesh, names, buffers[mesh])
         recorder = Recorder(self.trace_mode, len(self.meshes))
         try:
             self._issue(loaded, buffers, recorder)
@@ -147,7 +156,7 @@ class InProcessRuntime:
             holder = next((held for held in self._resident if name in held), None)
             if holder is None:
                 known = sorted({name for held in self._resident for name in held})
-                raise KeyError(f"no mesh holds buffer {name!r}; resident are {_listing(known)}")
+                raise KeyError(f"no mesh holds buffer {name!r}; resident are {listing(known)}")
             found[name] = holder[name]
         return found
 
@@ -164,7 +173,8 @@ class InProcessRuntime:
 
     def _place(self, loaded: _Loaded, mesh: int, name: str, array: Any) -> jax.Array:
         sharding = loaded.shardings[mesh][value_name(name)]
-        return jax.device_put(array, sharding)
+        placed: jax.Array = jax.device_put(array, sharding)
+        return placed
 
     def _issue(self, loaded: _Loaded, buffers: list[Buffers], recorder: Recorder) -> None:
         """Execute every instruction in dependency order."""
@@ -179,7 +189,7 @@ class InProcessRuntime:
             written: Sequence[jax.Array] = ()
             if instruction.kind == "run":
                 read = [held[name] for name in instruction.inputs]
-                written = _run(loaded, mesh, position, instruction, read)
+                written = call(loaded.programs[mesh], mesh, position, instruction, read)
                 held.update(zip(instruction.outputs, written, strict=True))
             elif instruction.kind == "send":
                 assert instruction.peer is not None
@@ -212,7 +222,8 @@ class InProcessRuntime:
             except Exception as error:
                 gone = ": it was donated to a run before" if array.is_deleted() else ""
                 raise StepError(
-                    f"{describe(mesh, position, instruction)}: moving {name!r} failed{gone}: {error}"
+                    f"{describe(mesh, position, instruction)}: moving {name!r} failed{gone}: "
+                    f"{error}"
                 ) from error
         return received
 
@@ -236,159 +247,10 @@ class InProcessRuntime:
             )
         for source, target in loaded.carry.items():
             for mesh, names in enumerate(loaded.order.inputs):
-                if target not in names:
-                    continue
-                if source in buffers[mesh]:
+                if target in names:
                     kept[mesh][target] = buffers[mesh][source]
-                else:
-                    array = _holder(buffers, source)[source]
-                    kept[mesh][target] = self._transfer(array, loaded.shardings[mesh][target])
         self._resident = kept
-
-
-def _run(
-    loaded: _Loaded,
-    mesh: int,
-    position: int,
-    instruction: Instruction,
-    arguments: Sequence[jax.Array],
-) -> Sequence[jax.Array]:
-    """Return what the executable of a run gives; an error names the instruction and the culprit."""
-    try:
-        results = loaded.executables[instruction.task](*arguments)
-    except Exception as error:
-        gone = [
-            name
-            for name, array in zip(instruction.inputs, arguments, strict=True)
-            if array.is_deleted()
-        ]
-        reason = (
-            f"its input {_listing(gone)} was donated to an earlier run; a donated buffer may not be read "
-            f"again ({error})"
-            if gone
-            else str(error)
-        )
-        raise StepError(f"{describe(mesh, position, instruction)} failed: {reason}") from error
-    if not isinstance(results, tuple | list) or len(results) != len(instruction.outputs):
-        came = f"{len(results)} arrays" if isinstance(results, tuple | list) else type(results)
-        raise StepError(
-            f"{describe(mesh, position, instruction)} must return {len(instruction.outputs)} arrays "
-            f"({_listing(instruction.outputs)}), but its executable returned {came}"
-        )
-    return results
-
-
-def _prepare(
-    schedule: PipelineSchedule,
-    executables: Mapping[str, Executable],
-    meshes: Sequence[Mesh],
-    donated: Mapping[str, Sequence[str]],
-) -> dict[str, Callable[..., Sequence[jax.Array]]]:
-    """Return a callable per task the schedule runs; exported programs are loaded for their mesh."""
-    ready: dict[str, Callable[..., Sequence[jax.Array]]] = {}
-    where: dict[str, int] = {}
-    for mesh, program in enumerate(schedule.programs):
-        for position, instruction in enumerate(program):
-            task = instruction.task
-            if instruction.kind != "run" or where.get(task) == mesh:
-                continue
-            if task in where:
-                raise ValueError(
-                    f"task {task!r} runs on mesh {where[task]} and on mesh {mesh}; a task belongs to one "
-                    "mesh, so give the two programs different names"
-                )
-            where[task] = mesh
-            if task not in executables:
-                raise ValueError(
-                    f"{describe(mesh, position, instruction)} has no executable; executables are given "
-                    f"for {_listing(sorted(executables))}"
-                )
-            values = tuple(value_name(name) for name in instruction.inputs)
-            ready[task] = executable_of(
-                task, executables[task], meshes[mesh], values, tuple(donated.get(task, ()))
-            )
-    return ready
-
-
-def _on_mesh(
-    index: int, mesh: Mesh, value: str, spec: NamedSharding | PartitionSpec
-) -> NamedSharding:
-    """Return the layout of `value` on mesh number `index`; refuse devices outside it."""
-    if isinstance(spec, PartitionSpec):
-        return NamedSharding(mesh, spec)
-    if not isinstance(spec, NamedSharding):
-        raise TypeError(
-            f"shardings[{index}][{value!r}] must be a NamedSharding or PartitionSpec, got {spec!r}"
-        )
-    inside = set(mesh.devices.flat)
-    if isinstance(spec.mesh, Mesh) and not spec.device_set <= inside:
-        raise ValueError(
-            f"shardings[{index}][{value!r}] covers {len(spec.device_set)} devices, of which "
-            f"{len(spec.device_set - inside)} are not among the {len(inside)} devices of mesh {index}"
-        )
-    return spec if isinstance(spec.mesh, Mesh) else NamedSharding(mesh, spec.spec)
-
-
-def _check_shardings(
-    schedule: PipelineSchedule,
-    order: ScheduleOrder,
-    shardings: Sequence[Mapping[str, NamedSharding]],
-) -> None:
-    """Refuse a schedule with an input or received value whose layout is unknown."""
-    for mesh, program in enumerate(schedule.programs):
-        for name in order.inputs[mesh]:
-            if value_name(name) not in shardings[mesh]:
-                raise ValueError(f"input {name!r} of mesh {mesh} has no entry in shardings[{mesh}]")
-        for position, instruction in enumerate(program):
-            if instruction.kind == "receive":
-                for name in instruction.outputs:
-                    if value_name(name) not in shardings[mesh]:
-                        raise ValueError(
-                            f"{describe(mesh, position, instruction)}: {value_name(name)!r} has no entry "
-                            f"in shardings[{mesh}], so its layout there is unknown"
-                        )
-
-
-def _check_outputs(order: ScheduleOrder, outputs: Sequence[str], carry: Mapping[str, str]) -> None:
-    """Refuse outputs and carried buffers that no mesh holds after a step."""
-    remaining = {name for names in order.remaining for name in names}
-    inputs = {name for names in order.inputs for name in names}
-    for name in outputs:
-        if name not in remaining:
-            raise ValueError(
-                f"output {name!r} is on no mesh after the step; it is never written, or it is freed"
-            )
-    for source, target in carry.items():
-        if source not in remaining:
-            raise ValueError(
-                f"carry: {source!r} (to become {target!r}) is on no mesh after the step; it is never "
-                "written, or it is freed"
-            )
-        if target not in inputs:
-            raise ValueError(
-                f"carry: {target!r} (to be replaced by {source!r}) is an input of no mesh"
-            )
-
-
-def _destinations(order: ScheduleOrder, names: Iterable[str], verb: str) -> list[tuple[int, str]]:
-    """Return (mesh, name) for every mesh that has `name` as an input; refuse unknown names."""
-    found = []
-    for name in names:
-        meshes = [mesh for mesh, inputs in enumerate(order.inputs) if name in inputs]
-        if not meshes:
-            known = sorted({name for inputs in order.inputs for name in inputs})
-            raise ValueError(
-                f"{verb}: {name!r} is an input of no mesh; the schedule's inputs are {_listing(known)}"
-            )
-        found += [(mesh, name) for mesh in meshes]
-    return found
 
 
 def _holder(buffers: Sequence[Buffers], name: str) -> Buffers:
     return next(held for held in buffers if name in held)
-
-
-def _listing(names: Sequence[str], limit: int = 12) -> str:
-    """Return names for a message, shortened past `limit`."""
-    shown = ", ".join(repr(name) for name in names[:limit]) or "nothing"
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

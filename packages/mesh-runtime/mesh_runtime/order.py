@@ -1,16 +1,17 @@
-"""The order in which one thread can execute all programs of a schedule, found and checked before a step.
+"""The order in which one thread can execute all programs of a schedule, checked before a step.
 
 `check_schedule` interprets the instruction lists without data. A schedule that would block, read a
-buffer that is not there, or pair a send with the wrong receive is refused with the mesh, the position
-in its list and the buffer, so that none of this can happen in the middle of a step.
+buffer that is not there, or pair a send with the wrong receive is refused with the mesh, the
+position in its list and the buffer, so that none of this can happen in the middle of a step.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from alpa_interchange.schedule import Instruction, PipelineSchedule
 from attrs import frozen
+
+from alpa_interchange.schedule import Instruction, PipelineSchedule
 
 
 class ScheduleError(ValueError):
@@ -22,8 +23,8 @@ class ScheduleOrder:
     """What a checked schedule does, mesh by mesh.
 
     `turns` holds (mesh, position in its program) in an order that respects every send before its
-    receive. `inputs[mesh]` are the buffers that must be on the mesh before the step, in the order of
-    first use; `remaining[mesh]` those that are there after it.
+    receive. `inputs[mesh]` are the buffers that must be on the mesh before the step, in the order
+    of first use; `remaining[mesh]` those that are there after it.
     """
 
     turns: tuple[tuple[int, int], ...]
@@ -37,7 +38,7 @@ def value_name(buffer: str) -> str:
 
 
 def describe(mesh: int, position: int, instruction: Instruction) -> str:
-    """Return the words that name one instruction in an error: mesh, position, kind, task, buffers."""
+    """Return the words that name one instruction in an error: mesh, position, kind, buffers."""
     parts = [instruction.kind]
     if instruction.task:
         parts.append(repr(instruction.task))
@@ -104,8 +105,8 @@ class _Interpreter:
         for (source, target), queue in self.channels.items():
             if queue:
                 raise ScheduleError(
-                    f"mesh {source} sends {', '.join(queue[0])} to mesh {target}, which never receives it; "
-                    "every send needs a receive in the same order"
+                    f"mesh {source} sends {', '.join(queue[0])} to mesh {target}, which never "
+                    "receives it; every send needs a receive in the same order"
                 )
         return ScheduleOrder(
             turns=tuple(self.turns),
@@ -139,15 +140,16 @@ class _Interpreter:
         sent = queue.popleft()
         if sent != instruction.outputs:
             raise ScheduleError(
-                f"{describe(mesh, position, instruction)} expects {', '.join(instruction.outputs)}, but "
-                f"the next send of mesh {peer} to it carries {', '.join(sent)}; sends and receives "
-                "between two meshes must match in order"
+                f"{describe(mesh, position, instruction)} expects "
+                f"{', '.join(instruction.outputs)}, but the next send of mesh {peer} to it "
+                f"carries {', '.join(sent)}; sends and receives between two meshes must match in "
+                "order"
             )
         for name in instruction.outputs:
             if name in self.alive[mesh]:
                 raise ScheduleError(
-                    f"{describe(mesh, position, instruction)} would overwrite buffer {name!r}, which is "
-                    "still there; free it first"
+                    f"{describe(mesh, position, instruction)} would overwrite buffer {name!r}, "
+                    "which is still there; free it first"
                 )
             self.alive[mesh][name] = None
         return True
@@ -157,8 +159,8 @@ class _Interpreter:
             return
         if name in self.gone[mesh]:
             raise ScheduleError(
-                f"{describe(mesh, position, instruction)} reads buffer {name!r}, which an earlier free "
-                "dropped; move the free behind the last use"
+                f"{describe(mesh, position, instruction)} reads buffer {name!r}, which an earlier "
+                "free dropped; move the free behind the last use"
             )
         self.inputs[mesh][name] = None
         self.alive[mesh][name] = None

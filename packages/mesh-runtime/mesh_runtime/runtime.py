@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
-from alpa_interchange.schedule import PipelineSchedule
 from jax.sharding import NamedSharding, PartitionSpec
 
+from alpa_interchange.schedule import PipelineSchedule
 from mesh_runtime.trace import TraceEvent
 
 Executable: TypeAlias = Callable[..., Sequence[jax.Array]] | bytes
@@ -26,9 +26,9 @@ class WorkerError(StepError):
 class Runtime(Protocol):
     """Meshes that hold arrays and execute a pipeline schedule, one step at a time.
 
-    A buffer is named `value` (once per step) or `value@microbatch`. A runtime keeps *resident* buffers
-    (state) on the meshes between steps; batch buffers and everything computed are dropped after a step
-    unless an output is carried back to an input.
+    A buffer is named `value` (once per step) or `value@microbatch`. A runtime keeps *resident*
+    buffers (state) on the meshes between steps; batch buffers and everything computed are dropped
+    after a step unless an output is carried back to an input.
     """
 
     @property
@@ -51,8 +51,8 @@ class Runtime(Protocol):
         `executables[task]` is called with the buffers of a run in the order of its `inputs` and
         returns those of its `outputs`; bytes are a program serialised by `jax.export`.
         `shardings[mesh][value]` is the layout of an input or received value there. After each step
-        the buffer `k` takes the place of the input `j` for every `carry[k] = j`, without leaving its
-        devices; `outputs` are handed back by `step`. `donated[task]` names input values that an
+        the buffer `k` takes the place of the input `j` for every `carry[k] = j`, without leaving
+        its devices; `outputs` are handed back by `step`. `donated[task]` names input values that an
         exported program may overwrite (callables donate by themselves).
         """
         ...

@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 
 import jax
-from alpa_interchange.schedule import Instruction
 from attrs import frozen
+
+from alpa_interchange.schedule import Instruction
 
 TRACE_MODES = ("none", "dispatch", "ready", "blocking")
 
@@ -28,9 +29,10 @@ class Recorder:
     """Collects the events of one step.
 
     Mode "dispatch" notes when the host issued each instruction, "blocking" waits for its results
-    before going on (exact durations, meshes one after another). "ready" leaves the step asynchronous:
-    two watcher threads per mesh, one for runs and one for receives, wait for results in issue order,
-    so that start = max(issue, previous run done, inputs there) and stop = results there.
+    before going on (exact durations, meshes one after another). "ready" leaves the step
+    asynchronous: two watcher threads per mesh, one for runs and one for receives, wait for results
+    in issue order, so that start = max(issue, previous run done, inputs there) and stop = results
+    there.
     """
 
     def __init__(self, mode: str, num_meshes: int) -> None:

@@ -1,10 +1,11 @@
 import jax
 import numpy as np
 import pytest
-from alpa_interchange.schedule import Instruction, PipelineSchedule
 from attrs import evolve
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime import InProcessRuntime, StepError
 
 

@@ -4,8 +4,8 @@ For a task with slices i of D_i bytes, held by the devices H_i and needed elsewh
 
     every host h takes in what its devices need and none of them holds:
         T >= sum {D_i : h in hosts(R_i) \ hosts(H_i)} / nic                   -> receive_seconds()
-    every slice wanted by a host that lacks it leaves the hosts of H_i at least once; with x_ih bytes
-    of it leaving host h, sum_h x_ih = D_i, the busiest card is at least
+    every slice wanted by a host that lacks it leaves the hosts of H_i at least once; with x_ih
+    bytes of it leaving host h, sum_h x_ih = D_i, the busiest card is at least
         T >= min_x max_h sum_i x_ih / nic = max over host sets S of
              sum {D_i : hosts(H_i) inside S} / (|S| nic)                      -> send_seconds()
     the same two for devices and their ports.
@@ -24,10 +24,8 @@ from resharding.network import Network
 from resharding.slices import Slice
 
 
-def lower_bound(
-    slices: Iterable[Slice], host_of: Mapping[int, int], network: Network
-) -> float:
-    """Return seconds that every plan for `slices` takes at least in the fluid model of `network`."""
+def lower_bound(slices: Iterable[Slice], host_of: Mapping[int, int], network: Network) -> float:
+    """Return seconds that every plan for `slices` takes at least in the model of `network`."""
     into_host: dict[int, float] = {}
     into_device: dict[int, float] = {}
     from_hosts: dict[frozenset[int], float] = {}

@@ -1,7 +1,7 @@
 """What every device holds while a plan runs, on the grid of all its cuts: the validity check.
 
-`Ledger` follows a plan element-exactly without touching data: each device is a boolean array over the
-cells between neighbouring cuts (tile borders and transfer borders).
+`Ledger` follows a plan element-exactly without touching data: each device is a boolean array over
+the cells between neighbouring cuts (tile borders and transfer borders).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 
 import numpy as np
-from alpa_interchange.reshard import ReshardingPlan, ReshardingTask, Transfer
 from numpy.typing import NDArray
 
+from alpa_interchange.reshard import ReshardingPlan, ReshardingTask, Transfer
 from resharding.slices import Box, device_tiles
 from resharding.traffic import gathered_pieces
 
@@ -31,7 +31,9 @@ class Ledger:
         boxes = [*self.source.values(), *self.target.values()]
         boxes += [Box(transfer.start, transfer.stop) for transfer in transfers]
         self.cuts = [
-            sorted({edge for box in boxes for edge in (box.start[dim], box.stop[dim])} | {0, extent})
+            sorted(
+                {edge for box in boxes for edge in (box.start[dim], box.stop[dim])} | {0, extent}
+            )
             for dim, extent in enumerate(shape)
         ]
         grid = tuple(len(cuts) - 1 for cuts in self.cuts)
@@ -54,7 +56,8 @@ class Ledger:
         for device in (transfer.sender, *transfer.receivers):
             if device not in self.held:
                 raise PlanError(
-                    f"transfer {index} ({transfer.method}) names device {device}, which is in neither mesh"
+                    f"transfer {index} ({transfer.method}) names device {device}, which is in "
+                    "neither mesh"
                 )
         if transfer.method == "gather":
             union = np.zeros_like(self.held[transfer.sender])
@@ -63,13 +66,13 @@ class Ledger:
                     union[self.cells(piece)] |= self.held[owner][self.cells(piece)]
             if not union[where].all():
                 raise PlanError(
-                    f"transfer {index} gathers {transfer.start}..{transfer.stop}, but the pieces that "
-                    f"the transfers {transfer.after} gave to its receivers are not all of it"
+                    f"transfer {index} gathers {transfer.start}..{transfer.stop}, but the pieces "
+                    f"that the transfers {transfer.after} gave to its receivers are not all of it"
                 )
         elif not self.held[transfer.sender][where].all():
             raise PlanError(
-                f"transfer {index} ({transfer.method}) sends {transfer.start}..{transfer.stop} from "
-                f"device {transfer.sender}, which does not hold all of it when it starts"
+                f"transfer {index} ({transfer.method}) sends {transfer.start}..{transfer.stop} "
+                f"from device {transfer.sender}, which does not hold all of it when it starts"
             )
 
     def finish(self, transfer: Transfer) -> None:
@@ -83,7 +86,8 @@ class Ledger:
         for device, box in self.target.items():
             if not self.held[device][self.cells(box)].all():
                 raise PlanError(
-                    f"after the plan device {device} lacks a part of its tile {box.start}..{box.stop}"
+                    f"after the plan device {device} lacks a part of its tile "
+                    f"{box.start}..{box.stop}"
                 )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from alpa_interchange.check import non_negative, positive
 from attrs import field, frozen
+
+from alpa_interchange.check import non_negative, positive
 
 ISSUE_MODELS = ("host", "device", "none")
 
@@ -14,14 +15,15 @@ ISSUE_MODELS = ("host", "device", "none")
 class Network:
     """A switch without blocking between hosts of equal kind; all ports are full duplex.
 
-    `nic_bandwidth` is what a host sends and receives over its network card, `device_bandwidth` what a
-    device sends and receives over its own port, inside the host or through the card: bytes/s.
-    `latency` is charged per hop and chunk, seconds. `chunk_bytes` is the size of the pieces a
-    broadcast chain is cut into when latency is 0, `least_chunk_bytes` the smallest useful piece.
+    `nic_bandwidth` is what a host sends and receives over its network card, `device_bandwidth`
+    what a device sends and receives over its own port, inside the host or through the card:
+    bytes/s. `latency` is charged per hop and chunk, seconds. `chunk_bytes` is the size of the
+    pieces a broadcast chain is cut into when latency is 0, `least_chunk_bytes` the smallest useful
+    piece.
 
     `issue` says how a participant works off its operations: "host": one at a time per host, in plan
-    order (a worker that blocks: the model of arXiv 2211.05322), "device": one at a time per device (a
-    stream), "none": everything at once.
+    order (a worker that blocks: the model of arXiv 2211.05322), "device": one at a time per device
+    (a stream), "none": everything at once.
     """
 
     nic_bandwidth: float = field(default=1.25e9, validator=positive)
@@ -44,8 +46,8 @@ class Network:
     def num_chunks(self, num_bytes: float, hops: tuple[bool, ...]) -> int:
         """Return how many pieces to cut a chain broadcast into; `hops[k]`: hop k crosses hosts.
 
-        With K chunks the last receiver is done at D/b + f/K + (K + H - 1) latency, where f is the sum
-        of D/b over the hops less the slowest one: the best K is the root of f/latency. Without
+        With K chunks the last receiver is done at D/b + f/K + (K + H - 1) latency, where f is the
+        sum of D/b over the hops less the slowest one: the best K is the root of f/latency. Without
         latency, chunks of `chunk_bytes`, or smaller ones until the fill costs under one per cent.
         """
         if len(hops) < 2 or num_bytes <= 0:

@@ -5,12 +5,15 @@ hosts (or devices) that cannot do two operations at once, for T_j seconds. A job
 lanes are free: start = max {free_l}, then free_l = start + T_j (arXiv 2211.05322, section 3; the
 `evaluate_one_solution` of its code). Minimise the makespan max_l free_l.
 
-    lower bound: every lane's unavoidable load, and the shared load of sender sets   -> makespan_bound()
+    lower bound: every lane's unavoidable load, and the shared load of sender sets
+        -> makespan_bound()
     list scheduling: always the pair that can start first; among those the one with the most loaded
-        lanes, so that no critical lane idles; repeated with seeded noise            -> greedy_order()
+        lanes, so that no critical lane idles; repeated with seeded noise
+        -> greedy_order()
     exact search over active schedules (Giffler and Thompson): some job that shares a lane with the
         earliest-finishing pair must start before that pair would finish; nodes are cut by
-        free_l + remaining unavoidable load of l, which never overestimates          -> exact_order()
+        free_l + remaining unavoidable load of l, which never overestimates
+        -> exact_order()
 
 Durations are those of the slices themselves; searches are limited by counts, never by the clock, so
 equal input gives an equal plan everywhere.
@@ -29,7 +32,7 @@ from resharding.bound import send_seconds
 
 @frozen(kw_only=True)
 class Job:
-    """One operation to place: `senders` are the candidate devices, `receivers` the devices it feeds."""
+    """One operation to place: any of `senders` (devices) feeds all of `receivers` (devices)."""
 
     seconds: float
     senders: tuple[int, ...]
@@ -76,20 +79,16 @@ def makespan_bound(pairs: _Pairs) -> float:
     busiest = float((pairs.unavoidable * seconds[:, None]).sum(axis=0).max(initial=0.0))
     shared: dict[frozenset[int], float] = {}
     for j, job in enumerate(pairs.jobs):
-        choices = frozenset(
-            int(lane)
+        extra = [
+            np.flatnonzero(pairs.lanes[row] & ~pairs.unavoidable[j])
             for row in np.flatnonzero(pairs.job == j)
-            for lane in np.flatnonzero(pairs.lanes[row] & ~pairs.unavoidable[j])
-        )
-        forced = frozenset(int(lane) for lane in np.flatnonzero(pairs.unavoidable[j]))
-        group = choices or forced
+        ]
+        if all(len(lanes) for lanes in extra):
+            group = frozenset(int(lane) for lanes in extra for lane in lanes)
+        else:
+            group = frozenset(int(lane) for lane in np.flatnonzero(pairs.unavoidable[j]))
         shared[group] = shared.get(group, 0.0) + job.seconds
-    return max(busiest, send_seconds(_single_groups(shared), 1.0))
-
-
-def _single_groups(shared: dict[frozenset[int], float]) -> dict[frozenset[int], float]:
-    """Return the groups in which a job occupies exactly one lane of its group."""
-    return {group: load for group, load in shared.items() if group}
+    return max(busiest, send_seconds(shared, 1.0))
 
 
 def find_order(
@@ -160,7 +159,7 @@ def greedy_order(pairs: _Pairs, random: np.random.Generator | None) -> Order:
 
 
 def exact_order(pairs: _Pairs, incumbent: Order, bound: float, node_limit: int) -> Order:
-    """Return an order no worse than `incumbent`, the best one if the search ends within its nodes."""
+    """Return an order no worse than `incumbent`: the best one if the nodes last."""
     search = _Search(pairs, incumbent, bound, node_limit)
     search.explore([0.0] * pairs.lanes.shape[1], search.load, [])
     return search.best
@@ -214,7 +213,7 @@ class _Search:
         return any(a + b >= limit for a, b in zip(free, load, strict=True))
 
     def _branches(self, free: list[float]) -> list[tuple[float, tuple[int, ...], int, int]]:
-        """Return (start, lanes, job, sender) of the pairs one of which comes next in some best order."""
+        """Return (start, lanes, job, sender) of pairs, one of which is next in some best order."""
         pairs = [
             (max((free[lane] for lane in lanes), default=0.0), lanes, j, sender)
             for j in sorted(self.open)
@@ -222,7 +221,5 @@ class _Search:
         ]
         first = min(pairs, key=lambda pair: pair[0] + self.pairs.jobs[pair[2]].seconds)
         end, shared = first[0] + self.pairs.jobs[first[2]].seconds, set(first[1])
-        rivals = [
-            pair for pair in pairs if pair[0] < end and not shared.isdisjoint(pair[1])
-        ]
+        rivals = [pair for pair in pairs if pair[0] < end and not shared.isdisjoint(pair[1])]
         return sorted(rivals, key=lambda pair: (pair[0], -self.pairs.jobs[pair[2]].seconds))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from attrs import field, frozen
+
 from alpa_interchange.check import non_negative
 from alpa_interchange.reshard import ReshardingPlan, ReshardingTask
 from alpa_interchange.tensor import dtype_bytes
-from attrs import field, frozen
-
 from resharding.bound import lower_bound
 from resharding.network import Network
 from resharding.simulator import simulate
@@ -17,7 +17,7 @@ from resharding.traffic import card_seconds
 
 @frozen(kw_only=True)
 class PlanOptions:
-    """How hard to search. All limits are counts, so the same task gives the same plan everywhere."""
+    """How hard to search. All limits are counts, so the same task gives the same plan always."""
 
     seed: int = 0
     num_restarts: int = field(default=8, validator=non_negative)  # of the greedy order
@@ -33,9 +33,9 @@ def plan(
 ) -> ReshardingPlan:
     """Return the transfers that carry out `task`, their time on `network` and its lower bound.
 
-    "auto" drafts every strategy with a list schedule, passes over those that cannot beat the best so
-    far, simulates the others, and searches for a better order of the winner. Source and target may
-    share devices or hosts; partial layouts are refused.
+    "auto" drafts every strategy with a list schedule, passes over those that cannot beat the best
+    so far, simulates the others, and searches for a better order of the winner. Source and target
+    may share devices or hosts; partial layouts are refused.
     """
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ValueError(

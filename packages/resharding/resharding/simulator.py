@@ -1,7 +1,7 @@
 """The referee: what a plan takes in a fluid model of the network, and whether it is valid.
 
-Model (event-driven): a full-duplex card per host and a full-duplex port per device, a switch without
-blocking, rates by max-min fair sharing.
+Model (event-driven): a full-duplex card per host and a full-duplex port per device, a switch
+without blocking, rates by max-min fair sharing.
 
 * copy: one flow of D bytes.
 * broadcast: a chain; all hops run at one rate. After the D bytes it takes the fill time
@@ -10,9 +10,10 @@ blocking, rates by max-min fair sharing.
 * local: nothing.
 * latency: (K + H - 1) per chain of H hops and K chunks, n - 1 per ring, 1 per copy.
 
-An operation starts when all of `after` are done and, by the issue model of the network, every earlier
-operation of its hosts ("host") or devices ("device") is done. The bytes an operation sends must be on
-its sender when it starts, and every target tile must be complete at the end: `PlanError` otherwise.
+An operation starts when all of `after` are done and, by the issue model of the network, every
+earlier operation of its hosts ("host") or devices ("device") is done. The bytes an operation sends
+must be on its sender when it starts, and every target tile must be complete at the end:
+`PlanError` otherwise.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from alpa_interchange.reshard import ReshardingTask, Transfer
-from alpa_interchange.tensor import dtype_bytes
 from attrs import define, frozen
 
+from alpa_interchange.reshard import ReshardingTask, Transfer
+from alpa_interchange.tensor import dtype_bytes
 from resharding.coverage import Ledger, PlanError
 from resharding.network import Network
 from resharding.slices import hosts_of
@@ -44,7 +45,7 @@ class Simulation:
 
 @define
 class _Flow:
-    """A running operation: bytes left, the ports it uses and how often, and its time after the bytes."""
+    """A running operation: bytes left, the uses of each port, and the time after the bytes."""
 
     index: int
     left: float
@@ -53,9 +54,7 @@ class _Flow:
     rate: float = 0.0
 
 
-def simulate(
-    task: ReshardingTask, transfers: tuple[Transfer, ...], network: Network
-) -> Simulation:
+def simulate(task: ReshardingTask, transfers: tuple[Transfer, ...], network: Network) -> Simulation:
     """Return the course of `transfers`; PlanError if they do not do `task`."""
     return _Referee(task, transfers, network).run()
 
@@ -109,8 +108,8 @@ class _Referee:
                 self._share(flows)
             if not flows and not tails:
                 raise PlanError(
-                    f"transfers {sorted(waiting)} never start: they wait for each other or for transfers "
-                    "behind them in the order of a shared host or device"
+                    f"transfers {sorted(waiting)} never start: they wait for each other or for "
+                    "transfers behind them in the order of a shared host or device"
                 )
             horizon = min(
                 min((now + flow.left / flow.rate for flow in flows), default=math.inf),
@@ -204,7 +203,9 @@ class _Referee:
                 users[port] = users.get(port, 0) + times
         active, level = list(flows), 0.0
         while active:
-            tightest = min((port for port in users if users[port]), key=lambda p: room[p] / users[p])
+            tightest = min(
+                (port for port in users if users[port]), key=lambda p: room[p] / users[p]
+            )
             level = max(level, room[tightest] / users[tightest])  # rounding may not lower it
             frozen_now = [flow for flow in active if tightest in flow.ports]
             for flow in frozen_now:

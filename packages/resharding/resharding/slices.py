@@ -10,9 +10,10 @@ import itertools
 import math
 from collections.abc import Iterable
 
+from attrs import frozen
+
 from alpa_interchange.reshard import PlacedTensor, ReshardingTask
 from alpa_interchange.tensor import dtype_bytes
-from attrs import frozen
 
 
 @frozen
@@ -143,8 +144,8 @@ def hosts_of(task: ReshardingTask) -> dict[int, int]:
         for device, host in zip(placed.devices, placed.hosts, strict=True):
             if found.setdefault(device, host) != host:
                 raise ValueError(
-                    f"device {device} is on host {found[device]} in the source mesh and on host {host} "
-                    "in the target mesh; a device number must mean one device"
+                    f"device {device} is on host {found[device]} in the source mesh and on host "
+                    f"{host} in the target mesh; a device number must mean one device"
                 )
     return found
 

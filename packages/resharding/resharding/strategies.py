@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from alpa_interchange.reshard import Transfer
 from attrs import frozen
 
+from alpa_interchange.reshard import Transfer
 from resharding.network import Network
 from resharding.order import Job, find_order
 from resharding.slices import Box, Slice, bounding_hosts, split_box
@@ -37,7 +37,7 @@ class Setting:
 
 @frozen
 class Draft:
-    """Transfers in issue order, and the makespan of the lane model they were ordered by, seconds."""
+    """Transfers in issue order, and the makespan (seconds) of the lane model that ordered them."""
 
     transfers: tuple[Transfer, ...]
     lane_seconds: float
@@ -130,8 +130,8 @@ STRATEGIES: dict[str, Strategy] = {
 def candidates(slices: Sequence[Slice], most_receivers: int = 192) -> tuple[str, ...]:
     """Return the strategies worth comparing: only broadcast where it is the same or far simpler.
 
-    With one receiver per slice all strategies are the same copies; with very many receivers the others
-    are floods of small messages.
+    With one receiver per slice all strategies are the same copies; with very many receivers the
+    others are floods of small messages.
     """
     count = sum(len(piece.receivers) for piece in slices)
     if count > most_receivers or all(len(piece.receivers) <= 1 for piece in slices):
@@ -140,7 +140,7 @@ def candidates(slices: Sequence[Slice], most_receivers: int = 192) -> tuple[str,
 
 
 def _deliveries(slices: Sequence[Slice], setting: Setting) -> list[_Delivery]:
-    """Return what must move: receivers beside a holder are fed inside their host, others remotely."""
+    """Return what must move: receivers beside a holder are fed inside their host."""
     host_of, found = setting.host_of, []
     for piece in slices:
         holder_hosts = {host_of[device] for device in piece.holders}
@@ -187,9 +187,7 @@ def _ordered(
     return [(deliveries[j], sender) for j, sender in order.sequence], order.seconds
 
 
-def _scattered(
-    slices: Sequence[Slice], deliveries: Sequence[_Delivery], setting: Setting
-) -> Draft:
+def _scattered(slices: Sequence[Slice], deliveries: Sequence[_Delivery], setting: Setting) -> Draft:
     """Return scatter copies and the gather behind them for each delivery, in balanced order."""
     transfers = _in_place(slices)
     chosen, seconds = _ordered(deliveries, setting)

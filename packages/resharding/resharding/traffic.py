@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from alpa_interchange.reshard import Transfer
-
 from resharding.network import Network
 from resharding.slices import Box
 
@@ -26,7 +25,7 @@ def edges(transfer: Transfer) -> tuple[tuple[int, int], ...]:
 def gathered_pieces(
     transfers: Sequence[Transfer], transfer: Transfer
 ) -> tuple[tuple[int, Box], ...]:
-    """Return (owner, piece) for what a gather exchanges: the slices its `after` copies delivered."""
+    """Return (owner, piece) of what a gather exchanges: the slices its `after` copies brought."""
     return tuple(
         (transfers[k].receivers[0], Box(transfers[k].start, transfers[k].stop))
         for k in transfer.after

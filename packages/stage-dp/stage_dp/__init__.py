@@ -2,7 +2,22 @@
 
 from stage_dp.device_pool import place
 from stage_dp.emission import emit
+from stage_dp.hybrid_search import (
+    HybridPlan,
+    HybridProblem,
+    LayerType,
+    StrategyRow,
+    segment_candidates,
+    solve_layers,
+)
 from stage_dp.infeasibility import InfeasibleError
+from stage_dp.layer_clustering import (
+    Clustering,
+    ClusteringOptions,
+    OpSequence,
+    cluster_layers,
+    live_bytes,
+)
 from stage_dp.pipeline_time import PipelineTime, pipeline_time
 from stage_dp.schedules import (
     SCHEDULES,
@@ -18,21 +33,37 @@ from stage_dp.stage_construction import (
     solve_stages,
     step_seconds,
 )
+from stage_dp.token_slicing import TokenPlan, TokenProblem, flow_seconds, slice_tokens
 
 __all__ = [
     "SCHEDULES",
+    "Clustering",
+    "ClusteringOptions",
+    "HybridPlan",
+    "HybridProblem",
     "InfeasibleError",
+    "LayerType",
+    "OpSequence",
     "PipelineTime",
     "Schedule",
     "Step",
+    "StrategyRow",
+    "TokenPlan",
+    "TokenProblem",
     "adaptive_warmups",
+    "cluster_layers",
     "default_warmups",
     "emit",
+    "flow_seconds",
     "in_flight_counts",
+    "live_bytes",
     "order",
     "peak_bytes",
     "pipeline_time",
     "place",
+    "segment_candidates",
+    "slice_tokens",
+    "solve_layers",
     "solve_stages",
     "step_seconds",
 ]

@@ -2,38 +2,36 @@
 
 Submeshes of one host group are *nested* if each is either a number of whole hosts, or a part of one
 host whose size divides the host's devices and every larger part's size. Nested submeshes fit if and
-only if their devices do: placed from large to small, whole hosts come first, and when a part of size
-a is due, all that lies on the hosts are multiples of a, so a host with free devices has a of them.
-The state of such a group is its number of free devices. For other submeshes the state is the sorted
-free devices of each host, and every way to take hosts is followed. -> DevicePool
+only if their devices do: placed from large to small, whole hosts come first, and when a part of
+size a is due, all that lies on the hosts are multiples of a, so a host with free devices has a of
+them. The state of such a group is its number of free devices. For other submeshes the state is the
+sorted free devices of each host, and every way to take hosts is followed. -> DevicePool
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
 from alpa_interchange.mesh import SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
-from numpy.typing import NDArray
+
+MAX_STATES = 5000
 
 
 class DevicePool:
     """States of free devices reachable by taking submeshes, numbered; state 0 has all free.
 
-    `following[kind]` [states + 1, choices] are the states after taking submesh `kinds[kind]`; the
-    number `dead` (one past the last state) stands for "does not fit". `empty` [states] is true where
-    no device is left. With `relaxed` only devices are counted, never hosts: a superset of what fits.
+    `following[kind]` [states + 1, choices]: the states after taking submesh `kinds[kind]`; `dead`,
+    one past the last state, stands for "does not fit". `free` [states]: devices left. `exact` is
+    False where the hosts have too many states to follow; then devices are only counted, and what
+    fits here need not fit on hosts.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[DeviceGroup],
-        kinds: Sequence[SubmeshSpec],
-        *,
-        relaxed: bool = False,
-    ) -> None:
+    def __init__(self, groups: Sequence[DeviceGroup], kinds: Sequence[SubmeshSpec]) -> None:
         self.kinds = tuple(kinds)
         for kind in self.kinds:
             if kind.host_group >= len(groups):
@@ -42,52 +40,91 @@ class DevicePool:
                     f"{len(groups)} device groups"
                 )
         counted = [
-            relaxed or nested(group, [k for k in self.kinds if k.host_group == g])
+            nested(group, [k for k in self.kinds if k.host_group == g])
             for g, group in enumerate(groups)
         ]
-        full = tuple(
-            (group.num_hosts * group.devices_per_host,)
-            if count
-            else (group.devices_per_host,) * group.num_hosts
-            for group, count in zip(groups, counted, strict=True)
-        )
-        number = {full: 0}
-        queue = [full]
-        choices: list[list[list[int]]] = []
-        for state in queue:
-            row = []
-            for kind in self.kinds:
-                group = groups[kind.host_group]
-                part = state[kind.host_group]
-                if kind.num_hosts > group.num_hosts or kind.devices_per_host > group.devices_per_host:
-                    after: set[tuple[int, ...]] = set()
-                elif counted[kind.host_group]:
-                    after = {(part[0] - kind.num_devices,)} if part[0] >= kind.num_devices else set()
-                else:
-                    after = set(_taken(part, kind.num_hosts, kind.devices_per_host))
-                numbers = []
-                for new in sorted(after):
-                    following = (
-                        *state[: kind.host_group],
-                        new,
-                        *state[kind.host_group + 1 :],
-                    )
-                    if following not in number:
-                        number[following] = len(queue)
-                        queue.append(following)
-                    numbers.append(number[following])
-                row.append(numbers)
-            choices.append(row)
-        self.num_states = len(queue)
+        reached = _reached(groups, self.kinds, counted)
+        self.exact = reached is not None
+        if reached is None:
+            reached = _reached(groups, self.kinds, [True] * len(groups))
+        states, choices = reached or ([], [])
+        self.num_states = len(states)
         self.dead = self.num_states
-        self.empty: NDArray[np.bool_] = np.array([not any(map(sum, s)) for s in queue])
+        self.free: NDArray[np.int64] = np.array([sum(map(sum, state)) for state in states])
         self.following: list[NDArray[np.int64]] = []
         for k in range(len(self.kinds)):
             width = max([1, *(len(row[k]) for row in choices)])
             table = np.full((self.num_states + 1, width), self.dead, dtype=np.int64)
-            for state_number, row in enumerate(choices):
-                table[state_number, : len(row[k])] = row[k]
+            for number, row in enumerate(choices):
+                table[number, : len(row[k])] = row[k]
             self.following.append(table)
+
+
+State = tuple[tuple[int, ...], ...]  # per group: free devices in all, or of each host, sorted
+
+
+def _reached(
+    groups: Sequence[DeviceGroup], kinds: Sequence[SubmeshSpec], counted: Sequence[bool]
+) -> tuple[list[State], list[list[list[int]]]] | None:
+    """Return all states and, per state and kind, those after it by number; None: too many."""
+    full: State = tuple(
+        (group.num_hosts * group.devices_per_host,)
+        if count
+        else (group.devices_per_host,) * group.num_hosts
+        for group, count in zip(groups, counted, strict=True)
+    )
+    number = {full: 0}
+    states = [full]
+    choices: list[list[list[int]]] = []
+    for state in states:
+        if len(states) > MAX_STATES and not all(counted):
+            return None
+        row = []
+        for kind in kinds:
+            g = kind.host_group
+            numbers = []
+            for part in sorted(_parts_after(groups[g], kind, state[g], counted[g])):
+                after = (*state[:g], part, *state[g + 1 :])
+                if after not in number:
+                    number[after] = len(states)
+                    states.append(after)
+                numbers.append(number[after])
+            row.append(numbers)
+        choices.append(row)
+    return states, choices
+
+
+def _parts_after(
+    group: DeviceGroup, kind: SubmeshSpec, part: tuple[int, ...], counted: bool
+) -> set[tuple[int, ...]]:
+    if kind.num_hosts > group.num_hosts or kind.devices_per_host > group.devices_per_host:
+        return set()
+    if counted:
+        left = part[0] - kind.num_devices
+        return {(left,)} if left >= 0 else set()
+    return {
+        tuple(sorted(n - kind.devices_per_host * (h in hosts) for h, n in enumerate(part)))
+        for hosts in _host_choices(part, kind)
+    }
+
+
+def _host_choices(free: Sequence[int], kind: SubmeshSpec) -> Iterator[tuple[int, ...]]:
+    """Yield hosts that `kind` can take, one choice for each combination of free counts."""
+    by_count: dict[int, list[int]] = {}
+    for h, count in enumerate(free):
+        if count >= kind.devices_per_host:
+            by_count.setdefault(count, []).append(h)
+    alike = [by_count[count] for count in sorted(by_count)]
+
+    def choose(at: int, wanted: int) -> Iterator[tuple[int, ...]]:
+        if not wanted:
+            yield ()
+        elif at < len(alike):
+            for taken in range(min(wanted, len(alike[at])), -1, -1):
+                for rest in choose(at + 1, wanted - taken):
+                    yield (*alike[at][:taken], *rest)
+
+    yield from choose(0, kind.num_hosts)
 
 
 def nested(group: DeviceGroup, kinds: Iterable[SubmeshSpec]) -> bool:
@@ -99,20 +136,6 @@ def nested(group: DeviceGroup, kinds: Iterable[SubmeshSpec]) -> bool:
         sizes.add(kind.devices_per_host)
     chain = sorted(sizes)
     return all(large % small == 0 for small, large in itertools.pairwise(chain))
-
-
-def _taken(free: tuple[int, ...], num_hosts: int, devices: int) -> Iterable[tuple[int, ...]]:
-    """Yield the sorted free devices per host after taking `devices` from `num_hosts` hosts."""
-    eligible = [h for h, count in enumerate(free) if count >= devices]
-    seen: set[tuple[int, ...]] = set()
-    for hosts in itertools.combinations(eligible, num_hosts):
-        counts = tuple(free[h] for h in hosts)
-        if counts in seen:
-            continue
-        seen.add(counts)
-        yield tuple(
-            sorted(count - devices if h in hosts else count for h, count in enumerate(free))
-        )
 
 
 def place(
@@ -224,12 +247,7 @@ def _pack_group(
                 room[h] -= submesh.devices_per_host
             at += 1
             continue
-        seen: set[tuple[int, ...]] = set()
-        for hosts in itertools.combinations(eligible, submesh.num_hosts):
-            counts = tuple(room[h] for h in hosts)
-            if counts in seen:
-                continue
-            seen.add(counts)
+        for hosts in _host_choices(room, submesh):
             after = [n - submesh.devices_per_host * (h in hosts) for h, n in enumerate(room)]
             if _pack_group(after, wanted, at + 1, submeshes, result, simple, failed):
                 result[wanted[at]] = tuple(sorted(hosts))

@@ -1,17 +1,18 @@
 """Instruction emission: from the tasks of a training step to one static list per mesh.
 
-The tasks are put into one global sequence: start tasks, then the schedule's forwards and backwards by
-start time, then update tasks by dependency. Each mesh runs its part of that sequence in order, so runs
-alone can never wait for each other in a circle. -> _sequence()
+The tasks are put into one global sequence: start tasks, then the schedule's forwards and backwards
+by start time, then update tasks by dependency. Each mesh runs its part of that sequence in order,
+so runs alone can never wait for each other in a circle. -> _sequence()
 
 A buffer read away from the mesh that holds it is sent right after the run that wrote it (an input:
 at the start of the step) and received once, `late`: just before the first run that reads it, or
-`early`: where the global sequence has the send. Receives from one peer keep the order of its sends; a
-late receive moves forward where a later one of that peer is needed first. -> _transfers()
+`early`: where the global sequence has the send. Receives from one peer keep the order of its sends;
+a late receive moves forward where a later one of that peer is needed first. -> _place()
 
-`late` needs sends that do not block. With `early` every transfer is one event of the global sequence,
-so the programs cannot block each other even if a send waits for its receive; early receives are also
-what lets an eager schedule overlap transfers with compute, at the price of buffers held longer.
+`late` needs sends that do not block. With `early` every transfer is one event of the global
+sequence, so the programs cannot block each other even if a send waits for its receive; early
+receives are also what lets an eager schedule overlap transfers with compute, at the price of
+buffers held longer.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 
-from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, TaskSpec
 from attrs import define, field, frozen
 
+from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, TaskSpec
 from stage_dp.schedules import Step, order
 
 EARLY_SCHEDULES = ("eager-1f1b", "adaptive")
@@ -70,9 +71,9 @@ def emit(
     """Return the instruction list of each mesh for one step of `graph`.
 
     `warmups` [stages] is handed to the schedule ("adaptive" needs it: `StagePlan.in_flight`).
-    `receive` is "late" or "early"; by default early for "eager-1f1b" and "adaptive". A graph without
-    backward tasks runs its forwards only. Inputs that are not per step stand for one buffer per
-    microbatch on their home mesh, and so do outputs.
+    `receive` is "late" or "early"; by default early for "eager-1f1b" and "adaptive". A graph
+    without backward tasks runs its forwards only. Inputs that are not per step stand for one buffer
+    per microbatch on their home mesh, and so do outputs.
     """
     if receive is None:
         receive = "early" if schedule_name in EARLY_SCHEDULES else "late"
@@ -115,8 +116,8 @@ def _sequence(
             by_step[task.phase, task.stage].append(task)
             if mesh_of.setdefault(task.stage, task.mesh) != task.mesh:
                 raise ValueError(
-                    f"task {task.name!r} runs stage {task.stage} on mesh {task.mesh}, but other tasks "
-                    f"of that stage run on mesh {mesh_of[task.stage]}; a stage has one mesh"
+                    f"task {task.name!r} runs stage {task.stage} on mesh {task.mesh}, but other "
+                    f"tasks of that stage run on mesh {mesh_of[task.stage]}; a stage has one mesh"
                 )
     steps: tuple[Step, ...] = ()
     if by_step:
@@ -239,8 +240,8 @@ def _transfers(runs: list[_Run], held: dict[str, int], wanted: set[str]) -> list
         for buffer in run.inputs:
             if buffer not in location:
                 raise ValueError(
-                    f"task {run.task.name!r} reads {buffer!r}, which is no input and which no earlier "
-                    "task writes"
+                    f"task {run.task.name!r} reads {buffer!r}, which is no input and which no "
+                    "earlier task writes"
                 )
             if (buffer, mesh) in consumed:
                 raise ValueError(
@@ -256,8 +257,8 @@ def _transfers(runs: list[_Run], held: dict[str, int], wanted: set[str]) -> list
                 )
             elif copies[buffer, mesh] is not written[buffer]:
                 raise ValueError(
-                    f"task {run.task.name!r} on mesh {mesh} reads {buffer!r} again after it changed on "
-                    f"mesh {location[buffer]}; give the new value another name"
+                    f"task {run.task.name!r} on mesh {mesh} reads {buffer!r} again after it "
+                    f"changed on mesh {location[buffer]}; give the new value another name"
                 )
         for value, buffer in zip(run.task.inputs, run.inputs, strict=True):
             if value in run.task.donated and buffer not in run.outputs:
@@ -269,9 +270,9 @@ def _transfers(runs: list[_Run], held: dict[str, int], wanted: set[str]) -> list
         for buffer in run.outputs:
             if buffer in location and (location[buffer] != mesh or buffer not in run.inputs):
                 raise ValueError(
-                    f"task {run.task.name!r} on mesh {mesh} writes {buffer!r}, which exists already on "
-                    f"mesh {location[buffer]}; only a value in its inputs on the same mesh can be "
-                    "written again (in place)"
+                    f"task {run.task.name!r} on mesh {mesh} writes {buffer!r}, which exists "
+                    f"already on mesh {location[buffer]}; only a value in its inputs on the same "
+                    "mesh can be written again (in place)"
                 )
             location[buffer] = mesh
             written[buffer] = run

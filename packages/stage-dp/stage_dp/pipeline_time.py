@@ -1,8 +1,8 @@
 """Exact step time of a pipeline: the longest path through its schedule (max-plus).
 
 A step starts when its mesh is free and what it reads has arrived. Crossing boundary i takes c_i
-seconds in either direction; each direction is a link of its own that carries one transfer at a time,
-beside the compute. After its last step a mesh runs its synchronisation and update.
+seconds in either direction; each direction is a link of its own that carries one transfer at a
+time, beside the compute. After its last step a mesh runs its synchronisation and update.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ def pipeline_time(
             sent = max(stop, link[is_forward][edge]) + crossing[edge][unit]
             link[is_forward][edge] = sent
             arrived[is_forward, following, unit] = sent
-    ends = [
-        stop + (tail[mesh] if mesh < len(tail) else 0.0) for mesh, stop in enumerate(clock)
-    ]
+    ends = [stop + (tail[mesh] if mesh < len(tail) else 0.0) for mesh, stop in enumerate(clock)]
     return PipelineTime(
         step_seconds=max(ends), pipeline_stop=tuple(clock), busy_seconds=tuple(busy)
     )

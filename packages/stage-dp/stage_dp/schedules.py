@@ -1,9 +1,9 @@
 """Pipeline schedules: in which order each mesh runs the forward and backward of its microbatches.
 
-With n stages, m microbatches and stage i counted from 0, a schedule without interleaving is given by
-the *warm-up* k_i: the forwards that stage i runs before its first backward. After that it alternates
-backward, forward until the forwards are used up, then runs the remaining backwards. k_i is also the
-largest number of microbatches whose activations are alive on stage i.
+With n stages, m microbatches and stage i counted from 0, a schedule without interleaving is given
+by the *warm-up* k_i: the forwards that stage i runs before its first backward. After that it
+alternates backward, forward until the forwards are used up, then runs the remaining backwards. k_i
+is also the largest number of microbatches whose activations are alive on stage i.
 
     sequential        k_i = 1                   one microbatch after the other
     gpipe             k_i = m                   all forwards, then all backwards
@@ -99,7 +99,9 @@ class Schedule:
                     started.append((start, mesh, step))
                     position[mesh] += 1
                     moved = True
-        stuck = [steps[at] for at, steps in zip(position, self.steps, strict=True) if at < len(steps)]
+        stuck = [
+            steps[at] for at, steps in zip(position, self.steps, strict=True) if at < len(steps)
+        ]
         started.sort(key=lambda item: item[:2])
         return tuple(step for _, _, step in started), stuck
 
@@ -171,8 +173,8 @@ def default_warmups(name: str, num_stages: int, num_microbatches: int) -> tuple[
         return tuple(min(m, 2 * (n - i) - 1) for i in range(n))
     if name == "adaptive":
         raise ValueError(
-            "schedule 'adaptive' depends on times; pass warmups=adaptive_warmups(...) or the plan's "
-            "in_flight"
+            "schedule 'adaptive' depends on times; pass warmups=adaptive_warmups(...) or the "
+            "plan's in_flight"
         )
     raise ValueError(f"schedule {name!r} has no warm-up per stage; ask order(...).in_flight(stage)")
 
@@ -184,10 +186,11 @@ def adaptive_warmups(
     *,
     tolerance: float = 0.0,
 ) -> tuple[int, ...]:
-    """Return the smallest warm-ups that hide each boundary's transfers: [len(boundary_seconds) + 1].
+    """Return the smallest warm-ups that hide each boundary's transfers: [len(boundary_seconds) +
+    1].
 
-    `boundary_seconds[i]` is the one-way time from stage i to i + 1, `stage_seconds` the forward plus
-    backward time of the slowest stage. `tolerance` lets that fraction of a stage's time stay
+    `boundary_seconds[i]` is the one-way time from stage i to i + 1, `stage_seconds` the forward
+    plus backward time of the slowest stage. `tolerance` lets that fraction of a stage's time stay
     unhidden per boundary, which saves a microbatch in flight where it just misses.
     """
     if not stage_seconds > 0:

@@ -6,16 +6,16 @@ minimises sum a_i + max b_i (-> stage_table.py for the recurrences):
     T = min over M of F_M(0, all devices) + M,    F_M with only candidates of bottleneck <= M
 
 F_M falls as M grows, so on thresholds lo < M <= hi the total is at least F_hi + (the smallest
-threshold above lo). Intervals are bisected best bound first, and dropped when their bound is no better
-than a plan in hand: exact, with tens of sweeps where enumeration takes thousands. A sweep without
-memory comes first, and the one with memory only where its plan does not fit. -> _search()
+threshold above lo). Intervals are bisected best bound first, and dropped when their bound is no
+better than a plan in hand: exact, with tens of sweeps where enumeration takes thousands. A sweep
+without memory comes first, and the one with memory only where its plan does not fit. -> _search()
 
 Every plan met on the way is scored by the exact longest path through its schedule, and the best by
 that score is returned. -> _score()
 
-The returned lower bound is on that exact score, over all plans from the candidates, every schedule
-and microbatch count given, with forward plus backward replaced by each candidate's
-`lower_bound_seconds`, without memory, and with devices counted rather than packed. -> _bound()
+The returned lower bound is on that exact score, over all plans from the candidates, schedules and
+microbatch counts given, without memory limit, and with forward plus backward replaced by each
+candidate's `lower_bound_seconds`. -> stage_bound.py
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from alpa_interchange.stage import PlacedStage, StageCandidate, StagePlan, StageProblem
 from attrs import evolve, frozen
+from numpy.typing import NDArray
 
+from alpa_interchange.stage import PlacedStage, StageCandidate, StagePlan, StageProblem
 from stage_dp.device_pool import DevicePool, place
 from stage_dp.infeasibility import InfeasibleError
 from stage_dp.pipeline_time import pipeline_time
 from stage_dp.schedules import Schedule, default_warmups, extra_in_flight, order
-from stage_dp.stage_table import Array, StageTable, Sweep
+from stage_dp.stage_bound import quick_bound, refined_bound
+from stage_dp.stage_table import StageTable, Sweep
 
 STAGE_SCHEDULES = ("sequential", "gpipe", "1f1b", "eager-1f1b", "adaptive")
 PLANS_SCORED = 24  # per microbatch count and schedule
@@ -57,7 +59,7 @@ def solve_stages(problem: StageProblem) -> StagePlan:
     """
     _check(problem)
     tables = _tables(problem)
-    bounds = [_bound(table) for table in tables]
+    bounds = [quick_bound(table) for table in tables]
     best: _Found | None = None
     for bound, table in sorted(zip(bounds, tables, strict=True), key=lambda item: item[0]):
         if best is not None and bound >= best.step_seconds:
@@ -65,11 +67,17 @@ def solve_stages(problem: StageProblem) -> StagePlan:
         schedules: dict[int, Schedule] = {}
         for found in _search(table):
             scored = _score(found, schedules)
+            if not table.pool.exact and not _packs(problem, found):
+                continue
             if best is None or scored.step_seconds < best.step_seconds * (1 - 1e-12):
                 best = scored
     if best is None:
         raise _infeasible(problem, tables)
     submeshes = [candidate.submesh for candidate in best.candidates]
+    lower = min(
+        bound if bound >= best.step_seconds else refined_bound(table, bound, best.step_seconds)
+        for bound, table in zip(bounds, tables, strict=True)
+    )
     stages = tuple(
         PlacedStage(candidate=candidate, device_ids=devices)
         for candidate, devices in zip(
@@ -81,12 +89,20 @@ def solve_stages(problem: StageProblem) -> StagePlan:
         num_microbatches=best.num_microbatches,
         schedule=best.schedule,
         step_seconds=best.step_seconds,
-        lower_bound=min(min(bounds), best.step_seconds),
+        lower_bound=min(lower, best.step_seconds),
         peak_bytes=tuple(
             peak_bytes(c, k) for c, k in zip(best.candidates, best.in_flight, strict=True)
         ),
         in_flight=best.in_flight,
     )
+
+
+def _packs(problem: StageProblem, found: _Found) -> bool:
+    try:
+        place(problem.device_groups, [candidate.submesh for candidate in found.candidates])
+    except ValueError:
+        return False
+    return True
 
 
 def step_seconds(
@@ -118,9 +134,7 @@ def in_flight_counts(candidates: Sequence[StageCandidate], schedule: str) -> tup
 def peak_bytes(candidate: StageCandidate, in_flight: int) -> float:
     """Return the bytes per device that a stage needs with `in_flight` microbatches alive."""
     return (
-        candidate.state_bytes
-        + candidate.transient_bytes
-        + in_flight * candidate.activation_bytes
+        candidate.state_bytes + candidate.transient_bytes + in_flight * candidate.activation_bytes
     )
 
 
@@ -141,8 +155,8 @@ def _check(problem: StageProblem) -> None:
     for candidate in problem.candidates:
         if candidate.layer_stop > problem.num_layers:
             raise ValueError(
-                f"a candidate covers layers {candidate.layer_start}..{candidate.layer_stop}, but the "
-                f"problem has {problem.num_layers}"
+                f"a candidate covers layers {candidate.layer_start}..{candidate.layer_stop}, but "
+                f"the problem has {problem.num_layers}"
             )
 
 
@@ -158,34 +172,6 @@ def _tables(problem: StageProblem) -> list[StageTable]:
         for _, candidates in sorted(by_count.items())
         for schedule in problem.schedules
     ]
-
-
-def _bound(table: StageTable) -> float:
-    """Return a lower bound on the step time of every plan of `table` (inf: there is none).
-
-    Two bounds, each without a property of the other: W counts the way forth and back of one
-    microbatch and the first stage's update; V every stage's update, and no way back.
-    """
-    num = table.num_microbatches
-    everything = np.ones(len(table.candidates), dtype=bool)
-    crossing = table.crossing
-    runs = num if table.schedule == "sequential" else 1
-
-    def least(weight: Array, floor: Array, extra_at_start: Array | None) -> float:
-        return Sweep(
-            table,
-            allowed=everything,
-            weight=weight,
-            floor=floor,
-            extra_at_start=extra_at_start,
-            use_memory=False,
-        ).best()
-
-    there_and_back = least(
-        runs * (table.least + 2 * crossing), num * table.least, table.update
-    )
-    with_updates = least(runs * crossing, num * table.least + table.update, None)
-    return max(there_and_back, with_updates)
 
 
 def _search(table: StageTable) -> list[_Found]:
@@ -213,6 +199,7 @@ def _search(table: StageTable) -> list[_Found]:
         found[tuple(plan)] = total + slowest
         return total, slowest
 
+    _add_front_loaded(table, allowed, found)
     top = len(thresholds) - 1
     value, slowest = solve(top)
     if math.isinf(value):
@@ -245,6 +232,29 @@ def _search(table: StageTable) -> list[_Found]:
         )
         for plan, estimate in ranked
     ]
+
+
+def _add_front_loaded(
+    table: StageTable, allowed: NDArray[np.bool_], found: dict[tuple[int, ...], float]
+) -> None:
+    """Add the plan whose bound W is least: it has the slowest stage where it starts early."""
+    num = table.num_microbatches
+    seconds = table.forward + table.backward
+    for use_memory in (False, True):
+        sweep = Sweep(
+            table,
+            allowed=allowed,
+            weight=table.cost,
+            floor=num * seconds,
+            extra_at_start=table.update,
+            use_memory=use_memory,
+        )
+        if math.isinf(sweep.best()):
+            return
+        plan = sweep.plan()
+        if _fits(table, plan):
+            found[tuple(plan)] = float(table.cost[plan].sum() + table.bottleneck[plan].max())
+            return
 
 
 def _fits(table: StageTable, plan: Sequence[int]) -> bool:
@@ -281,7 +291,9 @@ def _infeasible(problem: StageProblem, tables: Sequence[StageTable]) -> Infeasib
     others = [s for s in ("1f1b", "sequential") if s not in problem.schedules]
     for schedule in others:
         if _possible(evolve(problem, schedules=(schedule,))):
-            remedies.append(f"allow the schedule {schedule!r}, which keeps fewer microbatches alive")
+            remedies.append(
+                f"allow the schedule {schedule!r}, which keeps fewer microbatches alive"
+            )
             break
     if not remedies and problem.num_stages is not None:
         if _possible(evolve(problem, num_stages=None)):
@@ -292,8 +304,8 @@ def _infeasible(problem: StageProblem, tables: Sequence[StageTable]) -> Infeasib
             remedies.append("use twice the hosts")
     remedies.append(f"free {missing / 1e9:.3g} GB per device (a smaller batch, recomputation)")
     return InfeasibleError(
-        f"no pipeline fits in memory: the least demanding one is {missing:.0f} bytes per device over. "
-        f"Cheapest remedy: {remedies[0]}",
+        f"no pipeline fits in memory: the least demanding one is {missing:.0f} bytes per device "
+        f"over. Cheapest remedy: {remedies[0]}",
         missing_bytes=missing,
         remedy=remedies[0],
     )
@@ -316,16 +328,15 @@ def _least_missing(table: StageTable) -> float:
 
 
 def _gap_in_candidates(problem: StageProblem) -> str:
-    covered = {
-        layer for c in problem.candidates for layer in range(c.layer_start, c.layer_stop)
-    }
+    covered = {layer for c in problem.candidates for layer in range(c.layer_start, c.layer_stop)}
     bare = sorted(set(range(problem.num_layers)) - covered)
     if bare:
         return f"no candidate covers layers {bare[:8]}; add candidates for them"
     devices = [(g.num_hosts, g.devices_per_host) for g in problem.device_groups]
     stages = "" if problem.num_stages is None else f" with {problem.num_stages} stages"
     return (
-        f"no chain of candidates{stages} covers all {problem.num_layers} layers on {devices} (hosts, "
-        "devices per host) even without a memory limit; add candidates with smaller submeshes"
+        f"no chain of candidates{stages} covers all {problem.num_layers} layers on {devices} "
+        "(hosts, devices per host) even without a memory limit; add candidates with smaller "
+        "submeshes"
         + (", or allow idle devices (use_all_devices=False)" if problem.use_all_devices else "")
     )

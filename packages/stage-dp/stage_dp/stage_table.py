@@ -1,10 +1,10 @@
 """The recurrences of stage construction, for one microbatch count B and one schedule.
 
-A plan cuts layers 0..L into stages; stage i runs a candidate of t_i = forward + backward seconds per
-microbatch, c_i seconds one way to the next stage (0 for the last), u_i seconds of synchronisation and
-update per step. All sweeps go from the last layer to the first over states (layer l, level v, free
-devices r); the *level* says how many microbatches the suffix's first stage holds in flight (and, where
-the number of stages is fixed, how many stages the suffix has).
+A plan cuts layers 0..L into stages; stage i runs a candidate of t_i = forward + backward seconds
+per microbatch, c_i seconds one way to the next stage (0 for the last), u_i seconds of
+synchronisation and update per step. All sweeps go from the last layer to the first over states
+(layer l, level v, free devices r); the *level* says how many microbatches the suffix's first stage
+holds in flight (and, where the number of stages is fixed, how many stages the suffix has).
 
     cheapest(M):  F(l, v, r) = min over candidates of l..k with bottleneck <= M, memory for level v,
                   submesh s of  cost + F(k, v before, r - s)
@@ -12,9 +12,9 @@ the number of stages is fixed, how many stages the suffix has).
     bound():      W(l, r) = min max(B t, t + 2c + W(k, r - s)), the time from the first forward to
                   the last backward of a suffix, with every t replaced by its lower bound
 
-with cost a_i and bottleneck b_i of a stage such that sum a_i + max b_i is the step time of a pipeline
-whose slowest stage sets the pace (Alpa's formula for c = u = 0). The pace of each schedule follows the
-steady-state law in schedules.py for two neighbouring stages:
+with cost a_i and bottleneck b_i of a stage such that sum a_i + max b_i is the step time of a
+pipeline whose slowest stage sets the pace (Alpa's formula for c = u = 0). The pace of each schedule
+follows the steady-state law in schedules.py for two neighbouring stages:
 
     schedule     a_i          b_i
     1f1b         t + 2c       (B-1) (t + c) + u
@@ -27,15 +27,17 @@ steady-state law in schedules.py for two neighbouring stages:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from alpa_interchange.stage import StageCandidate, StageProblem
 from attrs import frozen
 from numpy.typing import NDArray
 
+from alpa_interchange.stage import StageCandidate, StageProblem
 from stage_dp.device_pool import DevicePool
 from stage_dp.schedules import extra_in_flight
+
+MAX_BLOCK = 500_000  # numbers in one temporary array
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -43,7 +45,7 @@ Index = NDArray[np.int64]
 
 @frozen
 class Level:
-    """In-flight microbatches of a suffix's first stage, and the suffix's stages if that is fixed."""
+    """In-flight microbatches of a suffix's first stage; the suffix's stages if that is fixed."""
 
     in_flight: int
     num_stages: int
@@ -72,8 +74,9 @@ def next_level(
 class StageTable:
     """Candidates of one microbatch count as arrays, sorted by their first layer.
 
-    `cost`, `bottleneck`: [candidates], seconds, as in the module docstring. `holds`: [candidates], the
-    most microbatches in flight that fit in memory. `by_layer[l]`: candidate numbers that start at l.
+    `cost`, `bottleneck`: [candidates], seconds, as in the module docstring. `holds`: [candidates],
+    the most microbatches in flight that fit in memory. `by_layer[l]`: candidate numbers that start
+    at l.
     """
 
     def __init__(
@@ -123,6 +126,14 @@ class StageTable:
             room = (self.memory - self.state) * (1 + 1e-12)
             holds = np.where(self.activation > 0, np.floor(room / self.activation), np.inf)
         self.holds: Array = np.where(room < 0, -1.0, holds)
+        # A way into a suffix: the layer it begins at, the submesh taken, the extra in flight.
+        number: dict[tuple[int, int, int], int] = {}
+        triples = zip(self.stop.tolist(), self.kind.tolist(), self.extra, strict=True)
+        self.way: Index = np.array([number.setdefault(t, len(number)) for t in triples])
+        self.num_ways = len(number)
+        self.ways: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.num_layers + 1)]
+        for (stop, kind, extra), row in number.items():
+            self.ways[stop].append((row, kind, extra))
         self._set_levels()
 
     def _set_levels(self) -> None:
@@ -150,16 +161,32 @@ class StageTable:
                 for level in self.levels
             ]
 
+    @property
+    def smallest(self) -> int:
+        """Return the devices of the smallest submesh."""
+        return min(kind.num_devices for kind in self.pool.kinds)
+
     def most_stages(self) -> int:
         """Return an upper bound on the stages that fit on the devices."""
-        total = sum(g.num_hosts * g.devices_per_host for g in self.problem.device_groups)
-        smallest = min(c.submesh.num_devices for c in self.candidates)
-        return max(1, total // smallest)
+        return max(1, int(self.pool.free[0]) // self.smallest)
 
     def missing(self, in_flight: NDArray[np.int64]) -> Array:
         """Return the bytes beyond each device's memory: [candidates, len(in_flight)]."""
         need = self.state[:, None] + self.activation[:, None] * in_flight[None, :]
         return np.maximum(0.0, need - self.memory[:, None] * (1 + 1e-12))
+
+
+@frozen(kw_only=True)
+class Entrance:
+    """One stage of a plan counts otherwise than the rest: F enters through it from another sweep.
+
+    Its value is `weight` + max(0, `crossing` + F of `suffix` after it) for candidates in `mask`.
+    """
+
+    suffix: Sweep
+    mask: NDArray[np.bool_]
+    weight: Array
+    crossing: Array
 
 
 class Sweep:
@@ -180,6 +207,7 @@ class Sweep:
         floor: Array | None = None,
         extra_at_start: Array | None = None,
         per_level: bool = False,
+        entrance: Entrance | None = None,
     ) -> None:
         self.table = table
         self.weight = weight
@@ -187,6 +215,7 @@ class Sweep:
         self.floor = floor
         self.extra_at_start = extra_at_start
         self.allowed = allowed
+        self.entrance = entrance
         problem, pool = table.problem, table.pool
         self.merged = merged = not use_memory and not per_level and problem.num_stages is None
         self.step = {extra: [0] for extra in table.step} if merged else table.step
@@ -198,44 +227,54 @@ class Sweep:
         self.by_level = table.missing(table.in_flight) if combine == "missing" else None
         layers = problem.num_layers
         self.value: Array = np.full((layers + 1, num_levels, pool.num_states + 1), np.inf)
-        self.value[layers, 0, : pool.num_states] = (
-            np.where(pool.empty, 0.0, np.inf) if problem.use_all_devices else 0.0
-        )
-        self._after: dict[tuple[int, int, int], Array] = {}
-        extras = np.array(table.extra)
+        if entrance is None:
+            self.value[layers, 0, : pool.num_states] = (
+                np.where(pool.free == 0, 0.0, np.inf) if problem.use_all_devices else 0.0
+            )
+        self._after: Array = np.empty((table.num_ways, *self.value.shape[1:]))
+        self._chunk = max(1, MAX_BLOCK // self.value[0].size)
+        self._pass_on(layers)
         for layer in range(layers - 1, -1, -1):
-            chosen = table.by_layer[layer]
-            chosen = chosen[allowed[chosen]]
-            if not len(chosen):
-                continue
-            for first in range(0, len(chosen), 64):
-                part = chosen[first : first + 64]
-                values = self._values(part, extras[part], layer)
+            for part in self._parts(layer):
+                values = self._values(part, layer)
                 np.minimum(self.value[layer], values.min(axis=0), out=self.value[layer])
+            self._pass_on(layer)
 
-    def _values(self, part: Index, extras: NDArray[np.int64], layer: int) -> Array:
+    def _parts(self, layer: int) -> Iterator[Index]:
+        """Yield the allowed candidates that start at `layer`, in parts that keep arrays small."""
+        chosen = self.table.by_layer[layer]
+        chosen = chosen[self.allowed[chosen]]
+        for first in range(0, len(chosen), self._chunk):
+            yield chosen[first : first + self._chunk]
+
+    def _values(self, part: Index, layer: int) -> Array:
         """Return F through each candidate of `part`: [part, levels, states + 1]."""
-        table = self.table
-        after = np.stack(
-            [
-                self._following(int(table.stop[c]), int(table.kind[c]), int(e))
-                for c, e in zip(part, extras, strict=True)
-            ]
-        )
+        after = self._after[self.table.way[part]]
         if self.combine == "missing" and self.by_level is not None:
             return np.maximum(after, self.by_level[part][:, :, None])
         after = after + (self.weight[part][:, None] + self.penalty[part])[:, :, None]
+        if self.entrance is not None:
+            own = self.entrance.suffix._after[self.table.way[part]]
+            own += self.entrance.crossing[part][:, None, None]
+            own = np.maximum(own, 0.0) + self.entrance.weight[part][:, None, None]
+            own[~self.entrance.mask[part]] = np.inf
+            after = np.minimum(after, own)
         if self.floor is not None:
             after = np.maximum(after, self.floor[part][:, None, None])
         if self.extra_at_start is not None and layer == 0:
             after = after + self.extra_at_start[part][:, None, None]
         return after
 
-    def _following(self, stop: int, kind: int, extra: int) -> Array:
-        """Return F of the suffix after a stage on submesh `kind`: [levels of the stage, states + 1]."""
-        key = (stop, kind, extra)
-        if key not in self._after:
-            suffix = self.value[stop]
+    def replace(self, where: NDArray[np.bool_], value: float) -> None:
+        """Set F to `value` at `where` [layers + 1, states], for use as an entrance's suffix."""
+        self.value[:, :, :-1] = np.where(where[:, None, :], value, self.value[:, :, :-1])
+        for layer in range(len(self.value)):
+            self._pass_on(layer)
+
+    def _pass_on(self, layer: int) -> None:
+        """Set F after each kind of stage that stops at `layer`: rows of `_after`."""
+        suffix = self.value[layer]
+        for row, kind, extra in self.table.ways[layer]:
             shifted = np.full_like(suffix, np.inf)
             for level, new in enumerate(self.step[extra]):
                 if new >= 0:
@@ -244,8 +283,7 @@ class Sweep:
             result = shifted[:, following[:, 0]]
             for choice in range(1, following.shape[1]):
                 np.minimum(result, shifted[:, following[:, choice]], out=result)
-            self._after[key] = result
-        return self._after[key]
+            self._after[row] = result
 
     def final_levels(self) -> list[int]:
         """Return the levels that a whole plan may have."""
@@ -260,26 +298,17 @@ class Sweep:
         return float(self.value[0, levels, 0].min()) if levels else math.inf
 
     def plan(self, level: int | None = None) -> list[int]:
-        """Return candidate numbers of a plan that attains `best()` (or F at `level`), first to last."""
+        """Return the candidates of a plan that attains `best()` (or F at `level`), in order."""
         if level is None:
             levels = self.final_levels()
             level = levels[int(np.argmin(self.value[0, levels, 0]))]
         table = self.table
         layer, state = 0, 0
         result: list[int] = []
-        extras = np.array(table.extra)
         while layer < table.problem.num_layers:
-            chosen = table.by_layer[layer]
-            chosen = chosen[self.allowed[chosen]]
-            through = np.concatenate(
-                [
-                    self._values(chosen[k : k + 64], extras[chosen[k : k + 64]], layer)[
-                        :, level, state
-                    ]
-                    for k in range(0, len(chosen), 64)
-                ]
-            )
-            pick = int(chosen[int(np.argmin(through))])
+            parts = list(self._parts(layer))
+            through = np.concatenate([self._values(p, layer)[:, level, state] for p in parts])
+            pick = int(np.concatenate(parts)[int(np.argmin(through))])
             result.append(pick)
             stop = int(table.stop[pick])
             choices = table.pool.following[int(table.kind[pick])][state]

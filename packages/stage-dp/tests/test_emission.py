@@ -3,18 +3,19 @@
 from collections import Counter, defaultdict, deque
 
 import pytest
-from alpa_interchange.schedule import TaskGraph, TaskSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from alpa_interchange.schedule import TaskGraph, TaskSpec
 from stage_dp import SCHEDULES, adaptive_warmups, emit
 
 
 def interpret(graph, schedule, num_microbatches, *, blocking_sends=False):
     """Run the programs of `schedule` on sets of buffer names; returns what is left on each mesh.
 
-    Asserts that every read is defined, nothing is overwritten but in place, donated buffers are gone,
-    and sends and receives of each ordered pair of meshes match in order. With `blocking_sends` a send
-    waits until its receive is the next instruction of the peer.
+    Asserts that every read is defined, nothing is overwritten but in place, donated buffers are
+    gone, and sends and receives of each ordered pair of meshes match in order. With
+    `blocking_sends` a send waits until its receive is the next instruction of the peer.
     """
     tasks = {task.name: task for task in graph.tasks}
     per_step = set(graph.per_step)
@@ -72,7 +73,7 @@ def interpret(graph, schedule, num_microbatches, *, blocking_sends=False):
 
 
 def training_graph(num_stages, mesh_of, *, tied=False, skip=False, clip=True):
-    """Return a step with accumulators, batch data, loss, clipping by global norm and tied weights."""
+    """Return a training step; optionally tied weights, a skip connection, clipping by norm."""
     tasks, per_step, inputs, home, outputs = [], [], [], [], []
 
     def add_input(value, mesh, once=True):
@@ -90,7 +91,9 @@ def training_graph(num_stages, mesh_of, *, tied=False, skip=False, clip=True):
         per_step += [f"g{s}", f"new{s}", f"sq{s}"]
         outputs.append(f"new{s}")
         tasks.append(
-            TaskSpec(name=f"zero{s}", mesh=mesh, stage=s, phase="start", inputs=(), outputs=(f"g{s}",))
+            TaskSpec(
+                name=f"zero{s}", mesh=mesh, stage=s, phase="start", inputs=(), outputs=(f"g{s}",)
+            )
         )
     per_step += ["loss", "norm"]
     tasks.append(
@@ -190,7 +193,9 @@ def test_programs_define_what_they_read_leak_nothing_and_do_not_deadlock(
 ):
     stages = meshes * chunks if name == "interleaved-1f1b" else meshes
     graph = training_graph(stages, lambda s: s % meshes, tied=tied, skip=skip, clip=clip)
-    warmups = adaptive_warmups([0.4] * (stages - 1), 1.0, microbatches) if name == "adaptive" else None
+    warmups = (
+        adaptive_warmups([0.4] * (stages - 1), 1.0, microbatches) if name == "adaptive" else None
+    )
     schedule = emit(graph, name, microbatches, warmups=warmups, receive=receive)
     left = interpret(graph, schedule, microbatches)
     assert [sorted(buffers) for buffers in left] == [
@@ -211,9 +216,13 @@ def kinds(program):
 
 def two_stages(**changes):
     tasks = {
-        "fwd0": TaskSpec(name="fwd0", mesh=0, stage=0, phase="forward", inputs=("w", "x"), outputs=("a",)),
-        "fwd1": TaskSpec(name="fwd1", mesh=1, stage=1, phase="forward", inputs=("a",), outputs=("z",)),
-    }  # fmt: skip
+        "fwd0": TaskSpec(
+            name="fwd0", mesh=0, stage=0, phase="forward", inputs=("w", "x"), outputs=("a",)
+        ),
+        "fwd1": TaskSpec(
+            name="fwd1", mesh=1, stage=1, phase="forward", inputs=("a",), outputs=("z",)
+        ),
+    }
     tasks.update(changes)
     return TaskGraph(
         tasks=tuple(tasks.values()), per_step=("w",), inputs=("w", "x"), home=(0, 0), outputs=("z",)

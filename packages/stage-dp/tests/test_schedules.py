@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stage_dp import SCHEDULES, Step, adaptive_warmups, default_warmups, order, pipeline_time
 
 
@@ -54,7 +55,10 @@ def test_every_step_is_there_once_and_after_what_it_reads(
     place = {step: at for at, step in enumerate(steps)}
     for step in steps:
         if step.phase == "backward":
-            assert place[step] > place[Step(phase="forward", stage=step.stage, microbatch=step.microbatch)]
+            assert (
+                place[step]
+                > place[Step(phase="forward", stage=step.stage, microbatch=step.microbatch)]
+            )
             if step.stage + 1 < stages:
                 later = Step(phase="backward", stage=step.stage + 1, microbatch=step.microbatch)
                 assert place[step] > place[later]

@@ -5,10 +5,18 @@ import math
 import random
 
 import pytest
+from attrs import evolve
+
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup, StageCandidate, StageProblem
-from attrs import evolve
-from stage_dp import InfeasibleError, in_flight_counts, peak_bytes, place, solve_stages, step_seconds
+from stage_dp import (
+    InfeasibleError,
+    in_flight_counts,
+    peak_bytes,
+    place,
+    solve_stages,
+    step_seconds,
+)
 
 
 def candidate(start, stop, hosts, devices, seconds, *, microbatches=4, group=0, **more):
@@ -61,12 +69,14 @@ def random_problem(rng, *, tight=True, **changes):
     if not candidates:
         candidates = [candidate(0, layers, 1, 1, 1.0)]
     rng.shuffle(candidates)
-    arguments = dict(
-        num_layers=layers,
-        device_groups=groups,
-        candidates=tuple(candidates[:60]),
-        schedules=tuple(rng.sample(["1f1b", "gpipe", "eager-1f1b", "sequential", "adaptive"], 2)),
-    )
+    arguments = {
+        "num_layers": layers,
+        "device_groups": groups,
+        "candidates": tuple(candidates[:60]),
+        "schedules": tuple(
+            rng.sample(["1f1b", "gpipe", "eager-1f1b", "sequential", "adaptive"], 2)
+        ),
+    }
     return StageProblem(**{**arguments, **changes})
 
 
@@ -178,7 +188,7 @@ def test_idle_devices_are_allowed_unless_forbidden():
 def test_memory_depends_on_the_schedule():
     # Two stages, 8 microbatches: 1f1b holds 2 and 1 microbatches, gpipe 8 of 1 byte each.
     groups = (DeviceGroup(num_hosts=1, devices_per_host=2, memory=5.0),)
-    more = dict(microbatches=8, activation_bytes=1.0, state_bytes=2.0)
+    more = {"microbatches": 8, "activation_bytes": 1.0, "state_bytes": 2.0}
     candidates = (candidate(0, 1, 1, 1, 1.0, **more), candidate(1, 2, 1, 1, 1.0, **more))
     problem = StageProblem(
         num_layers=2, device_groups=groups, candidates=candidates, schedules=("gpipe", "1f1b")

@@ -43,7 +43,7 @@ DTYPES = MappingProxyType(
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(
     r"(?:to_apply|calls|true_computation|false_computation|called_computations?)=\{?%?([\w.\-]+)"
 )
@@ -59,15 +59,15 @@ _TABLE_ROW = re.compile(r"^(\d+) (.*)$")
 class CompiledCollective:
     """One collective of the compiled program.
 
-    `parts` are the result bytes of each tensor that XLA's combiner put into it, `dtype` the widest
-    of them; `trips` is how often it runs in a step, None if XLA does not know. `promoted` marks a
-    reduction of 16-bit floats that the CPU backend does in float32.
+    `parts` are the result bytes of each tensor that XLA's combiner put into it (as a tuple, or
+    concatenated), `dtypes` their dtypes; `trips` is how often it runs in a step, None if XLA does
+    not know. `promoted` marks a reduction of 16-bit floats that the CPU backend does in float32.
     """
 
     name: str
     kind: str
     parts: tuple[int, ...]
-    dtype: str
+    dtypes: tuple[str, ...]
     groups: Groups
     channel: int | None
     op_name: str
@@ -146,7 +146,8 @@ def compiled_collectives(text: str) -> tuple[CompiledCollective, ...]:
         for instruction in computations.get(computation, ()):
             kind = _kind(instruction)
             if kind is not None:
-                yield _collective(instruction, kind, trips, frames, num_devices)
+                joined = _concatenated(instruction, computation, computations)
+                yield _collective(instruction, kind, trips, frames, num_devices, joined)
             for call in _calls(instruction):
                 inner = None if trips is None or call.trips is None else trips * call.trips
                 yield from reached(call.computation, inner)
@@ -161,7 +162,7 @@ def parse_result(result: str) -> tuple[tuple[str, int], ...]:
         if name not in DTYPES:
             continue
         dtype, width = DTYPES[name]
-        count = math.prod(int(dim) for dim in dims.split(",") if dim)
+        count = math.prod(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
         arrays.append((dtype, math.ceil(count * width)))
     return tuple(arrays)
 
@@ -224,7 +225,12 @@ def _calls(instruction: _Instruction) -> Iterator[_Call]:
 
 
 def _collective(
-    instruction: _Instruction, kind: str, trips: int | None, frames: _Frames, num_devices: int
+    instruction: _Instruction,
+    kind: str,
+    trips: int | None,
+    frames: _Frames,
+    num_devices: int,
+    joined: tuple[int, ...],
 ) -> CompiledCollective:
     line = instruction.line
     result = instruction.result
@@ -236,7 +242,9 @@ def _collective(
     sizes = tuple(size for _, size in arrays)
     if kind == "all-to-all" and len(sizes) > 1 and "dimensions=" not in line:
         sizes = (sum(sizes),)
-    dtype = max(arrays, key=lambda array: array[1])[0] if arrays else "unknown"
+    dtypes = tuple(dtype for dtype, _ in arrays)[: len(sizes)]
+    if kind == "all-reduce" and len(sizes) == 1 and sum(joined) == sizes[0]:
+        sizes, dtypes = joined, dtypes * len(joined)
     channel = re.search(r"channel_id=(\d+)", line)
     op_name = _OP_NAME.search(line)
     reducer = re.search(r"to_apply=%?([\w.\-]+)", line)
@@ -244,7 +252,7 @@ def _collective(
         name=instruction.name,
         kind=kind,
         parts=sizes,
-        dtype=dtype,
+        dtypes=dtypes,
         groups=() if kind == "send" else read_groups(line, num_devices),
         channel=int(channel.group(1)) if channel else None,
         op_name=op_name.group(1) if op_name else "",
@@ -252,6 +260,42 @@ def _collective(
         trips=trips,
         promoted=reducer is not None and "promoted" in reducer.group(1),
     )
+
+
+def _concatenated(
+    instruction: _Instruction, computation: str, computations: dict[str, list[_Instruction]]
+) -> tuple[int, ...]:
+    """Return the bytes of the tensors a combiner concatenated into the operand, or ()."""
+    operand = _operands(instruction)[:1]
+    within = {one.name: one for one in computations[computation]}
+    source = within.get(operand[0]) if operand else None
+    if source is not None and source.opcode == "fusion":
+        called = _CALLED.search(source.line)
+        body = computations.get(called.group(1), []) if called else []
+        within = {one.name: one for one in body}
+        source = body[-1] if body else None
+    if source is None or source.opcode != "concatenate":
+        return ()
+    parts = [parse_result(within[name].result) for name in _operands(source) if name in within]
+    return tuple(size for part in parts for _, size in part)
+
+
+def _operands(instruction: _Instruction) -> tuple[str, ...]:
+    """Return the names of an instruction's operands."""
+    start = instruction.line.index(f" {instruction.opcode}(") + len(instruction.opcode) + 2
+    return tuple(
+        re.findall(r"%([\w.\-]+)", instruction.line[start : _closing(instruction.line, start)])
+    )
+
+
+def _closing(line: str, start: int) -> int:
+    """Return the index of the bracket that closes the one before `start`."""
+    depth = 1
+    for index in range(start, len(line)):
+        depth += (line[index] == "(") - (line[index] == ")")
+        if depth == 0:
+            return index
+    return len(line)
 
 
 def _async_result(result: str) -> str:

@@ -52,7 +52,9 @@ class PlannedCollective:
 
     `trips` is the product of the lengths of the loops around it, None in a loop whose length is not
     known before it runs. `source` is the user's line ("model.py:17 (attention)"), `reason` says why
-    it is there ("gradient of params/head"); both are only shown.
+    it is there ("gradient of params/head"); both are only shown. `scope` is the `jax.named_scope`
+    the collective is emitted in, if it has one of its own: among equals, the one whose scope the
+    compiled op carries is taken.
     """
 
     kind: str = field(validator=in_(KINDS))
@@ -62,6 +64,7 @@ class PlannedCollective:
     trips: int | None = field(default=1)
     source: str = ""
     reason: str = ""
+    scope: str = ""
 
     @bytes.validator
     def _non_negative(self, _: Any, value: int) -> None:

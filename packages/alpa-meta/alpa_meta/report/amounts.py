@@ -25,6 +25,12 @@ def format_seconds(number: float | None) -> str:
     return f"{number / 1e-9:.3g} ns" if number else "0 s"
 
 
+def format_flops(number: float) -> str:
+    """Return flop/s as "989 Tflop/s"."""
+    unit, scale = ("T", 1e12) if number >= 1e12 else ("G", 1e9)
+    return f"{number / scale:.3g} {unit}flop/s"
+
+
 def format_duration(number: float) -> str:
     """Return a longer time as "2 min 05 s"."""
     if not math.isfinite(number):
@@ -45,7 +51,14 @@ def parse_bytes(text: str) -> float:
     try:
         value = float(number) * units[body[len(number) :]]
     except (ValueError, KeyError):
-        raise ValueError(f"an amount of memory must look like 16GiB or 500MB, got {text!r}") from None
+        raise ValueError(
+            f"an amount of memory must look like 16GiB or 500MB, got {text!r}"
+        ) from None
     if not 0 < value < math.inf:
         raise ValueError(f"an amount of memory must be above 0, got {text!r}")
     return value
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """Return "1 stage" or "3 stages"."""
+    return f"{count} {one if count == 1 else many or one + 's'}"

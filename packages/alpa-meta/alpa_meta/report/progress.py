@@ -1,4 +1,4 @@
-"""Live bars on the terminal: planning, and training with loss, tokens/s, step time and time left."""
+"""Live bars: planning, and training with loss, tokens/s, step time and time left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Callback = Callable[[str, int, int], None]
 
 @contextmanager
 def stages_progress(console: Console) -> Iterator[Callback]:
-    """Yield `progress(stage, done, total)`: one bar per stage of the work, in order of appearance."""
+    """Yield `progress(stage, done, total)`: one bar per stage, in order of appearance."""
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -50,7 +50,9 @@ def stages_progress(console: Console) -> Iterator[Callback]:
 
 
 @contextmanager
-def training_progress(console: Console, start: int, stop: int) -> Iterator[Callable[[StepMetrics], None]]:
+def training_progress(
+    console: Console, start: int, stop: int
+) -> Iterator[Callable[[StepMetrics], None]]:
     """Yield `show(metrics)`: a live bar, or a line now and then where the output is no terminal."""
     recent: list[float] = []
     columns = (

@@ -16,6 +16,7 @@ PHASE_COLOURS = {
     "start": "#999999",
     "forward": "#56b4e9",
     "backward": "#e69f00",
+    "forward + backward": "#56b4e9",  # never beside "forward": a step without a pipeline
     "update": "#009e73",
     "send": "#cc79a7",
     "receive": "#0072b2",
@@ -26,7 +27,7 @@ INK = "#222222"
 
 @contextmanager
 def figure_file(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Yield a figure of `width` x `height` inches; write it to `path` as PNG when the block ends."""
+    """Yield a figure of `width` x `height` inches, written to `path` when the block ends."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     yield figure

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from alpa_interchange.schedule import Instruction
+from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from mesh_runtime import TraceEvent
 
+from alpa_interchange.schedule import Instruction
 from alpa_meta.report.style import INK, PHASE_COLOURS, figure_file, plain
+from mesh_runtime import TraceEvent
 
 ROW = 1.0
 BOX = 0.62
@@ -21,53 +22,17 @@ def draw_timeline(
 ) -> None:
     """Write the executed instructions of one step as a PNG picture at `path`.
 
-    One row per mesh; runs are boxes with the number of their microbatch, sends and receives thin bars
-    below them. Times are in milliseconds from the first instruction.
+    One row per mesh; runs are boxes with the number of their microbatch, sends and receives thin
+    bars below them. Times are counted from the first instruction.
     """
     if not events:
         raise ValueError("draw_timeline needs the events of at least one instruction, got none")
-    origin = min(event.start for event in events)
-    end = max(event.stop for event in events)
-    unit, unit_name = (1e-3, "ms") if end - origin < 10 else (1.0, "s")
-    num_meshes = len(mesh_names)
-    with figure_file(path, 10.0, 1.5 + 0.62 * num_meshes) as figure:
+    with figure_file(path, 10.0, 1.5 + 0.62 * len(mesh_names)) as figure:
         axes = plain(figure.subplots())
-        shown = set()
-        for event in events:
-            kind = _kind(event.instruction)
-            if kind is None:
-                continue
-            shown.add(kind)
-            left, width = (event.start - origin) / unit, (event.stop - event.start) / unit
-            is_run = event.instruction.kind == "run"
-            top = event.mesh * ROW
-            axes.broken_barh(
-                [(left, width)],
-                (top - BOX / 2, BOX) if is_run else (top + BOX / 2 + 0.03, 0.1),
-                facecolors=PHASE_COLOURS[kind],
-                edgecolors="white" if is_run else "none",
-                linewidth=0.4,
-            )
-            wide_enough = width >= LABEL_SHARE * (end - origin) / unit
-            if is_run and wide_enough and event.instruction.microbatch is not None:
-                axes.text(
-                    left + width / 2,
-                    top,
-                    str(event.instruction.microbatch),
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color=INK,
-                )
-        axes.set_yticks([mesh * ROW for mesh in range(num_meshes)], list(mesh_names))
-        axes.set_ylim(num_meshes * ROW - 0.35, -0.55)
-        axes.set_xlim(0, (end - origin) / unit)
-        axes.set_xlabel(f"time in the step, {unit_name}", color=INK, fontsize=9)
+        shown = plot_events(axes, events, mesh_names)
         axes.set_title(title, color=INK, fontsize=10, loc="left")
         figure.legend(
-            handles=[
-                Patch(color=PHASE_COLOURS[kind], label=kind) for kind in PHASE_COLOURS if kind in shown
-            ],
+            handles=phase_patches(shown),
             loc="outside lower center",
             ncols=len(PHASE_COLOURS),
             frameon=False,
@@ -75,8 +40,58 @@ def draw_timeline(
         )
 
 
+def plot_events(axes: Axes, events: Sequence[TraceEvent], mesh_names: Sequence[str]) -> set[str]:
+    """Return the kinds of the instructions drawn into `axes`, one row per mesh."""
+    origin = min(event.start for event in events)
+    length = max(event.stop for event in events) - origin
+    unit, unit_name = (
+        (1.0, "s") if length >= 10 else (1e-3, "ms") if length >= 1e-3 else (1e-6, "µs")
+    )
+    shown = set()
+    for event in events:
+        kind = _kind(event.instruction)
+        if kind is None or event.stop == event.start:
+            continue
+        shown.add(kind)
+        left, width = (event.start - origin) / unit, (event.stop - event.start) / unit
+        is_run = event.instruction.kind == "run"
+        top = event.mesh * ROW
+        axes.broken_barh(
+            [(left, width)],
+            (top - BOX / 2, BOX) if is_run else (top + BOX / 2 + 0.03, 0.1),
+            facecolors=PHASE_COLOURS[kind],
+            edgecolors="white" if is_run else "none",
+            linewidth=0.4,
+        )
+        microbatch = event.instruction.microbatch
+        if is_run and microbatch is not None and width * unit >= LABEL_SHARE * length:
+            axes.text(
+                left + width / 2,
+                top,
+                str(microbatch),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=INK,
+            )
+    axes.set_yticks([mesh * ROW for mesh in range(len(mesh_names))], list(mesh_names))
+    axes.set_ylim(len(mesh_names) * ROW - 0.35, -0.55)
+    axes.set_xlim(0, length / unit)
+    axes.set_xlabel(f"time in the step, {unit_name}", color=INK, fontsize=9)
+    return shown
+
+
+def phase_patches(shown: set[str]) -> list[Patch]:
+    """Return the entries of a legend for the kinds of instructions in `shown`."""
+    return [
+        Patch(color=colour, label=kind) for kind, colour in PHASE_COLOURS.items() if kind in shown
+    ]
+
+
 def _kind(instruction: Instruction) -> str | None:
     """Return the colour key of an instruction, None for those that take no time."""
     if instruction.kind == "run":
-        return instruction.phase or "forward"
+        if instruction.task.startswith("train"):  # one task does both where there is no pipeline
+            return "forward + backward"
+        return instruction.phase if instruction.phase in PHASE_COLOURS else "forward"
     return instruction.kind if instruction.kind in ("send", "receive") else None

@@ -84,7 +84,7 @@ def _run_gather(call: LocalCall) -> list[Any]:
     for k, d in enumerate(numbers.start_index_map):
         column = index[..., k]
         last = whole[d] - call.eqn.params["slice_sizes"][d]
-        if _mode(mode) == "clip":
+        if not _fills(mode):
             column = jnp.clip(column, 0, last)
         inside = inside & (column >= 0) & (column <= last)
         if sharded[d]:
@@ -101,16 +101,24 @@ def _run_gather(call: LocalCall) -> list[Any]:
         return lax.broadcast_in_dim(jnp.broadcast_to(mask, index.shape[:-1]), found.shape, places)
 
     result = jnp.where(spread(inside & owned), found, jnp.zeros((), found.dtype))
-    if _mode(mode) == "fill":
+    if _fills(mode):
         axes = tuple(axis for names in sharded.values() for axis in names)
         outside = spread(~inside & (call.index(axes) == 0))
         result = jnp.where(outside, _fill_value(call.eqn), result)
     return [result]
 
 
-def _mode(mode: Any) -> str:
-    name = str(mode).lower()
-    return "clip" if "clip" in name else "fill" if "fill" in name else "inside"
+def _fills(mode: Any) -> bool:
+    """Return whether a gather fills in for indices out of bounds; otherwise XLA moves them inside.
+
+    That holds for promised indices too: whole programs rely on it where a promise is broken.
+    """
+    return "fill" in str(mode).lower()
+
+
+def _clips(mode: Any) -> bool:
+    """Return whether a scatter moves indices inside; otherwise XLA drops those out of bounds."""
+    return "clip" in str(mode).lower()
 
 
 def _index_dtype(dtype: Any) -> Any:
@@ -192,7 +200,7 @@ def _run_scatter(call: LocalCall) -> list[Any]:
     columns = []
     for k, d in enumerate(numbers.scatter_dims_to_operand_dims):
         column = index[..., k]
-        if _mode(call.eqn.params["mode"]) == "clip":
+        if _clips(call.eqn.params["mode"]):
             column = jnp.clip(column, 0, whole[d] - _update_window(call.eqn, d))
         if sharded[d]:
             column = column - call.index(sharded[d]).astype(column.dtype) * operand.shape[d]

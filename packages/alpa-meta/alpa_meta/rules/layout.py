@@ -42,7 +42,7 @@ def reshape_dims(
             dim = factors.new(common)
             a.take(common, dim)
             b.take(common, dim)
-        if a.rest > 1 and b.rest > 1:
+        else:
             covered = [1, 1]
             while covered[0] == 1 or covered[0] != covered[1]:
                 smaller = 0 if covered[0] <= covered[1] else 1
@@ -74,16 +74,26 @@ class _Side:
         self._advance()
 
 
-def _reshape_rule(eqn: Any) -> ShardingRule | None:
-    if eqn.params.get("dimensions") is not None:
-        return None
+def _reshape_rule(eqn: Any) -> ShardingRule:
+    """Return the rule of a reshape; `dimensions` is the order in which it reads its operand's dims."""
     factors = Factors()
-    left, right = reshape_dims(factors, operand_shapes(eqn)[0], result_shapes(eqn)[0])
+    shape = operand_shapes(eqn)[0]
+    order = _reading_order(eqn)
+    read, right = reshape_dims(factors, tuple(shape[d] for d in order), result_shapes(eqn)[0])
+    left: list[Dim] = [()] * len(shape)
+    for d, dim in zip(order, read):
+        left[d] = dim
     return factors.rule([left], [right])
 
 
+def _reading_order(eqn: Any) -> tuple[int, ...]:
+    order = eqn.params.get("dimensions")
+    return tuple(range(len(operand_shapes(eqn)[0]))) if order is None else tuple(order)
+
+
 def _run_reshape(call: LocalCall) -> list[Any]:
-    return [lax.reshape(call.operands[0], call.result_shape(0))]
+    read = lax.transpose(call.operands[0], _reading_order(call.eqn))
+    return [lax.reshape(read, call.result_shape(0))]
 
 
 def _transpose_rule(eqn: Any) -> ShardingRule:
@@ -176,6 +186,20 @@ def _concatenate_rule(eqn: Any) -> ShardingRule:
     return _whole_dims_rule(eqn, {eqn.params["dimension"]})
 
 
+def _stack_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(operand_shapes(eqn)[0])
+    axis = eqn.params["axis"]
+    return factors.rule([dims] * len(eqn.invars), [[*dims[:axis], (), *dims[axis:]]])
+
+
+def _unstack_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(result_shapes(eqn)[0])
+    axis = eqn.params["axis"]
+    return factors.rule([[*dims[:axis], (), *dims[axis:]]], [dims] * len(eqn.outvars))
+
+
 def _split_rule(eqn: Any) -> ShardingRule:
     return _whole_dims_rule(eqn, {eqn.params["axis"]})
 
@@ -204,6 +228,8 @@ OPERATORS = {
     "pad": Operator(_pad_rule, linear=_pads_with_zero),
     "rev": Operator(_rev_rule, linear=always_linear),
     "concatenate": Operator(_concatenate_rule, linear=always_linear),
+    "stack": Operator(_stack_rule, linear=always_linear),
+    "unstack": Operator(_unstack_rule, linear=always_linear),
     "split": Operator(_split_rule),
     "bitcast_convert_type": Operator(_bitcast_rule),
     "empty": Operator(_empty_rule),

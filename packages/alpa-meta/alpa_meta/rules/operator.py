@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 from alpa_interchange import Factor, LogicalMesh, ShardingRule, Strategy
 from attrs import frozen
-from jax import lax
 
 from alpa_meta import compat
 
@@ -173,13 +171,3 @@ class Operator:
     rule: RuleFunction
     local: LocalFunction = run_unchanged
     linear: Callable[[Any], bool] = never_linear
-
-
-def masked_zero(value: Any) -> Any:
-    """Return zeros like `value`."""
-    return jax.numpy.zeros_like(value)
-
-
-def cut(value: Any, start: Any, size: int, dim: int) -> Any:
-    """Return `size` elements of `value` from `start` along `dim`."""
-    return lax.dynamic_slice_in_dim(value, start, size, dim)

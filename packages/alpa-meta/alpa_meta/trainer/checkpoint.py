@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
+
+from alpa_interchange import DocumentError
 
 SCHEMA = "AlpaCheckpoint"
 VERSION = 1
@@ -33,8 +35,8 @@ _RAW = {1: np.uint8, 2: np.uint16}  # how dtypes that npz does not know are stor
 Tree = TypeVar("Tree")
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or belongs to another program; the message says which and why."""
+class CheckpointError(DocumentError):
+    """A checkpoint cannot be read, or belongs to another program; the message says why."""
 
 
 @frozen
@@ -110,7 +112,9 @@ def restore_state(checkpoint: Checkpoint, shapes: Tree) -> Tree:
     """
     wanted = dict(leaf_paths(shapes))
     differences = [f"{path} is missing" for path in wanted if path not in checkpoint.leaves]
-    differences += [f"{path} is not in the program" for path in checkpoint.leaves if path not in wanted]
+    differences += [
+        f"{path} is not in the program" for path in checkpoint.leaves if path not in wanted
+    ]
     for path in wanted.keys() & checkpoint.leaves.keys():
         stored, need = checkpoint.leaves[path], wanted[path]
         if stored.shape != tuple(need.shape) or str(stored.dtype) != str(need.dtype):
@@ -126,7 +130,9 @@ def restore_state(checkpoint: Checkpoint, shapes: Tree) -> Tree:
             f"  {shown}{more}"
         )
     structure = jax.tree_util.tree_structure(shapes)
-    return jax.tree_util.tree_unflatten(structure, [checkpoint.leaves[path] for path in wanted])
+    leaves = [checkpoint.leaves[path] for path in wanted]
+    state: Tree = jax.tree_util.tree_unflatten(structure, leaves)
+    return state
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
@@ -145,7 +151,8 @@ def _read(path: Path) -> Checkpoint:
     if digest != manifest["arrays_sha256"]:
         raise CheckpointError(
             f"{arrays}: is damaged: its SHA-256 is {digest[:16]}..., but {MANIFEST} says "
-            f"{str(manifest['arrays_sha256'])[:16]}...; remove {path} to fall back on an older checkpoint"
+            f"{str(manifest['arrays_sha256'])[:16]}...; "
+            f"remove {path} to fall back on an older checkpoint"
         )
     leaves = {}
     try:
@@ -187,7 +194,7 @@ def _storable(array: np.ndarray) -> np.ndarray:
 def _restored(array: np.ndarray, dtype: str) -> np.ndarray:
     if str(array.dtype) == dtype:
         return array
-    return array.view(np.dtype(getattr(ml_dtypes, dtype)))
+    return array.view(jnp.dtype(dtype))
 
 
 def _sha256(path: Path) -> str:

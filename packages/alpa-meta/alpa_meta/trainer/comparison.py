@@ -69,7 +69,9 @@ def difference(
         size = np.abs(np.asarray(array, np.float64))
         absolute = max(absolute, float(gap.max(initial=0.0)))
         magnitude = max(magnitude, float(size.max(initial=0.0)))
-        share = float(np.linalg.norm(gap) / max(float(np.linalg.norm(size)), np.finfo(np.float64).tiny))
+        share = float(
+            np.linalg.norm(gap) / max(float(np.linalg.norm(size)), np.finfo(np.float64).tiny)
+        )
         if share > relative:
             relative, worst = share, path
     return Comparison(

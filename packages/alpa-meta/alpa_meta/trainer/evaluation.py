@@ -17,26 +17,32 @@ WINDOWS_AT_ONCE = 32
 
 
 def held_out_loss(model: GptOptions, params: Any, text: Text) -> float:
-    """Return the mean loss, nats per byte, of whole parameters on the held-out text, on one device."""
+    """Return the mean loss, nats per byte, of `params` on the held-out text, on one device."""
     gpt = Gpt(model)
 
     @jax.jit
     def loss_of(params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
         logits = gpt.apply({"params": params}, inputs)
-        assert isinstance(logits, jax.Array)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        loss: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        return loss
 
     windows, _ = _held_out_windows(model, text)
     values = windows.astype(np.int32)
     losses = [
-        float(loss_of(params, values[at : at + WINDOWS_AT_ONCE, :-1], values[at : at + WINDOWS_AT_ONCE, 1:]))
+        float(
+            loss_of(
+                params,
+                values[at : at + WINDOWS_AT_ONCE, :-1],
+                values[at : at + WINDOWS_AT_ONCE, 1:],
+            )
+        )
         for at in range(0, len(values), WINDOWS_AT_ONCE)
     ]
     return float(np.mean(losses))
 
 
 def baseline_loss(model: GptOptions, text: Text) -> float:
-    """Return the loss, nats per byte, of the trigram fitted on the training text, on the same bytes."""
+    """Return the loss, nats per byte, of the trigram fitted on the training text."""
     _, starts = _held_out_windows(model, text)
     return trigram_loss(trigram_counts(text.train), text.held_out, starts, model.context)
 

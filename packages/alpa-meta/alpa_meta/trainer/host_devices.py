@@ -21,15 +21,15 @@ def use_host_devices(count: int) -> None:
     given = re.search(rf"{_FLAG}=(\d+)", flags)
     if given is not None and int(given[1]) < count:
         raise PlanError(
-            f"the cluster has {count} host devices, but XLA_FLAGS says {given[0]}; unset XLA_FLAGS or "
-            f"ask for --cluster host:{given[1]}"
+            f"the cluster has {count} host devices, but XLA_FLAGS says {given[0]}; unset XLA_FLAGS "
+            f"or ask for --cluster host:{given[1]}"
         )
     if given is None:
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     found = len(jax.devices())
     if found < count:
         raise PlanError(
-            f"the cluster has {count} host devices, but this process's jax had already started with "
-            f"{found}; set XLA_FLAGS={_FLAG}={count} before python starts"
+            f"the cluster has {count} host devices, but this process's jax had already started "
+            f"with {found}; set XLA_FLAGS={_FLAG}={count} before python starts"
         )

@@ -1,4 +1,4 @@
-"""The main job, `alpa train`: plan, train, evaluate, compare with one device, write everything."""
+"""The main job, `alpa train`: plan, train, evaluate, compare with one device, write it all."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from alpa_interchange import load, save
-from alpa_interchange.plan import ParallelPlan
 from attrs import frozen
 from rich.console import Console
 
-import alpa_meta as alpa
+from alpa_interchange import load, save
+from alpa_interchange.plan import ParallelPlan
 from alpa_meta.errors import PlanError
-from alpa_meta.report.amounts import format_duration, format_seconds
-from alpa_meta.report.cluster_table import cluster_table
+from alpa_meta.report.amounts import counted, format_duration, format_seconds
+from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.loss_figure import draw_loss
 from alpa_meta.report.plan_figure import draw_plan
 from alpa_meta.report.plan_table import print_plan
@@ -25,8 +23,9 @@ from alpa_meta.report.timeline_figure import draw_timeline
 from alpa_meta.trainer.checkpoint import CheckpointError, restore_state
 from alpa_meta.trainer.comparison import Comparison, compare_with_one_device
 from alpa_meta.trainer.evaluation import HELD_OUT_BYTES, baseline_loss, held_out_loss
-from alpa_meta.trainer.loop import batch_of, run_steps
+from alpa_meta.trainer.loop import run_steps
 from alpa_meta.trainer.metrics import StepMetrics, read_metrics
+from alpa_meta.trainer.planning import Parallelism, batch_shapes, find_cluster, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settings_to_json
@@ -43,10 +42,7 @@ class TrainRequest:
     settings: TrainSettings = TrainSettings()
     steps: int | None = None  # stop after so many; None: the length of the learning-rate schedule
     cluster: str = "host:8"
-    num_stages: int | None = None
-    num_microbatches: int | None = None
-    schedule: str | None = None
-    memory: float | None = None  # bytes per device
+    parallelism: Parallelism = Parallelism()
     plan: Path | None = None
     out: Path = Path("run")
     resume: Path | None = None
@@ -77,33 +73,34 @@ class TrainResult:
 
 
 def run_training(request: TrainRequest, console: Console) -> TrainResult:
-    """Return the result of the whole job, having shown it on `console` and written it to its folder."""
+    """Return the result of the job, having shown it on `console` and written its folder."""
     began = time.perf_counter()
     start = _start_of(request, console)
     settings = start.settings
     text = read_text(max_train_bytes=settings.max_train_bytes)
     if request.resume is not None:
         _check_text(request, text)
-    cluster = alpa.cluster(request.cluster)
+    cluster = find_cluster(request.cluster)
     console.print(cluster_table(cluster))
     trigram = baseline_loss(settings.model, text)
     console.print(
         f"text: the standard library's source, {len(text.train):,} bytes of {text.num_train_files} "
-        f"files to train on, {len(text.held_out):,} bytes of {text.num_held_out_files} files held out\n"
-        f"baseline: a byte trigram (add-one smoothing) fitted on the same training part has held-out "
-        f"loss {trigram:.3f} nats per byte"
+        f"files to train on, {len(text.held_out):,} bytes of {text.num_held_out_files} files held "
+        f"out\nbaseline: a byte trigram (add-one smoothing) fitted on the same training part has "
+        f"held-out loss {trigram:.3f} nats per byte"
     )
     make_state = make_state_maker(settings.model, make_optimiser(settings.optimiser))
     key = jax.random.key(settings.seed)
     with stages_progress(console) as progress:
-        step = _parallel_step(request, start, cluster, progress)
-        shapes = jax.eval_shape(make_state, key)
-        batch = batch_of(text.train, settings, 0)
-        plan = step.plan_for(shapes, _shapes_of(batch))
+        step = parallel_step(
+            train_step, cluster, request.parallelism, plan=start.plan, progress=progress
+        )
+        shapes = (jax.eval_shape(make_state, key), batch_shapes(settings))
+        plan = step.plan_for(*shapes)
     print_plan(plan, console)
     with stages_progress(console) as progress:
         progress("compiling the plan", 0, 1)
-        step.lower(shapes, _shapes_of(batch)).compile()
+        step.lower(*shapes).compile()
         progress("compiling the plan", 1, 1)
     state = step.init(make_state, key) if start.state is None else step.place(start.state)
     first_state = jax.device_get(state)
@@ -129,12 +126,17 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     draw_plan(folder.plan_picture, plan)
     _draw_timeline(folder, step, plan)
     console.print(
-        f"wrote {folder.path}/: plan.json, plan.png, metrics.jsonl, loss.png, timeline.png, checkpoint/; "
+        f"wrote {folder.path}/: plan.json, plan.png, metrics.jsonl, loss.png, timeline.png, "
+        "checkpoint/; "
         f"go on with: alpa train --resume {folder.path}\n"
         f"done in {format_duration(time.perf_counter() - began)}"
     )
     return TrainResult(
-        steps=tuple(recorder.steps), trigram=trigram, held_out=held_out, comparison=comparison, folder=folder
+        steps=tuple(recorder.steps),
+        trigram=trigram,
+        held_out=held_out,
+        comparison=comparison,
+        folder=folder,
     )
 
 
@@ -155,16 +157,15 @@ def _start_of(request: TrainRequest, console: Console) -> Start:
     if request.steps is None and stop <= checkpoint.step:
         stop = checkpoint.step + EXTRA_STEPS
         console.print(
-            f"{request.resume} has done all its {checkpoint.step} steps; training {EXTRA_STEPS} more at "
-            "the final learning rate (--steps says otherwise)"
+            f"{request.resume} has done all its {checkpoint.step} steps; training {EXTRA_STEPS} "
+            "more at the final learning rate (--steps says otherwise)"
         )
     if stop <= checkpoint.step:
         raise PlanError(
-            f"--steps must be above {checkpoint.step}, the steps {request.resume} has already done, "
-            f"got {stop}"
+            f"--steps must be above {checkpoint.step}, the steps {request.resume} has already "
+            f"done, got {stop}"
         )
-    free = (request.num_stages, request.num_microbatches, request.schedule, request.memory)
-    if plan is None and all(choice is None for choice in free) and folder.plan.exists():
+    if plan is None and request.parallelism.is_free and folder.plan.exists():
         plan = load(folder.plan, ParallelPlan)
     console.print(f"resuming {checkpoint.path} after step {checkpoint.step}")
     return Start(settings=settings, step=checkpoint.step, stop=stop, state=state, plan=plan)
@@ -181,24 +182,6 @@ def _check_text(request: TrainRequest, text: Text) -> None:
         )
 
 
-def _parallel_step(request: TrainRequest, start: Start, cluster: Any, progress: Any) -> Any:
-    chosen: dict[str, Any] = {
-        "num_stages": request.num_stages,
-        "num_microbatches": request.num_microbatches,
-        "schedule": request.schedule,
-        "memory": request.memory,
-        "plan": start.plan,
-    }
-    options = alpa.Options(
-        progress=progress, **{name: value for name, value in chosen.items() if value is not None}
-    )
-    return alpa.parallelize(train_step, cluster=cluster, options=options)
-
-
-def _shapes_of(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
-
-
 def _train(
     request: TrainRequest,
     start: Start,
@@ -208,7 +191,7 @@ def _train(
     recorder: RunRecorder,
     console: Console,
 ) -> tuple[Any, Any]:
-    """Return whole parameters on the host: after the steps that are compared, and after the last."""
+    """Return the parameters on the host: after the steps to compare, and after the last."""
     compared_step = min(start.step + request.comparison_steps, start.stop)
     compared: list[Any] = [None]
 
@@ -221,7 +204,13 @@ def _train(
     try:
         with training_progress(console, start.step, start.stop) as show:
             last = run_steps(
-                step, state, text.train, start.settings, start=start.step, stop=start.stop, on_step=note
+                step,
+                state,
+                text.train,
+                start.settings,
+                start=start.step,
+                stop=start.stop,
+                on_step=note,
             )
     finally:
         recorder.close()
@@ -270,9 +259,9 @@ def _compare(
 
 def _draw_timeline(folder: RunFolder, step: Any, plan: ParallelPlan) -> None:
     events = list(step.last_trace)
-    names = [f"stage {index}" for index in range(len(plan.stage_plan.stages))]
+    names = [f"mesh {index}" for index in range(len(plan.schedule.programs))]
     title = (
-        f"one executed step: {plan.stage_plan.schedule}, {len(names)} stage(s), "
-        f"{plan.stage_plan.num_microbatches} microbatch(es)"
+        f"one executed step: {plan.stage_plan.schedule}, {counted(plan.num_stages, 'stage')}, "
+        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}"
     )
     draw_timeline(folder.timeline_picture, events, title=title, mesh_names=names)

@@ -35,7 +35,8 @@ class OneDeviceStep:
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
         with jax.default_device(self._device):
-            return self._step(state, batch)
+            after: tuple[Any, dict[str, Any]] = self._step(state, batch)
+            return after
 
 
 def batch_of(part: Bytes, settings: TrainSettings, step: int) -> Batch:

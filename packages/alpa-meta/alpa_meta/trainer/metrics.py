@@ -27,7 +27,7 @@ class MetricsFile:
     """Appends one line per step to a file, each line whole."""
 
     def __init__(self, path: Path) -> None:
-        self._stream = open(path, "a")  # noqa: SIM115 - closed by close()
+        self._stream = open(path, "a")
 
     def append(self, metrics: StepMetrics) -> None:
         """Write one line and hand it to the system."""

@@ -75,12 +75,14 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype, hidden = jnp.dtype(self.options.dtype), self.options.hidden
         x = x + Attention(self.options, name="attention")(nn.RMSNorm(dtype=dtype)(x))
-        wide = nn.Dense(4 * hidden, use_bias=False, dtype=dtype, name="up")(nn.RMSNorm(dtype=dtype)(x))
+        wide = nn.Dense(4 * hidden, use_bias=False, dtype=dtype, name="up")(
+            nn.RMSNorm(dtype=dtype)(x)
+        )
         return x + nn.Dense(hidden, use_bias=False, dtype=dtype, name="down")(nn.gelu(wide))
 
 
 class Gpt(nn.Module):
-    """Bytes [batch, position] to the logits of the byte after each: float32 [batch, position, 256]."""
+    """Bytes [batch, position] to logits of the byte after each: float32 [batch, position, 256]."""
 
     options: GptOptions
 

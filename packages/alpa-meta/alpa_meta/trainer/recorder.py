@@ -16,8 +16,8 @@ from alpa_meta.trainer.run_folder import RunFolder
 class RunRecorder:
     """Records steps in `folder`, which it opens at the first one.
 
-    So a run that cannot do even one step leaves nothing behind. `write_plan` writes the plan into the
-    opened folder; `start` is the step the run begins after: 0 for a new one.
+    So a run that cannot do even one step leaves nothing behind. `write_plan` writes the plan into
+    the opened folder; `start` is the step the run begins after: 0 for a new one.
     """
 
     folder: RunFolder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from attrs import frozen
@@ -46,15 +47,17 @@ class RunFolder:
         """
         moved = None
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            number = 1
-            while (moved := self.path.with_name(f"{self.path.name}.{number}")).exists():
-                number += 1
+            moved = next(
+                place
+                for number in itertools.count(1)
+                if not (place := self.path.with_name(f"{self.path.name}.{number}")).exists()
+            )
             self.path.rename(moved)
         self.path.mkdir(parents=True, exist_ok=True)
         return moved
 
     def read_checkpoint(self) -> Checkpoint:
-        """Return the newest checkpoint of the run; CheckpointError if it is no run or is damaged."""
+        """Return the newest checkpoint; CheckpointError if this is no run or it is damaged."""
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}: is not the folder of a run; give --resume what --out was"

@@ -57,9 +57,11 @@ def make_state_maker(
 
     def make_state(key: jax.Array) -> TrainState:
         tokens = jnp.zeros((1, model.context), jnp.int32)
-        return TrainState.create(
-            apply_fn=gpt.apply, params=gpt.init(key, tokens)["params"], tx=optimiser
+        params = gpt.init(key, tokens)["params"]
+        state: TrainState = TrainState.create(  # type: ignore[no-untyped-call]
+            apply_fn=gpt.apply, params=params, tx=optimiser
         )
+        return state
 
     return make_state
 
@@ -73,9 +75,11 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
 
     def loss_of(params: Any) -> jax.Array:
         logits = state.apply_fn({"params": params}, batch["inputs"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return losses.mean()
+        loss: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["targets"]
+        ).mean()
+        return loss
 
     loss, gradients = jax.value_and_grad(loss_of)(state.params)
-    metrics = {"loss": loss, "gradient_norm": optax.global_norm(gradients)}
-    return state.apply_gradients(grads=gradients), metrics
+    metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+    return state.apply_gradients(grads=gradients), metrics  # type: ignore[no-untyped-call]

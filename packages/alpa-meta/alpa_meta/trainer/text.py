@@ -19,7 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @frozen
 class Text:
-    """Training and held-out bytes: `train` and `held_out` are uint8 [bytes], files joined by a zero."""
+    """Training and held-out bytes: uint8 [bytes] each, the files joined by a zero byte."""
 
     train: Bytes
     held_out: Bytes
@@ -31,7 +31,7 @@ class Text:
 def read_text(
     root: Path | None = None, *, max_train_bytes: int = 3_000_000, max_file_bytes: int = 100_000
 ) -> Text:
-    """Return the text under `root` (the standard library), with about `max_train_bytes` to train on.
+    """Return the text under `root` (the standard library), about `max_train_bytes` to train on.
 
     Files are taken in the order of the SHA-256 of their relative path, and the same hash decides
     which are held out, so the same Python gives the same text on every machine. Larger files than
@@ -53,24 +53,29 @@ def read_text(
     if not train or not held_out:
         raise ValueError(
             f"the text needs at least one training and one held-out Python file, but {root} gave "
-            f"{len(train)} and {len(held_out)}; is this Python's standard library installed as source?"
+            f"{len(train)} and {len(held_out)}; is the standard library installed as source?"
         )
     parts = (_join(train), _join(held_out))
-    fingerprint = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    fingerprint = hashlib.sha256(
+        b"".join(hashlib.sha256(part.tobytes()).digest() for part in parts)
+    ).hexdigest()
     return Text(*parts, len(train), len(held_out), fingerprint)
 
 
 def batch_at(part: Bytes, step: int, *, seed: int, batch_size: int, length: int) -> Bytes:
     """Return the windows of training step `step`: uint8 [batch_size, length + 1].
 
-    A function of its arguments only, so a resumed run reads exactly what an uninterrupted one would.
+    A function of its arguments only, so a resumed run reads what an uninterrupted one would.
     """
     random = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step]))
     starts = random.integers(0, _num_starts(part, length), size=batch_size)
-    return part[starts[:, None] + np.arange(length + 1)]
+    windows: Bytes = part[starts[:, None] + np.arange(length + 1)]
+    return windows
 
 
-def spaced_windows(part: Bytes, *, num_windows: int, length: int) -> tuple[Bytes, npt.NDArray[np.int64]]:
+def spaced_windows(
+    part: Bytes, *, num_windows: int, length: int
+) -> tuple[Bytes, npt.NDArray[np.int64]]:
     """Return evenly spaced windows, uint8 [num_windows, length + 1], and where each starts."""
     starts = np.linspace(2, _num_starts(part, length) - 1, num_windows).astype(np.int64)
     return part[starts[:, None] + np.arange(length + 1)], starts

@@ -22,9 +22,9 @@ def trigram_loss(
 ) -> float:
     """Return the mean negative log likelihood, in nats per byte, of windows of `part`.
 
-    The bytes predicted are `part[start + 1 : start + 1 + length]` for each start, the same ones that
-    the model predicts; the trigram always sees the two bytes before each, also across the window's
-    start. p(c | a b) = (n(a b c) + 1) / (n(a b) + 256).
+    The bytes predicted are `part[start + 1 : start + 1 + length]` for each start, the same ones
+    that the model predicts; the trigram always sees the two bytes before each, also across the
+    window's start. p(c | a b) = (n(a b c) + 1) / (n(a b) + 256).
     """
     at = starts[:, None] + 1 + np.arange(length)
     first, second, third = part[at - 2], part[at - 1], part[at]

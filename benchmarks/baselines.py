@@ -1,0 +1,191 @@
+"""Our plan beside hand-written baselines, for every corpus model, in one run on 8 host devices.
+
+    .venv/bin/python benchmarks/baselines.py --model gpt --model moe-einsum
+
+Baselines are the presets (dp, zero3, megatron) compiled by stock jax from input shardings. Columns:
+collectives of the compiled program, bytes one device sends per step (ring algorithms, read from the
+compiled HLO), memory of the arguments, median step time of interleaved runs, loss of the last step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+    )
+
+import jax
+import numpy as np
+import typer
+from attrs import asdict, define
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import alpa_meta
+from alpa_meta.audit.hlo import compiled_collectives
+from alpa_meta.audit.report import format_bytes
+from alpa_meta.corpus import NAMES, CorpusModel, build
+from alpa_meta.presets import PRESETS, preset_specs
+
+AXES = {"data": 2, "model": 4}
+OURS = "ours"
+
+
+@define
+class Result:
+    """One model under one strategy."""
+
+    model: str
+    strategy: str
+    collectives: int
+    sent_bytes: float
+    argument_bytes: int
+    compile_seconds: float
+    step_seconds: float = float("nan")
+    loss: float = float("nan")
+
+
+class Baseline:
+    """A preset, compiled by stock jax from the shardings of its inputs."""
+
+    def __init__(self, model: CorpusModel, strategy: str) -> None:
+        mesh = Mesh(
+            np.array(jax.devices()[:8]).reshape(tuple(AXES.values())),
+            tuple(AXES),
+            axis_types=(AxisType.Auto,) * len(AXES),
+        )
+        specs = preset_specs(strategy, model.state, model.batch, AXES)
+        place = [self._shardings(mesh, one) for one in specs]
+        start = time.perf_counter()
+        jitted = jax.jit(
+            model.train_step,
+            in_shardings=tuple(place),
+            out_shardings=(place[0], NamedSharding(mesh, PartitionSpec())),
+            donate_argnums=0,
+        )
+        self.step = jitted.lower(model.state, model.batch).compile()
+        found = compiled_collectives(self.step.as_text())
+        self.result = Result(
+            model=model.name,
+            strategy=strategy,
+            collectives=sum(one.trips or 1 for one in found),
+            sent_bytes=sum(one.link_bytes for one in found),
+            argument_bytes=int(self.step.memory_analysis().argument_size_in_bytes),
+            compile_seconds=time.perf_counter() - start,
+        )
+        self.state = jax.device_put(model.make_state(jax.random.key(0)), place[0])
+        self.batch = jax.device_put(model.make_batch(jax.random.key(1)), place[1])
+
+    @staticmethod
+    def _shardings(mesh: Mesh, specs: Any) -> Any:
+        return jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            specs,
+            is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+        )
+
+    def run(self) -> float:
+        """Run one step; return its loss."""
+        self.state, metrics = self.step(self.state, self.batch)
+        return float(metrics["loss"])
+
+
+class Ours:
+    """The planner's plan, one stage, through `alpa_meta.parallelize`."""
+
+    def __init__(self, model: CorpusModel, strategy: str) -> None:
+        start = time.perf_counter()
+        options = alpa_meta.Options(num_stages=1, num_microbatches=1)
+        self.step = alpa_meta.parallelize(model.train_step, cluster="host:8", options=options)
+        executable = self.step.lower(model.state, model.batch).compile()
+        audit = executable.audit()
+        self.result = Result(
+            model=model.name,
+            strategy=strategy,
+            collectives=sum(len(report.lines) for report in audit.tasks.values()),
+            sent_bytes=sum(report.compiled_bytes for report in audit.tasks.values()),
+            argument_bytes=max(
+                (check.argument_bytes for check in audit.memory.values()), default=0
+            ),
+            compile_seconds=time.perf_counter() - start,
+        )
+        self.state = self.step.init(model.make_state, jax.random.key(0))
+        self.batch = model.make_batch(jax.random.key(1))
+
+    def run(self) -> float:
+        """Run one step; return its loss."""
+        self.state, metrics = self.step(self.state, self.batch)
+        return float(metrics["loss"])
+
+
+def measure(model: CorpusModel, strategies: list[str], num_steps: int) -> list[Result]:
+    """Return the results of all strategies; steps are interleaved, the first is not measured."""
+    runs = [(Ours if name == OURS else Baseline)(model, name) for name in strategies]
+    seconds: dict[str, list[float]] = {name: [] for name in strategies}
+    for step in range(num_steps + 1):
+        for run in runs:
+            start = time.perf_counter()
+            run.result.loss = run.run()
+            if step > 0:
+                seconds[run.result.strategy].append(time.perf_counter() - start)
+    for run in runs:
+        run.result.step_seconds = statistics.median(seconds[run.result.strategy])
+    return [run.result for run in runs]
+
+
+def table(results: list[Result]) -> Table:
+    """Return the results side by side."""
+    shown = Table()
+    for name in ("model", "strategy"):
+        shown.add_column(name)
+    for name in ("collectives", "sent per device", "arguments", "compile", "step", "loss"):
+        shown.add_column(name, justify="right")
+    for one in results:
+        shown.add_row(
+            one.model,
+            one.strategy,
+            str(one.collectives),
+            format_bytes(one.sent_bytes),
+            format_bytes(one.argument_bytes),
+            f"{one.compile_seconds:.1f} s",
+            f"{one.step_seconds * 1e3:.1f} ms",
+            f"{one.loss:.4f}",
+            end_section=one.strategy == results[-1].strategy,
+        )
+    return shown
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help="Corpus model; repeatable.")] = None,
+    size: Annotated[str, typer.Option(help="tiny or small.")] = "tiny",
+    strategy: Annotated[
+        list[str] | None, typer.Option(help=f"{OURS} or one of {', '.join(PRESETS)}; repeatable.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+) -> None:
+    """Measure hand-written baselines and our plan side by side."""
+    ours = [OURS] if hasattr(alpa_meta, "parallelize") else []
+    strategies = strategy or ["dp", "zero3", "megatron", *ours]
+    results: list[Result] = []
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for name in track(model or list(NAMES), console=Console(stderr=True), transient=True):
+        results += measure(build(name, size), strategies, steps)
+    console.print(table(results))
+    if out is not None:
+        out.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

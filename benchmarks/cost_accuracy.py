@@ -1,0 +1,136 @@
+"""Accuracy of the step-time and memory model on measured training runs.
+
+    python benchmarks/cost_accuracy.py [--data FILE] [--json OUT]
+
+Prints per source: rows, MAPE, bias, worst row, regret and interval coverage, beside what other tools
+predicted. Nothing is fitted here. Rows of the project's own data are judged by constants fitted without
+their group (4-fold cross-validation by group, fixed seed, see `cost_model.step_fit`); rows of other
+groups by the shipped constants. Sources that were never fitted on are marked so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict
+from rich.console import Console
+from rich.table import Table
+
+from cost_model.accuracy import PredictedRow, memory_rows, predict_rows, source_accuracy
+from cost_model.measured_run import MeasuredRun, read_measured_runs
+from cost_model.prediction import step_model
+from cost_model.training_run import predict_terms
+
+# MAPE and mean regret of other tools on the same sources, as their publications give them
+PUBLISHED = {
+    "vtrain_multi": {"calculon": (0.129, 1.013)},
+    "vtrain_single": {"calculon": (0.390, 1.100)},
+}
+
+
+def default_data() -> Path:
+    """Return where the project's data is: $ALPA_DATA, else beside the checkout."""
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    return Path(os.environ.get("ALPA_DATA", beside)) / "measured" / "training_runs.json"
+
+
+def analytic_mape(rows: list[PredictedRow]) -> float:
+    """Return the MAPE of the analytic model alone, without the correction near measured cells."""
+    fits, errors = step_model(), []
+    for item in rows:
+        constants = fits.unseen(item.row.source, item.row.group).constants
+        if item.row.run is not None and item.row.step_seconds:
+            predicted = sum(predict_terms(item.row.run, constants).values())
+            errors.append(abs(predicted / item.row.step_seconds - 1))
+    return sum(errors) / len(errors)
+
+
+def report(rows: tuple[MeasuredRun, ...], console: Console) -> dict[str, Any]:
+    """Print the tables and return them as plain data."""
+    started = time.perf_counter()
+    predicted = predict_rows(rows)
+    elapsed = time.perf_counter() - started
+    fits = step_model()
+    console.print(
+        f"{len(rows)} rows, {len(predicted)} with a step time of a known configuration; "
+        f"folds by group, seed {fits.whole.seed}; {elapsed / max(1, len(predicted)) * 1e6:.0f} us "
+        "a prediction"
+    )
+    result: dict[str, Any] = {"rows": len(rows), "predicted": len(predicted), "sources": []}
+    table = Table(
+        "source", "rows", "groups", "MAPE", "analytic", "bias", "worst", "regret", "80 % holds",
+        "others: MAPE (ours there), regret", title="Step time, on rows not fitted on",
+    )  # fmt: skip
+    for entry in source_accuracy(predicted):
+        mine = [item for item in predicted if item.row.source == entry.source]
+        plain = analytic_mape(mine)
+        others = [
+            f"{tool} {theirs:.1%} ({ours:.1%})" for tool, (theirs, ours) in entry.others.items()
+        ]
+        published = PUBLISHED.get(entry.source, {})
+        others += [f"{tool} {mape:.1%}, {regret:.3f}" for tool, (mape, regret) in published.items()]
+        table.add_row(
+            entry.source + ("" if entry.fitted else " (never fitted)"),
+            str(entry.num_rows), str(len({item.row.group for item in mine})),
+            f"{entry.mape:.1%}", f"{plain:.1%}", f"{entry.bias:+.1%}",
+            f"{entry.worst:+.0%} {entry.worst_id}",
+            f"{entry.regret:.3f} of {entry.regret_groups}", f"{entry.coverage:.0%}",
+            "; ".join(others),
+        )  # fmt: skip
+        result["sources"].append(
+            asdict(entry) | {"analytic_mape": plain, "published": published}
+        )
+    console.print(table)
+    covered = [item.covered for item in predicted]
+    if covered:
+        share = sum(covered) / len(covered)
+        console.print(f"80 % intervals hold {share:.1%} of all {len(covered)} rows")
+        result["coverage"] = share
+    memory = memory_rows(rows)
+    if memory:
+        result["memory"] = _memory(memory, console)
+    skipped: dict[str, int] = {}
+    for row in rows:
+        if row.run is None:
+            label = f"{row.source}: {row.skipped}"
+            skipped[label] = skipped.get(label, 0) + 1
+    for label, count in skipped.items():
+        console.print(f"not predicted, {count} rows of {label}")
+    result["skipped"] = skipped
+    result["errors"] = {item.row.id: item.error for item in predicted}
+    return result
+
+
+def _memory(rows: Any, console: Console) -> dict[str, float]:
+    table = Table("row", "state", "activations", "both", title="Memory per device, nothing fitted")
+    for item in rows:
+        table.add_row(
+            item.row.id, f"{item.state_error:+.1%}", f"{item.activation_error:+.1%}",
+            f"{item.total_error:+.1%}",
+        )  # fmt: skip
+    console.print(table)
+    totals = [abs(item.total_error) for item in rows]
+    return {"mape": sum(totals) / len(totals), "worst": max(totals)}
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=None, help="rows to judge, same format")
+    parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
+    options = parser.parse_args()
+    path = options.data or default_data()
+    if not path.exists():
+        parser.exit(0, f"{path} is not there; name a file of measured runs with --data\n")
+    result = report(read_measured_runs(path), Console(width=170))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What mesh-runtime adds: host time per instruction, and the speed of its data plane.
+
+    python benchmarks/mesh_runtime_overhead.py
+
+Instructions are timed on a two-mesh schedule of empty programs (one device each), so that the time is
+that of the interpreter and jax dispatch. The data plane sends between two endpoints of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import jax
+import numpy as np
+from attrs import evolve
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+from alpa_interchange.schedule import Instruction, PipelineSchedule
+from mesh_runtime import InProcessRuntime
+from mesh_runtime.data_plane import DataPlane, new_token
+
+
+def best_seconds(action: Callable[[], object], repeats: int) -> float:
+    """Return the shortest of `repeats` wall times."""
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def instruction_seconds(num_microbatches: int = 64) -> dict[str, float]:
+    """Return seconds of host time per kind of work: a bare jitted call, and per instruction."""
+    identity = jax.jit(lambda x: (x,))
+    first: list[Instruction] = []
+    second: list[Instruction] = []
+    for m in range(num_microbatches):
+        x, h, y = f"x@{m}", f"h@{m}", f"y@{m}"
+        first += [
+            Instruction(kind="run", task="a", microbatch=m, inputs=(x,), outputs=(h,)),
+            Instruction(kind="send", inputs=(h,), peer=1, microbatch=m),
+            Instruction(kind="free", inputs=(x, h)),
+        ]
+        second += [
+            Instruction(kind="receive", outputs=(h,), peer=0, microbatch=m),
+            Instruction(kind="run", task="b", microbatch=m, inputs=(h,), outputs=(y,)),
+            Instruction(kind="free", inputs=(h, y)),
+        ]
+    schedule = PipelineSchedule(
+        name="empty",
+        num_stages=2,
+        num_microbatches=num_microbatches,
+        programs=(tuple(first), tuple(second)),
+    )
+    meshes = [Mesh(np.array([device]), ("x",)) for device in jax.devices()[:2]]
+    runtime = InProcessRuntime(meshes)
+    runtime.load(schedule, {"a": identity, "b": jax.jit(lambda x: (x,))}, [{"x": P()}, {"h": P()}])
+    batch = {f"x@{m}": jax.device_put(np.zeros(8, np.float32), jax.devices()[0]) for m in range(64)}
+
+    def calls() -> None:
+        for array in batch.values():
+            identity(array)
+
+    def copies() -> None:
+        for array in batch.values():
+            jax.device_put(array, jax.devices()[1])
+
+    step = best_seconds(lambda: runtime.step(batch), 20)
+    call, copy = best_seconds(calls, 20), best_seconds(copies, 20)
+    total = len(first) + len(second)
+    return {
+        "jitted call alone": call / num_microbatches,
+        "device_put alone": copy / num_microbatches,
+        "per instruction, all in": step / total,
+        "per instruction, less calls and copies": max(0.0, step - 2 * call - 2 * copy) / total,
+    }
+
+
+def plane_bandwidth(num_bytes: int, local: bool) -> float:
+    """Return bytes/s of messages of `num_bytes` from one endpoint to another."""
+    token = new_token()
+    a, b = DataPlane("a", token), DataPlane("b", token)
+    a.connect({"b": b.address if local else evolve(b.address, machine="elsewhere")})
+    payload, counter = np.ones(num_bytes, np.uint8), iter(range(10**9))
+
+    def message() -> None:
+        key = str(next(counter))
+        a.send("b", lambda: ({"key": key}, [payload]))
+        b.take(key, "a", 60.0)
+
+    message()
+    seconds = best_seconds(message, 5)
+    a.close()
+    b.close()
+    return num_bytes / seconds
+
+
+def main() -> None:
+    """Print both tables."""
+    table = Table(title="host time in one process")
+    table.add_column("what")
+    table.add_column("microseconds", justify="right")
+    for name, seconds in instruction_seconds().items():
+        table.add_row(name, f"{seconds * 1e6:.1f}")
+    Console().print(table)
+    table = Table(title="data plane, GB/s")
+    table.add_column("bytes", justify="right")
+    table.add_column("unix socket", justify="right")
+    table.add_column("TCP loopback", justify="right")
+    for size in (1 << 20, 1 << 26):
+        rates = [plane_bandwidth(size, local) / 1e9 for local in (True, False)]
+        table.add_row(f"{size:,}", *(f"{rate:.2f}" for rate in rates))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The command `alpa audit`. Mounted by `app.command()(audit)`; heavy imports wait for the call."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from alpa_meta.errors import PlanError
+
+
+def audit(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Corpus model to audit, with its size if not tiny: gpt, llama:small."),
+    ] = None,
+    corpus: Annotated[bool, typer.Option("--corpus", help="Audit every corpus model.")] = False,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="With --corpus: only this model; repeatable."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Audit this saved plan instead of the planner's.")
+    ] = None,
+    random: Annotated[
+        int, typer.Option(min=0, help="Audit so many random plans per model as well.")
+    ] = 0,
+    planner: Annotated[bool, typer.Option(help="Audit the planner's plan.")] = True,
+    mesh: Annotated[str, typer.Option(help="Logical mesh of the random plans.")] = "2x4",
+    target: Annotated[
+        str | None,
+        typer.Option(help="Compile for these GPUs, without having them: h100:8, a100:16."),
+    ] = None,
+    numerics: Annotated[
+        bool, typer.Option(help="Run each plan and compare with one device.")
+    ] = True,
+    all_lines: Annotated[
+        bool, typer.Option("--all", help="Show every collective, not only what differs.")
+    ] = False,
+) -> None:
+    """Check that compiled programs are their plans; exit status 0 only if all of them are.
+
+    Every collective of the compiled program is accounted for by planned ones: XLA may merge them or
+    drop redundant ones, but not add one, change its kind or axes, or move more bytes.
+    """
+    shape = _mesh_shape(mesh)
+    jobs = _jobs(model, corpus, models or [], random, planner)
+    num_devices = math.prod(shape)
+    _prepare_environment(num_devices)
+
+    from alpa_meta.audit.target import parse_target, target_devices
+
+    devices: Any = None
+    if target is not None:
+        gpu, count = parse_target(target)
+        devices = target_devices(gpu, count)
+        if count < num_devices:
+            shape = (count,)
+    console = Console(highlight=False, soft_wrap=True)
+    all_ok = True
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with progress:
+        bar = progress.add_task("audit", total=len(jobs))
+        for name, size, seed in jobs:
+            what = "planner's plan" if seed is None else f"random plan {seed}"
+            progress.update(bar, description=f"{name} {what}")
+            if seed is None:
+                ok, lines = _audit_planned(name, size, num_devices, plan, target, all_lines)
+            else:
+                ok, lines = _audit_random(
+                    name, size, seed, shape, devices, numerics and target is None, all_lines
+                )
+            all_ok &= ok
+            for line in lines:
+                console.print(line, markup=False)
+            progress.advance(bar)
+    if not all_ok:
+        raise typer.Exit(1)
+
+
+def _jobs(
+    model: str | None, corpus: bool, models: list[str], random: int, planner: bool
+) -> list[tuple[str, str, int | None]]:
+    """Return (name, size, seed of a random plan or None for the planner's) of every audit."""
+    from alpa_meta.corpus import NAMES
+
+    if (model is None) == (not corpus):
+        raise PlanError(
+            "alpa audit needs either a corpus model (alpa audit gpt) or --corpus; "
+            f"the corpus has {', '.join(NAMES)}"
+        )
+    if models and not corpus:
+        raise PlanError(f"--model {models[0]} restricts --corpus; give --corpus or only the name")
+    asked = [model] if model is not None else models or list(NAMES)
+    jobs: list[tuple[str, str, int | None]] = []
+    for one in asked:
+        name, _, size = one.partition(":")
+        if name not in NAMES:
+            raise PlanError(f"the corpus has no model {name!r}; it has {', '.join(NAMES)}")
+        jobs += [(name, size or "tiny", None)] if planner else []
+        jobs += [(name, size or "tiny", seed) for seed in range(random)]
+    if not jobs:
+        raise PlanError("nothing to audit: --no-planner needs --random N with N above 0")
+    return jobs
+
+
+def _mesh_shape(text: str) -> tuple[int, ...]:
+    sizes = text.lower().split("x")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes) or len(sizes) > 4:
+        raise PlanError(f"--mesh must be 1 to 4 sizes such as 2x4, got {text!r}")
+    return tuple(int(size) for size in sizes)
+
+
+def _prepare_environment(num_devices: int) -> None:
+    """Ask for host devices before jax is imported; on a machine with a GPU, do not use it."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = (
+            f"{flags} --xla_force_host_platform_device_count={num_devices}".strip()
+        )
+
+
+def _audit_random(
+    name: str,
+    size: str,
+    seed: int,
+    shape: tuple[int, ...],
+    devices: Any,
+    numerics: bool,
+    all_lines: bool,
+) -> tuple[bool, Iterator[str]]:
+    import jax
+
+    from alpa_meta.audit.random_plans import audit_random_plans, mesh_of_shape
+    from alpa_meta.corpus import build
+
+    found = next(
+        audit_random_plans(
+            build(name, size),
+            mesh_of_shape(shape),
+            jax.devices() if devices is None else devices,
+            [seed],
+            numerics=numerics,
+        )
+    )
+    report = found.audit.collectives
+    details = [] if report.ok and not all_lines else [report.text(all_lines=all_lines)]
+    return found.audit.ok, iter([found.text(), *details])
+
+
+def _audit_planned(
+    name: str,
+    size: str,
+    num_devices: int,
+    plan: Path | None,
+    target: str | None,
+    all_lines: bool,
+) -> tuple[bool, Iterator[str]]:
+    from alpa_interchange import ParallelPlan, load
+    from alpa_meta.corpus import build
+
+    alpa: Any = import_module("alpa_meta")
+    model = build(name, size)
+    saved = None if plan is None else load(plan, ParallelPlan)
+    options = alpa.Options(plan=saved)
+    cluster = target or f"host:{num_devices}"
+    step = alpa.parallelize(model.train_step, cluster=cluster, options=options)
+    found = step.lower(model.state, model.batch).compile(target=target).audit()
+    line = f"{'ok  ' if found.ok else 'FAIL'} {name} planner's plan: {found.summary()}"
+    details = [] if found.ok and not all_lines else [found.text(all_lines=all_lines)]
+    return found.ok, iter([line, *details])

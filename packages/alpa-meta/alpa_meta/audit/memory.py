@@ -1,0 +1,80 @@
+"""Memory of a compiled program against what was predicted.
+
+XLA states argument, output and alias sizes exactly on every backend. Its temporary size is the real
+arena on GPUs; on CPU it ignores recomputation, so there it is shown and not judged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import frozen
+
+from alpa_meta.audit.report import format_bytes
+
+TOLERANCE = 0.10
+"""Relative excess over the predicted peak that is let pass."""
+
+
+@frozen(kw_only=True)
+class MemoryCheck:
+    """Bytes per device, compiled and predicted; a prediction of None is not judged."""
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    predicted_argument_bytes: float | None = None
+    predicted_peak_bytes: float | None = None
+    judge_peak: bool = True
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, results that are not written over arguments, and temporaries."""
+        fresh = max(self.output_bytes - self.alias_bytes, 0)
+        return self.argument_bytes + fresh + self.temporary_bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether neither arguments nor peak exceed the prediction by more than the tolerance."""
+        arguments = self.predicted_argument_bytes
+        if arguments is not None and self.argument_bytes > arguments * (1 + TOLERANCE):
+            return False
+        peak = self.predicted_peak_bytes
+        judged = self.judge_peak and peak is not None
+        return not judged or self.peak_bytes <= (peak or 0.0) * (1 + TOLERANCE)
+
+    def text(self) -> str:
+        """Return one line for people."""
+        shown = [
+            f"arguments {_beside(self.argument_bytes, self.predicted_argument_bytes)}",
+            f"peak {_beside(self.peak_bytes, self.predicted_peak_bytes)}",
+        ]
+        note = "" if self.judge_peak else "; this backend's temporaries are not judged"
+        return f"memory per device: {', '.join(shown)}{note}{'' if self.ok else ': TOO MUCH'}"
+
+
+def memory_check(
+    compiled: Any,
+    *,
+    predicted_argument_bytes: float | None = None,
+    predicted_peak_bytes: float | None = None,
+    judge_peak: bool = True,
+) -> MemoryCheck:
+    """Return the check of a `jax.stages.Compiled` by its `memory_analysis()`."""
+    analysis = compiled.memory_analysis()
+    return MemoryCheck(
+        argument_bytes=int(analysis.argument_size_in_bytes),
+        output_bytes=int(analysis.output_size_in_bytes),
+        alias_bytes=int(analysis.alias_size_in_bytes),
+        temporary_bytes=int(analysis.temp_size_in_bytes),
+        predicted_argument_bytes=predicted_argument_bytes,
+        predicted_peak_bytes=predicted_peak_bytes,
+        judge_peak=judge_peak,
+    )
+
+
+def _beside(measured: float, predicted: float | None) -> str:
+    if predicted is None:
+        return format_bytes(measured)
+    return f"{format_bytes(measured)} (predicted {format_bytes(predicted)})"

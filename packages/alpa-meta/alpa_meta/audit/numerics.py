@@ -1,0 +1,177 @@
+"""How far two runs of one training step are apart, in units in the last place.
+
+One ulp of a leaf is its dtype's spacing at the leaf's largest magnitude in the reference, so a
+difference in an element near zero is measured on the scale the leaf's rounding errors live on.
+An optimiser that divides by the gradient's magnitude (Adam) turns rounding of a gradient near zero
+into a full step: whatever the order of a sum, some elements differ by much. So a difference is
+judged by the step itself: `sensitivity` is how far the single-device step moves when every input is
+changed by a relative rounding error, and a parallel step may differ by a small multiple of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attrs import frozen
+
+BASE_ULPS = 64.0
+"""Ulps that are let pass whatever the sensitivity: the rounding of one long reduction."""
+
+MULTIPLE = 16.0
+"""How many times the step's own sensitivity a parallel run may differ."""
+
+
+@frozen(kw_only=True)
+class LeafDifference:
+    """One leaf of the result: `ulps` apart, where `allowed_ulps` are let pass."""
+
+    path: str
+    ulps: float
+    allowed_ulps: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the leaf is near enough."""
+        return self.ulps <= self.allowed_ulps
+
+
+@frozen(kw_only=True)
+class NumericsCheck:
+    """Differences of all leaves of a step's result from the single-device step's."""
+
+    leaves: tuple[LeafDifference, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every leaf is near enough."""
+        return all(leaf.ok for leaf in self.leaves)
+
+    @property
+    def worst(self) -> LeafDifference:
+        """The leaf that uses most of what it is allowed."""
+        return max(self.leaves, key=lambda leaf: leaf.ulps / leaf.allowed_ulps)
+
+    def text(self) -> str:
+        """Return one line for people."""
+        worst = self.worst
+        verdict = "agrees with" if self.ok else "DIFFERS from"
+        return (
+            f"numerics: {verdict} one device in {sum(leaf.ok for leaf in self.leaves)} of "
+            f"{len(self.leaves)} leaves; worst {worst.path} with {worst.ulps:.0f} of "
+            f"{worst.allowed_ulps:.0f} ulps allowed"
+        )
+
+
+def difference_in_ulps(actual: Any, expected: Any) -> float:
+    """Return the largest difference of two arrays in ulps of `expected`'s largest magnitude.
+
+    Integers, booleans and keys must be equal (0 or infinity); so must NaNs and infinities.
+    """
+    actual, expected = _as_numpy(actual), _as_numpy(expected)
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        raise ValueError(
+            f"leaves must have one shape and dtype, got {actual.shape} {actual.dtype} and "
+            f"{expected.shape} {expected.dtype}; compare results of the same step"
+        )
+    if expected.size == 0:
+        return 0.0
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(actual, expected) else float("inf")
+    spacing = _epsilon(expected.dtype)
+    kind = np.complex128 if jnp.issubdtype(expected.dtype, jnp.complexfloating) else np.float64
+    wide, reference = actual.astype(kind), expected.astype(kind)
+    finite = np.isfinite(reference)
+    if not np.array_equal(wide[~finite], reference[~finite], equal_nan=True):
+        return float("inf")
+    if not np.isfinite(wide[finite]).all():
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    scale = float(np.abs(reference[finite]).max())
+    if scale == 0.0:
+        return 0.0 if not wide[finite].any() else float("inf")
+    largest = float(np.abs(wide[finite] - reference[finite]).max())
+    return float(largest / (spacing * 2.0 ** np.floor(np.log2(scale))))
+
+
+def tree_differences(actual: Any, expected: Any) -> dict[str, float]:
+    """Return the ulps between two results, by the path of each leaf ("[0]['params']['w']")."""
+    named = jax.tree_util.tree_flatten_with_path(expected)[0]
+    others = jax.tree.leaves(actual)
+    structure: Any = jax.tree.structure(expected)
+    other_structure: Any = jax.tree.structure(actual)
+    if structure != other_structure:
+        raise ValueError(
+            f"results must be trees of one structure, got {other_structure} and {structure}; "
+            "compare results of the same step"
+        )
+    return {
+        jax.tree_util.keystr(path): difference_in_ulps(other, leaf)
+        for (path, leaf), other in zip(named, others, strict=True)
+    }
+
+
+def sensitivity(
+    step: Callable[..., Any], arguments: tuple[Any, ...], key: jax.Array, num_samples: int = 2
+) -> dict[str, float]:
+    """Return the ulps each leaf of `step(*arguments)` moves when its inputs are rounded otherwise.
+
+    Every floating element of the arguments is multiplied by 1 + e, e = -eps, 0 or eps at random;
+    the largest movement of `num_samples` draws is taken.
+    """
+    reference = step(*arguments)
+    moved: dict[str, float] = {}
+    for sample_key in jax.random.split(key, num_samples):
+        changed = step(*_perturb(arguments, sample_key))
+        for path, ulps in tree_differences(changed, reference).items():
+            moved[path] = max(moved.get(path, 0.0), ulps)
+    return moved
+
+
+def numerics_check(
+    parallel: Any,
+    step: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    key: jax.Array,
+) -> NumericsCheck:
+    """Return the check of the result `parallel` against the single-device `step(*arguments)`."""
+    differences = tree_differences(parallel, step(*arguments))
+    moved = sensitivity(step, arguments, key)
+    return NumericsCheck(
+        leaves=tuple(
+            LeafDifference(path=path, ulps=ulps, allowed_ulps=_allowed(moved[path]))
+            for path, ulps in differences.items()
+        )
+    )
+
+
+def _allowed(moved: float) -> float:
+    return BASE_ULPS + MULTIPLE * (moved if np.isfinite(moved) else 0.0)
+
+
+def _perturb(tree: Any, key: jax.Array) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(key, max(len(leaves), 1))
+    changed = []
+    for leaf, leaf_key in zip(leaves, keys, strict=False):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            changed.append(leaf)
+            continue
+        sign = jax.random.randint(leaf_key, leaf.shape, -1, 2).astype(leaf.dtype)
+        changed.append(leaf * (1 + sign * jnp.asarray(_epsilon(leaf.dtype), leaf.dtype)))
+    return jax.tree.unflatten(structure, changed)
+
+
+def _epsilon(dtype: Any) -> float:
+    info: Any = jnp.finfo
+    return float(info(dtype).eps)
+
+
+def _as_numpy(leaf: Any) -> np.ndarray[Any, Any]:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)

@@ -1,0 +1,153 @@
+"""Audits one planned program on one mesh: compiled, accounted for, measured, compared.
+
+This is the audit below the product's `Executable`: it takes a flat jaxpr and the plan of its
+equations, so that any plan, also a random one, can be audited.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from attrs import frozen
+from jax.sharding import NamedSharding
+
+from alpa_interchange import LogicalMesh, ShardingSpec
+from alpa_meta import compat
+from alpa_meta.audit.account import account
+from alpa_meta.audit.hlo import compiled_collectives
+from alpa_meta.audit.memory import MemoryCheck, memory_check
+from alpa_meta.audit.numerics import NumericsCheck, numerics_check
+from alpa_meta.audit.report import AuditReport
+from alpa_meta.audit.target import compile_for
+from alpa_meta.spmd import (
+    JaxprPlan,
+    global_shape,
+    partition_spec,
+    planned_collectives,
+    shard_map_program,
+)
+from ilp_sharding.spec_conversion import Conversions
+
+
+@frozen(kw_only=True)
+class ProgramAudit:
+    """What the audit of one program found; a check that was not asked for is None."""
+
+    collectives: AuditReport
+    memory: MemoryCheck
+    numerics: NumericsCheck | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check holds."""
+        return (
+            self.collectives.ok and self.memory.ok and (self.numerics is None or self.numerics.ok)
+        )
+
+    def text(self) -> str:
+        """Return the findings as plain text."""
+        found = [self.collectives.text(), self.memory.text()]
+        return "\n".join([*found, *([] if self.numerics is None else [self.numerics.text()])])
+
+
+def audit_program(
+    jaxpr: Any,
+    plan: JaxprPlan,
+    mesh: LogicalMesh,
+    conversions: Conversions,
+    devices: Sequence[Any],
+    arguments: Sequence[Any] | None = None,
+) -> ProgramAudit:
+    """Return the audit of the closed, inlined `jaxpr` run by `plan` on `devices`.
+
+    `devices` may be described ones (`target_devices`). With `arguments`, the flat inputs, the
+    program also runs and is compared with the single-device run of the same jaxpr.
+    """
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    compiled = compile_plan(jaxpr, plan, mesh, conversions, devices, sizes)
+    report = account(
+        planned_collectives(jaxpr, plan, mesh, conversions),
+        compiled_collectives(compiled.as_text()),
+        sizes,
+        backend="cpu" if devices[0].platform == "cpu" else "cuda",
+    )
+    numerics = None
+    if arguments is not None:
+        numerics = _compare(jaxpr, plan, compiled, arguments)
+    return ProgramAudit(
+        collectives=report,
+        memory=memory_check(compiled, judge_peak=devices[0].platform != "cpu"),
+        numerics=numerics,
+    )
+
+
+def compile_plan(
+    jaxpr: Any,
+    plan: JaxprPlan,
+    mesh: LogicalMesh,
+    conversions: Conversions,
+    devices: Sequence[Any],
+    axis_sizes: Mapping[str, int],
+) -> Any:
+    """Return the planned program compiled for `devices`."""
+    inputs = compat.open_jaxpr(jaxpr).invars
+    shapes = [_global(var.aval, spec, mesh) for var, spec in zip(inputs, plan.inputs, strict=True)]
+    program = shard_map_program(jaxpr, plan, mesh, conversions)
+    specs = [partition_spec(spec) for spec in plan.inputs]
+    return compile_for(devices, axis_sizes, program, shapes, specs)
+
+
+def _global(aval: Any, spec: ShardingSpec, mesh: LogicalMesh) -> Any:
+    described: Any = jax.ShapeDtypeStruct
+    return described(global_shape(aval.shape, spec, mesh), aval.dtype)
+
+
+def _compare(jaxpr: Any, plan: JaxprPlan, compiled: Any, arguments: Sequence[Any]) -> NumericsCheck:
+    shardings: Sequence[NamedSharding] = compiled.input_shardings[0]
+    placed = [
+        jax.device_put(value, sharding)
+        for value, sharding in zip(arguments, shardings, strict=True)
+    ]
+    outputs = compiled(*placed)
+    whole = [
+        value.sum(axis=0) if spec.partial else value
+        for value, spec in zip(outputs, plan.outputs, strict=True)
+    ]
+    return numerics_check(
+        [jax.device_get(value) for value in whole],
+        single_device(jaxpr),
+        tuple(arguments),
+        jax.random.key(0),
+    )
+
+
+def single_device(jaxpr: Any) -> Callable[..., Any]:
+    """Return the function of flat arrays that runs `jaxpr` on one device."""
+    device = jax.devices("cpu")[0]
+
+    @jax.jit
+    def run(*values: Any) -> Any:
+        return jax.core.eval_jaxpr(compat.open_jaxpr(jaxpr), compat.consts(jaxpr), *values)
+
+    @functools.wraps(run)
+    def on_one(*values: Any) -> Any:
+        return run(*(jax.device_put(value, device) for value in values))
+
+    return on_one
+
+
+def random_values(shapes: Sequence[Any], key: jax.Array) -> list[Any]:
+    """Return a normal array for each floating shape, small integers and keys for the others."""
+    values = []
+    for shape, one in zip(shapes, jax.random.split(key, max(len(shapes), 1)), strict=False):
+        if jax.numpy.issubdtype(shape.dtype, jax.dtypes.prng_key):
+            values.append(jax.random.split(one, int(np.prod(shape.shape))).reshape(shape.shape))
+        elif jax.numpy.issubdtype(shape.dtype, jax.numpy.floating):
+            values.append(jax.random.normal(one, shape.shape, shape.dtype))
+        else:
+            values.append(jax.random.randint(one, shape.shape, 0, 2).astype(shape.dtype))
+    return values

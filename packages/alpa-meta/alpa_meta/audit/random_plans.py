@@ -1,0 +1,91 @@
+"""Audits of a corpus model under random plans: a program must be its plan whatever the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from attrs import frozen
+
+from alpa_interchange import LogicalMesh, MeshAxis
+from alpa_meta.audit.program import ProgramAudit, audit_program
+from alpa_meta.corpus import CorpusModel
+from alpa_meta.spmd import random_plan
+from alpa_meta.trace import trace
+from ilp_sharding.spec_conversion import Conversions
+
+BANDWIDTH = 1e10
+LATENCY = 1e-6
+
+
+@frozen(kw_only=True)
+class PlanAudit:
+    """The audit of one model under one plan."""
+
+    model: str
+    plan: str
+    audit: ProgramAudit
+
+    def text(self) -> str:
+        """Return one line for people."""
+        audit = self.audit
+        checks = [audit.collectives.summary()]
+        checks += [] if audit.numerics is None else [audit.numerics.text()]
+        return f"{'ok  ' if audit.ok else 'FAIL'} {self.model} {self.plan}: {'; '.join(checks)}"
+
+
+def mesh_of_shape(shape: Sequence[int]) -> LogicalMesh:
+    """Return a logical mesh of `shape` with axes "x", "y", "z", "w" and equal links."""
+    names = "xyzw"
+    if not 1 <= len(shape) <= len(names):
+        raise ValueError(f"a mesh must have 1 to {len(names)} axes, got the shape {tuple(shape)}")
+    return LogicalMesh(
+        axes=tuple(
+            MeshAxis(name=name, size=size, bandwidth=BANDWIDTH, latency=LATENCY)
+            for name, size in zip(names, shape, strict=False)
+        )
+    )
+
+
+def audit_random_plans(
+    model: CorpusModel,
+    mesh: LogicalMesh,
+    devices: Sequence[Any],
+    seeds: Sequence[int],
+    *,
+    numerics: bool = True,
+) -> Iterator[PlanAudit]:
+    """Yield the audit of `model` under the random plan of each seed."""
+    if len(devices) < mesh.num_devices:
+        raise ValueError(
+            f"the mesh {mesh.shape} needs {mesh.num_devices} devices, got {len(devices)}; set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices}"
+        )
+    conversions = Conversions(mesh, _seconds)
+    jaxpr = flat_jaxpr(model)
+    arguments = None
+    if numerics:
+        state = model.make_state(jax.random.key(0))
+        arguments = jax.tree.leaves((state, model.make_batch(jax.random.key(1))))
+    for seed in seeds:
+        plan = random_plan(jaxpr, mesh, seed)
+        used = devices[: math.prod(mesh.shape)]
+        audit = audit_program(jaxpr, plan, mesh, conversions, used, arguments)
+        yield PlanAudit(model=model.name, plan=f"random plan {seed}", audit=audit)
+
+
+def flat_jaxpr(model: CorpusModel) -> Any:
+    """Return the inlined jaxpr of the model's step, from flat (state, batch) to flat results."""
+    leaves, structure = jax.tree.flatten((model.state, model.batch))
+
+    def step(*flat: Any) -> list[Any]:
+        return jax.tree.leaves(model.train_step(*jax.tree.unflatten(structure, flat)))
+
+    jaxpr, _ = trace(step, *leaves)
+    return jaxpr
+
+
+def _seconds(kind: str, bytes: float, axes: tuple[str, ...]) -> float:
+    return LATENCY + bytes / BANDWIDTH

@@ -1,0 +1,169 @@
+"""Compiles for GPUs that are not there, to audit the real GPU program on a machine without any.
+
+XLA's CUDA compiler needs no device: it takes a description of one. The descriptions below are
+written from NVIDIA's A100 and H100 architecture white papers and the compute-capability tables of
+the CUDA C++ programming guide. The compiler itself comes with the stock plugin wheels (extra
+`alpa-meta[audit-gpu]`), which need neither a GPU nor a driver to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from attrs import frozen
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from alpa_meta.errors import PlanError
+
+COMPILER_OPTIONS: Mapping[str, Any] = MappingProxyType({"xla_gpu_autotune_level": 0})
+"""Autotuning measures kernels on a device, so it is off."""
+
+
+@frozen(kw_only=True)
+class GpuTarget:
+    """A GPU as XLA's compiler sees it; bytes, bytes/s and GHz."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    num_cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    memory_bytes: int
+    memory_bandwidth: int
+    l2_bytes: int
+    shared_memory_per_core: int
+    shared_memory_per_block: int
+    devices_per_host: int = 8
+
+    def text_proto(self) -> str:
+        """Return XLA's `GpuTargetConfigProto` as text."""
+        major, minor = self.compute_capability
+        return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  core_count: {self.num_cores}
+  fpus_per_core: {self.fpus_per_core}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory_bytes}
+  memory_bandwidth: {self.memory_bandwidth}
+  l2_cache_size: {self.l2_bytes}
+  shared_memory_per_core: {self.shared_memory_per_core}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {self.shared_memory_per_block}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{self.name}"
+"""
+
+
+TARGETS: Mapping[str, GpuTarget] = MappingProxyType(
+    {
+        "a100": GpuTarget(
+            name="NVIDIA A100-SXM4-80GB",
+            compute_capability=(8, 0),
+            num_cores=108,
+            fpus_per_core=64,
+            clock_ghz=1.41,
+            memory_bytes=80 * 2**30,
+            memory_bandwidth=2_039_000_000_000,
+            l2_bytes=40 * 2**20,
+            shared_memory_per_core=164 * 2**10,
+            shared_memory_per_block=163 * 2**10,
+        ),
+        "h100": GpuTarget(
+            name="NVIDIA H100 80GB HBM3",
+            compute_capability=(9, 0),
+            num_cores=132,
+            fpus_per_core=128,
+            clock_ghz=1.98,
+            memory_bytes=80 * 2**30,
+            memory_bandwidth=3_352_000_000_000,
+            l2_bytes=50 * 2**20,
+            shared_memory_per_core=228 * 2**10,
+            shared_memory_per_block=227 * 2**10,
+        ),
+    }
+)
+"""GPUs that can be compiled for, by the names of the cluster presets."""
+
+
+def parse_target(text: str) -> tuple[GpuTarget, int]:
+    """Return the GPU and the number of devices that "h100:8" names."""
+    name, _, number = text.partition(":")
+    if name.lower() not in TARGETS:
+        raise PlanError(
+            f"--target must name one of {', '.join(TARGETS)} and a number of devices, "
+            f"such as h100:8, got {text!r}"
+        )
+    target = TARGETS[name.lower()]
+    if not number.isdecimal() or int(number) < 1:
+        raise PlanError(
+            f"--target {name} needs a number of devices, such as {name}:8, got {text!r}"
+        )
+    count = int(number)
+    if count > target.devices_per_host and count % target.devices_per_host:
+        raise PlanError(
+            f"--target {text}: more than one host must be whole hosts of "
+            f"{target.devices_per_host} devices, got {count}; ask for a multiple of "
+            f"{target.devices_per_host}"
+        )
+    return target, count
+
+
+def target_devices(target: GpuTarget, num_devices: int) -> Sequence[Any]:
+    """Return descriptions of `num_devices` GPUs that programs can be compiled for."""
+    if find_spec("jax_cuda12_plugin") is None or find_spec("jax_plugins.xla_cuda12") is None:
+        raise PlanError(
+            "auditing for a GPU needs XLA's CUDA compiler, which is not installed; "
+            "run: pip install 'alpa-meta[audit-gpu]' (about 500 MB; no GPU or driver needed)"
+        )
+    hosts = max(num_devices // target.devices_per_host, 1)
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target.text_proto(),
+            topology=f"1x{hosts}x{num_devices // hosts}",
+        )
+    except RuntimeError as error:
+        raise PlanError(
+            f"the installed CUDA plugin cannot describe {num_devices} x {target.name}: {error}; "
+            f"its version must be that of jax, {jax.__version__}"
+        ) from error
+    return tuple(topology.devices)
+
+
+def compile_for(
+    devices: Sequence[Any],
+    axis_sizes: Mapping[str, int],
+    function: Callable[..., Any],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    specs: Sequence[PartitionSpec],
+    donate: Sequence[int] = (),
+) -> Any:
+    """Return `function` compiled for a mesh of `devices`, its flat arguments sharded by `specs`."""
+    mesh = Mesh(
+        np.array(devices).reshape(tuple(axis_sizes.values())),
+        tuple(axis_sizes),
+        axis_types=(AxisType.Auto,) * len(axis_sizes),
+    )
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+    jitted = jax.jit(function, in_shardings=shardings, donate_argnums=tuple(donate))
+    on_gpu = getattr(devices[0], "platform", "cpu") in ("cuda", "gpu")
+    return jitted.lower(*shapes).compile(
+        compiler_options=dict(COMPILER_OPTIONS) if on_gpu else None
+    )

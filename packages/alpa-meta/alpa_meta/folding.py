@@ -1,0 +1,80 @@
+"""Which equations of a program are the same operator of equal layers, so that one choice serves all."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from alpa_meta.compat import Literal, is_drop, subjaxprs
+from alpa_meta.rules import sharding_rule
+
+
+def fold_keys(
+    eqns: Sequence[Any], phases: Sequence[str], layers: Sequence[int | None]
+) -> list[Hashable | None]:
+    """Return a key per equation, equal for equations at the same place of equal layers.
+
+    Layers are equal when their equations agree one by one in primitive, phase, sharding rule, types
+    and in which equation of the layer each operand comes from. Equations without a layer get None.
+    """
+    members: dict[int, list[int]] = {}
+    for k, layer in enumerate(layers):
+        if layer is not None:
+            members.setdefault(layer, []).append(k)
+    classes: dict[Hashable, int] = {}
+    keys: list[Hashable | None] = [None] * len(eqns)
+    for layer in sorted(members):
+        signature = _signature([eqns[k] for k in members[layer]], [phases[k] for k in members[layer]])
+        number = classes.setdefault(signature, len(classes))
+        for place, k in enumerate(members[layer]):
+            keys[k] = (number, place)
+    return keys
+
+
+def layer_classes(
+    keys: Sequence[Hashable | None], layers: Sequence[int | None], num_layers: int
+) -> list[int]:
+    """Return the class number of each layer."""
+    found = [0] * num_layers
+    for key, layer in zip(keys, layers, strict=True):
+        if layer is not None and isinstance(key, tuple):
+            found[layer] = key[0]
+    return found
+
+
+def eqn_signature(eqn: Any) -> Hashable:
+    """Return what an equation does, up to the values it works on: primitive, rule and types."""
+    types = tuple(_type(atom) for atom in eqn.invars), tuple(_type(var) for var in eqn.outvars)
+    bodies = subjaxprs(eqn)
+    if bodies:
+        inner = tuple(
+            eqn_signature(sub)
+            for _, body in bodies
+            for sub in getattr(body, "jaxpr", body).eqns
+        )
+        return eqn.primitive.name, types, eqn.params.get("length"), inner
+    return eqn.primitive.name, types, sharding_rule(eqn)
+
+
+def _signature(eqns: Sequence[Any], phases: Sequence[str]) -> Hashable:
+    place: dict[Any, tuple[int, int]] = {}
+    outside: dict[Any, int] = {}
+    parts = []
+    for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True)):
+        origins = []
+        for atom in eqn.invars:
+            if isinstance(atom, Literal):
+                origins.append(("literal", 0, 0))
+            elif atom in place:
+                origins.append(("inside", *place[atom]))
+            else:
+                origins.append(("outside", outside.setdefault(atom, len(outside)), 0))
+        parts.append((phase, eqn_signature(eqn), tuple(origins)))
+        for number, var in enumerate(eqn.outvars):
+            if not is_drop(var):
+                place[var] = (k, number)
+    return tuple(parts)
+
+
+def _type(atom: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(getattr(atom.aval, "shape", ())), str(getattr(atom.aval, "dtype", ""))

@@ -1,0 +1,90 @@
+"""The submeshes a stage may run on, and the logical meshes tried on each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from alpa_interchange import ClusterSpec, LogicalMesh, SubmeshSpec
+from cost_model import CostModel
+
+AXIS_NAMES = ("x", "y", "z", "w")
+
+
+def submeshes(cluster: ClusterSpec) -> tuple[SubmeshSpec, ...]:
+    """Return the rectangles stages are cut from: parts of a host, then whole hosts, smallest first.
+
+    Parts of a host are its divisors; numbers of hosts divide the group's.
+    """
+    found = []
+    for number, group in enumerate(cluster.host_groups):
+        per_host = group.devices_per_host
+        for devices in _divisors(per_host):
+            found.append(SubmeshSpec(num_hosts=1, devices_per_host=devices, host_group=number))
+        for hosts in _divisors(group.num_hosts):
+            if hosts > 1:
+                found.append(
+                    SubmeshSpec(num_hosts=hosts, devices_per_host=per_host, host_group=number)
+                )
+    return tuple(sorted(found, key=lambda mesh: mesh.num_devices))
+
+
+def logical_meshes(
+    model: CostModel, submesh: SubmeshSpec, max_axes: int
+) -> tuple[LogicalMesh, ...]:
+    """Return the logical meshes of a submesh with up to `max_axes` axes.
+
+    Of meshes that differ only in the order of axes with equal links, one is kept.
+    """
+    seen: set[tuple[tuple[int, float, float], ...]] = set()
+    meshes = []
+    for shape in sorted(_factorisations(submesh.num_devices, max_axes), key=lambda s: (len(s), s)):
+        mesh = model.logical_mesh(submesh, shape, AXIS_NAMES[: len(shape)])
+        kinds = tuple(
+            sorted((axis.size, axis.bandwidth, axis.latency) for axis in mesh.axes)
+        )
+        if kinds not in seen:
+            seen.add(kinds)
+            meshes.append(mesh)
+    return tuple(meshes)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _factorisations(number: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ordered factorisations of `number` into at most `most` factors above one."""
+    if number == 1:
+        yield (1,)
+        return
+    yield (number,)
+    if most > 1:
+        for first in _divisors(number):
+            if 1 < first < number:
+                for rest in _factorisations(number // first, most - 1):
+                    yield (first, *rest)
+
+
+def whole_cluster(cluster: ClusterSpec) -> SubmeshSpec | None:
+    """Return the submesh of all devices, None where the cluster has several kinds of hosts."""
+    if len(cluster.host_groups) != 1:
+        return None
+    group = cluster.host_groups[0]
+    return SubmeshSpec(num_hosts=group.num_hosts, devices_per_host=group.devices_per_host)
+
+
+def memory_per_device(cluster: ClusterSpec, host_group: int = 0) -> float:
+    """Return the bytes that a program may use on a device of a host group."""
+    group = cluster.host_groups[host_group]
+    share = group.devices_per_host if getattr(group, "shared_compute", False) else 1
+    return float(group.device.memory) / share
+
+
+def device_count_text(cluster: ClusterSpec) -> str:
+    """Return a cluster in a few words."""
+    parts = [
+        f"{group.num_hosts} x {group.devices_per_host} {group.device.name}"
+        for group in cluster.host_groups
+    ]
+    return f"{cluster.name}: {', '.join(parts)} ({math.fsum([cluster.num_devices]):.0f} devices)"

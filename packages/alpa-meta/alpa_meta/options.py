@@ -1,0 +1,50 @@
+"""What a user may set about planning and running a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from alpa_interchange import ParallelPlan
+from attrs import field, frozen
+from attrs.validators import ge, in_, instance_of, optional
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how many parts are done, how many there are)."""
+
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
+
+
+def _quiet(stage: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+@frozen(kw_only=True)
+class Options:
+    """Options of `parallelize`. None means: the planner chooses.
+
+    `memory` is bytes per device that the plan may use (default: what the cluster says).
+    `batch_argnums` are the arguments that are split along their first dim (default: array arguments
+    that are not returned as new state); `static_argnums` are not traced. `plan` runs a given plan.
+    `exact` refuses microbatches for a step whose result would change with them (batch statistics,
+    random numbers shaped by the batch). `pins` fixes input shardings: path -> PartitionSpec-like
+    tuple, for all logical meshes that have the named axes.
+    """
+
+    num_stages: int | None = field(default=None, validator=optional(ge(1)))
+    num_microbatches: int | None = field(default=None, validator=optional(ge(1)))
+    schedule: str = field(default="1f1b", validator=in_(SCHEDULES))
+    num_layers: int | None = field(default=None, validator=optional(ge(1)))
+    memory: float | None = None
+    mesh_shape: tuple[int, ...] | None = None
+    max_mesh_axes: int = field(default=2, validator=ge(1))
+    plan: ParallelPlan | None = field(default=None, validator=optional(instance_of(ParallelPlan)))
+    progress: Progress = field(default=None, converter=lambda p: _quiet if p is None else p)
+    batch_argnums: tuple[int, ...] | None = None
+    static_argnums: tuple[int, ...] = ()
+    donate: bool = True
+    exact: bool = True
+    solver_seconds: float = 30.0
+    seed: int = 0
+    trace: str = "none"
+    pins: Mapping[str, Any] = field(factory=dict)

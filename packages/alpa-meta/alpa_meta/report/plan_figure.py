@@ -1,0 +1,194 @@
+"""The picture of a plan: layers, the devices of each stage, memory, and the predicted schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from alpa_interchange.plan import ParallelPlan
+from alpa_meta.report.amounts import counted, format_bytes, format_seconds
+from alpa_meta.report.plan_table import device_text, layer_text, mesh_text
+from alpa_meta.report.style import INK, SERIES_COLOURS, figure_file, plain
+from alpa_meta.report.timeline_figure import phase_patches, plot_events
+from cost_model import simulate
+from mesh_runtime import TraceEvent
+
+MAX_DRAWN_DEVICES = 64  # per stage; larger meshes are drawn as one block
+
+
+def draw_plan(path: Path, plan: ParallelPlan) -> None:
+    """Write a picture of `plan` as PNG at `path`."""
+    num_stages = plan.num_stages
+    height = 4.6 + 0.5 * num_stages
+    with figure_file(path, 11.0, height) as figure:
+        rows: Any = figure.subfigures(3, 1, height_ratios=[0.8, 2.4, 1.4 + 0.5 * num_stages])
+        title = (
+            f"{plan.cluster.name}: {counted(num_stages, 'stage')}, "
+            f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}, "
+            f"{plan.stage_plan.schedule}; predicted {format_seconds(plan.step_seconds)} per step, "
+            f"proven gap {100 * plan.gap:.1f} %"
+        )
+        figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left")
+        _draw_layers(rows[0].subplots(), plan)
+        panels = rows[1].subplots(1, num_stages + 1, squeeze=False)[0]
+        for index in range(num_stages):
+            _draw_devices(panels[index], plan, index)
+        _draw_memory(panels[num_stages], plan)
+        axes = plain(rows[2].subplots())
+        shown = plot_events(axes, predicted_events(plan), _mesh_names(plan))
+        axes.set_title("predicted schedule", fontsize=9, color=INK, loc="left")
+        rows[2].legend(
+            handles=phase_patches(shown),
+            loc="outside lower center",
+            ncols=6,
+            frameon=False,
+            fontsize=8,
+        )
+
+
+def predicted_events(plan: ParallelPlan) -> list[TraceEvent]:
+    """Return the schedule of `plan` simulated with the predicted times of its stages."""
+    simulation = simulate(plan.schedule, _task_seconds(plan))
+    return [
+        TraceEvent(mesh, plan.schedule.programs[mesh][position], float(start), float(stop))
+        for mesh, timeline in enumerate(simulation.timelines)
+        for position, start, stop in zip(
+            timeline.instructions, timeline.starts, timeline.stops, strict=True
+        )
+    ]
+
+
+def _task_seconds(plan: ParallelPlan) -> dict[str, float]:
+    """Return the predicted seconds of one run of each task.
+
+    Where a stage has no task of its own for a phase, another task does that work.
+    """
+    tasks: dict[int, dict[str, set[str]]] = {}
+    for program in plan.schedule.programs:
+        for instruction in program:
+            if instruction.kind == "run":
+                phases = tasks.setdefault(instruction.stage, {})
+                phases.setdefault(instruction.phase, set()).add(instruction.task)
+    seconds: dict[str, float] = {}
+    for stage, phases in tasks.items():
+        candidate = plan.stage_plan.stages[stage].candidate
+        per_phase = {
+            "start": 0.0,
+            "forward": candidate.forward_seconds,
+            "backward": candidate.backward_seconds,
+            "update": candidate.step_seconds,
+        }
+        if "forward" not in phases:
+            per_phase["backward"] += per_phase.pop("forward")
+        if "update" not in phases:
+            per_phase["backward"] += per_phase.pop("update")
+        for phase, names in phases.items():
+            for name in names:
+                seconds[name] = per_phase.get(phase, 0.0) / len(names)
+    return seconds
+
+
+def _draw_layers(axes: Axes, plan: ParallelPlan) -> None:
+    """Draw the layers as boxes as wide as their work, in the colour of their stage."""
+    axes.set_axis_off()
+    work = np.array([layer.forward_flops + layer.backward_flops for layer in plan.layers])
+    total = max(float(work.sum()), 1.0)
+    widths = np.maximum(work / total, 0.02)
+    starts = np.concatenate([[0.0], np.cumsum(widths)])
+    cuts = plan.layer_cuts
+    for layer, left, width in zip(plan.layers, starts[:-1], widths, strict=True):
+        stage = sum(layer.index >= cut for cut in cuts)
+        box = Rectangle(
+            (left, 0), width, 1, facecolor=_colour(stage), edgecolor="white", linewidth=1
+        )
+        axes.add_patch(box)
+        if width / starts[-1] > 0.025:
+            axes.text(
+                left + width / 2,
+                0.5,
+                str(layer.index),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white",
+            )
+    axes.set_xlim(0, starts[-1])
+    axes.set_ylim(0, 1)
+    axes.set_title("layers, as wide as their work", fontsize=9, color=INK, loc="left")
+
+
+def _draw_devices(axes: Axes, plan: ParallelPlan, index: int) -> None:
+    """Draw the devices of one stage as the grid of its logical mesh."""
+    mesh = plan.shardings[index].mesh
+    shape = mesh.logical.shape or (1,)
+    columns = shape[-1] if mesh.logical.num_devices <= MAX_DRAWN_DEVICES else 1
+    rows = mesh.logical.num_devices // columns if columns > 1 or len(shape) > 1 else 1
+    if mesh.logical.num_devices > MAX_DRAWN_DEVICES:
+        rows = columns = 1
+    ids = np.array(mesh.device_ids)
+    labels = (
+        [device_text(ids)]
+        if rows * columns != ids.size
+        else [str(number) for number in ids.tolist()]
+    )
+    for position, label in enumerate(labels):
+        row, column = divmod(position, columns)
+        axes.add_patch(
+            Rectangle(
+                (column + 0.06, row + 0.06),
+                0.88,
+                0.88,
+                facecolor=_colour(index),
+                alpha=0.85,
+                edgecolor="none",
+            )
+        )
+        axes.text(
+            column + 0.5, row + 0.5, label, ha="center", va="center", fontsize=8, color="white"
+        )
+    axes.set_xlim(0, max(columns, 1))
+    axes.set_ylim(max(rows, 1), 0)
+    axes.set_aspect("equal", anchor="N")
+    axes.set_axis_off()
+    axes.set_title(
+        f"stage {index}: layers {layer_text(plan, index)}\nmesh {mesh_text(mesh.logical)}",
+        fontsize=9,
+        color=INK,
+        loc="left",
+    )
+
+
+def _draw_memory(axes: Axes, plan: ParallelPlan) -> None:
+    """Draw the predicted memory per device of each stage as stacked bars."""
+    plain(axes)
+    names = list(dict.fromkeys(name for sharding in plan.shardings for name in sharding.memory))
+    largest = max(sharding.peak_bytes for sharding in plan.shardings)
+    units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+    scale, unit = next((unit for unit in units if largest >= unit[0]), units[-1])
+    places = np.arange(plan.num_stages)
+    bottom = np.zeros(plan.num_stages)
+    for name, colour in zip(names, SERIES_COLOURS * len(names), strict=False):
+        amounts = np.array([sharding.memory.get(name, 0.0) for sharding in plan.shardings]) / scale
+        axes.bar(places, amounts, 0.6, bottom=bottom, color=colour, label=name)
+        bottom += amounts
+    axes.set_xticks(places, [f"stage {index}" for index in range(plan.num_stages)])
+    axes.set_xlim(-0.75, max(plan.num_stages, 3) - 0.25)
+    axes.set_ylabel(unit, fontsize=8, color=INK)
+    capacity = format_bytes(min(group.device.memory for group in plan.cluster.host_groups))
+    axes.set_title(
+        f"memory per device\n(a device has {capacity})", fontsize=9, color=INK, loc="left"
+    )
+    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _colour(stage: int) -> str:
+    return SERIES_COLOURS[stage % len(SERIES_COLOURS)]
+
+
+def _mesh_names(plan: ParallelPlan) -> Sequence[str]:
+    return [f"mesh {index}" for index in range(len(plan.schedule.programs))]

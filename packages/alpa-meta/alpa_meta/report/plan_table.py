@@ -1,0 +1,164 @@
+"""A plan as tables on the terminal: summary, stages, memory, tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from alpa_interchange import LogicalMesh, ShardingSpec
+from alpa_interchange.plan import ParallelPlan, StageSharding
+from alpa_meta.report.amounts import counted, format_bytes, format_seconds
+from alpa_meta.report.tensor_class import classify_tensors
+
+MAX_ROWS = 24  # of tensors per stage, unless all are asked for
+
+
+def print_plan(plan: ParallelPlan, console: Console, *, every_parameter: bool = False) -> None:
+    """Show `plan`: what was chosen, what it is predicted to cost, and how every tensor lies."""
+    console.print(_stage_table(plan))
+    console.print(_memory_table(plan))
+    for index, sharding in enumerate(plan.shardings):
+        table = _tensor_table(plan, index, sharding, every_parameter)
+        if table.row_count:
+            console.print(table)
+        if sharding.replicated_ops:
+            names = ", ".join(sorted(set(sharding.replicated_ops)))
+            console.print(f"stage {index} runs replicated, for want of a sharding rule: {names}")
+    console.print(plan_summary(plan))
+
+
+def plan_summary(plan: ParallelPlan) -> str:
+    """Return the plan in four lines."""
+    program = plan.program
+    stages, microbatches = plan.num_stages, plan.num_microbatches
+    peak = max(sharding.peak_bytes for sharding in plan.shardings)
+    return (
+        f"program: {program.num_ops} operations, {counted(len(plan.layers), 'layer')}, "
+        f"batch of {program.batch_size}\n"
+        f"plan: {counted(stages, 'stage')}, "
+        f"{counted(microbatches, 'microbatch', 'microbatches')}, "
+        f"schedule {plan.stage_plan.schedule}\n"
+        f"predicted: {format_seconds(plan.step_seconds)} per step, at most {format_bytes(peak)} "
+        f"per device\n"
+        f"proven: no plan of the searched space takes less than {format_seconds(plan.lower_bound)} "
+        f"under the cost model (gap {100 * plan.gap:.1f} %)"
+    )
+
+
+def mesh_text(mesh: LogicalMesh) -> str:
+    """Return a logical mesh as "data 2 x model 4"."""
+    return " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes) or "1"
+
+
+def device_text(device_ids: Iterable[int]) -> str:
+    """Return device numbers as "0-3, 8"."""
+    ranges: list[list[int]] = []
+    for number in sorted(device_ids):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def layer_text(plan: ParallelPlan, index: int) -> str:
+    """Return the layers of stage `index` as "0-3"."""
+    candidate = plan.stage_plan.stages[index].candidate
+    return device_text(range(candidate.layer_start, candidate.layer_stop))
+
+
+def _stage_table(plan: ParallelPlan) -> Table:
+    table = _table("stages")
+    for column in ("stage", "layers", "hosts x devices", "device numbers", "logical mesh"):
+        table.add_column(column)
+    for column in ("forward", "backward", "once per step", "memory"):
+        table.add_column(column, justify="right")
+    for index, (stage, sharding) in enumerate(
+        zip(plan.stage_plan.stages, plan.shardings, strict=True)
+    ):
+        candidate, submesh = stage.candidate, stage.candidate.submesh
+        table.add_row(
+            str(index),
+            layer_text(plan, index),
+            f"{submesh.num_hosts} x {submesh.devices_per_host}",
+            device_text(sharding.mesh.device_ids),
+            mesh_text(sharding.mesh.logical),
+            format_seconds(candidate.forward_seconds),
+            format_seconds(candidate.backward_seconds),
+            format_seconds(candidate.step_seconds),
+            format_bytes(sharding.peak_bytes),
+        )
+    table.caption = "forward and backward per microbatch; memory per device; all predicted"
+    return table
+
+
+def _memory_table(plan: ParallelPlan) -> Table:
+    names = list(dict.fromkeys(name for sharding in plan.shardings for name in sharding.memory))
+    table = _table("predicted memory per device")
+    table.add_column("stage")
+    for name in [*names, "sum", "device has"]:
+        table.add_column(name, justify="right")
+    for index, sharding in enumerate(plan.shardings):
+        group = plan.cluster.host_groups[sharding.mesh.submesh.host_group]
+        amounts = [sharding.memory.get(name, 0.0) for name in names]
+        amounts += [sharding.peak_bytes, group.device.memory]
+        table.add_row(str(index), *map(format_bytes, amounts))
+    return table
+
+
+def _tensor_table(
+    plan: ParallelPlan, index: int, sharding: StageSharding, every_parameter: bool
+) -> Table:
+    """Return how the state and the activations of one stage lie on its mesh."""
+    mesh = sharding.mesh.logical
+    title = f"stage {index}: sharding over the mesh {mesh_text(mesh)}"
+    table = _table(title)
+    for column in ("tensor", "held as", "shape", "sharding", "per device"):
+        table.add_column(column, justify="right" if column == "per device" else "left")
+    state = [
+        (entry.path, entry.shape, entry.dtype)
+        for entry in plan.program.inputs
+        if entry.path in sharding.state_specs
+    ]
+    rows: list[Sequence[str]] = []
+    if every_parameter:
+        rows = [
+            (path, "", _shape(shape), _spec(sharding.state_specs[path]), _part(shape, mesh, spec))
+            for path, shape, _ in state
+            for spec in [sharding.state_specs[path]]
+        ]
+    else:
+        for kind in classify_tensors(state, sharding.state_specs):
+            part = _part(kind.shape, mesh, kind.spec)
+            held = ", ".join(kind.members)
+            rows.append((kind.name, held, _shape(kind.shape), _spec(kind.spec), part))
+    left_out = 0 if every_parameter else max(0, len(rows) - MAX_ROWS)
+    for row in rows[: len(rows) - left_out]:
+        table.add_row(*row)
+    if left_out:
+        table.add_row(f"and {left_out} more (alpa show --all)", "", "", "", "")
+    if rows and sharding.activation_specs:
+        table.add_section()
+    for name, spec in sharding.activation_specs.items():
+        table.add_row(name, "activation", "", _spec(spec), "")
+    return table
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _spec(spec: ShardingSpec) -> str:
+    sharded = any(spec.dims) or spec.partial
+    return str(spec).replace("[", "(").replace("]", ")") if sharded else "whole"
+
+
+def _part(shape: Sequence[int], mesh: LogicalMesh, spec: ShardingSpec) -> str:
+    """Return the shape that one device holds."""
+    return _shape([size // mesh.size(axes) for size, axes in zip(shape, spec.dims, strict=True)])
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", caption_justify="left")

@@ -1,0 +1,21 @@
+"""Sharding rules: what may be sharded in each operator, and how it then runs on each device.
+
+A file per family of operators; each ends in a table `OPERATORS` from primitive name to its rule and
+its local form. A new operator is one entry, or a call of `register`.
+"""
+
+from alpa_meta.rules.operator import Factors, LocalCall, Operator
+from alpa_meta.rules.registry import linear_operands, operator_of, register, sharding_rule
+from alpa_meta.rules.work import flops, traffic_bytes
+
+__all__ = [
+    "Factors",
+    "LocalCall",
+    "Operator",
+    "flops",
+    "linear_operands",
+    "operator_of",
+    "register",
+    "sharding_rule",
+    "traffic_bytes",
+]

@@ -1,0 +1,126 @@
+"""The table of all operators, and the questions asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from alpa_interchange import ShardingRule
+
+from alpa_meta import compat
+from alpa_meta.rules import (
+    contraction,
+    convolution,
+    elementwise,
+    indexing,
+    layout,
+    linalg,
+    ordering,
+    random,
+    reduction,
+    window,
+)
+from alpa_meta.rules.operator import (
+    LocalFunction,
+    Operator,
+    RuleFunction,
+    never_linear,
+    run_unchanged,
+    shape_of,
+)
+
+_OPERATORS: dict[str, Operator] = {
+    **elementwise.OPERATORS,
+    **contraction.OPERATORS,
+    **convolution.OPERATORS,
+    **layout.OPERATORS,
+    **indexing.OPERATORS,
+    **reduction.OPERATORS,
+    **ordering.OPERATORS,
+    **window.OPERATORS,
+    **random.OPERATORS,
+    **linalg.OPERATORS,
+}
+_UNKNOWN = Operator(elementwise.unknown_rule)
+
+
+def register(
+    primitive_name: str,
+    rule: RuleFunction,
+    local: LocalFunction = run_unchanged,
+    linear: Callable[[Any], bool] = never_linear,
+) -> None:
+    """Give the primitive called `primitive_name` a sharding rule, in place of any it has.
+
+    `rule` maps an equation to its ShardingRule, with one entry per operand and result; `local` runs
+    the operator on the parts of its operands (by default: the primitive itself, unchanged).
+    """
+    _OPERATORS[primitive_name] = Operator(rule, local, linear)
+    _rule_of.cache_clear()
+
+
+def operator_of(eqn: Any) -> Operator:
+    """Return the table entry of an equation's primitive."""
+    return _OPERATORS.get(eqn.primitive.name, _UNKNOWN)
+
+
+def sharding_rule(eqn: Any) -> ShardingRule | None:
+    """Return the sharding rule of `eqn`, or None if it can only run replicated.
+
+    The rule has an entry for every operand, literals included.
+    """
+    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    key = (
+        eqn.primitive.name,
+        tuple((shape_of(a), str(getattr(a.aval, "dtype", ""))) for a in eqn.invars),
+        tuple((shape_of(v), str(getattr(v.aval, "dtype", ""))) for v in eqn.outvars),
+        params,
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return _computed(eqn)
+    return _rule_of(_Signature(eqn, key))
+
+
+def linear_operands(eqn: Any) -> bool:
+    """Return whether `eqn` is linear in its tensor operands together.
+
+    If so, and if all of them are unreduced sums over the same axes, so is its result.
+    """
+    if all(isinstance(atom, compat.Literal) for atom in eqn.invars):
+        return False
+    return operator_of(eqn).linear(eqn)
+
+
+def _computed(eqn: Any) -> ShardingRule | None:
+    rule = operator_of(eqn).rule(eqn)
+    if rule is None:
+        return None
+    ranks = [len(shape_of(atom)) for atom in (*eqn.invars, *eqn.outvars)]
+    stated = [len(dims) for dims in (*rule.operands, *rule.results)]
+    if ranks != stated:
+        raise ValueError(
+            f"the sharding rule of {eqn.primitive.name!r} must have one entry per dim of every "
+            f"operand and result: ranks are {ranks}, the rule {rule} has {stated}"
+        )
+    return rule
+
+
+class _Signature:
+    """An equation compared by primitive, types and parameters, so that each rule is made once."""
+
+    def __init__(self, eqn: Any, key: tuple[Any, ...]) -> None:
+        self.eqn, self.key, self._hash = eqn, key, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Signature) and self.key == other.key
+
+
+@lru_cache(maxsize=4096)
+def _rule_of(signature: _Signature) -> ShardingRule | None:
+    return _computed(signature.eqn)

@@ -1,0 +1,30 @@
+"""The default executor: a planned jaxpr as one shard_map with explicit collectives."""
+
+from alpa_meta.spmd.collectives import CollectiveLog, Collectives
+from alpa_meta.spmd.evaluation import evaluate, run_local
+from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
+from alpa_meta.spmd.program import (
+    abstract_mesh,
+    global_shape,
+    jax_sharding,
+    partition_spec,
+    planned_collectives,
+    shard_map_program,
+)
+from alpa_meta.spmd.random_plan import random_plan
+
+__all__ = [
+    "CollectiveLog",
+    "Collectives",
+    "JaxprPlan",
+    "RegionPlan",
+    "abstract_mesh",
+    "evaluate",
+    "global_shape",
+    "jax_sharding",
+    "partition_spec",
+    "planned_collectives",
+    "random_plan",
+    "run_local",
+    "shard_map_program",
+]

@@ -1,0 +1,180 @@
+"""The collectives of a program inside shard_map: emitted, and noted when somebody asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.extend.source_info_util as source_info_util
+import jax.numpy as jnp
+from alpa_interchange import LogicalMesh
+from attrs import evolve, field, frozen
+from jax import lax
+
+from alpa_meta.audit.planned import PlannedCollective
+
+
+@frozen(eq=False)
+class CollectiveLog:
+    """Collectives in program order; the body of a loop is a log of its own, run `trips` times.
+
+    Loops trace their bodies more than once; `restart` forgets what an earlier trace noted.
+    """
+
+    trips: int | None = 1
+    _entries: list[PlannedCollective | CollectiveLog] = field(factory=list)
+
+    def note(self, entry: PlannedCollective) -> None:
+        """Add one collective."""
+        self._entries.append(entry)
+
+    def body(self, trips: int | None) -> CollectiveLog:
+        """Return the log of a loop's body, which runs `trips` times (None: nobody knows)."""
+        inner = CollectiveLog(trips)
+        self._entries.append(inner)
+        return inner
+
+    def restart(self) -> None:
+        """Forget everything noted."""
+        self._entries.clear()
+
+    def all(self) -> tuple[PlannedCollective, ...]:
+        """Return every collective noted, trips of enclosing loops multiplied."""
+        found: list[PlannedCollective] = []
+        for entry in self._entries:
+            if isinstance(entry, PlannedCollective):
+                found.append(evolve(entry, trips=_times(self.trips, entry.trips)))
+            else:
+                found += [evolve(e, trips=_times(self.trips, e.trips)) for e in entry.all()]
+        return tuple(found)
+
+
+def _times(outer: int | None, inner: int | None) -> int | None:
+    return None if outer is None or inner is None else outer * inner
+
+
+class Collectives:
+    """Emits collectives over the axes of a mesh, for values inside shard_map.
+
+    Several axes act as one, the first the most significant.
+    """
+
+    def __init__(self, mesh: LogicalMesh, log: CollectiveLog | None = None) -> None:
+        self._mesh, self._log, self._source = mesh, log, ""
+
+    @contextmanager
+    def at(self, eqn: Any) -> Iterator[None]:
+        """Attribute what happens inside to the user's line that `eqn` comes from."""
+        outer = self._source
+        if self._log is not None:
+            self._source = source_info_util.summarize(eqn.source_info)
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+            yield
+        self._source = outer
+
+    @contextmanager
+    def inside(self, log: CollectiveLog | None) -> Iterator[None]:
+        """Note what happens inside in the log of a loop's body, from its start."""
+        outer = self._log
+        if log is not None:
+            log.restart()
+        self._log = log
+        yield
+        self._log = outer
+
+    def body(self, trips: int | None) -> CollectiveLog | None:
+        """Return a log for the body of a loop, if anything is noted at all."""
+        return None if self._log is None else self._log.body(trips)
+
+    def index(self, axes: tuple[str, ...]) -> Any:
+        """Return this device's position along `axes`, an int32 scalar."""
+        return lax.axis_index(axes)
+
+    def part(self, value: Any, axes: tuple[str, ...], dim: int) -> Any:
+        """Return this device's part of `value` along `dim`; nothing is sent."""
+        size = value.shape[dim] // self._mesh.size(axes)
+        return lax.dynamic_slice_in_dim(value, self.index(axes) * size, size, dim)
+
+    def all_gather(self, value: Any, axes: tuple[str, ...], dim: int, reason: str) -> Any:
+        """Return the devices' parts joined along `dim`."""
+
+        def gather(x: Any) -> Any:
+            return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+        return self._emit("all-gather", axes, gather, value, reason)
+
+    def reduce_scatter(self, value: Any, axes: tuple[str, ...], dim: int, reason: str) -> Any:
+        """Return this device's part along `dim` of the sum over devices."""
+
+        def scatter(x: Any) -> Any:
+            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+        return self._emit("reduce-scatter", axes, scatter, value, reason)
+
+    def all_to_all(
+        self, value: Any, axes: tuple[str, ...], dim: int, to_dim: int, reason: str
+    ) -> Any:
+        """Return `value` joined along `dim`, of which it was a part, and cut along `to_dim`."""
+
+        def exchange(x: Any) -> Any:
+            return lax.all_to_all(x, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
+
+        return self._emit("all-to-all", axes, exchange, value, reason)
+
+    def all_reduce(self, value: Any, axes: tuple[str, ...], reduction: str, reason: str) -> Any:
+        """Return the combination over devices: "add", "max", "min", "and" or "or"."""
+        combine = {
+            "add": lax.psum,
+            "max": lax.pmax,
+            "or": lax.pmax,
+            "min": lax.pmin,
+            "and": lax.pmin,
+        }[reduction]
+
+        def reduce(x: Any) -> Any:
+            return combine(x, axes)
+
+        return self._emit("all-reduce", axes, reduce, value, reason)
+
+    def shift(self, value: Any, axes: tuple[str, ...], offset: int, reason: str) -> Any:
+        """Return the value of the device `offset` positions before; zeros where there is none."""
+        count = self._mesh.size(axes)
+        pairs = [
+            (here, here + offset) for here in range(count) if 0 <= here + offset < count
+        ]
+
+        def permute(x: Any) -> Any:
+            return lax.ppermute(x, axes, pairs)
+
+        return self._emit("collective-permute", axes, permute, value, reason)
+
+    def _emit(
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        function: Callable[[Any], Any],
+        value: Any,
+        reason: str,
+    ) -> Any:
+        if self._mesh.size(axes) == 1:
+            return value
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            words = self._emit(kind, axes, function, jax.random.key_data(value), reason)
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+        result = function(value)
+        if self._log is not None:
+            self._log.note(
+                PlannedCollective(
+                    kind=kind,
+                    axes=axes,
+                    bytes=math.prod(result.shape) * result.dtype.itemsize,
+                    dtype=str(result.dtype),
+                    source=self._source,
+                    reason=reason,
+                )
+            )
+        return result

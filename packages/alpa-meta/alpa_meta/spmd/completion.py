@@ -1,0 +1,82 @@
+"""From what a device computed to what the plan promises: partial sums completed, specs converted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from alpa_interchange import ShardingRule, ShardingSpec, Strategy
+from ilp_sharding.spec_conversion import Conversions
+
+from alpa_meta.spmd.collectives import Collectives
+
+
+def complete(
+    value: Any,
+    rule: ShardingRule,
+    strategy: Strategy,
+    result: int,
+    collectives: Collectives,
+    reason: str,
+) -> Any:
+    """Return the natural local `result` of an operator with its partial sums completed.
+
+    An axis of a sharded reduction factor is reduce-scattered where the strategy puts it on a dim, left
+    where the strategy says partial, and all-reduced otherwise; scattering comes first, because the
+    rest then reduces less.
+    """
+    final = strategy.results[result]
+    reduced: dict[str, tuple[str, ...]] = {}
+    for name, axes in strategy.assignment:
+        factor = rule.factor(name)
+        if factor.kind == "reduction":
+            reduced[factor.reduction] = reduced.get(factor.reduction, ()) + axes
+    if not reduced:
+        return value
+    sums = reduced.pop("add", ())
+    scattered: list[str] = []
+    for dim, (factors, axes) in enumerate(zip(rule.results[result], final.dims, strict=True)):
+        natural = tuple(axis for name in factors for axis in strategy.axes(name))
+        if axes[: len(natural)] != natural or any(a not in sums for a in axes[len(natural) :]):
+            raise ValueError(
+                f"a strategy's result spec must extend its natural one by summed axes: dim {dim} "
+                f"is naturally over {natural}, the sums are over {sums}, the spec is {final}"
+            )
+        for axis in axes[len(natural) :]:
+            value = collectives.reduce_scatter(value, (axis,), dim, f"sum of {reason}")
+            scattered.append(axis)
+    left = tuple(axis for axis in sums if axis not in scattered and axis not in final.partial)
+    if left:
+        value = collectives.all_reduce(value, left, "add", f"sum of {reason}")
+    for reduction, axes in reduced.items():
+        value = collectives.all_reduce(value, axes, reduction, f"{reduction} of {reason}")
+    return value
+
+
+def convert(
+    value: Any,
+    shape: tuple[int, ...],
+    source: ShardingSpec,
+    target: ShardingSpec,
+    conversions: Conversions,
+    collectives: Collectives,
+    reason: str,
+) -> Any:
+    """Return a local value of spec `source`, of a tensor of `shape`, in spec `target`."""
+    if source == target:
+        return value
+    bytes = float(math.prod(shape) * value.dtype.itemsize)
+    for step in conversions.steps(shape, bytes, source, target):
+        if step.kind == "slice":
+            value = collectives.part(value, step.axes, step.dim)
+        elif step.kind == "all-gather":
+            value = collectives.all_gather(value, step.axes, step.dim, reason)
+        elif step.kind == "all-to-all":
+            value = collectives.all_to_all(value, step.axes, step.dim, step.to_dim, reason)
+        elif step.kind == "all-reduce":
+            value = collectives.all_reduce(value, step.axes, "add", reason)
+        elif step.kind == "reduce-scatter":
+            value = collectives.reduce_scatter(value, step.axes, step.dim, reason)
+        else:
+            raise ValueError(f"no collective carries out the conversion step {step}")
+    return value

@@ -1,0 +1,271 @@
+"""Runs a planned jaxpr on one device's parts, inside shard_map: rule, local operator, completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
+from attrs import field, frozen
+from ilp_sharding.spec_conversion import Conversions
+from jax import lax
+
+from alpa_meta import compat
+from alpa_meta.rules import LocalCall, operator_of, sharding_rule
+from alpa_meta.rules.operator import shape_of
+from alpa_meta.spmd.collectives import Collectives
+from alpa_meta.spmd.completion import complete, convert
+from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
+from alpa_meta.trace import inline
+
+
+def evaluate(
+    closed: Any,
+    plan: JaxprPlan,
+    values: Sequence[Any],
+    mesh: LogicalMesh,
+    conversions: Conversions,
+    collectives: Collectives | None = None,
+) -> list[Any]:
+    """Return the local outputs of a planned jaxpr from its local inputs, inside shard_map."""
+    return _Walk(mesh, conversions, collectives or Collectives(mesh)).run(closed, plan, values)
+
+
+def run_local(
+    eqn: Any,
+    operands: Sequence[Any],
+    strategy: Strategy,
+    mesh: LogicalMesh,
+    collectives: Collectives | None = None,
+) -> list[Any]:
+    """Return the natural local results of one equation: partial sums are not yet completed."""
+    rule = sharding_rule(eqn)
+    if rule is None:
+        return compat.bind(eqn, operands)
+    call = LocalCall(eqn, list(operands), rule, strategy, mesh, collectives or Collectives(mesh))
+    return operator_of(eqn).local(call)
+
+
+@frozen(eq=False)
+class _Scope:
+    """The values of one jaxpr on one device, each with its spec, and those already converted."""
+
+    values: dict[Any, Any] = field(factory=dict)
+    specs: dict[Any, ShardingSpec] = field(factory=dict)
+    converted: dict[tuple[Any, ShardingSpec], Any] = field(factory=dict)
+
+    def write(self, var: Any, value: Any, spec: ShardingSpec) -> None:
+        self.values[var], self.specs[var] = value, spec
+
+
+@frozen(eq=False)
+class _Walk:
+    mesh: LogicalMesh
+    conversions: Conversions
+    collectives: Collectives
+
+    def run(self, closed: Any, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+        jaxpr, scope = compat.open_jaxpr(closed), _Scope()
+        _check_length("inputs", plan.inputs, jaxpr.invars)
+        _check_length("strategies", plan.strategies, jaxpr.eqns)
+        _check_length("outputs", plan.outputs, jaxpr.outvars)
+        for var, value in zip(jaxpr.constvars, compat.consts(closed), strict=True):
+            scope.write(var, jnp.asarray(value), ShardingSpec.replicated(len(shape_of(var))))
+        for var, value, spec in zip(jaxpr.invars, values, plan.inputs, strict=True):
+            scope.write(var, value, spec)
+        for eqn, step in zip(jaxpr.eqns, plan.strategies, strict=True):
+            with self.collectives.at(eqn):
+                self._eqn(eqn, step, scope)
+        return [
+            self._read(atom, spec, scope, f"output {k}")
+            for k, (atom, spec) in enumerate(zip(jaxpr.outvars, plan.outputs, strict=True))
+        ]
+
+    def _eqn(self, eqn: Any, step: Strategy | RegionPlan, scope: _Scope) -> None:
+        name = eqn.primitive.name
+        _check_length(f"operands of {name!r}", step.operands, eqn.invars)
+        operands = [
+            self._read(atom, spec, scope, f"operand {k} of {name}")
+            for k, (atom, spec) in enumerate(zip(eqn.invars, step.operands, strict=True))
+        ]
+        if isinstance(step, RegionPlan):
+            results = self._region(eqn, step, operands)
+        else:
+            results = self._operator(eqn, step, operands)
+        for var, value, spec in zip(eqn.outvars, results, step.results, strict=True):
+            scope.write(var, value, spec)
+
+    def _operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+        rule, name = sharding_rule(eqn), eqn.primitive.name
+        natural = run_local(eqn, operands, strategy, self.mesh, self.collectives)
+        if rule is None:
+            return natural
+        return [
+            value
+            if compat.is_drop(var)
+            else complete(value, rule, strategy, k, self.collectives, name)
+            for k, (var, value) in enumerate(zip(eqn.outvars, natural, strict=True))
+        ]
+
+    def _read(self, atom: Any, spec: ShardingSpec, scope: _Scope, reason: str) -> Any:
+        if isinstance(atom, compat.Literal):
+            value = _literal(atom)
+            if not shape_of(atom):
+                return value
+            source = ShardingSpec.replicated(len(shape_of(atom)))
+            target = ShardingSpec(spec.dims)
+            return self._convert(jnp.asarray(value), atom, source, target, reason)
+        source = scope.specs[atom]
+        if source == spec:
+            return scope.values[atom]
+        key = (atom, spec)
+        if key not in scope.converted:
+            scope.converted[key] = self._convert(
+                scope.values[atom], atom, source, spec, reason
+            )
+        return scope.converted[key]
+
+    def _convert(
+        self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
+    ) -> Any:
+        return convert(
+            value, shape_of(atom), source, target, self.conversions, self.collectives, reason
+        )
+
+    def _region(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if compat.is_remat(eqn):
+            return self._recomputation(eqn, plan, operands)
+        if name == "scan":
+            return self._scan(eqn, plan, operands)
+        if name == "while":
+            return self._while(eqn, plan, operands)
+        if name == "cond":
+            return self._cond(eqn, plan, operands)
+        raise ValueError(
+            f"a RegionPlan is for scan, while, cond and recomputation, got one for {name!r}; plan it "
+            "with a Strategy"
+        )
+
+    def _recomputation(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+        """Run the body behind a barrier, which keeps XLA from merging it with the first computation."""
+        (body,) = plan.bodies
+        _check_specs(eqn, "operands", plan.operands, body.inputs)
+        _check_specs(eqn, "results", plan.results, body.outputs)
+        prevented = eqn.params.get("prevent_cse", True)
+        if any(prevented) if isinstance(prevented, (tuple, list)) else prevented:
+            operands = _behind_barrier(operands)
+        return self.run(inline(eqn.params["jaxpr"]), body, operands)
+
+    def _scan(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+        num_consts, num_carry, _ = compat.scan_counts(eqn)
+        first_x = num_consts + num_carry
+        (body,) = plan.bodies
+        unstacked = (*plan.operands[:first_x], *map(_unstacked, plan.operands[first_x:]))
+        _check_specs(eqn, "operands", unstacked, body.inputs)
+        results = (*plan.results[:num_carry], *map(_unstacked, plan.results[num_carry:]))
+        _check_specs(eqn, "results", results, body.outputs)
+        _check_specs(eqn, "carries", plan.operands[num_consts:first_x], results[:num_carry])
+        inner, length = inline(eqn.params["jaxpr"]), eqn.params["length"]
+        log = self.collectives.body(max(length, 1))
+
+        def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
+            with self.collectives.inside(log):
+                outputs = self.run(inner, body, [*operands[:num_consts], *carry, *xs])
+            return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
+
+        carry, ys = lax.scan(
+            step,
+            tuple(operands[num_consts:first_x]),
+            tuple(operands[first_x:]),
+            length=length,
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*carry, *ys]
+
+    def _while(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+        num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test_plan, body_plan = plan.bodies
+        carried = plan.operands[num_test + num_body :]
+        _check_specs(eqn, "operands", (*plan.operands[:num_test], *carried), test_plan.inputs)
+        _check_specs(eqn, "operands", plan.operands[num_test:], body_plan.inputs)
+        _check_specs(eqn, "carries", carried, body_plan.outputs)
+        _check_specs(eqn, "results", carried, plan.results)
+        _check_specs(eqn, "predicate", test_plan.outputs, (ShardingSpec(()),))
+        test, body = inline(eqn.params["cond_jaxpr"]), inline(eqn.params["body_jaxpr"])
+        test_consts, body_consts = operands[:num_test], operands[num_test : num_test + num_body]
+        logs = self.collectives.body(None), self.collectives.body(None)
+
+        def proceed(carry: tuple[Any, ...]) -> Any:
+            with self.collectives.inside(logs[0]):
+                return self.run(test, test_plan, [*test_consts, *carry])[0]
+
+        def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            with self.collectives.inside(logs[1]):
+                return tuple(self.run(body, body_plan, [*body_consts, *carry]))
+
+        return list(lax.while_loop(proceed, step, tuple(operands[num_test + num_body :])))
+
+    def _cond(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+        branches = []
+        for body, closed in zip(plan.bodies, eqn.params["branches"], strict=True):
+            _check_specs(eqn, "operands", plan.operands[1:], body.inputs)
+            _check_specs(eqn, "results", plan.results, body.outputs)
+            branches.append(self._branch(inline(closed), body))
+        which = jnp.asarray(operands[0])
+        if which.dtype == np.bool_:
+            which = which.astype(np.int32)
+        return list(lax.switch(which, branches, *operands[1:]))
+
+    def _branch(self, closed: Any, plan: JaxprPlan) -> Any:
+        log = self.collectives.body(1)
+
+        def branch(*values: Any) -> tuple[Any, ...]:
+            with self.collectives.inside(log):
+                return tuple(self.run(closed, plan, values))
+
+        return branch
+
+
+def _literal(atom: Any) -> Any:
+    """Return the value of a literal, with the type the equation was traced with."""
+    return np.asarray(atom.val, dtype=atom.aval.dtype)
+
+
+def _behind_barrier(values: Sequence[Any]) -> list[Any]:
+    """Return `values` behind an optimisation barrier; keys of random generators pass by."""
+    plain = [k for k, value in enumerate(values) if jnp.issubdtype(value.dtype, np.generic)]
+    held = lax.optimization_barrier(tuple(jnp.asarray(values[k]) for k in plain))
+    result = list(values)
+    for k, value in zip(plain, held, strict=True):
+        result[k] = value
+    return result
+
+
+def _unstacked(spec: ShardingSpec) -> ShardingSpec:
+    """Return the spec of one slice of a stacked value."""
+    if spec.dims[0]:
+        raise ValueError(f"the leading dim of a scanned value must not be sharded, got {spec}")
+    return ShardingSpec(spec.dims[1:], spec.partial)
+
+
+def _check_length(what: str, planned: Sequence[Any], actual: Sequence[Any]) -> None:
+    if len(planned) != len(actual):
+        raise ValueError(
+            f"the plan has {len(planned)} {what}, the jaxpr has {len(actual)}; was the plan made for "
+            "this jaxpr, inlined?"
+        )
+
+
+def _check_specs(
+    eqn: Any, what: str, outside: Sequence[ShardingSpec], inside: Sequence[ShardingSpec]
+) -> None:
+    for k, (one, other) in enumerate(zip(outside, inside, strict=True)):
+        if one != other:
+            raise ValueError(
+                f"{what} of a {eqn.primitive.name!r} region must have one spec outside and inside: "
+                f"number {k} is {one} outside and {other} inside"
+            )

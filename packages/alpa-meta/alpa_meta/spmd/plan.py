@@ -1,0 +1,32 @@
+"""How every equation of a jaxpr runs on a mesh."""
+
+from __future__ import annotations
+
+from alpa_interchange import ShardingSpec, Strategy
+from attrs import frozen
+
+
+@frozen
+class JaxprPlan:
+    """One strategy per equation of an inlined jaxpr, and the specs of its inputs and outputs.
+
+    Constants of the jaxpr are whole on every device. Between equations, a value has the spec its
+    producer's strategy gives it and is converted to the spec its reader's strategy asks for.
+    """
+
+    inputs: tuple[ShardingSpec, ...]
+    strategies: tuple[Strategy | RegionPlan, ...]
+    outputs: tuple[ShardingSpec, ...]
+
+
+@frozen
+class RegionPlan:
+    """How a region (scan, while, cond, recomputation) runs: specs at its border, plans of its bodies.
+
+    `bodies` are (body,) for scan and recomputation, (cond, body) for while, the branches for cond.
+    A carry has one spec, and the leading dim of scanned inputs and outputs is never sharded.
+    """
+
+    operands: tuple[ShardingSpec, ...]
+    results: tuple[ShardingSpec, ...]
+    bodies: tuple[JaxprPlan, ...]

@@ -1,0 +1,127 @@
+"""Random plans, for tests: a program must be right whatever its plan."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
+from attrs import frozen
+from ilp_sharding.spec_conversion import sharding_specs
+from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
+
+from alpa_meta import compat
+from alpa_meta.rules import linear_operands, sharding_rule
+from alpa_meta.rules.operator import shape_of
+from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
+from alpa_meta.trace import inline
+
+
+def random_plan(closed: Any, mesh: LogicalMesh, seed: int) -> JaxprPlan:
+    """Return a plan of `closed` with a random strategy per equation and random specs at its border."""
+    draw = _Draw(mesh, random.Random(seed))
+    jaxpr = compat.open_jaxpr(closed)
+    return draw.plan(closed, draw.specs(jaxpr.invars), draw.specs(jaxpr.outvars))
+
+
+@functools.lru_cache(maxsize=4096)
+def _strategies(
+    rule: ShardingRule, mesh: LogicalMesh, options: StrategyOptions
+) -> tuple[Strategy, ...]:
+    return enumerate_strategies(rule, mesh, options)
+
+
+@frozen
+class _Draw:
+    mesh: LogicalMesh
+    random: random.Random
+
+    def specs(self, atoms: Sequence[Any]) -> tuple[ShardingSpec, ...]:
+        return tuple(self.spec(shape_of(atom)) for atom in atoms)
+
+    def spec(self, shape: tuple[int, ...]) -> ShardingSpec:
+        return self.random.choice(sharding_specs(shape, self.mesh))
+
+    def plan(
+        self, closed: Any, inputs: Sequence[ShardingSpec], outputs: Sequence[ShardingSpec]
+    ) -> JaxprPlan:
+        jaxpr = compat.open_jaxpr(closed)
+        specs: dict[Any, ShardingSpec] = dict(zip(jaxpr.invars, inputs, strict=True))
+        specs.update((v, ShardingSpec.replicated(len(shape_of(v)))) for v in jaxpr.constvars)
+        steps: list[Strategy | RegionPlan] = []
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in ("scan", "while", "cond") or compat.is_remat(eqn):
+                steps.append(self.region(eqn))
+            else:
+                steps.append(self.strategy(eqn, specs))
+            specs.update(zip(eqn.outvars, steps[-1].results, strict=True))
+        return JaxprPlan(tuple(inputs), tuple(steps), tuple(outputs))
+
+    def strategy(self, eqn: Any, specs: dict[Any, ShardingSpec]) -> Strategy:
+        rule = sharding_rule(eqn)
+        if rule is None:
+            return Strategy(
+                assignment=(),
+                operands=tuple(ShardingSpec.replicated(len(shape_of(a))) for a in eqn.invars),
+                results=tuple(ShardingSpec.replicated(len(shape_of(v))) for v in eqn.outvars),
+            )
+        options = StrategyOptions(
+            partial_results=(True,) * len(eqn.outvars), pass_partial=linear_operands(eqn)
+        )
+        reachable = [
+            strategy
+            for strategy in _strategies(rule, self.mesh, options)
+            if all(
+                isinstance(atom, compat.Literal) or set(spec.partial) <= set(specs[atom].partial)
+                for atom, spec in zip(eqn.invars, strategy.operands, strict=True)
+            )
+        ]
+        passing = [s for s in reachable if any(spec.partial for spec in s.operands)]
+        return self.random.choice(passing if passing and self.random.random() < 0.5 else reachable)
+
+    def region(self, eqn: Any) -> RegionPlan:
+        name = eqn.primitive.name
+        operands, results = list(self.specs(eqn.invars)), list(self.specs(eqn.outvars))
+        if name == "scan":
+            return self._scan(eqn, operands, results)
+        if name == "while":
+            return self._while(eqn, operands)
+        if name == "cond":
+            operands[0] = ShardingSpec(())
+            bodies = tuple(
+                self.plan(inline(branch), operands[1:], results)
+                for branch in eqn.params["branches"]
+            )
+            return RegionPlan(tuple(operands), tuple(results), bodies)
+        body = self.plan(inline(eqn.params["jaxpr"]), operands, results)
+        return RegionPlan(tuple(operands), tuple(results), (body,))
+
+    def _scan(
+        self, eqn: Any, operands: list[ShardingSpec], results: list[ShardingSpec]
+    ) -> RegionPlan:
+        num_consts, num_carry, _ = compat.scan_counts(eqn)
+        first_x = num_consts + num_carry
+        jaxpr = inline(eqn.params["jaxpr"])
+        inner = compat.open_jaxpr(jaxpr)
+        inputs, outputs = list(self.specs(inner.invars)), list(self.specs(inner.outvars))
+        outputs[:num_carry] = inputs[num_consts:first_x]
+        operands = inputs[:first_x] + [_stacked(spec) for spec in inputs[first_x:]]
+        results = outputs[:num_carry] + [_stacked(spec) for spec in outputs[num_carry:]]
+        body = self.plan(jaxpr, inputs, outputs)
+        return RegionPlan(tuple(operands), tuple(results), (body,))
+
+    def _while(self, eqn: Any, operands: list[ShardingSpec]) -> RegionPlan:
+        num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        carried = operands[num_test + num_body :]
+        test = self.plan(
+            inline(eqn.params["cond_jaxpr"]), operands[:num_test] + carried, [ShardingSpec(())]
+        )
+        body = self.plan(inline(eqn.params["body_jaxpr"]), operands[num_test:], carried)
+        return RegionPlan(tuple(operands), tuple(carried), (test, body))
+
+
+def _stacked(spec: ShardingSpec) -> ShardingSpec:
+    return ShardingSpec(((), *spec.dims), spec.partial)

@@ -1,0 +1,550 @@
+"""From stages to tasks: the programs each mesh runs, and the values that pass between them.
+
+Per stage: `start` zeroes the gradient accumulators, `forward` and `backward` run once per microbatch
+(one task, `train`, where there is no pipeline), `update` runs once per step, in levels where stages need
+each other's scalars. A value that leaves the microbatches for the update is accumulated; its sum is
+scaled by B^power (`batch.Scaling`): a mean loss is averaged, a summed loss summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from alpa_interchange import ShardingSpec, Strategy, TaskGraph, TaskSpec
+from attrs import field, frozen
+from jax import lax
+
+from alpa_meta.batch import CONSTANT
+from alpa_meta.compat import ClosedJaxpr, Literal, Var, is_drop, open_jaxpr
+from alpa_meta.errors import PlanError
+from alpa_meta.program import Program
+from alpa_meta.rules import sharding_rule
+from alpa_meta.spmd import JaxprPlan, RegionPlan
+from alpa_meta.staging import Staging
+
+
+@frozen(eq=False)
+class Task:
+    """One program of one mesh: its equations, operands and results, and their names.
+
+    `follows[k]` is set for equations this module added: the value whose sharding they keep.
+    """
+
+    spec: TaskSpec
+    eqns: tuple[Any, ...]
+    invars: tuple[Any, ...]
+    outvars: tuple[Any, ...]
+    follows: Mapping[int, Any] = field(factory=dict)
+
+    def closed(self, program: Program) -> Any:
+        """Return the task as a ClosedJaxpr; constants of the step are closed over."""
+        jaxpr = program.jaxpr
+        read = {a for eqn in self.eqns for a in eqn.invars if not isinstance(a, Literal)}
+        pairs = [
+            (var, value)
+            for var, value in zip(jaxpr.constvars, program.closed.consts, strict=True)
+            if var in read
+        ]
+        flat = _jaxpr_of(
+            jaxpr, [var for var, _ in pairs], self.invars, self.outvars, list(self.eqns)
+        )
+        return ClosedJaxpr(flat, [value for _, value in pairs])
+
+
+@frozen(eq=False)
+class Output:
+    """Where one array of the step's result comes from: a buffer, an input, or a constant.
+
+    `concatenate` is the dim along which per-microbatch parts are joined.
+    """
+
+    name: str | None = None
+    input: int | None = None
+    constant: Any = None
+    concatenate: int | None = None
+
+
+@frozen(eq=False)
+class Tasks:
+    """All tasks of a step, their graph for emission, and the names of inputs and outputs."""
+
+    tasks: tuple[Task, ...]
+    graph: TaskGraph
+    names: Mapping[Any, str]
+    outputs: tuple[Output, ...]
+    carry: Mapping[str, str]
+    accumulators: Mapping[Any, Any]  # value of the microbatches -> accumulator variable
+    accumulator_names: Mapping[Any, str]
+    num_microbatches: int
+
+
+def crossing_values(staging: Staging, program: Program) -> dict[Any, frozenset[int]]:
+    """Return the values of the microbatches that the update or the result needs, with their readers.
+
+    Maps each to the stages of the update equations that read it.
+    """
+    inside = {
+        var
+        for eqn, phase in zip(staging.eqns, staging.phases, strict=True)
+        if phase != "update"
+        for var in eqn.outvars
+        if not is_drop(var)
+    }
+    readers: dict[Any, set[int]] = {}
+    for eqn, phase, stage in zip(staging.eqns, staging.phases, staging.stages, strict=True):
+        if phase == "update":
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal) and atom in inside:
+                    readers.setdefault(atom, set()).add(stage)
+    for atom in program.jaxpr.outvars:
+        if not isinstance(atom, Literal) and atom in inside:
+            readers.setdefault(atom, set())
+    return {var: frozenset(stages) for var, stages in readers.items()}
+
+
+def build_tasks(program: Program, staging: Staging) -> Tasks:
+    """Return the tasks of `program` cut as `staging` says."""
+    return _TaskBuilder(program, staging).build()
+
+
+class _TaskBuilder:
+    def __init__(self, program: Program, staging: Staging) -> None:
+        self.program = program
+        self.staging = staging
+        self.count = program.num_microbatches
+        self.jaxpr = program.jaxpr
+        self.names: dict[Any, str] = {
+            var: leaf.path for var, leaf in zip(self.jaxpr.invars, program.inputs, strict=True)
+        }
+        self.constants = set(self.jaxpr.constvars)
+        self.crossing = crossing_values(staging, program)
+        self.accumulators: dict[Any, Any] = {}
+        self.concatenated: dict[Any, int] = {}
+        for var in self.crossing:
+            self._accumulate(var)
+
+    def _name(self, var: Any) -> str:
+        if var not in self.names:
+            self.names[var] = f"v{len(self.names)}"
+        return self.names[var]
+
+    def _accumulate(self, var: Any) -> None:
+        scaling = self.program.scaling.get(var, CONSTANT)
+        if self.count == 1:
+            return
+        if scaling.form == "example":
+            if self.crossing[var]:
+                raise PlanError(
+                    "the update reads a value with one entry per example; with more than one "
+                    "microbatch the update may only read sums and means over the batch"
+                )
+            self.concatenated[var] = scaling.dim
+            return
+        dtype = var.aval.dtype
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+            dtype = np.dtype(np.float32)
+        self.accumulators[var] = Var(_with_dtype(var.aval, dtype))
+
+    def build(self) -> Tasks:
+        staging = self.staging
+        single = staging.num_stages == 1
+        groups: dict[tuple[str, int, int], list[int]] = {}
+        for k, (phase, stage) in enumerate(zip(staging.phases, staging.stages, strict=True)):
+            kind = phase
+            if phase != "update" and single:
+                kind = "backward"
+            if phase == "update" and single and self.count == 1:
+                kind = "backward"
+            level = staging.levels[k] if kind == "update" else 0
+            groups.setdefault((kind, stage, level), []).append(k)
+        readers = self._readers(groups)
+        tasks: list[Task] = []
+        order = {"forward": 0, "backward": 1, "update": 2}
+        for key in sorted(groups, key=lambda key: (order[key[0]], key[2], key[1])):
+            tasks.append(self._task(key, groups[key], readers))
+        tasks = [*self._start_tasks(tasks), *tasks]
+        return self._finish(tasks)
+
+    def _readers(
+        self, groups: Mapping[tuple[str, int, int], list[int]]
+    ) -> dict[Any, set[tuple[str, int, int]]]:
+        readers: dict[Any, set[tuple[str, int, int]]] = {}
+        for key, members in groups.items():
+            for k in members:
+                for atom in self.staging.eqns[k].invars:
+                    if not isinstance(atom, Literal):
+                        readers.setdefault(atom, set()).add(key)
+        return readers
+
+    def _task(
+        self,
+        key: tuple[str, int, int],
+        members: Sequence[int],
+        readers: Mapping[Any, set[tuple[str, int, int]]],
+    ) -> Task:
+        kind, stage, level = key
+        results = {a for a in self.jaxpr.outvars if not isinstance(a, Literal)}
+        eqns: list[Any] = []
+        follows: dict[int, Any] = {}
+        inputs: dict[Any, None] = {}
+        outputs: dict[Any, None] = {}
+        defined: set[Any] = set()
+
+        def add(eqn: Any, keeps: Any) -> None:
+            follows[len(eqns)] = keeps
+            eqns.append(eqn)
+            defined.update(eqn.outvars)
+
+        for k in members:
+            eqn = self.staging.eqns[k]
+            for atom in eqn.invars:
+                if isinstance(atom, Literal) or atom in defined or atom in self.constants:
+                    continue
+                if kind == "update" and atom in self.accumulators:
+                    inputs[self.accumulators[atom]] = None
+                    for extra in self._scaled(atom):
+                        add(extra, atom)
+                else:
+                    inputs[atom] = None
+            eqns.append(eqn)
+            defined.update(var for var in eqn.outvars if not is_drop(var))
+        produced = [v for k in members for v in self.staging.eqns[k].outvars if not is_drop(v)]
+        in_place: list[Any] = []
+        for var in produced:
+            elsewhere = bool(readers.get(var, set()) - {key})
+            if var in self.accumulators:
+                accumulator = self.accumulators[var]
+                inputs[accumulator] = None
+                following = Var(accumulator.aval)
+                for extra in self._added(var, accumulator, following):
+                    add(extra, var)
+                in_place.append((accumulator, following))
+                inner = readers.get(var, set()) - {key}
+                elsewhere = any(other[0] != "update" for other in inner)
+                if elsewhere:
+                    outputs[var] = None
+            elif elsewhere or var in results:
+                outputs[var] = None
+        names_in = [self._input_name(var) for var in inputs]
+        names_out = [self._name(var) for var in outputs]
+        accumulated = [self._accumulator_name(a) for a, _ in in_place]
+        spec = TaskSpec(
+            name=f"{'train' if kind == 'backward' and self.staging.num_stages == 1 else kind}"
+            f".{stage}" + (f".{level}" if kind == "update" and level else ""),
+            mesh=stage,
+            stage=stage,
+            phase=kind,
+            inputs=tuple(names_in),
+            outputs=(*names_out, *accumulated),
+            donated=tuple(accumulated),
+        )
+        return Task(
+            spec,
+            tuple(eqns),
+            tuple(inputs),
+            (*outputs, *(following for _, following in in_place)),
+            follows,
+        )
+
+    def _input_name(self, var: Any) -> str:
+        for value, accumulator in self.accumulators.items():
+            if var is accumulator:
+                return f"sum of {self._name(value)}"
+        return self._name(var)
+
+    def _accumulator_name(self, accumulator: Any) -> str:
+        return self._input_name(accumulator)
+
+    def _added(self, var: Any, accumulator: Any, following: Any) -> list[Any]:
+        """Return equations for following = accumulator + var in the accumulator's dtype."""
+        if accumulator.aval.dtype == var.aval.dtype:
+            return _eqns(jnp.add, [accumulator, var], [following])
+        dtype = accumulator.aval.dtype
+
+        def add(total: Any, value: Any) -> Any:
+            return total + lax.convert_element_type(value, dtype)
+
+        return _eqns(add, [accumulator, var], [following])
+
+    def _scaled(self, var: Any) -> list[Any]:
+        """Return equations for var = accumulator * B^power in the value's dtype."""
+        accumulator = self.accumulators[var]
+        scaling = self.program.scaling.get(var, CONSTANT)
+        power = scaling.power if scaling.form == "reduced" else -1
+        factor = float(self.count) ** power
+        dtype = var.aval.dtype
+
+        def scale(total: Any) -> Any:
+            if jnp.issubdtype(dtype, jnp.floating):
+                scaled = total if power == 0 else total * factor
+            elif power == 0:
+                scaled = total
+            else:
+                scaled = total // self.count
+            return lax.convert_element_type(scaled, dtype)
+
+        return _eqns(scale, [accumulator], [var])
+
+    def _start_tasks(self, tasks: Sequence[Task]) -> list[Task]:
+        starts = []
+        by_stage: dict[int, list[Any]] = {}
+        home = {
+            var: stage
+            for eqn, stage in zip(self.staging.eqns, self.staging.stages, strict=True)
+            for var in eqn.outvars
+        }
+        for var in self.accumulators:
+            by_stage.setdefault(home[var], []).append(var)
+        for stage, values in sorted(by_stage.items()):
+            eqns: list[Any] = []
+            follows: dict[int, Any] = {}
+            zeros = []
+            for var in values:
+                aval = self.accumulators[var].aval
+                zero = Var(aval)
+
+                def make(shape: Any = aval.shape, dtype: Any = aval.dtype) -> Any:
+                    return lax.broadcast(jnp.zeros((), dtype), shape)
+
+                for extra in _eqns(make, [], [zero]):
+                    follows[len(eqns)] = var
+                    eqns.append(extra)
+                zeros.append(zero)
+            spec = TaskSpec(
+                name=f"start.{stage}",
+                mesh=stage,
+                stage=stage,
+                phase="start",
+                inputs=(),
+                outputs=tuple(self._accumulator_name(self.accumulators[v]) for v in values),
+            )
+            starts.append(Task(spec, tuple(eqns), (), tuple(zeros), follows))
+        del tasks
+        return starts
+
+    def _finish(self, tasks: Sequence[Task]) -> Tasks:
+        program, jaxpr = self.program, self.jaxpr
+        by_var = {var: k for k, var in enumerate(jaxpr.invars)}
+        outputs: list[Output] = []
+        carry: dict[str, str] = {}
+        wanted: dict[str, None] = {}
+        finals: list[tuple[Any, str]] = []
+        for atom, alias in zip(jaxpr.outvars, program.aliases, strict=True):
+            if isinstance(atom, Literal):
+                outputs.append(Output(constant=np.asarray(atom.val, atom.aval.dtype)))
+            elif atom in by_var:
+                outputs.append(Output(input=by_var[atom]))
+            elif atom in self.constants:
+                value = program.closed.consts[list(jaxpr.constvars).index(atom)]
+                outputs.append(Output(constant=value))
+            elif atom in self.concatenated:
+                outputs.append(Output(self._name(atom), concatenate=self.concatenated[atom]))
+                wanted[self._name(atom)] = None
+            else:
+                if atom in self.accumulators:
+                    finals.append((atom, self._name(atom)))
+                outputs.append(Output(self._name(atom)))
+                wanted[self._name(atom)] = None
+            if alias is not None and outputs[-1].input != alias:
+                source = outputs[-1]
+                if source.name is not None:
+                    carry[source.name] = program.inputs[alias].path
+        tasks = self._with_finals(list(tasks), finals)
+        tasks = [self._with_donation(task, tasks, carry) for task in tasks]
+        per_step = self._per_step(tasks)
+        inputs = [
+            (name, home) for name, home in self._input_homes(tasks).items()
+        ]
+        graph = TaskGraph(
+            tasks=tuple(task.spec for task in tasks),
+            per_step=tuple(per_step),
+            inputs=tuple(name for name, _ in inputs),
+            home=tuple(home for _, home in inputs),
+            outputs=tuple(wanted),
+        )
+        return Tasks(
+            tuple(tasks),
+            graph,
+            self.names,
+            tuple(outputs),
+            carry,
+            self.accumulators,
+            {var: self._accumulator_name(a) for var, a in self.accumulators.items()},
+            self.count,
+        )
+
+    def _with_finals(self, tasks: list[Task], finals: Sequence[tuple[Any, str]]) -> list[Task]:
+        """Add what turns accumulated results of the step (loss, metrics) into outputs.
+
+        A value that an update task scales anyway is output there; the rest get a task of their own.
+        """
+        home = {
+            var: stage
+            for eqn, stage in zip(self.staging.eqns, self.staging.stages, strict=True)
+            for var in eqn.outvars
+        }
+        left: dict[int, list[Any]] = {}
+        for var, _ in dict.fromkeys(finals):
+            left.setdefault(home[var], []).append(var)
+        for stage, values in sorted(left.items()):
+            eqns: list[Any] = []
+            follows: dict[int, Any] = {}
+            results = []
+            for var in values:
+                fresh = Var(var.aval)
+                for extra in self._scaled(var):
+                    renamed = [fresh if out is var else out for out in extra.outvars]
+                    follows[len(eqns)] = var
+                    eqns.append(extra.replace(outvars=renamed))
+                results.append(fresh)
+            spec = TaskSpec(
+                name=f"metrics.{stage}",
+                mesh=stage,
+                stage=stage,
+                phase="update",
+                inputs=tuple(self._accumulator_name(self.accumulators[v]) for v in values),
+                outputs=tuple(self._name(v) for v in values),
+            )
+            sources = tuple(self.accumulators[v] for v in values)
+            tasks.append(Task(spec, tuple(eqns), sources, tuple(results), follows))
+        return tasks
+
+    def _with_donation(
+        self, task: Task, tasks: Sequence[Task], carry: Mapping[str, str]
+    ) -> Task:
+        """Let the task that writes new state overwrite the old, if it is the last to read it."""
+        replaced = {
+            carry[name] for name in task.spec.outputs if carry.get(name) in task.spec.inputs
+        }
+        position = tasks.index(task)
+        later = {name for other in tasks[position + 1 :] for name in other.spec.inputs}
+        kept = {out.input for out in [] if out}
+        del kept
+        if task.spec.phase in ("forward", "backward") and self.count > 1:
+            replaced = set()
+        donated = (*task.spec.donated, *sorted(replaced - later))
+        spec = TaskSpec(
+            name=task.spec.name,
+            mesh=task.spec.mesh,
+            stage=task.spec.stage,
+            phase=task.spec.phase,
+            inputs=task.spec.inputs,
+            outputs=task.spec.outputs,
+            donated=donated,
+        )
+        return Task(spec, task.eqns, task.invars, task.outvars, task.follows)
+
+    def _per_step(self, tasks: Sequence[Task]) -> list[str]:
+        batch = {leaf.path for leaf in self.program.inputs if leaf.role == "batch"}
+        names: dict[str, None] = {
+            leaf.path: None for leaf in self.program.inputs if leaf.role != "batch"
+        }
+        for accumulator in self.accumulators.values():
+            names[self._accumulator_name(accumulator)] = None
+        for task in tasks:
+            if task.spec.phase in ("start", "update"):
+                names.update((name, None) for name in task.spec.outputs if name not in batch)
+            elif self.count == 1:
+                crossing = {self._name(var) for var in self.crossing}
+                state = {name for name in task.spec.outputs if name in crossing}
+                single = task.spec.name.startswith("train")
+                updated = task.spec.outputs if single else ()
+                names.update((name, None) for name in (*state, *updated))
+        return list(names)
+
+    def _input_homes(self, tasks: Sequence[Task]) -> dict[str, int]:
+        """Return the mesh that holds each input: of the task that replaces it, else its first reader."""
+        homes: dict[str, int] = {}
+        alias_of = {
+            self.program.inputs[alias].path: atom
+            for atom, alias in zip(self.jaxpr.outvars, self.program.aliases, strict=True)
+            if alias is not None and not isinstance(atom, Literal)
+        }
+        writers = {name: task.spec.mesh for task in tasks for name in task.spec.outputs}
+        for leaf in self.program.inputs:
+            replacement = alias_of.get(leaf.path)
+            name = self.names.get(replacement) if replacement is not None else None
+            if name is not None and name in writers:
+                homes[leaf.path] = writers[name]
+                continue
+            readers = [task.spec.mesh for task in tasks if leaf.path in task.spec.inputs]
+            homes[leaf.path] = min(readers, default=0)
+        return homes
+
+
+def task_plan(
+    task: Task, specs: Mapping[Any, ShardingSpec], strategies: Mapping[int, Strategy | RegionPlan]
+) -> JaxprPlan:
+    """Return the plan of a task: `strategies` by id of equation, `specs` of values.
+
+    Equations that were added for accumulation keep the sharding of the value they follow.
+    """
+    chosen: list[Strategy | RegionPlan] = []
+    for position, eqn in enumerate(task.eqns):
+        if position in task.follows:
+            chosen.append(_following(eqn, specs[task.follows[position]]))
+        else:
+            chosen.append(strategies[id(eqn)])
+    return JaxprPlan(
+        tuple(specs[var] for var in task.invars),
+        tuple(chosen),
+        tuple(specs[var] for var in task.outvars),
+    )
+
+
+def _following(eqn: Any, spec: ShardingSpec) -> Strategy:
+    rule = sharding_rule(eqn)
+    rank = len(spec.dims)
+    assignment: dict[str, tuple[str, ...]] = {}
+    if rule is not None:
+        for dim, axes in zip(rule.results[0], spec.dims, strict=True):
+            if dim and axes:
+                assignment[dim[0]] = axes
+
+    def keep(atom: Any) -> ShardingSpec:
+        same = len(getattr(atom.aval, "shape", ())) == rank and rank
+        if same or (not rank and not isinstance(atom, Literal)):
+            return spec
+        return ShardingSpec.replicated(len(getattr(atom.aval, "shape", ())))
+
+    return Strategy(
+        assignment=tuple(sorted(assignment.items())),
+        operands=tuple(keep(atom) for atom in eqn.invars),
+        results=tuple(spec for _ in eqn.outvars),
+    )
+
+
+def _eqns(function: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """Return equations computing `outputs` from `inputs` (variables) by a jax function."""
+    from alpa_meta.trace import inline
+
+    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in inputs]
+    jaxpr = open_jaxpr(inline(jax.make_jaxpr(function)(*avals)))
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
+    targets = dict(zip(jaxpr.outvars, outputs, strict=True))
+    result = []
+    for eqn in jaxpr.eqns:
+        for var in eqn.outvars:
+            env[var] = targets.get(var, Var(var.aval))
+        operands = [atom if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
+        result.append(eqn.replace(invars=operands, outvars=[env[var] for var in eqn.outvars]))
+    if not result:
+        copied = jax.make_jaxpr(lax.copy_p.bind)(*avals)
+        (eqn,) = open_jaxpr(copied).eqns
+        return [eqn.replace(invars=list(inputs), outvars=list(outputs))]
+    return result
+
+
+def _with_dtype(aval: Any, dtype: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, dtype)
+
+
+def _jaxpr_of(
+    template: Any, constvars: list[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: list[Any]
+) -> Any:
+    effects = set().union(*(eqn.effects for eqn in eqns)) if eqns else set()
+    return type(template)(constvars, list(invars), list(outvars), eqns, effects)

@@ -1,0 +1,37 @@
+"""What `alpa audit` refuses, and its exit status."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from alpa_meta.audit.cli import audit
+from alpa_meta.errors import PlanError
+
+app = typer.Typer()
+app.command()(audit)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs either a corpus model"),
+        (["gpt", "--corpus"], "needs either a corpus model"),
+        (["gtp"], "no model 'gtp'"),
+        (["gpt", "--model", "t5"], "restricts --corpus"),
+        (["gpt", "--no-planner"], "nothing to audit"),
+        (["gpt", "--mesh", "2y4"], "--mesh must be 1 to 4 sizes"),
+        (["gpt", "--target", "h100"], "needs a number of devices"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_in_one_sentence(arguments, message):
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, PlanError)
+    assert message in str(result.exception)
+
+
+def test_help_names_the_exit_status():
+    assert "exit status 0 only if all of them are" in " ".join(
+        CliRunner().invoke(app, ["--help"]).output.split()
+    )

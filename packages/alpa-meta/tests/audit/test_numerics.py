@@ -1,0 +1,74 @@
+"""Differences in ulps, and how many a step may show."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alpa_meta.audit.numerics import difference_in_ulps, numerics_check, sensitivity
+
+
+def test_neighbouring_floats_are_one_ulp_apart():
+    one = np.float32([1.0, 0.25])
+    assert difference_in_ulps(np.nextafter(one, np.float32(2)), one) == 1.0
+    assert difference_in_ulps(one, one) == 0.0
+
+
+def test_an_ulp_is_that_of_the_leaf_s_largest_magnitude():
+    expected = np.float32([1024.0, 1e-3])
+    actual = np.float32([1024.0, 1e-3 + 2**-13])
+    assert difference_in_ulps(actual, expected) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_bfloat16_has_its_own_ulp():
+    expected = jnp.array([1.0], jnp.bfloat16)
+    assert difference_in_ulps(expected + jnp.bfloat16(2**-7), expected) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        (np.int32([1]), np.int32([2])),
+        (np.float32([np.nan]), np.float32([1])),
+        (np.float32([1]), np.float32([np.inf])),
+        (np.float32([1e-30]), np.float32([0])),
+    ],
+)
+def test_what_must_be_equal_and_is_not_is_infinitely_far(actual, expected):
+    assert difference_in_ulps(actual, expected) == float("inf")
+
+
+def test_equal_nans_infinities_keys_and_empty_leaves_are_no_difference():
+    odd = np.float32([np.nan, np.inf, -np.inf])
+    assert difference_in_ulps(odd, odd) == 0.0
+    assert difference_in_ulps(jax.random.key(3), jax.random.key(3)) == 0.0
+    assert difference_in_ulps(np.zeros((0, 3)), np.zeros((0, 3))) == 0.0
+
+
+def test_other_shapes_or_trees_are_refused():
+    with pytest.raises(ValueError, match=r"one shape and dtype, got \(2,\) float32"):
+        difference_in_ulps(np.zeros(2, np.float32), np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match="trees of one structure"):
+        numerics_check({"a": 1.0}, lambda x: {"b": x}, (jnp.ones(2),), jax.random.key(0))
+
+
+def test_a_step_that_amplifies_rounding_is_allowed_more():
+    x = jnp.linspace(1.0, 2.0, 64)
+    smooth = sensitivity(lambda x: {"y": 2 * x}, (x,), jax.random.key(0))["['y']"]
+    rough = sensitivity(lambda x: {"y": (x - 1.5) * 1e6 % 1}, (x,), jax.random.key(0))["['y']"]
+    assert smooth <= 4 < 1000 < rough
+
+
+def test_a_reordered_sum_agrees_and_a_missing_term_differs():
+    x = jax.random.normal(jax.random.key(0), (4096,))
+
+    def step(x):
+        return {"sum": jnp.sum(x * x)}
+
+    good = {"sum": jnp.sum(jnp.sum((x * x).reshape(8, -1), axis=1))}
+    bad = {"sum": jnp.sum((x * x)[:-8])}
+    assert numerics_check(good, step, (x,), jax.random.key(1)).ok
+    check = numerics_check(bad, step, (x,), jax.random.key(1))
+    assert not check.ok and "DIFFERS from one device in 0 of 1 leaves" in check.text()

@@ -1,0 +1,43 @@
+from io import StringIO
+
+from rich.console import Console
+
+from alpa_meta.report import print_plan
+from alpa_meta.report.plan_table import device_text
+
+
+def _shown(plan, **options):
+    console = Console(file=StringIO(), width=140)
+    print_plan(plan, console, **options)
+    return console.file.getvalue()
+
+
+def test_the_tables_say_everything_the_plan_decides(make_plan):
+    text = _shown(make_plan(2, 4))
+    for expected in (
+        "2 stages, 4 microbatches, schedule 1f1b",
+        "predicted: 20 ms per step",
+        "gap 11.1 %",
+        "x 2 x y 2",
+        "4-7",
+        "layer_1.w",
+        "params, mu",
+        "64 x 128",
+        "(x, y)",
+        "32 x 64",
+        "hidden",
+        "activation",
+        "parameters",
+    ):
+        assert expected in text, expected
+
+
+def test_every_parameter_is_listed_when_asked_for(make_plan):
+    text = _shown(make_plan(1, 1), every_parameter=True)
+    assert "state.params['layer_0']['w']" in text
+    assert "state.opt_state[0].mu['layer_0']['w']" in text
+
+
+def test_device_numbers_are_written_as_ranges():
+    assert device_text([0, 1, 2, 3]) == "0-3"
+    assert device_text([8, 0, 1]) == "0-1, 8"

@@ -1,0 +1,86 @@
+"""What several tests use: a private home for profiles, and pipeline schedules written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from alpa_interchange.schedule import Instruction, PipelineSchedule
+
+
+@pytest.fixture(autouse=True)
+def private_profiles(tmp_path, monkeypatch):
+    """Keep tests from reading or writing the profiles of whoever runs them."""
+    monkeypatch.setenv("ALPA_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def pipeline():
+    """Return a function of (stages, microbatches, warm-up forwards of stage i) -> schedule.
+
+    Tasks are F0.. and B0.., values a0@m.. and g0@m..; stages free what they no longer need.
+    """
+
+    def build(num_stages, num_microbatches, warm_up, frees=True):
+        programs = []
+        for stage in range(num_stages):
+            program = []
+            first, last = stage == 0, stage == num_stages - 1
+
+            def forward(m, stage=stage, program=program, first=first, last=last):
+                given = () if first else (f"a{stage - 1}@{m}",)
+                if not first:
+                    program.append(Instruction(kind="receive", outputs=given, peer=stage - 1))
+                made = (f"a{stage}@{m}",)
+                program.append(
+                    Instruction(
+                        kind="run", task=f"F{stage}", phase="forward", stage=stage, microbatch=m,
+                        inputs=given, outputs=made,
+                    )
+                )  # fmt: skip
+                if not last:
+                    program.append(Instruction(kind="send", inputs=made, peer=stage + 1))
+
+            def backward(m, stage=stage, program=program, first=first, last=last):
+                given = () if last else (f"g{stage + 1}@{m}",)
+                if not last:
+                    program.append(Instruction(kind="receive", outputs=given, peer=stage + 1))
+                made = (f"g{stage}@{m}",)
+                program.append(
+                    Instruction(
+                        kind="run", task=f"B{stage}", phase="backward", stage=stage, microbatch=m,
+                        inputs=(f"a{stage}@{m}", *given), outputs=made,
+                    )
+                )  # fmt: skip
+                if not first:
+                    program.append(Instruction(kind="send", inputs=made, peer=stage - 1))
+                if frees:
+                    old = () if first else (f"a{stage - 1}@{m}",)
+                    program.append(
+                        Instruction(kind="free", inputs=(f"a{stage}@{m}", *old, *given, *made))
+                    )
+
+            early = min(num_microbatches, warm_up(stage))
+            for m in range(early):
+                forward(m)
+            for m in range(num_microbatches):
+                backward(m)
+                if m + early < num_microbatches:
+                    forward(m + early)
+            programs.append(tuple(program))
+        return PipelineSchedule(
+            name="written by hand", num_stages=num_stages, num_microbatches=num_microbatches,
+            programs=tuple(programs),
+        )  # fmt: skip
+
+    return build
+
+
+@pytest.fixture
+def stage_seconds():
+    """Return a function of (stages, forward seconds, backward seconds) -> task seconds."""
+
+    def build(num_stages, forward=1.0, backward=2.0):
+        forwards = {f"F{stage}": forward for stage in range(num_stages)}
+        return forwards | {f"B{stage}": backward for stage in range(num_stages)}
+
+    return build

@@ -1,0 +1,34 @@
+import numpy as np
+import pytest
+
+from cost_model.link_fit import bus_factor, fit_line, fit_tables
+
+
+def test_a_line_gives_its_latency_and_slope():
+    sizes = np.geomspace(1e3, 1e9, 20)
+    latency, slope, error = fit_line(sizes, 2e-5 + sizes / 1e11)
+    assert (latency, slope, error) == pytest.approx((2e-5, 1e-11, 0.0), abs=1e-9)
+
+
+def test_an_all_reduce_crosses_the_link_twice():
+    assert bus_factor("all-reduce", 8) == 2 * bus_factor("all-gather", 8) == 2 * 7 / 8
+
+
+def test_tables_of_both_formats_are_fitted(tmp_path):
+    (tmp_path / "allreduce").mkdir()
+    (tmp_path / "aceso_v100").mkdir()
+    sizes = [1 << power for power in range(20, 30)]
+    # columns as nccl-tests prints them, in nanoseconds: 40 us and 200 GB/s on 4 devices
+    rows = [f"{s},{s // 4},float,{4e4 + 1.5 * s / 200:.1f},0,0,0" for s in sizes]
+    (tmp_path / "allreduce" / "vtrain_a100_4gpu.txt").write_text("size\n" + "\n".join(rows))
+    # MB and milliseconds: 0.1 ms and 25 GB/s on 2 devices; a zero means not measured
+    lines = [f"{m},{0.1 + m * 2**20 / 2 / 25e9 * 1e3:.6f}" for m in (1, 16, 256)] + ["3,0.0"]
+    name = "prim_gpt_1_3B_reduce_scatter_2gpus.csv"
+    (tmp_path / "aceso_v100" / name).write_text("size,time\n" + "\n".join(lines))
+    fits = {fit.collective: fit for fit in fit_tables(tmp_path).fits}
+    ring = fits["all-reduce"]
+    assert (ring.link, ring.devices, ring.num_rows) == ("nvlink3", 4, 10)
+    assert ring.bandwidth == pytest.approx(200e9, rel=1e-3)
+    assert ring.latency == pytest.approx(4e-5, rel=1e-2)
+    assert fits["reduce-scatter"].bandwidth == pytest.approx(25e9, rel=1e-2)
+    assert fits["reduce-scatter"].num_rows == 3

@@ -1,0 +1,80 @@
+import time
+
+import pytest
+from attrs import evolve
+
+from alpa_interchange.document import from_json, to_json
+from cost_model import Prediction, TrainingRun, TransformerSpec, cluster, predict
+from cost_model.prediction import FittedModel, StepModel, run_memory, step_model
+
+SELENE = cluster("selene:8")
+# arXiv 2205.05198, table 5 and figure 1: Megatron 22B, tensor parallel on one DGX A100
+RUN = TrainingRun(
+    model=TransformerSpec(hidden=6144, layers=48, heads=64, seq=2048),
+    cluster=SELENE, global_batch=4, micro_batch=4, tensor=8, recompute="full",
+    fused_elementwise=True,
+)  # fmt: skip
+
+
+def test_a_published_run_is_predicted_within_its_interval():
+    result = predict(RUN)
+    assert result.step_seconds == pytest.approx(1.42, rel=0.1)
+    assert result.low_seconds < 1.42 < result.high_seconds
+
+
+def test_published_memory_is_predicted():
+    gib = float(1 << 30)
+    for recompute, sequence_parallel, activations in (
+        ("none", False, 59.25), ("selective", True, 9.5625),
+    ):  # fmt: skip
+        run = evolve(RUN, recompute=recompute, sequence_parallel=sequence_parallel)
+        memory = run_memory(run)
+        assert memory.activations == pytest.approx(activations * gib, rel=1e-6)
+        assert memory.state == pytest.approx(45.5625 * gib, rel=0.02)
+
+
+def test_terms_add_up_and_utilisation_follows():
+    result = predict(RUN)
+    assert sum(result.terms.values()) == pytest.approx(result.step_seconds)
+    assert result.mfu == pytest.approx(result.model_flops / result.step_seconds / 8 / 312e12)
+    # a full recomputation executes about a third more than the model needs
+    assert result.hfu / result.mfu == pytest.approx(4 / 3, rel=0.03)
+
+
+def test_unmeasured_devices_have_wider_intervals():
+    def width(result: Prediction) -> float:
+        return result.high_seconds / result.low_seconds
+
+    assert width(predict(RUN)) < width(predict(evolve(RUN, cluster=cluster("h100:8"))))
+
+
+def test_a_sharded_optimizer_holds_less_and_the_last_stage_holds_logits():
+    run = TrainingRun(
+        model=RUN.model, cluster=SELENE, global_batch=16, tensor=2, data=2, pipeline=2
+    )
+    whole, part = run_memory(run), run_memory(evolve(run, sharded_optimizer=True))
+    assert part.optimizer == pytest.approx(whole.optimizer / 2)
+    assert run_memory(run, 0).temporaries == 0 < run_memory(run, 1).temporaries
+    assert run_memory(run, 0).activations > run_memory(run, 1).activations
+
+
+def test_a_group_is_judged_by_constants_that_have_not_seen_it():
+    whole, fold = FittedModel(fitted_on="all"), FittedModel(fitted_on="part")
+    model = StepModel(whole=whole, folds=(fold,), fold_of_group={"source|group": 0})
+    assert model.unseen("source", "group") == fold
+    assert model.unseen("source", "new group") == whole
+    assert from_json(to_json(model), StepModel) == model
+
+
+def test_the_shipped_model_says_what_it_was_fitted_on():
+    model = step_model()
+    assert len(model.folds) == 4 and model.whole.num_rows > 700
+    assert "kwai_atc24" not in model.whole.sources
+
+
+def test_one_prediction_takes_under_two_milliseconds():
+    predict(RUN)
+    started = time.process_time()
+    for batch in range(1, 101):
+        predict(evolve(RUN, global_batch=4 * batch))
+    assert (time.process_time() - started) / 100 < 2e-3

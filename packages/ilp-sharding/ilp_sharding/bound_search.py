@@ -1,0 +1,152 @@
+"""The search for bounds, run by worker 0.
+
+1. Multipliers rise; now and then a choice is grown from the messages -> _ascend().
+2. With a choice at hand, strategies whose reduced cost exceeds the gap are dropped, and the ascent
+   goes on with the smaller graph -> _fix().
+3. Once the graph is small, HiGHS finishes it; where the gap stays wide, branching on the strategies
+   that use much memory raises the bound -> branching.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ilp_sharding.branching import Branching
+from ilp_sharding.dominance import simplified
+from ilp_sharding.dual import DualAscent
+from ilp_sharding.integer_program import IntegerProgram
+from ilp_sharding.messages import choice_cost
+from ilp_sharding.primal import PrimalSearch
+from ilp_sharding.table_graph import TableGraph
+
+if TYPE_CHECKING:
+    from ilp_sharding.worker import Worker
+
+_PROGRAM_ENTRIES = 3e4  # table entries up to which the integer program is tried at once
+
+
+def search_bounds(worker: Worker) -> None:
+    """Raise the published bound until the deadline or a proof."""
+    graph = worker.graph
+    if not graph.num_nodes:
+        worker.offer(graph, np.zeros(0, np.int64), graph.constant)
+        worker.board.raise_bound(0, graph.constant, finished=True)
+        return
+    dual = DualAscent(graph)
+    primal = PrimalSearch(graph, worker.seed)
+    seconds = max(worker.until - time.perf_counter(), 0.1)
+    last_size = graph.num_strategies
+    stalled = 0
+    while not worker.late:
+        before = dual.best
+        _ascend(worker, dual, primal, max(0.04 * seconds, 0.1))
+        gap = worker.board.best - dual.best
+        if math.isinf(gap):
+            continue
+        smaller = _fix(worker, dual)
+        if smaller is None or smaller.num_nodes == 0:
+            _close(worker, smaller)
+            return
+        if smaller.num_strategies < 0.97 * last_size:
+            last_size = smaller.num_strategies
+            dual = _carried(dual, smaller)
+            primal = PrimalSearch(smaller, worker.seed)
+            active = np.zeros(worker.base.num_strategies, bool)
+            active[worker.base_strategies(smaller)] = True
+            worker.board.publish_active(active)
+            stalled = 0
+            continue
+        stalled = stalled + 1 if dual.best - before < 0.02 * (worker.board.best - dual.best) else 0
+        if len(dual.graph.tables.entry) < _PROGRAM_ENTRIES and stalled >= 1:
+            _finish(worker, dual)
+            return
+        if stalled >= 2 and dual.graph.num_nodes <= 2000:
+            _branch(worker, dual)
+            return
+
+
+def _ascend(worker: Worker, dual: DualAscent, primal: PrimalSearch, seconds: float) -> None:
+    """Raise multipliers for a slice of time, then grow a choice and publish."""
+    end = worker.slice(seconds)
+    while time.perf_counter() < end:
+        dual.run(min(time.perf_counter() + 0.25, end), lambda: worker.board.best)
+        worker.raise_bound(dual.best)
+    prices = np.zeros(worker.base.num_strategies)
+    dual.priced(dual.best_multipliers)
+    prices[worker.base_strategies(dual.graph)] = dual.price
+    worker.board.publish_prices(prices)
+    for start in (dual.decoded(), dual.backward):
+        cost = primal.construct(start, dual.price)
+        if math.isfinite(cost) and primal.x is not None:
+            worker.offer(primal.graph, primal.x, primal.cost)
+
+
+def _fix(worker: Worker, dual: DualAscent) -> TableGraph | None:
+    """Return the graph without the strategies that no better choice can use; None if none is left."""
+    cutoff = worker.cutoff()
+    active = np.ones(dual.graph.num_strategies, bool)
+    for bound, reduced in dual.reduced(3):
+        worker.raise_bound(bound)
+        active &= bound + reduced <= cutoff
+    if active.all():
+        return dual.graph
+    return simplified(dual.graph, active)
+
+
+def _carried(dual: DualAscent, graph: TableGraph) -> DualAscent:
+    """Return an ascent on the smaller `graph` that goes on from the multipliers of `dual`."""
+    result = DualAscent(graph)
+    place = {int(name): t for t, name in enumerate(dual.graph.base_time)}
+    result.multipliers = np.array(
+        [dual.best_multipliers[place[int(name)]] for name in graph.base_time], dtype=np.float64
+    )
+    result.factor = 0.05
+    cost = result.priced(result.multipliers)
+    for _ in range(10):
+        result.sweep(cost)
+    return result
+
+
+def _close(worker: Worker, graph: TableGraph | None) -> None:
+    """Publish the proof that no better choice is left, or the one choice that is."""
+    if graph is not None:
+        none = np.zeros(0, np.int64)
+        if not len(graph.rows.slack) or graph.rows.slack.min() >= 0:
+            worker.offer(graph, none, graph.constant)
+    worker.board.raise_bound(0, worker.board.best, finished=True)
+
+
+def _finish(worker: Worker, dual: DualAscent) -> None:
+    """Let HiGHS solve what is left."""
+    graph = dual.graph
+    program = IntegerProgram.of_graph(graph, cutoff=worker.cutoff(), seed=worker.seed)
+
+    def improved(chosen: np.ndarray, _: float) -> None:
+        exact = choice_cost(graph.tables, graph.tables.cost, chosen) + graph.constant
+        worker.offer(graph, chosen, exact)
+
+    outcome = program.solve(worker.until, on_bound=worker.raise_bound, on_choice=improved)
+    if outcome.finished:
+        worker.board.raise_bound(0, worker.board.best, finished=True)
+    else:
+        worker.raise_bound(min(outcome.lower_bound, worker.board.best))
+
+
+def _branch(worker: Worker, dual: DualAscent) -> None:
+    """Branch until the deadline or a proof."""
+    tree = Branching(dual)
+    primal = PrimalSearch(dual.graph, worker.seed)
+    while not worker.late:
+        bound = tree.step(worker.cutoff())
+        worker.raise_bound(min(bound, worker.board.best))
+        if tree.done:
+            worker.board.raise_bound(0, worker.board.best, finished=True)
+            return
+        if tree.steps % 20 == 0:
+            primal.construct(dual.backward, dual.price)
+            if primal.x is not None:
+                worker.offer(primal.graph, primal.x, primal.cost)

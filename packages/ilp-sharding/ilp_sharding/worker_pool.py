@@ -1,0 +1,113 @@
+"""The parent's side of the worker processes: start them, hand over the problem, collect answers.
+
+Workers are plain subprocesses (`python -m ilp_sharding.worker`), so nothing depends on how the
+caller's program was started, and the parent stays free to return at the deadline whatever the
+workers are doing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ilp_sharding.blackboard import Board, store_graph
+from ilp_sharding.direct import Search, exact_memory
+from ilp_sharding.memory import MemoryProfile
+from ilp_sharding.network import Network
+from ilp_sharding.table_graph import table_graph
+
+_POLL_SECONDS = 0.01
+
+
+class WorkerPool:
+    """Worker processes that wait for a problem; `close` ends them and removes what they share."""
+
+    def __init__(self, count: int, seed: int, seconds: float) -> None:
+        shared = Path("/dev/shm")
+        root = shared if shared.is_dir() and os.access(shared, os.W_OK) else None
+        self.directory = Path(tempfile.mkdtemp(prefix="ilp-sharding-", dir=root))
+        self.count = count
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self._errors = (self.directory / "errors.txt").open("w+b")
+        limit = seconds if math.isfinite(seconds) else 1e9
+        self.processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "ilp_sharding.worker", str(self.directory)),
+                    *(str(index), str(count), str(seed), repr(limit)),
+                ],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+            )
+            for index in range(count)
+        ]
+
+    def solve(self, network: Network, memory: MemoryProfile | None, search: Search) -> None:
+        """Search the reduced `network` into `search` until a proof or the deadline."""
+        tolerance = 0.0
+        if memory is not None and not exact_memory(search.instance):
+            tolerance = memory.tolerance()
+        slack = np.zeros(0) if memory is None else memory.slack + tolerance
+        base = table_graph(network, memory, slack)
+        nodes = network.open_nodes()
+        board = Board(
+            self.directory, base.num_nodes, base.num_strategies, self.count, create=True
+        )
+        if search.choice is not None and math.isfinite(search.objective):
+            board.raise_target(search.objective)
+        store_graph(self.directory, base)
+        known = math.inf
+        while not search.late:
+            for objective, worker in board.offers():
+                if objective >= known:
+                    break
+                found = board.choice(worker)
+                if found is not None:
+                    known = found[0]
+                    full = dict(zip(nodes, found[1].tolist(), strict=True))
+                    search.offer(network.expand(full), "search")
+                    break
+            if board.finished:
+                if search.choice is None and board.bound == math.inf:
+                    search.infeasible = True
+                elif board.best >= known:
+                    search.raise_bound(search.objective, "proof")
+                    return
+            search.raise_bound(board.bound, "search")
+            if search.closed or search.infeasible:
+                return
+            if all(process.poll() is not None for process in self.processes):
+                if not board.finished:
+                    raise RuntimeError(f"the search processes ended early: {self._complaints()}")
+                if search.choice is None:
+                    return
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the processes and remove what they share."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+        self._errors.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _complaints(self) -> str:
+        self._errors.flush()
+        text = (self.directory / "errors.txt").read_text(errors="replace").strip()
+        return text[-2000:] or "no message"

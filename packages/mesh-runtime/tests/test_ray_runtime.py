@@ -1,0 +1,119 @@
+import os
+import signal
+import threading
+import time
+from importlib.util import find_spec
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from mesh_runtime import InProcessRuntime, RayMesh, RayOptions, RayRuntime, WorkerError
+
+NAMES = ("data", "model")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra mesh-runtime[ray]")
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Return the node ids of a cluster of two nodes, each its own set of Ray processes."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield [node["NodeID"] for node in ray.nodes()]
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.ray
+@needs_ray
+def test_meshes_in_other_processes_train_like_one_process_and_a_dead_one_is_named(pipeline, nodes):
+    # mesh 0: one jax.distributed group of two processes on two nodes; mesh 1: one process
+    job = pipeline(2, 3)
+    grid = np.array(jax.devices()[:6])
+    local = [
+        Mesh(part, NAMES, axis_types=(AxisType.Auto,) * 2)
+        for part in (grid[:4].reshape(2, 2), grid[4:].reshape(2, 1))
+    ]
+    exported = job.exported(local)
+    contract = {"outputs": job.outputs, "carry": job.carry, "donated": job.donated}
+    reference = InProcessRuntime(local)
+    reference.load(job.schedule, exported, job.specs, **contract)
+    reference.put(job.state())
+
+    runtime = RayRuntime(
+        [
+            RayMesh(shape=(2, 2), axis_names=NAMES, num_hosts=2, nodes=tuple(nodes)),
+            RayMesh(shape=(2, 1), axis_names=NAMES),
+        ],
+        RayOptions(step_timeout=120.0, trace="blocking"),
+    )
+    try:
+        with pytest.raises(
+            TypeError, match="'backward0', .* are no bytes; serialise them with jax"
+        ):
+            runtime.load(job.schedule, job.jitted(), job.specs)
+        runtime.load(job.schedule, exported, job.specs, **contract)
+        runtime.put(job.state())
+        for number in range(2):
+            got, wanted = runtime.step(job.batch(number)), reference.step(job.batch(number))
+            np.testing.assert_allclose(got["loss1"], wanted["loss1"], rtol=1e-6)
+        for name, array in runtime.fetch(["w0", "w1"]).items():
+            # mesh 0 adds across processes in gloo's order: float32 rounding, nothing more
+            np.testing.assert_allclose(array, reference.fetch([name])[name], rtol=1e-5, atol=1e-7)
+        assert [e.mesh for e in runtime.trace].count(1) == len(job.schedule.programs[1])
+        assert all(event.stop >= event.start for event in runtime.trace)
+
+        processes = runtime.process_ids
+        assert sorted(processes) == ["mesh 0 host 0", "mesh 0 host 1", "mesh 1 host 0"]
+        threading.Timer(0.05, os.kill, (processes["mesh 1 host 0"], signal.SIGKILL)).start()
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match="the worker of mesh 1 host 0 died during step"):
+            for number in range(2, 500):
+                runtime.step(job.batch(number))
+        assert time.monotonic() - begin < 30
+        with pytest.raises(RuntimeError, match="cannot be used any more: the worker of mesh 1"):
+            runtime.step(job.batch(0))
+    finally:
+        runtime.close()
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in processes.values()):
+        assert time.monotonic() < deadline, "workers outlived their runtime"
+        time.sleep(0.1)
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_meshes_that_cannot_be_spread_or_named_are_refused():
+    with pytest.raises(ValueError, match="3 devices cannot be spread evenly over 2 hosts"):
+        RayMesh(shape=(3,), axis_names=("x",), num_hosts=2)
+    with pytest.raises(ValueError, match="needs a name per axis"):
+        RayMesh(shape=(3, 2), axis_names=("x",))
+    with pytest.raises(ValueError, match=r"must name one node per host \(1\), got \('a', 'b'\)"):
+        RayMesh(shape=(3,), axis_names=("x",), nodes=("a", "b"))
+    with pytest.raises(ValueError, match="RayOptions.trace must be one of"):
+        RayOptions(trace="loud")
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
+def test_without_ray_the_extra_is_named():
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'mesh-runtime\[ray\]'"):
+        RayRuntime([RayMesh(shape=(1,), axis_names=("x",))])
+
+
+@needs_ray
+def test_no_mesh_is_refused_before_anything_starts():
+    with pytest.raises(ValueError, match="at least one mesh, got none"):
+        RayRuntime([])

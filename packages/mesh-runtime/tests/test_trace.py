@@ -1,0 +1,44 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_interchange.schedule import Instruction
+from mesh_runtime.trace import Recorder
+
+RUN = Instruction(kind="run", task="t")
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="trace must be one of"):
+        Recorder("loud", 1)
+
+
+def test_blocking_waits_for_results_and_ready_does_not():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: jnp.sin(y @ y), x))
+    x = jnp.ones((400, 400))
+    slow(x).block_until_ready()
+    for mode in ("blocking", "ready"):
+        recorder = Recorder(mode, 1)
+        start = recorder.now()
+        result = slow(x)
+        recorder.record(0, RUN, start, [x], [result])
+        issued = recorder.now()
+        (event,) = recorder.finish()
+        assert result.is_ready()
+        assert (event.stop <= issued) == (mode == "blocking")
+        assert event.stop - event.start > 0
+
+
+def test_results_donated_before_they_were_seen_are_passed_over():
+    recorder = Recorder("ready", 1)
+    x = jnp.ones(8)
+    jax.jit(lambda v: v + 1, donate_argnums=0)(x)
+    recorder.record(0, RUN, recorder.now(), [], [x])
+    assert len(recorder.finish()) == 1
+
+
+def test_events_are_sorted_by_start():
+    recorder = Recorder("dispatch", 2)
+    for start in (0.3, 0.1, 0.2):
+        recorder.record(1, RUN, start, [], [])
+    assert [event.start for event in recorder.finish()] == [0.1, 0.2, 0.3]

@@ -1,0 +1,43 @@
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resharding import Network, plan
+from resharding.bound import receive_seconds, send_seconds
+from resharding.cases import paper_cases, random_task
+
+groups = st.dictionaries(
+    st.frozensets(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 100), max_size=7
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(groups)
+def test_send_seconds_is_the_maximum_quotient_over_all_sender_sets(outgoing):
+    senders = sorted({sender for group in outgoing for sender in group})
+    best = 0.0
+    for size in range(1, len(senders) + 1):
+        for chosen in itertools.combinations(senders, size):
+            inside = sum(load for group, load in outgoing.items() if group <= set(chosen))
+            best = max(best, inside / size)
+    assert send_seconds(outgoing, 2.0) == pytest.approx(best / 2, rel=1e-9)
+
+
+def test_receive_seconds_is_the_busiest_receiver():
+    assert receive_seconds({1: 10.0, 2: 30.0}, 5.0) == 6.0
+    assert receive_seconds({}, 5.0) == 0.0
+
+
+@pytest.mark.parametrize("issue", ["host", "device", "none"])
+def test_no_simulated_plan_beats_the_bound(issue):
+    network = Network(nic_bandwidth=1e3, device_bandwidth=2e4, issue=issue, latency=1e-4)
+    for seed in range(40):
+        made = plan(random_task(seed, overlap=seed % 2 == 0, longest=20), network)
+        assert made.seconds >= made.lower_bound * (1 - 1e-9)
+
+
+def test_the_bound_of_one_tensor_to_many_hosts_is_one_card_time():
+    made = plan(paper_cases()["1 to 4x2"])
+    assert made.lower_bound == pytest.approx(2**30 / 1.25e9)

@@ -1,0 +1,425 @@
+"""Per-layer hybrid search: one strategy per layer, least time within memory (Galvatron's problem).
+
+With layers 1..L, strategies s, seconds c_i(s), bytes m_i(s) and transition seconds R_i(r, s):
+
+    minimise  sum_i c_i(s_i) + R_i(s_{i-1}, s_i)   subject to   sum_i m_i(s_i) <= E
+
+Exact, for real-valued bytes. A path through layer i that ends in strategy s is a label (time T,
+bytes M); of two labels the one with no less time and no less bytes is dropped, so equal sums of
+identical layers are kept once. -> _front()
+
+    bound(l) = min over paths of sum (c + R + l m) - l E   <= optimum, for every price l >= 0
+
+The best price comes from bisection, where each path that fits is a plan. A label is dropped when T
+plus the priced cost of its best completion is no better than the plan in hand. -> _priced(),
+_best_price()
+
+With pipelines a layer's bytes are state + in_flight * activation. `segment_candidates` solves every
+stretch of layers for every number of microbatches in flight; handed to `solve_stages`, partition
+and layer strategies are optimised together (exact for its objective, since a stage's time matters
+only as one number: the least that fits at its place in the schedule).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from attrs import field, frozen
+from numpy.typing import NDArray
+
+from alpa_interchange.check import non_empty, non_negative
+from alpa_interchange.mesh import LogicalMesh, SubmeshSpec
+from alpa_interchange.stage import StageCandidate
+from stage_dp.infeasibility import InfeasibleError
+
+Array = NDArray[np.float64]
+
+
+@frozen(kw_only=True)
+class StrategyRow:
+    """One way to run one layer on a submesh. Seconds per microbatch, bytes per device."""
+
+    name: str
+    forward_seconds: float = field(validator=non_negative)
+    backward_seconds: float = field(validator=non_negative)
+    step_seconds: float = field(default=0.0, validator=non_negative)  # once per step
+    state_bytes: float = field(default=0.0, validator=non_negative)
+    activation_bytes: float = field(default=0.0, validator=non_negative)  # per microbatch
+    transient_bytes: float = field(default=0.0, validator=non_negative)  # largest of a stage counts
+
+
+@frozen(kw_only=True)
+class LayerType:
+    """A kind of layer with its strategies."""
+
+    name: str = field(validator=non_empty)
+    strategies: tuple[StrategyRow, ...] = field(validator=non_empty)
+
+
+@frozen(kw_only=True)
+class HybridProblem:
+    """Layers in order, by type, on one submesh.
+
+    `transitions[a, b]` [strategies of a, strategies of b] are seconds per microbatch between
+    neighbours of types named a and b; pairs not given cost nothing.
+    """
+
+    layers: tuple[LayerType, ...] = field(validator=non_empty)
+    memory: float = field(validator=non_negative)
+    num_microbatches: int = 1
+    transitions: Mapping[tuple[str, str], Array] = field(factory=dict)
+
+    def transition(self, before: LayerType, after: LayerType) -> Array:
+        """Return the transition seconds [strategies of before, strategies of after]."""
+        shape = (len(before.strategies), len(after.strategies))
+        matrix = np.asarray(self.transitions.get((before.name, after.name), np.zeros(shape)))
+        if matrix.shape != shape or not (matrix >= 0).all():
+            raise ValueError(
+                f"transitions[{before.name!r}, {after.name!r}] must be non-negative with shape "
+                f"{shape}, got shape {matrix.shape}"
+            )
+        return matrix
+
+
+@frozen(kw_only=True)
+class HybridPlan:
+    """The strategy number of each layer. `seconds` is one microbatch plus its share of the step."""
+
+    choice: tuple[int, ...]
+    seconds: float
+    bytes: float
+    lower_bound: float  # proven by prices; the search itself is exact
+
+    def names(self, problem: HybridProblem) -> tuple[str, ...]:
+        """Return the strategy name of each layer."""
+        return tuple(
+            layer.strategies[s].name for layer, s in zip(problem.layers, self.choice, strict=True)
+        )
+
+
+@frozen
+class _Rows:
+    """Seconds and bytes per layer [strategies], and transitions into each layer."""
+
+    seconds: tuple[Array, ...]
+    bytes: tuple[Array, ...]
+    transitions: tuple[Array, ...]  # entry i: from layer i - 1; entry 0 is unused
+    names: tuple[NDArray[np.int64], ...]  # strategy numbers behind the entries
+
+
+def solve_layers(problem: HybridProblem, *, in_flight: int = 1) -> HybridPlan:
+    """Return the strategies with the least seconds that fit with `in_flight` microbatches alive.
+
+    Raises InfeasibleError with the missing bytes.
+    """
+    best: HybridPlan | None = None
+    bound = math.inf
+    transients = sorted({s.transient_bytes for t in problem.layers for s in t.strategies})
+    for transient in transients:
+        rows = _rows(problem, in_flight, transient)
+        if rows is None:
+            continue
+        plan = _constrained(rows, problem.memory - transient)
+        if plan is None:
+            continue
+        choice, seconds, lower = plan
+        bound = min(bound, lower)
+        if best is None or seconds < best.seconds:
+            used = _used_bytes(problem, choice, in_flight)
+            best = HybridPlan(choice=choice, seconds=seconds, bytes=used, lower_bound=lower)
+    if best is None:
+        least = min(
+            sum(float(b.min()) for b in rows.bytes) + transient
+            for transient in transients
+            if (rows := _rows(problem, in_flight, transient)) is not None
+        )
+        missing = least - problem.memory
+        raise InfeasibleError(
+            f"{len(problem.layers)} layers with {in_flight} microbatches in flight need at least "
+            f"{least:.0f} bytes per device, {missing:.0f} more than the {problem.memory:.0f} there "
+            "are; add a strategy that keeps less (sharded state, recomputation) or more devices",
+            missing_bytes=missing,
+            remedy="a strategy that keeps less per device",
+        )
+    return HybridPlan(
+        choice=best.choice,
+        seconds=best.seconds,
+        bytes=best.bytes,
+        lower_bound=min(bound, best.seconds),
+    )
+
+
+def segment_candidates(
+    problem: HybridProblem,
+    *,
+    submesh: SubmeshSpec,
+    logical: LogicalMesh,
+    boundary_seconds: Sequence[float] = (),
+    max_in_flight: int | None = None,
+) -> tuple[StageCandidate, ...]:
+    """Return stage candidates for every stretch of layers on `submesh`, best for each memory need.
+
+    `boundary_seconds` [layers]: to send one microbatch from layer k on (default: nothing).
+    `max_in_flight` is the most microbatches any schedule in question holds (default: all). The
+    candidate's `key` lists the strategy numbers; equal stretches are solved once.
+    """
+    num = len(problem.layers)
+    most = min(problem.num_microbatches, max_in_flight or problem.num_microbatches)
+    solved: dict[tuple[str, ...], list[HybridPlan]] = {}
+    result = []
+    for start in range(num):
+        for stop in range(start + 1, num + 1):
+            layers = problem.layers[start:stop]
+            names = tuple(layer.name for layer in layers)
+            if names not in solved:
+                solved[names] = _plans_by_memory(problem, layers, most)
+            for plan in solved[names]:
+                rows = [t.strategies[s] for t, s in zip(layers, plan.choice, strict=True)]
+                share = _transition_seconds(problem, layers, plan.choice)
+                result.append(
+                    StageCandidate(
+                        layer_start=start,
+                        layer_stop=stop,
+                        submesh=submesh,
+                        logical=logical,
+                        num_microbatches=problem.num_microbatches,
+                        forward_seconds=sum(r.forward_seconds for r in rows) + share / 2,
+                        backward_seconds=sum(r.backward_seconds for r in rows) + share / 2,
+                        step_seconds=sum(r.step_seconds for r in rows),
+                        state_bytes=sum(r.state_bytes for r in rows),
+                        activation_bytes=sum(r.activation_bytes for r in rows),
+                        transient_bytes=max(r.transient_bytes for r in rows),
+                        boundary_seconds=boundary_seconds[stop - 1] if boundary_seconds else 0.0,
+                        lower_bound_seconds=min(
+                            sum(r.forward_seconds + r.backward_seconds for r in rows) + share,
+                            _unlimited_seconds(problem, layers),
+                        ),
+                        key=" ".join(map(str, plan.choice)),
+                    )
+                )
+    return tuple(result)
+
+
+def _plans_by_memory(
+    problem: HybridProblem, layers: tuple[LayerType, ...], most: int
+) -> list[HybridPlan]:
+    """Return the distinct best plans for 1 .. `most` microbatches in flight."""
+    part = HybridProblem(
+        layers=layers,
+        memory=problem.memory,
+        num_microbatches=problem.num_microbatches,
+        transitions=problem.transitions,
+    )
+    plans: dict[tuple[int, ...], HybridPlan] = {}
+    in_flight = 1
+    while in_flight <= most:
+        try:
+            plan = solve_layers(part, in_flight=in_flight)
+        except InfeasibleError:
+            break
+        plans.setdefault(plan.choice, plan)
+        activation = sum(
+            t.strategies[s].activation_bytes for t, s in zip(layers, plan.choice, strict=True)
+        )
+        # It stays the best as long as it fits, so go to the first count where it does not.
+        if activation <= 0:
+            break
+        room = max(0.0, problem.memory - plan.bytes)
+        in_flight = max(in_flight + 1, in_flight + math.floor(room / activation) + 1)
+    return list(plans.values())
+
+
+def _unlimited_seconds(problem: HybridProblem, layers: Sequence[LayerType]) -> float:
+    """Return the least forward plus backward seconds of the layers without a memory limit."""
+    value = np.array([r.forward_seconds + r.backward_seconds for r in layers[0].strategies])
+    for before, after in zip(layers, layers[1:], strict=False):
+        seconds = np.array([r.forward_seconds + r.backward_seconds for r in after.strategies])
+        value = (value[:, None] + problem.transition(before, after)).min(axis=0) + seconds
+    return float(value.min())
+
+
+def _transition_seconds(
+    problem: HybridProblem, layers: Sequence[LayerType], choice: Sequence[int]
+) -> float:
+    return sum(
+        float(problem.transition(layers[k - 1], layers[k])[choice[k - 1], choice[k]])
+        for k in range(1, len(layers))
+    )
+
+
+def _used_bytes(problem: HybridProblem, choice: Sequence[int], in_flight: int) -> float:
+    rows = [t.strategies[s] for t, s in zip(problem.layers, choice, strict=True)]
+    return sum(r.state_bytes + in_flight * r.activation_bytes for r in rows) + max(
+        r.transient_bytes for r in rows
+    )
+
+
+def _rows(problem: HybridProblem, in_flight: int, transient: float) -> _Rows | None:
+    """Return the rows of strategies up to `transient` bytes; None if a layer has none."""
+    names = []
+    for layer in problem.layers:
+        keep = [k for k, s in enumerate(layer.strategies) if s.transient_bytes <= transient]
+        if not keep:
+            return None
+        names.append(np.array(keep, dtype=np.int64))
+
+    def numbers(layer: LayerType, keep: NDArray[np.int64], what: str) -> Array:
+        rows = [layer.strategies[int(k)] for k in keep]
+        if what == "bytes":
+            return np.array([r.state_bytes + in_flight * r.activation_bytes for r in rows])
+        return np.array(
+            [
+                r.forward_seconds + r.backward_seconds + r.step_seconds / problem.num_microbatches
+                for r in rows
+            ]
+        )
+
+    pairs = list(zip(problem.layers, names, strict=True))
+    return _Rows(
+        tuple(numbers(layer, keep, "seconds") for layer, keep in pairs),
+        tuple(numbers(layer, keep, "bytes") for layer, keep in pairs),
+        tuple(
+            np.zeros((0, 0))
+            if k == 0
+            else problem.transition(problem.layers[k - 1], layer)[np.ix_(names[k - 1], keep)]
+            for k, (layer, keep) in enumerate(pairs)
+        ),
+        tuple(names),
+    )
+
+
+def _constrained(rows: _Rows, memory: float) -> tuple[tuple[int, ...], float, float] | None:
+    """Return strategies, seconds and the priced lower bound, or None if nothing fits."""
+    allowed = memory * (1 + 1e-12)
+    if sum(float(b.min()) for b in rows.bytes) > allowed:
+        return None
+    price, bound, best = _best_price(rows, allowed)
+    if best is None or bound < best[1] * (1 - 1e-12):
+        better = _front(rows, allowed, price, best[1] if best else math.inf)
+        best = better or best
+    if best is None:
+        return None
+    choice = tuple(int(rows.names[k][s]) for k, s in enumerate(best[0]))
+    return choice, best[1], min(bound, best[1])
+
+
+def _priced(rows: _Rows, price: float) -> list[Array]:
+    """Return for each layer and strategy the least priced cost of the layers after it."""
+    after = np.zeros(len(rows.seconds[-1]))
+    result = [after]
+    for k in range(len(rows.seconds) - 1, 0, -1):
+        own = rows.seconds[k] + price * rows.bytes[k] + after
+        after = (rows.transitions[k] + own[None, :]).min(axis=1)
+        result.append(after)
+    return result[::-1]
+
+
+def _path(rows: _Rows, price: float) -> tuple[list[int], float, float]:
+    """Return the path of least priced cost, its seconds and its bytes."""
+    after = _priced(rows, price)
+    choice = [int(np.argmin(rows.seconds[0] + price * rows.bytes[0] + after[0]))]
+    seconds, size = rows.seconds[0][choice[0]], rows.bytes[0][choice[0]]
+    for k in range(1, len(rows.seconds)):
+        step = rows.transitions[k][choice[-1]] + rows.seconds[k]
+        pick = int(np.argmin(step + price * rows.bytes[k] + after[k]))
+        choice.append(pick)
+        seconds += step[pick]
+        size += rows.bytes[k][pick]
+    return choice, float(seconds), float(size)
+
+
+def _best_price(rows: _Rows, memory: float) -> tuple[float, float, tuple[list[int], float] | None]:
+    """Return the price with the highest bound, that bound, and the best plan met that fits."""
+    choice, seconds, size = _path(rows, 0.0)
+    if size <= memory:
+        return 0.0, seconds, (choice, seconds)
+    # Two paths that span the price: one too large, one that fits. Their crossing gives the next.
+    over = (seconds, size)
+    best: tuple[list[int], float] | None = None
+    under = (0.0, 0.0)
+    price, bound = 0.0, seconds
+    scale = max(seconds, 1e-30) / max(memory, 1e-30)
+    for exponent in range(0, 60, 3):
+        choice, seconds, size = _path(rows, scale * 2.0**exponent)
+        bound_here = seconds + scale * 2.0**exponent * (size - memory)
+        if bound_here > bound:
+            price, bound = scale * 2.0**exponent, bound_here
+        if size <= memory:
+            under, best = (seconds, size), (choice, seconds)
+            break
+        over = (seconds, size)
+    if best is None:
+        return price, bound, None
+    for _ in range(100):
+        crossing = (under[0] - over[0]) / (over[1] - under[1])
+        choice, seconds, size = _path(rows, crossing)
+        bound_here = seconds + crossing * (size - memory)
+        if bound_here > bound:
+            price, bound = crossing, bound_here
+        value = seconds + crossing * size
+        if value >= under[0] + crossing * under[1] - 1e-12 * abs(value):
+            break
+        if size <= memory:
+            under = (seconds, size)
+            if seconds < best[1]:
+                best = (choice, seconds)
+        else:
+            over = (seconds, size)
+    return price, bound, best
+
+
+def _front(
+    rows: _Rows, memory: float, price: float, incumbent: float
+) -> tuple[list[int], float] | None:
+    """Return the best path that fits and takes less than `incumbent`, by labels; None if none."""
+    after = _priced(rows, price)
+    remaining = np.append(np.cumsum([float(b.min()) for b in rows.bytes][::-1])[::-1], 0.0)
+    limit = incumbent * (1 - 1e-12)
+
+    def kept(time: Array, size: Array, layer: int, strategy: int) -> NDArray[np.int64]:
+        """Return the labels worth keeping, by bytes."""
+        promise = time + after[layer][strategy] + price * (size - memory)
+        open_labels = np.flatnonzero((size + remaining[layer + 1] <= memory) & (promise < limit))
+        by_bytes = open_labels[np.lexsort((time[open_labels], size[open_labels]))]
+        times = time[by_bytes]
+        least = np.minimum.accumulate(np.concatenate([[np.inf], times[:-1]]))
+        return by_bytes[times < least * (1 - 1e-13)]
+
+    labels: list[list[tuple[Array, Array, NDArray[np.int64], NDArray[np.int64]]]] = []
+    first = []
+    for s in range(len(rows.seconds[0])):
+        time, size = rows.seconds[0][s : s + 1], rows.bytes[0][s : s + 1]
+        keep = kept(time, size, 0, s)
+        nothing = np.zeros(len(keep), dtype=np.int64)
+        first.append((time[keep], size[keep], nothing, nothing))
+    labels.append(first)
+    for k in range(1, len(rows.seconds)):
+        before = labels[-1]
+        counts = [len(label[0]) for label in before]
+        times = np.concatenate([label[0] for label in before])
+        sizes = np.concatenate([label[1] for label in before])
+        origin = np.repeat(np.arange(len(before)), counts)
+        place = np.concatenate([np.arange(count) for count in counts])
+        row = []
+        for s in range(len(rows.seconds[k])):
+            time = times + rows.transitions[k][origin, s] + rows.seconds[k][s]
+            size = sizes + rows.bytes[k][s]
+            keep = kept(time, size, k, s)
+            row.append((time[keep], size[keep], origin[keep], place[keep]))
+        labels.append(row)
+    ends = [
+        (float(time[i]), s, i)
+        for s, (time, _, _, _) in enumerate(labels[-1])
+        for i in range(len(time))
+    ]
+    if not ends:
+        return None
+    seconds, strategy, at = min(ends)
+    choice = []
+    for row in reversed(labels):
+        choice.append(strategy)
+        _, _, origins, places = row[strategy]
+        strategy, at = int(origins[at]), int(places[at])
+    return choice[::-1], seconds

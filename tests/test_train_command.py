@@ -1,0 +1,146 @@
+"""`alpa train` as a user runs it, on a model small enough for a test."""
+
+import json
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from alpa_interchange import load
+from alpa_interchange.plan import ParallelPlan
+from alpa_meta.cli import run
+
+SIZES = ("--layers", "4", "--hidden", "16", "--heads", "2", "--context", "32", "--batch", "16")
+
+
+def _train(folder, *arguments):
+    assert run(["train", *SIZES, "--out", str(folder), *arguments]) == 0
+
+
+def _losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def _state(folder):
+    newest = sorted((folder / "checkpoint").glob("step-*"))[-1]
+    with np.load(newest / "state.npz", allow_pickle=False) as stored:
+        return newest.name, {name: stored[name].copy() for name in stored.files}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the folder of a run of 12 steps without an interruption, and what it printed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    _train(folder, "--steps", "12", "--compare", "3")
+    return folder
+
+
+def test_a_run_writes_all_its_files(whole):
+    plan = load(whole / "plan.json", ParallelPlan)
+    assert plan.cluster.num_devices == 8
+    assert len(_losses(whole)) == 12
+    for name in ("loss.png", "timeline.png", "plan.png"):
+        assert matplotlib.image.imread(whole / name).std() > 0.01
+    assert _state(whole)[0] == "step-00000012"
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "checkpoint",
+        "loss.png",
+        "metrics.jsonl",
+        "plan.json",
+        "plan.png",
+        "timeline.png",
+    ]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path):
+    folder = tmp_path / "run"
+    _train(folder, "--steps", "5", "--schedule-steps", "12", "--compare", "0")
+    assert run(["train", "--resume", str(folder), "--steps", "12", "--compare", "0"]) == 0
+    assert _losses(folder) == _losses(whole)
+    expected, found = _state(whole), _state(folder)
+    assert expected[0] == found[0]
+    assert expected[1].keys() == found[1].keys()
+    for name, array in expected[1].items():
+        assert array.dtype == found[1][name].dtype
+        assert array.tobytes() == found[1][name].tobytes(), name
+
+
+def test_the_output_says_everything_in_order(tmp_path, capsys):
+    _train(tmp_path / "run", "--steps", "3", "--compare", "2")
+    text = capsys.readouterr().out
+    places = [
+        text.find(part)
+        for part in (
+            "cluster host:8",
+            "byte trigram",
+            "logical mesh",
+            "predicted memory per device",
+            "sharding over the mesh",
+            "predicted:",
+            "proven:",
+            "step     3/3",
+            "trained 3 steps",
+            "held-out loss",
+            "the same 2 steps on one device: losses differ by at most",
+            "wrote",
+        )
+    ]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_pipeline_trains_as_the_default_plan_does(whole, tmp_path, num_stages):
+    folder = tmp_path / "run"
+    _train(folder, "--steps", "12", "--compare", "0", "--stages", str(num_stages))
+    plan = load(folder / "plan.json", ParallelPlan)
+    assert plan.num_stages == num_stages
+    # float32 sums in another order; Adam divides by small second moments, which amplifies it
+    np.testing.assert_allclose(_losses(folder), _losses(whole), rtol=2e-3)
+
+
+def test_another_plan_resumes_the_checkpoint(whole, tmp_path):
+    folder = tmp_path / "run"
+    _train(folder, "--steps", "6", "--schedule-steps", "12", "--compare", "0")
+    arguments = ["--steps", "12", "--stages", "2", "--compare", "0"]
+    assert run(["train", "--resume", str(folder), *arguments]) == 0
+    assert load(folder / "plan.json", ParallelPlan).num_stages == 2
+    np.testing.assert_allclose(_losses(folder), _losses(whole), rtol=2e-3)
+
+
+def test_a_saved_plan_is_run_as_it_is(tmp_path):
+    saved = tmp_path / "plan.json"
+    assert run(["plan", *SIZES, "--stages", "2", "--out", str(saved)]) == 0
+    folder = tmp_path / "run"
+    _train(folder, "--steps", "2", "--compare", "0", "--plan", str(saved))
+    wanted, used = load(saved, ParallelPlan), load(folder / "plan.json", ParallelPlan)
+    assert used.stage_plan == wanted.stage_plan
+    assert [used.state_specs for used in used.shardings] == [
+        wanted.state_specs for wanted in wanted.shardings
+    ]
+
+
+@pytest.mark.parametrize("cluster", ["h100:8", "a100-80gb:16"])
+def test_plans_are_made_for_clusters_that_are_not_here(tmp_path, capsys, cluster):
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    arguments = ["--cluster", cluster, "--out", str(out), "--picture", str(picture)]
+    assert run(["plan", *SIZES, *arguments]) == 0
+    assert "predicted:" in capsys.readouterr().out
+    assert load(out, ParallelPlan).cluster.name == cluster
+    assert picture.exists()
+    assert run(["show", str(out)]) == 0
+    assert "logical mesh" in capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys):
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in ("train", "plan", "show", "clusters", "calibrate"))
+
+
+def test_the_working_folder_stays_clean(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["plan", *SIZES]) == 0
+    assert list(Path().iterdir()) == []
