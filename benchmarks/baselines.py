@@ -4,16 +4,19 @@
 
 Baselines are the presets (dp, zero3, megatron) compiled by stock jax from input shardings. Columns:
 collectives of the compiled program, bytes one device sends per step (ring algorithms, read from the
-compiled HLO), memory of the arguments, median step time of interleaved runs, loss of the last step.
+compiled HLO), the seconds they take under the cost model on H100s (no overlap), memory of the
+arguments, median step time of interleaved runs on this machine, loss of the last step.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,10 +36,13 @@ from rich.progress import track
 from rich.table import Table
 
 import alpa_meta
-from alpa_meta.audit.hlo import compiled_collectives
+from alpa_interchange import SubmeshSpec
+from alpa_meta.audit.hlo import CompiledCollective, compiled_collectives
+from alpa_meta.audit.replica_groups import axes_of_groups, axes_of_pairs
 from alpa_meta.audit.report import format_bytes
 from alpa_meta.corpus import NAMES, CorpusModel, build
 from alpa_meta.presets import PRESETS, preset_specs
+from cost_model import CostModel, cluster
 
 AXES = {"data": 2, "model": 4}
 OURS = "ours"
@@ -50,10 +56,24 @@ class Result:
     strategy: str
     collectives: int
     sent_bytes: float
+    modelled_seconds: float
     argument_bytes: int
     compile_seconds: float
     step_seconds: float = float("nan")
     loss: float = float("nan")
+
+
+def modelled_seconds(one: CompiledCollective, axis_sizes: Mapping[str, int]) -> float:
+    """Return the seconds a collective takes in a step on H100s; over all of them if no axes fit."""
+    sizes = tuple(axis_sizes.values())
+    submesh = SubmeshSpec(num_hosts=1, devices_per_host=math.prod(sizes))
+    model = CostModel(cluster(f"h100:{submesh.num_devices}"))
+    mesh = model.logical_mesh(submesh, sizes, tuple(axis_sizes))
+    read = axes_of_pairs if one.kind == "collective-permute" else axes_of_groups
+    names = read(one.groups, axis_sizes) or tuple(axis_sizes)
+    axes = tuple(axis for axis in mesh.axes if axis.name in names)
+    larger = one.bytes * (mesh.size(names) if one.kind == "reduce-scatter" else 1)
+    return float(model.collective_seconds(one.kind, larger, axes)) * (one.trips or 1)
 
 
 class Baseline:
@@ -81,6 +101,7 @@ class Baseline:
             strategy=strategy,
             collectives=sum(one.trips or 1 for one in found),
             sent_bytes=sum(one.link_bytes for one in found),
+            modelled_seconds=sum(modelled_seconds(one, AXES) for one in found),
             argument_bytes=int(self.step.memory_analysis().argument_size_in_bytes),
             compile_seconds=time.perf_counter() - start,
         )
@@ -115,6 +136,11 @@ class Ours:
             strategy=strategy,
             collectives=sum(len(report.lines) for report in audit.tasks.values()),
             sent_bytes=sum(report.compiled_bytes for report in audit.tasks.values()),
+            modelled_seconds=sum(
+                modelled_seconds(line.compiled, report.axis_sizes)
+                for report in audit.tasks.values()
+                for line in report.lines
+            ),
             argument_bytes=max(
                 (check.argument_bytes for check in audit.memory.values()), default=0
             ),
@@ -149,7 +175,15 @@ def table(results: list[Result]) -> Table:
     shown = Table()
     for name in ("model", "strategy"):
         shown.add_column(name)
-    for name in ("collectives", "sent per device", "arguments", "compile", "step", "loss"):
+    for name in (
+        "collectives",
+        "sent per device",
+        "modelled",
+        "arguments",
+        "compile",
+        "step",
+        "loss",
+    ):
         shown.add_column(name, justify="right")
     for one in results:
         shown.add_row(
@@ -157,6 +191,7 @@ def table(results: list[Result]) -> Table:
             one.strategy,
             str(one.collectives),
             format_bytes(one.sent_bytes),
+            f"{one.modelled_seconds * 1e6:.0f} us",
             format_bytes(one.argument_bytes),
             f"{one.compile_seconds:.1f} s",
             f"{one.step_seconds * 1e3:.1f} ms",

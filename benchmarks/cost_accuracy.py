@@ -2,10 +2,11 @@
 
     python benchmarks/cost_accuracy.py [--data FILE] [--json OUT]
 
-Prints per source: rows, MAPE, bias, worst row, regret and interval coverage, beside what other tools
-predicted. Nothing is fitted here. Rows of the project's own data are judged by constants fitted without
-their group (4-fold cross-validation by group, fixed seed, see `cost_model.step_fit`); rows of other
-groups by the shipped constants. Sources that were never fitted on are marked so.
+Prints per source: rows, MAPE, bias, worst row, regret and interval coverage, beside what other
+tools predicted. Nothing is fitted here. Rows of the project's own data are judged by constants
+fitted without their group (4-fold cross-validation by group, fixed seed, see
+`cost_model.step_fit`); rows of other groups by the shipped constants. Sources that were never
+fitted on are marked so.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ def report(rows: tuple[MeasuredRun, ...], console: Console) -> dict[str, Any]:
             f"{entry.regret:.3f} of {entry.regret_groups}", f"{entry.coverage:.0%}",
             "; ".join(others),
         )  # fmt: skip
-        result["sources"].append(
-            asdict(entry) | {"analytic_mape": plain, "published": published}
-        )
+        result["sources"].append(asdict(entry) | {"analytic_mape": plain, "published": published})
     console.print(table)
     covered = [item.covered for item in predicted]
     if covered:

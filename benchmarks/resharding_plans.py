@@ -2,9 +2,10 @@
 
     python benchmarks/resharding_plans.py [--issue host|device|none] [--random N]
 
-The 16 cases of arXiv 2211.05322 on p3.8xlarge hosts (card 10 Gbit/s) and N random tasks. `naive` is the
-paper's broadcast with the first holder in tile order, `load` with the least-loaded host; both, and the
-strategies without broadcast, are what the planner is compared with. `ms` is processor time of one plan.
+The 16 cases of arXiv 2211.05322 on p3.8xlarge hosts (card 10 Gbit/s) and N random tasks. `naive`
+is the paper's broadcast with the first holder in tile order, `load` with the least-loaded host;
+both, and the strategies without broadcast, are what the planner is compared with. `ms` is
+processor time of one plan.
 """
 
 from __future__ import annotations

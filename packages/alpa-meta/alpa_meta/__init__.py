@@ -1,0 +1,28 @@
+"""Parallel training of ordinary JAX steps: plan, explain, audit and run them on any cluster.
+
+`parallelize` turns a single-device training step into one that runs on all devices by a plan that the
+planner proves to be near the best.
+"""
+
+from alpa_interchange import ParallelPlan
+
+from alpa_meta.api import Lowered, ParallelStep, local_cluster, parallelize
+from alpa_meta.errors import InfeasibleError, PlanError
+from alpa_meta.executable import Executable
+from alpa_meta.options import Options
+from alpa_meta.phases import value_and_grad
+from alpa_meta.rules import register as sharding_rule
+
+__all__ = [
+    "Executable",
+    "InfeasibleError",
+    "Lowered",
+    "Options",
+    "ParallelPlan",
+    "ParallelStep",
+    "PlanError",
+    "local_cluster",
+    "parallelize",
+    "sharding_rule",
+    "value_and_grad",
+]

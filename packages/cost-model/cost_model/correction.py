@@ -65,9 +65,9 @@ class Correction:
     """Measured cells and the process' settings; lengths in units of the features."""
 
     cells: tuple[Cell, ...] = ()
-    scale: float = 0.10  # s: typical log residual of the analytic model
-    noise: float = 0.03  # log scatter of single runs of equal shape on one host
-    noise_hosts: float = 0.08  # the same over several hosts: networks and slow hosts differ
+    scale: float = 0.14  # s: log residual of the analytic model at shapes not measured
+    noise: float = 0.012  # log scatter of single runs of equal shape on one host
+    noise_hosts: float = 0.09  # the same over several hosts: networks and slow hosts differ
     floor: float = 0.01
     unseen: float = 0.15  # log residual on devices that no cell was measured on
     lengths: tuple[float, ...] = field(default=(0.8, 0.6, 0.6, 0.7, 2.0, 1.0))

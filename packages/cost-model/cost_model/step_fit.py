@@ -119,7 +119,10 @@ def fit_all(rows: Sequence[MeasuredRun]) -> StepModel:
             if folds[row.source, row.group] == fold and row.run is not None:
                 many_hosts = row.run.cluster.host_groups[0].num_hosts > 1
                 scores[many_hosts].append(_score(row, model))
-    inside, across = (float(np.quantile(scores[many], 0.8)) for many in (False, True))
+    inside, across = (
+        float(np.quantile(scores[many], 0.8)) if scores[many] else FittedModel().interval_scale
+        for many in (False, True)
+    )
     models = [
         evolve(model, interval_scale=inside, interval_scale_hosts=across)
         for model in (*models, fit_model(usable, "all rows"))

@@ -84,3 +84,43 @@ def stage_seconds():
         return forwards | {f"B{stage}": backward for stage in range(num_stages)}
 
     return build
+
+
+class MadeUpMachine:
+    """A measurer of an imaginary machine whose times follow a known law."""
+
+    def __init__(self, platform="gpu", kind="Imaginary 9000", devices=4):
+        self.platform, self.kind, self.devices = platform, kind, devices
+        self.peaks = {"float32": 1e13, "bfloat16": 8e13}
+        self.calls = []
+
+    def describe(self):
+        return self.platform, self.kind, "made up 1.0", 16e9
+
+    def num_devices(self):
+        return self.devices
+
+    def matmul(self, m, n, k, dtype, num_devices):
+        self.calls.append(("matmul", dtype, num_devices))
+        many = num_devices if self.platform == "cpu" else 1
+        return 1e-5 + many * 2.0 * m * n * k / self.peaks[dtype]
+
+    def elementwise(self, size, dtype):
+        return 1e-5 + 12.0 * size / 5e11
+
+    def collective(self, kind, bytes, num_devices):
+        factor = 2 if kind == "all-reduce" else 1
+        share = 1.0 if kind == "collective-permute" else (num_devices - 1) / num_devices
+        return 3e-5 + factor * share * bytes / 4e10
+
+    def to_device(self, bytes):
+        return 1e-5 + bytes / 1e10
+
+    def layer(self, hidden, seq, batch, dtype):
+        return 1e-3, 3e-3
+
+
+@pytest.fixture
+def made_up_machine():
+    """Return the class of imaginary machines."""
+    return MadeUpMachine

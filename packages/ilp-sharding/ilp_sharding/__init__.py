@@ -4,8 +4,22 @@
 its cost, a proven lower bound and a status. `check` judges any choice independently of the solver.
 """
 
+from ilp_sharding.contest_file import ContestFileError, read_problem, write_problem
 from ilp_sharding.evaluation import Evaluation, check
 from ilp_sharding.options import Progress, SolveOptions
 from ilp_sharding.solver import pin_cost, solve
+from ilp_sharding.statistics import Statistics, problem_statistics
 
-__all__ = ["Evaluation", "Progress", "SolveOptions", "check", "pin_cost", "solve"]
+__all__ = [
+    "ContestFileError",
+    "Evaluation",
+    "Progress",
+    "SolveOptions",
+    "Statistics",
+    "check",
+    "pin_cost",
+    "problem_statistics",
+    "read_problem",
+    "solve",
+    "write_problem",
+]

@@ -41,7 +41,9 @@ class Board:
         self.num_workers = num_workers
         self._versions = _mapped(directory / "versions.bin", np.int64, num_workers + 2)
         self._heads = _mapped(directory / "heads.bin", np.float64, (num_workers, _HEADER))
-        self._choices = _mapped(directory / "choices.bin", np.int64, (num_workers, max(num_nodes, 1)))
+        self._choices = _mapped(
+            directory / "choices.bin", np.int64, (num_workers, max(num_nodes, 1))
+        )
         self._prices = _mapped(directory / "prices.bin", np.float64, max(num_strategies, 1))
         self._active = _mapped(directory / "active.bin", np.uint8, max(num_strategies, 1))
         self._target = _mapped(directory / "target.bin", np.float64, 1)
@@ -135,7 +137,9 @@ def store_graph(directory: Path, graph: TableGraph) -> None:
     folder = directory / "problem"
     folder.mkdir()
     for name, array in [*graph.tables._asdict().items(), *graph.rows._asdict().items()]:
-        kind = "tables" if name in Tables._fields and array is getattr(graph.tables, name) else "rows"
+        kind = (
+            "tables" if name in Tables._fields and array is getattr(graph.tables, name) else "rows"
+        )
         np.save(folder / f"{kind}.{name}.npy", array)
     np.save(folder / "constant.npy", np.array(graph.constant))
     (directory / "ready").touch()
@@ -145,7 +149,7 @@ def load_graph(directory: Path) -> TableGraph:
     """Return the base graph that `store_graph` wrote."""
 
     def read(name: str) -> np.ndarray:
-        return np.load(directory / "problem" / f"{name}.npy", allow_pickle=False)
+        return np.asarray(np.load(directory / "problem" / f"{name}.npy", allow_pickle=False))
 
     tables = Tables(*(read(f"tables.{name}") for name in Tables._fields))
     rows = Rows(*(read(f"rows.{name}") for name in Rows._fields))

@@ -86,7 +86,7 @@ def _ascend(worker: Worker, dual: DualAscent, primal: PrimalSearch, seconds: flo
 
 
 def _fix(worker: Worker, dual: DualAscent) -> TableGraph | None:
-    """Return the graph without the strategies that no better choice can use; None if none is left."""
+    """Return the graph without strategies that no better choice can use; None if none is left."""
     cutoff = worker.cutoff()
     active = np.ones(dual.graph.num_strategies, bool)
     for bound, reduced in dual.reduced(3):

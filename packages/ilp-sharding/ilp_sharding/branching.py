@@ -84,7 +84,9 @@ class Branching:
         return self.bound
 
     def _split(self, tree_node: _Open) -> tuple[int, np.ndarray] | None:
-        """Return (graph node, mask of its cheaper strategies) to branch on, None if nothing is mixed."""
+        """Return (graph node, mask of its cheaper strategies) to branch on, None if nothing is
+        mixed.
+        """
         graph = self.dual.graph
         self.dual.priced(tree_node.multipliers)
         price = np.where(tree_node.forbidden, 0.0, self.dual.price)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from alpa_interchange.selection import ShardingProblem
 
 _PIECE = 1 << 23  # bytes of array text parsed at once
@@ -56,9 +57,7 @@ def parse_problem(text: bytes, *, source: str = "contest document") -> ShardingP
     else:
         pairs = np.zeros((0, 2), dtype=np.int64)
         edge_cost, num_entries = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    _check_shapes(
-        source, intervals, num_strategies, num_usages, usages, pairs, num_entries
-    )
+    _check_shapes(source, intervals, num_strategies, num_usages, usages, pairs, num_entries)
     limit = problem.get("usage_limit")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise ContestFileError(f"{source}: usage_limit must be a whole number >= 0, got {limit!r}")
@@ -78,7 +77,8 @@ def parse_problem(text: bytes, *, source: str = "contest document") -> ShardingP
 
 
 def write_problem(problem: ShardingProblem, path: str | os.PathLike[str]) -> None:
-    """Write `problem` as a contest file, gzip if `path` ends in `.gz`; the file is replaced at once.
+    """Write `problem` as a contest file, gzip if `path` ends in `.gz`; the file is replaced at
+    once.
 
     The contest knows integers only: infinite costs are written as 10^18 (its forbidden mark), other
     numbers must be whole.
@@ -122,7 +122,7 @@ def write_problem(problem: ShardingProblem, path: str | os.PathLike[str]) -> Non
 
 
 def parse_choice(text: str, *, source: str = "solution") -> tuple[int, ...]:
-    """Return the choice in `text`, whose last line that starts with `[` is a list of whole numbers."""
+    """Return the choice in `text`: its last line that starts with `[`, a list of whole numbers."""
     import orjson
 
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("[")]
@@ -157,7 +157,8 @@ def _text(path: Path) -> bytes:
 def _cut_arrays(text: bytes, source: str) -> tuple[bytes, list[memoryview]]:
     """Return (text with every array of arrays replaced by its number, the arrays' texts).
 
-    Arrays are cut only where no string can hold them: the first one-level-nested array after its key.
+    Arrays are cut only where no string can hold them: the first one-level-nested array after its
+    key.
     """
     pieces: list[bytes] = []
     arrays: list[memoryview] = []
@@ -227,6 +228,8 @@ def _rows(
                 raise ContestFileError(f"{source}: {where} has a row of more than {_PIECE} bytes")
             stop = inner_start + cut + 1
         piece = bytes(view[inner_start:stop])
+        if b"true" in piece or b"false" in piece:
+            raise ContestFileError(f"{source}: {where} must hold whole numbers, found true or false")
         rows = _load(b"[" + piece.lstrip(b" \t\r\n,") + b"]", source, where)
         for row in rows:
             if not isinstance(row, list):
@@ -255,19 +258,15 @@ def _integers(flat: list[Any], where: str, source: str) -> np.ndarray:
         array = np.array(flat) if flat else np.zeros(0, dtype=np.int64)
     except (ValueError, OverflowError):
         array = np.zeros(0, dtype=object)
-    if array.dtype != np.int64 or array.shape != (len(flat),) or _has_bool(flat, array):
+    if array.dtype != np.int64 or array.shape != (len(flat),):
         bad = next(
-            (x for x in flat if isinstance(x, bool) or not isinstance(x, int) or abs(x) >= 2**63), None
+            (x for x in flat if isinstance(x, bool) or not isinstance(x, int) or abs(x) >= 2**63),
+            None,
         )
         raise ContestFileError(
             f"{source}: {where} must hold whole numbers of at most 63 bits, found {bad!r:.60}"
         )
     return array
-
-
-def _has_bool(flat: list[Any], array: np.ndarray) -> bool:
-    small = np.flatnonzero((array == 0) | (array == 1))
-    return any(flat[i] is True or flat[i] is False for i in small.tolist())
 
 
 def _table(
@@ -282,7 +281,9 @@ def _table(
     values, lengths = _ragged(arrays, owner, name, where, source)
     if len(lengths) and not (lengths == width).all():
         row = int(np.flatnonzero(lengths != width)[0])
-        raise ContestFileError(f"{source}: {where}[{row}] must have {width} numbers, has {lengths[row]}")
+        raise ContestFileError(
+            f"{source}: {where}[{row}] must have {width} numbers, has {lengths[row]}"
+        )
     return values.reshape(-1, width)
 
 
@@ -313,10 +314,13 @@ def _check_shapes(
     if len(usages) and usages.min() < 0:
         raise ContestFileError(f"{source}: nodes.usages must not be negative, got {usages.min()}")
     if len(intervals) and intervals.min() < 0:
-        raise ContestFileError(f"{source}: nodes.intervals must not be negative, got {intervals.min()}")
+        raise ContestFileError(
+            f"{source}: nodes.intervals must not be negative, got {intervals.min()}"
+        )
     if len(pairs) != len(num_entries):
         raise ContestFileError(
-            f"{source}: edges.nodes has {len(pairs)} rows, edges.costs {len(num_entries)}; they must agree"
+            f"{source}: edges.nodes has {len(pairs)} rows, edges.costs "
+            f"{len(num_entries)}; they must agree"
         )
     if len(pairs) and (pairs.min() < 0 or pairs.max() >= num_nodes):
         edge = int(np.flatnonzero((pairs < 0).any(1) | (pairs >= num_nodes).any(1))[0])
@@ -327,7 +331,8 @@ def _check_shapes(
     if (wanted != num_entries).any():
         edge = int(np.flatnonzero(wanted != num_entries)[0])
         raise ContestFileError(
-            f"{source}: edges.costs[{edge}] has {num_entries[edge]} numbers, its nodes need {wanted[edge]}"
+            f"{source}: edges.costs[{edge}] has {num_entries[edge]} numbers, its nodes need "
+            f"{wanted[edge]}"
         )
 
 
@@ -338,7 +343,8 @@ def _whole(values: np.ndarray, name: str) -> np.ndarray:
     finite = np.where(forbidden, 0.0, values)
     if (finite != np.rint(finite)).any() or (np.abs(finite) >= 2.0**63).any():
         raise ValueError(
-            f"the contest format holds whole numbers; ShardingProblem.{name} has fractions: scale it"
+            f"the contest format holds whole numbers; ShardingProblem.{name} has "
+            "fractions: scale it"
         )
     whole = finite.astype(np.int64)
     whole[forbidden] = 10**18

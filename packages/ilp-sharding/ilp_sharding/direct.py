@@ -23,7 +23,7 @@ import highspy
 import numpy as np
 from attrs import define, field
 
-from ilp_sharding.elimination import Elimination, OutOfTime
+from ilp_sharding.elimination import Elimination
 from ilp_sharding.instance import Instance
 from ilp_sharding.integer_program import IntegerProgram, smallest_peak
 from ilp_sharding.local_moves import LocalMoves
@@ -31,6 +31,8 @@ from ilp_sharding.memory import MemoryProfile, violated_peaks
 from ilp_sharding.network import Network, NoAssignment
 
 ELIMINATION_WORK = 3e7  # table entries that one in-process elimination may visit
+PRICING_WORK = 2e6  # likewise where some tens of eliminations are needed
+PROGRAM_TABLES = 2e4  # table entries up to which HiGHS finishes in this process
 DENSE_USAGE = 3e7  # entries of the dense [times, strategies] usage
 
 
@@ -97,8 +99,10 @@ def dense_usage(memory: MemoryProfile) -> np.ndarray:
     return dense
 
 
-def solve_direct(network: Network, search: Search, elimination: Elimination | None) -> None:
-    """Solve the reduced `network` into `search`; `elimination` covers its open nodes, None if too wide."""
+def solve_direct(network: Network, search: Search, elimination: Elimination | None) -> bool:
+    """Solve the reduced `network` into `search`; `elimination` covers its open nodes, None if too
+    wide.
+    """
     instance = search.instance
     nodes = network.open_nodes()
     costs = {i: network.cost[i] for i in nodes}
@@ -126,15 +130,23 @@ def solve_direct(network: Network, search: Search, elimination: Elimination | No
         search.offer(network.expand(chosen), "elimination")
         search.lower_bound = search.objective
         search.report("elimination")
-        return
+        return True
     if len(slack) and (_least_usage(usage, memory) > slack).any():  # type: ignore[arg-type]
         prove_infeasible(network, search, nodes, usage, slack)
-        return
-    if elimination is not None and chosen is not None:
+        return True
+    if elimination is not None and chosen is not None and elimination.work < PRICING_WORK:
         _price_memory(network, search, elimination, nodes, chosen, usage, slack)
         if search.closed:
-            return
+            return True
+    if table_entries(network) > PROGRAM_TABLES:
+        return False
     _integer_program(network, search)
+    return True
+
+
+def table_entries(network: Network) -> int:
+    """Return the number of entries of the tables left."""
+    return sum(table.size for tables in network.tables for table in tables.values()) // 2
 
 
 def exact_memory(instance: Instance) -> bool:
@@ -155,7 +167,9 @@ def binding_rows(memory: MemoryProfile, tolerance: float) -> tuple[np.ndarray, n
     else:
         binding = np.maximum.reduceat(usage, memory.offset[:-1], axis=1).sum(1) > slack
     usage, slack = usage[binding], slack[binding]
-    same = np.flatnonzero((np.diff(usage, axis=0) == 0).all(1)) if len(slack) > 1 else np.zeros(0, int)
+    same = (
+        np.flatnonzero((np.diff(usage, axis=0) == 0).all(1)) if len(slack) > 1 else np.zeros(0, int)
+    )
     for t in same[::-1]:
         slack[t] = min(slack[t], slack[t + 1])
     keep = np.ones(len(slack), bool)
@@ -166,7 +180,7 @@ def binding_rows(memory: MemoryProfile, tolerance: float) -> tuple[np.ndarray, n
 def prove_infeasible(
     network: Network, search: Search, nodes: list[int], usage: np.ndarray, slack: np.ndarray
 ) -> None:
-    """Record that no choice fits, with the smallest limit that would have an answer if time allows."""
+    """Record that no choice fits and, if time allows, the smallest limit that has an answer."""
     search.infeasible = True
     _, excess, proved = smallest_peak(network, nodes, usage, slack, search.until)
     if proved:
@@ -204,7 +218,7 @@ def raise_bound(
     chosen: dict[int, int],
     max_steps: int = 60,
 ) -> np.ndarray:
-    """Return multipliers [times] that nearly maximise L, offering repaired minimisers on the way."""
+    """Return multipliers [times] that nearly maximise L, offering repaired minimisers too."""
     nodes, usage, slack, offset = moves.nodes, moves.usage, moves.slack, moves.offset
     costs = np.concatenate([network.cost[i] for i in nodes])
     constant = network.constant()
@@ -220,7 +234,8 @@ def raise_bound(
         if step:
             priced = costs + multipliers @ usage
             value, chosen = elimination.solve(
-                {i: priced[offset[p] : offset[p + 1]] for p, i in enumerate(nodes)}, until=search.until
+                {i: priced[offset[p] : offset[p + 1]] for p, i in enumerate(nodes)},
+                until=search.until,
             )
             positions = np.array([chosen[i] for i in nodes], dtype=np.int64)
             value += constant - float(multipliers @ slack)
@@ -236,7 +251,9 @@ def raise_bound(
             seen.add(key)
             repaired = moves.improve(positions)
             if repaired is not None:
-                search.offer(network.expand(dict(zip(nodes, repaired.tolist(), strict=True))), "repair")
+                search.offer(
+                    network.expand(dict(zip(nodes, repaired.tolist(), strict=True))), "repair"
+                )
         if search.closed or search.late:
             break
         rows += [t for t in violated_peaks(excess, 0.0, 4) if t not in rows]
@@ -267,7 +284,9 @@ def _master(
     step_limit: float,
     top: float,
 ) -> tuple[float, np.ndarray]:
-    """Return (value, prices [rows]) maximising the least plane over 0 <= prices <= step_limit / unit."""
+    """Return (value, prices [rows]) maximising the least plane over 0 <= prices <= step_limit /
+    unit.
+    """
     origin = planes[0][0]
     level = max(step_limit, 1e-300)
     lp = highspy.HighsLp()
@@ -285,7 +304,7 @@ def _master(
     lp.a_matrix_.start_ = np.arange(0, width * len(planes) + 1, width, dtype=np.int32)
     lp.a_matrix_.index_ = np.tile(np.arange(width, dtype=np.int32), len(planes))
     lp.a_matrix_.value_ = matrix.ravel()
-    highs = highspy.Highs()
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
     highs.passModel(lp)
@@ -313,7 +332,9 @@ def fix_strategies(
     costs = {i: priced[offset[p] : offset[p + 1]] for p, i in enumerate(nodes)}
     elimination.solve(costs, keep=True, until=search.until)
     shift = network.constant() - float(multipliers @ slack)
-    margin = 1e-12 * (abs(cutoff) + abs(shift) + float(np.abs(priced[np.isfinite(priced)]).max(initial=0)))
+    margin = 1e-12 * (
+        abs(cutoff) + abs(shift) + float(np.abs(priced[np.isfinite(priced)]).max(initial=0))
+    )
     try:
         marginals = elimination.min_marginals()
         network.restrict({i: m + shift <= cutoff + margin for i, m in marginals.items()})
@@ -355,7 +376,8 @@ def _integer_program(network: Network, search: Search) -> None:
     outcome = program.solve(search.until)
     if outcome.chosen is not None:
         search.offer(
-            network.expand(dict(zip(nodes, outcome.chosen.tolist(), strict=True))), "integer program"
+            network.expand(dict(zip(nodes, outcome.chosen.tolist(), strict=True))),
+            "integer program",
         )
     if outcome.finished:
         if search.choice is None:

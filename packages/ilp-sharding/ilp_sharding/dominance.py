@@ -18,7 +18,6 @@ from numba import njit
 
 from ilp_sharding.table_graph import Rows, TableGraph, Tables, make_rows
 
-
 _WORK = 2e9  # elementary steps a pass of dominance may take
 
 
@@ -50,9 +49,7 @@ def uses_no_more(rows: Rows, a: int, b: int) -> bool:
 
 
 @njit(cache=True)
-def _row_excess(
-    tables: Tables, active: np.ndarray, i: int, a: int, b: int
-) -> float:
+def _row_excess(tables: Tables, active: np.ndarray, i: int, a: int, b: int) -> float:
     """Return the worst cost of strategy a over b of node i on its edges."""
     offset = tables.offset
     size = offset[i + 1] - offset[i]
@@ -127,7 +124,9 @@ def remove_dominated(tables: Tables, rows: Rows, active: np.ndarray, work_limit:
 
 @njit(cache=True)
 def drop_unsupported(tables: Tables, active: np.ndarray) -> bool:
-    """Clear `active` for strategies without an allowed partner; return False if a node has none left."""
+    """Clear `active` for strategies without an allowed partner; return False if a node has none
+    left.
+    """
     offset = tables.offset
     changed = True
     while changed:
@@ -272,7 +271,7 @@ def largest_usage(offset: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def drop_times(graph: TableGraph) -> TableGraph:
-    """Return `graph` with only the memory rows that some choice can exceed, dominated ones dropped."""
+    """Return `graph` with only the undominated memory rows that some choice can exceed."""
     rows = graph.rows
     num_times = len(rows.slack)
     if not num_times:
@@ -282,7 +281,11 @@ def drop_times(graph: TableGraph) -> TableGraph:
     binding = np.flatnonzero(largest_usage(graph.tables.offset, rows) > slack - margin)
     owner = np.repeat(np.arange(graph.num_strategies), np.diff(rows.start))
     thin = make_rows(
-        graph.num_strategies, owner, np.searchsorted(binding, rows.time), rows.change, slack[binding]
+        graph.num_strategies,
+        owner,
+        np.searchsorted(binding, rows.time),
+        rows.change,
+        slack[binding],
     )
     slack = thin.slack
     count = len(slack)

@@ -5,8 +5,8 @@ For multipliers lambda_t >= 0 on the memory rows and messages m (see `messages`)
     bound(lambda, m) = TRW-S bound of [ cost + sum_t lambda_t usage_t ] - sum_t lambda_t slack_t.
 
 -> DualAscent.evaluate(). The multipliers follow the volume algorithm (Barahona, Anbil 2000): the
-step goes from the best multipliers along the excess, usage - slack, of an exponential average of the
-minimisers, not of the last one, with a Polyak length towards the best known cost
+step goes from the best multipliers along the excess, usage - slack, of an exponential average of
+the minimisers, not of the last one, with a Polyak length towards the best known cost
 -> DualAscent.run().
 """
 
@@ -23,7 +23,7 @@ from ilp_sharding.table_graph import TableGraph
 
 
 class DualAscent:
-    """Multipliers and messages of one graph; `best` is the bound of the multipliers `best_prices`."""
+    """Multipliers and messages of one graph; `best` is the bound of `best_multipliers`."""
 
     def __init__(self, graph: TableGraph) -> None:
         self.graph = graph
@@ -47,12 +47,16 @@ class DualAscent:
         self._since = 0
 
     def evaluate(self, multipliers: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return (bound, excess [times] of the minimisers, scaled) of `multipliers`, after two sweeps."""
+        """Return (bound, excess [times] of the minimisers, scaled) of `multipliers`, after two
+        sweeps.
+        """
         graph = self.graph
         tables, rows = graph.tables, graph.rows
         cost = self.priced(multipliers)
         used = np.zeros((2, graph.num_times + 1))
-        messages.forward_sweep(tables, cost, self.to_first, self.to_second, self.belief, self.forward)
+        messages.forward_sweep(
+            tables, cost, self.to_first, self.to_second, self.belief, self.forward
+        )
         messages.usage_profile(tables, rows, self.forward, used[0])
         value = messages.backward_sweep(
             tables, cost, self.to_first, self.to_second, self.belief, self.backward
@@ -72,8 +76,12 @@ class DualAscent:
     def sweep(self, cost: np.ndarray) -> None:
         """Update all messages for node costs `cost`, multipliers untouched."""
         tables = self.graph.tables
-        messages.forward_sweep(tables, cost, self.to_first, self.to_second, self.belief, self.forward)
-        messages.backward_sweep(tables, cost, self.to_first, self.to_second, self.belief, self.backward)
+        messages.forward_sweep(
+            tables, cost, self.to_first, self.to_second, self.belief, self.forward
+        )
+        messages.backward_sweep(
+            tables, cost, self.to_first, self.to_second, self.belief, self.backward
+        )
 
     def begin(
         self,
@@ -179,7 +187,7 @@ class DualAscent:
         return result
 
     def decoded(self) -> np.ndarray:
-        """Return a choice [nodes] decoded from the present messages (memory priced, not limited)."""
+        """Return a choice [nodes] decoded from the messages (memory priced, not limited)."""
         x = np.zeros(self.graph.num_nodes, dtype=np.int64)
         cost = self.priced(self.multipliers)
         messages.decode(self.graph.tables, cost, self.to_first, self.belief, x)

@@ -38,10 +38,13 @@ class Elimination:
         sizes: Mapping[int, int],
         tables: Sequence[Mapping[int, np.ndarray]],
         work_limit: float = math.inf,
+        *,
+        plan_only: bool = False,
     ) -> None:
         self.order, scopes, self.work = _greedy_order(nodes, sizes, tables, work_limit)
         self.complete = len(self.order) == len(nodes)
-        if not self.complete:
+        self.scopes = scopes
+        if not self.complete or plan_only:
             return
         position = {node: t for t, node in enumerate(self.order)}
         self.scopes = [sorted(scope, key=position.__getitem__, reverse=True) for scope in scopes]
@@ -123,7 +126,12 @@ class Elimination:
             total = costs[node]
             place = tuple(chosen[j] for j in self.scopes[t])
             for pair in self._pairs[t]:
-                total = total + pair[tuple(p if s > 1 else 0 for p, s in zip(place, pair.shape, strict=False))]
+                total = (
+                    total
+                    + pair[
+                        tuple(p if s > 1 else 0 for p, s in zip(place, pair.shape, strict=False))
+                    ]
+                )
             for child in self._children[t]:
                 message = self._messages[child]
                 total = total + message[tuple(chosen[j] for j in self.scopes[child][:-1])]
@@ -137,7 +145,7 @@ def _greedy_order(
     tables: Sequence[Mapping[int, np.ndarray]],
     work_limit: float,
 ) -> tuple[list[int], list[list[int]], float]:
-    """Return (order, scope per node, total table size); the order is cut short past `work_limit`."""
+    """Return (order, scope per node, total table size), cut short past `work_limit`."""
     inside = set(nodes)
     neighbours = {i: {j for j in tables[i] if j in inside} for i in nodes}
     weight = {i: math.log(sizes[i]) for i in nodes}

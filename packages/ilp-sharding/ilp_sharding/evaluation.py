@@ -1,8 +1,8 @@
 """What a choice costs and how much memory it uses, computed straight from the problem.
 
 Shares no code with the solver, so it can judge the solver's answers. Integer costs are added as
-Python integers, which cannot overflow; float costs with `math.fsum`. Memory is added up one node and
-one time at a time over the interval ends.
+Python integers, which cannot overflow; float costs with `math.fsum`. Memory is added up one node
+and one time at a time over the interval ends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from alpa_interchange.selection import ShardingProblem
 from attrs import frozen
+
+from alpa_interchange.selection import ShardingProblem
 
 
 @frozen(kw_only=True)
@@ -34,13 +35,15 @@ class Evaluation:
 
 
 def check(problem: ShardingProblem, choice: Sequence[int]) -> Evaluation:
-    """Return the evaluation of `choice` [nodes]; ValueError if it does not fit the problem's nodes."""
+    """Return the evaluation of `choice` [nodes]; ValueError if it does not fit the nodes."""
     strategies = _validated(problem, choice)
     sizes = [int(k) for k in problem.num_strategies]
     node_start = [0]
     for size in sizes:
         node_start.append(node_start[-1] + size)
-    terms: list[Any] = [problem.node_cost[node_start[i] + s].item() for i, s in enumerate(strategies)]
+    terms: list[Any] = [
+        problem.node_cost[node_start[i] + s].item() for i, s in enumerate(strategies)
+    ]
     entry = 0
     for a, b in problem.edges.reshape(-1, 2).tolist():
         terms.append(problem.edge_cost[entry + strategies[a] * sizes[b] + strategies[b]].item())
@@ -72,7 +75,8 @@ def _validated(problem: ShardingProblem, choice: Sequence[int]) -> list[int]:
         raise ValueError("a choice must hold whole numbers, one strategy per node")
     if len(strategies) != problem.num_nodes:
         raise ValueError(
-            f"a choice needs one strategy for each of the {problem.num_nodes} nodes, got {len(strategies)}"
+            f"a choice needs one strategy for each of the {problem.num_nodes} nodes, "
+            f"got {len(strategies)}"
         )
     for i, (s, size) in enumerate(zip(strategies, problem.num_strategies.tolist(), strict=True)):
         if not 0 <= s < size:
@@ -82,7 +86,7 @@ def _validated(problem: ShardingProblem, choice: Sequence[int]) -> list[int]:
 
 def _total(terms: list[Any]) -> int | float:
     if all(isinstance(term, int) for term in terms):
-        return sum(terms)
+        return int(sum(terms))
     integers = sum(term for term in terms if isinstance(term, int))
     return math.fsum([float(integers), *(term for term in terms if not isinstance(term, int))])
 

@@ -1,7 +1,8 @@
 """A problem as the solver sees it: flat float64 arrays, pins applied, forbidden entries infinite.
 
 Integer costs of 10^18 and more are how the contest writes "forbidden". Adding them up would destroy
-the precision of everything else, so they are made infinite, with a guard that keeps the proof exact:
+the precision of everything else, so they are made infinite, with a guard that keeps the proof
+exact:
 
     huge_floor = sum of the least entry of every table
                  + min over huge entries (entry - least entry of its table)
@@ -16,9 +17,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from alpa_interchange.selection import ShardingProblem
 from attrs import evolve, frozen
 
+from alpa_interchange.selection import ShardingProblem
 from ilp_sharding.options import SolveOptions
 
 HUGE = 1e18  # the contest's mark of a forbidden pair
@@ -28,9 +29,10 @@ HUGE = 1e18  # the contest's mark of a forbidden pair
 class Instance:
     """Flat arrays of one problem; `offset` and `table_offset` delimit nodes and edges.
 
-    `cost` [strategies], `memory` [strategies], `start`, `stop` [nodes] half-open, `edges` [edges, 2],
-    `table` [entries] row-major; `limit` bytes or inf. `integral`: every finite cost is an integer
-    and no sum of them leaves the exact range of float64. `memory_integral`: likewise for memory.
+    `cost` [strategies], `memory` [strategies], `start`, `stop` [nodes] half-open, `edges` [edges,
+    2], `table` [entries] row-major; `limit` bytes or inf. `integral`: every finite cost is an
+    integer and no sum of them leaves the exact range of float64. `memory_integral`: likewise for
+    memory.
     """
 
     offset: np.ndarray
@@ -146,7 +148,7 @@ def _apply_pins(cost: np.ndarray, offset: np.ndarray, options: SolveOptions) -> 
 def _forbid_huge(
     cost: np.ndarray, offset: np.ndarray, table: np.ndarray, table_offset: np.ndarray
 ) -> float:
-    """Make entries of at least HUGE infinite in place; return `huge_floor` of the module docstring."""
+    """Make entries of at least HUGE infinite in place; return the `huge_floor` of above."""
     total, least_excess = 0.0, math.inf
     for values, bounds in ((cost, offset), (table, table_offset)):
         if len(bounds) < 2:

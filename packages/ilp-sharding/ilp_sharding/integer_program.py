@@ -1,7 +1,7 @@
 """What remains after reductions as a mixed-integer program for HiGHS.
 
-Variables: x_iv in {0, 1}, node i uses strategy v; y_e,kl >= 0, edge e uses the pair (k, l), only for
-pairs that are allowed.
+Variables: x_iv in {0, 1}, node i uses strategy v; y_e,kl >= 0, edge e uses the pair (k, l), only
+for pairs that are allowed.
 
     minimise    sum c_iv x_iv + sum r_e,kl y_e,kl
     subject to  sum_v x_iv = 1                                   for every node i
@@ -9,9 +9,9 @@ pairs that are allowed.
                 sum_iv u_t,iv x_iv <= slack_t                    for the times t found violated
 
 -> IntegerProgram. Memory rows are added when a relaxation or an integer answer violates them
--> IntegerProgram.solve(). An integer answer that exceeds a row by less than the solver's tolerance is
-cut off exactly by a cover row. Costs are shifted by the least entry of their table and scaled to the
-range that matters, so the solver's absolute tolerances become relative ones.
+-> IntegerProgram.solve(). An integer answer that exceeds a row by less than the solver's tolerance
+is cut off exactly by a cover row. Costs are shifted by the least entry of their table and scaled to
+the range that matters, so the solver's absolute tolerances become relative ones.
 -> smallest_peak() minimises the largest usage instead, over allowed pairs only.
 """
 
@@ -46,7 +46,9 @@ class Outcome:
 
 
 class IntegerProgram:
-    """The program above: node costs, pairs (a, b, table), usage [times, strategies] and slack [times]."""
+    """The program above: node costs, pairs (a, b, table), usage [times, strategies] and slack
+    [times].
+    """
 
     def __init__(
         self,
@@ -178,7 +180,10 @@ class IntegerProgram:
                 return Outcome(chosen=None, lower_bound=bound, finished=False)
             weight = np.asarray(highs.getSolution().col_value)[:num]
             chosen = np.array(
-                [int(np.argmax(weight[a:b])) for a, b in zip(self.offset, self.offset[1:], strict=False)],
+                [
+                    int(np.argmax(weight[a:b]))
+                    for a, b in zip(self.offset, self.offset[1:], strict=False)
+                ],
                 dtype=np.int64,
             )
             exact = np.zeros(num)
@@ -220,13 +225,21 @@ class IntegerProgram:
                 used = np.flatnonzero(row)
                 size = float(np.abs(row).max())
                 self.highs.addRow(
-                    -highspy.kHighsInf, self.slack[t] / size, len(used), used.astype(np.int32), row[used] / size
+                    -highspy.kHighsInf,
+                    self.slack[t] / size,
+                    len(used),
+                    used.astype(np.int32),
+                    row[used] / size,
                 )
                 added = True
             elif tolerance == 0.0:
                 cover = np.flatnonzero((weight > 0.5) & (row > 0))
                 self.highs.addRow(
-                    -highspy.kHighsInf, len(cover) - 1.0, len(cover), cover.astype(np.int32), np.ones(len(cover))
+                    -highspy.kHighsInf,
+                    len(cover) - 1.0,
+                    len(cover),
+                    cover.astype(np.int32),
+                    np.ones(len(cover)),
                 )
                 added = True
         return added
@@ -275,7 +288,8 @@ class IntegerProgram:
 def smallest_peak(
     network: Network, nodes: Sequence[int], usage: np.ndarray, slack: np.ndarray, deadline: float
 ) -> tuple[np.ndarray | None, float, bool]:
-    """Return (positions per open node, excess, proved): the choice whose worst `usage - slack` is least.
+    """Return (positions per open node, excess, proved): the choice whose worst `usage - slack` is
+    least.
 
     `excess` is the proven least worst excess over the limit if proved, else a lower bound on it.
     """
@@ -299,7 +313,11 @@ def smallest_peak(
             for k in np.flatnonzero(forbidden.any(1)):
                 allowed = np.flatnonzero(~forbidden[k])
                 rows.append(np.full(len(allowed) + 1, num_rows))
-                columns.append(np.concatenate([[offset[position[node]] + k], offset[position[other]] + allowed]))
+                columns.append(
+                    np.concatenate(
+                        [[offset[position[node]] + k], offset[position[other]] + allowed]
+                    )
+                )
                 values.append(np.concatenate([[1.0], -np.ones(len(allowed))]))
                 lower.append(np.array([-np.inf]))
                 upper.append(np.zeros(1))
@@ -334,7 +352,8 @@ def smallest_peak(
         return None, bound, False
     weight = np.asarray(highs.getSolution().col_value)[:num]
     chosen = np.array(
-        [int(np.argmax(weight[a:b])) for a, b in zip(offset, offset[1:], strict=False)], dtype=np.int64
+        [int(np.argmax(weight[a:b])) for a, b in zip(offset, offset[1:], strict=False)],
+        dtype=np.int64,
     )
     exact = np.zeros(num)
     exact[offset[:-1] + chosen] = 1.0
@@ -345,7 +364,7 @@ def smallest_peak(
 
 
 def _quiet(seed: int) -> highspy.Highs:
-    highs = highspy.Highs()
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in {
         "output_flag": False,
         "threads": 1,
@@ -360,7 +379,7 @@ def _quiet(seed: int) -> highspy.Highs:
 
 
 def _run(highs: highspy.Highs, deadline: float) -> bool:
-    """Run until done or `time.perf_counter()` passes `deadline`; return whether it ended by itself."""
+    """Run until `deadline` (a `time.perf_counter()`); return whether it ended by itself."""
     left = deadline - time.perf_counter()
     if left <= 0:
         return False

@@ -15,7 +15,9 @@ from ilp_sharding.network import Network
 
 
 class LocalMoves:
-    """One-node changes over the open `nodes` of `network`, with `usage` [times, strategies] and `slack`."""
+    """One-node changes over the open `nodes` of `network`, with `usage` [times, strategies] and
+    `slack`.
+    """
 
     def __init__(
         self, network: Network, nodes: Sequence[int], usage: np.ndarray, slack: np.ndarray
@@ -41,7 +43,8 @@ class LocalMoves:
         return bool((self.usage[:, self.offset[:-1] + chosen].sum(1) <= self.slack).all())
 
     def improve(self, chosen: np.ndarray, max_steps: int = 200) -> np.ndarray | None:
-        """Return a choice that keeps all rows, near `chosen` and no single change from a cheaper one.
+        """Return a choice that keeps all rows, near `chosen` and no single change from a cheaper
+        one.
 
         None if repair got stuck.
         """

@@ -8,7 +8,7 @@ to earlier nodes gives each of them the share g b_i, g = 1 / max(edges to earlie
 
 What is dropped on the way is never negative, so
 
-    sum_i (1 - g n) min b_i + sum_e d_e  <=  minimum              -> forward_sweep(), backward_sweep()
+    sum_i (1 - g n) min b_i + sum_e d_e  <=  minimum  -> forward_sweep(), backward_sweep()
 
 and the dropped parts, minimised for each strategy, are its reduced cost: every choice that uses the
 strategy costs at least the bound plus it                                     -> reduced_costs()
@@ -267,7 +267,9 @@ def decode(
     belief: np.ndarray,
     x: np.ndarray,
 ) -> None:
-    """Write into `x` a choice made in node order: tables towards earlier nodes, messages from later."""
+    """Write into `x` a choice made in node order: tables towards earlier nodes, messages from
+    later.
+    """
     offset = tables.offset
     for i in range(len(offset) - 1):
         size = offset[i + 1] - offset[i]

@@ -61,7 +61,9 @@ def swap_fits(rows: Rows, old: int, new: int, left: np.ndarray) -> bool:
 
 
 @njit(cache=True)
-def conditional_costs(tables: Tables, cost: np.ndarray, x: np.ndarray, i: int, out: np.ndarray) -> None:
+def conditional_costs(
+    tables: Tables, cost: np.ndarray, x: np.ndarray, i: int, out: np.ndarray
+) -> None:
     """Write the cost of every strategy of node i, its neighbours as in `x`, into `out`."""
     offset = tables.offset
     size = offset[i + 1] - offset[i]
@@ -135,7 +137,7 @@ def repair(
     left: np.ndarray,
     max_steps: int,
 ) -> bool:
-    """Change `x` until no row is exceeded, costs measured with node costs `guide`; return success."""
+    """Change `x` until no row is exceeded, node costs being `guide`; return success."""
     if len(left) == 0:
         return True
     offset = tables.offset
@@ -170,7 +172,7 @@ def repair(
         take_usage(rows, offset[best_node] + best_strategy, 1.0, left)
         x[best_node] = best_strategy
         tabu[best_node] = step + 10
-    return np.min(left) >= 0.0
+    return bool(np.min(left) >= 0.0)
 
 
 @njit(cache=True)
@@ -211,7 +213,7 @@ def _induced_forest(tables: Tables, order: np.ndarray, inside: np.ndarray) -> No
 
 @njit(cache=True)
 def forest_move(tables: Tables, cost: np.ndarray, order: np.ndarray, x: np.ndarray) -> int:
-    """Minimise `x` exactly over an induced forest, node costs `cost`; return the number of changes."""
+    """Minimise `x` exactly over an induced forest, node costs `cost`; return the changes."""
     offset = tables.offset
     num_nodes = len(offset) - 1
     inside = np.zeros(num_nodes, np.bool_)

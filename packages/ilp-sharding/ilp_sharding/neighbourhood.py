@@ -1,10 +1,10 @@
 """Large-neighbourhood moves: exact minimisation over a ball of nodes, the rest kept, compiled.
 
 Around a centre the `size` nearest nodes may move. They are eliminated in an order that takes the
-smallest table first; where the smallest table would exceed `table_limit` entries, the neighbour with
-the most open neighbours is kept at its present strategy instead (conditioning), so that the rest
-stays narrow -> _plan(). Elimination itself works on one pool of numbers in which every table towards
-an eliminated node is contiguous in that node's strategies -> _eliminate().
+smallest table first; where the smallest table would exceed `table_limit` entries, the neighbour
+with the most open neighbours is kept at its present strategy instead (conditioning), so that the
+rest stays narrow -> _plan(). Elimination itself works on one pool of numbers in which every table
+towards an eliminated node is contiguous in that node's strategies -> _eliminate().
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from ilp_sharding.moves import descend, repair, swap_fits, take_usage
+from ilp_sharding.moves import descend, repair, take_usage
 from ilp_sharding.table_graph import Rows, Tables
 
 MAX_SCOPE = 24
@@ -27,7 +27,9 @@ def seed_random(seed: int) -> None:
 
 @njit(cache=True)
 def _ball(tables: Tables, centre: int, size: int, place: np.ndarray, members: np.ndarray) -> int:
-    """Fill `members` with up to `size` nodes by distance from `centre`; `place` gets their positions."""
+    """Fill `members` with up to `size` nodes by distance from `centre`; `place` gets their
+    positions.
+    """
     members[0] = centre
     place[centre] = 0
     count, head = 1, 0
@@ -62,7 +64,8 @@ def _plan(
     scope: np.ndarray,
     rank: np.ndarray,
 ) -> int:
-    """Fill the elimination `order` (member positions), scopes and `rank`; return the number eliminated.
+    """Fill the elimination `order` (member positions), scopes and `rank`; return the number
+    eliminated.
 
     `rank` [members] is the place in the order, -1 for members kept at their strategy.
     """
@@ -338,7 +341,7 @@ def minimise_ball(
     noise: float,
     x: np.ndarray,
 ) -> int:
-    """Improve `x` in place over a ball around `centre` under node costs `cost`; return the changes."""
+    """Improve `x` over a ball around `centre` under node costs `cost`; return the changes."""
     num_nodes = len(tables.offset) - 1
     size = min(size, num_nodes)
     place = np.full(num_nodes, -1)

@@ -82,11 +82,17 @@ class Network:
     def constant(self) -> float:
         """Return the cost of the nodes whose strategy is settled."""
         return float(
-            sum(self.cost[i][0] for i in range(self.num_nodes) if self.alive[i] and len(self.cost[i]) == 1)
+            sum(
+                self.cost[i][0]
+                for i in range(self.num_nodes)
+                if self.alive[i] and len(self.cost[i]) == 1
+            )
         )
 
     def maps(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return (root [nodes], map per node): map[i][s] is i's strategy when its root's is s, or -1."""
+        """Return (root [nodes], map per node): map[i][s] is i's strategy when its root's is s, or
+        -1.
+        """
         root = np.arange(self.num_nodes)
         full: list[np.ndarray] = [np.arange(k) for k in self.count]
         for node in reversed(self._contracted):
@@ -99,7 +105,7 @@ class Network:
         return root, full
 
     def expand(self, chosen: dict[int, int]) -> np.ndarray:
-        """Return the choice [nodes] of original strategies given alive-strategy positions per root."""
+        """Return the choice [nodes] of original strategies for alive positions per root."""
         choice = np.zeros(self.num_nodes, dtype=np.int64)
         for node in range(self.num_nodes):
             if self.alive[node]:

@@ -35,7 +35,8 @@ def _choice(value: Any) -> tuple[int, ...] | None:
 def _deadline(instance: Any, attribute: Any, value: float) -> None:
     if math.isnan(value) or value < 0:
         raise ValueError(
-            f"SolveOptions.deadline must be seconds of at least 0, got {value!r}; leave it out for none"
+            f"SolveOptions.deadline must be seconds of at least 0, got {value!r}; "
+            "leave it out for none"
         )
 
 

@@ -1,8 +1,8 @@
 """Choices that keep the memory rows, found by decoding, repair and neighbourhood moves.
 
-A start is decoded from messages, improved by forest moves with memory priced, repaired and descended
-under hard rows -> PrimalSearch.construct(). From then on ball moves with priced memory, checked
-against the hard rows, improve the best choice -> PrimalSearch.improve().
+A start is decoded from messages, improved by forest moves with memory priced, repaired and
+descended under hard rows -> PrimalSearch.construct(). From then on ball moves with priced memory,
+checked against the hard rows, improve the best choice -> PrimalSearch.improve().
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class PrimalSearch:
         self.table_limit = 2e4
 
     def construct(self, x: np.ndarray, price: np.ndarray, rounds: int = 12) -> float:
-        """Return the cost of a choice grown from `x` [nodes] under prices [strategies], inf if none."""
+        """Return the cost of a choice grown from `x` [nodes] under prices [strategies], inf if
+        none.
+        """
         tables, rows = self.graph.tables, self.graph.rows
         x = x.copy()
         priced = tables.cost + price
@@ -47,7 +49,9 @@ class PrimalSearch:
 
     def take(self, x: np.ndarray) -> float:
         """Return the cost of `x`, which must keep all rows, and keep it if it is the best."""
-        cost = messages.choice_cost(self.graph.tables, self.graph.tables.cost, x) + self.graph.constant
+        cost = (
+            messages.choice_cost(self.graph.tables, self.graph.tables.cost, x) + self.graph.constant
+        )
         if cost < self.cost:
             self.x, self.cost = x.copy(), cost
         return cost

@@ -10,11 +10,17 @@ from __future__ import annotations
 import math
 import time
 
-import numpy as np
-from alpa_interchange.selection import ShardingProblem, ShardingSolution
 from attrs import evolve
 
-from ilp_sharding.direct import DENSE_USAGE, ELIMINATION_WORK, Search, solve_direct
+from alpa_interchange.selection import ShardingProblem, ShardingSolution
+from ilp_sharding.direct import (
+    DENSE_USAGE,
+    ELIMINATION_WORK,
+    PROGRAM_TABLES,
+    Search,
+    solve_direct,
+    table_entries,
+)
 from ilp_sharding.elimination import Elimination, OutOfTime
 from ilp_sharding.evaluation import check, exact_cost
 from ilp_sharding.instance import Instance
@@ -26,7 +32,6 @@ from ilp_sharding.worker_pool import WorkerPool
 
 SOLVER = "ilp-sharding 0.1.0"
 LARGE_TABLES = 2e5  # table entries from which workers start while the problem is being reduced
-SMALL_TABLES = 2e3  # table entries up to which the integer program alone is quick
 
 
 def solve(problem: ShardingProblem, options: SolveOptions | None = None) -> ShardingSolution:
@@ -138,13 +143,13 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
             raise OutOfTime
         nodes = network.open_nodes()
         sizes = {i: len(network.cost[i]) for i in nodes}
-        entries = sum(table.size for i in nodes for table in network.tables[i].values()) / 2
-        elimination = Elimination(nodes, sizes, network.tables, ELIMINATION_WORK)
         memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
         dense = 0.0 if memory is None else memory.num_times * float(memory.offset[-1])
-        if (elimination.complete and dense < DENSE_USAGE) or entries < SMALL_TABLES:
-            solve_direct(network, search, elimination if elimination.complete else None)
-            return
+        direct = elimination.complete or table_entries(network) < PROGRAM_TABLES
+        if direct and dense < DENSE_USAGE:
+            if solve_direct(network, search, elimination if elimination.complete else None):
+                return
+            memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
         seconds = search.until - time.perf_counter()
         workers = workers or WorkerPool(options.num_workers, options.seed, seconds)
         workers.solve(network, memory, search)

@@ -187,9 +187,7 @@ def _states(shape: tuple[int, ...], mesh: LogicalMesh) -> Iterator[ShardingSpec]
             yield ShardingSpec(tuple(orders), sums)
 
 
-def _moves(
-    state: ShardingSpec, mesh: LogicalMesh
-) -> Iterator[tuple[ConversionStep, ShardingSpec]]:
+def _moves(state: ShardingSpec, mesh: LogicalMesh) -> Iterator[tuple[ConversionStep, ShardingSpec]]:
     dims, partial = state.dims, state.partial
     used = {axis for dim in dims for axis in dim} | set(partial)
     free = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name not in used]

@@ -1,9 +1,10 @@
 """First choices: a greedy pass over the nodes, and the repair of a previous choice.
 
-Nodes are settled in the order given; each takes the strategy of least cost towards the nodes already
-settled (and the least possible towards the others) whose memory still leaves room for the least
-usage of everybody not yet settled -> greedy_start(). A choice from an earlier, slightly different
-problem is settled node by node the same way, keeping what still fits -> repaired_choice().
+Nodes are settled in the order given; each takes the strategy of least cost towards the nodes
+already settled (and the least possible towards the others) whose memory still leaves room for the
+least usage of everybody not yet settled -> greedy_start(). A choice from an earlier, slightly
+different problem is settled node by node the same way, keeping what still fits ->
+repaired_choice().
 """
 
 from __future__ import annotations

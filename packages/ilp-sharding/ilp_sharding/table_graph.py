@@ -17,7 +17,8 @@ from ilp_sharding.network import Network
 
 
 class Tables(NamedTuple):
-    """A graph of tables: node costs by `offset`, edge e = (`first`, `second`) with row-major entries.
+    """A graph of tables: node costs by `offset`, edge e = (`first`, `second`) with row-major
+    entries.
 
     `incident[incident_offset[i]:incident_offset[i+1]]` are the edges of node i, by the other end;
     `to_first`, `to_second` [edges + 1] delimit the messages of an edge to its two ends.
@@ -36,7 +37,9 @@ class Tables(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Memory rows: changes of strategy v are `start[v]:start[v+1]` of `time`, `change`; `slack` [times]."""
+    """Memory rows: changes of strategy v are `start[v]:start[v+1]` of `time`, `change`; `slack`
+    [times].
+    """
 
     start: np.ndarray
     time: np.ndarray
@@ -48,8 +51,9 @@ class Rows(NamedTuple):
 class TableGraph:
     """A problem for the search: tables, memory rows, and labels in its base.
 
-    `constant`: cost of what is settled. `base_node` [nodes], `label` [strategies], `base_time` [times]:
-    names in the base; `settled` [base nodes]: the label of settled base nodes, -1 for open ones.
+    `constant`: cost of what is settled. `base_node` [nodes], `label` [strategies], `base_time`
+    [times]: names in the base; `settled` [base nodes]: the label of settled base nodes, -1 for open
+    ones.
     """
 
     tables: Tables
@@ -79,7 +83,7 @@ class TableGraph:
         return full
 
     def lower(self, full: np.ndarray) -> np.ndarray | None:
-        """Return the choice of this graph that `full` [base nodes] means, None if it was dropped."""
+        """Return the choice of this graph that `full` [base nodes] means, None if dropped."""
         known = self.settled >= 0
         if (full[known] != self.settled[known]).any():
             return None
@@ -87,7 +91,7 @@ class TableGraph:
         hit = np.flatnonzero(self.label == full[self.base_node][owner])
         if len(hit) != self.num_nodes:
             return None
-        return hit - self.tables.offset[:-1]
+        return np.asarray(hit - self.tables.offset[:-1])
 
     def restricted(self, active: np.ndarray) -> TableGraph:
         """Return the graph with only the strategies where `active` [strategies] is true.
@@ -96,7 +100,9 @@ class TableGraph:
         """
         tables, rows = self.tables, self.rows
         offset = tables.offset
-        counts = np.add.reduceat(active.astype(np.int64), offset[:-1]) if self.num_nodes else offset[:0]
+        counts = (
+            np.add.reduceat(active.astype(np.int64), offset[:-1]) if self.num_nodes else offset[:0]
+        )
         open_node = counts > 1
         owner = np.repeat(np.arange(self.num_nodes), np.diff(offset))
         lone = np.flatnonzero(active & ~open_node[owner])
@@ -113,7 +119,10 @@ class TableGraph:
             shape = (offset[a + 1] - offset[a], offset[b + 1] - offset[b])
             table = tables.entry[tables.entry_offset[e] : tables.entry_offset[e + 1]].reshape(shape)
             if open_node[a] and open_node[b]:
-                keep_a, keep_b = active[offset[a] : offset[a + 1]], active[offset[b] : offset[b + 1]]
+                keep_a, keep_b = (
+                    active[offset[a] : offset[a + 1]],
+                    active[offset[b] : offset[b + 1]],
+                )
                 ends.append((int(new_node[a]), int(new_node[b])))
                 pieces.append(table[keep_a][:, keep_b])
             elif open_node[a]:
@@ -151,7 +160,7 @@ class TableGraph:
 
 
 def table_graph(network: Network, memory: MemoryProfile | None, slack: np.ndarray) -> TableGraph:
-    """Return the base graph over the open nodes of `network`; labels are alive-strategy positions."""
+    """Return the base graph over the open nodes of `network`; labels are alive positions."""
     nodes = network.open_nodes()
     position = {node: p for p, node in enumerate(nodes)}
     sizes = [len(network.cost[i]) for i in nodes]
@@ -199,7 +208,9 @@ def make_tables(
         first=first,
         second=second,
         entry_offset=_bounds(count[first] * count[second]),
-        entry=np.concatenate([np.ascontiguousarray(p).ravel() for p in pieces]) if pieces else np.zeros(0),
+        entry=np.concatenate([np.ascontiguousarray(p).ravel() for p in pieces])
+        if pieces
+        else np.zeros(0),
         incident_offset=_bounds(degree),
         incident=np.concatenate([edge, edge])[order],
         to_first=_bounds(count[first]),
@@ -208,7 +219,11 @@ def make_tables(
 
 
 def make_rows(
-    num_strategies: int, strategy: np.ndarray, time: np.ndarray, change: np.ndarray, slack: np.ndarray
+    num_strategies: int,
+    strategy: np.ndarray,
+    time: np.ndarray,
+    change: np.ndarray,
+    slack: np.ndarray,
 ) -> Rows:
     """Return memory rows from changes in any order; equal (strategy, time) are added up."""
     num_times = len(slack)
@@ -216,7 +231,9 @@ def make_rows(
     strategy, time, change = strategy[inside], time[inside], change[inside]
     key = strategy * np.int64(num_times + 1) + time
     unique, place = np.unique(key, return_inverse=True)
-    total = np.bincount(place, weights=change, minlength=len(unique)) if len(unique) else np.zeros(0)
+    total = (
+        np.bincount(place, weights=change, minlength=len(unique)) if len(unique) else np.zeros(0)
+    )
     unique, total = unique[total != 0], total[total != 0]
     owner = unique // (num_times + 1)
     return Rows(

@@ -1,4 +1,5 @@
-"""A worker process of the search: `python -m ilp_sharding.worker DIRECTORY INDEX COUNT SEED SECONDS`.
+"""A worker process of the search: `python -m ilp_sharding.worker DIRECTORY INDEX COUNT SEED
+SECONDS`.
 
 Worker 0 raises the bound: multipliers and messages, fixing of strategies by reduced cost, branching
 or the integer program once the problem is small. The other workers look for better choices with the
@@ -68,7 +69,7 @@ class Worker:
     def base_strategies(self, graph: TableGraph) -> np.ndarray:
         """Return the base strategy of every strategy of `graph`."""
         owner = np.repeat(graph.base_node, np.diff(graph.tables.offset))
-        return self.base.tables.offset[owner] + graph.label
+        return np.asarray(self.base.tables.offset[owner] + graph.label)
 
     def raise_bound(self, bound: float) -> None:
         """Publish `bound`, rounded up for integer costs."""

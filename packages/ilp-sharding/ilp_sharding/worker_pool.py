@@ -65,9 +65,7 @@ class WorkerPool:
         slack = np.zeros(0) if memory is None else memory.slack + tolerance
         base = table_graph(network, memory, slack)
         nodes = network.open_nodes()
-        board = Board(
-            self.directory, base.num_nodes, base.num_strategies, self.count, create=True
-        )
+        board = Board(self.directory, base.num_nodes, base.num_strategies, self.count, create=True)
         if search.choice is not None and math.isfinite(search.objective):
             board.raise_target(search.objective)
         store_graph(self.directory, base)

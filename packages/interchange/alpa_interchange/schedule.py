@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from attrs import field, frozen
 
 from alpa_interchange.check import non_empty, positive
@@ -14,9 +16,9 @@ TASK_PHASES = ("start", "forward", "backward", "update")
 class TaskSpec:
     """One compiled program of a pipeline: which mesh runs it, and the values it reads and writes.
 
-    Forward and backward tasks run once per microbatch (and token slice); start and update tasks once
-    per step. A value both read and written (a gradient accumulator) is updated in place. `donated`
-    inputs are consumed by the run.
+    Forward and backward tasks run once per microbatch (and token slice); start and update tasks
+    once per step. A value both read and written (a gradient accumulator) is updated in place.
+    `donated` inputs are consumed by the run.
     """
 
     name: str = field(validator=non_empty)
@@ -30,6 +32,12 @@ class TaskSpec:
     def __attrs_post_init__(self) -> None:
         if self.phase not in TASK_PHASES:
             raise ValueError(f"TaskSpec.phase must be one of {TASK_PHASES}, got {self.phase!r}")
+        strangers = set(self.donated) - set(self.inputs)
+        if strangers:
+            raise ValueError(
+                f"TaskSpec.donated of {self.name!r} must be among its inputs, got "
+                f"{sorted(strangers)}"
+            )
 
 
 @frozen(kw_only=True)
@@ -37,9 +45,9 @@ class TaskGraph:
     """All tasks of one training step, and the scope of their values.
 
     Values in `per_step` exist once (state, accumulators, scalars of the update); every other value
-    exists once per microbatch. `inputs` are on `home[k]` (mesh number of inputs[k]) before the step;
-    `outputs` must exist after it. State that two meshes read is an input of its home mesh and is sent
-    to the other once per step.
+    exists once per microbatch. `inputs` are on `home[k]` (mesh number of inputs[k]) before the
+    step; `outputs` must exist after it. State that two meshes read is an input of its home mesh and
+    is sent to the other once per step.
     """
 
     tasks: tuple[TaskSpec, ...]
@@ -47,6 +55,18 @@ class TaskGraph:
     inputs: tuple[str, ...]
     home: tuple[int, ...]
     outputs: tuple[str, ...]
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.home) != len(self.inputs):
+            raise ValueError(
+                f"TaskGraph.home needs one mesh per input: {len(self.inputs)}, got {len(self.home)}"
+            )
+        count = Counter(task.name for task in self.tasks)
+        twice = sorted(name for name, times in count.items() if times > 1)
+        if twice:
+            raise ValueError(
+                f"TaskGraph.tasks must have distinct names, got {twice} more than once"
+            )
 
 
 @frozen(kw_only=True)
@@ -71,7 +91,9 @@ class Instruction:
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in INSTRUCTION_KINDS:
-            raise ValueError(f"Instruction.kind must be one of {INSTRUCTION_KINDS}, got {self.kind!r}")
+            raise ValueError(
+                f"Instruction.kind must be one of {INSTRUCTION_KINDS}, got {self.kind!r}"
+            )
 
 
 @frozen(kw_only=True)

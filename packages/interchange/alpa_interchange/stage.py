@@ -10,7 +10,7 @@ from alpa_interchange.mesh import LogicalMesh, SubmeshSpec
 
 @frozen(kw_only=True)
 class StageCandidate:
-    """Layers `layer_start..layer_stop` run on one submesh with one sharding, for one microbatch count.
+    """Layers `layer_start..layer_stop` on one submesh with one sharding, for one microbatch count.
 
     Seconds are predictions for one microbatch unless said otherwise; bytes are per device.
     """
@@ -57,7 +57,7 @@ class DeviceGroup:
 
 @frozen(kw_only=True)
 class StageProblem:
-    """Choose stages that cover all layers on disjoint submeshes, and the microbatches and schedule."""
+    """Choose stages that cover all layers on disjoint submeshes, the microbatches and schedule."""
 
     num_layers: int = field(validator=positive)
     device_groups: tuple[DeviceGroup, ...]
@@ -86,3 +86,8 @@ class StagePlan:
     lower_bound: float
     peak_bytes: tuple[float, ...]  # per stage, per device
     in_flight: tuple[int, ...] = ()  # per stage: forwards before the first backward
+
+    @property
+    def gap(self) -> float:
+        """Return the share of the step time that is not proven necessary (0.0: proven optimal)."""
+        return 1.0 - self.lower_bound / self.step_seconds if self.step_seconds > 0 else 0.0

@@ -26,11 +26,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
+
+from mesh_runtime.receive_memory import ReceiveMemory
 
 Bytes = NDArray[np.uint8]
 Content = tuple[dict[str, Any], Sequence[Bytes]]
@@ -39,7 +41,6 @@ TOKEN_BYTES = 32
 _LENGTHS = struct.Struct("<IQ")
 _MOST_HEADER_BYTES = 1 << 24
 _MOST_PAYLOAD_BYTES = 1 << 42
-_ALIGNMENT = 64
 
 
 class DataPlaneError(RuntimeError):
@@ -56,6 +57,70 @@ class Address:
     local: str
 
 
+class Plane(Protocol):
+    """What a worker needs to exchange messages with the others, whatever carries them."""
+
+    def send(self, peer: str, make: Callable[[], Content]) -> Future[None]:
+        """Send the message `make()` returns to `peer`; it is called in the thread that sends."""
+        ...
+
+    def take(self, key: str, sender: str, timeout: float) -> Content:
+        """Return the message of `sender` under `key`, waiting for it for at most `timeout` s."""
+        ...
+
+    def close(self) -> None:
+        """Stop sending; whoever waits fails."""
+        ...
+
+
+class Inbox:
+    """Arrived messages of the worker called `name`, by key and sender, until they are taken."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._messages: dict[tuple[str, str], Content] = {}
+        self._gone: dict[str, str] = {}  # sender -> reason
+        self._arrived = threading.Condition()
+        self._closed = False
+
+    def deliver(self, sender: str, header: dict[str, Any], payload: Bytes) -> None:
+        """Put a message in, under the key its header names."""
+        with self._arrived:
+            self._messages[header["key"], sender] = (header, [payload])
+            self._arrived.notify_all()
+
+    def lose(self, sender: str, reason: str) -> None:
+        """Note that nothing more will come from `sender`."""
+        with self._arrived:
+            self._gone[sender] = reason
+            self._arrived.notify_all()
+
+    def close(self) -> None:
+        """Fail everyone who waits."""
+        with self._arrived:
+            self._closed = True
+            self._arrived.notify_all()
+
+    def take(self, key: str, sender: str, timeout: float) -> Content:
+        """Return the message of `sender` under `key`, waiting for it for at most `timeout` s."""
+        with self._arrived:
+            found = self._arrived.wait_for(
+                lambda: (key, sender) in self._messages or sender in self._gone or self._closed,
+                timeout,
+            )
+            if (key, sender) in self._messages:
+                return self._messages.pop((key, sender))
+            if self._closed:
+                raise DataPlaneError(f"{self.name} was closed while waiting for {sender} ({key})")
+            if found:
+                raise DataPlaneError(
+                    f"{self.name} waits for {key} from {sender}, but {self._gone[sender]}"
+                )
+            raise DataPlaneError(
+                f"{self.name} waited {timeout:g} s for {key} from {sender} and nothing came"
+            )
+
+
 class DataPlane:
     """The endpoint of one worker, called `name`; all workers of a runtime share `token`."""
 
@@ -63,12 +128,10 @@ class DataPlane:
         if len(token) != TOKEN_BYTES:
             raise ValueError(f"token must have {TOKEN_BYTES} bytes, got {len(token)}")
         self.name, self._token = name, token
-        self._inbox: dict[tuple[str, str], Content] = {}  # (key, sender) -> message
-        self._gone: dict[str, str] = {}  # sender -> reason
-        self._arrived = threading.Condition()
+        self._inbox = Inbox(name)
+        self._memory = ReceiveMemory()
         self._peers: dict[str, Address] = {}
         self._senders: dict[str, _Sender] = {}
-        self._closed = False
         self._connections: list[socket.socket] = []
         tcp = socket.create_server((host, 0))
         self._listeners = [tcp]
@@ -97,28 +160,11 @@ class DataPlane:
 
     def take(self, key: str, sender: str, timeout: float) -> Content:
         """Return the message of `sender` under `key`, waiting for it for at most `timeout` s."""
-        with self._arrived:
-            found = self._arrived.wait_for(
-                lambda: (key, sender) in self._inbox or sender in self._gone or self._closed,
-                timeout,
-            )
-            if (key, sender) in self._inbox:
-                return self._inbox.pop((key, sender))
-            if self._closed:
-                raise DataPlaneError(f"{self.name} was closed while waiting for {sender} ({key})")
-            if found:
-                raise DataPlaneError(
-                    f"{self.name} waits for {key} from {sender}, but {self._gone[sender]}"
-                )
-            raise DataPlaneError(
-                f"{self.name} waited {timeout:g} s for {key} from {sender} and nothing came"
-            )
+        return self._inbox.take(key, sender, timeout)
 
     def close(self) -> None:
         """Stop listening and sending; whoever waits fails."""
-        with self._arrived:
-            self._closed = True
-            self._arrived.notify_all()
+        self._inbox.close()
         for sender in self._senders.values():
             sender.stop()
         for opened in (*self._listeners, *self._connections):
@@ -163,15 +209,12 @@ class DataPlane:
                 if header_size > _MOST_HEADER_BYTES or payload_size > _MOST_PAYLOAD_BYTES:
                     raise ValueError(f"a message announces {header_size} + {payload_size} bytes")
                 header = json.loads(bytes(_exactly(opened, header_size)))
-                payload = _exactly(opened, payload_size)
-                with self._arrived:
-                    self._inbox[header["key"], sender] = (header, [payload])
-                    self._arrived.notify_all()
+                payload = _exactly(opened, payload_size, self._memory)
+                self._inbox.deliver(sender, header, payload)
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             if sender:
-                with self._arrived:
-                    self._gone[sender] = f"its connection ended ({error or type(error).__name__})"
-                    self._arrived.notify_all()
+                reason = str(error) or type(error).__name__
+                self._inbox.lose(sender, f"its connection ended ({reason})")
         finally:
             _shut(opened)
 
@@ -229,11 +272,9 @@ def new_token() -> bytes:
     return secrets.token_bytes(TOKEN_BYTES)
 
 
-def _exactly(opened: socket.socket, size: int) -> Bytes:
-    """Return the next `size` bytes in aligned memory; EOFError when the connection ends before."""
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    buffer = raw[start : start + size]
+def _exactly(opened: socket.socket, size: int, memory: ReceiveMemory | None = None) -> Bytes:
+    """Return the next `size` bytes; EOFError when the connection ends before."""
+    buffer = np.empty(size, np.uint8) if memory is None else memory.lend(size)
     view, filled = memoryview(buffer.data), 0
     while filled < size:
         count = opened.recv_into(view[filled:])

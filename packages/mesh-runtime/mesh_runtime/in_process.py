@@ -173,6 +173,8 @@ class InProcessRuntime:
 
     def _place(self, loaded: _Loaded, mesh: int, name: str, array: Any) -> jax.Array:
         sharding = loaded.shardings[mesh][value_name(name)]
+        if isinstance(array, jax.Array) and array.sharding == sharding:
+            return array
         placed: jax.Array = jax.device_put(array, sharding)
         return placed
 

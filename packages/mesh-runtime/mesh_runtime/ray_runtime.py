@@ -32,6 +32,7 @@ from mesh_runtime.task_programs import check_tasks
 from mesh_runtime.trace import TRACE_MODES, TraceEvent
 from mesh_runtime.worker import Spec, WorkerMesh, WorkerProgram, worker_name
 
+DATA_PLANES = ("sockets", "object-store")
 Tiles = dict[str, list[tuple[Box, NDArray[Any]]]]
 
 
@@ -76,9 +77,14 @@ class RayOptions:
     start_timeout: float = field(default=180.0, validator=positive)  # seconds
     step_timeout: float = field(default=600.0, validator=positive)  # seconds, also for load
     address: str | None = None  # of the cluster; None: the running one, or a new local one
+    data_plane: str = "sockets"  # or "object-store": slower, needs no connections between nodes
     trace: str = "none"
 
     def __attrs_post_init__(self) -> None:
+        if self.data_plane not in DATA_PLANES:
+            raise ValueError(
+                f"RayOptions.data_plane must be one of {DATA_PLANES}, got {self.data_plane!r}"
+            )
         if self.trace not in TRACE_MODES:
             raise ValueError(f"RayOptions.trace must be one of {TRACE_MODES}, got {self.trace!r}")
 
@@ -120,7 +126,7 @@ class RayRuntime:
         if not meshes:
             raise ValueError("RayRuntime needs at least one mesh, got none")
         self.meshes, self.options = tuple(meshes), options or RayOptions()
-        self._ray = ray
+        self._ray: Any = ray
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
             ray.init(address=self.options.address, include_dashboard=False, log_to_driver=False)
@@ -272,12 +278,13 @@ class RayRuntime:
         """Start one actor per mesh host, join each mesh's group, and introduce all."""
         from mesh_runtime.ray_worker import ActorWorker
 
-        actor_class = self._ray.remote(ActorWorker)
+        actor_class = self._ray.remote(concurrency_groups={"data": 1})(ActorWorker)
+        plane = self.options.data_plane
         token = new_token()
         for mesh, wanted in enumerate(self.meshes):
             for host in range(wanted.num_hosts):
                 options = self._actor_options(wanted, host)
-                actor = actor_class.options(**options).remote(mesh, host, token)
+                actor = actor_class.options(**options).remote(mesh, host, token, plane)
                 self._workers.append(_Worker(mesh, host, actor))
         grids = tuple(
             WorkerMesh(shape=each.shape, axis_names=each.axis_names, num_hosts=each.num_hosts)
@@ -294,6 +301,8 @@ class RayRuntime:
             "join", [(grids, coordinators[worker.mesh]) for worker in self._workers], timeout
         )
         addresses = dict(joined)
+        if plane == "object-store":
+            addresses = {worker.name: worker.actor for worker in self._workers}
         self._call_all("connect", [(addresses,)] * len(self._workers), timeout)
 
     def _actor_options(self, mesh: RayMesh, host: int) -> dict[str, Any]:

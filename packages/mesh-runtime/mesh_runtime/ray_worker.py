@@ -7,16 +7,27 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mesh_runtime.data_plane import Address, DataPlane
+import ray
+
+from mesh_runtime.data_plane import Bytes, DataPlane
+from mesh_runtime.object_store_plane import ObjectStorePlane
 from mesh_runtime.worker import MeshWorker, WorkerMesh, WorkerProgram, worker_name
+
+_ray: Any = ray
 
 
 class ActorWorker:
     """One host of one mesh in a Ray actor. The JAX client is made in `join`, not before."""
 
-    def __init__(self, mesh: int, host: int, token: bytes) -> None:
-        self._mesh, self._host, self._token = mesh, host, token
+    def __init__(self, mesh: int, host: int, token: bytes, data_plane: str) -> None:
+        self._mesh, self._host = mesh, host
         self._worker: MeshWorker | None = None
+        name = worker_name(mesh, host)
+        self._plane: DataPlane | ObjectStorePlane = (
+            DataPlane(name, token, _node_address())
+            if data_plane == "sockets"
+            else ObjectStorePlane(name, _ray.get)
+        )
 
     def process_id(self) -> int:
         """Return the number of this process."""
@@ -28,8 +39,8 @@ class ActorWorker:
             host, port = probe.getsockname()[:2]
         return f"{host}:{port}"
 
-    def join(self, meshes: Sequence[WorkerMesh], coordinator: str) -> Address:
-        """Enter the mesh's group of processes and open the data plane; return where it listens."""
+    def join(self, meshes: Sequence[WorkerMesh], coordinator: str) -> Any:
+        """Enter the mesh's group of processes; return where the data plane listens, if it does."""
         import jax
 
         own = meshes[self._mesh]
@@ -39,14 +50,17 @@ class ActorWorker:
                 num_processes=own.num_hosts,
                 process_id=self._host,
             )
-        name = worker_name(self._mesh, self._host)
-        plane = DataPlane(name, self._token, _node_address())
-        self._worker = MeshWorker(self._mesh, self._host, meshes, plane)
-        return plane.address
+        self._worker = MeshWorker(self._mesh, self._host, meshes, self._plane)
+        return self._plane.address if isinstance(self._plane, DataPlane) else None
 
-    def connect(self, peers: Mapping[str, Address]) -> None:
-        """Learn where all workers listen."""
-        self._joined().connect(peers)
+    def connect(self, peers: Mapping[str, Any]) -> None:
+        """Learn where all workers listen, or their actors."""
+        self._plane.connect(peers)
+
+    def deliver(self, sender: str, header: dict[str, Any], payload: Bytes) -> None:
+        """Take in a message of the object-store plane, also while a step runs."""
+        assert isinstance(self._plane, ObjectStorePlane)
+        self._plane.deliver(sender, header, payload)
 
     def load(self, program: WorkerProgram) -> None:
         """Install a program."""
@@ -72,7 +86,4 @@ class ActorWorker:
 
 def _node_address() -> str:
     """Return the address under which other nodes of the cluster reach this one."""
-    import ray
-
-    found: Any = ray.util
-    return str(found.get_node_ip_address())
+    return str(_ray.util.get_node_ip_address())

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from alpa_interchange.document import from_json
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.boundary import check_present
-from mesh_runtime.data_plane import Address, Content, DataPlane, DataPlaneError
+from mesh_runtime.data_plane import Content, DataPlaneError, Plane
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.pieces import (
     Box,
@@ -103,7 +103,7 @@ class MeshWorker:
         mesh: int,
         host: int,
         meshes: Sequence[WorkerMesh],
-        plane: DataPlane,
+        plane: Plane,
         devices: Sequence[Any] | None = None,
     ) -> None:
         self.mesh, self.host, self.meshes, self.plane = mesh, host, tuple(meshes), plane
@@ -131,10 +131,6 @@ class MeshWorker:
     @property
     def name(self) -> str:
         return worker_name(self.mesh, self.host)
-
-    def connect(self, peers: Mapping[str, Address]) -> None:
-        """Learn the addresses of all workers."""
-        self.plane.connect(peers)
 
     def load(self, program: WorkerProgram) -> None:
         """Install a program; resident buffers stay."""

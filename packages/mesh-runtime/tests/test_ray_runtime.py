@@ -88,6 +88,32 @@ def test_meshes_in_other_processes_train_like_one_process_and_a_dead_one_is_name
         time.sleep(0.1)
 
 
+@pytest.mark.ray
+@needs_ray
+def test_the_object_store_carries_values_where_sockets_may_not(pipeline, nodes):
+    job = pipeline(2, 2)
+    local = [
+        Mesh(np.array([device]).reshape(1, 1), NAMES, axis_types=(AxisType.Auto,) * 2)
+        for device in jax.devices()[:2]
+    ]
+    grids = [RayMesh(shape=(1, 1), axis_names=NAMES)] * 2
+    runtime = RayRuntime(grids, RayOptions(step_timeout=120.0, data_plane="object-store"))
+    try:
+        runtime.load(
+            job.schedule,
+            job.exported(local),
+            job.specs,
+            outputs=job.outputs,
+            carry=job.carry,
+            donated=job.donated,
+        )
+        runtime.put(job.state())
+        losses = [float(runtime.step(job.batch(step))[job.outputs[0]]) for step in range(2)]
+    finally:
+        runtime.close()
+    np.testing.assert_allclose(losses, job.reference(2)[0], rtol=1e-5)
+
+
 def _alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as stat:
@@ -103,6 +129,8 @@ def test_meshes_that_cannot_be_spread_or_named_are_refused():
         RayMesh(shape=(3, 2), axis_names=("x",))
     with pytest.raises(ValueError, match=r"must name one node per host \(1\), got \('a', 'b'\)"):
         RayMesh(shape=(3,), axis_names=("x",), nodes=("a", "b"))
+    with pytest.raises(ValueError, match="RayOptions.data_plane must be one of"):
+        RayOptions(data_plane="carrier pigeon")
     with pytest.raises(ValueError, match="RayOptions.trace must be one of"):
         RayOptions(trace="loud")
 

@@ -23,7 +23,7 @@ def workers(meshes):
             made.append(MeshWorker(index, 0, grids, plane, list(mesh.devices.flat)))
         addresses = {worker.name: worker.plane.address for worker in made}
         for worker in made:
-            worker.connect(addresses)
+            worker.plane.connect(addresses)
         return made
 
     yield make

@@ -213,10 +213,6 @@ def _buffers_of(values: Sequence[str], graph: TaskGraph, num_microbatches: int) 
 
 
 def _held_inputs(graph: TaskGraph, num_microbatches: int) -> dict[str, int]:
-    if len(graph.inputs) != len(graph.home):
-        raise ValueError(
-            f"TaskGraph.home needs one mesh per input: {len(graph.inputs)}, got {len(graph.home)}"
-        )
     held: dict[str, int] = {}
     for value, mesh in zip(graph.inputs, graph.home, strict=True):
         for buffer in _buffers_of([value], graph, num_microbatches):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 from attrs import frozen
 
@@ -71,13 +72,14 @@ class Schedule:
         Every step comes after the steps it depends on, so a schedule that has such an order cannot
         wait for itself. Raises ValueError for one that can.
         """
-        started, stuck = self._executed()
+        started, stuck = self._executed
         if stuck:
             raise ValueError(
                 f"schedule {self.name!r} waits for itself: every mesh is stuck, at {stuck}"
             )
         return started
 
+    @cached_property
     def _executed(self) -> tuple[tuple[Step, ...], list[Step]]:
         """Return the steps that can run, by start time, and the step each stuck mesh waits at."""
         finish: dict[Step, float] = {}
@@ -203,7 +205,7 @@ def adaptive_warmups(
 
 def extra_in_flight(boundary: float, stage_seconds: float, tolerance: float = 0.0) -> int:
     """Return how many microbatches beyond 1f1b hide a transfer of `boundary` seconds one way."""
-    return max(0, math.ceil(2 * boundary / stage_seconds - tolerance - 1e-9))
+    return max(0, math.ceil(min(2 * boundary / stage_seconds, 1e6) - tolerance - 1e-9))
 
 
 def _check_warmups(name: str, warmups: Sequence[int], num_stages: int) -> None:
@@ -275,6 +277,6 @@ def _interleaved(num_stages: int, num_microbatches: int, num_meshes: int) -> Sch
             num_microbatches=num_microbatches,
             steps=tuple(steps),
         )
-        if raised == total or not schedule._executed()[1]:
+        if raised == total or not schedule._executed[1]:
             break
     return schedule

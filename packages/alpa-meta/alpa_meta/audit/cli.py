@@ -51,9 +51,9 @@ def audit(
     drop redundant ones, but not add one, change its kind or axes, or move more bytes.
     """
     shape = _mesh_shape(mesh)
-    jobs = _jobs(model, corpus, models or [], random, planner)
     num_devices = math.prod(shape)
     _prepare_environment(num_devices)
+    jobs = _jobs(model, corpus, models or [], random, planner)
 
     from alpa_meta.audit.target import parse_target, target_devices
 
@@ -126,14 +126,18 @@ def _mesh_shape(text: str) -> tuple[int, ...]:
 
 
 def _prepare_environment(num_devices: int) -> None:
-    """Ask for host devices before jax is imported; on a machine with a GPU, do not use it."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    """Ask for host devices before jax is imported; on a machine with a GPU, do not use it.
+
+    The CUDA plugin registers its compiler without a driver only where jax runs on the CPU.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = (
             f"{flags} --xla_force_host_platform_device_count={num_devices}".strip()
         )
+    jax: Any = import_module("jax")
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _audit_random(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,29 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from alpa_interchange import TensorType
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.report.amounts import counted, format_bytes, format_seconds
 from alpa_meta.report.plan_table import device_text, layer_text, mesh_text
 from alpa_meta.report.style import INK, SERIES_COLOURS, figure_file, plain
+from alpa_meta.report.tensor_class import classify_tensors
 from alpa_meta.report.timeline_figure import phase_patches, plot_events
 from cost_model import simulate
 from mesh_runtime import TraceEvent
 
+MAX_DRAWN_TENSORS = 7  # per stage, the largest
+MAX_TENSOR_PANELS = 4  # stages beyond are like these, or are shown by `alpa show`
+MAX_DRAWN_CUTS = 16  # along one side of a tensor
 MAX_DRAWN_DEVICES = 64  # per stage; larger meshes are drawn as one block
 
 
 def draw_plan(path: Path, plan: ParallelPlan) -> None:
     """Write a picture of `plan` as PNG at `path`."""
     num_stages = plan.num_stages
-    height = 4.6 + 0.5 * num_stages
-    with figure_file(path, 11.0, height) as figure:
-        rows: Any = figure.subfigures(3, 1, height_ratios=[0.8, 2.4, 1.4 + 0.5 * num_stages])
+    columns = min(num_stages, MAX_TENSOR_PANELS)
+    heights = [0.8, 2.3, 0.35 + 0.26 * MAX_DRAWN_TENSORS, 1.3 + 0.45 * num_stages]
+    with figure_file(path, 11.0, sum(heights) + 0.3) as figure:
+        rows: Any = figure.subfigures(4, 1, height_ratios=heights)
         title = (
             f"{plan.cluster.name}: {counted(num_stages, 'stage')}, "
             f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}, "
@@ -39,10 +46,12 @@ def draw_plan(path: Path, plan: ParallelPlan) -> None:
         for index in range(num_stages):
             _draw_devices(panels[index], plan, index)
         _draw_memory(panels[num_stages], plan)
-        axes = plain(rows[2].subplots())
+        for index, axes in enumerate(rows[2].subplots(1, columns, squeeze=False)[0]):
+            _draw_tensors(axes, plan, index)
+        axes = plain(rows[3].subplots())
         shown = plot_events(axes, predicted_events(plan), _mesh_names(plan))
         axes.set_title("predicted schedule", fontsize=9, color=INK, loc="left")
-        rows[2].legend(
+        rows[3].legend(
             handles=phase_patches(shown),
             loc="outside lower center",
             ncols=6,
@@ -161,6 +170,51 @@ def _draw_devices(axes: Axes, plan: ParallelPlan, index: int) -> None:
         color=INK,
         loc="left",
     )
+
+
+def _draw_tensors(axes: Axes, plan: ParallelPlan, index: int) -> None:
+    """Draw the largest tensors of one stage as squares cut as their sharding specs say.
+
+    Rows are the cuts of dim 0, columns those of all other dims; the first device's part is filled.
+    """
+    sharding = plan.shardings[index]
+    state = [
+        (entry.path, entry.shape, entry.dtype)
+        for entry in plan.program.inputs
+        if entry.path in sharding.state_specs and entry.shape
+    ]
+    classes = sorted(
+        classify_tensors(state, sharding.state_specs),
+        key=lambda kind: kind.count * TensorType(kind.shape, kind.dtype).bytes,
+        reverse=True,
+    )
+    for place, kind in enumerate(classes[:MAX_DRAWN_TENSORS]):
+        sizes = [sharding.mesh.logical.size(dim) for dim in kind.spec.dims]
+        cuts = (min(sizes[0], MAX_DRAWN_CUTS), min(math.prod(sizes[1:]), MAX_DRAWN_CUTS))
+        top, side = float(place), 0.8
+        height, width = side / cuts[0], side / cuts[1]
+        axes.add_patch(
+            Rectangle((0, top), width, height, facecolor=_colour(index), edgecolor="none")
+        )
+        for row in range(cuts[0]):
+            for column in range(cuts[1]):
+                axes.add_patch(
+                    Rectangle(
+                        (column * width, top + row * height),
+                        width,
+                        height,
+                        facecolor="none",
+                        edgecolor=INK,
+                        linewidth=0.5,
+                    )
+                )
+        text = f"{kind.name}  {kind.spec}  {', '.join(kind.members)}"
+        axes.text(side + 0.25, top + side / 2, text, va="center", fontsize=7, color=INK)
+    axes.set_xlim(0, 12)
+    axes.set_ylim(MAX_DRAWN_TENSORS, -0.1)
+    axes.set_aspect("equal", anchor="NW")
+    axes.set_axis_off()
+    axes.set_title(f"stage {index}: largest tensors", fontsize=9, color=INK, loc="left")
 
 
 def _draw_memory(axes: Axes, plan: ParallelPlan) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from alpa_interchange import LogicalMesh, ShardingSpec
 from alpa_interchange.plan import ParallelPlan, StageSharding
 from alpa_meta.report.amounts import counted, format_bytes, format_seconds
-from alpa_meta.report.tensor_class import classify_tensors
+from alpa_meta.report.tensor_class import classify_activations, classify_tensors
 
 MAX_ROWS = 24  # of tensors per stage, unless all are asked for
 
@@ -141,8 +141,8 @@ def _tensor_table(
         table.add_row(f"and {left_out} more (alpa show --all)", "", "", "", "")
     if rows and sharding.activation_specs:
         table.add_section()
-    for name, spec in sharding.activation_specs.items():
-        table.add_row(name, "activation", "", _spec(spec), "")
+    for name, spec, count in classify_activations(sharding.activation_specs):
+        table.add_row(name, counted(count, "activation"), "", _spec(spec), "")
     return table
 
 

@@ -25,6 +25,13 @@ from alpa_meta.trainer.metrics import StepMetrics
 RECENT_STEPS = 20  # the time left is judged by this many
 PLAIN_LINES = 10  # so many lines of a training run where no bar can be drawn
 
+STAGES = {  # what the planner calls its work, and what the user reads
+    "trace": "trace the step",
+    "plan": "plan every mesh",
+    "stages": "plan the chosen stages",
+    "compile": "compile",
+}
+
 Callback = Callable[[str, int, int], None]
 
 
@@ -43,7 +50,7 @@ def stages_progress(console: Console) -> Iterator[Callback]:
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=max(total, 1))
+                tasks[stage] = progress.add_task(STAGES.get(stage, stage), total=max(total, 1))
             progress.update(tasks[stage], completed=done if total else 1, total=max(total, 1))
 
         yield show

@@ -32,7 +32,7 @@ class TensorClass:
 def classify_tensors(
     tensors: Sequence[tuple[str, tuple[int, ...], str]], specs: Mapping[str, ShardingSpec]
 ) -> tuple[TensorClass, ...]:
-    """Return the classes of `tensors`, each (path, shape, dtype), in order of first appearance.
+    """Return the classes of `tensors`, each (path, shape, dtype); those of one name together.
 
     The name of a tensor is the longest end of its path that it shares with a tensor of the same
     shape in another container: `state.opt_state[0].mu['w']` and `state.params['w']` are both "w".
@@ -51,6 +51,9 @@ def classify_tensors(
         member = next((key for key in reversed(container) if not key.isdecimal()), "state")
         pattern = ".".join(_NUMBER.sub("#", key) for key in tail)
         groups.setdefault((pattern, shape, dtype, specs[path]), []).append((member, tail))
+    first: dict[object, int] = {}
+    for pattern, *_ in groups:
+        first.setdefault(pattern, len(first))
     return tuple(
         TensorClass(
             name=_named(str(pattern), [tail for _, tail in found]),
@@ -60,7 +63,27 @@ def classify_tensors(
             spec=spec,  # type: ignore[arg-type]
             count=len(found),
         )
-        for (pattern, shape, dtype, spec), found in groups.items()
+        for (pattern, shape, dtype, spec), found in sorted(
+            groups.items(), key=lambda item: first[item[0][0]]
+        )
+    )
+
+
+def classify_activations(
+    specs: Mapping[str, ShardingSpec],
+) -> tuple[tuple[str, ShardingSpec, int], ...]:
+    """Return (name, spec, count) of activations whose names differ in the numbers of a scope only.
+
+    A name is "scope operator[shape]"; the numbers of the shape are kept apart.
+    """
+    groups: dict[tuple[str, str, ShardingSpec], list[tuple[str, ...]]] = {}
+    for name, spec in specs.items():
+        scope, _, rest = name.partition(" ")
+        key = (_NUMBER.sub("#", scope), rest, spec)
+        groups.setdefault(key, []).append((scope,))
+    return tuple(
+        (f"{_named(pattern, scopes)} {rest}".strip(), spec, len(scopes))
+        for (pattern, rest, spec), scopes in groups.items()
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from alpa_interchange import ShardingRule
@@ -52,11 +53,18 @@ def _gather_rule(eqn: Any) -> ShardingRule:
     for place, d in zip(numbers.offset_dims, _window_dims(eqn, numbers.collapsed_slice_dims)):
         if sizes[d] == operand_shape[d] and d not in numbers.start_index_map:
             result[place] = operand[d] = factors.new(operand_shape[d])
-    combination = "or" if str(eqn.outvars[0].aval.dtype) == "bool" else "add"
     for d in numbers.start_index_map:
         if sizes[d] == 1:
-            operand[d] = factors.new(operand_shape[d], "reduction", reduction=combination)
+            operand[d] = _looked_up(factors, operand_shape[d], eqn.outvars[0].aval.dtype)
     return factors.rule([operand, index], [result])
+
+
+def _looked_up(factors: Factors, size: int, dtype: Any) -> Dim:
+    """Return the dim of `size` elements of which one is read, by the device that holds it."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return ()
+    reduction = "or" if dtype == np.bool_ else "add"
+    return factors.new(size, "reduction", reduction=reduction)
 
 
 def _window_dims(eqn: Any, left_out: tuple[int, ...]) -> list[int]:
@@ -231,7 +239,6 @@ def _dynamic_slice_rule(eqn: Any) -> ShardingRule:
     """
     shapes = operand_shapes(eqn)
     sizes = eqn.params["slice_sizes"]
-    combination = "or" if str(eqn.outvars[0].aval.dtype) == "bool" else "add"
     factors = Factors()
     operand: list[Dim] = []
     result: list[Dim] = []
@@ -240,9 +247,8 @@ def _dynamic_slice_rule(eqn: Any) -> ShardingRule:
             operand.append(factors.new(total))
             result.append(operand[-1])
         else:
-            one = size == 1
-            dim = factors.new(total, "reduction", reduction=combination) if one else ()
-            operand.append(dim)
+            dtype = eqn.outvars[0].aval.dtype
+            operand.append(_looked_up(factors, total, dtype) if size == 1 else ())
             result.append(())
     starts: list[list[Dim]] = [[()] * len(shape) for shape in shapes[1:]]
     return factors.rule([operand, *starts], [result])

@@ -53,7 +53,7 @@ def _run_prefix(call: LocalCall) -> list[Any]:
         return [local * before]
     if name == "cumlogsumexp":
         masked = jnp.where(earlier, totals, -jnp.inf)
-        return [lax.logaddexp(local, _logsumexp(masked, axis))]
+        return [jnp.logaddexp(local, _logsumexp(masked, axis))]
     combine, reduce = (
         (lax.max, lax.reduce_max) if name == "cummax" else (lax.min, lax.reduce_min)
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import jax.numpy as jnp
 from alpa_interchange import ShardingRule
 
 from alpa_meta import compat
@@ -89,7 +90,8 @@ def linear_operands(eqn: Any) -> bool:
 
     If so, and if all of them are unreduced sums over the same axes, so is its result.
     """
-    if all(isinstance(atom, compat.Literal) for atom in eqn.invars):
+    summed = [atom for atom in eqn.invars if not isinstance(atom, compat.Literal)]
+    if not summed or not all(jnp.issubdtype(atom.aval.dtype, jnp.number) for atom in summed):
         return False
     return operator_of(eqn).linear(eqn)
 

@@ -23,7 +23,7 @@ from alpa_meta.report.timeline_figure import draw_timeline
 from alpa_meta.trainer.checkpoint import CheckpointError, restore_state
 from alpa_meta.trainer.comparison import Comparison, compare_with_one_device
 from alpa_meta.trainer.evaluation import HELD_OUT_BYTES, baseline_loss, held_out_loss
-from alpa_meta.trainer.loop import run_steps
+from alpa_meta.trainer.loop import batch_of, run_steps
 from alpa_meta.trainer.metrics import StepMetrics, read_metrics
 from alpa_meta.trainer.planning import Parallelism, batch_shapes, find_cluster, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
@@ -98,12 +98,14 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         shapes = (jax.eval_shape(make_state, key), batch_shapes(settings))
         plan = step.plan_for(*shapes)
     print_plan(plan, console)
+    first_state = start.state
+    if first_state is None:
+        first_state = jax.device_get(step.init(make_state, key))
     with stages_progress(console) as progress:
-        progress("compiling the plan", 0, 1)
-        step.lower(*shapes).compile()
-        progress("compiling the plan", 1, 1)
-    state = step.init(make_state, key) if start.state is None else step.place(start.state)
-    first_state = jax.device_get(state)
+        progress("compile", 0, 1)
+        step(step.place(first_state), batch_of(text.train, settings, start.step))
+        progress("compile", 1, 1)
+    state = step.place(first_state)
     folder = RunFolder(request.out if request.resume is None else request.resume)
     recorder = RunRecorder(
         folder=folder,

@@ -75,8 +75,14 @@ def parallel_step(
         "memory": parallelism.memory,
         "plan": plan,
         "progress": progress,
+        "trace": "ready",
     }
-    options = alpa.Options(**{name: value for name, value in chosen.items() if value is not None})
+    try:
+        options = alpa.Options(
+            **{name: value for name, value in chosen.items() if value is not None}
+        )
+    except (TypeError, ValueError) as error:
+        raise PlanError(str(error)) from None
     return alpa.parallelize(step, cluster=cluster, options=options)
 
 

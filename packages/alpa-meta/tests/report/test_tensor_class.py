@@ -1,5 +1,5 @@
 from alpa_interchange import ShardingSpec
-from alpa_meta.report.tensor_class import classify_tensors
+from alpa_meta.report.tensor_class import classify_activations, classify_tensors
 
 ROWS = ShardingSpec((("x",), ()))
 WHOLE = ShardingSpec(((), ()))
@@ -47,3 +47,12 @@ def test_layers_without_optimiser_state_keep_their_whole_path():
 def test_a_step_counter_is_named_as_it_is():
     (found,) = classify_tensors([("state.step", (), "int32")], {"state.step": ShardingSpec(())})
     assert found.name == "step"
+
+
+def test_activations_of_repeated_layers_are_one_class():
+    specs = {f"Gpt/layer_{number}/up dot_general[8,64]": ROWS for number in range(3)}
+    specs["Gpt/head dot_general[8,256]"] = WHOLE
+    assert classify_activations(specs) == (
+        ("Gpt/layer_{0-2}/up dot_general[8,64]", ROWS, 3),
+        ("Gpt/head dot_general[8,256]", WHOLE, 1),
+    )

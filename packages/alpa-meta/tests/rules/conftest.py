@@ -14,7 +14,7 @@ from alpa_interchange import LogicalMesh, MeshAxis, Strategy
 from alpa_meta import compat
 from alpa_meta.rules import linear_operands, sharding_rule
 from alpa_meta.rules.operator import shape_of
-from alpa_meta.spmd import JaxprPlan, shard_map_program
+from alpa_meta.spmd import JaxprPlan, planned_collectives, shard_map_program
 from alpa_meta.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
@@ -191,3 +191,26 @@ def check_function(
 def check() -> Callable[..., dict[str, int]]:
     """Return `check_function`."""
     return check_function
+
+
+@pytest.fixture(scope="session")
+def planned() -> Callable[..., Any]:
+    """Return a function from (function, args, mesh shape, choice) to planned collectives.
+
+    The function's one equation runs by the first strategy that `choice` accepts.
+    """
+
+    def collectives(
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        mesh_shape: Sequence[int],
+        choice: Callable[[Strategy], bool],
+    ) -> Any:
+        mesh = logical_mesh(mesh_shape)
+        closed = inline(jax.make_jaxpr(function)(*args))
+        (eqn,) = compat.open_jaxpr(closed).eqns
+        strategy = next(s for s in strategies_of(eqn, mesh) if choice(s))
+        plan = JaxprPlan(strategy.operands, (strategy,), strategy.results)
+        return planned_collectives(closed, plan, mesh, Conversions(mesh, seconds))
+
+    return collectives

@@ -1,0 +1,284 @@
+"""Prints how long the searches of stage-dp take and how good their answers are.
+
+    python benchmarks/stage_dp_search.py [stages] [hybrid] [tokens] [layers]
+
+Seconds are CPU time of this process. The stage and hybrid problems are synthetic and say so; the
+token cases are settings of the TeraPipe paper (ICML'21) rebuilt from their published latencies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import time
+
+import numpy as np
+
+import stage_dp
+from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_interchange.stage import DeviceGroup, StageCandidate, StageProblem
+
+GB = 1e9
+
+
+def stage_problem(num_layers: int, num_hosts: int, memory: float, schedules: tuple[str, ...]):
+    """Return a transformer-like problem: up to 7 submeshes, 2 shardings each, 64 microbatches.
+
+    Layers differ by up to 10 %; larger submeshes lose 5 % per doubling and 15 % across hosts; the
+    second sharding keeps less and is 3 % slower. Lower bounds are the times themselves.
+    """
+    rng = random.Random(0)
+    work = [rng.uniform(0.9, 1.1) for _ in range(num_layers)]
+    shapes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8)]
+    candidates = []
+    for start, stop in itertools.combinations(range(num_layers + 1), 2):
+        total = sum(work[start:stop])
+        for hosts, devices in shapes:
+            if hosts > num_hosts:
+                continue
+            n = hosts * devices
+            efficiency = 0.95 ** np.log2(n) * (0.85 if hosts > 1 else 1.0)
+            for lean in (False, True):
+                seconds = total / n / efficiency / (0.97 if lean else 1.0)
+                candidates.append(
+                    StageCandidate(
+                        layer_start=start,
+                        layer_stop=stop,
+                        submesh=SubmeshSpec(num_hosts=hosts, devices_per_host=devices),
+                        logical=LogicalMesh(axes=(MeshAxis(name="data", size=n),)),
+                        num_microbatches=64,
+                        forward_seconds=seconds / 3,
+                        backward_seconds=2 * seconds / 3,
+                        step_seconds=0.05 * total,
+                        state_bytes=16 * GB * total / n * (1.0 if lean else 1.4),
+                        activation_bytes=1.5 * GB * total / n * (0.6 if lean else 1.0),
+                        boundary_seconds=0.01,
+                        lower_bound_seconds=seconds,
+                    )
+                )
+    return StageProblem(
+        num_layers=num_layers,
+        device_groups=(DeviceGroup(num_hosts=num_hosts, devices_per_host=8, memory=memory),),
+        candidates=tuple(candidates),
+        schedules=schedules,
+    )
+
+
+def show_stages() -> None:
+    """Print the stage construction table."""
+    print("\nStage construction, 64 microbatches, synthetic transformer-like costs")
+    print("layers devices candidates  memory  schedules             CPU s  stages   step s   gap")
+    every = ("gpipe", "1f1b", "eager-1f1b", "adaptive")
+    for layers, hosts, memory, schedules in [
+        (16, 2, 80 * GB, ("1f1b",)),
+        (32, 4, 80 * GB, ("1f1b",)),
+        (64, 8, 80 * GB, ("1f1b",)),
+        (64, 8, 30 * GB, ("1f1b",)),
+        (64, 8, 22 * GB, ("1f1b",)),
+        (64, 8, 80 * GB, every),
+    ]:
+        problem = stage_problem(layers, hosts, memory, schedules)
+        start = time.process_time()
+        plan = stage_dp.solve_stages(problem)
+        seconds = time.process_time() - start
+        names = schedules[0] if len(schedules) == 1 else f"{len(schedules)}, {plan.schedule} won"
+        print(
+            f"{layers:6d} {hosts * 8:7d} {len(problem.candidates):10d} {memory / GB:4.0f} GB  "
+            f"{names:20s} {seconds:6.2f} {len(plan.stages):7d} {plan.step_seconds:8.2f} "
+            f"{plan.gap:6.1%}"
+        )
+
+
+def hybrid_problem(num_layers: int, memory: float) -> stage_dp.HybridProblem:
+    """Return 8 devices, data/sharded-data/tensor parallelism with or without recomputation.
+
+    Made from Galvatron's cost formulas with round numbers for an encoder layer of hidden size 1280.
+    """
+    rows = []
+    for tensor, sharded, again in itertools.product((1, 2, 4, 8), (False, True), (False, True)):
+        data = 8 // tensor
+        if sharded and data == 1:
+            continue
+        forward = 0.02 * (1 + 0.05 * (tensor - 1))
+        gather = 0.0 if data == 1 else 0.004 / tensor * (data - 1) / data
+        rows.append(
+            stage_dp.StrategyRow(
+                name=f"tp{tensor}-dp{data}{'-sharded' * sharded}{'-again' * again}",
+                forward_seconds=forward + gather * sharded,
+                backward_seconds=2 * forward + forward * again + gather * sharded,
+                step_seconds=2 * gather,
+                state_bytes=320e6 / tensor / (data if sharded else 1),
+                activation_bytes=(60e6 if again else 330e6) * (0.4 + 0.6 / tensor) / data,
+            )
+        )
+    size = len(rows)
+    change = np.array(
+        [[0.0 if a.name[:3] == b.name[:3] else 0.0013 for b in rows] for a in rows]
+    ).reshape(size, size)
+    layer = stage_dp.LayerType(name="encoder", strategies=tuple(rows))
+    return stage_dp.HybridProblem(
+        layers=(layer,) * num_layers,
+        memory=memory,
+        num_microbatches=8,
+        transitions={("encoder", "encoder"): change},
+    )
+
+
+def on_a_grid(problem: stage_dp.HybridProblem, grid: float) -> float:
+    """Return the optimum of Galvatron's recurrence, bytes rounded up to `grid`."""
+    rows = problem.layers[0].strategies
+    seconds = np.array([r.forward_seconds + r.backward_seconds + r.step_seconds / 8 for r in rows])
+    need = [int(np.ceil((r.state_bytes + r.activation_bytes) / grid)) for r in rows]
+    change = problem.transitions["encoder", "encoder"]
+    cells = int(problem.memory // grid) + 1
+    value = np.zeros((cells, len(rows)))
+    for number in range(len(problem.layers)):
+        reached = (value[:, :, None] + change[None]).min(axis=1) if number else value
+        value = np.full((cells, len(rows)), np.inf)
+        for s, cells_needed in enumerate(need):
+            value[cells_needed:, s] = reached[: cells - cells_needed, s] + seconds[s]
+    return float(value[-1].min())
+
+
+def show_hybrid() -> None:
+    """Print the hybrid search table."""
+    print("\nPer-layer hybrid search, 14 strategies, against the recurrence on a 1 MB grid")
+    print("layers memory   exact s  grid s   exact CPU s  grid CPU s  strategies used")
+    for layers, memory in [(32, 6 * GB), (32, 8 * GB), (48, 8 * GB), (96, 16 * GB)]:
+        problem = hybrid_problem(layers, memory)
+        start = time.process_time()
+        plan = stage_dp.solve_layers(problem)
+        middle = time.process_time()
+        coarse = on_a_grid(problem, 1e6)
+        stop = time.process_time()
+        used = {n: plan.names(problem).count(n) for n in dict.fromkeys(plan.names(problem))}
+        print(
+            f"{layers:6d} {memory / GB:3.0f} GB {plan.seconds:9.4f} {coarse:8.4f} "
+            f"{middle - start:12.3f} {stop - middle:11.3f}  "
+            + ", ".join(f"{count} x {name}" for name, count in used.items())
+        )
+    problem = hybrid_problem(32, 3 * GB)
+    start = time.process_time()
+    candidates = stage_dp.segment_candidates(
+        problem,
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=8),
+        logical=LogicalMesh(axes=(MeshAxis(name="x", size=8),)),
+        boundary_seconds=[0.001] * 32,
+        max_in_flight=4,
+    )
+    plan = stage_dp.solve_stages(
+        StageProblem(
+            num_layers=32,
+            device_groups=(DeviceGroup(num_hosts=4, devices_per_host=8, memory=3 * GB),),
+            candidates=candidates,
+            num_stages=4,
+        )
+    )
+    seconds = time.process_time() - start
+    sizes = [s.candidate.layer_stop - s.candidate.layer_start for s in plan.stages]
+    print(
+        f"partition and strategies together, 32 layers on 4 stages of 8 devices with 3 GB: layers "
+        f"{sizes}, step {plan.step_seconds:.3f} s, gap {plan.gap:.1%}, {seconds:.2f} CPU s"
+    )
+
+
+TERAPIPE = {
+    # setting: layers, hidden, stages, tensor parallel, samples, s without slices, slices, s with
+    "175B/10": (96, 12288, 48, 8, 2, 5.822, [128] * 16, 1.160),
+    "175B/9": (96, 12288, 96, 4, 2, 9.990, [120] * 4 + [112] * 6 + [104] * 8 + [64], 1.481),
+    "44B/8": (96, 6144, 48, 8, 8, 2.662, [384, 384, 368, 320, 296, 296], 1.111),
+    "13B/5": (40, 5120, 40, 8, 32, 1.863, [704, 688, 656], 1.328),
+}
+
+
+def token_problem(case: str) -> stage_dp.TokenProblem:
+    """Return a setting; slices take a floor plus flops at a rate, from the two latencies."""
+    layers, hidden, stages, tensor, samples, whole, slices, sliced = TERAPIPE[case]
+    each, length = layers / stages, 2048
+
+    def flops(start, stop):
+        tokens = stop - start
+        return 3 * tokens * (24 * hidden**2 + 4 * hidden * (tokens + start)) / tensor
+
+    work = [flops(i, j) for i, j in itertools.pairwise(np.cumsum([0, *slices]))]
+    matrix = each * np.array(
+        [
+            [samples + stages - 1, (samples + stages - 1) * flops(0, length)],
+            [samples * len(work) + stages - 1, samples * sum(work) + (stages - 1) * max(work)],
+        ]
+    )
+    floor, rate = np.linalg.solve(matrix, [whole, sliced])
+    cells = np.arange(length // 8 + 1) * 8
+    start, stop = np.meshgrid(cells, cells, indexing="ij")
+    return stage_dp.TokenProblem(
+        seconds=np.maximum(each * (floor + rate * flops(start, stop)), 0.0)[None],
+        num_samples=samples,
+        stage_scale=(1.0,) * stages,
+        tokens_per_cell=8,
+    )
+
+
+def show_tokens() -> None:
+    """Print the token slicing table."""
+    print("\nToken slicing, TeraPipe's settings without data parallelism (transfers left out)")
+    print("setting  no slices s  published s  slices   here s  slices  proven   CPU s")
+    for case, (*_, whole, slices, sliced) in TERAPIPE.items():
+        problem = token_problem(case)
+        start = time.process_time()
+        plan = stage_dp.slice_tokens(problem)
+        seconds = time.process_time() - start
+        print(
+            f"{case:8s} {whole:11.3f} {sliced:12.3f} {len(slices):7d} {plan.step_seconds:8.3f} "
+            f"{len(plan.groups[0][1]):7d} {plan.lower_bound:7.3f} {seconds:7.2f}"
+        )
+
+
+def transformer(num_blocks: int) -> stage_dp.OpSequence:
+    """Return a transformer of 40 ops per block with an embedding before and a head behind."""
+    flops, operands, results, signatures, sizes = [], [], [], [], {}
+
+    def add(name, reads, size, work=0.0):
+        value = len(sizes)
+        sizes[value] = size
+        flops.append(work)
+        operands.append(tuple(reads))
+        results.append((value,))
+        signatures.append((name, size))
+        return value
+
+    x = add("embed", [], 1.0)
+    for _ in range(num_blocks):
+        h = x
+        for k in range(38):
+            h = add(f"op{k}", [h], 3.0, 4.0 if k % 8 == 0 else 0.0)
+        x = add("residual", [x, h], 1.0)
+    add("head", [x], 10.0, 10.0)
+    return stage_dp.OpSequence(
+        flops=flops, operands=operands, results=results, value_bytes=sizes, signatures=signatures
+    )
+
+
+def show_layers() -> None:
+    """Print the layer clustering table."""
+    print("\nLayer clustering, transformers of 39 ops per block")
+    print("blocks    ops  layers  classes   CPU s")
+    for blocks in (12, 48, 96):
+        ops = transformer(blocks)
+        start = time.process_time()
+        layers = stage_dp.cluster_layers(ops)
+        seconds = time.process_time() - start
+        classes = len(set(layers.equivalence_classes))
+        print(f"{blocks:6d} {len(ops.flops):6d} {layers.num_layers:7d} {classes:8d} {seconds:7.2f}")
+
+
+PARTS = {
+    "stages": show_stages,
+    "hybrid": show_hybrid,
+    "tokens": show_tokens,
+    "layers": show_layers,
+}
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()

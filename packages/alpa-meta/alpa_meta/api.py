@@ -1,0 +1,323 @@
+"""`parallelize`: an ordinary training step, run in parallel by a plan found for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from alpa_interchange import ClusterSpec, ParallelPlan, PipelineSchedule
+from attrs import evolve, frozen
+from cost_model import cluster as cluster_by_name
+
+from alpa_meta.errors import PlanError
+from alpa_meta.executable import Executable
+from alpa_meta.options import Options
+from alpa_meta.planner import Planned, make_plan, restore
+from alpa_meta.program import Step, abstract_leaf
+
+
+@frozen(eq=False)
+class Unborn:
+    """State that `init` was asked for before the batch's shapes were known; the first step makes it."""
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def shapes(self) -> Any:
+        """Return the shapes of the state to be."""
+        return jax.eval_shape(self.make, *self.args)
+
+
+@frozen(eq=False)
+class Lowered:
+    """A planned step; `compile` makes it runnable on this process's devices."""
+
+    planned: Planned
+    options: Options
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan."""
+        return self.planned.plan
+
+    def compile(self) -> Executable:
+        """Return the plan compiled for this process's devices."""
+        return Executable(self.planned, trace=self.options.trace)
+
+
+class ParallelStep:
+    """A training step that runs in parallel; made by `parallelize`.
+
+    It is planned and compiled at its first call for each new set of argument shapes.
+    """
+
+    def __init__(self, function: Callable[..., Any], cluster: Any, options: Options) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+        self._cluster = cluster
+        self.options = options
+        self._cache: dict[Any, tuple[Step, Lowered]] = {}
+        self._executables: dict[Any, Executable] = {}
+        self._latest: Any = None
+
+    # ------------------------------------------------------------------ planning
+
+    @functools.cached_property
+    def cluster(self) -> ClusterSpec:
+        """The cluster planned for: as given, or the devices of this process."""
+        if isinstance(self._cluster, ClusterSpec):
+            return self._cluster
+        if self._cluster is not None:
+            return _named_cluster(self._cluster)
+        return local_cluster()
+
+    def plan_for(self, *args: Any) -> ParallelPlan:
+        """Return the plan for arguments (or their shapes) without compiling or running."""
+        return self.lower(*args).plan
+
+    def lower(self, *args: Any) -> Lowered:
+        """Return the step planned for arguments (arrays or ShapeDtypeStructs)."""
+        key = self._key(args)
+        if key not in self._cache:
+            shapes = _abstract_args(args, self.options.static_argnums)
+            step = Step(
+                self._function, shapes, self.options.batch_argnums, self.options.static_argnums
+            )
+            if self.options.plan is not None:
+                planned = restore(step, self.options.plan, self.options)
+            else:
+                planned = make_plan(step, self.cluster, self.options)
+            self._cache[key] = (step, Lowered(planned, self.options))
+        self._latest = key
+        return self._cache[key][1]
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan of the latest call."""
+        if self._latest is None:
+            raise PlanError("the step has no plan yet; call it, or plan_for(state, batch), first")
+        return self._cache[self._latest][1].plan
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """The pipeline schedule of the latest call."""
+        return self.plan.schedule
+
+    @property
+    def executable(self) -> Executable:
+        """The compiled step of the latest call."""
+        if self._latest is None:
+            raise PlanError("the step is not compiled yet; call it first")
+        return self._compiled(self._latest)
+
+    @property
+    def last_trace(self) -> Sequence[Any]:
+        """The executed instructions of the last step (needs Options(trace="ready"))."""
+        return self.executable.last_trace
+
+    def _compiled(self, key: Any) -> Executable:
+        if key not in self._executables:
+            self._executables[key] = self._cache[key][1].compile()
+        return self._executables[key]
+
+    # ------------------------------------------------------------------ running
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the plain step returns, computed by the plan."""
+        args = self._born(args)
+        self.lower(*args)
+        key = self._latest
+        step, _ = self._cache[key]
+        results = self._compiled(key)(step.flatten(args))
+        return _rebuild(step, results)
+
+    def init(self, make: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
+        """Return make(*args) with every array made where the plan wants it, never whole on one device.
+
+        `make` returns the state (a tuple of all state arguments if there are several). Where the
+        batch's shapes are not known yet (no `batch`, no call before), the state is made by the first
+        step it is given to.
+        """
+        unborn = Unborn(make, args)
+        if batch is not None:
+            shapes = unborn.shapes()
+            states = shapes if self._num_state_args(shapes) > 1 else (shapes,)
+            batches = batch if isinstance(batch, tuple) else (batch,)
+            self.lower(*states, *batches)
+            return self._birth(unborn)
+        if self._latest is not None and self._matches(unborn):
+            return self._birth(unborn)
+        return unborn
+
+    def place(self, *state: Any) -> Any:
+        """Return state arguments (host or device arrays) laid out as the plan wants them."""
+        self._require_plan()
+        step, _ = self._cache[self._latest]
+        executable = self._compiled(self._latest)
+        leaves, tree = jax.tree.flatten(state)
+        arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
+        paths = [leaf.path for leaf in self._program(step).inputs if leaf.role == "state"]
+        if len(arrays) != len(paths):
+            raise PlanError(
+                f"place() was given {len(arrays)} arrays, the step has {len(paths)} state arrays"
+            )
+        placed = iter(
+            jax.device_put(array, sharding) if sharding is not None else array
+            for array, sharding in zip(
+                arrays, [executable.input_sharding(path) for path in paths], strict=True
+            )
+        )
+        result = tree.unflatten(
+            [next(placed) if hasattr(leaf, "dtype") else leaf for leaf in leaves]
+        )
+        return result[0] if len(state) == 1 else result
+
+    def _require_plan(self) -> None:
+        if self._latest is None:
+            raise PlanError("the step has no plan yet; call plan_for(state, batch) first")
+
+    def _program(self, step: Step) -> Any:
+        return self._cache[self._latest][1].planned.program
+
+    def _num_state_args(self, shapes: Any) -> int:
+        return len(shapes) if type(shapes) is tuple and self.options.batch_argnums not in (
+            None,
+            (1,),
+        ) else 1
+
+    def _matches(self, unborn: Unborn) -> bool:
+        program = self._cache[self._latest][1].planned.program
+        wanted = [
+            (tuple(leaf.aval.shape), leaf.aval.dtype)
+            for leaf in program.inputs
+            if leaf.role == "state"
+        ]
+        made = [
+            (tuple(leaf.shape), leaf.dtype)
+            for leaf in jax.tree.leaves(unborn.shapes())
+            if hasattr(leaf, "dtype")
+        ]
+        return wanted == made
+
+    def _born(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not any(isinstance(arg, Unborn) for arg in args):
+            return args
+        shapes = tuple(arg.shapes() if isinstance(arg, Unborn) else arg for arg in args)
+        self.lower(*shapes)
+        return tuple(self._birth(arg) if isinstance(arg, Unborn) else arg for arg in args)
+
+    def _birth(self, unborn: Unborn) -> Any:
+        """Return the state, each mesh computing only the arrays that live on it."""
+        executable = self._compiled(self._latest)
+        program = self._cache[self._latest][1].planned.program
+        shapes = unborn.shapes()
+        leaves, tree = jax.tree.flatten(shapes)
+        arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+        paths = [leaf.path for leaf in program.inputs if leaf.role == "state"]
+        if len(arrays) != len(paths):
+            raise PlanError(
+                f"init made a state of {len(arrays)} arrays, but the step has {len(paths)} state "
+                "arrays; make() must return the state argument (a tuple if there are several)"
+            )
+        groups: dict[Any, list[int]] = {}
+        shardings = {}
+        for k, path in zip(arrays, paths, strict=True):
+            sharding = executable.input_sharding(path)
+            if sharding is None:
+                sharding = jax.sharding.NamedSharding(
+                    executable.meshes[0], jax.sharding.PartitionSpec()
+                )
+            shardings[k] = sharding
+            groups.setdefault(sharding.mesh, []).append(k)
+        made: dict[int, Any] = {}
+        for members in groups.values():
+
+            def part(*args: Any, members: Sequence[int] = tuple(members)) -> list[Any]:
+                flat = jax.tree.leaves(unborn.make(*args))
+                return [flat[k] for k in members]
+
+            values = jax.jit(part, out_shardings=[shardings[k] for k in members])(*unborn.args)
+            made.update(zip(members, values, strict=True))
+        return tree.unflatten([made.get(k, leaf) for k, leaf in enumerate(leaves)])
+
+    def _key(self, args: tuple[Any, ...]) -> Any:
+        leaves, tree = jax.tree.flatten(
+            tuple(
+                None if number in self.options.static_argnums else arg
+                for number, arg in enumerate(args)
+            )
+        )
+        static = tuple(args[n] for n in self.options.static_argnums if n < len(args))
+        types = tuple(
+            (tuple(leaf.shape), str(leaf.dtype))
+            if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+            else type(leaf)
+            for leaf in leaves
+        )
+        return tree, types, static
+
+
+def parallelize(
+    function: Callable[..., Any] | None = None,
+    *,
+    cluster: ClusterSpec | str | None = None,
+    options: Options | None = None,
+    **settings: Any,
+) -> Any:
+    """Return `function`, an ordinary training step, as a `ParallelStep`.
+
+    Use it as a decorator or as a call. `cluster` is a name of the catalogue ("host:8", "h100:16"), a
+    TOML file or a ClusterSpec; by default the devices of this process. `settings` are fields of
+    `Options`.
+    """
+    chosen = evolve(options or Options(), **settings)
+    if function is None:
+        return lambda inner: ParallelStep(inner, cluster, chosen)
+    return ParallelStep(function, cluster, chosen)
+
+
+def local_cluster() -> ClusterSpec:
+    """Return the cluster made of this process's devices."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        return cluster_by_name(f"host:{len(devices)}")
+    kind = devices[0].device_kind.lower()
+    for name in ("h100", "h200", "b200", "a100", "v100", "l4"):
+        if name in kind:
+            return _named_cluster(f"{name}:{len(devices)}")
+    raise PlanError(
+        f"this process has {len(devices)} devices of kind {devices[0].device_kind!r}, which the "
+        "catalogue does not know; name a cluster: parallelize(step, cluster=...)"
+    )
+
+
+def _named_cluster(name: str) -> ClusterSpec:
+    try:
+        return cluster_by_name(name)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+def _abstract_args(args: tuple[Any, ...], static_argnums: Sequence[int]) -> tuple[Any, ...]:
+    def shape(leaf: Any) -> Any:
+        if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+            return abstract_leaf(leaf)
+        if isinstance(leaf, (bool, int, float, complex)):
+            return np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.result_type(type(leaf))))
+        return leaf
+
+    return tuple(
+        arg if number in static_argnums else jax.tree.map(shape, arg)
+        for number, arg in enumerate(args)
+    )
+
+
+def _rebuild(step: Step, results: Sequence[Any]) -> Any:
+    tree, kept, arrays_out, _ = step.output_tree
+    values = iter(results)
+    return tree.unflatten(
+        [next(values) if is_array else leaf for leaf, is_array in zip(kept, arrays_out, strict=True)]
+    )

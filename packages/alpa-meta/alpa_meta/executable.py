@@ -1,0 +1,266 @@
+"""A planned step compiled for devices: one jitted shard_map per task, run by a mesh runtime."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
+from attrs import frozen
+from jax.sharding import AxisType, Mesh, NamedSharding
+from mesh_runtime import InProcessRuntime, TraceEvent
+
+from alpa_meta.audit.planned import PlannedCollective
+from alpa_meta.errors import PlanError
+from alpa_meta.planner import Planned
+from alpa_meta.spmd import (
+    JaxprPlan,
+    RegionPlan,
+    global_shape,
+    partition_spec,
+    planned_collectives,
+    shard_map_program,
+)
+from alpa_meta.tasks import Task, task_plan
+
+
+@frozen(eq=False)
+class CompiledTask:
+    """One task ready to run: its jaxpr and plan, the logical mesh, and the jitted function."""
+
+    task: Task
+    closed: Any
+    plan: JaxprPlan
+    mesh: LogicalMesh
+    jax_mesh: Mesh | None
+    conversions: Any
+    function: Callable[..., Any]
+
+    def arguments(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the global shapes and shardings of the task's operands."""
+        shapes = []
+        for var, spec in zip(self.task.invars, self.plan.inputs, strict=True):
+            shape = global_shape(tuple(var.aval.shape), spec, self.mesh)
+            sharding = None
+            if self.jax_mesh is not None:
+                sharding = NamedSharding(self.jax_mesh, partition_spec(spec))
+            shapes.append(jax.ShapeDtypeStruct(shape, var.aval.dtype, sharding=sharding))
+        return shapes
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """Return the task compiled by XLA."""
+        return self.function.lower(*self.arguments()).compile()
+
+    @functools.cached_property
+    def planned(self) -> tuple[PlannedCollective, ...]:
+        """Return the collectives the plan prescribes for one run of the task."""
+        return planned_collectives(self.closed, self.plan, self.mesh, self.conversions)
+
+
+class Executable:
+    """A plan compiled for this process's devices. Call it with the flat inputs of the step."""
+
+    def __init__(self, planned: Planned, devices: Sequence[Any] | None = None, trace: str = "none"):
+        self.planned = planned
+        self.plan = planned.plan
+        devices = list(jax.devices() if devices is None else devices)
+        needed = 1 + max(d for sharding in self.plan.shardings for d in sharding.mesh.device_ids)
+        if needed > len(devices):
+            raise PlanError(
+                f"the plan is for {needed} devices of cluster {self.plan.cluster.name!r}, but this "
+                f"process has {len(devices)}; plan for the devices there are, or, on a CPU, start "
+                f"with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+            )
+        self.meshes = tuple(
+            Mesh(
+                np.array([devices[k] for k in sharding.mesh.device_ids]).reshape(
+                    sharding.mesh.logical.shape
+                ),
+                sharding.mesh.logical.axis_names,
+                axis_types=(AxisType.Auto,) * len(sharding.mesh.logical.axes),
+            )
+            for sharding in self.plan.shardings
+        )
+        self.tasks = {
+            task.spec.name: compile_task(planned, task, self.meshes[task.spec.mesh])
+            for task in planned.tasks.tasks
+        }
+        self._runtime = InProcessRuntime(self.meshes, trace=trace)
+        self._runtime.load(
+            self.plan.schedule,
+            executables={name: task.function for name, task in self.tasks.items()},
+            shardings=self._shardings(),
+            outputs=self._output_names(),
+        )
+        self._where = self._input_places()
+
+    # ------------------------------------------------------------------ running
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the flat results of one step for the flat `inputs` in the order of the program."""
+        program = self.planned.program
+        buffers: dict[str, Any] = {}
+        for leaf, value in zip(program.inputs, inputs, strict=True):
+            if leaf.path not in self._where:
+                continue
+            if leaf.role == "batch":
+                buffers.update(self._microbatches(leaf.path, value))
+            else:
+                buffers[leaf.path] = value
+        results = self._runtime.step(buffers)
+        return [self._output(output, results, inputs) for output in self.planned.tasks.outputs]
+
+    def _microbatches(self, path: str, value: Any) -> dict[str, Any]:
+        count = self.plan.num_microbatches
+        size = self.plan.program.batch_size
+        if np.shape(value)[0] != size:
+            raise PlanError(
+                f"{path} has {np.shape(value)[0]} examples, the plan is for batches of {size}; "
+                "plan again for the new batch size"
+            )
+        if count == 1:
+            return {f"{path}@0": value}
+        part = size // count
+        return {f"{path}@{k}": value[k * part : (k + 1) * part] for k in range(count)}
+
+    def _output(self, output: Any, results: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
+        if output.name is None:
+            return inputs[output.input] if output.input is not None else jnp.asarray(output.constant)
+        if output.concatenate is not None:
+            parts = [results[f"{output.name}@{k}"] for k in range(self.plan.num_microbatches)]
+            return jnp.concatenate(parts, axis=output.concatenate)
+        return results[output.name] if output.name in results else results[f"{output.name}@0"]
+
+    def _output_names(self) -> list[str]:
+        graph = self.planned.tasks.graph
+        per_step = set(graph.per_step)
+        names = []
+        for name in graph.outputs:
+            if name in per_step:
+                names.append(name)
+            else:
+                names += [f"{name}@{k}" for k in range(self.plan.num_microbatches)]
+        return names
+
+    # ------------------------------------------------------------------ where values live
+
+    def _shardings(self) -> list[dict[str, NamedSharding]]:
+        shardings: list[dict[str, NamedSharding]] = [{} for _ in self.meshes]
+        for compiled in self.tasks.values():
+            mesh = compiled.task.spec.mesh
+            for name, spec in zip(compiled.task.spec.inputs, compiled.plan.inputs, strict=True):
+                shardings[mesh].setdefault(name, self._sharding(mesh, spec))
+        graph = self.planned.tasks.graph
+        paths = {
+            leaf.path: var
+            for var, leaf in zip(
+                self.planned.program.jaxpr.invars, self.planned.program.inputs, strict=True
+            )
+        }
+        for name, home in zip(graph.inputs, graph.home, strict=True):
+            if name not in shardings[home]:
+                spec = ShardingSpec.replicated(len(paths[name].aval.shape))
+                shardings[home][name] = self._sharding(home, spec)
+        return shardings
+
+    def _sharding(self, mesh: int, spec: ShardingSpec) -> NamedSharding:
+        return NamedSharding(self.meshes[mesh], partition_spec(spec))
+
+    def _input_places(self) -> dict[str, NamedSharding]:
+        """Return the sharding each input has on its home mesh, for inputs that some task reads."""
+        graph = self.planned.tasks.graph
+        shardings = self._shardings()
+        read = {name for task in self.tasks.values() for name in task.task.spec.inputs}
+        return {
+            name: shardings[home][name]
+            for name, home in zip(graph.inputs, graph.home, strict=True)
+            if name in read
+        }
+
+    def input_sharding(self, path: str) -> NamedSharding | None:
+        """Return where an input lives; None if the step never reads it."""
+        return self._where.get(path)
+
+    # ------------------------------------------------------------------ looking inside
+
+    @property
+    def last_trace(self) -> tuple[TraceEvent, ...]:
+        """The executed instructions of the last step, if tracing is on."""
+        return self._runtime.trace
+
+    def compiled_texts(self) -> dict[str, str]:
+        """Return the compiled HLO text of every task."""
+        return {name: task.compiled.as_text() for name, task in self.tasks.items()}
+
+    def planned_collectives(self) -> dict[str, tuple[PlannedCollective, ...]]:
+        """Return the planned collectives of every task."""
+        return {name: task.planned for name, task in self.tasks.items()}
+
+    def logical_mesh(self, task: str) -> LogicalMesh:
+        """Return the logical mesh a task runs on."""
+        return self.tasks[task].mesh
+
+    def close(self) -> None:
+        """Drop the runtime's buffers."""
+        self._runtime.close()
+
+
+def compile_task(planned: Planned, task: Task, jax_mesh: Mesh | None) -> CompiledTask:
+    """Return `task` as a jitted function on `jax_mesh` (None: for inspection only)."""
+    stage = task.spec.mesh
+    selection = planned.selections[stage]
+    sharding = planned.plan.shardings[stage]
+    choice = sharding.solution.choice
+    if choice is None:
+        raise PlanError(f"stage {stage} of the plan has no sharding solution")
+    specs = _task_specs(planned, task, stage)
+    strategies: dict[int, Strategy | RegionPlan] = {
+        id(eqn): selection.strategy(k, choice) for k, eqn in enumerate(selection.stage.eqns)
+    }
+    plan = task_plan(task, specs, strategies)
+    closed = task.closed(planned.program)
+    mesh = sharding.mesh.logical
+    conversions = selection.costs.conversions
+    program = shard_map_program(closed, plan, mesh, conversions)
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        return tuple(program(*operands))
+
+    run.__name__ = task.spec.name.replace(".", "_")
+    donated = tuple(k for k, n in enumerate(task.spec.inputs) if n in task.spec.donated)
+    options: dict[str, Any] = {"donate_argnums": donated}
+    if jax_mesh is not None:
+        options["in_shardings"] = tuple(
+            NamedSharding(jax_mesh, partition_spec(spec)) for spec in plan.inputs
+        )
+        options["out_shardings"] = tuple(
+            NamedSharding(jax_mesh, partition_spec(spec)) for spec in plan.outputs
+        )
+    return CompiledTask(task, closed, plan, mesh, jax_mesh, conversions, jax.jit(run, **options))
+
+
+def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingSpec]:
+    """Return the spec of every value at the border of a task, accumulators included."""
+    selection = planned.selections[stage]
+    choice = planned.plan.shardings[stage].solution.choice
+    assert choice is not None
+    value_of = {id(acc): value for value, acc in planned.tasks.accumulators.items()}
+    specs: dict[Any, ShardingSpec] = {}
+
+    def spec(var: Any) -> ShardingSpec:
+        return selection.spec(value_of.get(id(var), var), choice)
+
+    for var in (*task.invars, *task.outvars):
+        specs[var] = spec(var)
+    for position, value in task.follows.items():
+        specs[value] = spec(value)
+        for var in task.eqns[position].outvars:
+            if var not in selection.sources:
+                rank = len(getattr(var.aval, "shape", ()))
+                specs[var] = specs[value] if rank else ShardingSpec((), specs[value].partial)
+    return specs

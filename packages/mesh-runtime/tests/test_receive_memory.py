@@ -1,0 +1,54 @@
+import gc
+
+import jax
+import numpy as np
+
+from mesh_runtime.receive_memory import ReceiveMemory
+
+SIZE = 1 << 20
+
+
+def test_memory_is_lent_again_only_when_every_view_is_gone():
+    memory = ReceiveMemory()
+    first = memory.lend(SIZE)
+    address = first.ctypes.data
+    view = first[64:128].view(np.float32).reshape(4, 4)
+    del first
+    gc.collect()
+    assert memory.lend(SIZE).ctypes.data != address
+    del view
+    gc.collect()
+    assert memory.lend(SIZE).ctypes.data == address
+
+
+def test_memory_that_a_jax_array_took_over_is_not_lent_again():
+    memory = ReceiveMemory()
+    buffer = memory.lend(SIZE)
+    buffer[:] = 7
+    address = buffer.ctypes.data
+    array = jax.device_put(buffer.view(np.float32), jax.devices()[0])
+    expected = np.array(array)
+    del buffer
+    gc.collect()
+    others = [memory.lend(SIZE) for _ in range(3)]
+    for other in others:
+        other[:] = 0
+    np.testing.assert_array_equal(array, expected)
+    if array.unsafe_buffer_pointer() == address:
+        assert all(other.ctypes.data != address for other in others)
+
+
+def test_buffers_are_aligned_and_of_the_asked_size():
+    memory = ReceiveMemory()
+    for size in (0, 1, 1000, SIZE, SIZE + 1):
+        buffer = memory.lend(size)
+        assert buffer.nbytes == size and buffer.flags.writeable
+        assert not size or buffer.ctypes.data % 64 == 0
+
+
+def test_idle_memory_is_limited():
+    memory = ReceiveMemory(most_bytes=SIZE)
+    buffers = [memory.lend(SIZE) for _ in range(4)]
+    del buffers
+    gc.collect()
+    assert memory.idle_bytes == SIZE
