@@ -105,7 +105,7 @@ class Baseline:
             argument_bytes=int(self.step.memory_analysis().argument_size_in_bytes),
             compile_seconds=time.perf_counter() - start,
         )
-        self.state = jax.device_put(model.make_state(jax.random.key(0)), place[0])
+        self.state = jax.jit(model.make_state, out_shardings=place[0])(jax.random.key(0))
         self.batch = jax.device_put(model.make_batch(jax.random.key(1)), place[1])
 
     @staticmethod

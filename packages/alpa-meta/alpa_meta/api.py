@@ -43,9 +43,13 @@ class Lowered:
         """The plan."""
         return self.planned.plan
 
-    def compile(self) -> Executable:
-        """Return the plan compiled for this process's devices."""
+    @functools.cached_property
+    def _executable(self) -> Executable:
         return Executable(self.planned, trace=self.options.trace)
+
+    def compile(self) -> Executable:
+        """Return the plan compiled for this process's devices: the one that calls run, too."""
+        return self._executable
 
 
 class ParallelStep:
@@ -60,7 +64,6 @@ class ParallelStep:
         self._cluster = cluster
         self.options = options
         self._cache: dict[Any, tuple[Step, Lowered]] = {}
-        self._executables: dict[Any, Executable] = {}
         self._latest: Any = None
 
     # ------------------------------------------------------------------ planning
@@ -119,9 +122,7 @@ class ParallelStep:
         return self.executable.last_trace
 
     def _compiled(self, key: Any) -> Executable:
-        if key not in self._executables:
-            self._executables[key] = self._cache[key][1].compile()
-        return self._executables[key]
+        return self._cache[key][1].compile()
 
     # ------------------------------------------------------------------ running
 

@@ -188,6 +188,10 @@ class Executable:
 
     # ------------------------------------------------------------------ looking inside
 
+    def trace(self, mode: str) -> None:
+        """Trace the steps from now on: "none", "ready" (asynchronous) or "blocking" (exact)."""
+        self._runtime.trace_mode = mode
+
     @property
     def last_trace(self) -> tuple[TraceEvent, ...]:
         """The executed instructions of the last step, if tracing is on."""

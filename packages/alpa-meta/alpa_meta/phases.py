@@ -4,7 +4,7 @@ The backward pass is recognised by the name stacks jax leaves on equations (`tra
 rest follows from data flow, so that it holds whatever the order of equations:
 
     backward  tagged as transposed, or fed by a backward value and by the batch's examples
-    forward   feeds a backward equation, or works on the batch's examples
+    forward   feeds a backward equation, works on the batch's examples, or divides by their number
     update    everything else: runs once per step, on accumulated gradients
 
 `gradient_marker` (inserted by `alpa.value_and_grad`) says the same explicitly: whatever the marked
@@ -70,7 +70,8 @@ def classify(eqns: Sequence[Any], scaling: Mapping[Any, Scaling]) -> Phases:
             "differentiate the loss inside the step, with jax.value_and_grad or alpa.value_and_grad"
         )
     producer = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)}
-    roots = set(marked) if marked else tagged
+    normalising = {k for k, eqn in enumerate(eqns) if _divides_by_batch(eqn, scaling)}
+    roots = (set(marked) if marked else tagged) | normalising
     ancestors = _ancestors(eqns, producer, roots)
     phases: list[str] = []
     for k, eqn in enumerate(eqns):
@@ -88,6 +89,23 @@ def classify(eqns: Sequence[Any], scaling: Mapping[Any, Scaling]) -> Phases:
         else:
             phases.append("update")
     return Phases(tuple(phases), "marker" if marked else "name stack")
+
+
+def _divides_by_batch(eqn: Any, scaling: Mapping[Any, Scaling]) -> bool:
+    """Return whether an equation turns a sum over the batch into one scaled by the batch size.
+
+    Its constant is that of one microbatch, so it belongs before the accumulation.
+    """
+    powers = {
+        scaling[atom].power
+        for atom in eqn.invars
+        if not isinstance(atom, Literal) and atom in scaling and scaling[atom].form == "reduced"
+    }
+    return any(
+        scaling[var].form == "reduced" and powers and scaling[var].power not in powers
+        for var in eqn.outvars
+        if var in scaling
+    )
 
 
 def _known(atom: Any, producer: Mapping[Any, int]) -> bool:

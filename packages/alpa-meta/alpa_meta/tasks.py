@@ -25,6 +25,7 @@ from alpa_meta.program import Program
 from alpa_meta.rules import sharding_rule
 from alpa_meta.spmd import JaxprPlan, RegionPlan
 from alpa_meta.staging import Staging
+from alpa_meta.trace import inline
 
 
 @frozen(eq=False)
@@ -166,7 +167,7 @@ class _TaskBuilder:
         order = {"forward": 0, "backward": 1, "update": 2}
         for key in sorted(groups, key=lambda key: (order[key[0]], key[2], key[1])):
             tasks.append(self._task(key, groups[key], readers))
-        tasks = [*self._start_tasks(tasks), *tasks]
+        tasks = [*self._start_tasks(), *tasks]
         return self._finish(tasks)
 
     def _readers(
@@ -289,7 +290,7 @@ class _TaskBuilder:
 
         return _eqns(scale, [accumulator], [var])
 
-    def _start_tasks(self, tasks: Sequence[Task]) -> list[Task]:
+    def _start_tasks(self) -> list[Task]:
         starts = []
         by_stage: dict[int, list[Any]] = {}
         home = {
@@ -323,7 +324,6 @@ class _TaskBuilder:
                 outputs=tuple(self._accumulator_name(self.accumulators[v]) for v in values),
             )
             starts.append(Task(spec, tuple(eqns), (), tuple(zeros), follows))
-        del tasks
         return starts
 
     def _finish(self, tasks: Sequence[Task]) -> Tasks:
@@ -422,8 +422,6 @@ class _TaskBuilder:
         }
         position = tasks.index(task)
         later = {name for other in tasks[position + 1 :] for name in other.spec.inputs}
-        kept = {out.input for out in [] if out}
-        del kept
         if task.spec.phase in ("forward", "backward") and self.count > 1:
             replaced = set()
         donated = (*task.spec.donated, *sorted(replaced - later))
@@ -520,22 +518,27 @@ def _following(eqn: Any, spec: ShardingSpec) -> Strategy:
 
 def _eqns(function: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """Return equations computing `outputs` from `inputs` (variables) by a jax function."""
-    from alpa_meta.trace import inline
-
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in inputs]
     jaxpr = open_jaxpr(inline(jax.make_jaxpr(function)(*avals)))
     env = dict(zip(jaxpr.invars, inputs, strict=True))
-    targets = dict(zip(jaxpr.outvars, outputs, strict=True))
+    computed = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    copies = []
+    for atom, output in zip(jaxpr.outvars, outputs, strict=True):
+        if not isinstance(atom, Literal) and atom in computed:
+            env[atom] = output
+        else:
+            copies.append((atom, output))
     result = []
     for eqn in jaxpr.eqns:
         for var in eqn.outvars:
-            env[var] = targets.get(var, Var(var.aval))
+            env.setdefault(var, Var(var.aval))
         operands = [atom if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
         result.append(eqn.replace(invars=operands, outvars=[env[var] for var in eqn.outvars]))
-    if not result:
-        copied = jax.make_jaxpr(lax.copy_p.bind)(*avals)
-        (eqn,) = open_jaxpr(copied).eqns
-        return [eqn.replace(invars=list(inputs), outvars=list(outputs))]
+    for atom, output in copies:
+        aval = jax.ShapeDtypeStruct(output.aval.shape, output.aval.dtype)
+        (copy,) = open_jaxpr(jax.make_jaxpr(lax.copy_p.bind)(aval)).eqns
+        operand = atom if isinstance(atom, Literal) else env[atom]
+        result.append(copy.replace(invars=[operand], outvars=[output]))
     return result
 
 

@@ -164,10 +164,11 @@ def _difference_table(first: Profile, second: Profile) -> Table:
     table.add_row("versions", first.driver, second.driver, "")
     for row in profile_differences(first, second):
         style = "bold" if abs(math.log(row.ratio or 1e-9)) > 0.1 else ""
-        table.add_row(
-            row.name, f"{_short(row.first)}{row.unit}", f"{_short(row.second)}{row.unit}",
-            f"{row.ratio:.2f}", style=style,
-        )  # fmt: skip
+        first_text, second_text = (
+            f"{value:.2f} {row.unit}" if row.unit == "of peak" else f"{_short(value)}{row.unit}"
+            for value in (row.first, row.second)
+        )
+        table.add_row(row.name, first_text, second_text, f"{row.ratio:.2f}", style=style)
     return table
 
 

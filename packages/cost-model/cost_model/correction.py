@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import numpy as np
 from attrs import field, frozen
@@ -47,6 +46,9 @@ def features(run: TrainingRun) -> tuple[float, ...]:
         math.log2(run.pipeline),
         stack,
     )
+
+
+Table = tuple[np.ndarray, np.ndarray, np.ndarray]  # points [n, d], A^-1 y [n], A^-1 [n, n]
 
 
 @frozen(kw_only=True)
@@ -82,7 +84,7 @@ class Correction:
 
     def at_point(self, device: str, point: tuple[float, ...]) -> tuple[float, float]:
         """Return (mean, standard deviation) for a device kind and features."""
-        table = _tables(self).get(device)
+        table = self._tables.get(device)
         if table is None:
             return 0.0, self.unseen
         points, weights, inverse = table
@@ -93,41 +95,19 @@ class Correction:
         variance = max(self.scale**2 - explained, self.floor**2)
         return float((near * weights).sum()), math.sqrt(variance)
 
-
-Table = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-def _tables(correction: Correction) -> dict[str, Table]:
-    """Return per device kind (points [n, d] over lengths, A^-1 y [n], A^-1 [n, n])."""
-    return _tables_of(id(correction), _Held(correction))
-
-
-class _Held:
-    """Passes a value through a cache without hashing it; equal to every other holder."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and other.value is self.value
-
-
-@functools.lru_cache(maxsize=32)
-def _tables_of(identity: int, held: _Held) -> dict[str, Table]:
-    correction: Correction = held.value
-    tables = {}
-    for device in dict.fromkeys(cell.device for cell in correction.cells):
-        cells = [cell for cell in correction.cells if cell.device == device]
-        points = np.array([cell.features for cell in cells]) / np.asarray(correction.lengths)
-        distance = ((points[:, None, :] - points[None, :, :]) ** 2).sum(axis=-1)
-        covariance = correction.scale**2 * np.exp(-0.5 * distance)
-        counts = np.array([cell.count for cell in cells])
-        noise = np.array([correction.scatter(cell.many_hosts) for cell in cells])
-        covariance += np.diag(noise**2 / counts + correction.floor**2)
-        inverse = np.linalg.inv(covariance)
-        residuals = np.array([cell.residual for cell in cells])
-        tables[device] = (points, inverse @ residuals, inverse)
-    return tables
+    @functools.cached_property
+    def _tables(self) -> dict[str, Table]:
+        """Return the solved system of every device kind; points are divided by the lengths."""
+        tables = {}
+        for device in dict.fromkeys(cell.device for cell in self.cells):
+            cells = [cell for cell in self.cells if cell.device == device]
+            points = np.array([cell.features for cell in cells]) / np.asarray(self.lengths)
+            distance = ((points[:, None, :] - points[None, :, :]) ** 2).sum(axis=-1)
+            counts = np.array([cell.count for cell in cells])
+            noise = np.array([self.scatter(cell.many_hosts) for cell in cells])
+            covariance = self.scale**2 * np.exp(-0.5 * distance)
+            covariance += np.diag(noise**2 / counts + self.floor**2)
+            inverse = np.linalg.inv(covariance)
+            residuals = np.array([cell.residual for cell in cells])
+            tables[device] = (points, inverse @ residuals, inverse)
+        return tables

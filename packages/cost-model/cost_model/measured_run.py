@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,30 @@ from cost_model.catalogue import HOSTS
 from cost_model.training_run import TrainingRun
 from cost_model.transformer import TransformerSpec
 
-# the hardware of each GPU name in the data
-_HOSTS = {
-    "A100": "a100-80gb",
-    "A100-80GB": "selene",
-    "A100-40GB": "a100-40gb",
-    "H800-80GB": "h800",
-    "H100": "h100",
-    "V100-32GB": "v100-32gb",
-    "V100": "v100-16gb",
-}
+# device names of the data that are not the beginning of a preset's name
+_PRESETS = {"a100": "a100-80gb", "a100-80gb": "selene", "v100": "v100-16gb"}
 
 _LLAMA = {"gated": True, "tied": False, "vocab": 32000}
-# Llama shapes: Touvron et al. 2023; the 175B one has the width that gives 175e9 parameters
+# Touvron et al. 2023 (1 and 2) and the Llama 3 report; the 175B one is Megatron-Kwai's, with the
+# width that gives 175e9 parameters
 _NAMED_MODELS: Mapping[str, Mapping[str, Any]] = {
-    "Llama-65B": {"hidden": 8192, "layers": 80, "heads": 64, "feedforward": 22016, **_LLAMA},
-    "Llama2-70B": {
+    "llama-7b": {"hidden": 4096, "layers": 32, "heads": 32, "feedforward": 11008, **_LLAMA},
+    "llama-13b": {"hidden": 5120, "layers": 40, "heads": 40, "feedforward": 13824, **_LLAMA},
+    "llama-65b": {"hidden": 8192, "layers": 80, "heads": 64, "feedforward": 22016, **_LLAMA},
+    "llama-70b": {
         "hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "feedforward": 28672, **_LLAMA,
     },
-    "Llama-175B": {"hidden": 12288, "layers": 96, "heads": 96, "feedforward": 32768, **_LLAMA},
+    "llama-8b": {
+        "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "feedforward": 14336,
+        **_LLAMA | {"vocab": 128256},
+    },
+    "llama-175b": {"hidden": 12288, "layers": 96, "heads": 96, "feedforward": 32768, **_LLAMA},
+}  # fmt: skip
+
+_RECOMPUTE = {
+    "none": "none", "no": "none", "false": "none", "full": "full", "yes": "full", "true": "full",
+    "attn_only": "selective", "selective": "selective",
+    "ours": "none",  # Megatron-Kwai's own checkpointing repeats only cheap kernels
 }  # fmt: skip
 
 
@@ -75,7 +81,7 @@ def read_measured_runs(path: str | os.PathLike[str]) -> tuple[MeasuredRun, ...]:
 def measured_run(row: Mapping[str, Any]) -> MeasuredRun:
     """Return one row as a configuration with its measurement."""
     source, measured = str(row["source"]), row["measured"]
-    seconds = measured.get("step_time_s", measured.get("step_time_s_derived"))
+    seconds = _step_seconds(row)
     gib = float(1 << 30)
     memory = (measured.get("params_grads_opt_gib"), measured.get("activations_gib"))
     others = {
@@ -89,7 +95,7 @@ def measured_run(row: Mapping[str, Any]) -> MeasuredRun:
     else:
         try:
             run = _training_run(row)
-        except _Unknown as unknown:
+        except ValueError as unknown:
             skipped = str(unknown)
     return MeasuredRun(
         id=str(row.get("id", "")),
@@ -104,8 +110,18 @@ def measured_run(row: Mapping[str, Any]) -> MeasuredRun:
     )
 
 
-class _Unknown(ValueError):
-    """A row does not say enough to be predicted."""
+def _step_seconds(row: Mapping[str, Any]) -> float | None:
+    """Return the measured step time, from a throughput where that is what was measured."""
+    measured, batch = row["measured"], row["parallel"].get("global_batch")
+    seq = row["model"].get("seq", row["model"].get("seq_size"))
+    for name in ("step_time_s", "step_time_s_derived"):
+        if measured.get(name):
+            return float(measured[name])
+    if batch and measured.get("samples_per_s"):
+        return float(batch) / float(measured["samples_per_s"])
+    if batch and seq and measured.get("tokens_per_s"):
+        return float(batch) * float(seq) / float(measured["tokens_per_s"])
+    return None
 
 
 def _group(row: Mapping[str, Any]) -> str:
@@ -122,42 +138,44 @@ def _group(row: Mapping[str, Any]) -> str:
 
 def _training_run(row: Mapping[str, Any]) -> TrainingRun:
     source, parallel = str(row["source"]), row["parallel"]
-    model = _model(row["model"], source)
     tensor = parallel.get("tp", parallel.get("tp_remembered"))
     pipeline = parallel.get("pp", parallel.get("pp_remembered"))
-    data = parallel.get("dp")
-    if tensor is None or pipeline is None or data is None:
-        raise _Unknown("the row does not give the parallel configuration")
     context = parallel.get("cp", 1)
-    batch = parallel.get("global_batch")
+    if tensor is None or pipeline is None:
+        raise ValueError("the row does not give the parallel configuration")
+    cluster = _cluster(row["hardware"], source)
+    data = parallel.get("dp") or cluster.num_devices // (tensor * pipeline * context)
+    chunks = int(parallel.get("pp_interleave", parallel.get("vpp", 1)) or 1)
     micro_batch = parallel.get("micro_batch")
     if micro_batch is None:
         # Megatron 2021: the paper tuned it and does not list it; 4 without, 1 with pipelining.
         # Megatron-Kwai: one sequence per microbatch
         micro_batch = 4 if source == "megatron_sc21" and pipeline == 1 else 1
+    batch = parallel.get("global_batch")
     if batch is None:  # memory rows: any batch that fills the pipeline
-        batch = micro_batch * data * pipeline * parallel.get("pp_interleave", 1)
-    recompute = _recompute(parallel, source)
-    recent = source in ("kwai_atc24",)
+        batch = micro_batch * data * pipeline * chunks
+    # software of the devices' time: FlashAttention and sharded optimisers came with Hopper
+    recent = not cluster.host_groups[0].device.name.startswith(("v100", "a100", "rtx"))
     fused = recent or source in ("seqsel_tab5", "megatron_sc21")
     return TrainingRun(
-        model=model,
-        cluster=_cluster(row["hardware"], source),
+        model=_model(row["model"]),
+        cluster=cluster,
         global_batch=int(batch),
         micro_batch=int(micro_batch),
         tensor=int(tensor),
         context=int(context),
         data=int(data),
         pipeline=int(pipeline),
-        chunks=int(parallel.get("pp_interleave", parallel.get("vpp", 1)) or 1),
-        recompute=recompute,
+        chunks=chunks,
+        recompute=_recompute(parallel, source),
         sequence_parallel=bool(
             parallel.get("sequence_parallel", recent or _sequence_parallel_memory(row))
         ),
-        fused_attention=recent,
+        fused_attention=bool(parallel.get("flash_attention", recent)),
         fused_elementwise=fused,
-        sharded_optimizer=recent,
-        dtype="bfloat16" if recent else "float16",
+        sharded_optimizer=bool(parallel.get("sharded_optimizer", recent)),
+        compiled=cluster.host_groups[0].device.platform == "tpu",
+        dtype=str(parallel.get("dtype", "bfloat16" if recent else "float16")),
     )
 
 
@@ -168,48 +186,56 @@ def _sequence_parallel_memory(row: Mapping[str, Any]) -> bool:
 
 def _recompute(parallel: Mapping[str, Any], source: str) -> str:
     given = parallel.get("recompute", parallel.get("ckpt"))
-    names = {
-        "none": "none", "no": "none", "full": "full", "yes": "full",
-        "attn_only": "selective", "selective": "selective",
-        # Megatron-Kwai's own checkpointing repeats only cheap kernels
-        "ours": "none",
-    }  # fmt: skip
     if given is None:
         # per the sources: vTrain's multi-node runs checkpoint every layer, single-node runs do not
         return "full" if source == "vtrain_multi" else "none"
-    if given not in names:
-        raise _Unknown(f"recomputation {given!r} is not known")
-    return names[given]
+    if str(given).lower() not in _RECOMPUTE:
+        raise ValueError(f"recomputation {given!r} is not known")
+    return _RECOMPUTE[str(given).lower()]
 
 
-def _model(model: Mapping[str, Any], source: str) -> TransformerSpec:
+def _model(model: Mapping[str, Any]) -> TransformerSpec:
     seq = model.get("seq", model.get("seq_size"))
-    name = model.get("name")
-    if name is not None and name in _NAMED_MODELS and seq is not None:
+    # Llama2-70B, Llama-2-70b and Llama3-70B have one shape but for the vocabulary
+    name = re.sub(r"^llama-?[23](\.\d)?", "llama", str(model.get("name", "")).lower())
+    if name in _NAMED_MODELS and seq is not None:
         return TransformerSpec(seq=int(seq), **_NAMED_MODELS[name])
-    if "hidden" not in model or seq is None:
-        raise _Unknown("the row does not give the model's shape")
+    layers = model.get("layers", model.get("num_blocks"))
+    if "hidden" not in model or layers is None or seq is None:
+        raise ValueError("the row does not give the model's shape")
     heads = model.get("heads", model.get("attn_heads", model.get("heads_remembered")))
     return TransformerSpec(
         hidden=int(model["hidden"]),
-        layers=int(model.get("layers", model.get("num_blocks"))),
+        layers=int(layers),
         heads=int(heads or max(1, model["hidden"] // 128)),
         seq=int(seq),
         feedforward=model.get("feedforward"),
-        vocab=int(model.get("vocab", 51200)),
+        kv_heads=model.get("kv_heads"),
+        gated=model.get("kind") == "llama",
+        tied=model.get("kind") != "llama",
+        vocab=int(model.get("vocab") or 51200),
     )
 
 
 def _cluster(hardware: Mapping[str, Any], source: str) -> ClusterSpec:
     gpu = str(hardware["gpu"])
-    if gpu not in _HOSTS:
-        raise _Unknown(f"GPU {gpu!r} is not in the catalogue")
-    host = HOSTS[_HOSTS[gpu]]
+    host = HOSTS[_preset(gpu)]
     if source.startswith("vtrain"):
         host = evolve(host, num_nics=4)  # 800 Gbit/s per host, four HDR interfaces
     count = int(hardware["n"])
-    per_host = min(int(hardware.get("gpus_per_node", 8)), count)
+    per_host = min(int(hardware.get("gpus_per_node") or host.devices_per_host), count)
     if count % per_host:
-        raise _Unknown(f"{count} devices do not fill hosts of {per_host}")
+        raise ValueError(f"{count} devices do not fill hosts of {per_host}")
     group = evolve(host, num_hosts=count // per_host, devices_per_host=per_host)
     return ClusterSpec(name=f"{gpu}:{count}", host_groups=(group,))
+
+
+def _preset(gpu: str) -> str:
+    """Return the preset whose name a device's name is or begins with: H100-80GB is h100."""
+    name = re.sub(r"^tpu-?", "tpu-", gpu.lower().replace(" ", "-").replace("_", "-"))
+    if name in _PRESETS:
+        return _PRESETS[name]
+    found = [preset for preset in HOSTS if name.startswith(preset)]
+    if not found:
+        raise ValueError(f"device {gpu!r} is not in the catalogue")
+    return max(found, key=len)

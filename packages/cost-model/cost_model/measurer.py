@@ -40,7 +40,7 @@ class JaxMeasurer:
     counts, since other work on the machine only ever adds time.
     """
 
-    def __init__(self, repeats: int = 5, seconds: float = 0.4) -> None:
+    def __init__(self, repeats: int = 7, seconds: float = 0.25) -> None:
         try:
             self._jax: Any = importlib.import_module("jax")
         except ImportError:

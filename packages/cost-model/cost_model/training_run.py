@@ -51,6 +51,7 @@ class TrainingRun:
     fused_attention: bool = False  # FlashAttention: no score matrix in memory
     fused_elementwise: bool = False  # bias, dropout, mask and softmax fused into few kernels
     sharded_optimizer: bool = False
+    compiled: bool = False  # one program per step (XLA): nothing waits for kernel launches
     dtype: str = "float16"
 
     def __attrs_post_init__(self) -> None:
@@ -140,9 +141,9 @@ def predict_terms(run: TrainingRun, constants: StepConstants) -> dict[str, float
     traffic = work.memory_bytes * (1.0 if run.fused_elementwise else c.unfused_memory) / bandwidth
     scores = work.attention_bytes * (1.0 if run.fused_elementwise else c.unfused_memory) / bandwidth
     kernels = 3 * (matmul + attention) + traffic * (1 + c.backward_memory)
-    host = c.launch
+    host = 0.0 if run.compiled else c.launch
     collective, collectives = _tensor_collective(run, work, axes, c)
-    if run.tensor > 1:
+    if run.tensor > 1 and not run.compiled:
         host += c.launch_collective + c.launch_group * (math.log2(run.tensor) - 1)
     comm = collective * collectives
     ring = _context_ring(run, axes, c)
@@ -151,10 +152,10 @@ def predict_terms(run: TrainingRun, constants: StepConstants) -> dict[str, float
         again = run.recompute_share
         kernels += again * (matmul + attention + traffic)
         comm += again * collective * collectives / 2
-        host += again * c.launch * c.launch_recompute
+        host *= 1 + again * c.launch_recompute
     elif run.recompute == "selective":
         kernels += run.recompute_share * (attention + scores)
-        host += run.recompute_share * c.launch * c.launch_recompute / 3
+        host *= 1 + run.recompute_share * c.launch_recompute / 3
     busy = kernels + comm
     q = c.sharpness
     layer = max(busy, host) * (1 + (min(busy, host) / max(busy, host)) ** q) ** (1 / q)

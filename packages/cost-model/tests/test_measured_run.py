@@ -64,8 +64,10 @@ def test_models_known_by_name_have_their_published_shape():
         ({"measured": {}}, "no step time or memory"),
         ({"parallel": {"plan": "unknown"}}, "does not give the parallel configuration"),
         ({"model": {"name": "13B"}}, "does not give the model's shape"),
-        ({"hardware": {"gpu": "Z1", "n": 512}}, "GPU 'Z1' is not in the catalogue"),
+        ({"hardware": {"gpu": "Z1", "n": 512}}, "device 'Z1' is not in the catalogue"),
         ({"hardware": {"gpu": "A100", "n": 500}}, "500 devices do not fill hosts of 8"),
+        ({"hardware": {"gpu": "A100", "n": 256}}, "is 512, but cluster 'A100:256' has 256"),
+        ({"parallel": VTRAIN["parallel"] | {"recompute": "some"}}, "'some' is not known"),
     ],
 )
 def test_rows_that_say_too_little_are_skipped_with_the_reason(change, reason):
@@ -90,3 +92,41 @@ def test_files_are_read_and_malformed_ones_named(tmp_path):
     path.write_text("[]")
     with pytest.raises(ValueError, match="must be a JSON object with 'rows'"):
         read_measured_runs(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("H100", "h100"),
+        ("H100-80GB-SXM", "h100"),
+        ("A100-40GB", "a100-40gb"),
+        ("A100", "a100-80gb"),
+        ("TPUv4", "tpu-v4"),
+        ("TPU v5p", "tpu-v5p"),
+        ("B200", "b200"),
+    ],
+)
+def test_device_names_are_found_in_the_catalogue(name, device):
+    row = VTRAIN | {"source": "elsewhere", "hardware": {"gpu": name, "n": 512}}
+    assert measured_run(row).run.cluster.host_groups[0].device.name == device
+
+
+def test_newer_devices_are_taken_to_run_newer_software_unless_the_row_says_otherwise():
+    row = VTRAIN | {"source": "elsewhere", "hardware": {"gpu": "H100", "n": 512}}
+    run = measured_run(row).run
+    assert run.fused_attention and run.sharded_optimizer and run.dtype == "bfloat16"
+    said = row | {"parallel": VTRAIN["parallel"] | {"flash_attention": False, "dtype": "float16"}}
+    assert not measured_run(said).run.fused_attention
+    assert measured_run(said).run.dtype == "float16"
+
+
+def test_throughputs_become_step_times():
+    tokens = VTRAIN | {"measured": {"tokens_per_s": 1536 * 2048 / 4.0}}
+    assert measured_run(tokens).step_seconds == pytest.approx(4.0)
+    samples = VTRAIN | {"measured": {"samples_per_s": 1536 / 5.0}}
+    assert measured_run(samples).step_seconds == pytest.approx(5.0)
+
+
+def test_a_missing_data_parallel_size_is_what_the_devices_leave():
+    parallel = {name: value for name, value in VTRAIN["parallel"].items() if name != "dp"}
+    assert measured_run(VTRAIN | {"parallel": parallel}).run.data == 16

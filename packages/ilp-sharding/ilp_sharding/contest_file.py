@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import secrets
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -154,14 +155,15 @@ def _text(path: Path) -> bytes:
     return text
 
 
-def _cut_arrays(text: bytes, source: str) -> tuple[bytes, list[memoryview]]:
-    """Return (text with every array of arrays replaced by its number, the arrays' texts).
+def _cut_arrays(text: bytes, source: str) -> tuple[bytes, dict[str, memoryview]]:
+    """Return (text with every array of arrays replaced by a name no file can know, their texts).
 
     Arrays are cut only where no string can hold them: the first one-level-nested array after its
     key.
     """
     pieces: list[bytes] = []
-    arrays: list[memoryview] = []
+    arrays: dict[str, memoryview] = {}
+    token = secrets.token_hex(16)
     view = memoryview(text)
     place = 0
     while True:
@@ -179,8 +181,9 @@ def _cut_arrays(text: bytes, source: str) -> tuple[bytes, list[memoryview]]:
             raise ContestFileError(
                 f"{source}: the array {found.group(1).decode()!r} at byte {first} is never closed"
             )
-        pieces += [bytes(view[place:first]), str(len(arrays)).encode()]
-        arrays.append(view[first : last.end()])
+        name = f"{token}.{len(arrays)}"
+        pieces += [bytes(view[place:first]), f'"{name}"'.encode()]
+        arrays[name] = view[first : last.end()]
         place = last.end()
     pieces.append(bytes(view[place:]))
     small = b"".join(pieces)
@@ -207,17 +210,17 @@ def _member(owner: Any, name: str, kind: type, source: str) -> Any:
 
 
 def _rows(
-    arrays: list[memoryview], owner: dict[str, Any], name: str, where: str, source: str
+    arrays: dict[str, memoryview], owner: dict[str, Any], name: str, where: str, source: str
 ) -> Iterator[list[list[int]]]:
     """Yield the rows of the array `owner[name]` in pieces."""
     if name not in owner:
         raise ContestFileError(f"{source}: {where} is missing")
-    index = owner[name]
-    if isinstance(index, list) and not index:
+    value = owner[name]
+    if isinstance(value, list) and not value:
         return
-    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(arrays):
+    if not isinstance(value, str) or value not in arrays:
         raise ContestFileError(f"{source}: {where} must be a list of lists of whole numbers")
-    view = arrays[index]
+    view = arrays[value]
     inner_start, inner_stop = 1, len(view) - 1
     while inner_start < inner_stop:
         stop = inner_stop
@@ -229,7 +232,9 @@ def _rows(
             stop = inner_start + cut + 1
         piece = bytes(view[inner_start:stop])
         if b"true" in piece or b"false" in piece:
-            raise ContestFileError(f"{source}: {where} must hold whole numbers, found true or false")
+            raise ContestFileError(
+                f"{source}: {where} must hold whole numbers, found true or false"
+            )
         rows = _load(b"[" + piece.lstrip(b" \t\r\n,") + b"]", source, where)
         for row in rows:
             if not isinstance(row, list):
@@ -239,7 +244,7 @@ def _rows(
 
 
 def _ragged(
-    arrays: list[memoryview], owner: dict[str, Any], name: str, where: str, source: str
+    arrays: dict[str, memoryview], owner: dict[str, Any], name: str, where: str, source: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (all numbers, length of each row) of an array of rows of whole numbers."""
     values: list[np.ndarray] = []
@@ -270,7 +275,7 @@ def _integers(flat: list[Any], where: str, source: str) -> np.ndarray:
 
 
 def _table(
-    arrays: list[memoryview],
+    arrays: dict[str, memoryview],
     owner: dict[str, Any],
     name: str,
     where: str,

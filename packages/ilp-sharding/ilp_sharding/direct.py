@@ -99,9 +99,15 @@ def dense_usage(memory: MemoryProfile) -> np.ndarray:
     return dense
 
 
-def solve_direct(network: Network, search: Search, elimination: Elimination | None) -> bool:
-    """Solve the reduced `network` into `search`; `elimination` covers its open nodes, None if too
-    wide.
+def solve_direct(
+    network: Network,
+    search: Search,
+    elimination: Elimination | None,
+    memory: MemoryProfile | None,
+) -> bool:
+    """Solve the reduced `network` into `search`; return False if what is left is too large for it.
+
+    `elimination` covers the open nodes, None if too wide; `memory` is None without a limit.
     """
     instance = search.instance
     nodes = network.open_nodes()
@@ -113,7 +119,6 @@ def solve_direct(network: Network, search: Search, elimination: Elimination | No
         if value == math.inf:
             raise NoAssignment
         search.raise_bound(value + constant - 1e-13 * abs(value), "elimination")
-    memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
     if memory is None or not memory.num_times:
         usage, slack = np.zeros((0, sum(map(len, costs.values())))), np.zeros(0)
         fits = True

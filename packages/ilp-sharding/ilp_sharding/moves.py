@@ -99,7 +99,7 @@ def descend(
             current = scratch[x[i]]
             while True:
                 best = -1
-                least = current - 1e-9 * abs(current)
+                least = current - 1e-9 * abs(current) if current < np.inf else np.inf
                 for k in range(tables.offset[i + 1] - base):
                     if scratch[k] < least:
                         least = scratch[k]
@@ -300,7 +300,8 @@ def forest_move(tables: Tables, cost: np.ndarray, order: np.ndarray, x: np.ndarr
             p = tables.entry_offset[e] + x[tables.first[e]] * size
         best = x[i]
         least = total[base + best] + (tables.entry[p + best * stride] if e >= 0 else 0.0)
-        least -= 1e-9 * abs(least)
+        if least < np.inf:
+            least -= 1e-9 * abs(least)
         for k in range(size):
             value = total[base + k] + (tables.entry[p + k * stride] if e >= 0 else 0.0)
             if value < least:

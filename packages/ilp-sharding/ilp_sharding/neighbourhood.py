@@ -322,7 +322,8 @@ def _eliminate(
                 line[k] += pool[p + k]
         best = x[i]
         least = line[best]
-        least -= 1e-12 * abs(least)
+        if least < np.inf:
+            least -= 1e-12 * abs(least)
         for k in range(size):
             if line[k] < least:
                 least = line[k]

@@ -18,6 +18,9 @@ from ilp_sharding.direct import (
     ELIMINATION_WORK,
     PROGRAM_TABLES,
     Search,
+    binding_rows,
+    exact_memory,
+    prove_infeasible,
     solve_direct,
     table_entries,
 )
@@ -31,7 +34,8 @@ from ilp_sharding.start import greedy_start, repaired_choice
 from ilp_sharding.worker_pool import WorkerPool
 
 SOLVER = "ilp-sharding 0.1.0"
-LARGE_TABLES = 2e5  # table entries from which workers start while the problem is being reduced
+LARGE_NODES = 5000  # from here on, or from
+LARGE_TABLES = 5e6  # table entries on, workers start while the problem is still being reduced
 
 
 def solve(problem: ShardingProblem, options: SolveOptions | None = None) -> ShardingSolution:
@@ -135,7 +139,8 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
     workers = None
     seconds = search.until - time.perf_counter()
     try:
-        if len(instance.table) > LARGE_TABLES and seconds > 0.2:
+        large = instance.num_nodes > LARGE_NODES or len(instance.table) > LARGE_TABLES
+        if large and seconds > 0.2:
             workers = WorkerPool(options.num_workers, options.seed, seconds)
         network = Network(instance.without(search.objective))
         network.reduce()
@@ -143,16 +148,23 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
             raise OutOfTime
         nodes = network.open_nodes()
         sizes = {i: len(network.cost[i]) for i in nodes}
+        elimination = Elimination(nodes, sizes, network.tables, ELIMINATION_WORK)
         memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
         dense = 0.0 if memory is None else memory.num_times * float(memory.offset[-1])
         direct = elimination.complete or table_entries(network) < PROGRAM_TABLES
         if direct and dense < DENSE_USAGE:
-            if solve_direct(network, search, elimination if elimination.complete else None):
+            narrow = elimination if elimination.complete else None
+            if solve_direct(network, search, narrow, memory):
                 return
-            memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
+            if memory is not None:
+                memory = MemoryProfile(instance, network)
         seconds = search.until - time.perf_counter()
         workers = workers or WorkerPool(options.num_workers, options.seed, seconds)
         workers.solve(network, memory, search)
+        if search.infeasible and memory is not None and dense < DENSE_USAGE and not search.late:
+            tolerance = 0.0 if exact_memory(instance) else memory.tolerance()
+            usage, slack = binding_rows(memory, tolerance)
+            prove_infeasible(network, search, network.open_nodes(), usage, slack)
     finally:
         if workers is not None:
             workers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from attrs import field, frozen
@@ -45,8 +46,14 @@ class LogicalMesh:
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Return the number of devices along `axes` together."""
-        sizes = dict(zip(self.axis_names, self.shape, strict=True))
-        return math.prod(sizes[name] for name in axes)
+        total = 1
+        for name in axes:
+            total *= self._size_by_name[name]
+        return total
+
+    @functools.cached_property
+    def _size_by_name(self) -> dict[str, int]:
+        return {axis.name: axis.size for axis in self.axes}
 
 
 @frozen(kw_only=True)

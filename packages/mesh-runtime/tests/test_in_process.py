@@ -29,7 +29,8 @@ def test_three_pipelined_steps_equal_the_same_training_on_one_device(
     # float32 sums of 16 terms in another order: a few ulps, not more
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     for name, value in runtime.fetch(expected).items():
-        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6)
+        # weights of size 1 after three updates by 0.1 x gradients of size 10 to 100
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=2e-5)
 
 
 def test_exported_programs_give_the_same_step_as_callables(pipeline, meshes):
@@ -42,7 +43,8 @@ def test_exported_programs_give_the_same_step_as_callables(pipeline, meshes):
         runtime.step(job.batch(0))
         results.append(runtime.fetch(["w0", "w1"]))
     for name in ("w0", "w1"):
-        np.testing.assert_array_equal(results[0][name], results[1][name])
+        # compiled on their own, so rounding may differ
+        np.testing.assert_allclose(results[0][name], results[1][name], rtol=1e-5, atol=1e-6)
 
 
 def test_carried_state_stays_on_the_devices_of_its_mesh_in_its_layout(pipeline, meshes):

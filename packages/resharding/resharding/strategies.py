@@ -33,6 +33,7 @@ class Setting:
     seed: int
     num_restarts: int
     node_limit: int
+    shake: int | None = None  # a random order of this number instead of the best one
 
 
 @frozen
@@ -183,6 +184,7 @@ def _ordered(
         seed=setting.seed,
         num_restarts=setting.num_restarts,
         node_limit=setting.node_limit,
+        shake=setting.shake,
     )
     return [(deliveries[j], sender) for j, sender in order.sequence], order.seconds
 

@@ -67,13 +67,15 @@ def emit(
     *,
     warmups: Sequence[int] | None = None,
     receive: str | None = None,
+    free_donated: bool = False,
 ) -> PipelineSchedule:
     """Return the instruction list of each mesh for one step of `graph`.
 
     `warmups` [stages] is handed to the schedule ("adaptive" needs it: `StagePlan.in_flight`).
     `receive` is "late" or "early"; by default early for "eager-1f1b" and "adaptive". A graph
     without backward tasks runs its forwards only. Inputs that are not per step stand for one buffer
-    per microbatch on their home mesh, and so do outputs.
+    per microbatch on their home mesh, and so do outputs. `free_donated` adds frees of donated
+    inputs, for runtimes that keep a reference to a buffer its run has consumed.
     """
     if receive is None:
         receive = "early" if schedule_name in EARLY_SCHEDULES else "late"
@@ -96,7 +98,13 @@ def emit(
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         programs=tuple(
-            _instructions(mesh, program, [b for b, home in held.items() if home == mesh], wanted)
+            _with_frees(
+                _moves_and_runs(mesh, program),
+                program,
+                [buffer for buffer, home in held.items() if home == mesh],
+                wanted,
+                free_donated,
+            )
             for mesh, program in enumerate(programs)
         ),
     )
@@ -308,9 +316,7 @@ def _place(transfers: list[_Transfer], programs: list[_Program], receive: str) -
             programs[target].before[position].append(transfer)
 
 
-def _instructions(
-    mesh: int, program: _Program, held: list[str], wanted: list[str]
-) -> tuple[Instruction, ...]:
+def _moves_and_runs(mesh: int, program: _Program) -> list[Instruction]:
     result = [_moving(mesh, transfer) for transfer in program.after[-1]]
     for run in program.runs:
         result.extend(_moving(mesh, transfer) for transfer in program.before[run.position])
@@ -326,7 +332,7 @@ def _instructions(
             )
         )
         result.extend(_moving(mesh, transfer) for transfer in program.after[run.position])
-    return _with_frees(result, program, held, wanted)
+    return result
 
 
 def _moving(mesh: int, transfer: _Transfer) -> Instruction:
@@ -349,7 +355,11 @@ def _moving(mesh: int, transfer: _Transfer) -> Instruction:
 
 
 def _with_frees(
-    instructions: list[Instruction], program: _Program, held: list[str], wanted: list[str]
+    instructions: list[Instruction],
+    program: _Program,
+    held: list[str],
+    wanted: list[str],
+    free_donated: bool,
 ) -> tuple[Instruction, ...]:
     """Return `instructions` with every buffer dropped after its last use on this mesh."""
     tasks = {run.task.name: run.task for run in program.runs}
@@ -360,7 +370,7 @@ def _with_frees(
     for at, instruction in enumerate(instructions):
         for buffer in (*instruction.inputs, *instruction.outputs):
             last[buffer] = at
-        if instruction.kind == "run":
+        if instruction.kind == "run" and not free_donated:
             task = tasks[instruction.task]
             for value, buffer in zip(task.inputs, instruction.inputs, strict=True):
                 if value in task.donated and buffer not in instruction.outputs:

@@ -271,6 +271,18 @@ def test_receives_are_late_in_1f1b_and_early_in_eager_1f1b():
     assert gap("eager-1f1b") >= 1
 
 
+def test_donated_buffers_are_freed_too_on_request():
+    graph = training_graph(2, lambda s: s)
+    plain, freed = emit(graph, "1f1b", 2), emit(graph, "1f1b", 2, free_donated=True)
+
+    def buffers(schedule):
+        return {b for p in schedule.programs for i in p if i.kind == "free" for b in i.inputs}
+
+    donated = {"w0", "w1", "g0", "g1", "r0@0", "r0@1", "r1@0", "r1@1"}
+    assert buffers(freed) - buffers(plain) == donated
+    assert not buffers(plain) & donated
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [

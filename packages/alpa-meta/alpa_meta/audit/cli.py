@@ -79,7 +79,8 @@ def audit(
             what = "planner's plan" if seed is None else f"random plan {seed}"
             progress.update(bar, description=f"{name} {what}")
             if seed is None:
-                ok, lines = _audit_planned(name, size, num_devices, plan, target, all_lines)
+                cluster = target or f"host:{num_devices}"
+                ok, lines = _audit_planned(name, size, cluster, plan, numerics, all_lines)
             else:
                 ok, lines = _audit_random(
                     name, size, seed, shape, devices, numerics and target is None, all_lines
@@ -169,23 +170,16 @@ def _audit_random(
 
 
 def _audit_planned(
-    name: str,
-    size: str,
-    num_devices: int,
-    plan: Path | None,
-    target: str | None,
-    all_lines: bool,
+    name: str, size: str, cluster: str, plan: Path | None, numerics: bool, all_lines: bool
 ) -> tuple[bool, Iterator[str]]:
     from alpa_interchange import ParallelPlan, load
+    from alpa_meta.audit.planner_plans import audit_planned
     from alpa_meta.corpus import build
+    from alpa_meta.options import Options
 
-    alpa: Any = import_module("alpa_meta")
-    model = build(name, size)
-    saved = None if plan is None else load(plan, ParallelPlan)
-    options = alpa.Options(plan=saved)
-    cluster = target or f"host:{num_devices}"
-    step = alpa.parallelize(model.train_step, cluster=cluster, options=options)
-    found = step.lower(model.state, model.batch).compile(target=target).audit()
+    options = Options(plan=None if plan is None else load(plan, ParallelPlan))
+    found = audit_planned(build(name, size), cluster, options, numerics=numerics)
     line = f"{'ok  ' if found.ok else 'FAIL'} {name} planner's plan: {found.summary()}"
-    details = [] if found.ok and not all_lines else [found.text(all_lines=all_lines)]
-    return found.ok, iter([line, *details])
+    numbers = [] if found.numerics is None else [found.numerics.text()]
+    details = [found.text(all_lines=all_lines)] if all_lines or not found.ok else []
+    return found.ok, iter(["; ".join([line, *numbers]), *details])

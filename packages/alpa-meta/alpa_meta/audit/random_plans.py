@@ -67,7 +67,7 @@ def audit_random_plans(
     jaxpr = flat_jaxpr(model)
     arguments = None
     if numerics:
-        state = model.make_state(jax.random.key(0))
+        state = jax.jit(model.make_state)(jax.random.key(0))
         arguments = jax.tree.leaves((state, model.make_batch(jax.random.key(1))))
     for seed in seeds:
         plan = random_plan(jaxpr, mesh, seed)

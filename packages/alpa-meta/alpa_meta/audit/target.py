@@ -21,8 +21,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_meta.errors import PlanError
 
-COMPILER_OPTIONS: Mapping[str, Any] = MappingProxyType({"xla_gpu_autotune_level": 0})
-"""Autotuning measures kernels on a device, so it is off."""
+COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"cpu": {"xla_backend_optimization_level": 0}, "gpu": {"xla_gpu_autotune_level": 0}}
+)
+"""Per platform. CPU code is only run to compare results, and its collectives are fixed before code
+is generated. Autotuning on GPUs would measure kernels on a device."""
 
 
 @frozen(kw_only=True)
@@ -163,7 +166,5 @@ def compile_for(
     )
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
     jitted = jax.jit(function, in_shardings=shardings, donate_argnums=tuple(donate))
-    on_gpu = getattr(devices[0], "platform", "cpu") in ("cuda", "gpu")
-    return jitted.lower(*shapes).compile(
-        compiler_options=dict(COMPILER_OPTIONS) if on_gpu else None
-    )
+    options = COMPILER_OPTIONS[devices[0].platform]
+    return jitted.lower(*shapes).compile(compiler_options=dict(options))

@@ -88,7 +88,8 @@ def build(size: str = "tiny") -> CorpusModel:
         rows, columns = jnp.tril_indices(num_vectors, -1)
         features = jnp.concatenate([dense, products[:, rows, columns]], axis=-1)
         logits = _mlp(params["top"], features)[:, 0]
-        return optax.sigmoid_binary_cross_entropy(logits, batch["labels"]).mean()
+        losses: Tree = optax.sigmoid_binary_cross_entropy(logits, batch["labels"])
+        return jnp.mean(losses)
 
     return deterministic_model(
         name="dlrm",

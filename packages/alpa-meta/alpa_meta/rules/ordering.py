@@ -17,6 +17,7 @@ from alpa_meta.rules.operator import (
     operand_shapes,
     result_shapes,
 )
+from alpa_meta.rules.reduction import extreme
 
 
 def _prefix_rule(eqn: Any) -> ShardingRule:
@@ -57,10 +58,9 @@ def _run_prefix(call: LocalCall) -> list[Any]:
     combine, reduce = (
         (lax.max, lax.reduce_max) if name == "cummax" else (lax.min, lax.reduce_min)
     )
-    masked = jnp.where(earlier, totals, total)
-    best = jnp.expand_dims(reduce(masked, axes=(axis,)), axis)
-    first = here == (call.shards(axes) - 1 if reverse else 0)
-    return [jnp.where(first, local, combine(local, best))]
+    neutral = extreme(local.dtype, lowest=name == "cummax")
+    masked = jnp.where(earlier, totals, jnp.asarray(neutral, local.dtype))
+    return [combine(local, jnp.expand_dims(reduce(masked, axes=(axis,)), axis))]
 
 
 def _logsumexp(value: Any, axis: int) -> Any:

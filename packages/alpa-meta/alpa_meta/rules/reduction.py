@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from alpa_interchange import ShardingRule
 from jax import lax
 
@@ -101,6 +102,16 @@ def _reduced_axes(call: LocalCall) -> tuple[str, ...]:
 
 def _place_rule(eqn: Any) -> ShardingRule:
     return _along_rule(eqn, "permutation" if len(eqn.params["axes"]) == 1 else "replicate")
+
+
+def extreme(dtype: Any, *, lowest: bool) -> Any:
+    """Return the lowest or the highest value of `dtype`, which max or min leave as they are."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -np.inf if lowest else np.inf
+    if dtype == np.bool_:
+        return not lowest
+    info = jnp.iinfo(dtype)
+    return info.min if lowest else info.max
 
 
 OPERATORS = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from alpa_interchange import ShardingRule
 
 from alpa_meta.rules.halo import exchange
@@ -19,6 +17,7 @@ from alpa_meta.rules.operator import (
     operand_shapes,
     result_shapes,
 )
+from alpa_meta.rules.reduction import extreme
 
 
 def _window_rule(eqn: Any) -> ShardingRule:
@@ -81,19 +80,10 @@ def _filler(eqn: Any, operands: list[Any], operand: int) -> Any:
     """Return what padding counts as: the identity of the reduction, so that it changes nothing."""
     name = eqn.primitive.name
     if name in ("reduce_window_max", "reduce_window_min"):
-        return _extreme(operands[operand].dtype, lowest=name == "reduce_window_max")
+        return extreme(operands[operand].dtype, lowest=name == "reduce_window_max")
     if name == "reduce_window":
         return operands[len(operands) // 2 + operand]
     return 0
-
-
-def _extreme(dtype: Any, *, lowest: bool) -> Any:
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -np.inf if lowest else np.inf
-    if dtype == np.bool_:
-        return not lowest
-    info = jnp.iinfo(dtype)
-    return info.min if lowest else info.max
 
 
 def _scatter_rule(eqn: Any) -> ShardingRule:

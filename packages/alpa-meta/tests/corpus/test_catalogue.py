@@ -30,7 +30,7 @@ def test_the_three_tied_gpts_are_one_function_of_the_same_numbers():
     losses = []
     for name in ("gpt-tied", "gpt-remat", "gpt-scan"):
         model = build(name)
-        state = model.make_state(jax.random.key(0))
+        state = jax.jit(model.make_state, compiler_options=QUICK)(jax.random.key(0))
         losses.append(
             float(jax.jit(model.train_step, compiler_options=QUICK)(state, batch)[1]["loss"])
         )

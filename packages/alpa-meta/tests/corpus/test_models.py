@@ -10,6 +10,7 @@ import pytest
 
 from alpa_meta.corpus import NAMES, build
 
+QUICK = {"xla_backend_optimization_level": 0}
 NEEDS = {"equinox-mlp": "equinox"}
 
 
@@ -23,8 +24,8 @@ def model(name: str, size: str = "tiny"):
 @pytest.mark.parametrize("name", NAMES)
 def test_two_steps_on_a_fixed_batch_lower_a_finite_loss_and_keep_the_state_s_types(name):
     tiny = model(name)
-    step = jax.jit(tiny.train_step, compiler_options={"xla_backend_optimization_level": 0})
-    start = tiny.make_state(jax.random.key(0))
+    step = jax.jit(tiny.train_step, compiler_options=QUICK)
+    start = jax.jit(tiny.make_state, compiler_options=QUICK)(jax.random.key(0))
     batch = tiny.make_batch(jax.random.key(1))
     first, metrics = step(start, batch)
     again = {**first, "key": start["key"]} if "key" in start else first

@@ -84,7 +84,7 @@ def check_equation(
     values: Sequence[Any],
     mesh: LogicalMesh,
     *,
-    count: int = 8,
+    count: int = 5,
     seed: int = 0,
     tolerance: float = 1e-5,
 ) -> int:
@@ -128,7 +128,10 @@ def check_equation(
 
     whole = NamedSharding(jax_mesh(mesh), PartitionSpec())
     expected = jax.jit(lambda *args: compat.bind(eqn, _operands(eqn, invars, args)))(*values)
-    actual = jax.jit(everything, in_shardings=whole, out_shardings=whole)(*values)
+    quick = {"xla_backend_optimization_level": 0}
+    actual = jax.jit(
+        everything, in_shardings=whole, out_shardings=whole, compiler_options=quick
+    )(*values)
     for strategy, outputs in zip(chosen, actual, strict=True):
         for number, (one, other) in enumerate(zip(outputs, expected, strict=True)):
             assert equal(one, other, tolerance), (
@@ -153,7 +156,7 @@ def check_function(
     *,
     mesh_shape: Sequence[int] = (2, 2),
     only: str | None = None,
-    count: int = 8,
+    count: int = 5,
     seed: int = 0,
     tolerance: float = 1e-5,
 ) -> dict[str, int]:
@@ -164,6 +167,7 @@ def check_function(
     values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
     values.update(zip(jaxpr.constvars, compat.consts(closed), strict=True))
     checked: dict[str, int] = {}
+    seen = set()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         operands = [
@@ -172,7 +176,10 @@ def check_function(
         ]
         results = compat.bind(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
-        if (only is None or name == only) and any(shape_of(v) for v in eqn.outvars + eqn.invars):
+        signature = (name, str(eqn.params), tuple(str(a.aval) for a in eqn.invars))
+        new = signature not in seen
+        seen.add(signature)
+        if new and (only is None or name == only) and any(shape_of(v) for v in eqn.outvars + eqn.invars):
             variables = list(
                 dict.fromkeys(a for a in eqn.invars if not isinstance(a, compat.Literal))
             )

@@ -1,0 +1,82 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from alpa_interchange import LogicalMesh, MeshAxis
+from alpa_meta.audit.planned import PlannedCollective
+from alpa_meta.spmd import CollectiveLog, Collectives
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+MESH = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=4)))
+
+
+def on_devices(function, value, spec, out):
+    devices = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mapped = jax.shard_map(function, mesh=devices, in_specs=spec, out_specs=out, check_vma=False)
+    return jax.jit(mapped)(value)
+
+
+@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x"), ("y",)])
+def test_several_axes_act_as_one_in_the_order_given(axes):
+    collectives = Collectives(MESH)
+    value = jnp.arange(16)
+
+    def there_and_back(part):
+        whole = collectives.all_gather(part, axes, 0, "test")
+        return collectives.part(whole, axes, 0), whole
+
+    part, whole = on_devices(
+        there_and_back, value, PartitionSpec(axes), (PartitionSpec(axes), PartitionSpec())
+    )
+    np.testing.assert_array_equal(part, value)
+    np.testing.assert_array_equal(whole, value)
+
+
+def test_a_shift_moves_to_the_next_device_and_leaves_zeros_behind():
+    collectives = Collectives(MESH)
+    axes = ("x", "y")
+    moved = on_devices(
+        lambda part: collectives.shift(part, axes, 1, "test"),
+        jnp.arange(1, 9),
+        PartitionSpec(axes),
+        PartitionSpec(axes),
+    )
+    np.testing.assert_array_equal(moved, [0, 1, 2, 3, 4, 5, 6, 7])
+
+
+def test_keys_and_flags_travel_too():
+    collectives = Collectives(MESH)
+    keys = jax.random.split(jax.random.key(0), 8)
+    gathered = on_devices(
+        lambda part: collectives.all_gather(part, ("y", "x"), 0, "test"),
+        keys,
+        PartitionSpec(("y", "x")),
+        PartitionSpec(),
+    )
+    np.testing.assert_array_equal(jax.random.key_data(gathered), jax.random.key_data(keys))
+    flags = jnp.array([False, True] * 4)
+    both = on_devices(
+        lambda part: (
+            collectives.all_reduce(part, ("x", "y"), "or", "test"),
+            collectives.all_reduce(part, ("x", "y"), "and", "test"),
+        ),
+        flags,
+        PartitionSpec(("x", "y")),
+        PartitionSpec(),
+    )
+    assert [bool(flag[0]) for flag in both] == [True, False]
+
+
+def test_a_log_multiplies_trips_and_forgets_what_is_traced_again():
+    log = CollectiveLog()
+    one = PlannedCollective(kind="all-reduce", axes=("x",), bytes=4, dtype="float32")
+    body = log.body(3)
+    inner = body.body(2)
+    for _ in range(2):
+        body.restart()
+        body.note(one)
+    inner = body.body(2)
+    inner.note(one)
+    unknown = log.body(None)
+    unknown.note(one)
+    assert [found.trips for found in log.all()] == [3, 6, None]
