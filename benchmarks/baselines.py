@@ -37,7 +37,9 @@ from rich.table import Table
 
 import alpa_meta
 from alpa_interchange import SubmeshSpec
+from alpa_meta.audit.executable import audit_executable
 from alpa_meta.audit.hlo import CompiledCollective, compiled_collectives
+from alpa_meta.audit.memory import memory_check
 from alpa_meta.audit.replica_groups import axes_of_groups, axes_of_pairs
 from alpa_meta.audit.report import format_bytes
 from alpa_meta.corpus import NAMES, CorpusModel, build
@@ -129,8 +131,9 @@ class Ours:
         start = time.perf_counter()
         options = alpa_meta.Options(num_stages=1, num_microbatches=1)
         self.step = alpa_meta.parallelize(model.train_step, cluster="host:8", options=options)
-        executable = self.step.lower(model.state, model.batch).compile()
-        audit = executable.audit()
+        self.step.lower(model.state, model.batch)
+        executable = self.step.executable
+        audit = audit_executable(executable)
         self.result = Result(
             model=model.name,
             strategy=strategy,
@@ -142,11 +145,11 @@ class Ours:
                 for line in report.lines
             ),
             argument_bytes=max(
-                (check.argument_bytes for check in audit.memory.values()), default=0
+                memory_check(task.compiled).argument_bytes for task in executable.tasks.values()
             ),
             compile_seconds=time.perf_counter() - start,
         )
-        self.state = self.step.init(model.make_state, jax.random.key(0))
+        self.state = jax.jit(model.make_state)(jax.random.key(0))
         self.batch = model.make_batch(jax.random.key(1))
 
     def run(self) -> float:
@@ -211,8 +214,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
     """Measure hand-written baselines and our plan side by side."""
-    ours = [OURS] if hasattr(alpa_meta, "parallelize") else []
-    strategies = strategy or ["dp", "zero3", "megatron", *ours]
+    strategies = strategy or ["dp", "zero3", "megatron", OURS]
     results: list[Result] = []
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name in track(model or list(NAMES), console=Console(stderr=True), transient=True):

@@ -5,29 +5,29 @@ import optax
 import alpa_meta as alpa
 
 jax.config.update("jax_num_cpu_devices", 8)  # eight host devices on any machine
-adam = optax.adam(1e-2)
+sgd = optax.sgd(10.0)
 
 
 def make_state(key):
-    up, down = jax.random.normal(key, (2, 64, 64)) / 8
-    weights = {"up": up, "down": down}
-    return {"weights": weights, "adam": adam.init(weights)}
+    weights = jax.random.normal(key, (2, 64, 64)) / 8
+    return weights, sgd.init(weights)
 
 
-@alpa.parallelize(cluster="host:8")
-def train_step(state, batch):
-    def loss_of(weights):
-        return jnp.mean((jnp.tanh(batch @ weights["up"]) @ weights["down"] - batch) ** 2)
-
-    loss, gradients = jax.value_and_grad(loss_of)(state["weights"])
-    updates, moments = adam.update(gradients, state["adam"])
-    return {"weights": optax.apply_updates(state["weights"], updates), "adam": moments}, loss
+def loss_of(weights, x):
+    return jnp.mean((jnp.tanh(x @ weights[0]) @ weights[1] - x) ** 2)
 
 
-batch = jax.random.normal(jax.random.key(1), (128, 64))
+@alpa.parallelize
+def train_step(state, x):
+    weights, moments = state
+    loss, gradients = jax.value_and_grad(loss_of)(weights, x)
+    updates, moments = sgd.update(gradients, moments)
+    return (optax.apply_updates(weights, updates), moments), loss
+
+
 state = train_step.init(make_state, jax.random.key(0))  # born sharded
-for step in range(100):
-    state, loss = train_step(state, batch)
-    if step in (0, 99):
+for step in range(101):
+    state, loss = train_step(state, jax.random.normal(jax.random.key(step), (128, 64)))
+    if step % 50 == 0:
         print(f"step {step}: loss {loss:.3f}")
-print(train_step.plan.shardings[0].mesh.logical.shape, state["weights"]["up"].sharding.spec)
+print("stages:", train_step.plan.num_stages, "devices:", train_step.plan.cluster.num_devices)

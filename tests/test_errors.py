@@ -10,7 +10,8 @@ import pytest
 
 from alpa_meta.cli import run
 
-SMALL = ("--layers", "2", "--hidden", "16", "--heads", "2", "--context", "32", "--batch", "8")
+SIZES = ("--layers", "2", "--hidden", "16", "--heads", "2", "--context", "32", "--batch", "8")
+SMALL = (*SIZES, "--stages", "1")
 FAST = (*SMALL, "--steps", "4", "--compare", "2")
 
 
@@ -61,14 +62,15 @@ def test_a_batch_that_the_microbatches_do_not_divide(capsys):
 
 
 def test_more_stages_than_layers_or_devices(capsys):
-    message = _refused(capsys, "train", *FAST, "--stages", "9")
+    message = _refused(capsys, "train", *SIZES, "--stages", "9")
     assert "9" in message
 
 
 def test_memory_that_no_plan_fits_says_what_is_missing(capsys):
-    message = _refused(capsys, "plan", *SMALL, "--memory", "10KiB")
-    assert "missing" in message or "lacks" in message
-    assert "B" in message
+    message = _refused(capsys, "plan", *SMALL, "--microbatches", "1", "--memory", "10KiB")
+    assert "10,240 bytes" in message
+    assert "lacks at least" in message
+    assert "cheapest remedy: cut the batch into more microbatches" in message
 
 
 def test_amounts_and_sizes_that_make_no_sense(capsys):

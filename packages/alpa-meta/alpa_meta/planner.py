@@ -93,10 +93,37 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     """Return the fastest plan found for `step` on `cluster` that fits its memory.
 
     Raises InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad
-    input.
+    input. Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
-    model = CostModel(cluster)
+    failed: InfeasibleError | None = None
     counts = _counts(step, options)
+    while counts:
+        try:
+            return _plan_with(counts, step, cluster, options)
+        except InfeasibleError as error:
+            if failed is None or error.missing_bytes < failed.missing_bytes:
+                failed = error
+        counts = _larger_counts(max(counts), step, options)
+    assert failed is not None
+    raise failed
+
+
+def _larger_counts(tried: int, step: Step, options: Options) -> list[int]:
+    """Return the next numbers of microbatches to try for their smaller activations."""
+    if options.num_microbatches is not None or (step.program(1).inexact and options.exact):
+        return []
+    larger = [
+        count
+        for count in range(4 * tried, step.batch_size + 1)
+        if step.batch_size % count == 0
+    ]
+    return larger[:1]
+
+
+def _plan_with(
+    counts: list[int], step: Step, cluster: ClusterSpec, options: Options
+) -> Planned:
+    model = CostModel(cluster)
     searches: list[_Search] = []
     missing: list[float] = []
     outlooks = []
@@ -104,7 +131,9 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         options.progress("trace", number, len(counts))
         outlooks.append(_outlook(step.program(count), options))
     options.progress("trace", len(counts), len(counts))
-    jobs = [(outlook, work) for outlook, layering in outlooks for work in _meshes(outlook, model, options)]
+    jobs = [
+        (outlook, work) for outlook, _ in outlooks for work in _meshes(outlook, model, options)
+    ]
     solved: dict[int, list[MeshSolution]] = {id(outlook): [] for outlook, _ in outlooks}
     for number, (outlook, (submesh, mesh, whole)) in enumerate(jobs):
         options.progress("plan", number, len(jobs) + 1)
@@ -451,7 +480,12 @@ def _finish(
         peak_bytes=tuple(peaks),
     )
     tasks = build_tasks(outlook.program, staging)
-    schedule = stage_dp.emit(tasks.graph, stage_plan.schedule, stage_plan.num_microbatches)
+    schedule = stage_dp.emit(
+        tasks.graph,
+        stage_plan.schedule,
+        stage_plan.num_microbatches,
+        warmups=stage_plan.in_flight if stage_plan.schedule == "adaptive" else None,
+    )
     plan = ParallelPlan(
         program=_summary(outlook.program, step),
         cluster=cluster,

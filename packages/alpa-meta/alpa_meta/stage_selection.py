@@ -132,10 +132,9 @@ def solved_costs(
         place = layer or 0
         table[phase][place] += seconds[k]
         produced = [var for var in eqn.outvars if not is_drop(var)]
-        working = sum(local(var) for var in produced) + sum(
-            local(atom) for atom in eqn.invars if not isinstance(atom, Literal)
-        )
-        transient[place] = max(transient[place], working)
+        if phase != "update":  # XLA fuses the update of a leaf into one pass without temporaries
+            working = sum(local(var) for var in produced if var not in scope.residuals)
+            transient[place] = max(transient[place], 2.0 * working)
         for var in produced:
             if var in scope.residuals:
                 activations[place] += local(var)

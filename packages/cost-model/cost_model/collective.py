@@ -9,7 +9,7 @@ a few lines: one per algorithm. With n devices on an axis of bandwidth b and hop
                 all-gather, reduce-scatter   log2(n) a + (n-1)/n B/(0.6 b)
     pairwise    all-to-all                   (n-1) a' + (n-1)/n B/b       a' = a / 4: sends overlap
     chain       broadcast                    log2(n) a + B/b
-    one hop     collective-permute           a + B/b
+    one hop     permute, send-receive        a + B/b
     hierarchy   all-reduce over two axes = reduce-scatter over the faster, all-reduce over the
                 slower of 1/n of the bytes, all-gather over the faster     -> _nested()
 
@@ -36,6 +36,7 @@ COLLECTIVE_BYTES: Mapping[str, str] = {
     "all-to-all": "the buffer of one device (input and output have the same size)",
     "collective-permute": "the buffer of one device",
     "broadcast": "the broadcast buffer",
+    "send-receive": "the buffer that is sent",
 }
 
 Line = tuple[float, float]  # seconds, seconds per byte

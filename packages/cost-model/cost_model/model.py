@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,15 @@ from attrs import evolve
 from alpa_interchange.cluster import ClusterSpec, DeviceSpec
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from cost_model.collective import collective_seconds
+from cost_model.host import HOST_PROFILE
 from cost_model.kernel import seconds
 from cost_model.kernel_table import device_efficiency
+from cost_model.layer_prediction import layer_seconds
+from cost_model.prediction import step_model
 from cost_model.profile import Profile, apply_profile, stored_profile
 from cost_model.topology import host_group, logical_mesh, nic_bandwidth
+
+_EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
 class CostModel:
@@ -31,6 +37,7 @@ class CostModel:
             else group.device
             for group in cluster.host_groups
         )  # fmt: skip
+        self._log_deviation = _log_deviation(cluster, profile)
         self._efficiencies = tuple(
             profile.efficiency
             if profile is not None and group.device.name == profile.device.name
@@ -93,6 +100,18 @@ class CostModel:
             taken = min(taken, target.num_hosts * link.effective_bandwidth * receiver.num_nics)
         return _move(bytes, link.latency, min(sent, taken))
 
+    def interval(self, seconds: float) -> tuple[float, float]:
+        """Return the bounds that 80 % of measurements of a step of `seconds` are expected within.
+
+        With a calibration profile the width follows from how far its own layer samples, which are
+        not fitted on, are from their prediction; else from the spread of measured training runs
+        around the model, larger for devices that none was measured on. It is stated for whole
+        steps: errors of single kernels are larger and partly cancel.
+        """
+        deviation = self._log_deviation
+        spread = math.exp(_EIGHTY_PERCENT * deviation)
+        return seconds / spread, seconds * spread
+
     def logical_mesh(
         self,
         submesh: SubmeshSpec,
@@ -110,6 +129,22 @@ def calibrated_model(cluster: ClusterSpec) -> CostModel:
     `CostModel` uses it anyway.)
     """
     return CostModel(cluster, stored_profile(cluster.host_groups[0].device.name))
+
+
+def _log_deviation(cluster: ClusterSpec, profile: Profile | None) -> float:
+    """Return the standard deviation of log(measured / predicted) to expect of steps."""
+    devices = [group.device for group in cluster.host_groups]
+    if profile is None and devices[0].platform == "cpu":
+        profile = stored_profile(HOST_PROFILE)
+    layers = [s for s in profile.samples if s.name.startswith("layer")] if profile else []
+    if profile is not None and layers:
+        errors = [math.log(s.seconds / layer_seconds(profile, s)) for s in layers]
+        return max(0.05, math.sqrt(sum(error**2 for error in errors) / len(errors)))
+    correction = step_model().whole.correction
+    measured = {cell.device for cell in correction.cells}
+    if all(device.name in measured for device in devices):
+        return correction.scale
+    return max(correction.unseen, correction.scale)
 
 
 def _share_of_host(device: DeviceSpec, count: int) -> DeviceSpec:

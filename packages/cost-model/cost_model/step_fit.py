@@ -4,10 +4,10 @@
 
 Rows are split by group (equal model, devices and batch) into FOLDS parts: within each source the
 groups are ordered by a hash with a fixed seed and cut into equal parts. Every row is predicted by
-the constants fitted on the other parts (cross-validation), and the interval is set so that it holds
-80 % of those out-of-fold rows. The file that is written holds the constants fitted on all rows for
-use on new ones, and the constants of every fold, so that reports never judge a row by a fit that
-has seen it.
+the constants fitted on the other parts (cross-validation), and its interval is set so that it holds
+80 % of the out-of-fold rows of the other parts. The file that is written holds the constants
+fitted on all rows for use on new ones, and the constants of every fold, so that reports never judge
+a row by a fit that has seen it.
 """
 
 from __future__ import annotations
@@ -110,28 +110,32 @@ def fit_all(rows: Sequence[MeasuredRun]) -> StepModel:
     ]
     folds = fold_of_groups(usable)
     models = []
-    scores: dict[bool, list[float]] = {False: [], True: []}
+    scores: list[tuple[int, bool, float]] = []  # fold, many hosts, error in standard deviations
     for fold in range(FOLDS):
         kept = [row for row in usable if folds[row.source, row.group] != fold]
-        model = fit_model(kept, f"all folds but {fold}")
-        models.append(model)
+        models.append(fit_model(kept, f"all folds but {fold}"))
         for row in usable:
             if folds[row.source, row.group] == fold and row.run is not None:
                 many_hosts = row.run.cluster.host_groups[0].num_hosts > 1
-                scores[many_hosts].append(_score(row, model))
-    inside, across = (
-        float(np.quantile(scores[many], 0.8)) if scores[many] else FittedModel().interval_scale
-        for many in (False, True)
-    )
-    models = [
-        evolve(model, interval_scale=inside, interval_scale_hosts=across)
-        for model in (*models, fit_model(usable, "all rows"))
-    ]
+                scores.append((fold, many_hosts, _score(row, models[fold])))
     return StepModel(
-        whole=models[-1],
-        folds=tuple(models[:-1]),
+        whole=_with_intervals(fit_model(usable, "all rows"), scores),
+        folds=tuple(
+            _with_intervals(model, [score for score in scores if score[0] != fold])
+            for fold, model in enumerate(models)
+        ),
         fold_of_group={f"{source}|{group}": fold for (source, group), fold in folds.items()},
     )
+
+
+def _with_intervals(model: FittedModel, scores: list[tuple[int, bool, float]]) -> FittedModel:
+    """Return the model with intervals that hold 80 % of the rows behind `scores`."""
+
+    def scale(many_hosts: bool) -> float:
+        chosen = [score for _, many, score in scores if many == many_hosts]
+        return float(np.quantile(chosen, 0.8)) if chosen else model.interval_scale
+
+    return evolve(model, interval_scale=scale(False), interval_scale_hosts=scale(True))
 
 
 def _score(row: MeasuredRun, model: FittedModel) -> float:

@@ -1,3 +1,4 @@
+import math
 import timeit
 
 import numpy as np
@@ -5,9 +6,10 @@ import pytest
 from attrs import evolve
 
 from alpa_interchange.mesh import SubmeshSpec
-from cost_model import CostModel, calibrated_model, cluster, store_profile
+from cost_model import CostModel, calibrate, calibrated_model, cluster, store_profile
 from cost_model.cluster_file import parse_cluster
 from cost_model.host import default_host_profile
+from cost_model.layer_prediction import layer_seconds
 
 H100 = CostModel(cluster("h100:16"))
 HALF = SubmeshSpec(num_hosts=1, devices_per_host=4)
@@ -86,3 +88,31 @@ def test_calls_are_cheap_enough_for_a_planner():
         lambda: H100.transfer_seconds(1e6, HOST, HALF),
     ):
         assert min(timeit.repeat(call, number=1000, repeat=3)) / 1000 < 20e-6
+
+
+def test_intervals_are_wider_where_nothing_was_measured():
+    def ratio(model):
+        low, high = model.interval(2.0)
+        assert low < 2.0 < high
+        return high / low
+
+    assert ratio(CostModel(cluster("a100-80gb:8"))) < ratio(CostModel(cluster("tpu-v4:4")))
+
+
+def test_a_calibrated_interval_is_as_wide_as_its_layers_are_off(made_up_machine):
+    profile = calibrate(made_up_machine("cpu", "cpu"))
+    exact = evolve(
+        profile,
+        samples=tuple(
+            evolve(sample, seconds=layer_seconds(profile, sample))
+            for sample in profile.samples
+            if sample.name.startswith("layer")
+        ),
+    )
+    store_profile(exact)
+    low, high = CostModel(cluster("host:4")).interval(1.0)
+    assert high == pytest.approx(math.exp(1.2816 * 0.05))
+    off = tuple(evolve(sample, seconds=1.5 * sample.seconds) for sample in exact.samples)
+    store_profile(evolve(exact, samples=off))
+    low, high = CostModel(cluster("host:4")).interval(1.0)
+    assert high == pytest.approx(1.5**1.2816) and low == pytest.approx(1 / high)

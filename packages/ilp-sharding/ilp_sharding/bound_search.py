@@ -80,7 +80,7 @@ def _ascend(worker: Worker, dual: DualAscent, primal: PrimalSearch, seconds: flo
     prices[worker.base_strategies(dual.graph)] = dual.price
     worker.board.publish_prices(prices)
     for start in (dual.decoded(), dual.backward):
-        cost = primal.construct(start, dual.price)
+        cost = primal.construct(start, dual.price, polish=50)
         if math.isfinite(cost) and primal.x is not None:
             worker.offer(primal.graph, primal.x, primal.cost)
 

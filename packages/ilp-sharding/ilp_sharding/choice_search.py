@@ -34,7 +34,7 @@ def search_choices(worker: Worker) -> None:
     while time.perf_counter() < quick:
         dual.run(worker.slice(0.01 * seconds), lambda: worker.board.best, 200)
         primal.construct(dual.decoded(), dual.price)
-        primal.construct(dual.backward, dual.price)
+        primal.construct(dual.backward, dual.price, polish=50)
         _publish(worker, primal)
         if not graph.num_times:
             break
@@ -64,7 +64,11 @@ def search_choices(worker: Worker) -> None:
         _adopt(worker, primal)
         if primal.x is None or round_index % 4 == 3:
             _restart(worker, primal, price, round_index)
-        primal.improve(price, worker.slice(max(0.03 * seconds, 0.2)))
+        spell = max(0.03 * seconds, 0.2)
+        if round_index % 2:
+            primal.improve(price, worker.slice(0.5 * spell))
+        else:
+            primal.oscillate(price, worker.slice(spell))
         _publish(worker, primal)
         round_index += 1
 
@@ -79,7 +83,7 @@ def _restart(worker: Worker, primal: PrimalSearch, price: np.ndarray, round_inde
     for _ in range(10):
         dual.sweep(cost)
     for start in (dual.backward, dual.forward):
-        rival.construct(start, disturbed)
+        rival.construct(start, disturbed, polish=100)
         if worker.late:
             return
     if rival.x is None:

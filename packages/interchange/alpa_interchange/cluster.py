@@ -34,10 +34,11 @@ class DeviceSpec:
     name: str = field(validator=non_empty)
     memory: float = field(validator=positive)  # bytes a program may use
     memory_bandwidth: float = field(validator=positive)  # bytes/s
-    peak_flops: Mapping[str, float] = field(validator=_peaks, hash=False)  # dense flop/s by dtype name
+    # dense flop/s by dtype name: float32, bfloat16, ...
+    peak_flops: Mapping[str, float] = field(validator=_peaks, hash=False)
     launch_latency: float = field(default=0.0, validator=non_negative)  # seconds per kernel
     source: str = ""  # where the constants come from
-    num_units: int = field(default=1, validator=positive)  # processors that tiles are dealt to (SMs)
+    num_units: int = field(default=1, validator=positive)  # processors that share tiles (SMs)
     platform: str = "gpu"  # "gpu", "tpu" or "cpu"
     sustained: float = field(default=1.0, validator=_share)  # of the peaks, held under matmul load
 
@@ -93,7 +94,8 @@ class ClusterSpec:
     name: str = field(validator=non_empty)
     host_groups: tuple[HostGroup, ...] = field(validator=non_empty)
     inter_group: LinkSpec | None = None  # between hosts of different groups; None: the slower NIC
-    group_links: tuple[GroupLink, ...] = field(default=())  # pairs of groups for which `inter_group` is not right
+    # pairs of groups that `inter_group` is not right for
+    group_links: tuple[GroupLink, ...] = field(default=())
 
     @group_links.validator
     def _known_groups(self, _: object, group_links: tuple[GroupLink, ...]) -> None:

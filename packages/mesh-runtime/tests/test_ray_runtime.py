@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import jax
 import numpy as np
 import pytest
+from attrs import evolve
 from jax.sharding import AxisType, Mesh
 
 from mesh_runtime import InProcessRuntime, RayMesh, RayOptions, RayRuntime, WorkerError
@@ -82,15 +83,12 @@ def test_meshes_in_other_processes_train_like_one_process_and_a_dead_one_is_name
             runtime.step(job.batch(0))
     finally:
         runtime.close()
-    deadline = time.monotonic() + 20
-    while any(_alive(pid) for pid in processes.values()):
-        assert time.monotonic() < deadline, "workers outlived their runtime"
-        time.sleep(0.1)
+    _await_end(processes)
 
 
 @pytest.mark.ray
 @needs_ray
-def test_the_object_store_carries_values_where_sockets_may_not(pipeline, nodes):
+def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline, nodes):
     job = pipeline(2, 2)
     local = [
         Mesh(np.array([device]).reshape(1, 1), NAMES, axis_types=(AxisType.Auto,) * 2)
@@ -109,9 +107,27 @@ def test_the_object_store_carries_values_where_sockets_may_not(pipeline, nodes):
         )
         runtime.put(job.state())
         losses = [float(runtime.step(job.batch(step))[job.outputs[0]]) for step in range(2)]
+        np.testing.assert_allclose(losses, job.reference(2)[0], rtol=1e-5)
+
+        # a worker that hangs: the step ends by its time limit and names it
+        runtime.options = evolve(runtime.options, step_timeout=2.0)
+        processes = runtime.process_ids
+        os.kill(processes["mesh 1 host 0"], signal.SIGSTOP)
+        try:
+            with pytest.raises(WorkerError, match=r"no answer from .*mesh 1 host 0 within 2 s"):
+                runtime.step(job.batch(2))
+        finally:
+            os.kill(processes["mesh 1 host 0"], signal.SIGCONT)
     finally:
         runtime.close()
-    np.testing.assert_allclose(losses, job.reference(2)[0], rtol=1e-5)
+    _await_end(processes)
+
+
+def _await_end(processes):
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in processes.values()):
+        assert time.monotonic() < deadline, "workers outlived their runtime"
+        time.sleep(0.1)
 
 
 def _alive(pid):

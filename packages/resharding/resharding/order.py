@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 
 from resharding.bound import send_seconds
 
+_MOST_JOBS = 512  # more are bundled before they are ordered
+
 
 @frozen(kw_only=True)
 class Job:
@@ -108,6 +110,8 @@ def find_order(
     """
     if not jobs:
         return Order(sequence=(), seconds=0.0)
+    if len(jobs) > _MOST_JOBS:
+        return _order_of_bundles(jobs, lane_of, receivers_block)
     pairs = _Pairs(jobs, lane_of, receivers_block)
     if shake is not None:
         return greedy_order(pairs, np.random.default_rng((seed, shake)))
@@ -124,6 +128,37 @@ def find_order(
     if node_limit and best.seconds > bound * (1 + 1e-9):
         best = exact_order(pairs, best, bound, node_limit * 8 // max(8, len(jobs)))
     return best
+
+
+def _order_of_bundles(jobs: Sequence[Job], lane_of: dict[int, int], receivers_block: bool) -> Order:
+    """Return a list schedule of bundles of jobs that choose from and occupy the same lanes."""
+    alike: dict[tuple[frozenset[int], frozenset[int]], list[int]] = {}
+    for j, job in enumerate(jobs):
+        sending = frozenset(lane_of[device] for device in job.senders)
+        feeding = frozenset(lane_of[device] for device in job.receivers)
+        alike.setdefault((sending, feeding), []).append(j)
+    size = -(-len(jobs) // _MOST_JOBS)
+    bundles = [
+        members[k : k + size] for members in alike.values() for k in range(0, len(members), size)
+    ]
+    merged = [
+        Job(
+            seconds=sum(jobs[j].seconds for j in members),
+            senders=jobs[members[0]].senders,
+            receivers=jobs[members[0]].receivers,
+        )
+        for members in bundles
+    ]
+    order = greedy_order(_Pairs(merged, lane_of, receivers_block), None)
+    load: dict[int, float] = {}
+    sequence = []
+    for number, chosen in order.sequence:
+        for j in bundles[number]:
+            beside = [d for d in jobs[j].senders if lane_of[d] == lane_of[chosen]]
+            sender = min(beside, key=lambda device: load.get(device, 0.0))
+            load[sender] = load.get(sender, 0.0) + jobs[j].seconds
+            sequence.append((j, sender))
+    return Order(sequence=tuple(sequence), seconds=order.seconds)
 
 
 def greedy_order(pairs: _Pairs, random: np.random.Generator | None) -> Order:

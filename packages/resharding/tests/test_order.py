@@ -75,3 +75,21 @@ def test_equal_input_gives_an_equal_order():
 
 def test_no_jobs_take_no_time():
     assert find_order([], {}).seconds == 0.0
+
+
+def test_thousands_of_jobs_are_bundled_and_still_balanced():
+    # 2 sending x 2 receiving hosts, 3000 equal jobs: both pairs of hosts are always busy
+    jobs = [
+        Job(
+            seconds=1.0,
+            senders=(10 * (k % 2), 10 * (k % 2) + 1),
+            receivers=(30 + 10 * (k // 2 % 2),),
+        )
+        for k in range(3000)
+    ]
+    order = find_order(jobs, HOST_OF)
+    assert sorted(j for j, _ in order.sequence) == list(range(3000))
+    assert all(sender in jobs[j].senders for j, sender in order.sequence)
+    assert makespan(jobs, order.sequence) == pytest.approx(1500, rel=0.01)
+    used = [sender for _, sender in order.sequence]
+    assert all(used.count(device) == 750 for device in (0, 1, 10, 11))

@@ -93,3 +93,12 @@ def test_unknown_strategies_and_issue_models_are_refused():
         plan(CASES["case 1"], strategy="magic")
     with pytest.raises(ValueError, match="Network.issue must be one of"):
         Network(issue="both")
+
+
+def test_long_plans_are_valid_and_estimated(make_task):
+    task = make_task((64, 64), (16, 2), "S01 R", (16, 2), "R S01")
+    made = plan(task, Network(), options=PlanOptions(most_simulated=100))
+    check_plan(made)
+    assert len(made.transfers) == 1024
+    simulated = plan(task, Network())
+    assert made.seconds == pytest.approx(simulated.seconds, rel=0.1)

@@ -43,7 +43,7 @@ def audit_planned(
 ) -> ExecutableAudit:
     """Return the audit of the planner's plan of `model` for `cluster`.
 
-    A cluster of host devices ("host:8") is compiled and run here; any other is compiled for its GPUs
+    Host devices ("host:8") are compiled for and run; any other cluster is compiled for its GPUs
     ("h100:8") without them.
     """
     step = parallelize(model.train_step, cluster=cluster, options=options)

@@ -5,7 +5,13 @@ its local form. A new operator is one entry, or a call of `register`.
 """
 
 from alpa_meta.rules.operator import Factors, LocalCall, Operator
-from alpa_meta.rules.registry import linear_operands, operator_of, register, sharding_rule
+from alpa_meta.rules.registry import (
+    known_primitives,
+    linear_operands,
+    operator_of,
+    register,
+    sharding_rule,
+)
 from alpa_meta.rules.work import flops, traffic_bytes
 
 __all__ = [
@@ -13,6 +19,7 @@ __all__ = [
     "LocalCall",
     "Operator",
     "flops",
+    "known_primitives",
     "linear_operands",
     "operator_of",
     "register",

@@ -1,11 +1,10 @@
-"""Convolutions: batch, channels, groups, and spatial dims with the edges exchanged by neighbours."""
+"""Convolutions by batch, channels, groups, and spatial dims whose edges neighbours exchange."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from alpa_interchange import ShardingRule
-
 from alpa_meta.rules.halo import exchange
 from alpa_meta.rules.operator import (
     Dim,

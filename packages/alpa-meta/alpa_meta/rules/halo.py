@@ -41,10 +41,8 @@ def exchange(
     return lax.concatenate(parts, dim) if len(parts) > 1 else value
 
 
-def _received(
-    call: LocalCall, edge: Any, axes: tuple[str, ...], offset: int, filler: Any
-) -> Any:
-    """Return the edge of the device `offset` positions before this one; `filler` beyond the ends."""
+def _received(call: LocalCall, edge: Any, axes: tuple[str, ...], offset: int, filler: Any) -> Any:
+    """Return the edge of the device `offset` positions before; `filler` beyond the ends."""
     received = call.collectives.shift(edge, axes, offset, "halo")
     if isinstance(filler, int) and filler == 0:
         return received

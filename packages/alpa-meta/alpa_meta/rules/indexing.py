@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from alpa_interchange import ShardingRule
 from jax import lax
 
+from alpa_interchange import ShardingRule
 from alpa_meta.rules.operator import (
     Dim,
     Factors,
@@ -82,7 +82,7 @@ def _run_gather(call: LocalCall) -> list[Any]:
     for d, local in enumerate(operand.shape):
         if sizes[d] == whole[d]:
             sizes[d] = local
-    params = {"slice_sizes": tuple(sizes)}
+    params: dict[str, Any] = {"slice_sizes": tuple(sizes)}
     sharded = {d: call.operand_axes(0, d) for d in numbers.start_index_map}
     if not any(sharded.values()):
         return call.bind(**params)
@@ -143,7 +143,7 @@ def _fill_value(eqn: Any) -> Any:
         return jnp.asarray(jnp.nan, dtype)
     if dtype == np.bool_:
         return jnp.asarray(True, dtype)
-    info = jnp.iinfo(dtype)
+    info = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
     return jnp.asarray(info.min if info.min < 0 else info.max, dtype)
 
 
@@ -177,7 +177,9 @@ def _scatter_rule(eqn: Any) -> ShardingRule:
         ):
             update[place] = operand[d] = factors.new(operand_shape[d])
     for d in numbers.scatter_dims_to_operand_dims:
-        if d in numbers.inserted_window_dims or _written_one_by_one(numbers, windows, d, update_shape):
+        if d in numbers.inserted_window_dims or _written_one_by_one(
+            numbers, windows, d, update_shape
+        ):
             operand[d] = factors.new(operand_shape[d])
     return factors.rule([operand, index, update], [operand])
 
@@ -185,7 +187,7 @@ def _scatter_rule(eqn: Any) -> ShardingRule:
 def _written_one_by_one(
     numbers: Any, windows: list[int], dim: int, update_shape: tuple[int, ...]
 ) -> bool:
-    return update_shape[numbers.update_window_dims[windows.index(dim)]] == 1
+    return bool(update_shape[numbers.update_window_dims[windows.index(dim)]] == 1)
 
 
 def _run_scatter(call: LocalCall) -> list[Any]:
@@ -229,7 +231,7 @@ def _update_window(eqn: Any, dim: int) -> int:
         return 1
     windows = _window_dims(eqn, numbers.inserted_window_dims)
     place = numbers.update_window_dims[windows.index(dim)]
-    return operand_shapes(eqn)[2][place]
+    return int(operand_shapes(eqn)[2][place])
 
 
 def _dynamic_slice_rule(eqn: Any) -> ShardingRule:

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-from alpa_interchange import ShardingRule
 from jax import lax
 
+from alpa_interchange import ShardingRule
 from alpa_meta import compat
 from alpa_meta.rules.operator import (
     Dim,
@@ -75,7 +75,7 @@ class _Side:
 
 
 def _reshape_rule(eqn: Any) -> ShardingRule:
-    """Return the rule of a reshape; `dimensions` is the order in which it reads its operand's dims."""
+    """Return the rule of a reshape; `dimensions` is the order in which it reads dims."""
     factors = Factors()
     shape = operand_shapes(eqn)[0]
     order = _reading_order(eqn)
@@ -148,9 +148,7 @@ def _whole_dims_rule(eqn: Any, whole: set[int]) -> ShardingRule:
     shape = result_shapes(eqn)[0]
     rank = len(shape)
     dims: list[Dim] = [() if d in whole else factors.new(shape[d]) for d in range(rank)]
-    operands = [
-        dims if len(other) == rank else [()] * len(other) for other in operand_shapes(eqn)
-    ]
+    operands = [dims if len(other) == rank else [()] * len(other) for other in operand_shapes(eqn)]
     return factors.rule(operands, [dims] * len(eqn.outvars))
 
 

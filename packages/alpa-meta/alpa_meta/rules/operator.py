@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from alpa_interchange import Factor, LogicalMesh, ShardingRule, Strategy
 from attrs import frozen
 
+from alpa_interchange import Factor, LogicalMesh, ShardingRule, Strategy
 from alpa_meta import compat
 
 if TYPE_CHECKING:

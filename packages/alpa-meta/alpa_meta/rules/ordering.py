@@ -1,19 +1,18 @@
-"""Operators whose result depends on the order along a dim: prefix sums, sorting, the largest few."""
+"""Operators that depend on the order along a dim: running sums, sorting, the largest few."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax.numpy as jnp
-from alpa_interchange import ShardingRule
 from jax import lax
 
+from alpa_interchange import ShardingRule
 from alpa_meta.rules.operator import (
     Dim,
     Factors,
     LocalCall,
     Operator,
-    always_linear,
     operand_shapes,
     result_shapes,
 )
@@ -55,9 +54,7 @@ def _run_prefix(call: LocalCall) -> list[Any]:
     if name == "cumlogsumexp":
         masked = jnp.where(earlier, totals, -jnp.inf)
         return [jnp.logaddexp(local, _logsumexp(masked, axis))]
-    combine, reduce = (
-        (lax.max, lax.reduce_max) if name == "cummax" else (lax.min, lax.reduce_min)
-    )
+    combine, reduce = (lax.max, lax.reduce_max) if name == "cummax" else (lax.min, lax.reduce_min)
     neutral = extreme(local.dtype, lowest=name == "cummax")
     masked = jnp.where(earlier, totals, jnp.asarray(neutral, local.dtype))
     return [combine(local, jnp.expand_dims(reduce(masked, axes=(axis,)), axis))]
@@ -73,7 +70,9 @@ def _ordered_rule(eqn: Any) -> ShardingRule:
     """Return the rule of an operator that needs one dim whole and treats the others as batches."""
     params = eqn.params
     shape = operand_shapes(eqn)[0]
-    place = next(params[key] for key in ("dimension", "axis", "reduction_dimension") if key in params)
+    place = next(
+        params[key] for key in ("dimension", "axis", "reduction_dimension") if key in params
+    )
     whole = place % max(len(shape), 1)
     factors = Factors()
     dims: list[Dim] = [() if d == whole else factors.new(size) for d, size in enumerate(shape)]

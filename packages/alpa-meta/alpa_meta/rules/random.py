@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from alpa_interchange import ShardingRule
-
 from alpa_meta.rules.operator import (
     Dim,
     Factors,

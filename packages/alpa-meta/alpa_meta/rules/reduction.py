@@ -1,4 +1,4 @@
-"""Operators that combine the elements along some dims: sums, extremes, products and their places."""
+"""Operators that combine elements along some dims: sums, extremes, products, places of them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from alpa_interchange import ShardingRule
 from jax import lax
 
+from alpa_interchange import ShardingRule
 from alpa_meta.rules.operator import (
     Dim,
     Factors,
     LocalCall,
     Operator,
     always_linear,
+    never_linear,
     operand_shapes,
     run_unchanged,
-    never_linear,
 )
 
 _COMBINATIONS = {
@@ -110,7 +110,7 @@ def extreme(dtype: Any, *, lowest: bool) -> Any:
         return -np.inf if lowest else np.inf
     if dtype == np.bool_:
         return not lowest
-    info = jnp.iinfo(dtype)
+    info = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
     return info.min if lowest else info.max
 
 

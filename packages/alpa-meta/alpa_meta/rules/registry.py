@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
-from alpa_interchange import ShardingRule
 
+from alpa_interchange import ShardingRule
 from alpa_meta import compat
 from alpa_meta.rules import (
     contraction,
@@ -59,6 +59,11 @@ def register(
     """
     _OPERATORS[primitive_name] = Operator(rule, local, linear)
     _rule_of.cache_clear()
+
+
+def known_primitives() -> frozenset[str]:
+    """Return the names of the primitives in the table."""
+    return frozenset(_OPERATORS)
 
 
 def operator_of(eqn: Any) -> Operator:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from alpa_interchange import ShardingRule
-
 from alpa_meta.rules.halo import exchange
 from alpa_meta.rules.operator import (
     Dim,
@@ -23,7 +22,7 @@ from alpa_meta.rules.reduction import extreme
 def _window_rule(eqn: Any) -> ShardingRule:
     """Return the rule of a window reduction.
 
-    A dim with windows of one element is parallel. A dim whose result has the input's size divided by
+    A dim with windows of one element is parallel. A dim whose result has the input's size over
     the stride may be sharded; where windows overlap, neighbours exchange the edges.
     """
     params = eqn.params
@@ -39,7 +38,9 @@ def _window_rule(eqn: Any) -> ShardingRule:
             right.append(())
             continue
         needed = _halo(eqn, d)
-        shared = factors.new(out_size, "permutation" if any(needed) else "parallel", halo=max(needed))
+        shared = factors.new(
+            out_size, "permutation" if any(needed) else "parallel", halo=max(needed)
+        )
         left.append(shared + factors.new(stride, "replicate"))
         right.append(shared)
     given = [left if len(shape) == len(before) else [()] * len(shape) for shape in operands]
@@ -106,7 +107,7 @@ def _scatter_rule(eqn: Any) -> ShardingRule:
 
 
 def _gather_rule(eqn: Any) -> ShardingRule:
-    """Return the rule of reading each tangent at its window's selected place: windows apart only."""
+    """Return the rule of reading each tangent at its window's selected place."""
     params = eqn.params
     shape, after = operand_shapes(eqn)[0], result_shapes(eqn)[0]
     factors = Factors()

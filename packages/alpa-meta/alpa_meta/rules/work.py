@@ -1,4 +1,4 @@
-"""Work of one equation on one device, without sharding: floating-point operations and bytes moved."""
+"""Work of one equation, not sharded: floating-point operations and bytes moved."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def traffic_bytes(eqn: Any) -> float:
     name = eqn.primitive.name
     bodies = compat.subjaxprs(eqn)
     if bodies and name not in _WITH_FUNCTIONS:
-        totals = [
-            sum(traffic_bytes(e) for e in compat.open_jaxpr(body).eqns) for _, body in bodies
-        ]
+        totals = [sum(traffic_bytes(e) for e in compat.open_jaxpr(body).eqns) for _, body in bodies]
         return max(totals) if name == "cond" else sum(totals)
     if name in _FREE:
         return 0.0
@@ -85,7 +83,7 @@ def _bytes(aval: Any) -> float:
 def _dot(eqn: Any) -> float:
     (contracting, _), _ = eqn.params["dimension_numbers"]
     depth = math.prod(operand_shapes(eqn)[0][d] for d in contracting)
-    return 2.0 * _size(result_shapes(eqn)[0]) * depth
+    return float(2 * _size(result_shapes(eqn)[0]) * depth)
 
 
 def _ragged_dot(eqn: Any) -> float:
@@ -100,7 +98,7 @@ def _ragged_dot(eqn: Any) -> float:
     free = math.prod(size for d, size in enumerate(right) if d not in taken)
     rows = math.prod(size for d, size in enumerate(left) if d not in shared)
     depth = math.prod(left[d] for d in shared)
-    return 2.0 * rows * depth * free
+    return float(2 * rows * depth * free)
 
 
 def _convolution(eqn: Any) -> float:
@@ -112,7 +110,7 @@ def _convolution(eqn: Any) -> float:
     right = operand_shapes(eqn)[1]
     window = math.prod(right[d] for d in numbers.rhs_spec[1:])
     skipped = math.prod(eqn.params["lhs_dilation"])
-    return 2.0 * _size(result_shapes(eqn)[0]) * window / skipped
+    return float(2 * _size(result_shapes(eqn)[0]) * window / skipped)
 
 
 def _fourier(eqn: Any) -> float:
@@ -151,9 +149,10 @@ _COUNTS: dict[str, Callable[[Any], float]] = {
     "eig": _matrix(25.0),
     "svd": _matrix(20.0),
     "triangular_solve": _triangular,
-} | {
-    name: _window
-    for name in ("reduce_window_max", "reduce_window_min", "reduce_window_sum", "reduce_window")
+    "reduce_window": _window,
+    "reduce_window_max": _window,
+    "reduce_window_min": _window,
+    "reduce_window_sum": _window,
 }
 _WITH_FUNCTIONS = frozenset(
     "reduce reduce_window scatter scatter-add scatter-mul scatter-min scatter-max sort".split()

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
-from alpa_interchange import LogicalMesh
 from attrs import evolve, field, frozen
 from jax import lax
 
+from alpa_interchange import LogicalMesh
 from alpa_meta.audit.planned import PlannedCollective
 
 
@@ -111,7 +111,7 @@ class Collectives:
         """Return this device's part along `dim` of the sum over devices."""
 
         def scatter(x: Any) -> Any:
-            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)  # type: ignore[no-untyped-call]
 
         return self._emit("reduce-scatter", axes, scatter, value, reason)
 
@@ -121,7 +121,7 @@ class Collectives:
         """Return `value` joined along `dim`, of which it was a part, and cut along `to_dim`."""
 
         def exchange(x: Any) -> Any:
-            return lax.all_to_all(x, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
+            return lax.all_to_all(x, axes, split_axis=to_dim, concat_axis=dim, tiled=True)  # type: ignore[no-untyped-call]
 
         return self._emit("all-to-all", axes, exchange, value, reason)
 
@@ -136,19 +136,17 @@ class Collectives:
         }[reduction]
 
         def reduce(x: Any) -> Any:
-            return combine(x, axes)
+            return combine(x, axes)  # type: ignore[no-untyped-call]
 
         return self._emit("all-reduce", axes, reduce, value, reason)
 
     def shift(self, value: Any, axes: tuple[str, ...], offset: int, reason: str) -> Any:
         """Return the value of the device `offset` positions before; zeros where there is none."""
         count = self._mesh.size(axes)
-        pairs = [
-            (here, here + offset) for here in range(count) if 0 <= here + offset < count
-        ]
+        pairs = [(here, here + offset) for here in range(count) if 0 <= here + offset < count]
 
         def permute(x: Any) -> Any:
-            return lax.ppermute(x, axes, pairs)
+            return lax.ppermute(x, axes, pairs)  # type: ignore[no-untyped-call]
 
         return self._emit("collective-permute", axes, permute, value, reason)
 

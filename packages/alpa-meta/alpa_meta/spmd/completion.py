@@ -1,4 +1,4 @@
-"""From what a device computed to what the plan promises: partial sums completed, specs converted."""
+"""From what a device computed to what the plan promises: sums completed, specs converted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from typing import Any
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
-from ilp_sharding.spec_conversion import Conversions
-
 from alpa_meta.spmd.collectives import Collectives
+from ilp_sharding.spec_conversion import Conversions
 
 
 def complete(
@@ -21,9 +20,9 @@ def complete(
 ) -> Any:
     """Return the natural local `result` of an operator with its partial sums completed.
 
-    An axis of a sharded reduction factor is reduce-scattered where the strategy puts it on a dim, left
-    where the strategy says partial, and all-reduced otherwise; scattering comes first, because the
-    rest then reduces less.
+    An axis of a sharded reduction factor is reduce-scattered where the strategy puts it on a dim,
+    left where the strategy says partial, and all-reduced otherwise; scattering comes first, because
+    the rest then reduces less.
     """
     final = strategy.results[result]
     reduced: dict[str, tuple[str, ...]] = {}

@@ -1,17 +1,16 @@
-"""Runs a planned jaxpr on one device's parts, inside shard_map: rule, local operator, completion."""
+"""Runs a planned jaxpr on one device's parts, inside shard_map."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from attrs import field, frozen
-from ilp_sharding.spec_conversion import Conversions
 from jax import lax
 
+from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
 from alpa_meta.rules import LocalCall, operator_of, sharding_rule
 from alpa_meta.rules.operator import shape_of
@@ -19,6 +18,7 @@ from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.completion import complete, convert
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
 from alpa_meta.trace import inline
+from ilp_sharding.spec_conversion import Conversions
 
 
 def evaluate(
@@ -122,9 +122,7 @@ class _Walk:
             return scope.values[atom]
         key = (atom, spec)
         if key not in scope.converted:
-            scope.converted[key] = self._convert(
-                scope.values[atom], atom, source, spec, reason
-            )
+            scope.converted[key] = self._convert(scope.values[atom], atom, source, spec, reason)
         return scope.converted[key]
 
     def _convert(
@@ -145,12 +143,12 @@ class _Walk:
         if name == "cond":
             return self._cond(eqn, plan, operands)
         raise ValueError(
-            f"a RegionPlan is for scan, while, cond and recomputation, got one for {name!r}; plan it "
-            "with a Strategy"
+            f"a RegionPlan is for scan, while, cond and recomputation, got one for {name!r}; "
+            "plan it with a Strategy"
         )
 
     def _recomputation(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
-        """Run the body behind a barrier, which keeps XLA from merging it with the first computation."""
+        """Run the body behind a barrier, so that XLA does not merge it with the first run."""
         (body,) = plan.bodies
         _check_specs(eqn, "operands", plan.operands, body.inputs)
         _check_specs(eqn, "results", plan.results, body.outputs)
@@ -199,11 +197,11 @@ class _Walk:
         test_consts, body_consts = operands[:num_test], operands[num_test : num_test + num_body]
         logs = self.collectives.body(None), self.collectives.body(None)
 
-        def proceed(carry: tuple[Any, ...]) -> Any:
+        def proceed(carry: Iterable[Any]) -> Any:
             with self.collectives.inside(logs[0]):
                 return self.run(test, test_plan, [*test_consts, *carry])[0]
 
-        def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        def step(carry: Iterable[Any]) -> tuple[Any, ...]:
             with self.collectives.inside(logs[1]):
                 return tuple(self.run(body, body_plan, [*body_consts, *carry]))
 
@@ -238,7 +236,7 @@ def _literal(atom: Any) -> Any:
 def _behind_barrier(values: Sequence[Any]) -> list[Any]:
     """Return `values` behind an optimisation barrier; keys of random generators pass by."""
     plain = [k for k, value in enumerate(values) if jnp.issubdtype(value.dtype, np.generic)]
-    held = lax.optimization_barrier(tuple(jnp.asarray(values[k]) for k in plain))
+    held = lax.optimization_barrier(tuple(jnp.asarray(values[k]) for k in plain))  # type: ignore[no-untyped-call]
     result = list(values)
     for k, value in zip(plain, held, strict=True):
         result[k] = value
@@ -255,8 +253,8 @@ def _unstacked(spec: ShardingSpec) -> ShardingSpec:
 def _check_length(what: str, planned: Sequence[Any], actual: Sequence[Any]) -> None:
     if len(planned) != len(actual):
         raise ValueError(
-            f"the plan has {len(planned)} {what}, the jaxpr has {len(actual)}; was the plan made for "
-            "this jaxpr, inlined?"
+            f"the plan has {len(planned)} {what}, the jaxpr has {len(actual)}; was the plan made "
+            "for this jaxpr, inlined?"
         )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from alpa_interchange import ShardingSpec, Strategy
 from attrs import frozen
+
+from alpa_interchange import ShardingSpec, Strategy
 
 
 @frozen
@@ -21,7 +22,7 @@ class JaxprPlan:
 
 @frozen
 class RegionPlan:
-    """How a region (scan, while, cond, recomputation) runs: specs at its border, plans of its bodies.
+    """How a region (scan, while, cond, recomputation) runs: its border specs, its bodies' plans.
 
     `bodies` are (body,) for scan and recomputation, (cond, body) for while, the branches for cond.
     A carry has one spec, and the leading dim of scanned inputs and outputs is never sharded.

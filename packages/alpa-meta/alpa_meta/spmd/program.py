@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from alpa_interchange import LogicalMesh, ShardingSpec
-from ilp_sharding.spec_conversion import Conversions
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from alpa_interchange import LogicalMesh, ShardingSpec
 from alpa_meta import compat
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.rules.operator import shape_of
 from alpa_meta.spmd.collectives import CollectiveLog, Collectives
 from alpa_meta.spmd.evaluation import evaluate
 from alpa_meta.spmd.plan import JaxprPlan
+from ilp_sharding.spec_conversion import Conversions
 
 
 def partition_spec(spec: ShardingSpec) -> PartitionSpec:
@@ -25,12 +25,10 @@ def partition_spec(spec: ShardingSpec) -> PartitionSpec:
     axes, and sharded over them.
     """
     dims = [axes or None for axes in spec.dims]
-    return PartitionSpec(*([spec.partial, *dims] if spec.partial else dims))
+    return PartitionSpec(*([spec.partial, *dims] if spec.partial else dims))  # type: ignore[no-untyped-call]
 
 
-def global_shape(
-    shape: tuple[int, ...], spec: ShardingSpec, mesh: LogicalMesh
-) -> tuple[int, ...]:
+def global_shape(shape: tuple[int, ...], spec: ShardingSpec, mesh: LogicalMesh) -> tuple[int, ...]:
     """Return the shape of the array that stands for a tensor of `shape` with `spec`."""
     return (mesh.size(spec.partial), *shape) if spec.partial else shape
 
@@ -84,7 +82,7 @@ def planned_collectives(
     log = CollectiveLog()
     program = shard_map_program(closed, plan, mesh, conversions, Collectives(mesh, log))
     shapes = [
-        jax.ShapeDtypeStruct(global_shape(shape_of(var), spec, mesh), var.aval.dtype)
+        jax.ShapeDtypeStruct(global_shape(shape_of(var), spec, mesh), var.aval.dtype)  # type: ignore[no-untyped-call]
         for var, spec in zip(compat.open_jaxpr(closed).invars, plan.inputs, strict=True)
     ]
     jax.eval_shape(program, *shapes)

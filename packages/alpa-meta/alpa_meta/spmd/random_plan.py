@@ -7,20 +7,20 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
 from attrs import frozen
-from ilp_sharding.spec_conversion import sharding_specs
-from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
 
+from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
 from alpa_meta import compat
 from alpa_meta.rules import linear_operands, sharding_rule
 from alpa_meta.rules.operator import shape_of
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
 from alpa_meta.trace import inline
+from ilp_sharding.spec_conversion import sharding_specs
+from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
 
 
 def random_plan(closed: Any, mesh: LogicalMesh, seed: int) -> JaxprPlan:
-    """Return a plan of `closed` with a random strategy per equation and random specs at its border."""
+    """Return a plan of `closed` with random strategies and random specs at its border."""
     draw = _Draw(mesh, random.Random(seed))
     jaxpr = compat.open_jaxpr(closed)
     return draw.plan(closed, draw.specs(jaxpr.invars), draw.specs(jaxpr.outvars))

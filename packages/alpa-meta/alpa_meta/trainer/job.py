@@ -23,6 +23,7 @@ from alpa_meta.report.timeline_figure import draw_timeline
 from alpa_meta.trainer.checkpoint import CheckpointError, restore_state
 from alpa_meta.trainer.comparison import Comparison, compare_with_one_device
 from alpa_meta.trainer.evaluation import HELD_OUT_BYTES, baseline_loss, held_out_loss
+from alpa_meta.trainer.host_devices import check_devices
 from alpa_meta.trainer.loop import batch_of, run_steps
 from alpa_meta.trainer.metrics import StepMetrics, read_metrics
 from alpa_meta.trainer.planning import Parallelism, batch_shapes, find_cluster, parallel_step
@@ -81,7 +82,10 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     if request.resume is not None:
         _check_text(request, text)
     cluster = find_cluster(request.cluster)
+    note = check_devices(cluster)
     console.print(cluster_table(cluster))
+    if note is not None:
+        console.print(note)
     trigram = baseline_loss(settings.model, text)
     console.print(
         f"text: the standard library's source, {len(text.train):,} bytes of {text.num_train_files} "

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
 from alpa_interchange import LogicalMesh, MeshAxis, Strategy
 from alpa_meta import compat
 from alpa_meta.rules import linear_operands, sharding_rule
@@ -18,7 +20,6 @@ from alpa_meta.spmd import JaxprPlan, planned_collectives, shard_map_program
 from alpa_meta.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def logical_mesh(shape: Sequence[int]) -> LogicalMesh:
@@ -98,13 +99,9 @@ def check_equation(
         return 0
     closed = single(eqn)
     invars = compat.open_jaxpr(closed).invars
-    places = [
-        next(k for k, atom in enumerate(eqn.invars) if atom is var) for var in invars
-    ]
+    places = [next(k for k, atom in enumerate(eqn.invars) if atom is var) for var in invars]
     conversions = Conversions(mesh, seconds)
-    plans = [
-        JaxprPlan(tuple(s.operands[k] for k in places), (s,), s.results) for s in chosen
-    ]
+    plans = [JaxprPlan(tuple(s.operands[k] for k in places), (s,), s.results) for s in chosen]
 
     def everything(*args: Any) -> Any:
         outputs = []
@@ -129,13 +126,13 @@ def check_equation(
     whole = NamedSharding(jax_mesh(mesh), PartitionSpec())
     expected = jax.jit(lambda *args: compat.bind(eqn, _operands(eqn, invars, args)))(*values)
     quick = {"xla_backend_optimization_level": 0}
-    actual = jax.jit(
-        everything, in_shardings=whole, out_shardings=whole, compiler_options=quick
-    )(*values)
+    actual = jax.jit(everything, in_shardings=whole, out_shardings=whole, compiler_options=quick)(
+        *values
+    )
     for strategy, outputs in zip(chosen, actual, strict=True):
         for number, (one, other) in enumerate(zip(outputs, expected, strict=True)):
             assert equal(one, other, tolerance), (
-                f"result {number} of {eqn.primitive.name} with rule {sharding_rule(eqn)} differs for "
+                f"result {number} of {eqn.primitive.name}, rule {sharding_rule(eqn)}, differs for "
                 f"strategy {strategy}: {strategy.operands} -> {strategy.results}\n"
                 f"{np.asarray(one)}\nis not\n{np.asarray(other)}\nparams {eqn.params}"
             )
@@ -179,7 +176,11 @@ def check_function(
         signature = (name, str(eqn.params), tuple(str(a.aval) for a in eqn.invars))
         new = signature not in seen
         seen.add(signature)
-        if new and (only is None or name == only) and any(shape_of(v) for v in eqn.outvars + eqn.invars):
+        if (
+            new
+            and (only is None or name == only)
+            and any(shape_of(v) for v in eqn.outvars + eqn.invars)
+        ):
             variables = list(
                 dict.fromkeys(a for a in eqn.invars if not isinstance(a, compat.Literal))
             )

@@ -41,14 +41,16 @@ def test_gradients_of_a_grouped_convolution_use_batch_groups(check):
 
     def loss(images, kernel):
         made = lax.conv_general_dilated(
-            images, kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"),
+            images,
+            kernel,
+            (1,),
+            "SAME",
+            dimension_numbers=("NHC", "HIO", "NHC"),
             feature_group_count=2,
         )
         return (made**2).sum()
 
-    done = check(
-        jax.grad(loss, (0, 1)), (images, kernel), only="conv_general_dilated", count=6
-    )
+    done = check(jax.grad(loss, (0, 1)), (images, kernel), only="conv_general_dilated", count=6)
     assert done["conv_general_dilated"] > 10
 
 

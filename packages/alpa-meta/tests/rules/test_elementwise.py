@@ -1,9 +1,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+
 from alpa_meta.rules import sharding_rule
 from alpa_meta.trace import inline
-from jax import lax
 
 X = jax.random.normal(jax.random.key(0), (8, 4))
 Y = jax.random.normal(jax.random.key(1), (8, 4))
@@ -18,7 +19,12 @@ def every_kind_of_operand(x, y):
     chosen = lax.select_n(x[0, 0] > 0, narrow, lax.clamp(-0.5, y, 0.5))
     held = lax.optimization_barrier((chosen, x[0]))
     bits = lax.bitcast_convert_type(held[0], jnp.uint16)
-    return jnp.exp2(held[0]) + held[1], bits, lax.complex(x, y).conj().real, lax.reduce_precision(x, 8, 3)
+    return (
+        jnp.exp2(held[0]) + held[1],
+        bits,
+        lax.complex(x, y).conj().real,
+        lax.reduce_precision(x, 8, 3),
+    )
 
 
 def test_elements_are_computed_where_they_are(check):

@@ -12,14 +12,16 @@ ROWS = jax.random.normal(jax.random.key(1), (2, 4, 8))
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
 def test_an_embedding_is_looked_up_by_vocabulary_or_hidden(check, mode):
     tokens = jnp.abs(TOKENS) % 16 if mode == "promise_in_bounds" else TOKENS
-    done = check(
-        lambda t, i: t.at[i].get(mode=mode), (TABLE, tokens), only="gather", count=16
-    )
+    done = check(lambda t, i: t.at[i].get(mode=mode), (TABLE, tokens), only="gather", count=16)
     assert done["gather"] > 8
 
 
 def test_a_lookup_of_integers_and_flags_is_exact(check):
-    check(lambda t, i: t.at[i].get(mode="fill"), ((TABLE * 9).astype(jnp.int32), TOKENS), only="gather")
+    check(
+        lambda t, i: t.at[i].get(mode="fill"),
+        ((TABLE * 9).astype(jnp.int32), TOKENS),
+        only="gather",
+    )
     check(lambda t, i: t.at[i].get(mode="fill"), (TABLE > 0, TOKENS), only="gather")
 
 

@@ -1,9 +1,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+
 from alpa_meta.rules import sharding_rule
 from alpa_meta.trace import inline
-from jax import lax
 
 X = jnp.arange(64.0).reshape(8, 8)
 
@@ -33,20 +34,35 @@ def test_a_reshape_shares_the_factors_of_its_dims(before, after, rule):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((4, 8), (32,)), ((8, 4), (2, 4, 4)), ((4, 2, 4), (8, 4)), ((6, 4), (4, 6))]
+    ("before", "after"),
+    [((4, 8), (32,)), ((8, 4), (2, 4, 4)), ((4, 2, 4), (8, 4)), ((6, 4), (4, 6))],
 )
 def test_reshapes_of_shards_are_shards_of_reshapes(check, before, after):
-    check(lambda x: x.reshape(after), (jnp.arange(float(X.size))[: 2 * 12 if before == (6, 4) else 32].reshape(before),))
+    check(
+        lambda x: x.reshape(after),
+        (jnp.arange(float(X.size))[: 2 * 12 if before == (6, 4) else 32].reshape(before),),
+    )
 
 
 def moves(x):
     wide = lax.broadcast_in_dim(x, (8, 2, 8), (0, 2))
     turned = lax.transpose(wide, (2, 0, 1))
-    counted = lax.broadcasted_iota(jnp.int32, (8, 4), 0) + lax.broadcasted_iota(jnp.int32, (8, 4), 1)
+    counted = lax.broadcasted_iota(jnp.int32, (8, 4), 0) + lax.broadcasted_iota(
+        jnp.int32, (8, 4), 1
+    )
     joined = lax.concatenate([x, x], 1)
     padded = lax.pad(x, 0.0, ((1, 2, 0), (0, 0, 0)))
     parts = lax.split(x, (2, 6), 0)
-    return turned, counted, joined, padded, parts, lax.rev(x, (1,)), x[1:7, :], lax.squeeze(x[:1], (0,))
+    return (
+        turned,
+        counted,
+        joined,
+        padded,
+        parts,
+        lax.rev(x, (1,)),
+        x[1:7, :],
+        lax.squeeze(x[:1], (0,)),
+    )
 
 
 def test_elements_move_within_their_shards(check):
@@ -62,4 +78,10 @@ def test_a_stack_keeps_the_new_dim_whole(check):
 
 def test_a_reinterpreted_type_keeps_the_word_dim_whole(check):
     check(lambda x: lax.bitcast_convert_type(x, jnp.uint8), (X,), count=3)
-    check(lambda x: lax.bitcast_convert_type(x, jnp.float64 if jax.config.jax_enable_x64 else jnp.uint32), (X,), count=3)
+    check(
+        lambda x: lax.bitcast_convert_type(
+            x, jnp.float64 if jax.config.jax_enable_x64 else jnp.uint32
+        ),
+        (X,),
+        count=3,
+    )

@@ -25,7 +25,12 @@ def test_right_hand_sides_are_independent(check):
         return lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
 
     check(function, (SPD, A), count=4, tolerance=1e-4)
-    check(lambda a, b: lax.linalg.triangular_solve(a, b, lower=True), (SPD, A), count=4, tolerance=1e-4)
+    check(
+        lambda a, b: lax.linalg.triangular_solve(a, b, lower=True),
+        (SPD, A),
+        count=4,
+        tolerance=1e-4,
+    )
 
 
 def test_transforms_are_sharded_by_the_other_dims(check):

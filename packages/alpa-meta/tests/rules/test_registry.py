@@ -1,12 +1,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from alpa_interchange import ShardingRule
-from alpa_meta.rules import Factors, linear_operands, register, sharding_rule
-from alpa_meta.trace import inline
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+from alpa_interchange import ShardingRule
+from alpa_meta.rules import Factors, linear_operands, register, sharding_rule
+from alpa_meta.trace import inline
 
 X = jnp.ones((4, 8))
 
@@ -61,7 +62,12 @@ def test_a_rule_of_the_wrong_rank_is_refused_with_its_ranks():
         (lambda x: x.sum(0), True),
         (lambda x: x.max(0), False),
         (lambda x: lax.convert_element_type(x, jnp.bfloat16), False),
-        (lambda x: lax.convert_element_type(lax.convert_element_type(x, jnp.float16), jnp.float32), True),
+        (
+            lambda x: lax.convert_element_type(
+                lax.convert_element_type(x, jnp.float16), jnp.float32
+            ),
+            True,
+        ),
         (lambda x: lax.pad(x, 0.0, ((1, 1, 0), (0, 0, 0))), True),
         (lambda x: lax.pad(x, 1.0, ((1, 1, 0), (0, 0, 0))), False),
         (lambda x: lax.broadcast_in_dim(1.0, (4,), ()), False),

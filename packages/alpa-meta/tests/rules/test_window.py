@@ -7,7 +7,9 @@ X = jax.random.normal(jax.random.key(0), (2, 8, 8, 4))
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("operation", "start"), [(lax.max, -jnp.inf), (lax.add, 0.0), (lax.min, jnp.inf)])
+@pytest.mark.parametrize(
+    ("operation", "start"), [(lax.max, -jnp.inf), (lax.add, 0.0), (lax.min, jnp.inf)]
+)
 def test_pooling_exchanges_the_edges_of_overlapping_windows(check, operation, start, size):
     def function(x):
         return lax.reduce_window(x, start, operation, (1, size, size, 1), (1, 2, 2, 1), "SAME")

@@ -1,8 +1,9 @@
 import jax
 import jax.numpy as jnp
+from jax import lax
+
 from alpa_meta.rules import flops, traffic_bytes
 from alpa_meta.trace import inline
-from jax import lax
 
 
 def eqns(function, *args):

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attrs import frozen
+from jax.sharding import AxisType, Mesh
+
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.spmd import (
     JaxprPlan,
@@ -18,9 +21,7 @@ from alpa_meta.spmd import (
     shard_map_program,
 )
 from alpa_meta.trace import inline
-from attrs import frozen
 from ilp_sharding.spec_conversion import Conversions
-from jax.sharding import AxisType, Mesh
 
 
 def seconds(kind: str, bytes: float, axes: tuple[str, ...]) -> float:

@@ -2,16 +2,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.spmd import CollectiveLog, Collectives
-from jax.sharding import AxisType, Mesh, PartitionSpec
 
 MESH = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=4)))
 
 
 def on_devices(function, value, spec, out):
-    devices = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    devices = Mesh(
+        np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2
+    )
     mapped = jax.shard_map(function, mesh=devices, in_specs=spec, out_specs=out, check_vma=False)
     return jax.jit(mapped)(value)
 

@@ -3,10 +3,11 @@ import random
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh
+
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec
 from alpa_meta.spmd import JaxprPlan, jax_sharding, shard_map_program
 from ilp_sharding.spec_conversion import Conversions
-from jax.sharding import AxisType, Mesh
 
 
 def seconds(kind: str, bytes: float, axes: tuple[str, ...]) -> float:

@@ -1,11 +1,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+
 from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.audit.account import account
 from alpa_meta.audit.hlo import compiled_collectives
 from alpa_meta.spmd import JaxprPlan
-from jax import lax
 
 KEY = jax.random.key(0)
 
@@ -108,11 +109,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("seed", "name"), enumerate(PROGRAMS))
 def test_a_training_step_is_right_whatever_its_plan(run, same, name, seed):
     function, args = PROGRAMS[name]
-    found = run(function, args, ((2, 2, 2), (4, 2))[seed], seed=seed)
+    found = run(function, args, ((2, 2, 2), (4, 2))[seed % 2], seed=seed)
     same(found)
     axis_sizes = dict(zip(found.mesh.axis_names, found.mesh.shape, strict=True))
     report = account(found.planned, compiled_collectives(found.text), axis_sizes)
@@ -132,7 +132,7 @@ def test_loops_and_branches_are_right_whatever_their_plan(run, same):
         z = lax.cond(y.sum() > 0, lambda y: (y, y.max()), lambda y: (-y, y.min()), y)
         return newton(x), y, z, lax.map(lambda row: row * row.sum(), x)
 
-    for seed, index in ((0, 0), (1, 1), (2, 7)):
+    for seed, index in ((0, 0), (1, 7)):
         same(run(program, (normal(1, 8, 8) / 8, jnp.int32(index)), (2, 2), seed=seed))
 
 

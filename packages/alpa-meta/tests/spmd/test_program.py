@@ -1,6 +1,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
 from alpa_meta.audit.hlo import compiled_collectives
 from alpa_meta.spmd import (
@@ -13,8 +16,6 @@ from alpa_meta.spmd import (
 )
 from alpa_meta.trace import inline
 from ilp_sharding.spec_conversion import Conversions
-from jax import lax
-from jax.sharding import PartitionSpec
 
 MESH = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=4)))
 WHOLE, ROWS, COLUMNS = (
@@ -26,9 +27,7 @@ WHOLE, ROWS, COLUMNS = (
 
 def product(results):
     """Return the strategy of a 2-d product with its shared dim over x."""
-    return Strategy(
-        assignment=(("a", ("x",)),), operands=(COLUMNS, ROWS), results=(results,)
-    )
+    return Strategy(assignment=(("a", ("x",)),), operands=(COLUMNS, ROWS), results=(results,))
 
 
 def test_an_unreduced_sum_crosses_the_border_with_one_more_dim():
@@ -42,7 +41,9 @@ def test_an_unreduced_sum_crosses_the_border_with_one_more_dim():
 def test_a_product_over_a_sharded_dim_is_all_reduced_or_scattered(run):
     for results, kind, count in ((WHOLE, "all-reduce", 64), (ROWS, "reduce-scatter", 32)):
         plan = JaxprPlan((COLUMNS, ROWS), (product(results),), (results,))
-        found = run(jnp.dot, (jnp.ones((8, 8)), jnp.ones((8, 8))), (2,), plan=lambda *_: plan)
+        found = run(
+            jnp.dot, (jnp.ones((8, 8)), jnp.ones((8, 8))), (2,), plan=lambda *_, plan=plan: plan
+        )
         (planned,) = found.planned
         (compiled,) = compiled_collectives(found.text)
         assert (planned.kind, planned.bytes, planned.axes) == (kind, 4 * count, ("x",))
