@@ -16,7 +16,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.executable import Executable
 from alpa_meta.options import Options
 from alpa_meta.planner import Planned, make_plan, restore
-from alpa_meta.program import Step, abstract_leaf
+from alpa_meta.program import Step, abstract_leaf, is_array
 
 
 @frozen(eq=False)
@@ -27,8 +27,18 @@ class Unborn:
     args: tuple[Any, ...]
 
     def shapes(self) -> Any:
-        """Return the shapes of the state to be."""
-        return jax.eval_shape(self.make, *self.args)
+        """Return the state to be with shapes for its arrays; leaves that are no arrays as they are."""
+        made: list[Any] = []
+
+        def arrays_only(*args: Any) -> list[Any]:
+            leaves, tree = jax.tree.flatten(self.make(*args))
+            kept = [None if is_array(leaf) else leaf for leaf in leaves]
+            made[:] = [tree, kept]
+            return [leaf for leaf in leaves if is_array(leaf)]
+
+        shapes = iter(jax.eval_shape(arrays_only, *self.args))
+        tree, kept = made
+        return tree.unflatten([next(shapes) if leaf is None else leaf for leaf in kept])
 
 
 @frozen(eq=False)

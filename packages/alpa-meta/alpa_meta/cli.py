@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from alpa_interchange import DocumentError
+from alpa_meta.audit.cli import audit
 from alpa_meta.errors import PlanError
 from cost_model import cli as cost_model_commands
 
@@ -198,6 +199,7 @@ def show(
         console.print(f"wrote {picture}")
 
 
+app.command()(audit)
 app.command()(cost_model_commands.clusters)
 app.command()(cost_model_commands.calibrate)
 

@@ -6,6 +6,7 @@ Only public modules are used: `jax`, `jax.core`, `jax.extend`, `jax.interpreters
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,3 +108,9 @@ def name_stack(eqn: Any) -> str:
 def with_outer_name_stack(eqn: Any, outer: Any) -> Any:
     """Return the source info of `eqn` with the name stack `outer` in front."""
     return eqn.source_info.replace(name_stack=outer + eqn.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype, remembered: numpy takes long to say it."""
+    return str(dtype)

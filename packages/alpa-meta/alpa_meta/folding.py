@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from alpa_meta.compat import Literal, is_drop, subjaxprs
+from alpa_meta.compat import Literal, dtype_name, is_drop, subjaxprs
 from alpa_meta.rules import sharding_rule
 
 
@@ -77,4 +77,4 @@ def _signature(eqns: Sequence[Any], phases: Sequence[str]) -> Hashable:
 
 
 def _type(atom: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(getattr(atom.aval, "shape", ())), str(getattr(atom.aval, "dtype", ""))
+    return tuple(getattr(atom.aval, "shape", ())), dtype_name(getattr(atom.aval, "dtype", ""))

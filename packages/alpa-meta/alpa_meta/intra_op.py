@@ -38,7 +38,16 @@ from ilp_sharding.problem_builder import ProblemBuilder
 from ilp_sharding.spec_conversion import Conversions, sharding_specs
 from ilp_sharding.strategies import completed_specs, natural_strategies, shardable_factors
 
-from alpa_meta.compat import Literal, closed, is_drop, is_remat, open_jaxpr, scan_counts, subjaxprs
+from alpa_meta.compat import (
+    Literal,
+    closed,
+    dtype_name,
+    is_drop,
+    is_remat,
+    open_jaxpr,
+    scan_counts,
+    subjaxprs,
+)
 from alpa_meta.layering import tensor_bytes
 from alpa_meta.rules import flops, linear_operands, sharding_rule, traffic_bytes
 from alpa_meta.spmd import JaxprPlan, RegionPlan
@@ -67,7 +76,11 @@ class MeshCosts:
     model: CostModel
     host_group: int = 0
     while_trips: int = 8  # assumed trips of a while loop, whose true number is not known
+    followed: dict[tuple[ShardingRule, int, bool], dict[ShardingSpec, Strategy]] = field(
+        factory=dict, repr=False
+    )  # what equations that follow an operand do under each of its specs
     _strategies: dict[ShardingRule, tuple[Strategy, ...]] = field(factory=dict, repr=False)
+    _matrices: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
 
     @functools.cached_property
     def conversions(self) -> Conversions:
@@ -84,6 +97,24 @@ class MeshCosts:
         if rule not in self._strategies:
             self._strategies[rule] = natural_strategies(rule, self.mesh)
         return self._strategies[rule]
+
+    def conversion_seconds(
+        self,
+        shape: tuple[int, ...],
+        bytes: float,
+        sources: tuple[ShardingSpec, ...],
+        targets: tuple[ShardingSpec, ...],
+    ) -> np.ndarray:
+        """Return [sources, targets] seconds of conversion, remembered."""
+        key = (shape, bytes, sources, targets)
+        if key not in self._matrices:
+            rows = {spec: number for number, spec in enumerate(dict.fromkeys(sources))}
+            columns = {spec: number for number, spec in enumerate(dict.fromkeys(targets))}
+            small = self.conversions.matrix(shape, bytes, list(rows), list(columns))
+            self._matrices[key] = small[
+                np.ix_([rows[spec] for spec in sources], [columns[spec] for spec in targets])
+            ]
+        return self._matrices[key]
 
     def compute_seconds(self, kind: str, flops: float, bytes: float, dtype: str) -> float:
         """Return the seconds of an operator's part on one device.
@@ -422,7 +453,7 @@ class _Builder:
     ) -> tuple[Strategy, ...]:
         """Return the strategy of `eqn` under each spec of the operand it follows."""
         passes = all(var in self._partial for var in eqn.outvars) and linear_operands(eqn)
-        found: dict[ShardingSpec, Strategy] = {}
+        found = self.costs.followed.setdefault((rule, leader, passes), {})
         for spec in source.specs:
             if spec not in found:
                 found[spec] = self._followed(rule, leader, spec, passes)
@@ -462,7 +493,7 @@ class _Builder:
         name = eqn.primitive.name
         work, traffic = flops(eqn), traffic_bytes(eqn)
         kind = _MATMULS.get(name, "convolution" if name.startswith("conv_") else "elementwise")
-        dtype = str(eqn.invars[0].aval.dtype) if eqn.invars else "float32"
+        dtype = dtype_name(eqn.invars[0].aval.dtype) if eqn.invars else "float32"
         seconds = []
         for strategy in strategies:
             shards = self.costs.mesh.size(tuple(a for _, axes in strategy.assignment for a in axes))
@@ -506,22 +537,10 @@ class _Builder:
         """Add the cost of converting a value from its producer's specs to those wanted by `node`."""
         if source.node is None or node is None or not source.shape:
             return
-        matrix = self._conversion(source.shape, source.bytes, source.specs, tuple(wanted)) * weight
+        matrix = self.costs.conversion_seconds(
+            source.shape, source.bytes, source.specs, tuple(wanted)
+        ) * weight
         self._add_edge(source.node, node, matrix)
-
-    def _conversion(
-        self,
-        shape: tuple[int, ...],
-        bytes: float,
-        sources: tuple[ShardingSpec, ...],
-        targets: tuple[ShardingSpec, ...],
-    ) -> np.ndarray:
-        from_specs = list(dict.fromkeys(sources))
-        to_specs = list(dict.fromkeys(targets))
-        small = self.costs.conversions.matrix(shape, bytes, from_specs, to_specs)
-        rows = np.array([from_specs.index(spec) for spec in sources])
-        columns = np.array([to_specs.index(spec) for spec in targets])
-        return small[np.ix_(rows, columns)]
 
     def _add_edge(self, first: int | None, second: int, matrix: np.ndarray) -> None:
         assert first is not None

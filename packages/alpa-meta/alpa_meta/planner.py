@@ -30,7 +30,7 @@ from alpa_interchange import (
     StageSharding,
 )
 from attrs import evolve, frozen
-from cost_model import CostModel
+from cost_model import CostModel, calibrated_model
 
 from alpa_meta.candidates import (
     MeshSolution,
@@ -123,7 +123,7 @@ def _larger_counts(tried: int, step: Step, options: Options) -> list[int]:
 def _plan_with(
     counts: list[int], step: Step, cluster: ClusterSpec, options: Options
 ) -> Planned:
-    model = CostModel(cluster)
+    model = calibrated_model(cluster)
     searches: list[_Search] = []
     missing: list[float] = []
     outlooks = []
@@ -135,11 +135,15 @@ def _plan_with(
         (outlook, work) for outlook, _ in outlooks for work in _meshes(outlook, model, options)
     ]
     solved: dict[int, list[MeshSolution]] = {id(outlook): [] for outlook, _ in outlooks}
+    whole_fits = False
     for number, (outlook, (submesh, mesh, whole)) in enumerate(jobs):
         options.progress("plan", number, len(jobs) + 1)
+        if whole and whole_fits and outlook.program.num_microbatches > min(counts):
+            continue  # more microbatches on one mesh only save memory, which is not needed
         limit = _memory(cluster, submesh.host_group, options)
         found, lacking = solve_mesh(outlook, submesh, mesh, model, limit, whole, options)
         solved[id(outlook)] += found
+        whole_fits = whole_fits or bool(whole and found)
         if lacking:
             missing.append(lacking)
     for outlook, layering in outlooks:
@@ -158,7 +162,7 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     check_program(plan, program, step)
     outlook, layering = _outlook(program, options, len(plan.layers))
     staging = assign_stages(layering, plan.layer_cuts, program.jaxpr.outvars)
-    model = CostModel(plan.cluster)
+    model = calibrated_model(plan.cluster)
     selections = []
     for stage, sharding in enumerate(plan.shardings):
         candidate = plan.stage_plan.stages[stage].candidate
@@ -456,9 +460,10 @@ def _finish(
         )
         limit = _memory(cluster, placed.candidate.submesh.host_group, options)
         room = limit - placed.candidate.transient_bytes
+        known = _whole_solution(placed.candidate, search)
         key = problem_hash(selection) + repr(selection.problem.node_cost.sum())
         if key not in solved:
-            solved[key] = solve(selection, options, max(room, 1.0))
+            solved[key] = known or solve(selection, options, max(room, 1.0))
         solution = solved[key]
         if solution.choice is None:
             return max((solution.smallest_memory or room * 1.1) - room, 1.0)
@@ -498,6 +503,20 @@ def _finish(
         provenance=_provenance(),
     )
     return Planned(plan, outlook.program, staging, tuple(selections), tasks)
+
+
+def _whole_solution(candidate: StageCandidate, search: _Search) -> ShardingSolution | None:
+    """Return the solution of a stage that is the whole program, whose problem was solved already."""
+    if candidate.layer_stop - candidate.layer_start < search.outlook.num_layers:
+        return None
+    return next(
+        (
+            found.solution
+            for found in search.solutions
+            if found.whole and found.mesh == candidate.logical
+        ),
+        None,
+    )
 
 
 def _memory_by_name(costs: StageCosts, in_flight: int) -> dict[str, float]:

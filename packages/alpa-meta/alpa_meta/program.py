@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from attrs import field, frozen
 
-from alpa_meta.batch import CONSTANT, Scaling, batch_scaling
+from alpa_meta.batch import CONSTANT, MIXED, Scaling, batch_scaling
 from alpa_meta.compat import Literal, is_drop, open_jaxpr
 from alpa_meta.errors import PlanError
 from alpa_meta.phases import Phases, classify
@@ -158,7 +158,8 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Return whether a pytree leaf is an array or a number."""
     shaped = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     return shaped or isinstance(leaf, (bool, int, float, complex))
 
@@ -173,7 +174,7 @@ def _layout_of(args: tuple[Any, ...], static_argnums: tuple[int, ...]) -> _Layou
         marks = []
         for path, leaf in flat:
             leaves.append(leaf)
-            dynamic.append(_is_array(leaf))
+            dynamic.append(is_array(leaf))
             marks.append(None if dynamic[-1] else leaf)
             paths.append(jax.tree_util.keystr(path))
             argnums.append(number)
@@ -199,7 +200,7 @@ def _trace(step: Step, batch: int | None) -> tuple[Any, Any]:
                 args.append(tree.unflatten([next(leaves) for _ in range(tree.num_leaves)]))
         result = step.function(*args)
         paths_leaves, tree = jax.tree_util.tree_flatten_with_path(result)
-        arrays_out = tuple(_is_array(leaf) for _, leaf in paths_leaves)
+        arrays_out = tuple(is_array(leaf) for _, leaf in paths_leaves)
         kept = tuple(
             None if is_array else leaf
             for (_, leaf), is_array in zip(paths_leaves, arrays_out, strict=True)
@@ -311,13 +312,9 @@ def _program(step: Step, num_microbatches: int) -> Program:
         )
     size = step.batch_size // num_microbatches
     closed, (_, _, _, paths) = step.traced(size)
-    larger, _ = step.traced(2 * size)
     roles, aliases = step._roles
     jaxpr = open_jaxpr(closed)
-    given = [
-        Scaling("example", 0, 0) if role == "batch" else CONSTANT for role in roles
-    ]
-    scaling = batch_scaling(closed, larger, given)
+    scaling = _scaling(step, size, roles)
     phases = classify(jaxpr.eqns, scaling)
     inputs = tuple(
         Leaf(name, abstract_leaf(leaf), role)
@@ -333,6 +330,30 @@ def _program(step: Step, num_microbatches: int) -> Program:
         num_microbatches=num_microbatches,
         inexact=_inexact(jaxpr, phases, scaling),
     )
+
+
+def _scaling(step: Step, size: int, roles: Sequence[str]) -> dict[Any, Scaling]:
+    """Return the batch scaling of every variable of the program of `size` examples.
+
+    A batch dim of one example has no factor in sharding rules; such a program is followed at two.
+    """
+    given = [Scaling("example", 0, 0) if role == "batch" else CONSTANT for role in roles]
+    followed = max(size, 2)
+    small, large = step.traced(followed)[0], step.traced(2 * followed)[0]
+    found = batch_scaling(small, large, given)
+    if followed == size:
+        return found
+    own, twin = open_jaxpr(step.traced(size)[0]), open_jaxpr(small)
+    same = [eqn.primitive for eqn in own.eqns] == [eqn.primitive for eqn in twin.eqns]
+    if not same:
+        return batch_scaling(step.traced(size)[0], small, given)
+    scaling = {var: found[other] for var, other in zip(own.invars, twin.invars, strict=True)}
+    scaling.update((var, CONSTANT) for var in own.constvars)
+    for eqn, other in zip(own.eqns, twin.eqns, strict=True):
+        for var, same_var in zip(eqn.outvars, other.outvars, strict=True):
+            if not is_drop(var):
+                scaling[var] = found.get(same_var, MIXED)
+    return scaling
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:

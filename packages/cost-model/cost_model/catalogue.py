@@ -1,8 +1,8 @@
 """Hardware presets: devices, links and hosts by name, every constant with its source.
 
 Bandwidths are the maker's figures for one direction; `LinkSpec.efficiency` says which share of them
-large transfers reach. Efficiencies fitted to measurements name the fit; the others take the mean of
-the fitted ones of the same technology and say so.
+large transfers reach. Where collectives were measured on a link, `link_table` replaces both. What
+is called assumed was neither measured here nor taken from a publication.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from attrs import evolve
 from alpa_interchange.cluster import DeviceSpec, HostGroup, LinkSpec
 
 _GIB = float(1 << 30)
-_NCCL = "latency: NCCL 2.18 tuning table (hardware latency of a ring step)"
-_BUS = "efficiency: bus bandwidth of large all-reduces, fitted to measured tables (data/links.json)"
-_LIKE = "efficiency: taken from the fitted link of the same technology, not measured on this one"
+_NCCL = "latency: NCCL's tuning table (ring step, Simple protocol)"
+_BUS = "bandwidth in use: fitted by number of devices (data/links.json)"
+_LIKE = "efficiency: assumed, near that fitted for NVLink 3"
+_SOME = "efficiency: assumed"
+_NET = "latency and efficiency: assumed"
 
 
 def _gpu(
@@ -83,8 +85,8 @@ def _tpu(
 _V100 = "NVIDIA V100 data sheet (SXM2), January 2020; no bfloat16 units: computed in float32"
 _A100 = "NVIDIA A100 data sheet, June 2021, dense figures"
 _HOPPER = (
-    "NVIDIA {} data sheet (SXM), dense figures: half of those given with sparsity; sustained: "
-    "cuBLAS reaches about 0.72 of peak (bfloat16, 8192 cubed, 700 W) where A100 reaches 0.88"
+    "NVIDIA {} data sheet (SXM), dense figures: half of those given with sparsity; sustained "
+    "share: assumed, as power limits hold large matmuls further below the peak than on A100"
 )
 
 DEVICES: Mapping[str, DeviceSpec] = {
@@ -140,23 +142,23 @@ LINKS: Mapping[str, LinkSpec] = {
         _link("nvlink4", 450e9, 3.4e-6, f"H100 data sheet; {_NCCL}; {_LIKE}", 0.80),
         _link("nvlink-h800", 200e9, 3.4e-6, f"H800: 400 GB/s both ways; {_NCCL}; {_LIKE}", 0.80),
         _link("nvlink5", 900e9, 3.4e-6, f"B200 data sheet; {_NCCL}; {_LIKE}", 0.80),
-        _link("pcie3", 15.75e9, 5.7e-6, f"PCIe 3.0 x16; {_NCCL}; {_LIKE}", 0.70),
-        _link("pcie4", 31.5e9, 5.7e-6, f"PCIe 4.0 x16; {_NCCL}; {_LIKE}", 0.75),
-        _link("pcie5", 63e9, 5.7e-6, f"PCIe 5.0 x16; {_NCCL}; {_LIKE}", 0.80),
-        _link("ethernet-25", 3.125e9, 3e-5, "Amazon EC2 p3.16xlarge: 25 Gbit/s", 0.85),
-        _link("ethernet-10", 1.25e9, 3e-5, "Amazon EC2 p3.8xlarge: 10 Gbit/s", 0.85),
-        _link("ethernet-100", 12.5e9, 2e-5, "100 Gbit/s Ethernet", 0.85),
-        _link("efa-100", 12.5e9, 2e-5, "Amazon EC2 p4d: 4 x 100 Gbit/s EFA", 0.85),
-        _link("efa-400", 50e9, 2e-5, "Amazon EC2 p5: 3200 Gbit/s EFA, 400 per GPU", 0.85),
-        _link("infiniband-100", 12.5e9, 1.4e-5, f"EDR InfiniBand, 100 Gbit/s; {_NCCL}", 0.85),
-        _link("infiniband-200", 25e9, 1.4e-5, f"HDR InfiniBand, 200 Gbit/s; {_NCCL}", 0.85),
-        _link("infiniband-400", 50e9, 1.4e-5, f"NDR InfiniBand, 400 Gbit/s; {_NCCL}", 0.85),
-        _link("roce-100", 12.5e9, 1.4e-5, f"100 Gbit/s RoCE; {_NCCL}", 0.85),
+        _link("pcie3", 15.75e9, 5.7e-6, f"PCIe 3.0 x16; {_NCCL}; {_SOME}", 0.70),
+        _link("pcie4", 31.5e9, 5.7e-6, f"PCIe 4.0 x16; {_NCCL}; {_SOME}", 0.75),
+        _link("pcie5", 63e9, 5.7e-6, f"PCIe 5.0 x16; {_NCCL}; {_SOME}", 0.80),
+        _link("ethernet-25", 3.125e9, 3e-5, f"Amazon EC2 p3.16xlarge: 25 Gbit/s; {_NET}", 0.85),
+        _link("ethernet-10", 1.25e9, 3e-5, f"Amazon EC2 p3.8xlarge: 10 Gbit/s; {_NET}", 0.85),
+        _link("ethernet-100", 12.5e9, 2e-5, f"100 Gbit/s Ethernet; {_NET}", 0.85),
+        _link("efa-100", 12.5e9, 2e-5, f"Amazon EC2 p4d: 4 x 100 Gbit/s EFA; {_NET}", 0.85),
+        _link("efa-400", 50e9, 2e-5, f"Amazon EC2 p5: 3200 Gbit/s EFA, 400 a GPU; {_NET}", 0.85),
+        _link("infiniband-100", 12.5e9, 1.4e-5, f"EDR InfiniBand; {_NCCL}; {_SOME}", 0.85),
+        _link("infiniband-200", 25e9, 1.4e-5, f"HDR InfiniBand; {_NCCL}; {_SOME}", 0.85),
+        _link("infiniband-400", 50e9, 1.4e-5, f"NDR InfiniBand; {_NCCL}; {_SOME}", 0.85),
+        _link("roce-100", 12.5e9, 1.4e-5, f"100 Gbit/s RoCE; {_NCCL}; {_SOME}", 0.85),
         # TPU links: per chip and direction, over all torus links that one axis can use (two)
-        _link("ici-v3", 140e9, 1e-6, "TPU v3: 4 links of 70 GB/s each way; a ring uses 2", 0.85),
-        _link("ici-v4", 90e9, 1e-6, "TPU v4: 45 GB/s a link, one way; a ring uses 2", 0.90),
-        _link("ici-v5e", 90e9, 1e-6, "TPU v5e: 45 GB/s a link, one way; a ring uses 2", 0.90),
-        _link("ici-v5p", 180e9, 1e-6, "TPU v5p: 90 GB/s a link, one way; a ring uses 2", 0.90),
+        _link("ici-v3", 140e9, 1e-6, f"TPU v3: 2 of 4 links of 70 GB/s; {_NET}", 0.85),
+        _link("ici-v4", 90e9, 1e-6, f"TPU v4: 2 links of 45 GB/s; {_NET}", 0.90),
+        _link("ici-v5e", 90e9, 1e-6, f"TPU v5e: 2 links of 45 GB/s; {_NET}", 0.90),
+        _link("ici-v5p", 200e9, 1e-6, f"TPU v5p: 2 of 6 links of 100 GB/s; {_NET}", 0.90),
     )
 }  # fmt: skip
 

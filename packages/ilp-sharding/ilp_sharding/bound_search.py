@@ -79,8 +79,9 @@ def _ascend(worker: Worker, dual: DualAscent, primal: PrimalSearch, seconds: flo
     dual.priced(dual.best_multipliers)
     prices[worker.base_strategies(dual.graph)] = dual.price
     worker.board.publish_prices(prices)
-    for start in (dual.decoded(), dual.backward):
-        cost = primal.construct(start, dual.price, polish=50)
+    price = dual.price
+    for position, start in enumerate((dual.decoded(), dual.backward, dual.forward)):
+        cost = primal.construct(start, price * (1.0 + 0.02 * position), polish=80)
         if math.isfinite(cost) and primal.x is not None:
             worker.offer(primal.graph, primal.x, primal.cost)
 

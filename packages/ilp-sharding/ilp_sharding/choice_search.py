@@ -89,7 +89,7 @@ def _restart(worker: Worker, primal: PrimalSearch, price: np.ndarray, round_inde
     if rival.x is None:
         return
     seconds = max(worker.until - time.perf_counter(), 0.0)
-    rival.improve(price, worker.slice(min(2.0 + 0.05 * seconds, seconds)))
+    rival.oscillate(price, worker.slice(min(1.0 + 0.04 * seconds, seconds)))
     if rival.cost < primal.cost:
         primal.x, primal.cost = rival.x, rival.cost
 

@@ -14,11 +14,14 @@ None of them removes a choice of finite cost, so they are exact under any memory
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from ilp_sharding.elimination import OutOfTime
 from ilp_sharding.instance import Instance
 
 
@@ -56,15 +59,18 @@ class Network:
             else:
                 self._add_table(a, b, table)
 
-    def reduce(self) -> None:
-        """Apply the reductions until none applies; raise NoAssignment if nothing finite is left."""
+    def reduce(self, until: float = math.inf) -> None:
+        """Apply the reductions until none applies; raise NoAssignment if nothing finite is left.
+
+        Raises OutOfTime once `time.perf_counter()` passes `until`.
+        """
         for node in range(self.num_nodes):
             self._check_node(node)
         for a in range(self.num_nodes):
             for b in self.tables[a]:
                 if a < b:
                     self._push(a, b)
-        self._drain()
+        self._drain(until)
 
     def restrict(self, masks: Mapping[int, np.ndarray]) -> None:
         """Keep only the strategies of each node where its mask is true, and reduce further."""
@@ -149,8 +155,10 @@ class Network:
             self._queued.add(key)
             self._queue.append(key)
 
-    def _drain(self) -> None:
+    def _drain(self, until: float = math.inf) -> None:
         while self._queue:
+            if time.perf_counter() > until:
+                raise OutOfTime
             a, b = key = self._queue.popleft()
             self._queued.discard(key)
             if b in self.tables[a]:

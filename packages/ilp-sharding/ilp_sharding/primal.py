@@ -37,7 +37,7 @@ class PrimalSearch:
     def construct(
         self, x: np.ndarray, price: np.ndarray, rounds: int = 12, polish: int = 0
     ) -> float:
-        """Return the cost of a choice grown from `x` [nodes] under prices [strategies], inf if none.
+        """Return the cost of a choice grown from `x` [nodes] under prices [strategies], or inf.
 
         `polish` ball moves with memory priced come before the repair.
         """

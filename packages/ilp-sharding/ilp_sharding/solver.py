@@ -142,8 +142,10 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
         large = instance.num_nodes > LARGE_NODES or len(instance.table) > LARGE_TABLES
         if large and seconds > 0.2:
             workers = WorkerPool(options.num_workers, options.seed, seconds)
+        if search.late:
+            raise OutOfTime
         network = Network(instance.without(search.objective))
-        network.reduce()
+        network.reduce(search.until)
         if search.late:
             raise OutOfTime
         nodes = network.open_nodes()

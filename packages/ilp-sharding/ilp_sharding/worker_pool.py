@@ -41,6 +41,10 @@ class WorkerPool:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
+        places = (Path(__file__).parent, Path("~").expanduser())
+        if not any(os.access(place, os.W_OK) for place in places):
+            # compiled loops are kept beside the package or at home; without either, for this solve
+            environment.setdefault("NUMBA_CACHE_DIR", str(self.directory / "loops"))
         self._errors = (self.directory / "errors.txt").open("w+b")
         limit = seconds if math.isfinite(seconds) else 1e9
         self.processes = [

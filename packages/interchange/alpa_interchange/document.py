@@ -104,6 +104,9 @@ class _replacing:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._stream.close()
         if kind is None:
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(self._stream.name, 0o666 & ~mask)  # as open() would, not owner-only
             os.replace(self._stream.name, self.path)
         else:
             os.unlink(self._stream.name)

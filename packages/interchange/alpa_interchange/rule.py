@@ -27,7 +27,7 @@ FACTOR_KINDS = ("parallel", "reduction", "permutation", "replicate")
 REDUCTIONS = ("add", "max", "min", "and", "or", "mul")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class Factor:
     """One named index of an operator, with its size and what sharding it entails."""
 
@@ -44,7 +44,7 @@ class Factor:
             raise ValueError(f"Factor.reduction must be one of {REDUCTIONS}, got {self.reduction!r}")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class ShardingRule:
     """Factors of an operator and, per operand and result, the factors of each dim (major first)."""
 
@@ -123,7 +123,7 @@ def _dims(text: str) -> tuple[tuple[str, ...], ...]:
     return tuple(dims)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class Strategy:
     """One way to run an operator on a mesh.
 

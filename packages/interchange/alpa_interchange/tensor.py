@@ -35,7 +35,7 @@ class TensorType:
         return self.size * dtype_bytes(self.dtype)
 
 
-@frozen
+@frozen(cache_hash=True)
 class ShardingSpec:
     """Mesh axes per tensor dim, major to minor, plus the axes over which it is an unreduced sum.
 

@@ -106,6 +106,7 @@ def _wait(arrays: Sequence[jax.Array]) -> None:
     for array in arrays:
         try:
             array.block_until_ready()
-        except RuntimeError:
-            if not array.is_deleted():
+        except RuntimeError as error:
+            donated = array.is_deleted() or "deleted or donated" in str(error)
+            if not donated:
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from alpa_interchange import ShardingRule
 from alpa_meta.rules.operator import (

@@ -68,7 +68,7 @@ def parallel_step(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Any:
     """Return `step` parallelised as asked for, not planned yet."""
-    chosen = {
+    chosen: dict[str, Any] = {
         "num_stages": parallelism.num_stages,
         "num_microbatches": parallelism.num_microbatches,
         "schedule": parallelism.schedule,

@@ -12,8 +12,8 @@ ROWS = jax.random.normal(jax.random.key(1), (2, 4, 8))
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
 def test_an_embedding_is_looked_up_by_vocabulary_or_hidden(check, mode):
     tokens = jnp.abs(TOKENS) % 16 if mode == "promise_in_bounds" else TOKENS
-    done = check(lambda t, i: t.at[i].get(mode=mode), (TABLE, tokens), only="gather", count=16)
-    assert done["gather"] > 8
+    done = check(lambda t, i: t.at[i].get(mode=mode), (TABLE, tokens), only="gather", count=8)
+    assert done["gather"] > 4
 
 
 def test_a_lookup_of_integers_and_flags_is_exact(check):
@@ -27,9 +27,7 @@ def test_a_lookup_of_integers_and_flags_is_exact(check):
 
 def test_the_label_of_each_row_is_found_in_its_shard(check):
     labels = jnp.array([3, 0, 15, 7, 8, 1, 2, 9])[:, None]
-    check(
-        lambda x, i: jnp.take_along_axis(x, i, axis=1), (TABLE.T, labels), only="gather", count=16
-    )
+    check(lambda x, i: jnp.take_along_axis(x, i, axis=1), (TABLE.T, labels), only="gather", count=8)
 
 
 @pytest.mark.parametrize("method", ["add", "min", "max", "set", "multiply"])
@@ -38,7 +36,7 @@ def test_updates_reach_the_shard_that_holds_their_row(check, method):
         return getattr(t.at[i], method)(u, mode="drop", unique_indices=method == "set")
 
     tokens = jnp.array([[0, 15, 3, 99], [7, -3, 8, 4]], jnp.int32)
-    done = check(function, (TABLE, tokens, ROWS), count=12)
+    done = check(function, (TABLE, tokens, ROWS), count=6)
     assert sum(n for name, n in done.items() if name.startswith("scatter")) > 4
 
 

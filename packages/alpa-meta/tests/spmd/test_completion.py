@@ -42,7 +42,7 @@ def test_every_conversion_keeps_the_value() -> None:
         for target in specs
         if set(target.partial) <= set(source.partial)
     ]
-    pairs = random.Random(0).sample(pairs, 60)
+    pairs = random.Random(0).sample(pairs, 32)
     programs = [
         shard_map_program(closed, JaxprPlan((source,), (), (target,)), mesh, conversions)
         for source, target in pairs

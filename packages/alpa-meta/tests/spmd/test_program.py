@@ -13,6 +13,8 @@ from alpa_meta.spmd import (
     global_shape,
     partition_spec,
     planned_collectives,
+    random_plan,
+    shard_map_program,
 )
 from alpa_meta.trace import inline
 from ilp_sharding.spec_conversion import Conversions
@@ -78,3 +80,13 @@ def test_collectives_in_a_loop_count_its_trips():
         ("all-gather", 1) if c.kind == "all-gather" else (c.kind, c.trips) for c in found
     ]
     assert ("reduce-scatter", 5) in {(c.kind, c.trips) for c in found}
+
+
+def test_a_recomputed_region_stays_behind_a_barrier():
+    loss = lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum()  # noqa: E731
+    x = jnp.ones((8, 8))
+    closed = inline(jax.make_jaxpr(jax.grad(loss))(x))
+    conversions = Conversions(MESH, lambda kind, bytes, axes: 1e-6 + bytes / 1e9)
+    program = shard_map_program(closed, random_plan(closed, MESH, 0), MESH, conversions)
+    shape = global_shape((8, 8), random_plan(closed, MESH, 0).inputs[0], MESH)
+    assert "optimization_barrier" in str(jax.make_jaxpr(program)(jnp.ones(shape)))
