@@ -1,11 +1,10 @@
 """Parallel training of ordinary JAX steps: plan, explain, audit and run them on any cluster.
 
-`parallelize` turns a single-device training step into one that runs on all devices by a plan that the
-planner proves to be near the best.
+`parallelize` turns a single-device training step into one that runs on all devices by a plan that
+the planner proves to be near the best.
 """
 
 from alpa_interchange import ParallelPlan
-
 from alpa_meta.api import Lowered, ParallelStep, local_cluster, parallelize
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.executable import Executable

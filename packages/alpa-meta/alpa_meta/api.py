@@ -7,27 +7,31 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from alpa_interchange import ClusterSpec, ParallelPlan, PipelineSchedule
 from attrs import evolve, frozen
-from cost_model import cluster as cluster_by_name
 
+from alpa_interchange import ClusterSpec, ParallelPlan, PipelineSchedule
 from alpa_meta.errors import PlanError
 from alpa_meta.executable import Executable
 from alpa_meta.options import Options
 from alpa_meta.planner import Planned, make_plan, restore
 from alpa_meta.program import Step, abstract_leaf, is_array
+from alpa_meta.sampling import sample_plan
+from cost_model import cluster as cluster_by_name
 
 
 @frozen(eq=False)
 class Unborn:
-    """State that `init` was asked for before the batch's shapes were known; the first step makes it."""
+    """State that `init` was asked for before the batch's shapes were known; the first step makes
+    it."""
 
     make: Callable[..., Any]
     args: tuple[Any, ...]
 
     def shapes(self) -> Any:
-        """Return the state to be with shapes for its arrays; leaves that are no arrays as they are."""
+        """Return the state to be with shapes for its arrays; leaves that are no arrays as they
+        are."""
         made: list[Any] = []
 
         def arrays_only(*args: Any) -> list[Any]:
@@ -91,14 +95,18 @@ class ParallelStep:
         """Return the plan for arguments (or their shapes) without compiling or running."""
         return self.lower(*args).plan
 
+    def random_plan(self, *args: Any, seed: int = 0) -> ParallelPlan:
+        """Return a random feasible plan for arguments or their shapes: a test of correctness.
+
+        Run it with `parallelize(step, plan=...)`; options fix what they name.
+        """
+        return sample_plan(self._traced(args), self.cluster, self.options, seed).plan
+
     def lower(self, *args: Any) -> Lowered:
         """Return the step planned for arguments (arrays or ShapeDtypeStructs)."""
         key = self._key(args)
         if key not in self._cache:
-            shapes = _abstract_args(args, self.options.static_argnums)
-            step = Step(
-                self._function, shapes, self.options.batch_argnums, self.options.static_argnums
-            )
+            step = self._traced(args)
             if self.options.plan is not None:
                 planned = restore(step, self.options.plan, self.options)
             else:
@@ -106,6 +114,11 @@ class ParallelStep:
             self._cache[key] = (step, Lowered(planned, self.options))
         self._latest = key
         return self._cache[key][1]
+
+    def _traced(self, args: tuple[Any, ...]) -> Step:
+        static = self.options.static_argnums
+        shapes = _abstract_args(args, static)
+        return Step(self._function, shapes, self.options.batch_argnums, static)
 
     @property
     def plan(self) -> ParallelPlan:
@@ -146,11 +159,11 @@ class ParallelStep:
         return _rebuild(step, results)
 
     def init(self, make: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
-        """Return make(*args) with every array made where the plan wants it, never whole on one device.
+        """Return make(*args), every array made where the plan wants it, never whole on one device.
 
         `make` returns the state (a tuple of all state arguments if there are several). Where the
-        batch's shapes are not known yet (no `batch`, no call before), the state is made by the first
-        step it is given to.
+        batch's shapes are not known yet (no `batch`, no call before), the state is made by the
+        first step it is given to.
         """
         unborn = Unborn(make, args)
         if batch is not None:
@@ -186,6 +199,24 @@ class ParallelStep:
         )
         return result[0] if len(state) == 1 else result
 
+    def audit(self, *args: Any, reference: Any = None) -> Any:
+        """Return the audit of the step compiled for arguments: is the program its plan?
+
+        With arrays (not shapes) it also runs, and its result is compared with the plain step's on one
+        device, in ulps; the arguments stay usable. `reference` saves computing the latter again
+        (`alpa_meta.audit.numerics.single_device_reference`).
+        """
+        from alpa_meta.audit.numerics import single_device_reference
+
+        executable = self.lower(*args).compile()
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+            return executable.audit()
+        if reference is None:
+            plain = jax.jit(self._function, static_argnums=self.options.static_argnums)
+            reference = single_device_reference(plain, args, jax.random.key(0))
+        result = self(*jax.tree.map(_fresh, args))
+        return executable.audit(reference.check(jax.tree.map(_on_host, result)))
+
     def _require_plan(self) -> None:
         if self._latest is None:
             raise PlanError("the step has no plan yet; call plan_for(state, batch) first")
@@ -194,10 +225,16 @@ class ParallelStep:
         return self._cache[self._latest][1].planned.program
 
     def _num_state_args(self, shapes: Any) -> int:
-        return len(shapes) if type(shapes) is tuple and self.options.batch_argnums not in (
-            None,
-            (1,),
-        ) else 1
+        return (
+            len(shapes)
+            if type(shapes) is tuple
+            and self.options.batch_argnums
+            not in (
+                None,
+                (1,),
+            )
+            else 1
+        )
 
     def _matches(self, unborn: Unborn) -> bool:
         program = self._cache[self._latest][1].planned.program
@@ -280,8 +317,8 @@ def parallelize(
 ) -> Any:
     """Return `function`, an ordinary training step, as a `ParallelStep`.
 
-    Use it as a decorator or as a call. `cluster` is a name of the catalogue ("host:8", "h100:16"), a
-    TOML file or a ClusterSpec; by default the devices of this process. `settings` are fields of
+    Use it as a decorator or as a call. `cluster` is a name of the catalogue ("host:8", "h100:16"),
+    a TOML file or a ClusterSpec; by default the devices of this process. `settings` are fields of
     `Options`.
     """
     chosen = evolve(options or Options(), **settings)
@@ -303,6 +340,19 @@ def local_cluster() -> ClusterSpec:
         f"this process has {len(devices)} devices of kind {devices[0].device_kind!r}, which the "
         "catalogue does not know; name a cluster: parallelize(step, cluster=...)"
     )
+
+
+def _fresh(leaf: Any) -> Any:
+    """Return a copy that a step may overwrite."""
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _on_host(leaf: Any) -> Any:
+    """Return an array in the host's memory, wherever its parts are."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        words = jax.device_get(jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+    return jax.device_get(leaf)
 
 
 def _named_cluster(name: str) -> ClusterSpec:
@@ -330,5 +380,8 @@ def _rebuild(step: Step, results: Sequence[Any]) -> Any:
     tree, kept, arrays_out, _ = step.output_tree
     values = iter(results)
     return tree.unflatten(
-        [next(values) if is_array else leaf for leaf, is_array in zip(kept, arrays_out, strict=True)]
+        [
+            next(values) if is_array else leaf
+            for leaf, is_array in zip(kept, arrays_out, strict=True)
+        ]
     )

@@ -1,8 +1,8 @@
 """How every value of a training step scales with the batch, found from the program alone.
 
-The step is traced at batch sizes b and 2b; both jaxprs have the same equations, and what differs tells
-which dims and which literals grow with the batch. Following the batch dim through the sharding rules
-then gives each value one of these forms:
+The step is traced at batch sizes b and 2b; both jaxprs have the same equations, and what differs
+tells which dims and which literals grow with the batch. Following the batch dim through the
+sharding rules then gives each value one of these forms:
 
     constant  does not depend on the batch's data
     example   has a batch dim; every slice along it depends on its own examples only
@@ -11,8 +11,8 @@ then gives each value one of these forms:
     mixed     anything else (batch statistics, ratios of sums, random numbers shaped by the batch)
 
 A step cut into B microbatches is exact when no mixed value crosses from the microbatches to the
-update: a reduced value of the whole batch is the sum of the microbatch values times B^power, so a mean
-loss (power -1) is averaged and a summed loss (power 0) is summed.
+update: a reduced value of the whole batch is the sum of the microbatch values times B^power, so a
+mean loss (power -1) is averaged and a summed loss (power 0) is summed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,16 @@ CONSTANT = Scaling("constant")
 MIXED = Scaling("mixed")
 
 _PRODUCT = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
-_SUM = {"add", "sub", "add_any", "select_n", "concatenate", "pad", "scatter-add", "dynamic_update_slice"}
+_SUM = {
+    "add",
+    "sub",
+    "add_any",
+    "select_n",
+    "concatenate",
+    "pad",
+    "scatter-add",
+    "dynamic_update_slice",
+}
 _INDICES = {"scatter-add": (1,), "select_n": (0,), "dynamic_update_slice": range(2, 16)}
 _LINEAR = {
     "neg",
@@ -84,8 +93,8 @@ _POSITIONAL = {"iota", "random_bits", "random_split", "rng_bit_generator", "thre
 def batch_scaling(small: Any, large: Any, inputs: Sequence[Scaling]) -> dict[Any, Scaling]:
     """Return the scaling of every variable of `small`, the jaxpr at batch size b.
 
-    `large` is the same step at 2b, `inputs` the scalings of its inputs. When the two programs do not
-    correspond, every value that is not an input is mixed.
+    `large` is the same step at 2b, `inputs` the scalings of its inputs. When the two programs do
+    not correspond, every value that is not an input is mixed.
     """
     known: dict[Any, Scaling] = {}
     _follow(small, large, inputs, known)
@@ -107,7 +116,8 @@ def _follow(
             results = [MIXED] * len(eqn.outvars)
         else:
             operands = [
-                _read(atom, other, known) for atom, other in zip(eqn.invars, twin.invars, strict=True)
+                _read(atom, other, known)
+                for atom, other in zip(eqn.invars, twin.invars, strict=True)
             ]
             results = _results(eqn, twin, operands, known)
         known.update(
@@ -116,8 +126,7 @@ def _follow(
             if not is_drop(var)
         )
     return [
-        _read(atom, other, known)
-        for atom, other in zip(first.outvars, second.outvars, strict=True)
+        _read(atom, other, known) for atom, other in zip(first.outvars, second.outvars, strict=True)
     ]
 
 
@@ -234,9 +243,7 @@ def _positional(eqn: Any, dim: int) -> bool:
     return eqn.primitive.name != "iota" or bool(eqn.params["dimension"] == dim)
 
 
-def _from_reduced(
-    name: str, operands: list[Scaling], power: int, count: int
-) -> list[Scaling]:
+def _from_reduced(name: str, operands: list[Scaling], power: int, count: int) -> list[Scaling]:
     forms = {operand.form for operand in operands if not operand.zero}
     if "example" in forms or "extreme" in forms and len(forms) > 1:
         return [MIXED] * count

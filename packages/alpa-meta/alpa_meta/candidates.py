@@ -1,27 +1,41 @@
 """What every layer range would cost on every submesh: the candidates of the stage DP.
 
-For each logical mesh the whole program is solved once as one selection problem; identical layers share
-their choice, so its cost splits into layers, and a range costs the sum of its layers. The chosen stages
-are solved again exactly, each with its own memory limit (`planner`).
+For each logical mesh the whole program is solved once as one selection problem; identical layers
+share their choice, so its cost splits into layers, and a range costs the sum of its layers. The
+chosen stages are solved again exactly, each with its own memory limit (`planner`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from attrs import evolve, frozen
 
 import ilp_sharding
-import numpy as np
-from alpa_interchange import LogicalMesh, ShardingSolution, StageCandidate, SubmeshSpec
-from attrs import evolve, frozen
-from cost_model import CostModel
-
+from alpa_interchange import (
+    LogicalMesh,
+    ShardingSolution,
+    ShardingSpec,
+    StageCandidate,
+    SubmeshSpec,
+)
 from alpa_meta.errors import PlanError
 from alpa_meta.intra_op import MeshCosts, Selection, build
 from alpa_meta.options import Options
+from alpa_meta.pinning import pinned_inputs
 from alpa_meta.program import Program
-from alpa_meta.stage_selection import StageCosts, StageScope, boundary_bytes, solved_costs, stage_scope
+from alpa_meta.stage_selection import (
+    StageCosts,
+    StageScope,
+    boundary_bytes,
+    solved_costs,
+    stage_scope,
+)
 from alpa_meta.staging import Staging
+from cost_model import CostModel
 
 LEAN_WEIGHTS = (1.0, 20.0)  # weight of memory against time in the leaner solutions of a mesh
 
@@ -60,7 +74,9 @@ def solve_mesh(
     On the whole cluster the memory limit is a constraint; elsewhere it depends on the range, so
     solutions that weigh memory more are added where the first one would not fit.
     """
-    scope = stage_scope(outlook.program, outlook.staging, 0, 1, input_pins(outlook.program, mesh, options))
+    scope = stage_scope(
+        outlook.program, outlook.staging, 0, 1, input_pins(outlook.program, mesh, options)
+    )
     costs = MeshCosts(mesh, model, submesh.host_group)
     selection = build(scope.eqns, costs, f"{submesh.num_devices} devices {mesh.shape}")
     solutions = []
@@ -126,10 +142,8 @@ def _needed(costs: StageCosts) -> float:
     return float(held + costs.transient.max())
 
 
-def input_pins(program: Program, mesh: LogicalMesh, options: Options) -> dict[object, object]:
+def input_pins(program: Program, mesh: LogicalMesh, options: Options) -> dict[Any, ShardingSpec]:
     """Return {input variable: spec} of the user's pins that this mesh can carry out."""
-    from alpa_meta.pinning import pinned_inputs
-
     return pinned_inputs(program, mesh, options.pins)
 
 
@@ -226,9 +240,6 @@ def exact_candidate(
         lower_bound_seconds=0.0,
     )
     return candidate, costs
-
-
-Reporter = Callable[[str, int, int], None]
 
 
 def microbatch_counts(batch: int, num_stages: int | None, given: int | None) -> list[int]:

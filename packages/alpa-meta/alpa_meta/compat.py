@@ -66,8 +66,8 @@ def subjaxprs(eqn: Any) -> list[tuple[str, Any]]:
 def scan_counts(eqn: Any) -> tuple[int, int, int]:
     """Return (constants, carries, scanned inputs) of a `scan` equation.
 
-    Newer jax replaced `num_consts` and `num_carry`; there, scanned inputs are those whose body shape
-    lacks the leading length, and carries those outputs whose body shape is unchanged.
+    Newer jax replaced `num_consts` and `num_carry`; there, scanned inputs are those whose body
+    shape lacks the leading length, and carries those outputs whose body shape is unchanged.
     """
     params = eqn.params
     if "num_consts" in params:
@@ -101,7 +101,8 @@ def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) 
 
 
 def name_stack(eqn: Any) -> str:
-    """Return the transformations and scopes an equation was traced under, e.g. `transpose(jvp(f))`."""
+    """Return the transformations and scopes an equation was traced under, e.g.
+    `transpose(jvp(f))`."""
     return str(eqn.source_info.name_stack)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """A program, cluster, option or saved plan does not fit; the message says what and what to do."""
+    """A program, cluster, option or saved plan does not fit; the message says what and what to
+    do."""
 
 
 class InfeasibleError(PlanError):

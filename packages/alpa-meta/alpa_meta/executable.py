@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from attrs import frozen
 from jax.sharding import AxisType, Mesh, NamedSharding
-from mesh_runtime import InProcessRuntime, TraceEvent
 
+from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.errors import PlanError
 from alpa_meta.planner import Planned
@@ -26,6 +25,11 @@ from alpa_meta.spmd import (
     shard_map_program,
 )
 from alpa_meta.tasks import Task, task_plan
+
+if TYPE_CHECKING:
+    from alpa_meta.audit.executable import ExecutableAudit
+    from alpa_meta.audit.numerics import NumericsCheck
+from mesh_runtime import InProcessRuntime, TraceEvent
 
 
 @frozen(eq=False)
@@ -130,7 +134,9 @@ class Executable:
 
     def _output(self, output: Any, results: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
         if output.name is None:
-            return inputs[output.input] if output.input is not None else jnp.asarray(output.constant)
+            return (
+                inputs[output.input] if output.input is not None else jnp.asarray(output.constant)
+            )
         if output.concatenate is not None:
             parts = [results[f"{output.name}@{k}"] for k in range(self.plan.num_microbatches)]
             return jnp.concatenate(parts, axis=output.concatenate)
@@ -208,6 +214,17 @@ class Executable:
     def logical_mesh(self, task: str) -> LogicalMesh:
         """Return the logical mesh a task runs on."""
         return self.tasks[task].mesh
+
+    def audit(self, numerics: NumericsCheck | None = None) -> ExecutableAudit:
+        """Return the audit of every compiled task: collectives against the plan, and memory.
+
+        `numerics`, if given, becomes part of the verdict; `ParallelStep.audit` makes it.
+        """
+        from alpa_meta.audit.executable import audit_tasks
+
+        platform = self.meshes[0].devices.flat[0].platform
+        backend = "cpu" if platform == "cpu" else "cuda"
+        return audit_tasks(self, self.tasks, self.planned, backend=backend, numerics=numerics)
 
     def close(self) -> None:
         """Drop the runtime's buffers."""

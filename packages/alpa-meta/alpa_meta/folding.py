@@ -1,4 +1,5 @@
-"""Which equations of a program are the same operator of equal layers, so that one choice serves all."""
+"""Which equations of a program are the same operator of equal layers, so that one choice serves
+all."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def fold_keys(
     classes: dict[Hashable, int] = {}
     keys: list[Hashable | None] = [None] * len(eqns)
     for layer in sorted(members):
-        signature = _signature([eqns[k] for k in members[layer]], [phases[k] for k in members[layer]])
+        signature = _signature(
+            [eqns[k] for k in members[layer]], [phases[k] for k in members[layer]]
+        )
         number = classes.setdefault(signature, len(classes))
         for place, k in enumerate(members[layer]):
             keys[k] = (number, place)
@@ -48,9 +51,7 @@ def eqn_signature(eqn: Any) -> Hashable:
     bodies = subjaxprs(eqn)
     if bodies:
         inner = tuple(
-            eqn_signature(sub)
-            for _, body in bodies
-            for sub in getattr(body, "jaxpr", body).eqns
+            eqn_signature(sub) for _, body in bodies for sub in getattr(body, "jaxpr", body).eqns
         )
         return eqn.primitive.name, types, eqn.params.get("length"), inner
     return eqn.primitive.name, types, sharding_rule(eqn)

@@ -1,18 +1,18 @@
 """Intra-operator planning: the equations of a stage as one strategy-selection problem on one mesh.
 
 Nodes: every heavy equation (its strategies come from its sharding rule), and every input and
-loop-carried value (its strategies are all sharding specs). A light equation (elementwise, layout) follows
-one operand: it shares that operand's node and takes the sharding it finds. Edges: what it costs to
-convert a value from the spec its producer leaves it in to the one its reader wants. Costs are seconds
-per training step:
+loop-carried value (its strategies are all sharding specs). A light equation (elementwise, layout)
+follows one operand: it shares that operand's node and takes the sharding it finds. Edges: what it
+costs to convert a value from the spec its producer leaves it in to the one its reader wants. Costs
+are seconds per training step:
 
     node   compute on one device's part + completing partial sums          -> _Builder._operator()
     edge   cheapest conversion between the two specs                       -> _Builder._convert()
     times  microbatches (forward, backward) or 1 (update), times loop trips
 
-Equations at the same place of layers of the same class share one node (`ProblemBuilder`), and so does
-the body of a scan, whose carry enters and leaves with one spec. Memory counts what lives long: state,
-gradient accumulators, and activations kept for the backward pass, per microbatch in flight.
+Equations at the same place of layers of the same class share one node (`ProblemBuilder`), and so
+does the body of a scan, whose carry enters and leaves with one spec. Memory counts what lives long:
+state, gradient accumulators, and activations kept for the backward pass, per microbatch in flight.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from attrs import define, evolve, field, frozen
+
 from alpa_interchange import (
     LogicalMesh,
     ShardingProblem,
@@ -32,12 +34,6 @@ from alpa_interchange import (
     Strategy,
     TensorType,
 )
-from attrs import define, evolve, field, frozen
-from cost_model import CostModel
-from ilp_sharding.problem_builder import ProblemBuilder
-from ilp_sharding.spec_conversion import Conversions, sharding_specs
-from ilp_sharding.strategies import completed_specs, natural_strategies, shardable_factors
-
 from alpa_meta.compat import (
     Literal,
     closed,
@@ -51,6 +47,10 @@ from alpa_meta.compat import (
 from alpa_meta.layering import tensor_bytes
 from alpa_meta.rules import flops, linear_operands, sharding_rule, traffic_bytes
 from alpa_meta.spmd import JaxprPlan, RegionPlan
+from cost_model import CostModel
+from ilp_sharding.problem_builder import ProblemBuilder
+from ilp_sharding.spec_conversion import Conversions, sharding_specs
+from ilp_sharding.strategies import completed_specs, natural_strategies, shardable_factors
 
 _MATMULS = {"dot_general": "matmul", "ragged_dot_general": "matmul"}
 _REGIONS = ("scan", "while", "cond")
@@ -130,7 +130,8 @@ class MeshCosts:
 
 @frozen(eq=False)
 class Source:
-    """Where a value comes from: a node, and the value's spec under each of the node's strategies."""
+    """Where a value comes from: a node, and the value's spec under each of the node's
+    strategies."""
 
     node: int | None  # None: replicated constants
     specs: tuple[ShardingSpec, ...]
@@ -173,9 +174,9 @@ class _Body:
 class StageEqns:
     """The equations of a layer range, and what surrounds them.
 
-    `keys[k]` folds equation k with those of equal layers (None: alone). `kept_bytes_scale` maps a value
-    to how many copies of it live at once (activations in flight); `state` are the inputs that live on
-    the devices; `carried` pairs each new state value with the input it replaces.
+    `keys[k]` folds equation k with those of equal layers (None: alone). `kept_bytes_scale` maps a
+    value to how many copies of it live at once (activations in flight); `state` are the inputs that
+    live on the devices; `carried` pairs each new state value with the input it replaces.
     """
 
     eqns: Sequence[Any]
@@ -419,9 +420,9 @@ class _Builder:
     ) -> int | None:
         """Return the operand that a light equation follows; None: the equation has its own node.
 
-        The largest operand; among equals one that comes from state (in the update), then the latest.
-        An equation whose result is accumulated, or that reads an accumulated value in the update, has
-        its own node, so that reductions are placed there.
+        The largest operand; among equals one that comes from state (in the update), then the
+        latest. An equation whose result is accumulated, or that reads an accumulated value in the
+        update, has its own node, so that reductions are placed there.
         """
         if eqn.primitive.name.startswith(_HEAVY):
             return None
@@ -534,12 +535,14 @@ class _Builder:
         wanted: Sequence[ShardingSpec],
         weight: float,
     ) -> None:
-        """Add the cost of converting a value from its producer's specs to those wanted by `node`."""
+        """Add the cost of converting a value from its producer's specs to those wanted by
+        `node`."""
         if source.node is None or node is None or not source.shape:
             return
-        matrix = self.costs.conversion_seconds(
-            source.shape, source.bytes, source.specs, tuple(wanted)
-        ) * weight
+        matrix = (
+            self.costs.conversion_seconds(source.shape, source.bytes, source.specs, tuple(wanted))
+            * weight
+        )
         self._add_edge(source.node, node, matrix)
 
     def _add_edge(self, first: int | None, second: int, matrix: np.ndarray) -> None:
@@ -679,7 +682,8 @@ class _Builder:
     def costs_by_equation(
         self, count: int
     ) -> tuple[Callable[[Sequence[int]], np.ndarray], Callable[[], np.ndarray]]:
-        """Return functions for [equations] seconds per step: under a choice, and at the very least."""
+        """Return functions for [equations] seconds per step: under a choice, and at the very
+        least."""
         costs, edges = self._eqn_costs, self._eqn_edges
 
         def by_equation(choice: Sequence[int]) -> np.ndarray:

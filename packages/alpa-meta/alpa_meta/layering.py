@@ -5,8 +5,8 @@
               values it reads: cotangents flow down the layers
     update    the layer of its largest operand: the optimiser follows its parameters
 
-Values that depend on no input (masks, zeros, iota) are cloned into every layer that reads them. Scalar
-equations of the update that depend on no layer, or on several, have no layer (None).
+Values that depend on no input (masks, zeros, iota) are cloned into every layer that reads them.
+Scalar equations of the update that depend on no layer, or on several, have no layer (None).
 """
 
 from __future__ import annotations
@@ -51,19 +51,21 @@ def assign_layers(
     jaxpr = program.jaxpr
     eqns, phases = list(jaxpr.eqns), list(program.phases.of_eqn)
     floating = _floating(eqns)
-    forward = [
-        k for k, phase in enumerate(phases) if phase == "forward" and k not in floating
-    ]
+    forward = [k for k, phase in enumerate(phases) if phase == "forward" and k not in floating]
     clustered = cluster([eqns[k] for k in forward], jaxpr.invars) if forward else []
     layers: list[int | None] = [None] * len(eqns)
-    for k, layer in zip(forward, clustered, strict=True):
-        layers[k] = int(layer)
-    num_layers = max((int(layer) for layer in clustered), default=0) + 1
+    for k, place in zip(forward, clustered, strict=True):
+        layers[k] = int(place)
+    num_layers = max((int(place) for place in clustered), default=0) + 1
     held = _backward_layers(eqns, phases, layers, floating, num_layers, jaxpr.invars)
     _update_layers(eqns, phases, layers, floating, held, jaxpr)
     pairs = list(zip(layers, phases, strict=True))
     eqns, labels = clone_into_readers(eqns, pairs, floating, jaxpr.outvars, (None, "update"))
-    layers, phases = [label[0] for label in labels], [label[1] for label in labels]
+    layers, phases = [], []
+    for label in labels:
+        assert isinstance(label, tuple)
+        layers.append(label[0])
+        phases.append(label[1])
     inputs = set(jaxpr.invars)
     readers: dict[Any, set[int]] = {var: set() for var in inputs}
     for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
@@ -198,8 +200,8 @@ def clone_into_readers(
 ) -> tuple[list[Any], list[Hashable]]:
     """Return (equations, labels) with one copy of each equation in `cloned` per label reading it.
 
-    Copies for different labels define different variables; program outputs are computed by the copies
-    labelled `output_label`.
+    Copies for different labels define different variables; program outputs are computed by the
+    copies labelled `output_label`.
     """
     producer = {var: k for k in cloned for var in eqns[k].outvars}
     readers: dict[int, dict[Hashable, None]] = {k: {} for k in cloned}
@@ -218,9 +220,7 @@ def clone_into_readers(
     for k, eqn in enumerate(eqns):
         for label in readers[k] if k in cloned else (labels[k],):
             operands = [
-                atom
-                if isinstance(atom, Literal) or atom not in producer
-                else copies[atom, label]
+                atom if isinstance(atom, Literal) or atom not in producer else copies[atom, label]
                 for atom in eqn.invars
             ]
             defined = list(eqn.outvars)

@@ -40,9 +40,7 @@ def logical_meshes(
     meshes = []
     for shape in sorted(_factorisations(submesh.num_devices, max_axes), key=lambda s: (len(s), s)):
         mesh = model.logical_mesh(submesh, shape, AXIS_NAMES[: len(shape)])
-        kinds = tuple(
-            sorted((axis.size, axis.bandwidth, axis.latency) for axis in mesh.axes)
-        )
+        kinds = tuple(sorted((axis.size, axis.bandwidth, axis.latency) for axis in mesh.axes))
         if kinds not in seen:
             seen.add(kinds)
             meshes.append(mesh)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from alpa_interchange import ParallelPlan
 from attrs import field, frozen
 from attrs.validators import ge, in_, instance_of, optional
+
+from alpa_interchange import ParallelPlan
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many parts are done, how many there are)."""
@@ -17,6 +18,10 @@ SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
 
 def _quiet(stage: str, done: int, total: int) -> None:
     """Report nothing."""
+
+
+def _reporter(progress: Progress | None) -> Progress:
+    return _quiet if progress is None else progress
 
 
 @frozen(kw_only=True)
@@ -39,7 +44,7 @@ class Options:
     mesh_shape: tuple[int, ...] | None = None
     max_mesh_axes: int = field(default=2, validator=ge(1))
     plan: ParallelPlan | None = field(default=None, validator=optional(instance_of(ParallelPlan)))
-    progress: Progress = field(default=None, converter=lambda p: _quiet if p is None else p)
+    progress: Progress = field(default=None, converter=_reporter)
     batch_argnums: tuple[int, ...] | None = None
     static_argnums: tuple[int, ...] = ()
     donate: bool = True

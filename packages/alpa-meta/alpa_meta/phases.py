@@ -1,7 +1,7 @@
 """Which equations of a training step are forward, backward and update.
 
-The backward pass is recognised by the name stacks jax leaves on equations (`transpose(jvp(...))`); the
-rest follows from data flow, so that it holds whatever the order of equations:
+The backward pass is recognised by the name stacks jax leaves on equations (`transpose(jvp(...))`);
+the rest follows from data flow, so that it holds whatever the order of equations:
 
     backward  tagged as transposed, or fed by a backward value and by the batch's examples
     forward   feeds a backward equation, works on the batch's examples, or divides by their number
@@ -39,8 +39,8 @@ mlir.register_lowering(gradient_marker, lambda _, x: [x])
 def value_and_grad(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Return jax.value_and_grad(function, ...) with its gradients marked for the planner.
 
-    Plain `jax.value_and_grad` is recognised too; use this form where recognition cannot be sure, such
-    as second-order derivatives.
+    Plain `jax.value_and_grad` is recognised too; use this form where recognition cannot be sure,
+    such as second-order derivatives.
     """
     inner = jax.value_and_grad(function, *args, **kwargs)
 

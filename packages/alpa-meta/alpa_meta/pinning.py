@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from alpa_interchange import LogicalMesh, ShardingSpec
-
 from alpa_meta.errors import PlanError
 from alpa_meta.program import Program
 

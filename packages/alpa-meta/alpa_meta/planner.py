@@ -1,18 +1,21 @@
 """The planner: from a step and a cluster to a parallel plan with a proven bound.
 
-    trace at each microbatch count -> layers -> selection problems on every logical mesh (candidates)
-    -> stage DP -> the chosen stages solved again exactly, each under its memory limit -> schedule
+trace at each microbatch count -> layers -> selection problems on every logical mesh (candidates)
+-> stage DP -> the chosen stages solved again exactly, each under its memory limit -> schedule
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 import numpy as np
+from attrs import evolve, frozen
+
 import stage_dp
 from alpa_interchange import (
     ClusterSpec,
@@ -29,9 +32,6 @@ from alpa_interchange import (
     StageProblem,
     StageSharding,
 )
-from attrs import evolve, frozen
-from cost_model import CostModel, calibrated_model
-
 from alpa_meta.candidates import (
     MeshSolution,
     Outlook,
@@ -44,7 +44,7 @@ from alpa_meta.candidates import (
 )
 from alpa_meta.compat import Literal, name_stack
 from alpa_meta.errors import InfeasibleError, PlanError
-from alpa_meta.folding import eqn_signature, layer_classes
+from alpa_meta.folding import eqn_signature, fold_keys, layer_classes
 from alpa_meta.intra_op import MeshCosts, Selection, build
 from alpa_meta.layering import Layering, assign_layers, tensor_bytes
 from alpa_meta.meshes import logical_meshes, memory_per_device, submeshes
@@ -54,6 +54,7 @@ from alpa_meta.rules import flops, sharding_rule
 from alpa_meta.stage_selection import StageCosts, boundary_bytes, stage_scope
 from alpa_meta.staging import Staging, assign_stages
 from alpa_meta.tasks import Tasks, build_tasks
+from cost_model import CostModel, calibrated_model
 
 _PACKAGES = (
     "alpa-meta",
@@ -65,6 +66,10 @@ _PACKAGES = (
     "mesh-runtime",
     "jax",
 )
+
+
+Choose = Callable[[StageCandidate, Selection, float], ShardingSolution]
+"""From a stage's candidate, its selection problem and a limit in bytes to a choice of strategies."""
 
 
 @frozen(eq=False)
@@ -113,27 +118,21 @@ def _larger_counts(tried: int, step: Step, options: Options) -> list[int]:
     if options.num_microbatches is not None or (step.program(1).inexact and options.exact):
         return []
     larger = [
-        count
-        for count in range(4 * tried, step.batch_size + 1)
-        if step.batch_size % count == 0
+        count for count in range(4 * tried, step.batch_size + 1) if step.batch_size % count == 0
     ]
     return larger[:1]
 
 
-def _plan_with(
-    counts: list[int], step: Step, cluster: ClusterSpec, options: Options
-) -> Planned:
+def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     model = calibrated_model(cluster)
     searches: list[_Search] = []
     missing: list[float] = []
     outlooks = []
     for number, count in enumerate(counts):
         options.progress("trace", number, len(counts))
-        outlooks.append(_outlook(step.program(count), options))
+        outlooks.append(outlook_of(step.program(count), options))
     options.progress("trace", len(counts), len(counts))
-    jobs = [
-        (outlook, work) for outlook, _ in outlooks for work in _meshes(outlook, model, options)
-    ]
+    jobs = [(outlook, work) for outlook, _ in outlooks for work in _meshes(outlook, model, options)]
     solved: dict[int, list[MeshSolution]] = {id(outlook): [] for outlook, _ in outlooks}
     whole_fits = False
     for number, (outlook, (submesh, mesh, whole)) in enumerate(jobs):
@@ -160,7 +159,7 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
     program = step.program(plan.num_microbatches)
     check_program(plan, program, step)
-    outlook, layering = _outlook(program, options, len(plan.layers))
+    outlook, layering = outlook_of(program, options, len(plan.layers))
     staging = assign_stages(layering, plan.layer_cuts, program.jaxpr.outvars)
     model = calibrated_model(plan.cluster)
     selections = []
@@ -240,24 +239,26 @@ def problem_hash(selection: Selection) -> str:
 def _counts(step: Step, options: Options) -> list[int]:
     batch = step.batch_size
     counts = microbatch_counts(batch, options.num_stages, options.num_microbatches)
-    whole = step.program(1)
-    if whole.inexact and options.exact and any(count > 1 for count in counts):
-        if options.num_microbatches is not None and options.num_microbatches > 1:
-            raise PlanError(
-                f"{options.num_microbatches} microbatches would change the result: "
-                f"{whole.inexact[0]}; use num_microbatches=1, or Options(exact=False) to accept it"
-            )
-        return [1]
-    return counts
+    if not options.exact:
+        return counts
+    inexact = {count: step.program(count).inexact for count in counts if count > 1}
+    given = options.num_microbatches
+    if given is not None and inexact.get(given):
+        raise PlanError(
+            f"{given} microbatches would change the result: {inexact[given][0]}; use "
+            "num_microbatches=1, or Options(exact=False) to accept it"
+        )
+    return [count for count in counts if not inexact.get(count)] or [1]
 
 
 def _memory(cluster: ClusterSpec, host_group: int, options: Options) -> float:
     return options.memory or memory_per_device(cluster, host_group)
 
 
-def _outlook(
+def outlook_of(
     program: Program, options: Options, num_layers: int | None = None
 ) -> tuple[Outlook, Layering]:
+    """Return the program in layers, and as one stage."""
     wanted = num_layers or options.num_layers
     if wanted is None and options.num_stages and options.num_stages > 1:
         wanted = _at_least(program, options.num_stages)
@@ -323,6 +324,18 @@ def _meshes(outlook: Outlook, model: CostModel, options: Options) -> list[tuple[
     return found
 
 
+def device_groups(cluster: ClusterSpec, options: Options) -> tuple[DeviceGroup, ...]:
+    """Return the hosts that stages are cut from, with the memory that plans may use."""
+    return tuple(
+        DeviceGroup(
+            num_hosts=group.num_hosts,
+            devices_per_host=group.devices_per_host,
+            memory=_memory(cluster, number, options),
+        )
+        for number, group in enumerate(cluster.host_groups)
+    )
+
+
 def _search(
     outlook: Outlook,
     layering: Layering,
@@ -331,17 +344,9 @@ def _search(
     cluster: ClusterSpec,
     options: Options,
 ) -> _Search:
-    groups = tuple(
-        DeviceGroup(
-            num_hosts=group.num_hosts,
-            devices_per_host=group.devices_per_host,
-            memory=_memory(cluster, number, options),
-        )
-        for number, group in enumerate(cluster.host_groups)
-    )
     problem = StageProblem(
         num_layers=outlook.num_layers,
-        device_groups=groups,
+        device_groups=device_groups(cluster, options),
         candidates=tuple(range_candidates(outlook, solutions, model)),
         schedules=(options.schedule,),
         num_stages=options.num_stages,
@@ -378,7 +383,14 @@ def _best(
     bound = min((search.bound for search in searches), default=0.0)
     while chosen:
         _, plan, search = chosen.pop(0)
-        planned = _finish(plan, search, bound, step, cluster, model, options)
+        
+        def choose(
+            candidate: StageCandidate, selection: Selection, memory: float, search: _Search = search
+        ) -> ShardingSolution:
+            return _whole_solution(candidate, search) or solve(selection, options, memory)
+
+        outlook, layering = search.outlook, search.layering
+        planned = finish(plan, outlook, layering, bound, step, model, options, choose)
         if isinstance(planned, Planned):
             return planned
         missing.append(planned)
@@ -437,17 +449,21 @@ def _stage_selection(
     return scope, build(scope.eqns, costs, f"stage {stage}")
 
 
-def _finish(
+def finish(
     stage_plan: StagePlan,
-    search: _Search,
+    outlook: Outlook,
+    layering: Layering,
     bound: float,
     step: Step,
-    cluster: ClusterSpec,
     model: CostModel,
     options: Options,
+    choose: Choose,
 ) -> Planned | float:
-    """Return the plan with every stage solved exactly, or the bytes missing if one does not fit."""
-    outlook, layering = search.outlook, search.layering
+    """Return the plan with every stage solved exactly, or the bytes missing if one does not fit.
+
+    `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`).
+    """
+    cluster = model.cluster
     cuts = [stage.candidate.layer_start for stage in stage_plan.stages[1:]]
     staging = assign_stages(layering, cuts, outlook.program.jaxpr.outvars)
     selections, shardings, stages, peaks = [], [], [], []
@@ -460,10 +476,9 @@ def _finish(
         )
         limit = _memory(cluster, placed.candidate.submesh.host_group, options)
         room = limit - placed.candidate.transient_bytes
-        known = _whole_solution(placed.candidate, search)
         key = problem_hash(selection) + repr(selection.problem.node_cost.sum())
         if key not in solved:
-            solved[key] = known or solve(selection, options, max(room, 1.0))
+            solved[key] = choose(placed.candidate, selection, max(room, 1.0))
         solution = solved[key]
         if solution.choice is None:
             return max((solution.smallest_memory or room * 1.1) - room, 1.0)
@@ -494,7 +509,7 @@ def _finish(
     plan = ParallelPlan(
         program=_summary(outlook.program, step),
         cluster=cluster,
-        layers=_layers(outlook, layering, step),
+        layers=_layers(outlook, layering),
         stage_plan=exact,
         shardings=tuple(shardings),
         schedule=schedule,
@@ -506,7 +521,8 @@ def _finish(
 
 
 def _whole_solution(candidate: StageCandidate, search: _Search) -> ShardingSolution | None:
-    """Return the solution of a stage that is the whole program, whose problem was solved already."""
+    """Return the solution of a stage that is the whole program, whose problem was solved
+    already."""
     if candidate.layer_stop - candidate.layer_start < search.outlook.num_layers:
         return None
     return next(
@@ -590,9 +606,7 @@ def _summary(program: Program, step: Step) -> ProgramSummary:
     )
 
 
-def _layers(outlook: Outlook, layering: Layering, step: Step) -> tuple[Layer, ...]:
-    from alpa_meta.folding import fold_keys
-
+def _layers(outlook: Outlook, layering: Layering) -> tuple[Layer, ...]:
     count = outlook.num_layers
     work = np.zeros((count, 2))
     for eqn, phase, layer in zip(layering.eqns, layering.phases, layering.layers, strict=True):

@@ -1,4 +1,5 @@
-"""The user's training step as one flat program: inputs with paths and roles, phases, batch scaling."""
+"""The user's training step as one flat program: inputs with paths and roles, phases, batch
+scaling."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import field, frozen
+from jax.extend import source_info_util
 
-from alpa_meta.batch import CONSTANT, MIXED, Scaling, batch_scaling
+from alpa_meta.batch import CONSTANT, Scaling, batch_scaling
 from alpa_meta.compat import Literal, is_drop, open_jaxpr
 from alpa_meta.errors import PlanError
 from alpa_meta.phases import Phases, classify
+from alpa_meta.single_example import scaling_of_one
 from alpa_meta.trace import trace
 
 
@@ -33,8 +36,9 @@ class Leaf:
 class Program:
     """A training step at one microbatch size.
 
-    `aliases[k]` is the input that output k replaces in the next step, or None. `scaling` says how each
-    variable grows with the batch, `inexact` why cutting the batch would change the result, if it would.
+    `aliases[k]` is the input that output k replaces in the next step, or None. `scaling` says how
+    each variable grows with the batch, `inexact` why cutting the batch would change the result, if
+    it would.
     """
 
     closed: Any
@@ -59,7 +63,7 @@ class Program:
 
 @frozen(eq=False)
 class Step:
-    """A user's function called with given argument shapes: how to flatten calls and rebuild results.
+    """A user's function with given argument shapes: how to flatten calls and rebuild results.
 
     Leaves that are no arrays (functions or strings inside modules) are kept aside and put back.
     """
@@ -69,30 +73,37 @@ class Step:
     batch_argnums: tuple[int, ...] | None = None
     static_argnums: tuple[int, ...] = ()
     _traces: dict[int, tuple[Any, Any]] = field(factory=dict, repr=False)
+    _programs: dict[int, Program] = field(factory=dict, repr=False)
 
     @functools.cached_property
     def _layout(self) -> _Layout:
         return _layout_of(self.args, self.static_argnums)
 
     def flatten(self, args: Sequence[Any]) -> list[Any]:
-        """Return the array leaves of a call, in the order of `Program.inputs`; checks the structure."""
+        """Return the array leaves of a call, in the order of `Program.inputs`; checks the
+        structure."""
         layout = _layout_of(tuple(args), self.static_argnums)
         if layout.treedef != self._layout.treedef:
             raise PlanError(
                 "the step is called with another structure of arguments than it was planned for: "
                 f"{layout.treedef} instead of {self._layout.treedef}"
             )
-        return [leaf for leaf, dynamic in zip(layout.leaves, layout.dynamic, strict=True) if dynamic]
+        return [
+            leaf for leaf, dynamic in zip(layout.leaves, layout.dynamic, strict=True) if dynamic
+        ]
 
     def program(self, num_microbatches: int) -> Program:
         """Return the program of one of `num_microbatches` equal parts of the batch."""
-        return _program(self, num_microbatches)
+        if num_microbatches not in self._programs:
+            self._programs[num_microbatches] = _program(self, num_microbatches)
+        return self._programs[num_microbatches]
 
     @functools.cached_property
     def batch_size(self) -> int:
         """Return the number of examples: the common first dim of the batch arguments."""
         sizes = {
-            path: shape[0] for (path, shape), is_batch in zip(self._named, self._batch, strict=True)
+            path: shape[0]
+            for (path, shape), is_batch in zip(self._named, self._batch, strict=True)
             if is_batch
         }
         if len(set(sizes.values())) > 1:
@@ -110,7 +121,8 @@ class Step:
 
     @functools.cached_property
     def output_tree(self) -> tuple[Any, tuple[Any, ...], tuple[bool, ...]]:
-        """Return (tree, leaves that are no arrays in place, which leaves are arrays) of the result."""
+        """Return (tree, leaves that are no arrays in place, which leaves are arrays) of the
+        result."""
         _, spec = self.traced(None)
         return spec  # type: ignore[no-any-return]
 
@@ -233,8 +245,10 @@ def _roles(step: Step) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
     _, (tree, kept, arrays_out, _) = step.traced(None)
     jaxpr = open_jaxpr(step.traced(None)[0])
     out_avals = iter(atom.aval for atom in jaxpr.outvars)
-    marks = [next(out_avals) if is_array else leaf
-             for leaf, is_array in zip(kept, arrays_out, strict=True)]
+    marks = [
+        next(out_avals) if is_array else leaf
+        for leaf, is_array in zip(kept, arrays_out, strict=True)
+    ]
     result = tree.unflatten(marks)
     elements = list(result) if type(result) in (tuple, list) else [result]
     spans, position = [], 0
@@ -307,8 +321,8 @@ def _program(step: Step, num_microbatches: int) -> Program:
     if step.batch_size % num_microbatches:
         divisors = [d for d in range(1, step.batch_size + 1) if step.batch_size % d == 0]
         raise PlanError(
-            f"the batch has {step.batch_size} examples, which {num_microbatches} microbatches do not "
-            f"divide; use one of {divisors[:16]} microbatches or another batch size"
+            f"the batch has {step.batch_size} examples, which {num_microbatches} microbatches do "
+            f"not divide; use one of {divisors[:16]} microbatches or another batch size"
         )
     size = step.batch_size // num_microbatches
     closed, (_, _, _, paths) = step.traced(size)
@@ -333,27 +347,14 @@ def _program(step: Step, num_microbatches: int) -> Program:
 
 
 def _scaling(step: Step, size: int, roles: Sequence[str]) -> dict[Any, Scaling]:
-    """Return the batch scaling of every variable of the program of `size` examples.
-
-    A batch dim of one example has no factor in sharding rules; such a program is followed at two.
-    """
+    """Return the batch scaling of every variable of the program of `size` examples."""
     given = [Scaling("example", 0, 0) if role == "batch" else CONSTANT for role in roles]
     followed = max(size, 2)
-    small, large = step.traced(followed)[0], step.traced(2 * followed)[0]
-    found = batch_scaling(small, large, given)
+    found = batch_scaling(step.traced(followed)[0], step.traced(2 * followed)[0], given)
     if followed == size:
         return found
-    own, twin = open_jaxpr(step.traced(size)[0]), open_jaxpr(small)
-    same = [eqn.primitive for eqn in own.eqns] == [eqn.primitive for eqn in twin.eqns]
-    if not same:
-        return batch_scaling(step.traced(size)[0], small, given)
-    scaling = {var: found[other] for var, other in zip(own.invars, twin.invars, strict=True)}
-    scaling.update((var, CONSTANT) for var in own.constvars)
-    for eqn, other in zip(own.eqns, twin.eqns, strict=True):
-        for var, same_var in zip(eqn.outvars, other.outvars, strict=True):
-            if not is_drop(var):
-                scaling[var] = found.get(same_var, MIXED)
-    return scaling
+    one, two = step.traced(1)[0], step.traced(2)[0]
+    return scaling_of_one(one, two, found) or batch_scaling(one, two, given)
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -417,8 +418,6 @@ def _first_mixed(jaxpr: Any, scaling: Mapping[Any, Scaling]) -> str:
 
 def source_line(eqn: Any) -> str:
     """Return file:line of the user's code behind an equation, or an empty string."""
-    from jax.extend import source_info_util
-
     try:
         return str(source_info_util.summarize(eqn.source_info))
     except (AttributeError, TypeError):

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from alpa_interchange import ShardingSpec
 from attrs import field, frozen
 
+from alpa_interchange import ShardingSpec
 from alpa_meta.compat import Literal, is_drop
 from alpa_meta.folding import fold_keys
 from alpa_meta.intra_op import MeshCosts, Selection, StageEqns, build
@@ -153,7 +153,8 @@ def solved_costs(
 
 
 def _state_layers(scope: StageScope) -> dict[Any, int]:
-    """Return the layer of each state input: of the equation that replaces it, else of its reader."""
+    """Return the layer of each state input: of the equation that replaces it, else of its
+    reader."""
     produced = {
         var: layer
         for eqn, layer in zip(scope.eqns.eqns, scope.layers, strict=True)
@@ -172,7 +173,8 @@ def _state_layers(scope: StageScope) -> dict[Any, int]:
 def _floors(scope: StageScope, selection: Selection, num_layers: int) -> np.ndarray:
     """Return [layers, 2] seconds no choice can beat, of the microbatches and of the update.
 
-    Each equation costs at least the least it costs under any of its strategies, without conversions.
+    Each equation costs at least the least it costs under any of its strategies, without
+    conversions.
     """
     least = selection.least_cost()
     floors = np.zeros((num_layers, 2))
@@ -182,7 +184,8 @@ def _floors(scope: StageScope, selection: Selection, num_layers: int) -> np.ndar
 
 
 def boundary_bytes(program: Program, staging: Staging, num_layers: int) -> np.ndarray:
-    """Return [layers] bytes of one microbatch crossing from layer k or below to above it, forward."""
+    """Return [layers] bytes of one microbatch crossing from layer k or below to above it,
+    forward."""
     made: dict[Any, int] = {}
     last: dict[Any, int] = {}
     for eqn, phase, layer in zip(staging.eqns, staging.phases, staging.layers, strict=True):

@@ -1,9 +1,9 @@
 """From layers to stages: every equation gets the stage that runs it.
 
-A stage is a range of layers. What remains to be settled is the update: sums of gradients that come from
-several stages (tied weights) move out of the backward pass, so that each stage accumulates its own
-part; scalars that depend on several stages (a global norm) are computed on stage 0; scalars that depend
-on none (a learning-rate schedule) are computed by every stage that reads them.
+A stage is a range of layers. What remains to be settled is the update: sums of gradients that come
+from several stages (tied weights) move out of the backward pass, so that each stage accumulates its
+own part; scalars that depend on several stages (a global norm) are computed on stage 0; scalars
+that depend on none (a learning-rate schedule) are computed by every stage that reads them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ HUB = 0  # the stage that computes scalars of several stages
 
 @frozen(eq=False)
 class Staging:
-    """Equations with phase and stage; `levels` order the update: a level reads what lower ones sent."""
+    """Equations with phase and stage; `levels` order the update: a level reads what lower ones
+    sent."""
 
     eqns: tuple[Any, ...]
     phases: tuple[str, ...]
@@ -70,9 +71,7 @@ def _sink_sums(
     outvars: Sequence[Any],
 ) -> list[str]:
     """Move additions of gradients from several stages, read by the update only, into the update."""
-    producer = {
-        var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)
-    }
+    producer = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)}
     inner_readers: dict[Any, int] = {}
     for eqn, phase in zip(eqns, phases, strict=True):
         if phase != "update":
@@ -93,7 +92,8 @@ def _sink_sums(
 
 
 def _settle_scalars(eqns: Sequence[Any], stages: list[int | None]) -> set[int]:
-    """Give equations without a stage one where they need it; return those that depend on no stage."""
+    """Give equations without a stage one where they need it; return those that depend on no
+    stage."""
     origins: dict[Any, frozenset[int]] = {}
     independent = set()
     for k, eqn in enumerate(eqns):
@@ -117,13 +117,15 @@ def _settle_scalars(eqns: Sequence[Any], stages: list[int | None]) -> set[int]:
 def _layers_after_cloning(
     before: Sequence[Any], after: Sequence[Any], layers: Sequence[int | None]
 ) -> list[int | None]:
-    by_output = {id(eqn.outvars[0]): layer for eqn, layer in zip(before, layers, strict=True)
-                 if eqn.outvars}
+    by_output = {
+        id(eqn.outvars[0]): layer for eqn, layer in zip(before, layers, strict=True) if eqn.outvars
+    }
     return [by_output.get(id(eqn.outvars[0])) if eqn.outvars else None for eqn in after]
 
 
 def _levels(eqns: Sequence[Any], phases: Sequence[str], stages: Sequence[int]) -> list[int]:
-    """Return the level of each update equation: one more whenever a value comes from another stage."""
+    """Return the level of each update equation: one more whenever a value comes from another
+    stage."""
     known: dict[Any, tuple[int, int]] = {}
     levels = []
     for eqn, phase, stage in zip(eqns, phases, stages, strict=True):

@@ -1,9 +1,10 @@
 """From stages to tasks: the programs each mesh runs, and the values that pass between them.
 
-Per stage: `start` zeroes the gradient accumulators, `forward` and `backward` run once per microbatch
-(one task, `train`, where there is no pipeline), `update` runs once per step, in levels where stages need
-each other's scalars. A value that leaves the microbatches for the update is accumulated; its sum is
-scaled by B^power (`batch.Scaling`): a mean loss is averaged, a summed loss summed.
+Per stage: `start` zeroes the gradient accumulators, `forward` and `backward` run once per
+microbatch (one task, `train`, where there is no pipeline), `update` runs once per step, in levels
+where stages need each other's scalars. A value that leaves the microbatches for the update is
+accumulated; its sum is scaled by B^power (`batch.Scaling`): a mean loss is averaged, a summed loss
+summed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from alpa_interchange import ShardingSpec, Strategy, TaskGraph, TaskSpec
 from attrs import field, frozen
 from jax import lax
 
+from alpa_interchange import ShardingSpec, Strategy, TaskGraph, TaskSpec
 from alpa_meta.batch import CONSTANT
 from alpa_meta.compat import ClosedJaxpr, Literal, Var, is_drop, open_jaxpr
 from alpa_meta.errors import PlanError
@@ -84,7 +85,7 @@ class Tasks:
 
 
 def crossing_values(staging: Staging, program: Program) -> dict[Any, frozenset[int]]:
-    """Return the values of the microbatches that the update or the result needs, with their readers.
+    """Return the values of the microbatches that the update or the result needs.
 
     Maps each to the stages of the update equations that read it.
     """
@@ -356,9 +357,7 @@ class _TaskBuilder:
         tasks = self._with_finals(list(tasks), finals)
         tasks = [self._with_donation(task, tasks, carry) for task in tasks]
         per_step = self._per_step(tasks)
-        inputs = [
-            (name, home) for name, home in self._input_homes(tasks).items()
-        ]
+        inputs = [(name, home) for name, home in self._input_homes(tasks).items()]
         graph = TaskGraph(
             tasks=tuple(task.spec for task in tasks),
             per_step=tuple(per_step),
@@ -413,9 +412,7 @@ class _TaskBuilder:
             tasks.append(Task(spec, tuple(eqns), sources, tuple(results), follows))
         return tasks
 
-    def _with_donation(
-        self, task: Task, tasks: Sequence[Task], carry: Mapping[str, str]
-    ) -> Task:
+    def _with_donation(self, task: Task, tasks: Sequence[Task], carry: Mapping[str, str]) -> Task:
         """Let the task that writes new state overwrite the old, if it is the last to read it."""
         replaced = {
             carry[name] for name in task.spec.outputs if carry.get(name) in task.spec.inputs
@@ -455,7 +452,8 @@ class _TaskBuilder:
         return list(names)
 
     def _input_homes(self, tasks: Sequence[Task]) -> dict[str, int]:
-        """Return the mesh that holds each input: of the task that replaces it, else its first reader."""
+        """Return the mesh that holds each input: of the task that replaces it, else its first
+        reader."""
         homes: dict[str, int] = {}
         alias_of = {
             self.program.inputs[alias].path: atom
@@ -547,7 +545,11 @@ def _with_dtype(aval: Any, dtype: Any) -> Any:
 
 
 def _jaxpr_of(
-    template: Any, constvars: list[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: list[Any]
+    template: Any,
+    constvars: list[Any],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: list[Any],
 ) -> Any:
     effects = set().union(*(eqn.effects for eqn in eqns)) if eqns else set()
     return type(template)(constvars, list(invars), list(outvars), eqns, effects)

@@ -75,8 +75,6 @@ def live_eqns(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
-
-
 def _inline_eqns(
     source: Sequence[Any],
     env: dict[Any, Any],
@@ -97,8 +95,8 @@ def _inline_eqns(
             inner = open_jaxpr(body)
             if len(inner.invars) != len(eqn.invars):
                 raise ValueError(
-                    f"cannot inline {name!r}: it has {len(eqn.invars)} operands, but its body takes "
-                    f"{len(inner.invars)}"
+                    f"cannot inline {name!r}: it has {len(eqn.invars)} operands, but its body "
+                    f"takes {len(inner.invars)}"
                 )
             scope: dict[Any, Any] = {}
             for var, value in zip(inner.constvars, consts(body), strict=True):

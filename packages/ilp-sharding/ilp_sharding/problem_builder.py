@@ -1,8 +1,8 @@
 """Builds a `ShardingProblem` piece by piece; equal pieces fold into one node.
 
-Operators of identical layers are given the same key: they become one node (one choice for all of them)
-whose costs and memory add up, and so do their edges. The problem of a stage with 48 equal layers is then
-as small as that of a stage with one.
+Operators of identical layers are given the same key: they become one node (one choice for all of
+them) whose costs and memory add up, and so do their edges. The problem of a stage with 48 equal
+layers is then as small as that of a stage with one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ProblemBuilder:
         number = self._number[key]
         if len(self._nodes[number].strategies) != len(strategies):
             raise ValueError(
-                f"node {name!r} is given with {len(strategies)} strategies, but the node of the same "
-                f"key has {len(self._nodes[number].strategies)}"
+                f"node {name!r} is given with {len(strategies)} strategies, but the node of the "
+                f"same key has {len(self._nodes[number].strategies)}"
             )
         return number
 

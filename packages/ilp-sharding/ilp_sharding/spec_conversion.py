@@ -29,7 +29,8 @@ CollectiveSeconds = Callable[[str, float, tuple[str, ...]], float]
 
 @frozen
 class ConversionStep:
-    """One step of a conversion. `dim` is gathered, scattered or sliced; all-to-all moves to `to_dim`."""
+    """One step of a conversion. `dim` is gathered, scattered or sliced; all-to-all moves to
+    `to_dim`."""
 
     kind: str  # "slice", "all-gather", "all-to-all", "all-reduce", "reduce-scatter"
     axes: tuple[str, ...]
@@ -122,8 +123,8 @@ class ConversionTable:
 class Conversions:
     """Conversion tables of one mesh, built on demand: one per divisibility pattern and size class.
 
-    Tensors that the same axes divide in the same way, and whose bytes agree within a factor of four,
-    share the paths; seconds are then exact for the bytes asked for.
+    Tensors that the same axes divide in the same way, and whose bytes agree within a factor of
+    four, share the paths; seconds are then exact for the bytes asked for.
     """
 
     mesh: LogicalMesh

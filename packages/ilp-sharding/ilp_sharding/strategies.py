@@ -1,9 +1,9 @@
 """All strategies of an operator, from its sharding rule alone.
 
-A strategy assigns each mesh axis to at most one factor of the operator. That fixes how every operand
-and result is sharded. Where a reduction factor is sharded the result is first a partial sum; the
-strategy also says how it is completed, per axis: all-reduce, reduce-scatter onto a result dim, or
-left partial where the program allows it. -> implemented in `enumerate_strategies`.
+A strategy assigns each mesh axis to at most one factor of the operator. That fixes how every
+operand and result is sharded. Where a reduction factor is sharded the result is first a partial
+sum; the strategy also says how it is completed, per axis: all-reduce, reduce-scatter onto a result
+dim, or left partial where the program allows it. -> implemented in `enumerate_strategies`.
 
 An axis may be assigned to a factor only if it divides it, and only if the factor is the leading
 factor of every dim it appears in (a minor factor of a merged dim would be sharded with a stride).

@@ -1,4 +1,5 @@
-"""The typed schema that all packages of the system speak: frozen attrs classes and JSON documents."""
+"""The typed schema that all packages of the system speak: frozen attrs classes and JSON
+documents."""
 
 from alpa_interchange.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec
 from alpa_interchange.document import (

@@ -1,4 +1,5 @@
-"""Validators shared by the schema: each raises ValueError with the field, the rule and the value."""
+"""Validators shared by the schema: each raises ValueError with the field, the rule and the
+value."""
 
 from __future__ import annotations
 

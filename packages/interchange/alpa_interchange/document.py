@@ -1,9 +1,9 @@
 """Reading and writing interchange values as canonical JSON, with bulk arrays in an `.npz` side-car.
 
-A *document* is `{"schema": <type name>, "version": "<major>.<minor>", "value": {...}}`. A reader accepts
-every document of its own major version whose fields it knows, and refuses anything else with a
-`DocumentError` that names the place. No pickle is ever read. Limits on size and nesting are checked
-before parsing.
+A *document* is `{"schema": <type name>, "version": "<major>.<minor>", "value": {...}}`. A reader
+accepts every document of its own major version whose fields it knows, and refuses anything else
+with a `DocumentError` that names the place. No pickle is ever read. Limits on size and nesting are
+checked before parsing.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str, kind: type[T], *, source: str = "document") -> T:
-    """Return the interchange value of type `kind` in JSON `text`; DocumentError says what is wrong."""
+    """Return the interchange value of type `kind` in JSON `text`; DocumentError says what is
+    wrong."""
     return _parse(text, kind, _SideCar(), source)
 
 
 def save(value: Any, path: str | os.PathLike[str]) -> None:
-    """Write `value` to `path` at once or not at all; arrays over 1 MiB in total go to `<path>.npz`."""
+    """Write `value` to `path` at once or not at all; arrays over 1 MiB in total go to
+    `<path>.npz`."""
     path = Path(path)
     side_car = _SideCar(collect=_array_bytes(value) > _SIDE_CAR_BYTES)
     text = _dump(value, side_car)
@@ -78,7 +80,9 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:
-        raise DocumentError(f"{path}: is not UTF-8 text, so it is no interchange document") from None
+        raise DocumentError(
+            f"{path}: is not UTF-8 text, so it is no interchange document"
+        ) from None
     arrays: dict[str, np.ndarray] = {}
     bulk = path.with_name(path.name + ".npz")
     if bulk.exists():
@@ -91,7 +95,8 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
 
 
 class _replacing:
-    """A binary stream that replaces `path` when the block ends well and leaves it alone otherwise."""
+    """A binary stream that replaces `path` when the block ends well and leaves it alone
+    otherwise."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -128,7 +133,9 @@ def _dump(value: Any, side_car: _SideCar) -> str:
 
 def _parse(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
     if len(text) > MAX_DOCUMENT_BYTES:
-        raise DocumentError(f"{source}: {len(text)} characters; at most {MAX_DOCUMENT_BYTES} are read")
+        raise DocumentError(
+            f"{source}: {len(text)} characters; at most {MAX_DOCUMENT_BYTES} are read"
+        )
     _check_depth(text, source)
     try:
         document = json.loads(text, parse_constant=_no_constant)
@@ -143,7 +150,9 @@ def _parse(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
     try:
         major, minor = (int(part) for part in str(document["version"]).split("."))
     except ValueError:
-        raise DocumentError(f"{source}: version {document['version']!r} is not MAJOR.MINOR") from None
+        raise DocumentError(
+            f"{source}: version {document['version']!r} is not MAJOR.MINOR"
+        ) from None
     if major != SCHEMA_VERSION[0]:
         ours = ".".join(map(str, SCHEMA_VERSION))
         raise DocumentError(
@@ -212,7 +221,9 @@ def _converter(side_car: _SideCar) -> Converter:
             raise ValueError("an array must be an object")
         if "npz" in data:
             if data["npz"] not in side_car.arrays:
-                raise ValueError(f"array {data['npz']!r} is missing from the .npz beside the document")
+                raise ValueError(
+                    f"array {data['npz']!r} is missing from the .npz beside the document"
+                )
             return side_car.arrays[data["npz"]]
         dtype = np.dtype(str(data["dtype"]))
         if dtype.kind not in "biuf":

@@ -50,7 +50,8 @@ class Op:
 
 @frozen(kw_only=True)
 class OpGraph:
-    """Values and operators in program order; `aliases` pairs an input with the output replacing it."""
+    """Values and operators in program order; `aliases` pairs an input with the output replacing
+    it."""
 
     values: tuple[Value, ...]
     ops: tuple[Op, ...]
@@ -63,7 +64,9 @@ class OpGraph:
         for op in self.ops:
             for value in op.operands:
                 if value not in defined:
-                    raise ValueError(f"OpGraph: op {op.name!r} reads value {value} before it exists")
+                    raise ValueError(
+                        f"OpGraph: op {op.name!r} reads value {value} before it exists"
+                    )
             defined.update(op.results)
         missing = set(self.outputs) - defined
         if missing:
@@ -72,7 +75,8 @@ class OpGraph:
 
 @frozen(kw_only=True)
 class Layer:
-    """A cluster of operators: its work per microbatch, and the class it shares with equal layers."""
+    """A cluster of operators: its work per microbatch, and the class it shares with equal
+    layers."""
 
     index: int
     equivalence_class: int

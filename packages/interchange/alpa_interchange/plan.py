@@ -1,4 +1,5 @@
-"""The parallel plan: everything needed to run a training step on a cluster without searching again."""
+"""The parallel plan: everything needed to run a training step on a cluster without searching
+again."""
 
 from __future__ import annotations
 

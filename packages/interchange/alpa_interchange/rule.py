@@ -1,8 +1,8 @@
 """Sharding rules: an operator as named factors, in the manner of einsum.
 
 `"b m k, b k n -> b m n"` says what a batched matmul does with its dims. A dim may be a product of
-factors, major to minor, as in the reshape `"(b s) h -> b s h"`; `1` (or `_`) is a dim with no factor,
-which is never sharded. Factors are of four kinds:
+factors, major to minor, as in the reshape `"(b s) h -> b s h"`; `1` (or `_`) is a dim with no
+factor, which is never sharded. Factors are of four kinds:
 
     parallel     devices along it work alone on their part
     reduction    sharding it leaves partial results to be combined (add, max, min, ...)
@@ -41,7 +41,9 @@ class Factor:
         if self.kind not in FACTOR_KINDS:
             raise ValueError(f"Factor.kind must be one of {FACTOR_KINDS}, got {self.kind!r}")
         if self.reduction not in REDUCTIONS:
-            raise ValueError(f"Factor.reduction must be one of {REDUCTIONS}, got {self.reduction!r}")
+            raise ValueError(
+                f"Factor.reduction must be one of {REDUCTIONS}, got {self.reduction!r}"
+            )
 
 
 @frozen(kw_only=True, cache_hash=True)
@@ -58,7 +60,9 @@ class ShardingRule:
             for dim in dims:
                 for name in dim:
                     if name not in known:
-                        raise ValueError(f"ShardingRule uses factor {name!r}, which is not declared")
+                        raise ValueError(
+                            f"ShardingRule uses factor {name!r}, which is not declared"
+                        )
 
     def factor(self, name: str) -> Factor:
         """Return the factor called `name`."""
@@ -67,7 +71,8 @@ class ShardingRule:
     def __str__(self) -> str:
         def show(dims: tuple[tuple[str, ...], ...]) -> str:
             return " ".join(
-                "1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})" for dim in dims
+                "1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
+                for dim in dims
             )
 
         return f"{', '.join(map(show, self.operands))} -> {', '.join(map(show, self.results))}"
@@ -128,8 +133,8 @@ class Strategy:
     """One way to run an operator on a mesh.
 
     `assignment` pairs factors with the mesh axes (major first) that shard them, sorted by factor.
-    `results` are the specs after partial sums were completed: an axis of a sharded reduction factor is
-    on a dim (reduce-scatter), in `partial` (left unreduced) or nowhere (all-reduce).
+    `results` are the specs after partial sums were completed: an axis of a sharded reduction factor
+    is on a dim (reduce-scatter), in `partial` (left unreduced) or nowhere (all-reduce).
     """
 
     assignment: tuple[tuple[str, tuple[str, ...]], ...]

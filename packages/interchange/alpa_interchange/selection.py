@@ -49,7 +49,9 @@ class ShardingProblem:
     def __attrs_post_init__(self) -> None:
         count = self.num_strategies
         if count.ndim != 1 or (count < 1).any():
-            raise ValueError("ShardingProblem.num_strategies: every node needs at least one strategy")
+            raise ValueError(
+                "ShardingProblem.num_strategies: every node needs at least one strategy"
+            )
         total = int(count.sum())
         for name in ("node_cost", "node_memory"):
             values = getattr(self, name)
@@ -63,7 +65,9 @@ class ShardingProblem:
         if (self.node_memory < 0).any():
             raise ValueError("ShardingProblem.node_memory must not be negative")
         if self.live.reshape(-1, 2).shape[0] != len(count):
-            raise ValueError(f"ShardingProblem.live must be [{len(count)}, 2], got {self.live.shape}")
+            raise ValueError(
+                f"ShardingProblem.live must be [{len(count)}, 2], got {self.live.shape}"
+            )
         edges = self.edges.reshape(-1, 2)
         if len(edges) and (edges.min() < 0 or edges.max() >= len(count)):
             raise ValueError(f"ShardingProblem.edges must name nodes 0..{len(count) - 1}")
@@ -88,9 +92,10 @@ class ShardingProblem:
 class ShardingSolution:
     """The answer to a `ShardingProblem`.
 
-    `lower_bound` is proven: no choice costs less. `gap` is (objective - lower_bound) / |lower_bound|.
-    `status` is "optimal", "feasible" (an answer, optimality not proven), "infeasible" (proven; then
-    `smallest_memory` is the least limit with an answer, if known) or "timed_out" (no answer found).
+    `lower_bound` is proven: no choice costs less. `gap` is (objective - lower_bound) /
+    |lower_bound|. `status` is "optimal", "feasible" (an answer, optimality not proven),
+    "infeasible" (proven; then `smallest_memory` is the least limit with an answer, if known) or
+    "timed_out" (no answer found).
     """
 
     choice: tuple[int, ...] | None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
-from attrs import field, frozen
+from attrs import frozen
 
 _BITS = {"bool": 8, "bfloat16": 16, "complex64": 64, "complex128": 128, "key<fry>": 64}
 
 
 def dtype_bytes(dtype: str) -> float:
-    """Return the bytes of one element of `dtype` ("float32", "int4", "bfloat16", "float8_e4m3fn")."""
+    """Return the bytes of one element of `dtype` ("float32", "int4", "bfloat16",
+    "float8_e4m3fn")."""
     if dtype in _BITS:
         return _BITS[dtype] / 8
     digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
@@ -39,8 +40,8 @@ class TensorType:
 class ShardingSpec:
     """Mesh axes per tensor dim, major to minor, plus the axes over which it is an unreduced sum.
 
-    `ShardingSpec((("x",), ()))` shards dim 0 over axis x. With `partial=("y",)` the value is the sum
-    (or the named `reduction`) over y of what the devices hold.
+    `ShardingSpec((("x",), ()))` shards dim 0 over axis x. With `partial=("y",)` the value is the
+    sum (or the named `reduction`) over y of what the devices hold.
     """
 
     dims: tuple[tuple[str, ...], ...]

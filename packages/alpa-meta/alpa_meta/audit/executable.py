@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from attrs import frozen
 from rich.console import Console, Group
@@ -12,7 +12,7 @@ from rich.text import Text
 from alpa_interchange import LogicalMesh
 from alpa_meta.audit.account import account
 from alpa_meta.audit.hlo import compiled_collectives
-from alpa_meta.audit.memory import MemoryCheck
+from alpa_meta.audit.memory import MemoryCheck, task_memory
 from alpa_meta.audit.numerics import NumericsCheck
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.audit.report import AuditReport, format_bytes
@@ -123,3 +123,28 @@ def audit_executable(
         sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
         tasks[task] = account(planned[task], compiled_collectives(text), sizes, backend=backend)
     return ExecutableAudit(tasks=tasks, memory=dict(memory or {}), numerics=numerics)
+
+
+def audit_tasks(
+    executable: Auditable,
+    tasks: Mapping[str, Any],
+    planned: Any,
+    *,
+    backend: str = "cpu",
+    numerics: NumericsCheck | None = None,
+) -> ExecutableAudit:
+    """Return the audit of compiled `tasks` with their memory beside what `planned` predicts.
+
+    Temporaries are judged on GPUs only: XLA's CPU backend ignores recomputation.
+    """
+    batch = {leaf.path for leaf in planned.program.inputs if leaf.role == "batch"}
+    memory = {
+        name: task_memory(
+            task,
+            planned.plan.shardings[task.task.spec.mesh].memory,
+            batch,
+            judge_peak=backend != "cpu",
+        )
+        for name, task in tasks.items()
+    }
+    return audit_executable(executable, backend=backend, memory=memory, numerics=numerics)

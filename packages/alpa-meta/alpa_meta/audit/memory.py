@@ -1,13 +1,18 @@
 """Memory of a compiled program against what was predicted.
 
-XLA states argument, output and alias sizes exactly on every backend. Its temporary size is the real
+Of a task, the arguments are compared with the sizes its plan gives them on each device, and the peak
+(arguments, fresh results and temporaries together) with the memory planned for its whole stage: state,
+gradients, kept activations and temporaries, and the task's part of the batch. XLA states argument, output and alias sizes exactly on every backend. Its temporary size is the real
 arena on GPUs; on CPU it ignores recomputation, so there it is shown and not judged.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Set
 from typing import Any
 
+import jax
 from attrs import frozen
 
 from alpa_meta.audit.report import format_bytes
@@ -72,6 +77,33 @@ def memory_check(
         predicted_peak_bytes=predicted_peak_bytes,
         judge_peak=judge_peak,
     )
+
+
+def task_memory(
+    task: Any,
+    stage_memory: Mapping[str, float],
+    batch_paths: Set[str],
+    *,
+    judge_peak: bool = True,
+) -> MemoryCheck:
+    """Return the check of a compiled task by its own plan and its stage's `memory` (by name, bytes)."""
+    sizes = [_bytes_per_device(shape) for shape in task.arguments()]
+    batch = sum(
+        size
+        for name, size in zip(task.task.spec.inputs, sizes, strict=True)
+        if name in batch_paths
+    )
+    return memory_check(
+        task.compiled,
+        predicted_argument_bytes=sum(sizes),
+        predicted_peak_bytes=sum(stage_memory.values()) + batch,
+        judge_peak=judge_peak,
+    )
+
+
+def _bytes_per_device(shape: jax.ShapeDtypeStruct) -> float:
+    held = shape.shape if shape.sharding is None else shape.sharding.shard_shape(shape.shape)
+    return float(math.prod(held)) * shape.dtype.itemsize
 
 
 def _beside(measured: float, predicted: float | None) -> str:

@@ -10,7 +10,7 @@ changed by a relative rounding error, and a parallel step may differ by a small 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -132,6 +132,34 @@ def sensitivity(
     return moved
 
 
+@frozen(kw_only=True, eq=False)
+class Reference:
+    """The single-device result of a step, and the ulps each of its leaves moves by rounding.
+
+    It serves any number of plans of the same step and arguments.
+    """
+
+    expected: Any
+    moved: Mapping[str, float]
+
+    def check(self, parallel: Any) -> NumericsCheck:
+        """Return the check of the result of a parallel step."""
+        return NumericsCheck(
+            leaves=tuple(
+                LeafDifference(path=path, ulps=ulps, allowed_ulps=_allowed(self.moved[path]))
+                for path, ulps in tree_differences(parallel, self.expected).items()
+            )
+        )
+
+
+def single_device_reference(
+    step: Callable[..., Any], arguments: tuple[Any, ...], key: jax.Array
+) -> Reference:
+    """Return the reference that `step(*arguments)`, run on one device, is for its parallel runs."""
+    moved = sensitivity(step, arguments, key)
+    return Reference(expected=jax.tree.map(_on_host, step(*arguments)), moved=moved)
+
+
 def numerics_check(
     parallel: Any,
     step: Callable[..., Any],
@@ -139,20 +167,20 @@ def numerics_check(
     key: jax.Array,
 ) -> NumericsCheck:
     """Return the check of the result `parallel` against the single-device `step(*arguments)`."""
-    differences = tree_differences(parallel, step(*arguments))
-    moved = sensitivity(step, arguments, key)
-    return NumericsCheck(
-        leaves=tuple(
-            LeafDifference(path=path, ulps=ulps, allowed_ulps=_allowed(moved[path]))
-            for path, ulps in differences.items()
-        )
-    )
+    return single_device_reference(step, arguments, key).check(parallel)
+
+
+def _on_host(leaf: Any) -> Any:
+    if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.device_get(leaf)
 
 
 def _allowed(moved: float) -> float:
     return BASE_ULPS + MULTIPLE * (moved if np.isfinite(moved) else 0.0)
 
 
+@jax.jit
 def _perturb(tree: Any, key: jax.Array) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, max(len(leaves), 1))

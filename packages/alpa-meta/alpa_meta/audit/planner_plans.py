@@ -12,9 +12,8 @@ from jax.sharding import AxisType, Mesh
 
 from alpa_interchange import LogicalMesh
 from alpa_meta.api import parallelize
-from alpa_meta.audit.executable import ExecutableAudit, audit_executable
-from alpa_meta.audit.memory import memory_check
-from alpa_meta.audit.numerics import NumericsCheck, numerics_check
+from alpa_meta.audit.executable import ExecutableAudit, audit_tasks
+from alpa_meta.audit.numerics import Reference, single_device_reference
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.audit.target import parse_target, target_devices
 from alpa_meta.corpus import CorpusModel
@@ -39,7 +38,12 @@ class _Tasks:
 
 
 def audit_planned(
-    model: CorpusModel, cluster: str, options: Options, *, numerics: bool = True
+    model: CorpusModel,
+    cluster: str,
+    options: Options,
+    *,
+    numerics: bool = True,
+    reference: Reference | None = None,
 ) -> ExecutableAudit:
     """Return the audit of the planner's plan of `model` for `cluster`.
 
@@ -47,29 +51,39 @@ def audit_planned(
     ("h100:8") without them.
     """
     step = parallelize(model.train_step, cluster=cluster, options=options)
-    planned = step.lower(model.state, model.batch).planned
     if cluster.startswith("host:"):
-        check = _compare(model, step) if numerics else None
-        return audit_executable(
-            step.executable,
-            backend="cpu",
-            memory={
-                name: memory_check(task.compiled, judge_peak=False)
-                for name, task in step.executable.tasks.items()
-            },
-            numerics=check,
-        )
+        return audit_on_host(model, step, reference if numerics else None, numerics=numerics)
+    planned = step.lower(model.state, model.batch).planned
     devices = target_devices(*parse_target(cluster))
     meshes = [_mesh(devices, sharding.mesh) for sharding in planned.plan.shardings]
     tasks = {
         task.spec.name: compile_task(planned, task, meshes[task.spec.mesh])
         for task in planned.tasks.tasks
     }
-    return audit_executable(
-        _Tasks(tasks),
-        backend="cuda",
-        memory={name: memory_check(task.compiled) for name, task in tasks.items()},
-    )
+    return audit_tasks(_Tasks(tasks), tasks, planned, backend="cuda")
+
+
+def audit_on_host(
+    model: CorpusModel, step: Any, reference: Reference | None = None, *, numerics: bool = True
+) -> ExecutableAudit:
+    """Return the audit of a parallel step of `model` on this process's devices."""
+    if not numerics:
+        audit: ExecutableAudit = step.audit(model.state, model.batch)
+    else:
+        audit = step.audit(*arguments(model), reference=reference)
+    return audit
+
+
+def arguments(model: CorpusModel) -> tuple[Any, Any]:
+    """Return the state and batch every audit of `model` runs on."""
+    state = jax.jit(model.make_state)(jax.random.key(0))
+    return state, jax.jit(model.make_batch)(jax.random.key(1))
+
+
+def reference_of(model: CorpusModel) -> Reference:
+    """Return the single-device result of a step of `model`, for any number of its audits."""
+    plain = jax.jit(model.train_step)
+    return single_device_reference(plain, arguments(model), jax.random.key(0))
 
 
 def _mesh(devices: Sequence[Any], placed: Any) -> Mesh:
@@ -79,19 +93,3 @@ def _mesh(devices: Sequence[Any], placed: Any) -> Mesh:
         placed.logical.axis_names,
         axis_types=(AxisType.Auto,) * len(placed.logical.axes),
     )
-
-
-def _compare(model: CorpusModel, step: Any) -> NumericsCheck:
-    """Return the check of one parallel step against the same step on one device."""
-    state = jax.jit(model.make_state)(jax.random.key(0))
-    batch = jax.jit(model.make_batch)(jax.random.key(1))
-    expected = (state, batch)
-    parallel = jax.tree.map(_on_host, step(jax.tree.map(jax.numpy.copy, state), batch))
-    return numerics_check(parallel, jax.jit(model.train_step), expected, jax.random.key(0))
-
-
-def _on_host(leaf: Any) -> Any:
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-        return jax.random.wrap_key_data(jax.device_get(leaf))
-    return jax.device_get(leaf)

@@ -20,7 +20,7 @@ from alpa_meta import compat
 from alpa_meta.audit.account import account
 from alpa_meta.audit.hlo import compiled_collectives
 from alpa_meta.audit.memory import MemoryCheck, memory_check
-from alpa_meta.audit.numerics import NumericsCheck, numerics_check
+from alpa_meta.audit.numerics import NumericsCheck, Reference, single_device_reference
 from alpa_meta.audit.report import AuditReport
 from alpa_meta.audit.target import compile_for
 from alpa_meta.spmd import (
@@ -61,11 +61,13 @@ def audit_program(
     conversions: Conversions,
     devices: Sequence[Any],
     arguments: Sequence[Any] | None = None,
+    reference: Reference | None = None,
 ) -> ProgramAudit:
     """Return the audit of the closed, inlined `jaxpr` run by `plan` on `devices`.
 
     `devices` may be described ones (`target_devices`). With `arguments`, the flat inputs, the
-    program also runs and is compared with the single-device run of the same jaxpr.
+    program also runs and is compared with the single-device run of the same jaxpr, which
+    `reference` saves computing again (`reference_of_program`).
     """
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     compiled = compile_plan(jaxpr, plan, mesh, conversions, devices, sizes)
@@ -77,7 +79,8 @@ def audit_program(
     )
     numerics = None
     if arguments is not None:
-        numerics = _compare(jaxpr, plan, compiled, arguments)
+        reference = reference or reference_of_program(jaxpr, arguments)
+        numerics = reference.check(_run(plan, compiled, arguments))
     return ProgramAudit(
         collectives=report,
         memory=memory_check(compiled, judge_peak=devices[0].platform != "cpu"),
@@ -106,23 +109,23 @@ def _global(aval: Any, spec: ShardingSpec, mesh: LogicalMesh) -> Any:
     return described(global_shape(aval.shape, spec, mesh), aval.dtype)
 
 
-def _compare(jaxpr: Any, plan: JaxprPlan, compiled: Any, arguments: Sequence[Any]) -> NumericsCheck:
+def _run(plan: JaxprPlan, compiled: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Return the results of a compiled plan on the host, unreduced sums completed."""
     shardings: Sequence[NamedSharding] = compiled.input_shardings[0]
     placed = [
         jax.device_put(value, sharding)
         for value, sharding in zip(arguments, shardings, strict=True)
     ]
-    outputs = compiled(*placed)
     whole = [
         value.sum(axis=0) if spec.partial else value
-        for value, spec in zip(outputs, plan.outputs, strict=True)
+        for value, spec in zip(compiled(*placed), plan.outputs, strict=True)
     ]
-    return numerics_check(
-        [jax.device_get(value) for value in whole],
-        single_device(jaxpr),
-        tuple(arguments),
-        jax.random.key(0),
-    )
+    return [jax.device_get(value) for value in whole]
+
+
+def reference_of_program(jaxpr: Any, arguments: Sequence[Any]) -> Reference:
+    """Return the single-device results of `jaxpr` on flat arguments, for any number of plans."""
+    return single_device_reference(single_device(jaxpr), tuple(arguments), jax.random.key(0))
 
 
 def single_device(jaxpr: Any) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import jax
 from attrs import frozen
 
 from alpa_interchange import LogicalMesh, MeshAxis
-from alpa_meta.audit.program import ProgramAudit, audit_program
+from alpa_meta.audit.program import ProgramAudit, audit_program, reference_of_program
 from alpa_meta.corpus import CorpusModel
 from alpa_meta.spmd import random_plan
 from alpa_meta.trace import trace
@@ -65,14 +65,15 @@ def audit_random_plans(
         )
     conversions = Conversions(mesh, _seconds)
     jaxpr = flat_jaxpr(model)
-    arguments = None
+    arguments = reference = None
     if numerics:
         state = jax.jit(model.make_state)(jax.random.key(0))
         arguments = jax.tree.leaves((state, model.make_batch(jax.random.key(1))))
+        reference = reference_of_program(jaxpr, arguments)
     for seed in seeds:
         plan = random_plan(jaxpr, mesh, seed)
         used = devices[: math.prod(mesh.shape)]
-        audit = audit_program(jaxpr, plan, mesh, conversions, used, arguments)
+        audit = audit_program(jaxpr, plan, mesh, conversions, used, arguments, reference)
         yield PlanAudit(model=model.name, plan=f"random plan {seed}", audit=audit)
 
 

@@ -52,8 +52,8 @@ def classify_tensors(
         pattern = ".".join(_NUMBER.sub("#", key) for key in tail)
         groups.setdefault((pattern, shape, dtype, specs[path]), []).append((member, tail))
     first: dict[object, int] = {}
-    for pattern, *_ in groups:
-        first.setdefault(pattern, len(first))
+    for group in groups:
+        first.setdefault(group[0], len(first))
     return tuple(
         TensorClass(
             name=_named(str(pattern), [tail for _, tail in found]),
