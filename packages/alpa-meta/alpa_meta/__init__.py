@@ -10,6 +10,7 @@ from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.executable import Executable
 from alpa_meta.options import Options
 from alpa_meta.phases import value_and_grad
+from alpa_meta.pinning import pin
 from alpa_meta.rules import register as sharding_rule
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "PlanError",
     "local_cluster",
     "parallelize",
+    "pin",
     "sharding_rule",
     "value_and_grad",
 ]

@@ -86,6 +86,9 @@ _LINEAR = {
     "reduce_window_sum",
     "select_and_scatter_add",
     "stop_gradient",
+    "name",
+    "sharding_constraint",
+    "alpa_pin",
 }
 _POSITIONAL = {"iota", "random_bits", "random_split", "rng_bit_generator", "threefry2x32"}
 

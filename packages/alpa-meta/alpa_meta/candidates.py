@@ -26,6 +26,8 @@ from alpa_meta.errors import PlanError
 from alpa_meta.intra_op import MeshCosts, Selection, build
 from alpa_meta.options import Options
 from alpa_meta.pinning import pinned_inputs
+from alpa_meta.pinning import Pin, pinned_inputs
+from alpa_meta.presets import preset_pins
 from alpa_meta.program import Program
 from alpa_meta.stage_selection import (
     StageCosts,
@@ -142,9 +144,10 @@ def _needed(costs: StageCosts) -> float:
     return float(held + costs.transient.max())
 
 
-def input_pins(program: Program, mesh: LogicalMesh, options: Options) -> dict[Any, ShardingSpec]:
-    """Return {input variable: spec} of the user's pins that this mesh can carry out."""
-    return pinned_inputs(program, mesh, options.pins)
+def input_pins(program: Program, mesh: LogicalMesh, options: Options) -> dict[Any, Pin]:
+    """Return {variable: pin} of the preset and of the user's pins, which come first, on a mesh."""
+    preset = {} if options.preset is None else preset_pins(options.preset, program, mesh)
+    return preset | pinned_inputs(program, mesh, options.pins)
 
 
 def range_candidates(

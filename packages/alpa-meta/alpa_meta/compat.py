@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 
 ClosedJaxpr = jex.ClosedJaxpr
@@ -61,6 +62,24 @@ def subjaxprs(eqn: Any) -> list[tuple[str, Any]]:
     for name, value in eqn.params.items():
         visit(name, value)
     return found
+
+
+def call_body(eqn: Any) -> Any | None:
+    """Return the ClosedJaxpr of a call equation's body, None if it has none.
+
+    Newest jax also calls primitives that carry their own expansion into ordinary ones.
+    """
+    bodies = subjaxprs(eqn)
+    if bodies:
+        return closed(bodies[0][1])
+    primitive = eqn.params.get("_prim")
+    if not hasattr(primitive, "expand"):
+        return None
+
+    def expand(*operands: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))
+
+    return jax.make_jaxpr(expand)(*(atom.aval for atom in eqn.invars))
 
 
 def scan_counts(eqn: Any) -> tuple[int, int, int]:

@@ -266,15 +266,20 @@ def compile_task(planned: Planned, task: Task, jax_mesh: Mesh | None) -> Compile
 
 
 def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingSpec]:
-    """Return the spec of every value at the border of a task, accumulators included."""
+    """Return the spec of every value at the border of a task, accumulators included.
+
+    New state leaves the task laid out as the state it replaces.
+    """
     selection = planned.selections[stage]
     choice = planned.plan.shardings[stage].solution.choice
     assert choice is not None
     value_of = {id(acc): value for value, acc in planned.tasks.accumulators.items()}
+    replaced = {new: old for new, old in selection.stage.carried if old in selection.sources}
     specs: dict[Any, ShardingSpec] = {}
 
     def spec(var: Any) -> ShardingSpec:
-        return selection.spec(value_of.get(id(var), var), choice)
+        value = value_of.get(id(var), var)
+        return selection.spec(replaced.get(value, value), choice)
 
     for var in (*task.invars, *task.outvars):
         specs[var] = spec(var)

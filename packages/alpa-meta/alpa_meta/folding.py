@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from alpa_meta.compat import Literal, dtype_name, is_drop, subjaxprs
+from alpa_meta.pinning import is_pin, pinned_spec
 from alpa_meta.rules import sharding_rule
 
 
@@ -54,6 +55,8 @@ def eqn_signature(eqn: Any) -> Hashable:
             eqn_signature(sub) for _, body in bodies for sub in getattr(body, "jaxpr", body).eqns
         )
         return eqn.primitive.name, types, eqn.params.get("length"), inner
+    if is_pin(eqn):
+        return eqn.primitive.name, types, str(pinned_spec(eqn))
     return eqn.primitive.name, types, sharding_rule(eqn)
 
 

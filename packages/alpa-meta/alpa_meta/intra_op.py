@@ -45,6 +45,7 @@ from alpa_meta.compat import (
     subjaxprs,
 )
 from alpa_meta.layering import tensor_bytes
+from alpa_meta.pinning import Pin, is_pin, pinned_strategies
 from alpa_meta.rules import flops, linear_operands, sharding_rule, traffic_bytes
 from alpa_meta.spmd import JaxprPlan, RegionPlan
 from cost_model import CostModel
@@ -187,7 +188,7 @@ class StageEqns:
     kept: Mapping[Any, float]
     accumulated: frozenset[Any]
     num_microbatches: int
-    pins: Mapping[Any, ShardingSpec] = field(factory=dict)
+    pins: Mapping[Any, Pin] = field(factory=dict)
 
 
 @frozen(eq=False)
@@ -289,16 +290,22 @@ class _Builder:
         return records
 
     def _input(self, var: Any, key: Hashable | None) -> None:
+        pinned = self.stage.pins.get(var)
+        if pinned is not None and key is not None:
+            key = (key, pinned)  # only inputs that are pinned alike share a node
         node, source = self._value_node(var, key or ("input", id(var)), "input")
         self.sources[var] = source
         if var in self.stage.state:
             self._state_nodes.add(node)
             self._remember(var, source, 1.0)
-        pinned = self.stage.pins.get(var)
         if pinned is not None:
-            self.problem.add_cost(
-                node, np.array([0.0 if spec == pinned else math.inf for spec in source.specs])
-            )
+            self._pin(source, pinned)
+
+    def _pin(self, source: Source, pinned: Pin) -> None:
+        """Forbid the strategies under which a value is not as pinned."""
+        if source.node is not None:
+            allowed = [0.0 if pinned.allows(spec) else math.inf for spec in source.specs]
+            self.problem.add_cost(source.node, np.array(allowed))
 
     def _value_node(
         self, var: Any, key: Hashable, name: str, fixed_leading: bool = False
@@ -336,6 +343,8 @@ class _Builder:
             scope[var] = source
             self._order[var] = len(self._order)
             if scope is self.sources:
+                if var in self.stage.pins:
+                    self._pin(source, self.stage.pins[var])
                 if var in self.stage.kept:
                     self._remember(var, source, self.stage.kept[var])
                 if var in self.stage.accumulated:
@@ -360,6 +369,8 @@ class _Builder:
             strategies = self._following(eqn, rule, leader, source)
         else:
             strategies = self.costs.strategies(rule)
+        if is_pin(eqn):
+            strategies = pinned_strategies(eqn, strategies, self.costs.mesh)
         if leader is not None:
             node = source.node
         else:
@@ -424,7 +435,7 @@ class _Builder:
         latest. An equation whose result is accumulated, or that reads an accumulated value in the
         update, has its own node, so that reductions are placed there.
         """
-        if eqn.primitive.name.startswith(_HEAVY):
+        if eqn.primitive.name.startswith(_HEAVY) or is_pin(eqn):
             return None
         if eqn.primitive.name.startswith("reduce_") and any(
             var in self.stage.accumulated for var in eqn.outvars

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from alpa_interchange import ClusterSpec, LogicalMesh, SubmeshSpec
 from cost_model import CostModel
@@ -30,18 +30,26 @@ def submeshes(cluster: ClusterSpec) -> tuple[SubmeshSpec, ...]:
 
 
 def logical_meshes(
-    model: CostModel, submesh: SubmeshSpec, max_axes: int
+    model: CostModel,
+    submesh: SubmeshSpec,
+    max_axes: int,
+    names: Sequence[str] = AXIS_NAMES,
+    ordered: bool = False,
 ) -> tuple[LogicalMesh, ...]:
-    """Return the logical meshes of a submesh with up to `max_axes` axes.
+    """Return the logical meshes of a submesh with up to `max_axes` axes, called by `names` in order.
 
-    Of meshes that differ only in the order of axes with equal links, one is kept.
+    Of meshes that differ only in the order of axes with equal links one is kept, unless they are
+    `ordered`: where pins name axes, the order matters.
     """
     seen: set[tuple[tuple[int, float, float], ...]] = set()
     meshes = []
-    for shape in sorted(_factorisations(submesh.num_devices, max_axes), key=lambda s: (len(s), s)):
-        mesh = model.logical_mesh(submesh, shape, AXIS_NAMES[: len(shape)])
-        kinds = tuple(sorted((axis.size, axis.bandwidth, axis.latency) for axis in mesh.axes))
-        if kinds not in seen:
+    shapes = _factorisations(submesh.num_devices, min(max_axes, len(names)))
+    for shape in sorted(shapes, key=lambda s: (len(s), s)):
+        mesh = model.logical_mesh(submesh, shape, tuple(names[: len(shape)]))
+        kinds = tuple(
+            sorted((axis.size, axis.bandwidth, axis.latency) for axis in mesh.axes)
+        )
+        if ordered or kinds not in seen:
             seen.add(kinds)
             meshes.append(mesh)
     return tuple(meshes)

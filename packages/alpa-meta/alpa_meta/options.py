@@ -8,6 +8,10 @@ from typing import Any
 from attrs import field, frozen
 from attrs.validators import ge, in_, instance_of, optional
 
+from alpa_meta.errors import PlanError
+from alpa_meta.meshes import AXIS_NAMES
+from alpa_meta.presets import check_preset
+
 from alpa_interchange import ParallelPlan
 
 Progress = Callable[[str, int, int], None]
@@ -24,6 +28,15 @@ def _reporter(progress: Progress | None) -> Progress:
     return _quiet if progress is None else progress
 
 
+def _known_preset(_: object, __: object, name: str) -> None:
+    check_preset(name)
+
+
+def _distinct(_: object, __: object, names: tuple[str, ...]) -> None:
+    if not names or len(set(names)) != len(names):
+        raise PlanError(f"axis_names must be at least one name, all different, got {names}")
+
+
 @frozen(kw_only=True)
 class Options:
     """Options of `parallelize`. None means: the planner chooses.
@@ -33,7 +46,9 @@ class Options:
     that are not returned as new state); `static_argnums` are not traced. `plan` runs a given plan.
     `exact` refuses microbatches for a step whose result would change with them (batch statistics,
     random numbers shaped by the batch). `pins` fixes input shardings: path -> PartitionSpec-like
-    tuple, for all logical meshes that have the named axes.
+    tuple, for all logical meshes that have the named axes. `preset` plans under the constraints of a
+    named parallelism (`alpa_meta.presets`). `mesh_shape` allows only logical meshes of this shape;
+    `axis_names` are the names of mesh axes that pins use.
     """
 
     num_stages: int | None = field(default=None, validator=optional(ge(1)))
@@ -53,3 +68,5 @@ class Options:
     seed: int = 0
     trace: str = "none"
     pins: Mapping[str, Any] = field(factory=dict)
+    preset: str | None = field(default=None, validator=optional(_known_preset))
+    axis_names: tuple[str, ...] = field(default=AXIS_NAMES, validator=_distinct)

@@ -1,51 +1,197 @@
-"""User pins: input shardings that the planner must keep."""
+"""User pins: shardings that the planner must keep, of inputs and of values inside the step.
+
+An input is pinned by its path (`Options.pins`), a value by `pin(x, spec)` or by
+`jax.lax.with_sharding_constraint` in the user's code. A spec has one entry per dim: None (whole), an
+axis name or a tuple of axis names, or `PartitionSpec.UNCONSTRAINED`. Only meshes that have all named
+axes are planned for; a name that none of them has is ignored, with a warning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from alpa_interchange import LogicalMesh, ShardingSpec
+import jax
+from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
+from attrs import frozen
+from jax.extend import source_info_util
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from alpa_meta.compat import subjaxprs
 from alpa_meta.errors import PlanError
-from alpa_meta.program import Program
+from alpa_meta.program import Program, source_line
+
+_FREE: Any = PartitionSpec.UNCONSTRAINED
+
+source_info_util.register_exclusion(__file__)  # a pin's source line is the user's
+
+
+class UnfitPinError(PlanError):
+    """A pin that cannot be carried out on a mesh."""
+
+
+@frozen
+class Pin:
+    """What a pin allows on one mesh: axes per dim, None where any will do."""
+
+    dims: tuple[tuple[str, ...] | None, ...]
+
+    def allows(self, spec: ShardingSpec) -> bool:
+        """Return whether a tensor of `spec` is as pinned; unreduced sums never are."""
+        return not spec.partial and all(
+            wanted is None or set(wanted) == set(axes)
+            for wanted, axes in zip(self.dims, spec.dims, strict=True)
+        )
+
+
+def pin(x: Any, spec: Any) -> Any:
+    """Return `x` unchanged; the planner must shard it by `spec` here.
+
+    `x` may be a pytree, every array of which is pinned. `spec` names axes of the logical mesh ("x",
+    "y", or `Options.axis_names`); nothing but the planner reads it, so the step also runs anywhere
+    else. With gradients, the gradient of `x` is pinned alike.
+    """
+    entries = tuple(
+        _FREE if entry is _FREE else tuple(_names(entry)) or None for entry in tuple(spec)
+    )
+
+    def one(leaf: Any) -> Any:
+        if len(entries) > jax.numpy.ndim(leaf):
+            raise PlanError(
+                f"pin(x, {spec}) has {len(entries)} entries, but x has {jax.numpy.ndim(leaf)} dims; "
+                "give at most one entry per dim"
+            )
+        return _pin_p.bind(leaf, spec=entries)
+
+    return jax.tree.map(one, x)
+
+
+_pin_p = Primitive("alpa_pin")
+_pin_p.def_impl(lambda x, *, spec: x)
+_pin_p.def_abstract_eval(lambda x, *, spec: x)
+mlir.register_lowering(_pin_p, mlir.lower_fun(lambda x, *, spec: x, multiple_results=False))
+ad.deflinear2(_pin_p, lambda cotangent, _, *, spec: [_pin_p.bind(cotangent, spec=spec)])
+
+
+def _batched(operands: Sequence[Any], dims: Sequence[Any], *, spec: Any) -> tuple[Any, Any]:
+    ((operand,), (dim,)) = operands, dims
+    padded = [*spec, *[None] * (operand.ndim - 1 - len(spec))]
+    padded.insert(dim, _FREE)
+    return _pin_p.bind(operand, spec=tuple(padded)), dim
+
+
+batching.primitive_batchers[_pin_p] = _batched
 
 
 def pinned_inputs(
     program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]
-) -> dict[Any, ShardingSpec]:
-    """Return {input variable: spec} for pins on paths; axes that the mesh lacks are dropped.
-
-    A pin is a PartitionSpec or a tuple with one entry per dim: None, an axis name, or axis names.
-    """
+) -> dict[Any, Pin]:
+    """Return {input variable: pin} for pins on paths."""
     by_path = {
         leaf.path: (var, leaf)
         for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True)
     }
-    specs = {}
-    for path, pin in pins.items():
+    found = {}
+    for path, spec in pins.items():
         if path not in by_path:
             close = [name for name in by_path if path.strip("'[]") in name][:5]
             raise PlanError(
                 f"Options.pins names {path!r}, which is no input of the step"
                 + (f"; did you mean {close}?" if close else "")
             )
-        var, leaf = by_path[path]
-        specs[var] = _spec(path, pin, tuple(leaf.aval.shape), mesh)
-    return specs
+        var, _ = by_path[path]
+        made = _on_mesh(spec, tuple(var.aval.shape), mesh, f"the pin of {path!r}")
+        if made is not None:
+            found[var] = made
+    return found
 
 
-def _spec(path: str, pin: Any, shape: tuple[int, ...], mesh: LogicalMesh) -> ShardingSpec:
-    entries = [*pin, *[None] * (len(shape) - len(tuple(pin)))]
-    if len(entries) != len(shape):
-        raise PlanError(f"the pin of {path!r} has {len(entries)} dims, the input has {len(shape)}")
-    dims = []
-    for dim, (entry, size) in enumerate(zip(entries, shape, strict=True)):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        axes = tuple(name for name in names if name in mesh.axis_names)
-        if size % mesh.size(axes):
-            raise PlanError(
-                f"the pin of {path!r} shards dim {dim} of size {size} over {axes}, whose "
-                f"{mesh.size(axes)} devices do not divide it"
+def is_pin(eqn: Any) -> bool:
+    """Return whether an equation only says how its operand is to be sharded."""
+    return eqn.primitive.name in ("alpa_pin", "sharding_constraint")
+
+
+def pinned_spec(eqn: Any) -> tuple[Any, ...] | None:
+    """Return the entries of the spec that a pinning equation asks for, None if it names no axes."""
+    if eqn.primitive.name == "alpa_pin":
+        return tuple(eqn.params["spec"])
+    spec = getattr(eqn.params["sharding"], "spec", None)
+    if spec is None:
+        return None
+    rank = len(eqn.outvars[0].aval.shape)
+    free = eqn.params.get("unconstrained_dims") or ()
+    entries = [*spec, *[None] * (rank - len(tuple(spec)))]
+    return tuple(_FREE if dim in free else entry for dim, entry in enumerate(entries))
+
+
+def pinned_strategies(
+    eqn: Any, strategies: Sequence[Strategy], mesh: LogicalMesh
+) -> tuple[Strategy, ...]:
+    """Return the strategies of a pinning equation that carry out its pin on `mesh`."""
+    spec = pinned_spec(eqn)
+    if spec is None:
+        return tuple(strategies)
+    place = f"the pin at {source_line(eqn)}"
+    made = _on_mesh(spec, tuple(eqn.outvars[0].aval.shape), mesh, place)
+    if made is None:
+        return tuple(strategies)
+    return tuple(one for one in strategies if made.allows(one.results[0]))
+
+
+def pinned_axes(
+    program: Program, pins: Mapping[str, Any], meshes: Iterable[LogicalMesh]
+) -> set[str]:
+    """Return the axes that pins name and some mesh has; warns of those that none has."""
+    known = {name for mesh in meshes for name in mesh.axis_names}
+    named: dict[str, str] = {}
+    for path, spec in pins.items():
+        for entry in spec:
+            named.update((name, f"the pin of {path}") for name in _names(entry))
+    for eqn in _all_eqns(program.jaxpr):
+        if is_pin(eqn):
+            for entry in pinned_spec(eqn) or ():
+                named.update((name, f"the pin at {source_line(eqn)}") for name in _names(entry))
+    for name, place in named.items():
+        if name not in known:
+            warnings.warn(
+                f"{place} names mesh axis {name!r}, which is ignored: the meshes planned for have "
+                f"the axes {sorted(known)}; name them with Options(mesh_shape=..., axis_names=...)",
+                stacklevel=2,
             )
-        dims.append(axes)
-    return ShardingSpec(tuple(dims))
+    return set(named) & known
+
+
+def _all_eqns(jaxpr: Any) -> Iterable[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for _, body in subjaxprs(eqn):
+            yield from _all_eqns(getattr(body, "jaxpr", body))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None or entry is _FREE:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _on_mesh(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, place: str) -> Pin | None:
+    """Return the pin on one mesh, None if it names only axes that the mesh lacks."""
+    entries = [*spec, *[None] * (len(shape) - len(tuple(spec)))]
+    if len(entries) != len(shape):
+        raise PlanError(f"{place} has {len(entries)} dims, the array has {len(shape)}")
+    named = [name for entry in entries for name in _names(entry)]
+    if named and not set(named) & set(mesh.axis_names):
+        return None
+    dims: list[tuple[str, ...] | None] = []
+    for dim, (entry, size) in enumerate(zip(entries, shape, strict=True)):
+        axes = tuple(name for name in _names(entry) if name in mesh.axis_names)
+        if size % mesh.size(axes):
+            raise UnfitPinError(
+                f"{place} shards dim {dim} of size {size} over {axes}, whose {mesh.size(axes)} "
+                "devices do not divide it; leave the axis out of the spec or pad the dim"
+            )
+        dims.append(None if entry is _FREE else tuple(a for a in axes if mesh.size((a,)) > 1))
+    return Pin(tuple(dims))

@@ -49,6 +49,7 @@ from alpa_meta.intra_op import MeshCosts, Selection, build
 from alpa_meta.layering import Layering, assign_layers, tensor_bytes
 from alpa_meta.meshes import logical_meshes, memory_per_device, submeshes
 from alpa_meta.options import Options
+from alpa_meta.pinning import UnfitPinError, pinned_axes
 from alpa_meta.program import Program, Step
 from alpa_meta.rules import flops, sharding_rule
 from alpa_meta.stage_selection import StageCosts, boundary_bytes, stage_scope
@@ -133,6 +134,9 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
         outlooks.append(outlook_of(step.program(count), options))
     options.progress("trace", len(counts), len(counts))
     jobs = [(outlook, work) for outlook, _ in outlooks for work in _meshes(outlook, model, options)]
+    axes = pinned_axes(outlooks[0][0].program, options.pins, [mesh for _, (_, mesh, _) in jobs])
+    jobs = [job for job in jobs if axes <= set(job[1][1].axis_names)] or jobs
+    unfit: UnfitPinError | None = None
     solved: dict[int, list[MeshSolution]] = {id(outlook): [] for outlook, _ in outlooks}
     whole_fits = False
     for number, (outlook, (submesh, mesh, whole)) in enumerate(jobs):
@@ -140,7 +144,11 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
         if whole and whole_fits and outlook.program.num_microbatches > min(counts):
             continue  # more microbatches on one mesh only save memory, which is not needed
         limit = _memory(cluster, submesh.host_group, options)
-        found, lacking = solve_mesh(outlook, submesh, mesh, model, limit, whole, options)
+        try:
+            found, lacking = solve_mesh(outlook, submesh, mesh, model, limit, whole, options)
+        except UnfitPinError as error:
+            unfit = error
+            continue
         solved[id(outlook)] += found
         whole_fits = whole_fits or bool(whole and found)
         if lacking:
@@ -150,6 +158,8 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
             searches.append(
                 _search(outlook, layering, tuple(solved[id(outlook)]), model, cluster, options)
             )
+    if unfit is not None and not searches:
+        raise unfit
     planned = _best(searches, missing, step, cluster, model, options)
     options.progress("plan", len(jobs) + 1, len(jobs) + 1)
     return planned
@@ -241,7 +251,7 @@ def _counts(step: Step, options: Options) -> list[int]:
     counts = microbatch_counts(batch, options.num_stages, options.num_microbatches)
     if not options.exact:
         return counts
-    inexact = {count: step.program(count).inexact for count in counts if count > 1}
+    inexact = {count: _inexact_with(step, count) for count in counts if count > 1}
     given = options.num_microbatches
     if given is not None and inexact.get(given):
         raise PlanError(
@@ -249,6 +259,16 @@ def _counts(step: Step, options: Options) -> list[int]:
             "num_microbatches=1, or Options(exact=False) to accept it"
         )
     return [count for count in counts if not inexact.get(count)] or [1]
+
+
+def _inexact_with(step: Step, count: int) -> tuple[str, ...]:
+    """Return why `count` microbatches would change the result; a step may be written for one size."""
+    try:
+        return step.program(count).inexact
+    except PlanError:
+        raise
+    except (TypeError, ValueError) as error:
+        return (f"the step only takes batches of {step.batch_size} ({error})",)
 
 
 def _memory(cluster: ClusterSpec, host_group: int, options: Options) -> float:
@@ -313,7 +333,9 @@ def _meshes(outlook: Outlook, model: CostModel, options: Options) -> list[tuple[
                 continue
         elif options.num_stages is None and single and not whole and cluster.num_devices > 1:
             continue  # pipelines are planned with more microbatches
-        for mesh in logical_meshes(model, submesh, options.max_mesh_axes):
+        most = max(options.max_mesh_axes, len(options.mesh_shape or ()))
+        ordered = bool(options.pins or options.preset or options.mesh_shape)
+        for mesh in logical_meshes(model, submesh, most, options.axis_names, ordered):
             if options.mesh_shape in (None, mesh.shape):
                 found.append((submesh, mesh, whole))
     if not found:

@@ -14,7 +14,7 @@ import numpy as np
 from attrs import field, frozen
 from jax.extend import source_info_util
 
-from alpa_meta.batch import CONSTANT, Scaling, batch_scaling
+from alpa_meta.batch import CONSTANT, MIXED, Scaling, batch_scaling
 from alpa_meta.compat import Literal, is_drop, open_jaxpr
 from alpa_meta.errors import PlanError
 from alpa_meta.phases import Phases, classify
@@ -350,11 +350,22 @@ def _scaling(step: Step, size: int, roles: Sequence[str]) -> dict[Any, Scaling]:
     """Return the batch scaling of every variable of the program of `size` examples."""
     given = [Scaling("example", 0, 0) if role == "batch" else CONSTANT for role in roles]
     followed = max(size, 2)
-    found = batch_scaling(step.traced(followed)[0], step.traced(2 * followed)[0], given)
+    try:
+        followed_trace, larger = step.traced(followed)[0], step.traced(2 * followed)[0]
+    except (TypeError, ValueError):  # the step is written for one batch size: nothing is known
+        return _unknown_scaling(open_jaxpr(step.traced(size)[0]), given)
+    found = batch_scaling(followed_trace, larger, given)
     if followed == size:
         return found
     one, two = step.traced(1)[0], step.traced(2)[0]
     return scaling_of_one(one, two, found) or batch_scaling(one, two, given)
+
+
+def _unknown_scaling(jaxpr: Any, inputs: Sequence[Scaling]) -> dict[Any, Scaling]:
+    """Return the scaling of every variable when only the inputs' is known."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    known.update((var, MIXED) for eqn in jaxpr.eqns for var in eqn.outvars)
+    return known
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from attrs import field, frozen
 
-from alpa_interchange import ShardingSpec
 from alpa_meta.compat import Literal, is_drop
 from alpa_meta.folding import fold_keys
 from alpa_meta.intra_op import MeshCosts, Selection, StageEqns, build
 from alpa_meta.layering import tensor_bytes
+from alpa_meta.pinning import Pin
 from alpa_meta.program import Program
 from alpa_meta.staging import Staging
 from alpa_meta.tasks import crossing_values
@@ -34,7 +34,7 @@ def stage_scope(
     staging: Staging,
     stage: int,
     in_flight: int,
-    pins: Mapping[Any, ShardingSpec] | None = None,
+    pins: Mapping[Any, Pin] | None = None,
 ) -> StageScope:
     """Return the scope of `stage`, with `in_flight` microbatches of activations alive."""
     members = [k for k, home in enumerate(staging.stages) if home == stage]

@@ -18,6 +18,7 @@ from alpa_meta.compat import (
     ClosedJaxpr,
     Literal,
     Var,
+    call_body,
     closed,
     consts,
     is_drop,
@@ -39,6 +40,7 @@ _CALLS = frozenset(
         "custom_vjp_call_jaxpr",
         "eval_jaxpr",
         "custom_lin",
+        "call_hi_primitive",
     }
 )
 _REGIONS = frozenset({"scan", "while", "cond"})
@@ -90,8 +92,8 @@ def _inline_eqns(
         name = eqn.primitive.name
         bodies = subjaxprs(eqn)
         here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
-        if name in _CALLS and bodies:
-            body = closed(bodies[0][1])
+        body = call_body(eqn) if name in _CALLS else None
+        if body is not None:
             inner = open_jaxpr(body)
             if len(inner.invars) != len(eqn.invars):
                 raise ValueError(

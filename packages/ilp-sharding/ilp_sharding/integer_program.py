@@ -29,6 +29,7 @@ from ilp_sharding.memory import violated_peaks
 from ilp_sharding.network import Network
 from ilp_sharding.table_graph import TableGraph
 
+_PRESOLVE_COLUMNS = 5000
 _RELATIVE_TOLERANCE = 1e-7  # HiGHS bounds are trusted to this part of the cost range
 
 
@@ -282,6 +283,9 @@ class IntegerProgram:
         )
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = start, index, value
+        if num_columns < _PRESOLVE_COLUMNS:
+            # the problem is reduced already, and HiGHS 1.15 can loop in presolve of tiny programs
+            self.highs.setOptionValue("presolve", "off")
         self.highs.passModel(lp)
 
 
@@ -335,6 +339,8 @@ def smallest_peak(
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = start, index, value
     lp.integrality_ = [highspy.HighsVarType.kInteger] * num + [highspy.HighsVarType.kContinuous]
     highs = _quiet(0)
+    if num < _PRESOLVE_COLUMNS:
+        highs.setOptionValue("presolve", "off")
     highs.passModel(lp)
     for t in range(len(slack)):
         used = np.flatnonzero(usage[t])
@@ -370,9 +376,8 @@ def _quiet(seed: int) -> highspy.Highs:
         "threads": 1,
         "random_seed": seed % 2**31,
         "mip_rel_gap": 0.0,
-        "mip_feasibility_tolerance": 1e-9,
-        "primal_feasibility_tolerance": 1e-9,
-        "dual_feasibility_tolerance": 1e-9,
+        "mip_feasibility_tolerance": 1e-7,
+        "mip_abs_gap": 1e-4,  # of a cost range of 1e4
     }.items():
         highs.setOptionValue(name, value)
     return highs

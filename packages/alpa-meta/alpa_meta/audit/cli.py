@@ -52,7 +52,7 @@ def audit(
     """
     shape = _mesh_shape(mesh)
     num_devices = math.prod(shape)
-    _prepare_environment(num_devices)
+    prepare_environment(num_devices)
     jobs = _jobs(model, corpus, models or [], random, planner)
 
     from alpa_meta.audit.target import parse_target, target_devices
@@ -126,7 +126,7 @@ def _mesh_shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-def _prepare_environment(num_devices: int) -> None:
+def prepare_environment(num_devices: int) -> None:
     """Ask for host devices before jax is imported; on a machine with a GPU, do not use it.
 
     The CUDA plugin registers its compiler without a driver only where jax runs on the CPU.

@@ -34,7 +34,7 @@ _NAMES = """
 
 _IDENTITIES = """
     optimization_barrier name device_put sharding_constraint mesh_cast reshard pvary
-    layout_constraint
+    layout_constraint alpa_pin
 """.split()
 
 _LINEAR_TWO = ("add", "add_any", "sub")

@@ -27,7 +27,7 @@ def use_host_devices(count: int) -> None:
         )
     if given is None:
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
-    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    jax.config.update("jax_platforms", "cpu")
     found = len(jax.devices())
     if found < count:
         raise PlanError(

@@ -1,0 +1,261 @@
+"""The automatic plan beside the named parallelisms: planned, priced, and if asked run and audited.
+
+`compare` is the function, `compare_command` the command `alpa compare`, mounted by
+`app.command("compare")(compare_command)`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from attrs import evolve, frozen
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from alpa_meta.errors import InfeasibleError, PlanError
+
+if TYPE_CHECKING:
+    from alpa_meta.corpus import CorpusModel
+
+AUTOMATIC = "automatic"
+DEFAULT_PRESETS = ("dp", "zero2", "zero3", "megatron", "megatron-sp", "2d")
+
+
+@frozen(kw_only=True)
+class Compared:
+    """One model under one parallelism; seconds per step, bytes per device.
+
+    `sent_bytes` are sent by the busiest device of any stage per step (ring algorithms). What was not
+    measured is None; `note` says why there is no plan.
+    """
+
+    strategy: str
+    mesh: str = ""
+    step_seconds: float | None = None
+    sent_bytes: float | None = None
+    memory_bytes: float | None = None
+    num_collectives: int | None = None
+    measured_seconds: float | None = None
+    audited: bool | None = None
+    note: str = ""
+
+
+def compare(
+    model: CorpusModel,
+    cluster: str,
+    presets: Sequence[str] = DEFAULT_PRESETS,
+    *,
+    num_steps: int = 0,
+    progress: Callable[[str], None] = lambda what: None,
+    **settings: Any,
+) -> list[Compared]:
+    """Return the automatic plan and each preset's, in this order.
+
+    With `num_steps` each also runs on this process's devices: steps are interleaved and their median
+    taken, and the compiled programs are audited. `settings` are fields of `Options`, for all of them;
+    by default one stage and whole batches.
+    """
+    from alpa_meta.api import parallelize
+
+    settings = {"num_stages": 1, "num_microbatches": 1, **settings}
+    found: list[Compared] = []
+    steps: dict[str, Any] = {}
+    for name in (AUTOMATIC, *presets):
+        progress(f"plan {name}")
+        constraint = {} if name == AUTOMATIC else {"preset": name}
+        step = parallelize(model.train_step, cluster=cluster, **settings, **constraint)
+        try:
+            planned = step.lower(model.state, model.batch).planned
+        except InfeasibleError as error:
+            found.append(Compared(strategy=name, note=f"does not fit: {error}"))
+            continue
+        found.append(priced(name, planned))
+        steps[name] = step
+    if not num_steps:
+        return found
+    measured = _measure(model, steps, num_steps, progress)
+    return [
+        evolve(one, measured_seconds=measured[one.strategy][0], audited=measured[one.strategy][1])
+        if one.strategy in measured
+        else one
+        for one in found
+    ]
+
+
+def priced(name: str, planned: Any) -> Compared:
+    """Return what a plan is predicted to cost."""
+    from alpa_meta.executable import compile_task
+
+    plan = planned.plan
+    sent = [0.0] * len(plan.shardings)
+    count = 0
+    for task in planned.tasks.tasks:
+        stage = task.spec.mesh
+        per_step = task.spec.phase in ("start", "update") or plan.num_microbatches == 1
+        runs = 1 if per_step else plan.num_microbatches
+        mesh = plan.shardings[stage].mesh.logical
+        sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+        for one in compile_task(planned, task, None).planned:
+            sent[stage] += one.link_bytes(sizes) * runs
+            count += (one.trips or 1) * runs
+    shapes = dict.fromkeys(
+        "x".join(map(str, sharding.mesh.logical.shape)) for sharding in plan.shardings
+    )
+    return Compared(
+        strategy=name,
+        mesh=" | ".join(shapes),
+        step_seconds=plan.step_seconds,
+        sent_bytes=max(sent),
+        memory_bytes=max(plan.stage_plan.peak_bytes),
+        num_collectives=count,
+    )
+
+
+def _measure(
+    model: CorpusModel, steps: dict[str, Any], num_steps: int, progress: Callable[[str], None]
+) -> dict[str, tuple[float, bool]]:
+    """Return median step seconds and whether the audit holds; the first step is not measured."""
+    import jax
+
+    states, audited = {}, {}
+    batch = jax.jit(model.make_batch)(jax.random.key(1))
+    for name, step in steps.items():
+        progress(f"compile {name}")
+        states[name] = step.init(model.make_state, jax.random.key(0), batch=model.batch)
+        audited[name] = step.executable.audit().ok
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(num_steps + 1):
+        for name, step in steps.items():
+            progress(f"run {name}")
+            start = time.perf_counter()
+            states[name], metrics = step(states[name], batch)
+            jax.block_until_ready((states[name], metrics))
+            if number > 0:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: (statistics.median(seconds[name]), audited[name]) for name in steps}
+
+
+def comparison_table(model: str, cluster: str, found: Sequence[Compared]) -> Table:
+    """Return the comparison for a terminal; the fastest predicted and measured are bold."""
+    ran = any(one.measured_seconds is not None for one in found)
+    table = Table(title=f"{model} on {cluster}", title_justify="left")
+    table.add_column("parallelism")
+    table.add_column("mesh")
+    for name in ("predicted step", "collectives", "sent per device", "memory per device"):
+        table.add_column(name, justify="right")
+    if ran:
+        table.add_column("measured step", justify="right")
+        table.add_column("audit")
+    for row in _rows(found, ran):
+        table.add_row(*row)
+    return table
+
+
+def _rows(found: Sequence[Compared], ran: bool) -> Iterator[tuple[str, ...]]:
+    from alpa_meta.report.amounts import format_bytes, format_seconds
+
+    fastest = min((one.step_seconds for one in found if one.step_seconds is not None), default=None)
+    quickest = min(
+        (one.measured_seconds for one in found if one.measured_seconds is not None), default=None
+    )
+
+    def bold(text: str, is_best: bool) -> str:
+        return f"[bold]{text}[/bold]" if is_best else text
+
+    for one in found:
+        if one.step_seconds is None or one.sent_bytes is None or one.memory_bytes is None:
+            yield (one.strategy, "-", "no plan", "", "", "", *(("", one.note) if ran else ()))
+            continue
+        row = (
+            one.strategy,
+            one.mesh,
+            bold(format_seconds(one.step_seconds), one.step_seconds == fastest),
+            str(one.num_collectives),
+            format_bytes(one.sent_bytes),
+            format_bytes(one.memory_bytes),
+        )
+        if ran and one.measured_seconds is not None:
+            best = one.measured_seconds == quickest
+            row += (
+                bold(format_seconds(one.measured_seconds), best),
+                "ok" if one.audited else "NOT the plan",
+            )
+        yield row
+
+
+def compare_command(
+    model: Annotated[
+        str, typer.Argument(help="Corpus model, with its size if not tiny: gpt, llama:small.")
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="Cluster to plan for, as in `alpa plan`.")
+    ] = "host:8",
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Parallelism to compare with; repeatable. {', '.join(DEFAULT_PRESETS)}"),
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also run every plan, on host devices, and audit it.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps with --run.")] = 5,
+    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of all plans.")] = 1,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of all plans.")] = 1,
+) -> None:
+    """Compare the automatic plan with DP, ZeRO, Megatron and 2D parallelism on one model.
+
+    Exit status 1 if, with --run, a compiled program is not its plan.
+    """
+    from alpa_meta.audit.cli import prepare_environment
+    from alpa_meta.presets import check_preset
+    from cost_model import cluster as cluster_by_name
+
+    try:
+        count = cluster_by_name(cluster).num_devices
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    prepare_environment(count if run else 1)
+    from alpa_meta.corpus import NAMES, build
+
+    name, _, size = model.partition(":")
+    if name not in NAMES:
+        raise PlanError(f"the corpus has no model {name!r}; it has {', '.join(NAMES)}")
+    presets = tuple(preset or DEFAULT_PRESETS)
+    for one in presets:
+        check_preset(one)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    plans = len(presets) + 1
+    with bar:
+        total = plans * (2 + steps + 1) if run else plans
+        task = bar.add_task("compare", total=total)
+
+        def progress(what: str) -> None:
+            bar.update(task, description=what, advance=1)
+
+        found = compare(
+            build(name, size or "tiny"),
+            cluster,
+            presets,
+            num_steps=steps if run else 0,
+            progress=progress,
+            num_stages=stages,
+            num_microbatches=microbatches,
+        )
+    console = Console(highlight=False)
+    console.print(comparison_table(model, cluster, found))
+    for one in found:
+        if one.note:
+            console.print(f"{one.strategy}: {one.note}", markup=False)
+    if any(one.audited is False for one in found):
+        raise typer.Exit(1)

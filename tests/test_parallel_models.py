@@ -1,0 +1,177 @@
+"""A parallel run equals the single-device run: models, stages, microbatches, random plans.
+
+In float32 up to the order of additions (conftest.FLOAT32_TOLERANCE), in float64 up to 1e-10.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import alpa_meta as alpa
+
+BATCH = 8
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-4))
+# eps is large so that Adam does not turn the rounding of a gradient near zero into a whole step
+
+
+def _dense(key, *shape):
+    return jax.random.normal(key, shape, jnp.result_type(float)) * shape[0] ** -0.5
+
+
+def _mlp(key):
+    """Return parameters of four layers of 16 features."""
+    return [{"w": _dense(k, 16, 16), "b": jnp.zeros(16)} for k in jax.random.split(key, 4)]
+
+
+def _mlp_loss(params, batch):
+    x = batch["x"]
+    for layer in params:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def _mlp_batch(key):
+    return {"x": _dense(key, BATCH, 16), "y": _dense(jax.random.fold_in(key, 1), BATCH, 16)}
+
+
+def _conv_net(key):
+    """Return parameters of a net of four convolutions with pooling and a linear head."""
+    keys = jax.random.split(key, 5)
+    widths = (4, 8, 8, 8, 8)
+    kernels = [
+        0.3 * jax.random.normal(k, (3, 3, n, m), jnp.result_type(float))
+        for k, n, m in zip(keys, widths[:-1], widths[1:])
+    ]
+    return {"kernels": kernels, "head": _dense(keys[4], 8, 8)}
+
+
+def _conv_net_loss(params, batch):
+    x = batch["images"]
+    for number, kernel in enumerate(params["kernels"]):
+        x = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.silu(x)
+        if number == 1:
+            x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    logits = x.mean((1, 2)) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def _conv_net_batch(key):
+    images = jax.random.normal(key, (BATCH, 8, 8, 4), jnp.result_type(float))
+    return {"images": images, "labels": jax.random.randint(key, (BATCH,), 0, 8)}
+
+
+LENGTH, HIDDEN, HEADS, VOCAB = 8, 16, 4, 32
+
+
+def _gpt(key):
+    """Return parameters of four transformer blocks whose embedding is also the output layer."""
+    keys = jax.random.split(key, 6)
+    blocks = []
+    for k in keys[:4]:
+        a, b, c, d = jax.random.split(k, 4)
+        blocks.append(
+            {
+                "norms": jnp.ones((2, HIDDEN)),
+                "qkv": _dense(a, HIDDEN, 3 * HIDDEN),
+                "out": _dense(b, HIDDEN, HIDDEN),
+                "up": _dense(c, HIDDEN, 4 * HIDDEN),
+                "down": _dense(d, 4 * HIDDEN, HIDDEN),
+            }
+        )
+    return {
+        "embed": 4 * _dense(keys[4], VOCAB, HIDDEN),
+        "position": _dense(keys[5], LENGTH, HIDDEN),
+        "blocks": blocks,
+    }
+
+
+def _normalised(x, scale):
+    centred = x - x.mean(-1, keepdims=True)
+    return scale * centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def _gpt_loss(params, batch):
+    x = params["embed"][batch["tokens"]] + params["position"]
+    visible = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    for block in params["blocks"]:
+        y = _normalised(x, block["norms"][0]) @ block["qkv"]
+        q, k, v = jnp.split(y.reshape(*y.shape[:2], HEADS, -1), 3, axis=-1)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (HIDDEN / HEADS) ** 0.5
+        weights = jax.nn.softmax(jnp.where(visible, scores, -1e9))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+        x = x + mixed @ block["out"]
+        x = x + jax.nn.gelu(_normalised(x, block["norms"][1]) @ block["up"]) @ block["down"]
+    logits = x @ params["embed"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def _gpt_batch(key):
+    tokens = jax.random.randint(key, (BATCH, LENGTH + 1), 0, VOCAB)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+MODELS = {
+    "mlp": (_mlp, _mlp_loss, _mlp_batch),
+    "conv-net": (_conv_net, _conv_net_loss, _conv_net_batch),
+    "gpt": (_gpt, _gpt_loss, _gpt_batch),
+}
+
+
+def _training(name, seed=0):
+    """Return (step, state, three batches) of a model."""
+    make, loss, make_batch = MODELS[name]
+
+    def step(state, batch):
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": optimizer}, {"loss": value}
+
+    params = make(jax.random.key(seed))
+    state = {"params": params, "optimizer": OPTIMIZER.init(params)}
+    return step, state, [make_batch(key) for key in jax.random.split(jax.random.key(1), 3)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches"), [(1, 1), (1, 4), (2, 4), (4, 8)]
+)
+def test_planned_runs_equal_the_single_device_run(agrees, name, num_stages, num_microbatches):
+    step = agrees(
+        *_training(name),
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        max_mesh_axes=2 if num_stages == 1 else 1,
+    )
+    assert step.plan.num_stages == num_stages
+    assert step.plan.num_microbatches == num_microbatches
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", MODELS)
+def test_runs_by_random_plans_equal_the_single_device_run(agrees, name, seed):
+    step, state, batches = _training(name)
+    plan = alpa.parallelize(step).random_plan(state, batches[0], seed=seed)
+    agrees(step, state, batches, plan=plan)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_float64_a_random_plan_agrees_to_ten_digits(agrees, name):
+    with jax.enable_x64(True):
+        step, state, batches = _training(name)
+        sampler = alpa.parallelize(step, num_stages=2, num_microbatches=2)
+        plan = sampler.random_plan(state, batches[0], seed=7)
+        agrees(step, state, batches, plan=plan, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "eager-1f1b"])
+def test_other_schedules_compute_the_same(agrees, schedule):
+    agrees(
+        *_training("mlp"), num_stages=2, num_microbatches=4, max_mesh_axes=1, schedule=schedule
+    )
