@@ -71,7 +71,7 @@ def calibrate(
     if devices < 1:
         raise typer.BadParameter(f"--devices must be at least 1, got {devices}")
     flag = "--xla_force_host_platform_device_count"
-    if "jax" not in sys.modules and flag not in os.environ.get("XLA_FLAGS", ""):
+    if flag not in os.environ.get("XLA_FLAGS", ""):  # read when jax starts its first device
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={devices}".strip()
     try:
         profile = _measured(name)

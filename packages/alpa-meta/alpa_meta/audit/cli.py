@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,19 +16,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from alpa_meta.errors import PlanError
 
+if TYPE_CHECKING:
+    from alpa_meta.corpus import CorpusModel
+
 
 def audit(
-    model: Annotated[
+    what: Annotated[
         str | None,
-        typer.Argument(help="Corpus model to audit, with its size if not tiny: gpt, llama:small."),
+        typer.Argument(
+            metavar="[MODEL|PLAN.json]",
+            help="Corpus model to audit, with its size if not tiny (gpt, llama:small), or a saved "
+            "plan, whose program --model or --step names.",
+        ),
     ] = None,
     corpus: Annotated[bool, typer.Option("--corpus", help="Audit every corpus model.")] = False,
     models: Annotated[
         list[str] | None,
-        typer.Option("--model", help="With --corpus: only this model; repeatable."),
+        typer.Option(
+            "--model",
+            help="With --corpus: only this model; repeatable. With PLAN.json: the plan's model.",
+        ),
     ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="Audit this saved plan instead of the planner's.")
+    step: Annotated[
+        str | None,
+        typer.Option(
+            help="The program to audit as module:function, called without arguments; returns an "
+            "alpa_meta.corpus.CorpusModel."
+        ),
     ] = None,
     random: Annotated[
         int, typer.Option(min=0, help="Audit so many random plans per model as well.")
@@ -53,7 +68,7 @@ def audit(
     shape = _mesh_shape(mesh)
     num_devices = math.prod(shape)
     prepare_environment(num_devices)
-    jobs = _jobs(model, corpus, models or [], random, planner)
+    jobs, plan = _jobs(what, corpus, models or [], step, random, planner)
 
     from alpa_meta.audit.target import parse_target, target_devices
 
@@ -75,15 +90,16 @@ def audit(
     )
     with progress:
         bar = progress.add_task("audit", total=len(jobs))
-        for name, size, seed in jobs:
-            what = "planner's plan" if seed is None else f"random plan {seed}"
-            progress.update(bar, description=f"{name} {what}")
+        for name, seed in jobs:
+            kind = "planner's plan" if seed is None else f"random plan {seed}"
+            progress.update(bar, description=f"{name} {kind}")
+            one = _built(name)
             if seed is None:
                 cluster = target or f"host:{num_devices}"
-                ok, lines = _audit_planned(name, size, cluster, plan, numerics, all_lines)
+                ok, lines = _audit_planned(one, cluster, plan, numerics, all_lines)
             else:
                 ok, lines = _audit_random(
-                    name, size, seed, shape, devices, numerics and target is None, all_lines
+                    one, seed, shape, devices, numerics and target is None, all_lines
                 )
             all_ok &= ok
             for line in lines:
@@ -94,29 +110,72 @@ def audit(
 
 
 def _jobs(
-    model: str | None, corpus: bool, models: list[str], random: int, planner: bool
-) -> list[tuple[str, str, int | None]]:
-    """Return (name, size, seed of a random plan or None for the planner's) of every audit."""
+    what: str | None,
+    corpus: bool,
+    models: list[str],
+    step: str | None,
+    random: int,
+    planner: bool,
+) -> tuple[list[tuple[str, int | None]], Path | None]:
+    """Return (program, seed of a random plan or None for the planner's) of every audit, and the plan."""
     from alpa_meta.corpus import NAMES
 
-    if (model is None) == (not corpus):
+    plan = Path(what) if what is not None and what.endswith(".json") else None
+    if plan is not None:
+        programs = models + ([] if step is None else [step])
+        if corpus or len(programs) != 1:
+            raise PlanError(
+                f"alpa audit {what} needs the program of the plan: --model NAME of the corpus or "
+                "--step module:function, and one of them only"
+            )
+        if not planner:
+            raise PlanError(f"--no-planner leaves out {what}, the plan to audit; drop it")
+    elif step is not None:
+        if what is not None or corpus:
+            raise PlanError("--step names the program to audit; give no model and no --corpus")
+        programs = [step]
+    elif (what is None) == (not corpus):
         raise PlanError(
             "alpa audit needs either a corpus model (alpa audit gpt) or --corpus; "
             f"the corpus has {', '.join(NAMES)}"
         )
-    if models and not corpus:
+    elif models and not corpus:
         raise PlanError(f"--model {models[0]} restricts --corpus; give --corpus or only the name")
-    asked = [model] if model is not None else models or list(NAMES)
-    jobs: list[tuple[str, str, int | None]] = []
-    for one in asked:
-        name, _, size = one.partition(":")
-        if name not in NAMES:
+    else:
+        programs = [what] if what is not None else models or list(NAMES)
+    for program in programs:
+        name = program.partition(":")[0]
+        if program != step and name not in NAMES:
             raise PlanError(f"the corpus has no model {name!r}; it has {', '.join(NAMES)}")
-        jobs += [(name, size or "tiny", None)] if planner else []
-        jobs += [(name, size or "tiny", seed) for seed in range(random)]
+    jobs: list[tuple[str, int | None]] = []
+    for program in programs:
+        jobs += [(program, None)] if planner else []
+        jobs += [(program, seed) for seed in range(random)]
     if not jobs:
         raise PlanError("nothing to audit: --no-planner needs --random N with N above 0")
-    return jobs
+    return jobs, plan
+
+
+def _built(program: str) -> CorpusModel:
+    """Return the program that a model's name (gpt, llama:small) or module:function stands for."""
+    from alpa_meta.corpus import NAMES, CorpusModel, build
+
+    first, _, second = program.partition(":")
+    if first in NAMES:
+        try:
+            return build(first, second or "tiny")
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(import_module(first), second)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"--step {program} must be module:function: {error}") from None
+    if not isinstance(made, CorpusModel):
+        raise PlanError(
+            f"--step {program} must return an alpa_meta.corpus.CorpusModel, got {type(made)}"
+        )
+    return made
 
 
 def _mesh_shape(text: str) -> tuple[int, ...]:
@@ -142,8 +201,7 @@ def prepare_environment(num_devices: int) -> None:
 
 
 def _audit_random(
-    name: str,
-    size: str,
+    model: CorpusModel,
     seed: int,
     shape: tuple[int, ...],
     devices: Any,
@@ -153,11 +211,10 @@ def _audit_random(
     import jax
 
     from alpa_meta.audit.random_plans import audit_random_plans, mesh_of_shape
-    from alpa_meta.corpus import build
 
     found = next(
         audit_random_plans(
-            build(name, size),
+            model,
             mesh_of_shape(shape),
             jax.devices() if devices is None else devices,
             [seed],
@@ -170,16 +227,16 @@ def _audit_random(
 
 
 def _audit_planned(
-    name: str, size: str, cluster: str, plan: Path | None, numerics: bool, all_lines: bool
+    model: CorpusModel, cluster: str, plan: Path | None, numerics: bool, all_lines: bool
 ) -> tuple[bool, Iterator[str]]:
     from alpa_interchange import ParallelPlan, load
     from alpa_meta.audit.planner_plans import audit_planned
-    from alpa_meta.corpus import build
     from alpa_meta.options import Options
 
     options = Options(plan=None if plan is None else load(plan, ParallelPlan))
-    found = audit_planned(build(name, size), cluster, options, numerics=numerics)
-    line = f"{'ok  ' if found.ok else 'FAIL'} {name} planner's plan: {found.summary()}"
+    found = audit_planned(model, cluster, options, numerics=numerics)
+    whose = "planner's plan" if plan is None else plan.name
+    line = f"{'ok  ' if found.ok else 'FAIL'} {model.name} {whose}: {found.summary()}"
     numbers = [] if found.numerics is None else [found.numerics.text()]
     details = [found.text(all_lines=all_lines)] if all_lines or not found.ok else []
     return found.ok, iter(["; ".join([line, *numbers]), *details])
