@@ -97,7 +97,8 @@ def _sequence_pins(program: Program, axis_sizes: Mapping[str, int]) -> dict[Any,
             continue
         if all(not isinstance(a, Literal) and tuple(a.aval.shape) == shape for a in eqn.invars):
             batch = _batch_spec("megatron-sp", shape, axis_sizes)
-            pins[eqn.outvars[0]] = _pin(_spec(*batch[:1], axes[-1:]), 3, axis_sizes)
+            first = batch[0] if len(batch) else None
+            pins[eqn.outvars[0]] = _pin(_spec(first, axes[-1:]), 3, axis_sizes)
     return pins
 
 

@@ -1,40 +1,72 @@
 """The batch scaling of a step traced at one example, taken over from the same step at two.
 
-A batch dim of one example has no factor in a sharding rule, and jax leaves out the sums over it: the
-gradient of a bias that was broadcast over one example is the cotangent itself. The program at one
-example is then the program at two without some reductions and reshapes:
+A batch dim of one example has no factor in a sharding rule, and jax leaves out the sums over it, or
+sums over it and puts it back. The two programs then differ by reductions and reshapes only:
 
     two examples   c = mul a b [2, 16]    d = reduce_sum c [16]    e = reshape d [1, 16]    f(e)
     one example    c = mul a b [1, 16]                                                      f(c)
 
-Walking both, each value at one example gets the values at two that it stands for (c for c, d and e); its
-scaling is that of the last of them that is read.
+Walking both, each value at one example gets the values at two that it stands for (c for c, d and
+e); its scaling is that of the last of them that is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alpa_meta.batch import CONSTANT, Scaling
+from alpa_meta.batch import CONSTANT, MIXED, Scaling
 from alpa_meta.compat import Literal, is_drop, open_jaxpr
 
-_LEFT_OUT = frozenset({"reduce_sum", "reshape", "squeeze", "broadcast_in_dim", "transpose"})
+_RESHAPES = frozenset({"reshape", "squeeze", "broadcast_in_dim", "expand_dims", "transpose"})
+_LEFT_OUT = _RESHAPES | {"reduce_sum"}
 
 
-def scaling_of_one(one: Any, two: Any, known: Mapping[Any, Scaling]) -> dict[Any, Scaling] | None:
-    """Return the scaling of every variable of `one`, given that of `two`; None if they do not match."""
+def scaling_of_one(
+    one: Any, two: Any, known: Mapping[Any, Scaling]
+) -> dict[Any, Scaling] | None:
+    """Return the scaling of every variable of `one`, given that of `two`; None if they do not
+    match.
+    """
     own, twin = open_jaxpr(one), open_jaxpr(two)
-    images: dict[Any, list[Any]] = {
-        var: [other]
-        for var, other in zip(
-            [*own.invars, *own.constvars], [*twin.invars, *twin.constvars], strict=True
-        )
-    }
-    stands_for = {image[0]: var for var, image in images.items()}
-    last: dict[Any, Any] = {var: image[0] for var, image in images.items()}
+    walk = _Walk(dict(zip(own.invars, twin.invars)) | dict(zip(own.constvars, twin.constvars)))
+    position = 0
+    for eqn in own.eqns:
+        while True:
+            other = twin.eqns[position] if position < len(twin.eqns) else None
+            if other is not None and walk.same(eqn, other):
+                position += 1
+                break
+            if walk.reshapes_only(eqn):
+                break
+            if other is None or not walk.left_out(other):
+                return None
+            position += 1
+    for other in twin.eqns[position:]:
+        if not walk.left_out(other):
+            return None
+    if not walk.read(own.outvars, twin.outvars):
+        return None
+    return {var: _taken_over(var, image, known) for var, image in walk.last.items()}
 
-    def read(atoms: Any, others: Any) -> bool:
+
+def _taken_over(var: Any, image: Any, known: Mapping[Any, Scaling]) -> Scaling:
+    scaling = known.get(image, CONSTANT)
+    same_rank = len(_shape(var)) == len(_shape(image))
+    return scaling if scaling.form != "example" or same_rank else MIXED
+
+
+class _Walk:
+    """The values at two examples that each value at one stands for, in the order they were made."""
+
+    def __init__(self, inputs: Mapping[Any, Any]) -> None:
+        self.images: dict[Any, list[Any]] = {var: [image] for var, image in inputs.items()}
+        self.last: dict[Any, Any] = dict(inputs)  # the last image that was read
+        self._owner: dict[Any, Any] = {image: var for var, image in inputs.items()}
+
+    def read(self, atoms: Sequence[Any], others: Sequence[Any]) -> bool:
+        """Return whether operands at two examples are what those at one stand for; note it."""
         if len(atoms) != len(others):
             return False
         pairs = [
@@ -42,45 +74,66 @@ def scaling_of_one(one: Any, two: Any, known: Mapping[Any, Scaling]) -> dict[Any
             for atom, other in zip(atoms, others, strict=True)
             if not isinstance(atom, Literal)
         ]
-        if any(isinstance(other, Literal) or other not in images[atom] for atom, other in pairs):
+        if any(isinstance(other, Literal) for _, other in pairs):
+            return False
+        if any(other not in self.images[atom] for atom, other in pairs):
             return False
         for atom, other in pairs:
-            if images[atom].index(other) > images[atom].index(last[atom]):
-                last[atom] = other
+            images = self.images[atom]
+            if images.index(other) > images.index(self.last[atom]):
+                self.last[atom] = other
         return True
 
-    following: Iterator[Any] = iter(twin.eqns)
-    for eqn in own.eqns:
-        for other in following:
-            if (
-                other.primitive is eqn.primitive
-                and len(eqn.outvars) == len(other.outvars)
-                and read(eqn.invars, other.invars)
-            ):
-                break
-            if not _leave_out(other, stands_for, images):
-                return None
-        else:
-            return None
-        for var, other_var in zip(eqn.outvars, other.outvars, strict=True):
+    def same(self, eqn: Any, other: Any) -> bool:
+        """Return whether two equations are the same operation, and pair their results."""
+        if other.primitive is not eqn.primitive or len(eqn.outvars) != len(other.outvars):
+            return False
+        pairs = list(zip(eqn.outvars, other.outvars, strict=True))
+        if not all(_alike(_shape(var), _shape(image)) for var, image in pairs):
+            return False
+        if not self.read(eqn.invars, other.invars):
+            return False
+        for var, image in pairs:
             if not is_drop(var):
-                images[var], last[var] = [other_var], other_var
-                stands_for[other_var] = var
-    for other in following:
-        if not _leave_out(other, stands_for, images):
-            return None
-    if not read(own.outvars, twin.outvars):
-        return None
-    return {var: known.get(image, CONSTANT) for var, image in last.items()}
+                self.images[var], self.last[var] = [image], image
+                self._owner[image] = var
+        return True
+
+    def reshapes_only(self, eqn: Any) -> bool:
+        """Return whether an equation at one example only adds or drops the dim of size one."""
+        source = eqn.invars[0] if eqn.invars else None
+        if eqn.primitive.name not in _RESHAPES or isinstance(source, Literal):
+            return False
+        (var,) = eqn.outvars
+        if math.prod(_shape(source)) != math.prod(_shape(var)):
+            return False
+        self.images[var] = self.images[source]
+        self.last[var] = self.last[source]
+        for image in self.images[var]:
+            self._owner[image] = var
+        return True
+
+    def left_out(self, eqn: Any) -> bool:
+        """Return whether one example does without an equation at two, and note what it makes."""
+        if eqn.primitive.name not in _LEFT_OUT or isinstance(eqn.invars[0], Literal):
+            return False
+        var = self._owner.get(eqn.invars[0])
+        if var is None:
+            return False
+        self.images[var].append(eqn.outvars[0])
+        self._owner[eqn.outvars[0]] = var
+        return True
 
 
-def _leave_out(eqn: Any, stands_for: dict[Any, Any], images: dict[Any, list[Any]]) -> bool:
-    """Note that one example does without `eqn`; False if it is of a kind that cannot be left out."""
-    if eqn.primitive.name not in _LEFT_OUT or isinstance(eqn.invars[0], Literal):
-        return False
-    var = stands_for.get(eqn.invars[0])
-    if var is None:
-        return False
-    images[var].append(eqn.outvars[0])
-    stands_for[eqn.outvars[0]] = var
-    return True
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _alike(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
+    """Return whether shapes agree up to the batch dim: kept (1 for 2) or dropped."""
+    if len(one) == len(two):
+        return all(a == b or (a, b) == (1, 2) for a, b in zip(one, two, strict=True))
+    here, there = [d for d in one if d != 1], [d for d in two if d != 1]
+    return here == there or any(
+        size == 2 and there[:k] + there[k + 1 :] == here for k, size in enumerate(there)
+    )

@@ -8,9 +8,13 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.corpus import build
 from alpa_meta.errors import PlanError
-from alpa_meta.presets import PRESETS, preset_specs
+from alpa_meta.options import Options
+from alpa_meta.pinning import Pin
+from alpa_meta.presets import PRESETS, preset_pins, preset_specs
+from alpa_meta.program import Step
 
 MESH = {"data": 2, "model": 4}
 
@@ -92,3 +96,49 @@ def test_every_preset_divides_every_model(preset, model):
 def test_an_unknown_preset_is_refused():
     with pytest.raises(PlanError, match="no preset 'tensor'; there are 2d, dp"):
         specs("tensor")
+    with pytest.raises(PlanError, match="no preset 'tensor'"):
+        Options(preset="tensor")
+
+
+def logical_mesh(*sizes):
+    return LogicalMesh(
+        axes=tuple(MeshAxis(name=name, size=size) for name, size in zip("xyz", sizes))
+    )
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    model = build("gpt")
+    return Step(model.train_step, (model.state, model.batch)).program(1)
+
+
+def pins_by_path(name, program, mesh):
+    pins = preset_pins(name, program, mesh)
+    return {
+        leaf.path: pins[var].dims
+        for var, leaf in zip(program.jaxpr.invars, program.inputs)
+        if var in pins
+    }
+
+
+def test_a_preset_pins_every_input_of_a_step_as_its_specs_say(gpt):
+    pins = pins_by_path("megatron", gpt, logical_mesh(2, 4))
+    assert pins["state['params']['block_0']['down']['kernel']"] == (("y",), ())
+    assert pins["batch['tokens']"] == (("x",), ())
+    assert len(pins) == len(gpt.inputs)
+
+
+def test_on_one_axis_megatron_leaves_the_batch_whole_and_sequences_are_cut_over_it(gpt):
+    mesh = logical_mesh(4)
+    assert pins_by_path("megatron", gpt, mesh)["batch['tokens']"] == ((), ())
+    tensor, sequence = (preset_pins(name, gpt, mesh) for name in ("megatron", "megatron-sp"))
+    added = [pin for var, pin in sequence.items() if var not in tensor]
+    assert set(added) == {Pin(((), ("x",), ()))}
+    assert len(added) >= 4  # two residual sums in each of two blocks
+
+
+def test_zero2_keeps_parameters_whole_under_the_step_s_own_paths(gpt):
+    pins = pins_by_path("zero2", gpt, logical_mesh(8))
+    assert pins["state['params']['block_0']['up']['kernel']"] == ((), ())
+    cut = [path for path, dims in pins.items() if "block_0" in path and any(dims)]
+    assert cut and all("opt_state" in path for path in cut)

@@ -28,6 +28,7 @@ from ilp_sharding.elimination import Elimination, OutOfTime
 from ilp_sharding.evaluation import check, exact_cost
 from ilp_sharding.instance import Instance
 from ilp_sharding.memory import MemoryProfile
+from ilp_sharding.narrowing import NARROWING_TABLES, narrow
 from ilp_sharding.network import Network, NoAssignment
 from ilp_sharding.options import Progress, SolveOptions
 from ilp_sharding.start import greedy_start, repaired_choice
@@ -35,7 +36,7 @@ from ilp_sharding.worker_pool import WorkerPool
 
 SOLVER = "ilp-sharding 0.1.0"
 LARGE_NODES = 5000  # from here on, or from
-LARGE_TABLES = 5e6  # table entries on, workers start while the problem is still being reduced
+LARGE_TABLES = 2e7  # table entries on, workers start while the problem is still being reduced
 
 
 def solve(problem: ShardingProblem, options: SolveOptions | None = None) -> ShardingSolution:
@@ -155,11 +156,14 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
         dense = 0.0 if memory is None else memory.num_times * float(memory.offset[-1])
         direct = elimination.complete or table_entries(network) < PROGRAM_TABLES
         if direct and dense < DENSE_USAGE:
-            narrow = elimination if elimination.complete else None
-            if solve_direct(network, search, narrow, memory):
+            eliminated = elimination if elimination.complete else None
+            if solve_direct(network, search, eliminated, memory):
                 return
             if memory is not None:
                 memory = MemoryProfile(instance, network)
+        if workers is None and table_entries(network) < NARROWING_TABLES and memory is None:
+            if narrow(network, search, memory):
+                return
         seconds = search.until - time.perf_counter()
         workers = workers or WorkerPool(options.num_workers, options.seed, seconds)
         workers.solve(network, memory, search)
