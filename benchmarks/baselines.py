@@ -3,9 +3,12 @@
     .venv/bin/python benchmarks/baselines.py --model gpt --model moe-einsum
 
 Baselines are the presets (dp, zero3, megatron) compiled by stock jax from input shardings. Columns:
-collectives of the compiled program, bytes one device sends per step (ring algorithms, read from the
-compiled HLO), the seconds they take under the cost model on H100s (no overlap), memory of the
-arguments, median step time of interleaved runs on this machine, loss of the last step.
+predicted seconds of the step under the cost model (of a baseline: the planner's best plan under the
+preset's constraints on the baselines' mesh), collectives of the compiled program, bytes one device
+sends per step (ring algorithms, read from the compiled HLO), the seconds these take under the cost
+model, memory of the arguments, median step time of interleaved runs on this machine, loss of the last
+step. Below: ours over the best baseline, per model. Exit status 1 if ours is predicted to be slower
+than a preset, which is a bug of the planner.
 """
 
 from __future__ import annotations
@@ -37,17 +40,17 @@ from rich.table import Table
 
 import alpa_meta
 from alpa_interchange import SubmeshSpec
-from alpa_meta.audit.executable import audit_executable
 from alpa_meta.audit.hlo import CompiledCollective, compiled_collectives
-from alpa_meta.audit.memory import memory_check
 from alpa_meta.audit.replica_groups import axes_of_groups, axes_of_pairs
 from alpa_meta.audit.report import format_bytes
 from alpa_meta.corpus import NAMES, CorpusModel, build
 from alpa_meta.presets import PRESETS, preset_specs
-from cost_model import CostModel, cluster
+from cost_model import CostModel
+from cost_model import cluster as cluster_by_name
 
 AXES = {"data": 2, "model": 4}
 OURS = "ours"
+WHOLE: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
 
 
 @define
@@ -56,6 +59,7 @@ class Result:
 
     model: str
     strategy: str
+    predicted_seconds: float
     collectives: int
     sent_bytes: float
     modelled_seconds: float
@@ -65,11 +69,13 @@ class Result:
     loss: float = float("nan")
 
 
-def modelled_seconds(one: CompiledCollective, axis_sizes: Mapping[str, int]) -> float:
-    """Return the seconds a collective takes in a step on H100s; over all of them if no axes fit."""
+def modelled_seconds(
+    one: CompiledCollective, axis_sizes: Mapping[str, int], cluster: str
+) -> float:
+    """Return the seconds a collective takes in a step; over all devices if no axes fit."""
     sizes = tuple(axis_sizes.values())
     submesh = SubmeshSpec(num_hosts=1, devices_per_host=math.prod(sizes))
-    model = CostModel(cluster(f"h100:{submesh.num_devices}"))
+    model = CostModel(cluster_by_name(cluster))
     mesh = model.logical_mesh(submesh, sizes, tuple(axis_sizes))
     read = axes_of_pairs if one.kind == "collective-permute" else axes_of_groups
     names = read(one.groups, axis_sizes) or tuple(axis_sizes)
@@ -78,10 +84,22 @@ def modelled_seconds(one: CompiledCollective, axis_sizes: Mapping[str, int]) -> 
     return float(model.collective_seconds(one.kind, larger, axes)) * (one.trips or 1)
 
 
+def predicted_seconds(model: CorpusModel, preset: str, cluster: str) -> float:
+    """Return the seconds of a step by the best plan under a preset's constraints on `AXES`."""
+    step = alpa_meta.parallelize(
+        model.train_step,
+        cluster=cluster,
+        preset=preset,
+        mesh_shape=tuple(AXES.values()),
+        **WHOLE,
+    )
+    return step.plan_for(model.state, model.batch).step_seconds
+
+
 class Baseline:
     """A preset, compiled by stock jax from the shardings of its inputs."""
 
-    def __init__(self, model: CorpusModel, strategy: str) -> None:
+    def __init__(self, model: CorpusModel, strategy: str, cluster: str) -> None:
         mesh = Mesh(
             np.array(jax.devices()[:8]).reshape(tuple(AXES.values())),
             tuple(AXES),
@@ -101,9 +119,10 @@ class Baseline:
         self.result = Result(
             model=model.name,
             strategy=strategy,
+            predicted_seconds=predicted_seconds(model, strategy, cluster),
             collectives=sum(one.trips or 1 for one in found),
             sent_bytes=sum(one.link_bytes for one in found),
-            modelled_seconds=sum(modelled_seconds(one, AXES) for one in found),
+            modelled_seconds=sum(modelled_seconds(one, AXES, cluster) for one in found),
             argument_bytes=int(self.step.memory_analysis().argument_size_in_bytes),
             compile_seconds=time.perf_counter() - start,
         )
@@ -127,30 +146,34 @@ class Baseline:
 class Ours:
     """The planner's plan, one stage, through `alpa_meta.parallelize`."""
 
-    def __init__(self, model: CorpusModel, strategy: str) -> None:
+    def __init__(self, model: CorpusModel, strategy: str, cluster: str) -> None:
         start = time.perf_counter()
-        options = alpa_meta.Options(num_stages=1, num_microbatches=1)
-        self.step = alpa_meta.parallelize(model.train_step, cluster="host:8", options=options)
-        self.step.lower(model.state, model.batch)
+        self.step = alpa_meta.parallelize(model.train_step, cluster=cluster, **WHOLE)
+        plan = self.step.plan_for(model.state, model.batch)
         executable = self.step.executable
-        audit = audit_executable(executable)
+        audit = executable.audit()
+        if not audit.ok:
+            raise RuntimeError(f"{model.name}: {audit.text()}")
         self.result = Result(
             model=model.name,
             strategy=strategy,
-            collectives=sum(len(report.lines) for report in audit.tasks.values()),
-            sent_bytes=sum(report.compiled_bytes for report in audit.tasks.values()),
-            modelled_seconds=sum(
-                modelled_seconds(line.compiled, report.axis_sizes)
+            predicted_seconds=plan.step_seconds,
+            collectives=sum(
+                line.compiled.trips or 1
                 for report in audit.tasks.values()
                 for line in report.lines
             ),
-            argument_bytes=max(
-                memory_check(task.compiled).argument_bytes for task in executable.tasks.values()
+            sent_bytes=sum(report.compiled_bytes for report in audit.tasks.values()),
+            modelled_seconds=sum(
+                modelled_seconds(line.compiled, report.axis_sizes, cluster)
+                for report in audit.tasks.values()
+                for line in report.lines
             ),
+            argument_bytes=max(check.argument_bytes for check in audit.memory.values()),
             compile_seconds=time.perf_counter() - start,
         )
-        self.state = jax.jit(model.make_state)(jax.random.key(0))
-        self.batch = model.make_batch(jax.random.key(1))
+        self.state = self.step.init(model.make_state, jax.random.key(0))
+        self.batch = jax.jit(model.make_batch)(jax.random.key(1))
 
     def run(self) -> float:
         """Run one step; return its loss."""
@@ -158,9 +181,11 @@ class Ours:
         return float(metrics["loss"])
 
 
-def measure(model: CorpusModel, strategies: list[str], num_steps: int) -> list[Result]:
+def measure(
+    model: CorpusModel, strategies: list[str], num_steps: int, cluster: str
+) -> list[Result]:
     """Return the results of all strategies; steps are interleaved, the first is not measured."""
-    runs = [(Ours if name == OURS else Baseline)(model, name) for name in strategies]
+    runs = [(Ours if name == OURS else Baseline)(model, name, cluster) for name in strategies]
     seconds: dict[str, list[float]] = {name: [] for name in strategies}
     for step in range(num_steps + 1):
         for run in runs:
@@ -179,6 +204,7 @@ def table(results: list[Result]) -> Table:
     for name in ("model", "strategy"):
         shown.add_column(name)
     for name in (
+        "predicted",
         "collectives",
         "sent per device",
         "modelled",
@@ -192,6 +218,7 @@ def table(results: list[Result]) -> Table:
         shown.add_row(
             one.model,
             one.strategy,
+            f"{one.predicted_seconds * 1e3:.2f} ms",
             str(one.collectives),
             format_bytes(one.sent_bytes),
             f"{one.modelled_seconds * 1e6:.0f} us",
@@ -204,6 +231,44 @@ def table(results: list[Result]) -> Table:
     return shown
 
 
+def ratios(results: list[Result]) -> Table:
+    """Return ours over the best baseline, per model; below 1 is better."""
+    shown = Table(title="ours / best baseline", title_justify="left")
+    shown.add_column("model")
+    for name in ("predicted", "collectives' seconds", "measured step"):
+        shown.add_column(name, justify="right")
+    for ours, others in _contests(results):
+        pairs = [
+            (ours.predicted_seconds, min(one.predicted_seconds for one in others)),
+            (ours.modelled_seconds, min(one.modelled_seconds for one in others)),
+            (ours.step_seconds, min(one.step_seconds for one in others)),
+        ]
+        cells = [f"{mine / best:.2f}" if best else f"{mine:.1e} s / 0" for mine, best in pairs]
+        shown.add_row(ours.model, *cells)
+    return shown
+
+
+def slower_than_a_preset(results: list[Result]) -> list[str]:
+    """Return a line per model whose plan is predicted to be slower than a preset."""
+    return [
+        f"{ours.model}: predicted {ours.predicted_seconds:.3e} s, {best.strategy} "
+        f"{best.predicted_seconds:.3e} s"
+        for ours, others in _contests(results)
+        for best in [min(others, key=lambda one: one.predicted_seconds)]
+        if ours.predicted_seconds > best.predicted_seconds * (1 + 1e-9)
+    ]
+
+
+def _contests(results: list[Result]) -> list[tuple[Result, list[Result]]]:
+    found = []
+    for name in dict.fromkeys(one.model for one in results):
+        ours = [one for one in results if (one.model, one.strategy) == (name, OURS)]
+        others = [one for one in results if one.model == name and one.strategy != OURS]
+        if ours and others:
+            found.append((ours[0], others))
+    return found
+
+
 def main(
     model: Annotated[list[str] | None, typer.Option(help="Corpus model; repeatable.")] = None,
     size: Annotated[str, typer.Option(help="tiny or small.")] = "tiny",
@@ -211,6 +276,9 @@ def main(
         list[str] | None, typer.Option(help=f"{OURS} or one of {', '.join(PRESETS)}; repeatable.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 10,
+    cluster: Annotated[
+        str, typer.Option(help="8 devices to plan for and to price; runs on host devices.")
+    ] = "host:8",
     out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
     """Measure hand-written baselines and our plan side by side."""
@@ -218,10 +286,16 @@ def main(
     results: list[Result] = []
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name in track(model or list(NAMES), console=Console(stderr=True), transient=True):
-        results += measure(build(name, size), strategies, steps)
+        results += measure(build(name, size), strategies, steps, cluster)
+        jax.clear_caches()
     console.print(table(results))
+    console.print(ratios(results))
     if out is not None:
         out.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
+    slower = slower_than_a_preset(results)
+    for line in slower:
+        console.print(f"PLANNER: {line}")
+    raise typer.Exit(1 if slower else 0)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import pytest
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
 
-import alpa_meta as alpa
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+import alpa_meta as alpa  # noqa: E402
 
 FLOAT32_TOLERANCE = 2e-5
 """Largest allowed difference of an array, as a share of its largest element.
@@ -72,11 +76,12 @@ def assert_agrees(
     batches: Sequence[Any],
     *,
     tolerance: float = FLOAT32_TOLERANCE,
+    one_device: Callable[..., Any] | None = None,
     **options: Any,
 ) -> alpa.ParallelStep:
     """Require that the parallel run equals the single-device run; return the parallel step."""
     parallel = alpa.parallelize(step, **options)
-    expected_state, expected = run_steps(jax.jit(step), state, batches)
+    expected_state, expected = run_steps(one_device or jax.jit(step), state, batches)
     got_state, got = run_steps(parallel, copied(state), batches)
     assert_close(got, expected, tolerance)
     assert_close(got_state, expected_state, tolerance)

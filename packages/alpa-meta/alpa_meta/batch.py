@@ -38,12 +38,16 @@ from alpa_meta.rules import sharding_rule
 
 @frozen
 class Scaling:
-    """Form of a value, the power of N in it, and the batch dim of an example value."""
+    """Form of a value, the power of N in it, and the batch dim of an example value.
+
+    `reduction` is "max" or "min" for an extreme.
+    """
 
     form: str
     power: int = 0
     dim: int = -1
     zero: bool = False  # identically zero: agrees with every power
+    reduction: str = "add"
 
 
 CONSTANT = Scaling("constant")
@@ -90,6 +94,20 @@ _LINEAR = {
     "sharding_constraint",
     "alpa_pin",
 }
+_ORDER_KEEPING = {
+    "transpose",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "slice",
+    "rev",
+    "stop_gradient",
+}
+_EXTREMES = {"max": "max", "or": "max", "min": "min", "and": "min"}
 _POSITIONAL = {"iota", "random_bits", "random_split", "rng_bit_generator", "threefry2x32"}
 
 
@@ -143,7 +161,7 @@ def _read(atom: Any, twin: Any, known: dict[Any, Scaling]) -> Scaling:
     if value.dtype.kind not in "iuf" and value.dtype.name != "bfloat16":
         return CONSTANT
     one, two = float(value), float(other)
-    if one == two:
+    if one == two or not (math.isfinite(one) and math.isfinite(two)):
         return Scaling("constant", zero=one == 0.0)
     if one == 0.0 or two / one <= 0.0:
         return MIXED
@@ -165,6 +183,8 @@ def _results(
     ]
     if all(operand.form == "constant" for operand in operands):
         return _from_constants(eqn, operands, grows)
+    if name == "alpa_gradient":
+        return operands
     rule = sharding_rule(eqn)
     if rule is None:
         return [MIXED] * count
@@ -206,7 +226,8 @@ def _results(
         elif kind.kind == "reduction" and kind.reduction == "add":
             results.append(Scaling("reduced", power))
         elif kind.kind == "reduction" and kind.reduction in ("max", "min", "and", "or"):
-            results.append(Scaling("extreme") if power == 0 else MIXED)
+            extreme = Scaling("extreme", reduction=_EXTREMES[kind.reduction])
+            results.append(extreme if power == 0 else MIXED)
         else:
             results.append(MIXED)
     return results
@@ -251,7 +272,8 @@ def _from_reduced(name: str, operands: list[Scaling], power: int, count: int) ->
     if "example" in forms or "extreme" in forms and len(forms) > 1:
         return [MIXED] * count
     if forms <= {"extreme"}:
-        return [Scaling("extreme") if name in _LINEAR else MIXED] * count
+        kept = operands[0] if name in _ORDER_KEEPING and len(operands) == 1 else MIXED
+        return [kept] * count
     num_reduced = sum(operand.form == "reduced" for operand in operands)
     sums = name in _SUM and all(
         operand.zero or operand.form == "reduced"

@@ -51,6 +51,8 @@ class MeshSolution:
     costs: StageCosts
     solution: ShardingSolution
     whole: bool  # the mesh is the whole cluster, its memory limit was part of the problem
+    scope: StageScope | None = None  # of a whole solution, with its problem
+    selection: Selection | None = None
 
 
 @frozen(eq=False)
@@ -93,7 +95,7 @@ def solve_mesh(
     first = solved_costs(scope, selection, found.choice, outlook.num_layers)
     needed = _needed(first)
     if not whole or needed <= memory:
-        solutions.append(MeshSolution(submesh, mesh, first, found, whole))
+        solutions.append(MeshSolution(submesh, mesh, first, found, whole, scope, selection))
     if needed <= memory:
         return solutions, 0.0
     if whole:
@@ -103,7 +105,7 @@ def solve_mesh(
             tight = solve(selection, options, limit)
             if tight.choice is not None:
                 exact = solved_costs(scope, selection, tight.choice, outlook.num_layers)
-                return [MeshSolution(submesh, mesh, exact, tight, True)], 0.0
+                return [MeshSolution(submesh, mesh, exact, tight, True, scope, selection)], 0.0
             if tight.smallest_memory is not None:
                 missing = tight.smallest_memory - limit
         return [], missing

@@ -77,9 +77,10 @@ class MeshCosts:
     model: CostModel
     host_group: int = 0
     while_trips: int = 8  # assumed trips of a while loop, whose true number is not known
-    followed: dict[tuple[ShardingRule, int, bool], dict[ShardingSpec, Strategy]] = field(
+    followed: dict[Hashable, tuple[Strategy, ...]] = field(factory=dict, repr=False)
+    completed: dict[Hashable, tuple[tuple[ShardingSpec, ...], np.ndarray]] = field(
         factory=dict, repr=False
-    )  # what equations that follow an operand do under each of its specs
+    )
     _strategies: dict[ShardingRule, tuple[Strategy, ...]] = field(factory=dict, repr=False)
     _matrices: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
 
@@ -263,6 +264,7 @@ class _Builder:
         self._position = -1
         self._partial = _may_stay_partial(stage)
         self._order: dict[Any, int] = {}
+        self._seconds: dict[Hashable, np.ndarray] = {}
         self._state_nodes: set[int] = set()
 
     # ------------------------------------------------------------------ whole stages
@@ -376,7 +378,10 @@ class _Builder:
         else:
             node = self.problem.node(key, eqn.primitive.name, [str(s) for s in strategies])
         assert node is not None
-        self._add_cost(node, self._operator_seconds(eqn, rule, strategies) * weight)
+        known = (key, id(strategies))
+        if known not in self._seconds:
+            self._seconds[known] = self._operator_seconds(eqn, rule, strategies)
+        self._add_cost(node, self._seconds[known] * weight)
         for number, atom in enumerate(eqn.invars):
             if not isinstance(atom, Literal) and atom in scope:
                 wanted = tuple(strategy.operands[number] for strategy in strategies)
@@ -393,19 +398,29 @@ class _Builder:
     def _completed(self, var: Any, natural: Source, key: Hashable, weight: float) -> Source:
         """Return the source of an operator's result after its partial sums were completed."""
         allowed = var in self._partial
-        reachable = {
-            spec: completed_specs(spec, natural.shape, self.costs.mesh, allowed)
-            for spec in dict.fromkeys(natural.specs)
-        }
-        finals = tuple(dict.fromkeys(final for specs in reachable.values() for final in specs))
+        finals, matrix = self._completions(natural, allowed)
         node = self.problem.node((key, allowed), "sum", [str(spec) for spec in finals])
-        position = {spec: number for number, spec in enumerate(finals)}
-        matrix = np.full((len(natural.specs), len(finals)), math.inf)
-        for row, spec in enumerate(natural.specs):
-            for final in reachable[spec]:
-                matrix[row, position[final]] = self._completion_seconds(natural, spec, final)
         self._add_edge(natural.node, node, matrix * weight)
         return Source(node, finals, natural.shape, natural.bytes)
+
+    def _completions(
+        self, natural: Source, allowed: bool
+    ) -> tuple[tuple[ShardingSpec, ...], np.ndarray]:
+        """Return the specs sums can be completed in, and [natural, completed] seconds, remembered."""
+        key = (natural.specs, natural.shape, natural.bytes, allowed)
+        if key not in self.costs.completed:
+            reachable = {
+                spec: completed_specs(spec, natural.shape, self.costs.mesh, allowed)
+                for spec in dict.fromkeys(natural.specs)
+            }
+            finals = tuple(dict.fromkeys(f for specs in reachable.values() for f in specs))
+            position = {spec: number for number, spec in enumerate(finals)}
+            matrix = np.full((len(natural.specs), len(finals)), math.inf)
+            for row, spec in enumerate(natural.specs):
+                for final in reachable[spec]:
+                    matrix[row, position[final]] = self._completion_seconds(natural, spec, final)
+            self.costs.completed[key] = (finals, matrix)
+        return self.costs.completed[key]
 
     def _completion_seconds(
         self, source: Source, natural: ShardingSpec, final: ShardingSpec
@@ -465,11 +480,14 @@ class _Builder:
     ) -> tuple[Strategy, ...]:
         """Return the strategy of `eqn` under each spec of the operand it follows."""
         passes = all(var in self._partial for var in eqn.outvars) and linear_operands(eqn)
-        found = self.costs.followed.setdefault((rule, leader, passes), {})
-        for spec in source.specs:
-            if spec not in found:
-                found[spec] = self._followed(rule, leader, spec, passes)
-        return tuple(found[spec] for spec in source.specs)
+        key = (rule, leader, passes, source.specs)
+        if key not in self.costs.followed:
+            found = {
+                spec: self._followed(rule, leader, spec, passes)
+                for spec in dict.fromkeys(source.specs)
+            }
+            self.costs.followed[key] = tuple(found[spec] for spec in source.specs)
+        return self.costs.followed[key]
 
     def _followed(
         self, rule: ShardingRule, leader: int, spec: ShardingSpec, passes: bool

@@ -409,10 +409,13 @@ def _best(
         def choose(
             candidate: StageCandidate, selection: Selection, memory: float, search: _Search = search
         ) -> ShardingSolution:
-            return _whole_solution(candidate, search) or solve(selection, options, memory)
+            known = _whole(candidate, search.solutions)
+            return known.solution if known else solve(selection, options, memory)
 
         outlook, layering = search.outlook, search.layering
-        planned = finish(plan, outlook, layering, bound, step, model, options, choose)
+        planned = finish(
+            plan, outlook, layering, bound, step, model, options, choose, search.solutions
+        )
         if isinstance(planned, Planned):
             return planned
         missing.append(planned)
@@ -480,22 +483,30 @@ def finish(
     model: CostModel,
     options: Options,
     choose: Choose,
+    solutions: Sequence[MeshSolution] = (),
 ) -> Planned | float:
     """Return the plan with every stage solved exactly, or the bytes missing if one does not fit.
 
-    `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`).
+    `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`). A
+    single stage's problem is taken from `solutions` where it was built already.
     """
     cluster = model.cluster
     cuts = [stage.candidate.layer_start for stage in stage_plan.stages[1:]]
-    staging = assign_stages(layering, cuts, outlook.program.jaxpr.outvars)
+    staging = outlook.staging
+    if cuts:
+        staging = assign_stages(layering, cuts, outlook.program.jaxpr.outvars)
     selections, shardings, stages, peaks = [], [], [], []
     solved: dict[str, ShardingSolution] = {}
     for stage, placed in enumerate(stage_plan.stages):
         options.progress("stages", stage, len(stage_plan.stages))
         in_flight = stage_plan.in_flight[stage]
-        scope, selection = _stage_selection(
-            outlook.program, staging, stage, placed.candidate, in_flight, model, options
-        )
+        built = None if cuts else _whole(placed.candidate, solutions)
+        if built is not None and built.scope is not None and built.selection is not None:
+            scope, selection = built.scope, built.selection
+        else:
+            scope, selection = _stage_selection(
+                outlook.program, staging, stage, placed.candidate, in_flight, model, options
+            )
         limit = _memory(cluster, placed.candidate.submesh.host_group, options)
         room = limit - placed.candidate.transient_bytes
         key = problem_hash(selection) + repr(selection.problem.node_cost.sum())
@@ -542,18 +553,10 @@ def finish(
     return Planned(plan, outlook.program, staging, tuple(selections), tasks)
 
 
-def _whole_solution(candidate: StageCandidate, search: _Search) -> ShardingSolution | None:
-    """Return the solution of a stage that is the whole program, whose problem was solved
-    already."""
-    if candidate.layer_stop - candidate.layer_start < search.outlook.num_layers:
-        return None
+def _whole(candidate: StageCandidate, solutions: Sequence[MeshSolution]) -> MeshSolution | None:
+    """Return the solution of the whole program on the whole cluster that `candidate` stands for."""
     return next(
-        (
-            found.solution
-            for found in search.solutions
-            if found.whole and found.mesh == candidate.logical
-        ),
-        None,
+        (found for found in solutions if found.whole and found.mesh == candidate.logical), None
     )
 
 

@@ -17,6 +17,11 @@ from jax.extend import source_info_util
 from alpa_meta.batch import CONSTANT, MIXED, Scaling, batch_scaling
 from alpa_meta.compat import Literal, is_drop, open_jaxpr
 from alpa_meta.errors import PlanError
+from alpa_meta.normalisation import (
+    with_constants_in_update,
+    with_whole_literals,
+    without_markers,
+)
 from alpa_meta.phases import Phases, classify
 from alpa_meta.single_example import scaling_of_one
 from alpa_meta.trace import trace
@@ -327,9 +332,16 @@ def _program(step: Step, num_microbatches: int) -> Program:
     size = step.batch_size // num_microbatches
     closed, (_, _, _, paths) = step.traced(size)
     roles, aliases = step._roles
+    scaling, pairs = _scaling(step, size, roles)
+    phases = classify(open_jaxpr(closed).eqns, scaling)
+    if num_microbatches > 1:
+        whole = step.traced(step.batch_size)[0]
+        closed = with_whole_literals(closed, whole, phases.of_eqn, pairs)
+    closed, kept = without_markers(closed, phases.of_eqn)
+    if num_microbatches > 1:
+        closed, kept = with_constants_in_update(closed, kept, scaling)
+    phases = Phases(kept, phases.recognised_by)
     jaxpr = open_jaxpr(closed)
-    scaling = _scaling(step, size, roles)
-    phases = classify(jaxpr.eqns, scaling)
     inputs = tuple(
         Leaf(name, abstract_leaf(leaf), role)
         for (name, leaf), role in zip(_named_leaves(step), roles, strict=True)
@@ -346,19 +358,26 @@ def _program(step: Step, num_microbatches: int) -> Program:
     )
 
 
-def _scaling(step: Step, size: int, roles: Sequence[str]) -> dict[Any, Scaling]:
-    """Return the batch scaling of every variable of the program of `size` examples."""
+def _scaling(
+    step: Step, size: int, roles: Sequence[str]
+) -> tuple[dict[Any, Scaling], dict[int, int]]:
+    """Return the batch scaling of every variable of the program of `size` examples, and which
+    equation of a larger program each of its equations is, by position.
+    """
     given = [Scaling("example", 0, 0) if role == "batch" else CONSTANT for role in roles]
+    own = step.traced(size)[0]
     followed = max(size, 2)
     try:
-        followed_trace, larger = step.traced(followed)[0], step.traced(2 * followed)[0]
+        small, large = step.traced(followed)[0], step.traced(2 * followed)[0]
     except (TypeError, ValueError):  # the step is written for one batch size: nothing is known
-        return _unknown_scaling(open_jaxpr(step.traced(size)[0]), given)
-    found = batch_scaling(followed_trace, larger, given)
-    if followed == size:
-        return found
-    one, two = step.traced(1)[0], step.traced(2)[0]
-    return scaling_of_one(one, two, found) or batch_scaling(one, two, given)
+        return _unknown_scaling(open_jaxpr(own), given), {}
+    found = batch_scaling(small, large, given)
+    if size < followed:
+        matched = scaling_of_one(own, small, found)
+        return matched or (batch_scaling(own, small, given), {})
+    count = len(open_jaxpr(own).eqns)
+    same = count == len(open_jaxpr(large).eqns)
+    return found, {k: k for k in range(count)} if same else {}
 
 
 def _unknown_scaling(jaxpr: Any, inputs: Sequence[Scaling]) -> dict[Any, Scaling]:

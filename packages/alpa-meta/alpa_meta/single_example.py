@@ -25,17 +25,19 @@ _LEFT_OUT = _RESHAPES | {"reduce_sum"}
 
 def scaling_of_one(
     one: Any, two: Any, known: Mapping[Any, Scaling]
-) -> dict[Any, Scaling] | None:
-    """Return the scaling of every variable of `one`, given that of `two`; None if they do not
-    match.
+) -> tuple[dict[Any, Scaling], dict[int, int]] | None:
+    """Return the scaling of every variable of `one`, given that of `two`, and which equations of the
+    two are the same, by position; None if the programs do not match.
     """
     own, twin = open_jaxpr(one), open_jaxpr(two)
     walk = _Walk(dict(zip(own.invars, twin.invars)) | dict(zip(own.constvars, twin.constvars)))
+    pairs: dict[int, int] = {}
     position = 0
-    for eqn in own.eqns:
+    for number, eqn in enumerate(own.eqns):
         while True:
             other = twin.eqns[position] if position < len(twin.eqns) else None
             if other is not None and walk.same(eqn, other):
+                pairs[number] = position
                 position += 1
                 break
             if walk.reshapes_only(eqn):
@@ -48,7 +50,7 @@ def scaling_of_one(
             return None
     if not walk.read(own.outvars, twin.outvars):
         return None
-    return {var: _taken_over(var, image, known) for var, image in walk.last.items()}
+    return {var: _taken_over(var, image, known) for var, image in walk.last.items()}, pairs
 
 
 def _taken_over(var: Any, image: Any, known: Mapping[Any, Scaling]) -> Scaling:

@@ -138,6 +138,10 @@ class _TaskBuilder:
         scaling = self.program.scaling.get(var, CONSTANT)
         if self.count == 1:
             return
+        dtype = var.aval.dtype
+        if scaling.form == "extreme":
+            self.accumulators[var] = Var(_with_dtype(var.aval, dtype))
+            return
         if scaling.form == "example":
             if self.crossing[var]:
                 raise PlanError(
@@ -146,7 +150,6 @@ class _TaskBuilder:
                 )
             self.concatenated[var] = scaling.dim
             return
-        dtype = var.aval.dtype
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
             dtype = np.dtype(np.float32)
         self.accumulators[var] = Var(_with_dtype(var.aval, dtype))
@@ -261,8 +264,19 @@ class _TaskBuilder:
     def _accumulator_name(self, accumulator: Any) -> str:
         return self._input_name(accumulator)
 
+    def _extreme(self, var: Any) -> str | None:
+        """Return "max" or "min" if that is how a value's microbatch parts combine, else None."""
+        scaling = self.program.scaling.get(var, CONSTANT)
+        return scaling.reduction if scaling.form == "extreme" else None
+
     def _added(self, var: Any, accumulator: Any, following: Any) -> list[Any]:
-        """Return equations for following = accumulator + var in the accumulator's dtype."""
+        """Return equations for following = accumulator + var in the accumulator's dtype (or the
+        larger or smaller of the two).
+        """
+        extreme = self._extreme(var)
+        if extreme is not None:
+            combine = {"max": lax.max, "min": lax.min}[extreme]
+            return _eqns(combine, [accumulator, var], [following])
         if accumulator.aval.dtype == var.aval.dtype:
             return _eqns(jnp.add, [accumulator, var], [following])
         dtype = accumulator.aval.dtype
@@ -276,7 +290,9 @@ class _TaskBuilder:
         """Return equations for var = accumulator * B^power in the value's dtype."""
         accumulator = self.accumulators[var]
         scaling = self.program.scaling.get(var, CONSTANT)
-        power = scaling.power if scaling.form == "reduced" else -1
+        power = scaling.power - (scaling.form != "reduced")
+        if scaling.form == "extreme":
+            power = 0
         factor = float(self.count) ** power
         dtype = var.aval.dtype
 
@@ -308,9 +324,10 @@ class _TaskBuilder:
             for var in values:
                 aval = self.accumulators[var].aval
                 zero = Var(aval)
+                first = _identity(self._extreme(var), aval.dtype)
 
-                def make(shape: Any = aval.shape, dtype: Any = aval.dtype) -> Any:
-                    return lax.broadcast(jnp.zeros((), dtype), shape)
+                def make(shape: Any = aval.shape, first: Any = first) -> Any:
+                    return lax.broadcast(first, shape)
 
                 for extra in _eqns(make, [], [zero]):
                     follows[len(eqns)] = var
@@ -357,7 +374,9 @@ class _TaskBuilder:
         tasks = self._with_finals(list(tasks), finals)
         tasks = [self._with_donation(task, tasks, carry) for task in tasks]
         per_step = self._per_step(tasks)
-        inputs = [(name, home) for name, home in self._input_homes(tasks).items()]
+        read = {name for task in tasks for name in task.spec.inputs}
+        homes = self._input_homes(tasks)
+        inputs = [(name, home) for name, home in homes.items() if name in read]
         graph = TaskGraph(
             tasks=tuple(task.spec for task in tasks),
             per_step=tuple(per_step),
@@ -470,6 +489,18 @@ class _TaskBuilder:
             readers = [task.spec.mesh for task in tasks if leaf.path in task.spec.inputs]
             homes[leaf.path] = min(readers, default=0)
         return homes
+
+
+def _identity(extreme: str | None, dtype: Any) -> np.ndarray:
+    """Return the scalar an accumulation starts from: 0, or the least or greatest value."""
+    if extreme is None:
+        return np.zeros((), dtype)
+    if dtype == np.bool_:
+        return np.asarray(extreme == "min")
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(-np.inf if extreme == "max" else np.inf, dtype)
+    limits = jnp.iinfo(dtype)
+    return np.asarray(limits.min if extreme == "max" else limits.max, dtype)
 
 
 def task_plan(

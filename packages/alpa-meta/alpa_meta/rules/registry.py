@@ -59,6 +59,7 @@ def register(
     """
     _OPERATORS[primitive_name] = Operator(rule, local, linear)
     _rule_of.cache_clear()
+    sharding_rule.cache_clear()
 
 
 def known_primitives() -> frozenset[str]:
@@ -71,6 +72,7 @@ def operator_of(eqn: Any) -> Operator:
     return _OPERATORS.get(eqn.primitive.name, _UNKNOWN)
 
 
+@lru_cache(maxsize=1 << 17)  # equations compare by identity
 def sharding_rule(eqn: Any) -> ShardingRule | None:
     """Return the sharding rule of `eqn`, or None if it can only run replicated.
 

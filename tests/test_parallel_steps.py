@@ -1,0 +1,492 @@
+"""Training steps as people write them: losses, metrics, pytrees, arguments; each equals one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import alpa_meta as alpa
+
+QUICK = {"num_stages": 1, "max_mesh_axes": 1, "cluster": "host:4"}
+PARTS = {**QUICK, "num_microbatches": 2}
+PIPELINE = {"num_stages": 2, "max_mesh_axes": 1, "cluster": "host:4", "num_microbatches": 2}
+SIZE, BATCH = 8, 8
+
+
+def _params(seed=0):
+    first, second = jax.random.split(jax.random.key(seed))
+    return {
+        "up": jax.random.normal(first, (SIZE, 2 * SIZE)) / 3,
+        "bias": jnp.zeros(2 * SIZE),
+        "down": jax.random.normal(second, (2 * SIZE, SIZE)) / 3,
+    }
+
+
+def _batch(seed=1):
+    x, y = jax.random.normal(jax.random.key(seed), (2, BATCH, SIZE))
+    return {"x": x, "y": y}
+
+
+BATCHES = [_batch(seed) for seed in (1, 2, 3)]
+
+
+def _predict(params, x):
+    return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+def _errors(params, batch):
+    """Return the error of each example, [batch]."""
+    return jnp.sum((_predict(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+
+def _mean_loss(params, batch):
+    return _errors(params, batch).mean()
+
+
+def _descend(params, gradients, rate=0.05):
+    return jax.tree.map(lambda p, g: p - rate * g, params, gradients)
+
+
+def _step_of(loss, rate=0.05):
+    def step(params, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        return _descend(params, gradients, rate), {"loss": value}
+
+    return step
+
+
+# -------------------------------------------------------------------------- losses and metrics
+
+
+def _sum_loss(params, batch):
+    return _errors(params, batch).sum() / 50
+
+
+def _mean_and_decay(params, batch):
+    return _mean_loss(params, batch) + 1e-2 * sum(jnp.sum(p**2) for p in params.values())
+
+
+@pytest.mark.parametrize("loss", [_mean_loss, _sum_loss, _mean_and_decay])
+@pytest.mark.parametrize("options", [PARTS, PIPELINE], ids=["one mesh", "two stages"])
+def test_means_sums_and_decay_terms_are_scaled_right_under_microbatches(agrees, loss, options):
+    agrees(_step_of(loss), _params(), BATCHES, **options)
+
+
+def test_a_sum_and_a_decay_term_are_refused_under_microbatches_with_the_reason():
+    def loss(params, batch):
+        return _sum_loss(params, batch) + 1e-2 * jnp.sum(params["up"] ** 2)
+
+    with pytest.raises(alpa.PlanError, match="2 microbatches would change the result"):
+        alpa.parallelize(_step_of(loss), **PARTS).plan_for(_params(), BATCHES[0])
+
+
+def _with_metrics(params, batch):
+    def loss(params):
+        errors = _errors(params, batch)
+        predicted = _predict(params, batch["x"])
+        return errors.mean(), {
+            "errors": errors,
+            "predicted": predicted,
+            "total": errors.sum(),
+            "worst": errors.max(),
+            "least": errors.min(),
+            "large": jnp.sum(errors > 2.0),
+            "count": errors.shape[0],
+            "share": jnp.mean(errors > 2.0),
+        }
+
+    (value, auxiliary), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    predicted = auxiliary.pop("predicted")
+    hits = jnp.argmax(predicted, -1) == jnp.argmax(batch["y"], -1)
+    metrics = {
+        **auxiliary,
+        "loss": value,
+        "accuracy": hits.mean(),
+        "hits": hits.sum(),
+        "norm": optax.global_norm(gradients),
+    }
+    return _descend(params, gradients), metrics
+
+
+@pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE], ids=["whole", "parts", "two stages"])
+def test_metrics_of_every_kind_are_those_of_the_whole_batch(agrees, options):
+    agrees(_with_metrics, _params(), BATCHES, **options)
+
+
+# -------------------------------------------------------------------------- structures
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Training:
+    params: dict
+    optimizer: optax.OptState
+    count: jax.Array
+
+
+def _dataclass_case():
+    optimizer = optax.adamw(1e-2, eps=1e-4)
+
+    def step(state, batch):
+        value, gradients = jax.value_and_grad(_mean_loss)(state.params, batch)
+        updates, inner = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return Training(params, inner, state.count + 1), {"loss": value}
+
+    return step, Training(_params(), optimizer.init(_params()), jnp.zeros((), jnp.int32))
+
+
+def _train_state_case():
+    train_state = pytest.importorskip("flax.training.train_state")
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, eps=1e-4))
+    state = train_state.TrainState.create(apply_fn=_predict, params=_params(), tx=optimizer)
+
+    def step(state, batch):
+        value, gradients = jax.value_and_grad(_mean_loss)(state.params, batch)
+        return state.apply_gradients(grads=gradients), {"loss": value}
+
+    return step, state
+
+
+def _nnx_case():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(SIZE, 2 * SIZE, rngs=rngs)
+            self.down = nnx.Linear(2 * SIZE, SIZE, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    definition, state = nnx.split(Net(nnx.Rngs(0)))
+
+    def step(state, batch):
+        def loss(state):
+            model = nnx.merge(definition, state)
+            return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return _descend(state, gradients), {"loss": value}
+
+    return step, state
+
+
+def _equinox_case():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(SIZE, SIZE, 2 * SIZE, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    def step(model, batch):
+        def loss(model):
+            return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+        value, gradients = eqx.filter_value_and_grad(loss)(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients)), {"loss": value}
+
+    return step, model
+
+
+def _multi_steps_case():
+    optimizer = optax.MultiSteps(optax.adam(1e-2, eps=1e-4), every_k_schedule=2)
+    return _optax_case(optimizer)
+
+
+def _injected_case():
+    optimizer = optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.linear_schedule(0.0, 1e-2, 5), eps=1e-4
+    )
+    return _optax_case(optimizer)
+
+
+def _optax_case(optimizer):
+    def step(state, batch):
+        params, inner = state
+        value, gradients = jax.value_and_grad(_mean_loss)(params, batch)
+        updates, inner = optimizer.update(gradients, inner, params)
+        return (optax.apply_updates(params, updates), inner), {"loss": value}
+
+    return step, (_params(), optimizer.init(_params()))
+
+
+def _list_case():
+    def step(state, batch):
+        value, gradients = jax.value_and_grad(
+            lambda weights: jnp.mean((jnp.tanh(batch["x"] @ weights[0]) @ weights[1] - 1) ** 2)
+        )(state)
+        return [w - 0.1 * g for w, g in zip(state, gradients)], {"loss": value}
+
+    return step, [_params()["up"], _params()["down"]]
+
+
+CASES = {
+    "dataclass": _dataclass_case,
+    "TrainState": _train_state_case,
+    "nnx state": _nnx_case,
+    "equinox module": _equinox_case,
+    "optax.MultiSteps": _multi_steps_case,
+    "optax.inject_hyperparams": _injected_case,
+    "list": _list_case,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_of_every_structure_are_taken_and_given_back(agrees, name):
+    step, state = CASES[name]()
+    one_device = jax.jit(step) if name != "equinox module" else _filtered(step)
+    agrees(step, state, BATCHES, one_device=one_device, **PARTS)
+
+
+@pytest.mark.parametrize("name", ["TrainState", "optax.MultiSteps", "equinox module"])
+def test_states_of_every_structure_are_split_over_stages(agrees, name):
+    step, state = CASES[name]()
+    one_device = jax.jit(step) if name != "equinox module" else _filtered(step)
+    agrees(step, state, BATCHES, one_device=one_device, **PIPELINE)
+
+
+def _filtered(step):
+    return pytest.importorskip("equinox").filter_jit(step)
+
+
+# -------------------------------------------------------------------------- arguments and results
+
+
+def _run_both(step, args, close, static_argnums=(), keep=None, **options):
+    """Require that one call of the parallel step returns what the plain one does."""
+    expected = jax.jit(step, static_argnums=static_argnums)(*args)
+    parallel = alpa.parallelize(step, static_argnums=static_argnums, **options)
+    got = parallel(*(jax.tree.map(_fresh, arg) for arg in args))
+    close(got, expected)
+    return parallel
+
+
+def _fresh(leaf):
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def test_several_state_arguments_and_a_loss(close):
+    optimizer = optax.adam(1e-2, eps=1e-4)
+
+    def step(params, opt_state, batch):
+        value, gradients = jax.value_and_grad(_mean_loss)(params, batch)
+        updates, opt_state = optimizer.update(gradients, opt_state)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    args = (_params(), optimizer.init(_params()), BATCHES[0])
+    for options in (PARTS, PIPELINE):
+        _run_both(step, args, close, **options)
+
+
+def test_a_batch_of_several_arguments(close):
+    def step(params, x, y):
+        value, gradients = jax.value_and_grad(_mean_loss)(params, {"x": x, "y": y})
+        return _descend(params, gradients), value
+
+    _run_both(step, (_params(), BATCHES[0]["x"], BATCHES[0]["y"]), close, **PARTS)
+
+
+def test_a_batch_that_is_a_tuple(close):
+    def step(params, batch):
+        x, y = batch
+        value, gradients = jax.value_and_grad(_mean_loss)(params, {"x": x, "y": y})
+        return _descend(params, gradients), value
+
+    _run_both(step, (_params(), (BATCHES[0]["x"], BATCHES[0]["y"])), close, **PARTS)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_random_numbers_from_a_key_argument(close, make_key):
+    def step(params, batch, key):
+        def loss(params):
+            hidden = jnp.tanh(batch["x"] @ params["up"])
+            kept = jax.random.bernoulli(key, 0.8, hidden.shape)
+            return jnp.mean((jnp.where(kept, hidden, 0) @ params["down"] - batch["y"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return _descend(params, gradients), value
+
+    args = (_params(), BATCHES[0], make_key(3))
+    _run_both(step, args, close, **QUICK)
+    with pytest.raises(alpa.PlanError, match="random_bits.* mixes examples"):
+        alpa.parallelize(step, **PARTS).plan_for(*args)
+
+
+def _noisy_step(state, batch):
+    key, used = jax.random.split(state["key"])
+
+    def loss(params):
+        noise = 0.1 * jax.random.normal(used, params["up"].shape)
+        return _mean_loss({**params, "up": params["up"] + noise}, batch)
+
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+    return {"params": _descend(state["params"], gradients), "key": key}, {"loss": value}
+
+
+@pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE], ids=["whole", "parts", "two stages"])
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_in_the_state_is_split_once_per_step(agrees, make_key, options):
+    agrees(_noisy_step, {"params": _params(), "key": make_key(5)}, BATCHES, **options)
+
+
+def test_python_numbers_are_arguments(close):
+    def step(params, batch, rate, clip):
+        value, gradients = jax.value_and_grad(_mean_loss)(params, batch)
+        gradients = jax.tree.map(lambda g: jnp.clip(g, -clip, clip), gradients)
+        return jax.tree.map(lambda p, g: p - rate * g, params, gradients), value
+
+    _run_both(step, (_params(), BATCHES[0], 0.1, 2), close, **PARTS)
+
+
+def test_static_arguments_choose_the_program(close):
+    def step(params, batch, kind):
+        loss = {"mean": _mean_loss, "sum": _sum_loss}[kind]
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        return _descend(params, gradients), value
+
+    for kind in ("mean", "sum"):
+        _run_both(step, (_params(), BATCHES[0], kind), close, static_argnums=(2,), **PARTS)
+
+
+def test_batch_statistics_need_whole_batches(agrees):
+    def step(state, batch):
+        def loss(params):
+            hidden = batch["x"] @ params["up"]
+            mean, variance = hidden.mean(0), hidden.var(0)
+            normal = (hidden - mean) * jax.lax.rsqrt(variance + 1e-3)
+            out = jnp.tanh(normal) @ params["down"]
+            return jnp.mean((out - batch["y"]) ** 2), (mean, variance)
+
+        (value, (mean, variance)), gradients = jax.value_and_grad(loss, has_aux=True)(
+            state["params"]
+        )
+        averages = {
+            "mean": 0.9 * state["averages"]["mean"] + 0.1 * mean,
+            "variance": 0.9 * state["averages"]["variance"] + 0.1 * variance,
+        }
+        params = _descend(state["params"], gradients)
+        return {"params": params, "averages": averages}, {"loss": value}
+
+    averages = {"mean": jnp.zeros(2 * SIZE), "variance": jnp.ones(2 * SIZE)}
+    state = {"params": _params(), "averages": averages}
+    agrees(step, state, BATCHES, **QUICK)
+    with pytest.raises(alpa.PlanError, match="mixes examples of the batch"):
+        alpa.parallelize(step, **PARTS).plan_for(state, BATCHES[0])
+
+
+@pytest.mark.parametrize("options", [PARTS, PIPELINE], ids=["one mesh", "two stages"])
+def test_frozen_and_unread_leaves_come_back_unchanged(agrees, options):
+    def step(state, batch):
+        def loss(trained):
+            return _mean_loss({**trained, "bias": state["frozen"]["bias"]}, batch)
+
+        value, gradients = jax.value_and_grad(loss)(state["trained"])
+        trained = _descend(state["trained"], gradients)
+        return {**state, "trained": trained}, {"loss": value}
+
+    params = _params()
+    frozen = {"bias": params.pop("bias") + 0.1}
+    state = {"trained": params, "frozen": frozen, "note": jnp.arange(3), "old": jnp.ones((4, 4))}
+    agrees(step, state, BATCHES, **options)
+
+
+def test_a_step_that_returns_only_its_state(close):
+    def step(params, batch):
+        return _descend(params, jax.grad(_mean_loss)(params, batch))
+
+    _run_both(step, (_params(), BATCHES[0]), close, **PARTS)
+    _run_both(step, (_params(), BATCHES[0]), close, **PIPELINE)
+
+
+def test_a_model_of_one_operation(close):
+    def step(weight, x):
+        gradient = jax.grad(lambda weight: jnp.mean(x @ weight))(weight)
+        return weight - gradient
+
+    _run_both(step, (_params()["up"], BATCHES[0]["x"]), close, **PARTS)
+
+
+def test_nested_jit_remat_and_scan(agrees):
+    @jax.jit
+    def block(x, weights):
+        up, down = weights
+        return x + jax.jit(jnp.tanh)(x @ up) @ down, None
+
+    def loss(params, batch):
+        x, _ = jax.lax.scan(jax.checkpoint(block), batch["x"], (params["ups"], params["downs"]))
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    params = {
+        "ups": jnp.stack([_params(k)["up"] for k in range(4)]),
+        "downs": jnp.stack([_params(k)["down"] for k in range(4)]),
+    }
+    agrees(jax.jit(_step_of(loss)), params, BATCHES, **PARTS)
+
+
+@pytest.mark.parametrize("options", [PARTS, PIPELINE], ids=["one mesh", "two stages"])
+def test_gradients_marked_explicitly(agrees, options):
+    def step(params, batch):
+        value, gradients = alpa.value_and_grad(_mean_loss)(params, batch)
+        return _descend(params, gradients), {"loss": value}
+
+    parallel = agrees(step, _params(), BATCHES, **options)
+    assert parallel.plan.program.phases_from == "marker"
+
+
+def test_second_order_gradients_with_a_marker(agrees):
+    def penalised(params, batch):
+        slope = jax.grad(lambda x: _errors(params, {**batch, "x": x}).sum())(batch["x"])
+        return _mean_loss(params, batch) + 1e-3 * jnp.mean(slope**2)
+
+    def step(params, batch):
+        value, gradients = alpa.value_and_grad(penalised)(params, batch)
+        return _descend(params, gradients), {"loss": value}
+
+    agrees(step, _params(), BATCHES, **PARTS)
+
+
+def test_half_precision_with_gradients_summed_in_float32(agrees):
+    def loss(params, batch):
+        low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, batch))
+        return _mean_loss(*low).astype(jnp.float32)
+
+    # bfloat16 has 8 bits: sums in another order differ by some 2^-8
+    agrees(_step_of(loss), _params(), BATCHES[:2], tolerance=0.02, **PARTS)
+
+
+def test_tied_weights_of_two_stages_stay_equal(agrees):
+    def loss(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["tied"])
+        for weight in params["inner"]:
+            hidden = jnp.tanh(hidden @ weight)
+        return jnp.mean((hidden @ params["tied"].T - batch["y"]) ** 2)
+
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-4))
+
+    def step(state, batch):
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, inner = optimizer.update(gradients, state["inner"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "inner": inner}, value
+
+    square = jnp.eye(2 * SIZE) + 0.1
+    params = {"tied": _params()["up"], "inner": [square, square.T / 2]}
+    state = {"params": params, "inner": optimizer.init(params)}
+    for num_stages in (2, 3):
+        agrees(step, state, BATCHES, **{**PIPELINE, "num_stages": num_stages})
+
+
+def test_the_decorator_takes_options():
+    @alpa.parallelize(**QUICK)
+    def step(params, batch):
+        """Descend once."""
+        return _descend(params, jax.grad(_mean_loss)(params, batch))
+
+    assert isinstance(step, alpa.ParallelStep)
+    assert step.__name__ == "step"
+    assert step.__doc__ == "Descend once."
+    assert functools.reduce(np.maximum, step.plan_for(_params(), BATCHES[0]).layer_cuts, 0) == 0
