@@ -147,7 +147,9 @@ def main(
     ] = None,
     random: Annotated[int, typer.Option(min=0, help="Random plans per model.")] = 1,
     size: Annotated[str, typer.Option(help="tiny or small.")] = "tiny",
-    out: Annotated[Path | None, typer.Option(help="Append findings to this file, as JSON lines.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Append findings to this file, as JSON lines.")
+    ] = None,
 ) -> None:
     """Audit the corpus; exit status 0 only if every program is its plan."""
     plans = ["auto", "fast", "stages", "megatron"] if plan is None else plan

@@ -69,9 +69,7 @@ class Result:
     loss: float = float("nan")
 
 
-def modelled_seconds(
-    one: CompiledCollective, axis_sizes: Mapping[str, int], cluster: str
-) -> float:
+def modelled_seconds(one: CompiledCollective, axis_sizes: Mapping[str, int], cluster: str) -> float:
     """Return the seconds a collective takes in a step; over all devices if no axes fit."""
     sizes = tuple(axis_sizes.values())
     submesh = SubmeshSpec(num_hosts=1, devices_per_host=math.prod(sizes))
@@ -159,9 +157,7 @@ class Ours:
             strategy=strategy,
             predicted_seconds=plan.step_seconds,
             collectives=sum(
-                line.compiled.trips or 1
-                for report in audit.tasks.values()
-                for line in report.lines
+                line.compiled.trips or 1 for report in audit.tasks.values() for line in report.lines
             ),
             sent_bytes=sum(report.compiled_bytes for report in audit.tasks.values()),
             modelled_seconds=sum(

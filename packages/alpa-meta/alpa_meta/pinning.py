@@ -86,9 +86,7 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, spec: Any) -> tupl
 batching.primitive_batchers[_pin_p] = _batched
 
 
-def pinned_inputs(
-    program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]
-) -> dict[Any, Pin]:
+def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) -> dict[Any, Pin]:
     """Return {input variable: pin} for pins on paths."""
     by_path = {
         leaf.path: (var, leaf)

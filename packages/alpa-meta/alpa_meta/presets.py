@@ -108,9 +108,7 @@ def _pin(spec: PartitionSpec, rank: int, axis_sizes: Mapping[str, int]) -> Pin:
     return Pin(tuple(tuple(axis for axis in axes if axis_sizes[axis] > 1) for axes in named))
 
 
-def _batch_spec(
-    name: str, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
-) -> PartitionSpec:
+def _batch_spec(name: str, shape: tuple[int, ...], axis_sizes: Mapping[str, int]) -> PartitionSpec:
     axes = tuple(axis_sizes)
     if name in _WITH_MODEL_AXIS:
         axes = axes[:-1]
@@ -119,9 +117,7 @@ def _batch_spec(
     return _spec(axes) if cut else _spec()
 
 
-def _state_spec(
-    name: str, path: str, leaf: Any, axis_sizes: Mapping[str, int]
-) -> PartitionSpec:
+def _state_spec(name: str, path: str, leaf: Any, axis_sizes: Mapping[str, int]) -> PartitionSpec:
     words = re.sub(r"[^A-Za-z0-9]+", " ", path)
     shape, axes = tuple(leaf.shape), tuple(axis_sizes)
     dims: list[tuple[str, ...] | None] = [None] * len(shape)

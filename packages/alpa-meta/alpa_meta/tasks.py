@@ -508,8 +508,10 @@ def task_plan(
 ) -> JaxprPlan:
     """Return the plan of a task: `strategies` by id of equation, `specs` of values.
 
-    Equations that were added for accumulation keep the sharding of the value they follow.
+    Equations that were added for accumulation keep the sharding of the value they follow; sums
+    that were left partial are completed before they leave the update.
     """
+    complete = task.spec.phase == "update"
     chosen: list[Strategy | RegionPlan] = []
     for position, eqn in enumerate(task.eqns):
         if position in task.follows:
@@ -519,7 +521,9 @@ def task_plan(
     return JaxprPlan(
         tuple(specs[var] for var in task.invars),
         tuple(chosen),
-        tuple(specs[var] for var in task.outvars),
+        tuple(
+            ShardingSpec(specs[var].dims) if complete else specs[var] for var in task.outvars
+        ),
     )
 
 
@@ -583,4 +587,11 @@ def _jaxpr_of(
     eqns: list[Any],
 ) -> Any:
     effects = set().union(*(eqn.effects for eqn in eqns)) if eqns else set()
-    return type(template)(constvars, list(invars), list(outvars), eqns, effects)
+    return template.replace(
+        constvars=constvars,
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=eqns,
+        effects=effects,
+        debug_info=template.debug_info.with_unknown_names(),
+    )

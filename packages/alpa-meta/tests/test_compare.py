@@ -20,9 +20,7 @@ app.command()(compare_command)
 
 
 def test_no_preset_is_predicted_faster_than_the_automatic_plan():
-    found = compare(
-        build("convnet"), "h100:8", ("dp", "zero3", "megatron"), mesh_shape=(2, 4)
-    )
+    found = compare(build("convnet"), "h100:8", ("dp", "zero3", "megatron"), mesh_shape=(2, 4))
     assert [one.strategy for one in found] == [AUTOMATIC, "dp", "zero3", "megatron"]
     assert all(found[0].step_seconds <= one.step_seconds for one in found[1:])
     dp, zero3 = found[1:3]

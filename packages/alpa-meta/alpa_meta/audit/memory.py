@@ -89,9 +89,7 @@ def task_memory(
     """Return the check of a compiled task by its own plan and its stage's `memory` (by name, bytes)."""
     sizes = [_bytes_per_device(shape) for shape in task.arguments()]
     batch = sum(
-        size
-        for name, size in zip(task.task.spec.inputs, sizes, strict=True)
-        if name in batch_paths
+        size for name, size in zip(task.task.spec.inputs, sizes, strict=True) if name in batch_paths
     )
     return memory_check(
         task.compiled,
