@@ -3,13 +3,14 @@
     .venv/bin/python benchmarks/audit_corpus.py --random 20
     .venv/bin/python benchmarks/audit_corpus.py --model gpt --plan stages --random 0
 
-One line per model and plan: every compiled collective must be accounted for by planned ones, none may
-move more than planned, and one step's results must be those of one device. Exit status 0 only if all
-hold. The plans:
+One line per model and plan: every compiled collective must be accounted for by planned ones, none
+may move more than planned, and one step's results must be those of one device. Exit status 0 only
+if all hold. The plans:
 
     auto    the planner's, one stage, for the host devices
     fast    the planner's for eight H100s, half the memory it would like, run on the host devices
-    stages  the planner's with two stages and four microbatches (where the batch may be cut)
+    stages  the planner's with two stages and four microbatches, parameters sharded as in zero3
+            (refused where the step's result would change with microbatches)
     and the presets (dp, zero3, megatron, ...): the planner's under their constraints
 
 Code is compiled without backend optimisation: collectives are fixed before it.
@@ -24,11 +25,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-given = os.environ.get("XLA_FLAGS", "")
-missing = [flag for flag in FLAGS if flag.split("=")[0] not in given]
-os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 "
+    "--xla_backend_optimization_level=0"
+).strip()
 
 import jax
 import typer
@@ -40,7 +41,6 @@ import alpa_meta
 from alpa_meta.audit.planner_plans import arguments, reference_of
 from alpa_meta.audit.random_plans import audit_random_plans, mesh_of_shape
 from alpa_meta.corpus import NAMES, CorpusModel, build
-from alpa_meta.presets import preset_specs
 
 FAST = "h100:8"
 
@@ -108,7 +108,7 @@ def _step(model: CorpusModel, plan: str) -> Any:
     if plan == "auto":
         cluster = "host:8"
     elif plan == "stages":
-        settings = {"num_stages": 2, "num_microbatches": 4}
+        settings = {"num_stages": 2, "num_microbatches": 4, "preset": "zero3", "mesh_shape": (4,)}
     elif plan == "fast":
         free = alpa_meta.parallelize(model.train_step, cluster=FAST, **settings)
         needed = max(free.plan_for(model.state, model.batch).stage_plan.peak_bytes)

@@ -2,13 +2,13 @@
 
     .venv/bin/python benchmarks/baselines.py --model gpt --model moe-einsum
 
-Baselines are the presets (dp, zero3, megatron) compiled by stock jax from input shardings. Columns:
-predicted seconds of the step under the cost model (of a baseline: the planner's best plan under the
-preset's constraints on the baselines' mesh), collectives of the compiled program, bytes one device
-sends per step (ring algorithms, read from the compiled HLO), the seconds these take under the cost
-model, memory of the arguments, median step time of interleaved runs on this machine, loss of the last
-step. Below: ours over the best baseline, per model. Exit status 1 if ours is predicted to be slower
-than a preset, which is a bug of the planner.
+Baselines are the presets (dp, zero3, megatron) compiled by stock jax from input shardings.
+Columns: predicted seconds of the step under the cost model (of a baseline: the planner's best plan
+under the preset's constraints on the baselines' mesh), collectives of the compiled program, bytes
+one device sends per step (ring algorithms, read from the compiled HLO), the seconds these take
+under the cost model, memory of the arguments, median step time of interleaved runs on this
+machine, loss of the last step. Below: ours over the best baseline, per model. Exit status 1 if
+ours is predicted to be slower than a preset, which is a bug of the planner.
 """
 
 from __future__ import annotations

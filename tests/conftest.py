@@ -40,7 +40,14 @@ def whole(tree: Any) -> Any:
 
 def copied(tree: Any) -> Any:
     """Return a copy of the tree whose arrays a step may donate."""
-    return jax.tree.map(lambda leaf: jnp.copy(leaf) if hasattr(leaf, "dtype") else leaf, tree)
+    made: dict[int, Any] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not hasattr(leaf, "dtype"):
+            return leaf
+        return made.setdefault(id(leaf), jnp.copy(leaf))
+
+    return jax.tree.map(copy, tree)
 
 
 def assert_close(got: Any, expected: Any, tolerance: float = FLOAT32_TOLERANCE) -> None:

@@ -127,3 +127,24 @@ def test_a_host_state_is_placed_as_the_plan_wants(sharded, close):
     }
     close(step(placed, BATCHES), jax.jit(_step)(host, BATCHES))
     close(step(host, BATCHES), jax.jit(_step)(host, BATCHES))
+
+
+def test_a_state_given_to_an_earlier_step_is_refused(sharded):
+    step, _ = sharded
+    state = step.init(_make_state, jax.random.key(3))
+    step(state, BATCHES)
+    with pytest.raises(alpa.PlanError, match=r"was given away to an earlier step.*donate=False"):
+        step(state, BATCHES)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_one_array_at_two_places_of_the_state_and_old_parameters_returned(agrees, num_stages):
+    def step(state, batch):
+        trained, metrics = _step({name: state[name] for name in ("params", "optimizer")}, batch)
+        ema = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, state["ema"], trained["params"])
+        return {**trained, "ema": ema, "previous": state["params"]}, metrics
+
+    state = _make_state(jax.random.key(4))
+    state = {**state, "ema": state["params"], "previous": state["params"]}
+    batches = [BATCHES, {"x": BATCHES["x"] / 2}, BATCHES]
+    agrees(step, state, batches, num_stages=num_stages, max_mesh_axes=1, cluster="host:4")

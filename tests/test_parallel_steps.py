@@ -490,3 +490,27 @@ def test_the_decorator_takes_options():
     assert step.__name__ == "step"
     assert step.__doc__ == "Descend once."
     assert functools.reduce(np.maximum, step.plan_for(_params(), BATCHES[0]).layer_cuts, 0) == 0
+
+
+def _step_with_later_loss(params, batch):
+    updated, metrics = _step_of(_mean_loss)(params, batch)
+    return updated, {**metrics, "later": _mean_loss(updated, batch)}
+
+
+def test_work_on_examples_after_the_update_needs_whole_batches(agrees):
+    agrees(_step_with_later_loss, _params(), BATCHES, **QUICK)
+    agrees(_step_with_later_loss, _params(), BATCHES, **{**PIPELINE, "num_microbatches": 1})
+    with pytest.raises(alpa.PlanError, match="works on the examples of the batch after the update"):
+        alpa.parallelize(_step_with_later_loss, **PARTS).plan_for(_params(), BATCHES[0])
+
+
+def test_a_counter_of_examples_counts_the_whole_batch(agrees):
+    def step(state, batch):
+        params, metrics = _step_of(_mean_loss)(state["params"], batch)
+        seen = state["seen"] + batch["x"].shape[0]
+        per_example = optax.tree.norm(params) / batch["x"].shape[0]
+        return {"params": params, "seen": seen}, {**metrics, "per_example": per_example}
+
+    state = {"params": _params(), "seen": jnp.zeros((), jnp.int32)}
+    for count in (2, 8):
+        agrees(step, state, BATCHES, **{**PARTS, "num_microbatches": count})

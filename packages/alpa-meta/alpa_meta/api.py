@@ -59,7 +59,7 @@ class Lowered:
 
     @functools.cached_property
     def _executable(self) -> Executable:
-        return Executable(self.planned, trace=self.options.trace)
+        return Executable(self.planned, trace=self.options.trace, donate=self.options.donate)
 
     def compile(self) -> Executable:
         """Return the plan compiled for this process's devices: the one that calls run, too."""

@@ -18,14 +18,13 @@ import ilp_sharding
 from alpa_interchange import (
     LogicalMesh,
     ShardingSolution,
-    ShardingSpec,
     StageCandidate,
     SubmeshSpec,
 )
 from alpa_meta.errors import PlanError
-from alpa_meta.intra_op import MeshCosts, Selection, build
+from alpa_meta.intra_op import Selection, build
+from alpa_meta.mesh_costs import MeshCosts
 from alpa_meta.options import Options
-from alpa_meta.pinning import pinned_inputs
 from alpa_meta.pinning import Pin, pinned_inputs
 from alpa_meta.presets import preset_pins
 from alpa_meta.program import Program

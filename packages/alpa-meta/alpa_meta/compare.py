@@ -30,8 +30,8 @@ DEFAULT_PRESETS = ("dp", "zero2", "zero3", "megatron", "megatron-sp", "2d")
 class Compared:
     """One model under one parallelism; seconds per step, bytes per device.
 
-    `sent_bytes` are sent by the busiest device of any stage per step (ring algorithms). What was not
-    measured is None; `note` says why there is no plan.
+    `sent_bytes` are sent by the busiest device of any stage per step (ring algorithms). What was
+    not measured is None; `note` says why there is no plan.
     """
 
     strategy: str
@@ -56,9 +56,9 @@ def compare(
 ) -> list[Compared]:
     """Return the automatic plan and each preset's, in this order.
 
-    With `num_steps` each also runs on this process's devices: steps are interleaved and their median
-    taken, and the compiled programs are audited. `settings` are fields of `Options`, for all of them;
-    by default one stage and whole batches.
+    With `num_steps` each also runs on this process's devices: steps are interleaved and their
+    median taken, and the compiled programs are audited. `settings` are fields of `Options`, for all
+    of them; by default one stage and whole batches.
     """
     from alpa_meta.api import parallelize
 
@@ -67,7 +67,7 @@ def compare(
     steps: dict[str, Any] = {}
     for name in (AUTOMATIC, *presets):
         progress(f"plan {name}")
-        constraint = {} if name == AUTOMATIC else {"preset": name}
+        constraint: dict[str, Any] = {} if name == AUTOMATIC else {"preset": name}
         step = parallelize(model.train_step, cluster=cluster, **settings, **constraint)
         try:
             planned = step.lower(model.state, model.batch).planned
@@ -171,7 +171,7 @@ def _rows(found: Sequence[Compared], ran: bool) -> Iterator[tuple[str, ...]]:
         if one.step_seconds is None or one.sent_bytes is None or one.memory_bytes is None:
             yield (one.strategy, "-", "no plan", "", "", "", *(("", one.note) if ran else ()))
             continue
-        row = (
+        row: tuple[str, ...] = (
             one.strategy,
             one.mesh,
             bold(format_seconds(one.step_seconds), one.step_seconds == fastest),
@@ -225,8 +225,8 @@ def compare_command(
     if name not in NAMES:
         raise PlanError(f"the corpus has no model {name!r}; it has {', '.join(NAMES)}")
     presets = tuple(preset or DEFAULT_PRESETS)
-    for one in presets:
-        check_preset(one)
+    for preset_name in presets:
+        check_preset(preset_name)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

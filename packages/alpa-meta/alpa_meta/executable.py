@@ -69,7 +69,13 @@ class CompiledTask:
 class Executable:
     """A plan compiled for this process's devices. Call it with the flat inputs of the step."""
 
-    def __init__(self, planned: Planned, devices: Sequence[Any] | None = None, trace: str = "none"):
+    def __init__(
+        self,
+        planned: Planned,
+        devices: Sequence[Any] | None = None,
+        trace: str = "none",
+        donate: bool = True,
+    ):
         self.planned = planned
         self.plan = planned.plan
         devices = list(jax.devices() if devices is None else devices)
@@ -91,7 +97,7 @@ class Executable:
             for sharding in self.plan.shardings
         )
         self.tasks = {
-            task.spec.name: compile_task(planned, task, self.meshes[task.spec.mesh])
+            task.spec.name: compile_task(planned, task, self.meshes[task.spec.mesh], donate)
             for task in planned.tasks.tasks
         }
         self._runtime = InProcessRuntime(self.meshes, trace=trace)
@@ -107,17 +113,36 @@ class Executable:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the flat results of one step for the flat `inputs` in the order of the program."""
-        program = self.planned.program
         buffers: dict[str, Any] = {}
-        for leaf, value in zip(program.inputs, inputs, strict=True):
+        placed = list(inputs)
+        seen: set[int] = set()
+        for k, leaf in enumerate(self.planned.program.inputs):
             if leaf.path not in self._where:
                 continue
             if leaf.role == "batch":
-                buffers.update(self._microbatches(leaf.path, value))
+                buffers.update(self._microbatches(leaf.path, inputs[k]))
             else:
-                buffers[leaf.path] = value
+                buffers[leaf.path] = placed[k] = self._placed(leaf.path, inputs[k], seen)
         results = self._runtime.step(buffers)
-        return [self._output(output, results, inputs) for output in self.planned.tasks.outputs]
+        return [self._output(output, results, placed) for output in self.planned.tasks.outputs]
+
+    def _placed(self, path: str, value: Any, seen: set[int]) -> Any:
+        """Return an input on its devices; one array given for two inputs is copied, as the step may
+        overwrite each. `seen` are the ids of the arrays met so far.
+        """
+        if isinstance(value, jax.Array):
+            if value.is_deleted():
+                raise PlanError(
+                    f"{path} was given away to an earlier step, which overwrote it; pass the state "
+                    "that step returned, or keep old states with Options(donate=False)"
+                )
+            if id(value) in seen:
+                value = jnp.copy(value)
+            seen.add(id(value))
+        sharding = self._where[path]
+        if isinstance(value, jax.Array) and value.sharding == sharding:
+            return value
+        return jax.device_put(value, sharding)
 
     def _microbatches(self, path: str, value: Any) -> dict[str, Any]:
         count = self.plan.num_microbatches
@@ -128,7 +153,8 @@ class Executable:
                 "plan again for the new batch size"
             )
         if count == 1:
-            return {f"{path}@0": value}
+            once = path in self.planned.tasks.graph.per_step
+            return {path if once else f"{path}@0": value}
         part = size // count
         return {f"{path}@{k}": value[k * part : (k + 1) * part] for k in range(count)}
 
@@ -231,8 +257,13 @@ class Executable:
         self._runtime.close()
 
 
-def compile_task(planned: Planned, task: Task, jax_mesh: Mesh | None) -> CompiledTask:
-    """Return `task` as a jitted function on `jax_mesh` (None: for inspection only)."""
+def compile_task(
+    planned: Planned, task: Task, jax_mesh: Mesh | None, donate: bool = True
+) -> CompiledTask:
+    """Return `task` as a jitted function on `jax_mesh` (None: for inspection only).
+
+    Without `donate`, inputs of the step are not overwritten.
+    """
     stage = task.spec.mesh
     selection = planned.selections[stage]
     sharding = planned.plan.shardings[stage]
@@ -253,7 +284,10 @@ def compile_task(planned: Planned, task: Task, jax_mesh: Mesh | None) -> Compile
         return tuple(program(*operands))
 
     run.__name__ = task.spec.name.replace(".", "_")
-    donated = tuple(k for k, n in enumerate(task.spec.inputs) if n in task.spec.donated)
+    kept = () if donate else {leaf.path for leaf in planned.program.inputs}
+    donated = tuple(
+        k for k, n in enumerate(task.spec.inputs) if n in task.spec.donated and n not in kept
+    )
     options: dict[str, Any] = {"donate_argnums": donated}
     if jax_mesh is not None:
         options["in_shardings"] = tuple(

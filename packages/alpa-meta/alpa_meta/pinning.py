@@ -1,9 +1,9 @@
 """User pins: shardings that the planner must keep, of inputs and of values inside the step.
 
 An input is pinned by its path (`Options.pins`), a value by `pin(x, spec)` or by
-`jax.lax.with_sharding_constraint` in the user's code. A spec has one entry per dim: None (whole), an
-axis name or a tuple of axis names, or `PartitionSpec.UNCONSTRAINED`. Only meshes that have all named
-axes are planned for; a name that none of them has is ignored, with a warning.
+`jax.lax.with_sharding_constraint` in the user's code. A spec has one entry per dim: None (whole),
+an axis name or a tuple of axis names, or `PartitionSpec.UNCONSTRAINED`. Only meshes that have all
+named axes are planned for; a name that none of them has is ignored, with a warning.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from attrs import frozen
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
+from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.compat import subjaxprs
 from alpa_meta.errors import PlanError
 from alpa_meta.program import Program, source_line
@@ -50,7 +50,7 @@ class Pin:
 def pin(x: Any, spec: Any) -> Any:
     """Return `x` unchanged; the planner must shard it by `spec` here.
 
-    `x` may be a pytree, every array of which is pinned. `spec` names axes of the logical mesh ("x",
+    `x` may be a pytree, every array of which is pinned. `spec` names mesh axes ("x",
     "y", or `Options.axis_names`); nothing but the planner reads it, so the step also runs anywhere
     else. With gradients, the gradient of `x` is pinned alike.
     """

@@ -45,8 +45,9 @@ from alpa_meta.candidates import (
 from alpa_meta.compat import Literal, name_stack
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.folding import eqn_signature, fold_keys, layer_classes
-from alpa_meta.intra_op import MeshCosts, Selection, build
+from alpa_meta.intra_op import Selection, build
 from alpa_meta.layering import Layering, assign_layers, tensor_bytes
+from alpa_meta.mesh_costs import MeshCosts
 from alpa_meta.meshes import logical_meshes, memory_per_device, submeshes
 from alpa_meta.options import Options
 from alpa_meta.pinning import UnfitPinError, pinned_axes
@@ -183,9 +184,27 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
                 f"stage {stage} of the plan was made from other sharding rules or strategies than "
                 f"this version enumerates (it was written by {dict(plan.provenance)}); plan again"
             )
+        _check_choice(selection, sharding.solution.choice, stage)
         selections.append(selection)
     tasks = build_tasks(program, staging)
     return Planned(plan, program, staging, tuple(selections), tasks)
+
+
+def _check_choice(selection: Selection, choice: tuple[int, ...] | None, stage: int) -> None:
+    """Raise PlanError unless `choice` names a strategy for every node of the stage's problem."""
+    counts = selection.problem.num_strategies
+    held = -1 if choice is None else len(choice)
+    if held != len(counts):
+        raise PlanError(
+            f"the choice of stage {stage} of the plan must name a strategy for each of "
+            f"{len(counts)} nodes, but names {max(held, 0)}; the plan is damaged, plan again"
+        )
+    for node, (number, count) in enumerate(zip(choice or (), counts, strict=True)):
+        if not 0 <= number < count:
+            raise PlanError(
+                f"the choice of stage {stage} of the plan names strategy {number} for node {node}, "
+                f"which has {count}; the plan is damaged, plan again"
+            )
 
 
 def check_program(plan: ParallelPlan, program: Program, step: Step) -> None:
@@ -405,7 +424,7 @@ def _best(
     bound = min((search.bound for search in searches), default=0.0)
     while chosen:
         _, plan, search = chosen.pop(0)
-        
+
         def choose(
             candidate: StageCandidate, selection: Selection, memory: float, search: _Search = search
         ) -> ShardingSolution:

@@ -1,9 +1,9 @@
 """The named parallelisms, as constraints on the planner and as partition specs of a step's inputs.
 
-`parallelize(step, preset="megatron")` plans under them: the inputs are sharded as the preset says, and
-the planner chooses the rest. A preset looks only at the names and shapes of inputs, the way such
-layouts are written by hand. Optimiser state follows the parameter whose path ends its own. A dim that
-the axes do not divide stays whole. On a mesh of one axis, "first axes" are none.
+`parallelize(step, preset="megatron")` plans under them: the inputs are sharded as the preset says,
+and the planner chooses the rest. A preset looks only at the names and shapes of inputs, the way
+such layouts are written by hand. Optimiser state follows the parameter whose path ends its own. A
+dim that the axes do not divide stays whole. On a mesh of one axis, "first axes" are none.
 
     dp           batch over all axes, everything else replicated
     zero2        dp, optimiser state cut over all axes
@@ -24,9 +24,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from alpa_interchange import LogicalMesh
 from jax.sharding import PartitionSpec
 
+from alpa_interchange import LogicalMesh
 from alpa_meta.compat import Literal
 from alpa_meta.errors import PlanError
 from alpa_meta.pinning import Pin
@@ -87,7 +87,7 @@ def preset_pins(name: str, program: Program, mesh: LogicalMesh) -> dict[Any, Pin
 
 
 def _sequence_pins(program: Program, axis_sizes: Mapping[str, int]) -> dict[Any, Pin]:
-    """Return pins along the sequence of the residual stream: sums of two [batch, sequence, width]."""
+    """Return pins along the sequence of the residual stream, sums of [batch, sequence, width]."""
     axes = tuple(axis_sizes)
     size = axis_sizes[axes[-1]]
     pins = {}

@@ -107,8 +107,8 @@ class Step:
     def batch_size(self) -> int:
         """Return the number of examples: the common first dim of the batch arguments."""
         sizes = {
-            path: shape[0]
-            for (path, shape), is_batch in zip(self._named, self._batch, strict=True)
+            name: np.shape(leaf)[0]
+            for (name, leaf), is_batch in zip(_named_leaves(self), self._batch, strict=True)
             if is_batch
         }
         if len(set(sizes.values())) > 1:
@@ -130,15 +130,6 @@ class Step:
         result."""
         _, spec = self.traced(None)
         return spec  # type: ignore[no-any-return]
-
-    @functools.cached_property
-    def _named(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        layout = self._layout
-        return tuple(
-            (path, tuple(np.shape(leaf)))
-            for path, leaf, dynamic in zip(layout.paths, layout.leaves, layout.dynamic, strict=True)
-            if dynamic
-        )
 
     @functools.cached_property
     def _roles(self) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
@@ -415,27 +406,41 @@ def _argument_names(step: Step) -> list[str]:
 
 
 def _inexact(jaxpr: Any, phases: Phases, scaling: Mapping[Any, Scaling]) -> tuple[str, ...]:
-    """Return why microbatches would change the result: the mixed values that leave them."""
-    inside: dict[Any, Any] = {}
-    reasons = []
+    """Return why microbatches would change the result: mixed values that leave them, and work on
+    examples in the update, which sees no microbatch.
+    """
+    inside: set[Any] = set()
+    mixed, late = False, None
     for eqn, phase in zip(jaxpr.eqns, phases.of_eqn, strict=True):
-        if phase == "update":
-            reasons += [atom for atom in eqn.invars if _mixed(atom, inside, scaling)]
-        else:
-            inside.update((var, eqn) for var in eqn.outvars if not is_drop(var))
-    reasons += [atom for atom in jaxpr.outvars if _mixed(atom, inside, scaling)]
-    first = _first_mixed(jaxpr, scaling)
-    if not reasons:
-        return ()
-    return (f"{first} mixes examples of the batch in a way that microbatches cannot reproduce",)
-
-
-def _mixed(atom: Any, inside: Mapping[Any, Any], scaling: Mapping[Any, Scaling]) -> bool:
-    return (
-        not isinstance(atom, Literal)
-        and atom in inside
-        and scaling.get(atom, CONSTANT).form == "mixed"
+        if phase != "update":
+            inside.update(var for var in eqn.outvars if not is_drop(var))
+            continue
+        read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        forms = {scaling.get(atom, CONSTANT).form for atom in read}
+        mixed |= any(_mixed(atom, scaling) for atom in read if atom in inside)
+        if "example" in forms and late is None:
+            late = eqn
+    mixed |= any(
+        _mixed(atom, scaling)
+        for atom in jaxpr.outvars
+        if not isinstance(atom, Literal) and atom in inside
     )
+    reasons = []
+    if mixed:
+        reasons.append(
+            f"{_first_mixed(jaxpr, scaling)} mixes examples of the batch in a way that microbatches "
+            "cannot reproduce"
+        )
+    if late is not None:
+        reasons.append(
+            f"{late.primitive.name} at {source_line(late)} works on the examples of the batch after "
+            "the update"
+        )
+    return tuple(reasons)
+
+
+def _mixed(atom: Any, scaling: Mapping[Any, Scaling]) -> bool:
+    return scaling.get(atom, CONSTANT).form == "mixed"
 
 
 def _first_mixed(jaxpr: Any, scaling: Mapping[Any, Scaling]) -> str:

@@ -11,10 +11,12 @@ from attrs import field, frozen
 
 from alpa_meta.compat import Literal, is_drop
 from alpa_meta.folding import fold_keys
-from alpa_meta.intra_op import MeshCosts, Selection, StageEqns, build
+from alpa_meta.intra_op import Selection, build
 from alpa_meta.layering import tensor_bytes
+from alpa_meta.mesh_costs import MeshCosts
 from alpa_meta.pinning import Pin
 from alpa_meta.program import Program
+from alpa_meta.stage_problem import StageEqns
 from alpa_meta.staging import Staging
 from alpa_meta.tasks import crossing_values
 

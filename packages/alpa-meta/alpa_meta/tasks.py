@@ -372,7 +372,8 @@ class _TaskBuilder:
                 if source.name is not None:
                     carry[source.name] = program.inputs[alias].path
         tasks = self._with_finals(list(tasks), finals)
-        tasks = [self._with_donation(task, tasks, carry) for task in tasks]
+        returned = {program.inputs[o.input].path for o in outputs if o.input is not None}
+        tasks = [self._with_donation(task, tasks, carry, returned) for task in tasks]
         per_step = self._per_step(tasks)
         read = {name for task in tasks for name in task.spec.inputs}
         homes = self._input_homes(tasks)
@@ -431,8 +432,12 @@ class _TaskBuilder:
             tasks.append(Task(spec, tuple(eqns), sources, tuple(results), follows))
         return tasks
 
-    def _with_donation(self, task: Task, tasks: Sequence[Task], carry: Mapping[str, str]) -> Task:
-        """Let the task that writes new state overwrite the old, if it is the last to read it."""
+    def _with_donation(
+        self, task: Task, tasks: Sequence[Task], carry: Mapping[str, str], returned: set[str]
+    ) -> Task:
+        """Let the task that writes new state overwrite the old, if it is the last to read it and
+        the step does not return it.
+        """
         replaced = {
             carry[name] for name in task.spec.outputs if carry.get(name) in task.spec.inputs
         }
@@ -440,7 +445,7 @@ class _TaskBuilder:
         later = {name for other in tasks[position + 1 :] for name in other.spec.inputs}
         if task.spec.phase in ("forward", "backward") and self.count > 1:
             replaced = set()
-        donated = (*task.spec.donated, *sorted(replaced - later))
+        donated = (*task.spec.donated, *sorted(replaced - later - returned))
         spec = TaskSpec(
             name=task.spec.name,
             mesh=task.spec.mesh,
@@ -457,6 +462,9 @@ class _TaskBuilder:
         names: dict[str, None] = {
             leaf.path: None for leaf in self.program.inputs if leaf.role != "batch"
         }
+        if self.count == 1:
+            late = [task for task in tasks if task.spec.phase == "update"]
+            names.update((k, None) for task in late for k in task.spec.inputs if k in batch)
         for accumulator in self.accumulators.values():
             names[self._accumulator_name(accumulator)] = None
         for task in tasks:

@@ -1,4 +1,4 @@
-"""Pins are kept: of inputs by path, of values inside the step, in any mesh that can carry them out."""
+"""Pins are kept: of inputs by path, and of values inside the step."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from ilp_sharding.table_graph import TableGraph
 if TYPE_CHECKING:
     from ilp_sharding.worker import Worker
 
+_DOMINANCE_ENTRIES = 3e5  # table entries up to which dominance is quick enough to repeat
 _PROGRAM_ENTRIES = 3e4  # table entries up to which the integer program is tried at once
 
 
@@ -40,13 +41,18 @@ def search_bounds(worker: Worker) -> None:
     primal = PrimalSearch(graph, worker.seed)
     seconds = max(worker.until - time.perf_counter(), 0.1)
     last_size = graph.num_strategies
+    fixed_gap = math.inf
     stalled = 0
     while not worker.late:
         before = dual.best
-        _ascend(worker, dual, primal, max(0.04 * seconds, 0.1))
+        _ascend(worker, dual, primal, max(0.02 * seconds, 0.1))
         gap = worker.board.best - dual.best
         if math.isinf(gap):
             continue
+        if gap > 0.7 * fixed_gap and stalled < 1:
+            stalled = _stalled(stalled, dual.best - before, gap)
+            continue
+        fixed_gap = gap
         smaller = _fix(worker, dual)
         if smaller is None or smaller.num_nodes == 0:
             _close(worker, smaller)
@@ -55,12 +61,10 @@ def search_bounds(worker: Worker) -> None:
             last_size = smaller.num_strategies
             dual = _carried(dual, smaller)
             primal = PrimalSearch(smaller, worker.seed)
-            active = np.zeros(worker.base.num_strategies, bool)
-            active[worker.base_strategies(smaller)] = True
-            worker.board.publish_active(active)
+            worker.publish_active(smaller)
             stalled = 0
             continue
-        stalled = stalled + 1 if dual.best - before < 0.02 * (worker.board.best - dual.best) else 0
+        stalled = _stalled(stalled, dual.best - before, gap)
         if len(dual.graph.tables.entry) < _PROGRAM_ENTRIES and stalled >= 1:
             _finish(worker, dual)
             return
@@ -69,21 +73,25 @@ def search_bounds(worker: Worker) -> None:
             return
 
 
+def _stalled(count: int, gained: float, gap: float) -> int:
+    """Return how many slices in a row gained next to nothing of the gap."""
+    return count + 1 if gained < 0.02 * gap else 0
+
+
 def _ascend(worker: Worker, dual: DualAscent, primal: PrimalSearch, seconds: float) -> None:
     """Raise multipliers for a slice of time, then grow a choice and publish."""
     end = worker.slice(seconds)
     while time.perf_counter() < end:
         dual.run(min(time.perf_counter() + 0.25, end), lambda: worker.board.best)
         worker.raise_bound(dual.best)
-    prices = np.zeros(worker.base.num_strategies)
+    dual.restore()
     dual.priced(dual.best_multipliers)
+    prices = np.zeros(worker.base.num_strategies)
     prices[worker.base_strategies(dual.graph)] = dual.price
     worker.board.publish_prices(prices)
-    price = dual.price
-    for position, start in enumerate((dual.decoded(), dual.backward, dual.forward)):
-        cost = primal.construct(start, price * (1.0 + 0.02 * position), polish=80)
-        if math.isfinite(cost) and primal.x is not None:
-            worker.offer(primal.graph, primal.x, primal.cost)
+    primal.construct(dual.decoded(), dual.price, rounds=6, polish=10)
+    if primal.x is not None:
+        worker.offer(primal.graph, primal.x, primal.cost)
 
 
 def _fix(worker: Worker, dual: DualAscent) -> TableGraph | None:
@@ -93,9 +101,10 @@ def _fix(worker: Worker, dual: DualAscent) -> TableGraph | None:
     for bound, reduced in dual.reduced(3):
         worker.raise_bound(bound)
         active &= bound + reduced <= cutoff
-    if active.all():
+    if active.sum() > 0.98 * len(active):
         return dual.graph
-    return simplified(dual.graph, active)
+    small = len(dual.graph.tables.entry) < _DOMINANCE_ENTRIES
+    return simplified(dual.graph, active, dominate=small)
 
 
 def _carried(dual: DualAscent, graph: TableGraph) -> DualAscent:
@@ -105,7 +114,7 @@ def _carried(dual: DualAscent, graph: TableGraph) -> DualAscent:
     result.multipliers = np.array(
         [dual.best_multipliers[place[int(name)]] for name in graph.base_time], dtype=np.float64
     )
-    result.factor = 0.05
+    result.rise = 4.0 * dual.rise
     cost = result.priced(result.multipliers)
     for _ in range(10):
         result.sweep(cost)

@@ -125,6 +125,7 @@ class Branching:
         """Return (bound, tree node) of the restriction after a few steps of ascent."""
         dual = self.dual
         dual.begin(parent.multipliers, parent.messages, forbidden)
+        dual.rise = max(0.1 * (cutoff - floor) if math.isfinite(cutoff) else abs(floor), 1e-300)
         for _ in range(self.steps_per_node):
             dual.step(cutoff if math.isfinite(cutoff) else floor + abs(floor), 0.1)
             if dual.best > cutoff:

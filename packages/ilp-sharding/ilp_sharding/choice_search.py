@@ -1,8 +1,9 @@
 """The search for better choices, run by the workers after the first.
 
-Until worker 0 has published memory prices, the worker finds some itself. Then it alternates between
-new starts under slightly disturbed prices and ball moves on the best choice; a new start that beats
-none is dropped after a while.
+Every time worker 0 has published memory prices, choices are grown from messages under them; the
+better the bound, the better these are -> _grow(). Between, ball moves improve the best choice.
+Until the first prices arrive the worker raises multipliers of its own. What worker 0 proves
+superfluous is left out as long as the best choice stays -> _State.narrow().
 """
 
 from __future__ import annotations
@@ -21,77 +22,96 @@ if TYPE_CHECKING:
     from ilp_sharding.worker import Worker
 
 
+class _State:
+    """The graph a worker searches, its best choice, messages, memory prices and their versions."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.graph = worker.graph
+        self.names = worker.base_strategies(self.graph)
+        self.primal = PrimalSearch(self.graph, worker.seed)
+        self.dual = DualAscent(self.graph)
+        self.price = np.zeros(self.graph.num_strategies)
+        self.prices_seen = self.active_seen = 0
+
+    def narrow(self) -> None:
+        """Leave out what worker 0 has dropped; after the first time only if the best choice stays."""
+        newer = self.worker.board.active(self.active_seen)
+        if newer is None:
+            return
+        first = self.active_seen == 0
+        self.active_seen, active = newer
+        smaller = simplified(self.graph, active[self.names], dominate=False)
+        if smaller is None or not smaller.num_nodes:
+            return
+        x = self.primal.x
+        lowered = None if x is None else smaller.lower(self.graph.lift(x))
+        if x is not None and lowered is None and not first:
+            return
+        names = self.worker.base_strategies(smaller)
+        self.price = self.price[np.searchsorted(self.names, names)]
+        random = self.primal.random
+        self.graph, self.names = smaller, names
+        self.primal = PrimalSearch(smaller, self.worker.seed + self.active_seen)
+        self.primal.random = random
+        self.dual = DualAscent(smaller)
+        if lowered is not None:
+            self.primal.take(lowered)
+
+    def follow(self) -> bool:
+        """Take newer prices; return whether there were any."""
+        newer = self.worker.board.prices(self.prices_seen)
+        if newer is None:
+            return False
+        self.prices_seen = newer[0]
+        self.price = newer[1][self.names]
+        return True
+
+
 def search_choices(worker: Worker) -> None:
     """Publish better and better choices until the deadline."""
-    graph = worker.graph
-    dual = DualAscent(graph)
-    primal = PrimalSearch(graph, worker.seed)
+    state = _State(worker)
     seconds = max(worker.until - time.perf_counter(), 0.1)
-    names = worker.base_strategies(graph)
-    version, active_version = 0, 0
-    price = dual.price
-    quick = worker.slice(0.03 * seconds)
-    while time.perf_counter() < quick:
-        dual.run(worker.slice(0.01 * seconds), lambda: worker.board.best, 200)
-        primal.construct(dual.decoded(), dual.price)
-        primal.construct(dual.backward, dual.price, polish=50)
-        _publish(worker, primal)
-        if not graph.num_times:
-            break
+    spell = max(0.01 * seconds, 0.1)
     round_index = 0
     while not worker.late and not worker.board.finished:
-        newer = worker.board.prices(version)
-        if newer is not None:
-            version = newer[0]
-            price = newer[1][names]
-        fewer = worker.board.active(active_version)
-        if fewer is not None:
-            active_version = fewer[0]
-            smaller = simplified(graph, fewer[1][names], dominate=False)
-            if smaller is not None and smaller.num_nodes:
-                old = primal
-                kept = old.x is not None and smaller.lower(graph.lift(old.x)) is not None
-                position = np.searchsorted(names, worker.base_strategies(smaller))
-                price = price[position]
-                names = names[position]
-                primal = PrimalSearch(smaller, worker.seed + round_index)
-                if kept:
-                    assert old.x is not None
-                    lowered = smaller.lower(graph.lift(old.x))
-                    assert lowered is not None
-                    primal.take(lowered)
-                graph = smaller
-        _adopt(worker, primal)
-        if primal.x is None or round_index % 4 == 3:
-            _restart(worker, primal, price, round_index)
-        spell = max(0.03 * seconds, 0.2)
+        state.narrow()
+        fresh = state.follow()
+        if not state.prices_seen:
+            state.dual.run(worker.slice(spell), lambda: worker.board.best, 200)
+            state.dual.restore()
+            state.dual.priced(state.dual.best_multipliers)
+            state.price = state.dual.price.copy()
+        if fresh or not state.prices_seen or state.primal.x is None or round_index % 4 == 3:
+            _grow(state, 0.0 if fresh else 0.05, spell)
+            _publish(worker, state.primal)
+        _adopt(worker, state.primal)
         if round_index % 2:
-            primal.improve(price, worker.slice(0.5 * spell))
+            state.primal.improve(state.price, worker.slice(spell))
         else:
-            primal.oscillate(price, worker.slice(spell))
-        _publish(worker, primal)
+            state.primal.oscillate(state.price, worker.slice(spell))
+        _publish(worker, state.primal)
         round_index += 1
 
 
-def _restart(worker: Worker, primal: PrimalSearch, price: np.ndarray, round_index: int) -> None:
-    """Grow a new choice under disturbed prices and improve it for a while; keep it if it wins."""
-    graph = primal.graph
-    dual = DualAscent(graph)
-    disturbed = price * np.exp(0.1 * primal.random.standard_normal())
-    rival = PrimalSearch(graph, worker.seed + 31 * round_index + 1)
-    cost = graph.tables.cost + disturbed
-    for _ in range(10):
+def _grow(state: _State, disturbance: float, seconds: float) -> None:
+    """Grow a choice from messages under the prices, disturbed by about that share, and improve it
+    for a while; keep it if it wins.
+    """
+    dual, worker = state.dual, state.worker
+    rival = PrimalSearch(state.graph, int(state.primal.random.integers(2**31)))
+    price = state.price * math.exp(disturbance * rival.random.standard_normal())
+    cost = state.graph.tables.cost + price
+    for _ in range(4 if state.prices_seen else 1):
         dual.sweep(cost)
-    for start in (dual.backward, dual.forward):
-        rival.construct(start, disturbed, polish=100)
+    for start in (dual.decode(cost), dual.backward):
         if worker.late:
-            return
-    if rival.x is None:
-        return
-    seconds = max(worker.until - time.perf_counter(), 0.0)
-    rival.oscillate(price, worker.slice(min(1.0 + 0.04 * seconds, seconds)))
-    if rival.cost < primal.cost:
-        primal.x, primal.cost = rival.x, rival.cost
+            break
+        rival.construct(start, price, rounds=6, polish=10)
+    if state.primal.x is not None and rival.cost < math.inf:
+        rival.improve(price, worker.slice(seconds))
+    if rival.x is not None:
+        state.primal.take(rival.x)
 
 
 def _adopt(worker: Worker, primal: PrimalSearch) -> None:

@@ -4,10 +4,15 @@ For multipliers lambda_t >= 0 on the memory rows and messages m (see `messages`)
 
     bound(lambda, m) = TRW-S bound of [ cost + sum_t lambda_t usage_t ] - sum_t lambda_t slack_t.
 
--> DualAscent.evaluate(). The multipliers follow the volume algorithm (Barahona, Anbil 2000): the
-step goes from the best multipliers along the excess, usage - slack, of an exponential average of
-the minimisers, not of the last one, with a Polyak length towards the best known cost
--> DualAscent.run().
+-> DualAscent.evaluate(). The multipliers go along the excess g, usage - slack, of an exponential
+average of the minimisers (the idea of the volume algorithm, Barahona, Anbil 2000), with a Polyak
+length towards a level above the best bound,
+
+    lambda <- max(0, lambda + (best + delta - bound) / |g|^2  g),
+
+where delta, at first a share of the bound, grows once half of it has been gained and shrinks when
+some steps gain nothing (Brannlund 1995). No cost of a choice is needed, so the first multipliers
+are good before the first choice is known -> DualAscent.step().
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ import numpy as np
 
 from ilp_sharding import messages
 from ilp_sharding.table_graph import TableGraph
+
+_FIRST_RISE = 0.2
+_PATIENCE = 10
 
 
 class DualAscent:
@@ -40,7 +48,8 @@ class DualAscent:
         self.best_multipliers = np.zeros(graph.num_times)
         self.best_messages = (self.to_first.copy(), self.to_second.copy())
         self.scale = max(float(np.abs(graph.rows.slack).max(initial=0.0)), 1e-300)
-        self.factor = 0.5
+        self.rise = math.inf  # of the level over the best bound; inf: not yet known
+        self._anchor = -math.inf
         self.steps = 0
         self.mixture: np.ndarray | None = None
         self._average: np.ndarray | None = None
@@ -96,7 +105,8 @@ class DualAscent:
         self.to_first[:], self.to_second[:] = start
         self.best_messages = (start[0].copy(), start[1].copy())
         self.best = -math.inf
-        self.factor = 0.1
+        self.rise = math.inf
+        self._anchor = -math.inf
         self._average = None
         self._since = 0
 
@@ -114,8 +124,11 @@ class DualAscent:
                 break
         return self.best
 
-    def step(self, target: float, memory: float = 0.03) -> float:
-        """Do one step of the volume algorithm; return the bound it saw."""
+    def step(self, target: float, memory: float = 0.3) -> float:
+        """Do one step towards the level; return the bound it saw.
+
+        `target` is the best known cost, inf if none; `memory` the weight of the new minimisers.
+        """
         self.steps += 1
         bound, excess = self.evaluate(self.multipliers)
         if self._average is None:
@@ -126,27 +139,37 @@ class DualAscent:
             self._average = (1 - memory) * self._average + memory * excess
             self.mixture *= 1 - memory
             self._mix(memory)
+        if math.isinf(self.rise):
+            self.rise = max(_FIRST_RISE * abs(bound), 1e-300)
+        self._note(bound)
+        if not self.graph.num_times:
+            return bound
+        if math.isfinite(target):
+            self.rise = min(self.rise, max(target - self.best, 1e-5 * abs(self.best), 1e-300))
+        direction = np.where((self.multipliers <= 0) & (self._average < 0), 0.0, self._average)
+        length = max(float(direction @ direction), 1e-12)
+        change = (self.best + self.rise - bound) / length
+        self.multipliers = np.maximum(0.0, self.multipliers + change * direction / self.scale)
+        return bound
+
+    def _note(self, bound: float) -> None:
+        """Keep the multipliers if `bound` is the best so far, and adapt the level."""
+        least = 0.02 * self.rise if self.graph.num_times else 1e-6 * abs(self.best)
+        self._since = 0 if bound > self.best + least else self._since + 1
         if bound > self.best:
-            self._since = 0 if bound > self.best + 1e-5 * abs(self.best) else self._since + 1
             self.best = bound
             self.best_multipliers = self.multipliers.copy()
             self.best_messages = (self.to_first.copy(), self.to_second.copy())
-        else:
-            self._since += 1
-        if not self.graph.num_times:
-            return bound
-        if self._since > 20:
+        if self.best >= self._anchor + 0.5 * self.rise:
+            self.rise *= 1.5 if math.isfinite(self._anchor) else 1.0
+            self._anchor = self.best
+        if self._since > _PATIENCE and self.graph.num_times:
             self._since = 0
-            self.factor = self.factor * 0.7 if self.factor > 3e-4 else 0.02
+            self._anchor = self.best
+            self.rise *= 0.5
+            if self.rise < 1e-6 * abs(self.best):
+                self.rise = 1e-3 * abs(self.best)
             self.restore()
-        direction = np.where((self.multipliers <= 0) & (self._average < 0), 0.0, self._average)
-        length = float(direction @ direction)
-        if not math.isfinite(target):
-            target = bound + 0.2 * abs(bound)
-        rise = max(target - bound, 1e-4 * abs(bound))
-        change = self.factor * rise / max(length, 1e-12)
-        self.multipliers = np.maximum(0.0, self.multipliers + change * direction / self.scale)
-        return bound
 
     def _indicator(self) -> np.ndarray:
         self.mixture = np.zeros(self.graph.num_strategies)
@@ -188,8 +211,11 @@ class DualAscent:
 
     def decoded(self) -> np.ndarray:
         """Return a choice [nodes] decoded from the messages (memory priced, not limited)."""
+        return self.decode(self.priced(self.multipliers))
+
+    def decode(self, cost: np.ndarray) -> np.ndarray:
+        """Return a choice [nodes] decoded from the messages under node costs `cost`."""
         x = np.zeros(self.graph.num_nodes, dtype=np.int64)
-        cost = self.priced(self.multipliers)
         messages.decode(self.graph.tables, cost, self.to_first, self.belief, x)
         return x
 

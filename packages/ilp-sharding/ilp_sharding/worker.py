@@ -34,11 +34,14 @@ class Worker:
             and _whole(base.tables.entry)
             and float(base.constant).is_integer()
         )
-        graph = simplified(base)
+        # dominance takes seconds on the largest graphs: worker 0 does it and publishes what is left
+        graph = simplified(base, dominate=index == 0)
         if graph is None:
             self.board.raise_bound(index, math.inf, finished=True)
             raise SystemExit(0)
         self.graph = graph
+        if index == 0:
+            self.publish_active(graph)
 
     @property
     def late(self) -> bool:
@@ -70,6 +73,12 @@ class Worker:
         """Return the base strategy of every strategy of `graph`."""
         owner = np.repeat(graph.base_node, np.diff(graph.tables.offset))
         return np.asarray(self.base.tables.offset[owner] + graph.label)
+
+    def publish_active(self, graph: TableGraph) -> None:
+        """Publish `graph` as what is left."""
+        active = np.zeros(self.base.num_strategies, bool)
+        active[self.base_strategies(graph)] = True
+        self.board.publish_active(active)
 
     def raise_bound(self, bound: float) -> None:
         """Publish `bound`, rounded up for integer costs."""

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,12 +87,23 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     arrays: dict[str, np.ndarray] = {}
     bulk = path.with_name(path.name + ".npz")
     if bulk.exists():
-        try:
-            with np.load(bulk, allow_pickle=False) as stored:
-                arrays = {name: stored[name] for name in stored.files}
-        except Exception as error:
-            raise DocumentError(f"{bulk}: is not a readable array file: {error}") from None
+        arrays = _load_arrays(bulk)
     return _parse(text, kind, _SideCar(arrays), str(path))
+
+
+def _load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of an `.npz` file by name; its unpacked size is checked first."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            total = sum(member.file_size for member in archive.infolist())
+        if total <= MAX_DOCUMENT_BYTES:
+            with np.load(path, allow_pickle=False) as stored:
+                return {name: stored[name] for name in stored.files}
+    except Exception as error:
+        raise DocumentError(f"{path}: is not a readable array file: {error}") from None
+    raise DocumentError(
+        f"{path}: unpacks to {total} bytes, at most {MAX_DOCUMENT_BYTES} are read"
+    )
 
 
 class _replacing:
@@ -228,7 +240,10 @@ def _converter(side_car: _SideCar) -> Converter:
         dtype = np.dtype(str(data["dtype"]))
         if dtype.kind not in "biuf":
             raise ValueError(f"array dtype {dtype} is not a number")
-        return np.array(data["data"], dtype=dtype).reshape(data["shape"])
+        array = np.array(data["data"], dtype=dtype)
+        if any(size < 0 for size in data["shape"]):
+            raise ValueError(f"array shape {data['shape']} must not be negative")
+        return array.reshape(data["shape"])
 
     def read_float(data: Any, _: Any) -> float:
         if isinstance(data, bool) or not isinstance(data, (int, float)):

@@ -117,7 +117,7 @@ def _jobs(
     random: int,
     planner: bool,
 ) -> tuple[list[tuple[str, int | None]], Path | None]:
-    """Return (program, seed of a random plan or None for the planner's) of every audit, and the plan."""
+    """Return (program, seed of a random plan or None) of every audit, and the saved plan if any."""
     from alpa_meta.corpus import NAMES
 
     plan = Path(what) if what is not None and what.endswith(".json") else None

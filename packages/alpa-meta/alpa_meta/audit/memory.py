@@ -1,8 +1,9 @@
 """Memory of a compiled program against what was predicted.
 
-Of a task, the arguments are compared with the sizes its plan gives them on each device, and the peak
-(arguments, fresh results and temporaries together) with the memory planned for its whole stage: state,
-gradients, kept activations and temporaries, and the task's part of the batch. XLA states argument, output and alias sizes exactly on every backend. Its temporary size is the real
+Of a task, the arguments are compared with the sizes its plan gives them on each device, and the
+peak (arguments, fresh results and temporaries together) with the memory planned for its whole
+stage: state, gradients, kept activations and temporaries, and the task's part of the batch. XLA
+states argument, output and alias sizes exactly on every backend. Its temporary size is the real
 arena on GPUs; on CPU it ignores recomputation, so there it is shown and not judged.
 """
 
@@ -86,7 +87,7 @@ def task_memory(
     *,
     judge_peak: bool = True,
 ) -> MemoryCheck:
-    """Return the check of a compiled task by its own plan and its stage's `memory` (by name, bytes)."""
+    """Return the check of a compiled task by its own plan and its stage's memory, bytes by name."""
     sizes = [_bytes_per_device(shape) for shape in task.arguments()]
     batch = sum(
         size for name, size in zip(task.task.spec.inputs, sizes, strict=True) if name in batch_paths
@@ -101,7 +102,7 @@ def task_memory(
 
 def _bytes_per_device(shape: jax.ShapeDtypeStruct) -> float:
     held = shape.shape if shape.sharding is None else shape.sharding.shard_shape(shape.shape)
-    return float(math.prod(held)) * shape.dtype.itemsize
+    return float(math.prod(held) * shape.dtype.itemsize)
 
 
 def _beside(measured: float, predicted: float | None) -> str:

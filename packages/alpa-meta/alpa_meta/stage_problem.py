@@ -1,0 +1,75 @@
+"""What a stage's selection problem is made from, and what its nodes stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from attrs import define, field, frozen
+
+from alpa_interchange import ShardingSpec, Strategy
+from alpa_meta.pinning import Pin
+
+
+@frozen(eq=False)
+class Source:
+    """Where a value comes from: a node, and the value's spec under each of the node's
+    strategies."""
+
+    node: int | None  # None: replicated constants
+    specs: tuple[ShardingSpec, ...]
+    shape: tuple[int, ...]
+    bytes: float
+
+    def inside_loop(self) -> Source:
+        """Return the source of one slice along the leading dim."""
+        specs = tuple(ShardingSpec(spec.dims[1:], spec.partial) for spec in self.specs)
+        count = max(self.shape[0], 1)
+        return Source(self.node, specs, self.shape[1:], self.bytes / count)
+
+    def stacked(self, length: int) -> Source:
+        """Return the source of `length` of these values stacked along a new leading dim."""
+        specs = tuple(ShardingSpec(((), *spec.dims), spec.partial) for spec in self.specs)
+        return Source(self.node, specs, (length, *self.shape), self.bytes * length)
+
+
+@define(eq=False)
+class Record:
+    """What the problem knows of one equation: its node and strategies, or its region's bodies."""
+
+    node: int | None
+    strategies: tuple[Strategy, ...] = ()
+    operands: tuple[Source, ...] = ()
+    results: tuple[Source, ...] = ()
+    bodies: tuple[Body, ...] = ()
+    completed: Source | None = None  # the result after its partial sums were completed
+
+
+@define(eq=False)
+class Body:
+    """One body of a region: where its inputs and outputs come from, and its equations."""
+
+    jaxpr: Any
+    inputs: tuple[Source, ...]
+    outputs: tuple[Source, ...]
+    records: tuple[Record, ...]
+
+
+@frozen(kw_only=True, eq=False)
+class StageEqns:
+    """The equations of a layer range, and what surrounds them.
+
+    `keys[k]` folds equation k with those of equal layers (None: alone). `kept_bytes_scale` maps a
+    value to how many copies of it live at once (activations in flight); `state` are the inputs that
+    live on the devices; `carried` pairs each new state value with the input it replaces.
+    """
+
+    eqns: Sequence[Any]
+    phases: Sequence[str]
+    keys: Sequence[Hashable | None]
+    state: frozenset[Any]
+    carried: Sequence[tuple[Any, Any]]
+    kept: Mapping[Any, float]
+    accumulated: frozenset[Any]
+    num_microbatches: int
+    pins: Mapping[Any, Pin] = field(factory=dict)

@@ -1,0 +1,172 @@
+"""The parallel plan: its file is golden, so that plans of today can be read tomorrow."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from alpa_interchange import (
+    ClusterSpec,
+    DeviceMesh,
+    DeviceSpec,
+    HostGroup,
+    InputSummary,
+    Instruction,
+    Layer,
+    LinkSpec,
+    LogicalMesh,
+    MeshAxis,
+    ParallelPlan,
+    PipelineSchedule,
+    PlacedStage,
+    ProgramSummary,
+    ShardingSolution,
+    ShardingSpec,
+    StageCandidate,
+    StagePlan,
+    StageSharding,
+    SubmeshSpec,
+)
+from alpa_interchange.document import DocumentError, from_json, load, to_json
+
+GOLDEN = Path(__file__).parent / "golden" / "plan.json"
+
+
+def plan(step_seconds: float = 1.25, lower_bound: float = 1.0) -> ParallelPlan:
+    """Return a plan of two stages on two devices each."""
+    mesh = LogicalMesh(axes=(MeshAxis(name="x", size=2, bandwidth=1e10, latency=1e-6),))
+    submesh = SubmeshSpec(num_hosts=1, devices_per_host=2)
+    device = DeviceSpec(
+        name="cpu", memory=8e9, memory_bandwidth=2e10, peak_flops={"float32": 1e11}
+    )
+    link = LinkSpec(name="memory", bandwidth=1e10, latency=1e-6)
+    cluster = ClusterSpec(
+        name="host",
+        host_groups=(
+            HostGroup(
+                device=device, num_hosts=1, devices_per_host=4, intra_host=link, inter_host=link
+            ),
+        ),
+    )
+    layers = tuple(
+        Layer(
+            index=k,
+            equivalence_class=0,
+            forward_flops=1e6,
+            backward_flops=2e6,
+            parameter_bytes=4096.0,
+            boundary_bytes=1024.0,
+        )
+        for k in range(2)
+    )
+    stages = tuple(
+        PlacedStage(
+            candidate=StageCandidate(
+                layer_start=k,
+                layer_stop=k + 1,
+                submesh=submesh,
+                logical=mesh,
+                num_microbatches=2,
+                forward_seconds=0.1,
+                backward_seconds=0.2,
+            ),
+            device_ids=(2 * k, 2 * k + 1),
+        )
+        for k in range(2)
+    )
+    shardings = tuple(
+        StageSharding(
+            mesh=DeviceMesh(submesh=submesh, logical=mesh, device_ids=(2 * k, 2 * k + 1)),
+            solution=ShardingSolution(
+                choice=(0, 1), objective=0.5, lower_bound=0.5, status="optimal", seconds=0.01
+            ),
+            problem_hash="abc",
+            state_specs={f"state['w{k}']": ShardingSpec((("x",), ()))},
+            activation_specs={},
+            memory={"state": 2048.0, "activations": 512.0},
+        )
+        for k in range(2)
+    )
+    run = Instruction(
+        kind="run", task="forward.0", phase="forward", microbatch=0, outputs=("v0@0",)
+    )
+    schedule = PipelineSchedule(
+        name="1f1b", num_stages=2, num_microbatches=2, programs=((run,), ())
+    )
+    inputs = tuple(
+        InputSummary(path=f"state['w{k}']", shape=(8, 8), dtype="float32") for k in range(2)
+    )
+    return ParallelPlan(
+        program=ProgramSummary(fingerprint="f00d", inputs=inputs, num_ops=12, batch_size=8),
+        cluster=cluster,
+        layers=layers,
+        stage_plan=StagePlan(
+            stages=stages,
+            num_microbatches=2,
+            schedule="1f1b",
+            step_seconds=1.25,
+            lower_bound=1.0,
+            peak_bytes=(2560.0, 2560.0),
+            in_flight=(2, 1),
+        ),
+        shardings=shardings,
+        schedule=schedule,
+        step_seconds=step_seconds,
+        lower_bound=lower_bound,
+        provenance={"alpa-meta": "0.1.0"},
+    )
+
+
+def test_the_golden_file_is_what_a_plan_is_written_as() -> None:
+    assert to_json(plan()) == GOLDEN.read_text()
+
+
+def test_the_golden_file_is_read_as_the_plan() -> None:
+    assert load(GOLDEN, ParallelPlan) == plan()
+
+
+def test_a_plan_says_its_numbers() -> None:
+    assert plan().num_stages == 2
+    assert plan().num_microbatches == 2
+    assert plan().layer_cuts == (1,)
+    assert plan().gap == pytest.approx(0.25)
+    assert plan(step_seconds=1.0).gap == 0.0
+    assert plan().shardings[0].peak_bytes == 2560.0
+
+
+def test_negative_times_are_refused() -> None:
+    with pytest.raises(ValueError, match="ParallelPlan.step_seconds must be at least 0"):
+        plan(step_seconds=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("stage_plan", "stages"), None),
+        (("shardings", 0, "mesh", "device_ids"), [0]),
+        (("shardings", 1, "state_specs"), {"w": {"dims": [["x"], ["x"]]}}),
+        (("schedule", "programs", 0, 0, "kind"), "jump"),
+        (("cluster", "host_groups", 0, "num_hosts"), 0),
+        (("step_seconds",), "fast"),
+    ],
+)
+def test_a_plan_with_an_impossible_part_is_refused(path: tuple[object, ...], value: object) -> None:
+    document = json.loads(GOLDEN.read_text())
+    place = document["value"]
+    for name in path[:-1]:
+        place = place[name]
+    assert path[-1] in place
+    place[path[-1]] = value
+    with pytest.raises(DocumentError, match="is not a valid ParallelPlan"):
+        from_json(json.dumps(document), ParallelPlan)
+
+
+def test_a_plan_without_a_part_is_refused() -> None:
+    for name in json.loads(GOLDEN.read_text())["value"]:
+        document = json.loads(GOLDEN.read_text())
+        del document["value"][name]
+        if name == "provenance":
+            assert from_json(json.dumps(document), ParallelPlan).provenance == {}
+            continue
+        with pytest.raises(DocumentError, match=name):
+            from_json(json.dumps(document), ParallelPlan)
