@@ -68,7 +68,9 @@ def assert_close(got: Any, expected: Any, tolerance: float = FLOAT32_TOLERANCE) 
         assert error <= tolerance, f"{name} differs by {error:.2e} of its largest element"
 
 
-def run_steps(step: Callable[..., Any], state: Any, batches: Sequence[Any]) -> tuple[Any, list[Any]]:
+def run_steps(
+    step: Callable[..., Any], state: Any, batches: Sequence[Any]
+) -> tuple[Any, list[Any]]:
     """Return the state after `step(state, batch) -> (state, metrics)` on all batches, and metrics."""
     found = []
     for batch in batches:

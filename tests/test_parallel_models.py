@@ -139,9 +139,7 @@ def _training(name, seed=0):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    ("num_stages", "num_microbatches"), [(1, 1), (1, 4), (2, 4), (4, 8)]
-)
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 4), (2, 4), (4, 8)])
 def test_planned_runs_equal_the_single_device_run(agrees, name, num_stages, num_microbatches):
     step = agrees(
         *_training(name),
@@ -172,6 +170,4 @@ def test_in_float64_a_random_plan_agrees_to_ten_digits(agrees, name):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "eager-1f1b"])
 def test_other_schedules_compute_the_same(agrees, schedule):
-    agrees(
-        *_training("mlp"), num_stages=2, num_microbatches=4, max_mesh_axes=1, schedule=schedule
-    )
+    agrees(*_training("mlp"), num_stages=2, num_microbatches=4, max_mesh_axes=1, schedule=schedule)

@@ -142,7 +142,9 @@ def test_a_step_without_a_gradient_is_refused():
 
 def test_a_step_without_a_batch_is_refused():
     def step(params):
-        return jax.tree.map(lambda p, g: p - g, params, jax.grad(lambda p: (p["up"] ** 2).sum())(params))
+        return jax.tree.map(
+            lambda p, g: p - g, params, jax.grad(lambda p: (p["up"] ** 2).sum())(params)
+        )
 
     with pytest.raises(alpa.PlanError, match="batch_argnums"):
         alpa.parallelize(step, **QUICK).plan_for(_params())

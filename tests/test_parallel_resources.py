@@ -82,7 +82,9 @@ def test_without_the_batch_the_first_step_gives_birth(sharded):
     unborn = alpa.parallelize(_step, **SHARDED)
     state = unborn.init(_make_state, jax.random.key(0))
     state, metrics = unborn(state, BATCHES)
-    assert {shard.data.shape for shard in state["params"]["up"].addressable_shards} == {(WIDE, WIDE)}
+    assert {shard.data.shape for shard in state["params"]["up"].addressable_shards} == {
+        (WIDE, WIDE)
+    }
     assert np.isfinite(metrics["loss"])
 
 

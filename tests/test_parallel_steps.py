@@ -188,7 +188,9 @@ def _equinox_case():
             return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
 
         value, gradients = eqx.filter_value_and_grad(loss)(model)
-        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients)), {"loss": value}
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients)), {
+            "loss": value
+        }
 
     return step, model
 

@@ -12,10 +12,11 @@ import numpy as np
 from attrs import evolve, frozen
 
 from alpa_interchange import ClusterSpec, ParallelPlan, PipelineSchedule
+from alpa_meta.chosen_plan import Planned
 from alpa_meta.errors import PlanError
 from alpa_meta.executable import Executable
 from alpa_meta.options import Options
-from alpa_meta.planner import Planned, make_plan, restore
+from alpa_meta.planner import make_plan, restore
 from alpa_meta.program import Step, abstract_leaf, is_array
 from alpa_meta.sampling import sample_plan
 from cost_model import cluster as cluster_by_name
@@ -41,7 +42,8 @@ class Unborn:
             return [leaf for leaf in leaves if is_array(leaf)]
 
         shapes = iter(jax.eval_shape(arrays_only, *self.args))
-        tree, kept = made
+        tree: Any = made[0]
+        kept: Any = made[1]
         return tree.unflatten([next(shapes) if leaf is None else leaf for leaf in kept])
 
 
@@ -181,7 +183,7 @@ class ParallelStep:
         self._require_plan()
         step, _ = self._cache[self._latest]
         executable = self._compiled(self._latest)
-        leaves, tree = jax.tree.flatten(state)
+        leaves, tree = _flatten(state)
         arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
         paths = [leaf.path for leaf in self._program(step).inputs if leaf.role == "state"]
         if len(arrays) != len(paths):
@@ -202,8 +204,8 @@ class ParallelStep:
     def audit(self, *args: Any, reference: Any = None) -> Any:
         """Return the audit of the step compiled for arguments: is the program its plan?
 
-        With arrays (not shapes) it also runs, and its result is compared with the plain step's on one
-        device, in ulps; the arguments stay usable. `reference` saves computing the latter again
+        With arrays (not shapes) it also runs, and its result is compared with the plain step's on
+        one device, in ulps; the arguments stay usable. `reference` saves computing the latter again
         (`alpa_meta.audit.numerics.single_device_reference`).
         """
         from alpa_meta.audit.numerics import single_device_reference
@@ -262,7 +264,7 @@ class ParallelStep:
         executable = self._compiled(self._latest)
         program = self._cache[self._latest][1].planned.program
         shapes = unborn.shapes()
-        leaves, tree = jax.tree.flatten(shapes)
+        leaves, tree = _flatten(shapes)
         arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
         paths = [leaf.path for leaf in program.inputs if leaf.role == "state"]
         if len(arrays) != len(paths):
@@ -385,3 +387,7 @@ def _rebuild(step: Step, results: Sequence[Any]) -> Any:
             for leaf, is_array in zip(kept, arrays_out, strict=True)
         ]
     )
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree)

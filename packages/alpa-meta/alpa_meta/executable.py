@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
+from alpa_meta.chosen_plan import Planned
 from alpa_meta.errors import PlanError
-from alpa_meta.planner import Planned
 from alpa_meta.spmd import (
     JaxprPlan,
     RegionPlan,
@@ -42,7 +42,7 @@ class CompiledTask:
     mesh: LogicalMesh
     jax_mesh: Mesh | None
     conversions: Any
-    function: Callable[..., Any]
+    function: Any  # jitted
 
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
         """Return the global shapes and shardings of the task's operands."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from alpa_interchange import ClusterSpec, LogicalMesh, SubmeshSpec
@@ -36,7 +35,7 @@ def logical_meshes(
     names: Sequence[str] = AXIS_NAMES,
     ordered: bool = False,
 ) -> tuple[LogicalMesh, ...]:
-    """Return the logical meshes of a submesh with up to `max_axes` axes, called by `names` in order.
+    """Return the logical meshes of a submesh with up to `max_axes` axes, named by `names`.
 
     Of meshes that differ only in the order of axes with equal links one is kept, unless they are
     `ordered`: where pins name axes, the order matters.
@@ -46,9 +45,7 @@ def logical_meshes(
     shapes = _factorisations(submesh.num_devices, min(max_axes, len(names)))
     for shape in sorted(shapes, key=lambda s: (len(s), s)):
         mesh = model.logical_mesh(submesh, shape, tuple(names[: len(shape)]))
-        kinds = tuple(
-            sorted((axis.size, axis.bandwidth, axis.latency) for axis in mesh.axes)
-        )
+        kinds = tuple(sorted((axis.size, axis.bandwidth, axis.latency) for axis in mesh.axes))
         if ordered or kinds not in seen:
             seen.add(kinds)
             meshes.append(mesh)
@@ -87,10 +84,6 @@ def memory_per_device(cluster: ClusterSpec, host_group: int = 0) -> float:
     return float(group.device.memory) / share
 
 
-def device_count_text(cluster: ClusterSpec) -> str:
-    """Return a cluster in a few words."""
-    parts = [
-        f"{group.num_hosts} x {group.devices_per_host} {group.device.name}"
-        for group in cluster.host_groups
-    ]
-    return f"{cluster.name}: {', '.join(parts)} ({math.fsum([cluster.num_devices]):.0f} devices)"
+def usable_memory(cluster: ClusterSpec, host_group: int, given: float | None) -> float:
+    """Return the bytes a plan may use on a device: as given, else what there is."""
+    return given or memory_per_device(cluster, host_group)

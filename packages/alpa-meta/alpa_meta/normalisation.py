@@ -1,11 +1,11 @@
 """What is done to the program of one microbatch before it is planned, so that any cut is exact.
 
-    markers    are removed: they have said what they are for
-    literals   of the update, and literals returned, are those of the whole batch: a counter that adds
-               the number of examples adds all of them
-    constants  values of the microbatches that do not depend on the batch (a key split for the next
-               step, a schedule's value) and that the update or the result needs are computed again
-               in the update, once per step, instead of being summed over microbatches
+markers    are removed: they have said what they are for
+literals   of the update, and literals returned, are those of the whole batch: a counter that adds
+           the number of examples adds all of them
+constants  values of the microbatches that do not depend on the batch (a key split for the next
+           step, a schedule's value) and that the update or the result needs are computed again
+           in the update, once per step, instead of being summed over microbatches
 """
 
 from __future__ import annotations

@@ -8,11 +8,10 @@ from typing import Any
 from attrs import field, frozen
 from attrs.validators import ge, in_, instance_of, optional
 
+from alpa_interchange import ParallelPlan
 from alpa_meta.errors import PlanError
 from alpa_meta.meshes import AXIS_NAMES
 from alpa_meta.presets import check_preset
-
-from alpa_interchange import ParallelPlan
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many parts are done, how many there are)."""
@@ -46,9 +45,9 @@ class Options:
     that are not returned as new state); `static_argnums` are not traced. `plan` runs a given plan.
     `exact` refuses microbatches for a step whose result would change with them (batch statistics,
     random numbers shaped by the batch). `pins` fixes input shardings: path -> PartitionSpec-like
-    tuple, for all logical meshes that have the named axes. `preset` plans under the constraints of a
-    named parallelism (`alpa_meta.presets`). `mesh_shape` allows only logical meshes of this shape;
-    `axis_names` are the names of mesh axes that pins use.
+    tuple, for all logical meshes that have the named axes. `preset` plans under the constraints of
+    a named parallelism (`alpa_meta.presets`). `mesh_shape` allows only logical meshes of this
+    shape; `axis_names` are the names of mesh axes that pins use.
     """
 
     num_stages: int | None = field(default=None, validator=optional(ge(1)))

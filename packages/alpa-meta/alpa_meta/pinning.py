@@ -61,8 +61,8 @@ def pin(x: Any, spec: Any) -> Any:
     def one(leaf: Any) -> Any:
         if len(entries) > jax.numpy.ndim(leaf):
             raise PlanError(
-                f"pin(x, {spec}) has {len(entries)} entries, but x has {jax.numpy.ndim(leaf)} dims; "
-                "give at most one entry per dim"
+                f"pin(x, {spec}) has {len(entries)} entries, but x has {jax.numpy.ndim(leaf)} dims"
+                "; give at most one entry per dim"
             )
         return _pin_p.bind(leaf, spec=entries)
 

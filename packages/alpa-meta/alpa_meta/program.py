@@ -122,10 +122,11 @@ class Step:
                 "no argument of the step looks like a batch (arrays that are not returned as new "
                 "state); name the batch arguments with batch_argnums"
             )
-        return next(iter(sizes.values()))
+        (size,) = set(sizes.values())
+        return int(size)
 
     @functools.cached_property
-    def output_tree(self) -> tuple[Any, tuple[Any, ...], tuple[bool, ...]]:
+    def output_tree(self) -> tuple[Any, tuple[Any, ...], tuple[bool, ...], tuple[str, ...]]:
         """Return (tree, leaves that are no arrays in place, which leaves are arrays) of the
         result."""
         _, spec = self.traced(None)
@@ -428,13 +429,13 @@ def _inexact(jaxpr: Any, phases: Phases, scaling: Mapping[Any, Scaling]) -> tupl
     reasons = []
     if mixed:
         reasons.append(
-            f"{_first_mixed(jaxpr, scaling)} mixes examples of the batch in a way that microbatches "
-            "cannot reproduce"
+            f"{_first_mixed(jaxpr, scaling)} mixes examples of the batch in a way that "
+            "microbatches cannot reproduce"
         )
     if late is not None:
         reasons.append(
-            f"{late.primitive.name} at {source_line(late)} works on the examples of the batch after "
-            "the update"
+            f"{late.primitive.name} at {source_line(late)} works on the examples of the batch "
+            "after the update"
         )
     return tuple(reasons)
 

@@ -1,16 +1,18 @@
 """Random feasible plans: whatever the plan, the step must compute the same. For tests and audits.
 
-Drawn at random: the number of stages and of microbatches (unless the options say), where the layers are
-cut, each stage's submesh and logical mesh, and each node's strategy in the stage's selection problem
-(any that the problem does not forbid).
+Drawn at random: the number of stages and of microbatches (unless the options say), where the layers
+are cut, each stage's submesh and logical mesh, and each node's strategy in the stage's selection
+problem (any that the problem does not forbid).
 """
 
 from __future__ import annotations
 
 import math
 
-import ilp_sharding
 import numpy as np
+from attrs import evolve
+
+import ilp_sharding
 import stage_dp
 from alpa_interchange import (
     ClusterSpec,
@@ -20,15 +22,14 @@ from alpa_interchange import (
     StagePlan,
     SubmeshSpec,
 )
-from attrs import evolve
-from cost_model import CostModel
-
+from alpa_meta.chosen_plan import Planned, finish
 from alpa_meta.errors import PlanError
 from alpa_meta.intra_op import Selection
 from alpa_meta.meshes import logical_meshes, submeshes
 from alpa_meta.options import Options
-from alpa_meta.planner import Planned, device_groups, finish, outlook_of
+from alpa_meta.planner import device_groups, outlook_of
 from alpa_meta.program import Step
+from cost_model import CostModel
 
 
 def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -> Planned:

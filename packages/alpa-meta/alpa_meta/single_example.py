@@ -26,8 +26,9 @@ _LEFT_OUT = _RESHAPES | {"reduce_sum"}
 def scaling_of_one(
     one: Any, two: Any, known: Mapping[Any, Scaling]
 ) -> tuple[dict[Any, Scaling], dict[int, int]] | None:
-    """Return the scaling of every variable of `one`, given that of `two`, and which equations of the
-    two are the same, by position; None if the programs do not match.
+    """Return the scaling of every variable of `one`, given that of `two`, and the equal equations.
+
+    Equations are given by position; None if the programs do not match.
     """
     own, twin = open_jaxpr(one), open_jaxpr(two)
     walk = _Walk(dict(zip(own.invars, twin.invars)) | dict(zip(own.constvars, twin.constvars)))

@@ -150,7 +150,7 @@ class _TaskBuilder:
                 )
             self.concatenated[var] = scaling.dim
             return
-        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
             dtype = np.dtype(np.float32)
         self.accumulators[var] = Var(_with_dtype(var.aval, dtype))
 
@@ -353,7 +353,7 @@ class _TaskBuilder:
         finals: list[tuple[Any, str]] = []
         for atom, alias in zip(jaxpr.outvars, program.aliases, strict=True):
             if isinstance(atom, Literal):
-                outputs.append(Output(constant=np.asarray(atom.val, atom.aval.dtype)))
+                outputs.append(Output(constant=np.asarray(atom.val, _dtype(atom))))
             elif atom in by_var:
                 outputs.append(Output(input=by_var[atom]))
             elif atom in self.constants:
@@ -507,7 +507,7 @@ def _identity(extreme: str | None, dtype: Any) -> np.ndarray:
         return np.asarray(extreme == "min")
     if jnp.issubdtype(dtype, jnp.floating):
         return np.asarray(-np.inf if extreme == "max" else np.inf, dtype)
-    limits = jnp.iinfo(dtype)
+    limits = np.iinfo(dtype)
     return np.asarray(limits.min if extreme == "max" else limits.max, dtype)
 
 
@@ -529,9 +529,7 @@ def task_plan(
     return JaxprPlan(
         tuple(specs[var] for var in task.invars),
         tuple(chosen),
-        tuple(
-            ShardingSpec(specs[var].dims) if complete else specs[var] for var in task.outvars
-        ),
+        tuple(ShardingSpec(specs[var].dims) if complete else specs[var] for var in task.outvars),
     )
 
 
@@ -603,3 +601,7 @@ def _jaxpr_of(
         effects=effects,
         debug_info=template.debug_info.with_unknown_names(),
     )
+
+
+def _dtype(atom: Any) -> Any:
+    return atom.aval.dtype

@@ -8,10 +8,10 @@ For multipliers lambda_t >= 0 on the memory rows and messages m (see `messages`)
 average of the minimisers (the idea of the volume algorithm, Barahona, Anbil 2000), with a Polyak
 length towards a level above the best bound,
 
-    lambda <- max(0, lambda + (best + delta - bound) / |g|^2  g),
+    lambda <- max(0, lambda + min(best + delta - bound, 2 delta) / |g|^2  g),
 
-where delta, at first a share of the bound, grows once half of it has been gained and shrinks when
-some steps gain nothing (Brannlund 1995). No cost of a choice is needed, so the first multipliers
+where delta, at first a share of the bound, grows once half of it has been gained; when some steps
+gain nothing it shrinks, and the next step starts afresh from the best (Brannlund 1995). No cost of a choice is needed, so the first multipliers
 are good before the first choice is known -> DualAscent.step().
 """
 
@@ -27,7 +27,7 @@ from ilp_sharding import messages
 from ilp_sharding.table_graph import TableGraph
 
 _FIRST_RISE = 0.2
-_PATIENCE = 10
+_PATIENCE = 6
 
 
 class DualAscent:
@@ -108,6 +108,7 @@ class DualAscent:
         self.rise = math.inf
         self._anchor = -math.inf
         self._average = None
+        self.mixture = None
         self._since = 0
 
     def run(self, until: float, target: Callable[[], float], patience: int = 10**9) -> float:
@@ -133,27 +134,30 @@ class DualAscent:
         bound, excess = self.evaluate(self.multipliers)
         if self._average is None:
             self._average = excess
+        else:
+            self._average = (1 - memory) * self._average + memory * excess
+        if self.mixture is None:
             self.mixture = self._indicator()
         else:
-            assert self.mixture is not None
-            self._average = (1 - memory) * self._average + memory * excess
             self.mixture *= 1 - memory
             self._mix(memory)
         if math.isinf(self.rise):
             self.rise = max(_FIRST_RISE * abs(bound), 1e-300)
-        self._note(bound)
-        if not self.graph.num_times:
+        if self._note(bound) or not self.graph.num_times:
             return bound
         if math.isfinite(target):
             self.rise = min(self.rise, max(target - self.best, 1e-5 * abs(self.best), 1e-300))
         direction = np.where((self.multipliers <= 0) & (self._average < 0), 0.0, self._average)
         length = max(float(direction @ direction), 1e-12)
-        change = (self.best + self.rise - bound) / length
+        change = min(self.best + self.rise - bound, 2.0 * self.rise) / length
         self.multipliers = np.maximum(0.0, self.multipliers + change * direction / self.scale)
         return bound
 
-    def _note(self, bound: float) -> None:
-        """Keep the multipliers if `bound` is the best so far, and adapt the level."""
+    def _note(self, bound: float) -> bool:
+        """Keep the multipliers if `bound` is the best so far, and adapt the level.
+
+        Returns whether the search went back to the best multipliers.
+        """
         least = 0.02 * self.rise if self.graph.num_times else 1e-6 * abs(self.best)
         self._since = 0 if bound > self.best + least else self._since + 1
         if bound > self.best:
@@ -169,7 +173,10 @@ class DualAscent:
             self.rise *= 0.5
             if self.rise < 1e-6 * abs(self.best):
                 self.rise = 1e-3 * abs(self.best)
+            self._average = None
             self.restore()
+            return True
+        return False
 
     def _indicator(self) -> np.ndarray:
         self.mixture = np.zeros(self.graph.num_strategies)

@@ -20,7 +20,7 @@ import numpy as np
 from attrs import fields, has
 from cattrs import Converter
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
-from cattrs.v import transform_error
+from cattrs.v import format_exception, transform_error
 
 SCHEMA_VERSION = (0, 1)
 MAX_DOCUMENT_BYTES = 1 << 30
@@ -101,9 +101,7 @@ def _load_arrays(path: Path) -> dict[str, np.ndarray]:
                 return {name: stored[name] for name in stored.files}
     except Exception as error:
         raise DocumentError(f"{path}: is not a readable array file: {error}") from None
-    raise DocumentError(
-        f"{path}: unpacks to {total} bytes, at most {MAX_DOCUMENT_BYTES} are read"
-    )
+    raise DocumentError(f"{path}: unpacks to {total} bytes, at most {MAX_DOCUMENT_BYTES} are read")
 
 
 class _replacing:
@@ -174,8 +172,13 @@ def _parse(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
     try:
         return _converter(side_car).structure(document["value"], kind)
     except Exception as error:
-        reasons = "; ".join(transform_error(error, path="value")[:3])
+        reasons = "; ".join(transform_error(error, "value", _reason)[:3])
         raise DocumentError(f"{source}: is not a valid {kind.__name__}: {reasons}") from None
+
+
+def _reason(error: BaseException, kind: type | None) -> str:
+    """Return why one part of a document is not valid: our own words where there are any."""
+    return str(error) if type(error) is ValueError else format_exception(error, kind)
 
 
 def _no_constant(name: str) -> float:

@@ -36,9 +36,7 @@ def plan(step_seconds: float = 1.25, lower_bound: float = 1.0) -> ParallelPlan:
     """Return a plan of two stages on two devices each."""
     mesh = LogicalMesh(axes=(MeshAxis(name="x", size=2, bandwidth=1e10, latency=1e-6),))
     submesh = SubmeshSpec(num_hosts=1, devices_per_host=2)
-    device = DeviceSpec(
-        name="cpu", memory=8e9, memory_bandwidth=2e10, peak_flops={"float32": 1e11}
-    )
+    device = DeviceSpec(name="cpu", memory=8e9, memory_bandwidth=2e10, peak_flops={"float32": 1e11})
     link = LinkSpec(name="memory", bandwidth=1e10, latency=1e-6)
     cluster = ClusterSpec(
         name="host",

@@ -140,7 +140,7 @@ class _Lowering:
 @lru_cache(maxsize=1024)
 def _lowers_elementwise(lowering: _Lowering) -> bool:
     eqn = lowering.eqn
-    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]  # type: ignore[no-untyped-call]
+    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
     try:
         text = jax.jit(lambda *values: compat.bind(eqn, values)).lower(*shapes).as_text()
     except Exception:  # a primitive may refuse to lower for this platform in any way it likes

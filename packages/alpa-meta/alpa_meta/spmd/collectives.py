@@ -111,7 +111,7 @@ class Collectives:
         """Return this device's part along `dim` of the sum over devices."""
 
         def scatter(x: Any) -> Any:
-            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)  # type: ignore[no-untyped-call]
+            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
         return self._emit("reduce-scatter", axes, scatter, value, reason)
 
@@ -121,7 +121,7 @@ class Collectives:
         """Return `value` joined along `dim`, of which it was a part, and cut along `to_dim`."""
 
         def exchange(x: Any) -> Any:
-            return lax.all_to_all(x, axes, split_axis=to_dim, concat_axis=dim, tiled=True)  # type: ignore[no-untyped-call]
+            return lax.all_to_all(x, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
 
         return self._emit("all-to-all", axes, exchange, value, reason)
 
@@ -136,7 +136,7 @@ class Collectives:
         }[reduction]
 
         def reduce(x: Any) -> Any:
-            return combine(x, axes)  # type: ignore[no-untyped-call]
+            return combine(x, axes)
 
         return self._emit("all-reduce", axes, reduce, value, reason)
 
@@ -146,7 +146,7 @@ class Collectives:
         pairs = [(here, here + offset) for here in range(count) if 0 <= here + offset < count]
 
         def permute(x: Any) -> Any:
-            return lax.ppermute(x, axes, pairs)  # type: ignore[no-untyped-call]
+            return lax.ppermute(x, axes, pairs)
 
         return self._emit("collective-permute", axes, permute, value, reason)
 

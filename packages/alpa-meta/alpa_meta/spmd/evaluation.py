@@ -236,7 +236,7 @@ def _literal(atom: Any) -> Any:
 def _behind_barrier(values: Sequence[Any]) -> list[Any]:
     """Return `values` behind an optimisation barrier; keys of random generators pass by."""
     plain = [k for k, value in enumerate(values) if jnp.issubdtype(value.dtype, np.generic)]
-    held = lax.optimization_barrier(tuple(jnp.asarray(values[k]) for k in plain))  # type: ignore[no-untyped-call]
+    held = lax.optimization_barrier(tuple(jnp.asarray(values[k]) for k in plain))
     result = list(values)
     for k, value in zip(plain, held, strict=True):
         result[k] = value

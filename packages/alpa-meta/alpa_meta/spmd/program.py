@@ -25,7 +25,7 @@ def partition_spec(spec: ShardingSpec) -> PartitionSpec:
     axes, and sharded over them.
     """
     dims = [axes or None for axes in spec.dims]
-    return PartitionSpec(*([spec.partial, *dims] if spec.partial else dims))  # type: ignore[no-untyped-call]
+    return PartitionSpec(*([spec.partial, *dims] if spec.partial else dims))
 
 
 def global_shape(shape: tuple[int, ...], spec: ShardingSpec, mesh: LogicalMesh) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def planned_collectives(
     log = CollectiveLog()
     program = shard_map_program(closed, plan, mesh, conversions, Collectives(mesh, log))
     shapes = [
-        jax.ShapeDtypeStruct(global_shape(shape_of(var), spec, mesh), var.aval.dtype)  # type: ignore[no-untyped-call]
+        jax.ShapeDtypeStruct(global_shape(shape_of(var), spec, mesh), var.aval.dtype)
         for var, spec in zip(compat.open_jaxpr(closed).invars, plan.inputs, strict=True)
     ]
     jax.eval_shape(program, *shapes)
