@@ -143,7 +143,8 @@ def _found(
 def main(
     model: Annotated[list[str] | None, typer.Option(help="Corpus model; repeatable.")] = None,
     plan: Annotated[
-        list[str] | None, typer.Option(help="auto, fast, stages or a preset; repeatable.")
+        list[str] | None,
+        typer.Option(help="auto, fast, stages or a preset; repeatable. none: random only."),
     ] = None,
     random: Annotated[int, typer.Option(min=0, help="Random plans per model.")] = 1,
     size: Annotated[str, typer.Option(help="tiny or small.")] = "tiny",
@@ -153,6 +154,7 @@ def main(
 ) -> None:
     """Audit the corpus; exit status 0 only if every program is its plan."""
     plans = ["auto", "fast", "stages", "megatron"] if plan is None else plan
+    plans = [] if plans == ["none"] else plans
     console = Console(highlight=False, soft_wrap=True)
     failed = 0
     for name in track(model or list(NAMES), console=Console(stderr=True), transient=True):

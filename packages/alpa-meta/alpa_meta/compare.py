@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from alpa_meta.corpus import CorpusModel
 
 AUTOMATIC = "automatic"
+WIDTH = 120  # of the table where the output is no terminal
 DEFAULT_PRESETS = ("dp", "zero2", "zero3", "megatron", "megatron-sp", "2d")
 
 
@@ -252,7 +254,7 @@ def compare_command(
             num_stages=stages,
             num_microbatches=microbatches,
         )
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(comparison_table(model, cluster, found))
     for one in found:
         if one.note:

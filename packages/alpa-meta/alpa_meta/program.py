@@ -246,13 +246,7 @@ def _roles(step: Step) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
         next(out_avals) if is_array else leaf
         for leaf, is_array in zip(kept, arrays_out, strict=True)
     ]
-    result = tree.unflatten(marks)
-    elements = list(result) if type(result) in (tuple, list) else [result]
-    spans, position = [], 0
-    for element in elements:
-        flat, element_tree = jax.tree.flatten(element)
-        spans.append((element_tree, position, flat))
-        position += len(flat)
+    spans = _elements(tree.unflatten(marks), step)
     number_of_leaf, count = {}, 0
     for leaf_number, is_array in enumerate(arrays_out):
         if is_array:
@@ -283,6 +277,26 @@ def _roles(step: Step) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
                 if layout.dynamic[member] and np.ndim(leaf) and (named or not _is_key(leaf)):
                     roles[dynamic_number[member]] = "batch"
     return tuple(roles), tuple(aliases)
+
+
+def _elements(result: Any, step: Step) -> list[tuple[Any, int, list[Any]]]:
+    """Return (structure, first leaf, leaves) of each part of the result that may be new state: the
+    whole result if it is one argument's, else its elements.
+    """
+    layout = step._layout
+    whole, structure = jax.tree.flatten(result)
+    for argnum in dict.fromkeys(layout.argnums):
+        members = [k for k, number in enumerate(layout.argnums) if number == argnum]
+        tree = layout.treedef[argnum][0]
+        if _matching(members, tree, layout, [(structure, 0, whole)], set()) is not None:
+            return [(structure, 0, whole)]
+    elements = list(result) if type(result) in (tuple, list) else [result]
+    spans, position = [], 0
+    for element in elements:
+        flat, structure = jax.tree.flatten(element)
+        spans.append((structure, position, flat))
+        position += len(flat)
+    return spans
 
 
 def _matching(
@@ -445,11 +459,18 @@ def _mixed(atom: Any, scaling: Mapping[Any, Scaling]) -> bool:
 
 
 def _first_mixed(jaxpr: Any, scaling: Mapping[Any, Scaling]) -> str:
-    for eqn in jaxpr.eqns:
-        for var in eqn.outvars:
-            if not is_drop(var) and scaling.get(var, CONSTANT).form == "mixed":
-                return f"{eqn.primitive.name} at {source_line(eqn)}"
-    return "the step"
+    """Return the first operation with a mixed result, preferably one whose source is known."""
+    found = [
+        eqn
+        for eqn in jaxpr.eqns
+        if any(not is_drop(var) and _mixed(var, scaling) for var in eqn.outvars)
+    ]
+    return _described(next((eqn for eqn in found if source_line(eqn)), found[0]))
+
+
+def _described(eqn: Any) -> str:
+    place = source_line(eqn)
+    return f"{eqn.primitive.name} at {place}" if place else str(eqn.primitive.name)
 
 
 def source_line(eqn: Any) -> str:

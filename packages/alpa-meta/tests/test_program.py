@@ -43,8 +43,8 @@ def test_arguments_may_be_named_as_the_batch():
         return batch, weight - jax.grad(lambda w: (batch @ w).mean())(weight)
 
     weight = SHAPE((4, 4), jnp.float32)
-    plain = Step(backwards, (weight, weight)).program(1)
-    assert [leaf.role for leaf in plain.inputs] == ["state", "state"]
+    with pytest.raises(PlanError, match="no argument of the step looks like a batch"):
+        Step(backwards, (weight, weight)).program(1)
     named = Step(backwards, (weight, weight), batch_argnums=(0,)).program(1)
     assert [leaf.role for leaf in named.inputs] == ["batch", "state"]
 
@@ -78,6 +78,18 @@ def test_leaves_that_are_no_arrays_are_kept_and_given_back():
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_state_that_is_a_list_may_be_the_whole_result(kind):
+    def descend(state, batch):
+        gradient = jax.grad(lambda w: (batch["x"] @ w).mean())(state[0])
+        return kind([state[0] - gradient, state[1]])
+
+    state = kind([STATE["w"], STATE["w"]])
+    program = Step(descend, (state, BATCH)).program(2)
+    assert [leaf.role for leaf in program.inputs] == ["state", "state", "batch"]
+    assert program.aliases == (0, 1)
 
 
 def test_a_call_of_another_structure_is_refused():

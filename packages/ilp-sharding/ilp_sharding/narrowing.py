@@ -14,6 +14,7 @@ and the first guess ends the search.
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 
@@ -31,9 +32,15 @@ from ilp_sharding.table_graph import TableGraph, table_graph
 
 NARROWING_TABLES = 2e7  # table entries up to which sweeps in this process are quick
 _GUESSES = (1e-9, 1e-7, 1e-5, 1e-4, 1e-3, 4e-3, 1.6e-2)  # relative rise over the bound
+_LOADING_SECONDS = 5.0  # of compiled loops; they cannot be interrupted
 _SWEEPS = 60  # of messages without memory rows
 _STEPS = 400  # of multipliers with them
 _SWEPT_TABLES = 4e8  # table entries all sweeps together may visit where memory binds
+
+
+def ready(seconds: float) -> bool:
+    """Return whether the compiled loops are loaded, or `seconds` are enough to load them."""
+    return "ilp_sharding.dual" in sys.modules or seconds > _LOADING_SECONDS
 
 
 def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bool:

@@ -28,10 +28,10 @@ from ilp_sharding.elimination import Elimination, OutOfTime
 from ilp_sharding.evaluation import check, exact_cost
 from ilp_sharding.instance import Instance
 from ilp_sharding.memory import MemoryProfile
-from ilp_sharding.narrowing import NARROWING_TABLES, narrow
+from ilp_sharding.narrowing import NARROWING_TABLES, narrow, ready
 from ilp_sharding.network import Network, NoAssignment
 from ilp_sharding.options import Progress, SolveOptions
-from ilp_sharding.start import greedy_start, repaired_choice
+from ilp_sharding.start import consistent_start, greedy_start, repaired_choice
 from ilp_sharding.worker_pool import WorkerPool
 
 SOLVER = "ilp-sharding 0.1.0"
@@ -107,6 +107,8 @@ def _search(
         if search.lower_bound == math.inf:
             raise NoAssignment
         start = greedy_start(instance)
+        if start is None and instance.num_nodes < LARGE_NODES:
+            start = consistent_start(instance, search.until)
         if options.warm_start is not None:
             for candidate in (repaired_choice(instance, options.warm_start), start):
                 if candidate is not None:
@@ -161,7 +163,8 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
                 return
             if memory is not None:
                 memory = MemoryProfile(instance, network)
-        if workers is None and table_entries(network) < NARROWING_TABLES and memory is None:
+        tables = table_entries(network)
+        if workers is None and tables < NARROWING_TABLES and memory is None and ready(seconds):
             if narrow(network, search, memory):
                 return
         seconds = search.until - time.perf_counter()

@@ -127,7 +127,7 @@ class Collectives:
 
     def all_reduce(self, value: Any, axes: tuple[str, ...], reduction: str, reason: str) -> Any:
         """Return the combination over devices: "add", "max", "min", "and" or "or"."""
-        combine = {
+        combine: Any = {
             "add": lax.psum,
             "max": lax.pmax,
             "or": lax.pmax,

@@ -1,0 +1,88 @@
+"""What a parallel step answers without running: plans, caches, births, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_meta as alpa
+from cost_model import cluster
+
+WEIGHT, BATCH = np.eye(8, dtype=np.float32), np.ones((4, 8), np.float32)
+
+
+def step(weight, batch):
+    value, gradient = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(weight)
+    return weight - gradient, value
+
+
+@pytest.fixture(scope="module")
+def parallel():
+    """Return a planned step on two devices."""
+    found = alpa.parallelize(step, cluster="host:2", num_stages=1)
+    found.plan_for(WEIGHT, BATCH)
+    return found
+
+
+def test_arrays_and_their_shapes_give_one_plan(parallel):
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (WEIGHT, BATCH)]
+    assert parallel.lower(*shapes) is parallel.lower(WEIGHT, BATCH)
+    assert parallel.lower(*shapes).plan is parallel.plan
+    assert parallel.schedule is parallel.plan.schedule
+
+
+def test_lowering_compiles_once(parallel):
+    assert parallel.lower(WEIGHT, BATCH).compile() is parallel.lower(WEIGHT, BATCH).compile()
+
+
+def test_the_decorated_function_keeps_its_name(parallel):
+    assert parallel.__name__ == "step"
+    assert parallel.__wrapped__ is step
+
+
+def test_a_cluster_is_a_name_a_value_or_the_devices_there_are():
+    assert alpa.parallelize(step, cluster="host:2").cluster == cluster("host:2")
+    assert alpa.parallelize(step, cluster=cluster("h100:8")).cluster.num_devices == 8
+    assert alpa.parallelize(step).cluster == alpa.local_cluster()
+    assert alpa.local_cluster().num_devices == jax.device_count()
+
+
+def test_settings_are_options():
+    base = alpa.Options(num_stages=1)
+    chosen = alpa.parallelize(step, options=base, num_microbatches=2).options
+    assert (chosen.num_stages, chosen.num_microbatches) == (1, 2)
+    with pytest.raises(TypeError, match="colour"):
+        alpa.parallelize(step, colour="red")
+
+
+def test_before_the_first_call_there_is_no_plan():
+    fresh = alpa.parallelize(step)
+    for ask in (lambda: fresh.plan, lambda: fresh.executable, lambda: fresh.place(WEIGHT)):
+        with pytest.raises(alpa.PlanError, match=r"no plan yet|not compiled yet"):
+            ask()
+
+
+def test_state_is_born_once_the_batch_is_known(parallel):
+    born = parallel.init(lambda: jnp.eye(8))
+    assert isinstance(born, jax.Array)
+    assert born.sharding == parallel.executable.input_sharding("weight")
+    unborn = alpa.parallelize(step, cluster="host:2", num_stages=1).init(lambda: jnp.eye(8))
+    assert unborn.shapes().shape == (8, 8)
+
+
+def test_a_tuple_of_states_is_born_for_several_arguments():
+    def two(weight, momentum, batch):
+        gradient = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(weight)
+        momentum = 0.9 * momentum + gradient
+        return weight - momentum, momentum
+
+    parallel = alpa.parallelize(two, cluster="host:2", num_stages=1)
+    weight, momentum = parallel.init(lambda: (jnp.eye(8), jnp.zeros((8, 8))), batch=BATCH)
+    assert weight.shape == momentum.shape == (8, 8)
+    weight, momentum = parallel(weight, momentum, BATCH)
+    assert np.isfinite(weight).all()
+
+
+def test_a_state_of_another_size_is_refused(parallel):
+    with pytest.raises(alpa.PlanError, match="given 2 arrays, the step has 1"):
+        parallel.place((WEIGHT, WEIGHT))
