@@ -19,9 +19,9 @@ import alpa_meta as alpa  # noqa: E402
 FLOAT32_TOLERANCE = 2e-5
 """Largest allowed difference of an array, as a share of its largest element.
 
-A parallel step adds the same float32 numbers in another order: each sum of n terms may differ by about
-sqrt(n) roundings of 6e-8. A few steps of training carry that on; 2e-5 is some hundred roundings. A plan
-that forgot a term, scaled a loss or used an old value is wrong by far more.
+A parallel step adds the same float32 numbers in another order: each sum of n terms may differ by
+about sqrt(n) roundings of 6e-8. A few steps of training carry that on; 2e-5 is some hundred
+roundings. A plan that forgot a term, scaled a loss or used an old value is wrong by far more.
 """
 
 
@@ -71,7 +71,7 @@ def assert_close(got: Any, expected: Any, tolerance: float = FLOAT32_TOLERANCE) 
 def run_steps(
     step: Callable[..., Any], state: Any, batches: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
-    """Return the state after `step(state, batch) -> (state, metrics)` on all batches, and metrics."""
+    """Return the state after `step(state, batch)` on all batches, and the metrics of each."""
     found = []
     for batch in batches:
         state, metrics = step(state, batch)

@@ -1,4 +1,4 @@
-"""Training steps as people write them: losses, metrics, pytrees, arguments; each equals one device."""
+"""Training steps as people write them: losses, metrics, pytrees, arguments; all equal one device."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_random_numbers_from_a_key_argument(close, make_key):
 
     args = (_params(), BATCHES[0], make_key(3))
     _run_both(step, args, close, **QUICK)
-    with pytest.raises(alpa.PlanError, match="random_bits.* mixes examples"):
+    with pytest.raises(alpa.PlanError, match="mixes examples"):
         alpa.parallelize(step, **PARTS).plan_for(*args)
 
 

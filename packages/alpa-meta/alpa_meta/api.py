@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,12 @@ class Unborn:
 
     make: Callable[..., Any]
     args: tuple[Any, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        raise PlanError(
+            "several states are made by init() only once the batch is known; pass its shapes: "
+            "init(make, ..., batch=...)"
+        )
 
     def shapes(self) -> Any:
         """Return the state to be with shapes for its arrays; leaves that are no arrays as they
@@ -163,16 +170,13 @@ class ParallelStep:
     def init(self, make: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
         """Return make(*args), every array made where the plan wants it, never whole on one device.
 
-        `make` returns the state (a tuple of all state arguments if there are several). Where the
-        batch's shapes are not known yet (no `batch`, no call before), the state is made by the
-        first step it is given to.
+        `make` returns the state (a tuple of all state arguments if there are several); `batch` is
+        the other argument (a tuple of all others) or its shapes. Where these are not known yet (no
+        `batch`, no call before), the state is made by the first step it is given to.
         """
         unborn = Unborn(make, args)
         if batch is not None:
-            shapes = unborn.shapes()
-            states = shapes if self._num_state_args(shapes) > 1 else (shapes,)
-            batches = batch if isinstance(batch, tuple) else (batch,)
-            self.lower(*states, *batches)
+            self.lower(*self._arguments(unborn.shapes(), batch))
             return self._birth(unborn)
         if self._latest is not None and self._matches(unborn):
             return self._birth(unborn)
@@ -226,17 +230,28 @@ class ParallelStep:
     def _program(self, step: Step) -> Any:
         return self._cache[self._latest][1].planned.program
 
-    def _num_state_args(self, shapes: Any) -> int:
-        return (
-            len(shapes)
-            if type(shapes) is tuple
-            and self.options.batch_argnums
-            not in (
-                None,
-                (1,),
+    def _arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
+        """Return the arguments of a call; a tuple is several if the step takes as many."""
+        try:
+            count = len(inspect.signature(self._function).parameters)
+        except (TypeError, ValueError):
+            count = 0
+        spread = [(one,) for one in (state, batch)]
+        forms = [
+            [one] if type(given) is not tuple else [one, given]
+            for one, given in zip(spread, (state, batch), strict=True)
+        ]
+        calls = [(*states, *batches) for states in forms[0] for batches in forms[1]]
+        if count == 0:
+            return (*forms[0][0], *forms[1][-1])
+        fitting = [call for call in calls if len(call) == count]
+        if not fitting:
+            raise PlanError(
+                f"init was given a state and a batch for {len(calls[-1])} arguments, but the step "
+                f"takes {count}; make() must return a tuple of all state arguments, and batch must "
+                "be a tuple of all others"
             )
-            else 1
-        )
+        return fitting[0]
 
     def _matches(self, unborn: Unborn) -> bool:
         program = self._cache[self._latest][1].planned.program

@@ -86,3 +86,23 @@ def test_a_tuple_of_states_is_born_for_several_arguments():
 def test_a_state_of_another_size_is_refused(parallel):
     with pytest.raises(alpa.PlanError, match="given 2 arrays, the step has 1"):
         parallel.place((WEIGHT, WEIGHT))
+
+
+def test_a_batch_that_is_a_tuple_is_one_argument_or_several():
+    def one(weight, batch):
+        x, y = batch
+        return weight - jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(weight)
+
+    def several(weight, x, y):
+        return one(weight, (x, y))
+
+    for function in (one, several):
+        parallel = alpa.parallelize(function, cluster="host:2", num_stages=1)
+        assert parallel.init(lambda: jnp.eye(8), batch=(BATCH, BATCH)).shape == (8, 8)
+    with pytest.raises(alpa.PlanError, match="the step takes 3"):
+        alpa.parallelize(several, cluster="host:2").init(lambda: jnp.eye(8), batch=(BATCH,) * 3)
+
+
+def test_several_states_cannot_be_unpacked_before_they_are_born():
+    with pytest.raises(alpa.PlanError, match="batch="):
+        _, _ = alpa.parallelize(step).init(lambda: (jnp.eye(8), jnp.eye(8)))

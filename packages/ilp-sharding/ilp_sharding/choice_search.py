@@ -35,7 +35,10 @@ class _State:
         self.prices_seen = self.active_seen = 0
 
     def narrow(self) -> None:
-        """Leave out what worker 0 has dropped; after the first time only if the best choice stays."""
+        """Leave out what worker 0 has dropped.
+
+        After the first time only if the best choice stays.
+        """
         newer = self.worker.board.active(self.active_seen)
         if newer is None:
             return

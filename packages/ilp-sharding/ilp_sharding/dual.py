@@ -11,8 +11,9 @@ length towards a level above the best bound,
     lambda <- max(0, lambda + min(best + delta - bound, 2 delta) / |g|^2  g),
 
 where delta, at first a share of the bound, grows once half of it has been gained; when some steps
-gain nothing it shrinks, and the next step starts afresh from the best (Brannlund 1995). No cost of a choice is needed, so the first multipliers
-are good before the first choice is known -> DualAscent.step().
+gain nothing it shrinks, and the next step starts afresh from the best (Brannlund 1995). No cost of
+a choice is needed, so the first multipliers are good before the first choice is known
+-> DualAscent.step().
 """
 
 from __future__ import annotations

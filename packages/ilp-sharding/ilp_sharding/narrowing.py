@@ -55,12 +55,9 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
     slack = np.zeros(0)
     if memory is not None:
         slack = memory.slack + (0.0 if exact_memory(search.instance) else memory.tolerance())
-    graph: TableGraph | None = table_graph(network, memory, slack)
+    base = table_graph(network, memory, slack)
     nodes = network.open_nodes()
-    if memory is not None:
-        from ilp_sharding.dominance import simplified
-
-        graph = simplified(graph)
+    graph = _restricted(base, np.ones(base.num_strategies, bool)) if memory is not None else base
     if graph is None or not graph.num_nodes:
         return False
     dual = DualAscent(graph)
@@ -102,11 +99,11 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
 
 def _restricted(graph: TableGraph, active: np.ndarray) -> TableGraph | None:
     """Return `graph` with the `active` strategies only, None if some node has none."""
-    if graph.num_times:
+    if graph.num_times and graph.num_nodes:
         from ilp_sharding.dominance import simplified
 
         return simplified(graph, active)
-    if not np.logical_or.reduceat(active, graph.tables.offset[:-1]).all():
+    if graph.num_nodes and not np.logical_or.reduceat(active, graph.tables.offset[:-1]).all():
         return None
     return graph.restricted(active)
 

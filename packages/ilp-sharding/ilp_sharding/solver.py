@@ -38,6 +38,9 @@ SOLVER = "ilp-sharding 0.1.0"
 LARGE_NODES = 5000  # from here on, or from
 LARGE_TABLES = 2e7  # table entries on, workers start while the problem is still being reduced
 
+LIMITED_TABLES = 5e5  # table entries up to which `narrow` is tried with a memory limit,
+LIMITED_SHARE = 0.2  # for this share of the time
+
 
 def solve(problem: ShardingProblem, options: SolveOptions | None = None) -> ShardingSolution:
     """Return the best choice found for `problem`, with a proven lower bound and status.
@@ -164,8 +167,10 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
             if memory is not None:
                 memory = MemoryProfile(instance, network)
         tables = table_entries(network)
-        if workers is None and tables < NARROWING_TABLES and memory is None and ready(seconds):
-            if narrow(network, search, memory):
+        seconds = search.until - time.perf_counter()
+        small = tables < (NARROWING_TABLES if memory is None else LIMITED_TABLES)
+        if workers is None and small and dense < DENSE_USAGE and ready(seconds):
+            if _narrowed(network, search, memory, seconds):
                 return
         seconds = search.until - time.perf_counter()
         workers = workers or WorkerPool(options.num_workers, options.seed, seconds)
@@ -177,6 +182,21 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
     finally:
         if workers is not None:
             workers.close()
+
+
+def _narrowed(
+    network: Network, search: Search, memory: MemoryProfile | None, seconds: float
+) -> bool:
+    """Return whether `narrow` solved the problem; where memory may bind, in a share of the time."""
+    until = search.until
+    if memory is not None and math.isfinite(seconds):
+        search.until = until - (1.0 - LIMITED_SHARE) * seconds
+    try:
+        return narrow(network, search, memory)
+    except OutOfTime:
+        return False
+    finally:
+        search.until = until
 
 
 def _solution(problem: ShardingProblem, search: Search, began: float) -> ShardingSolution:

@@ -4,6 +4,8 @@ import pytest
 
 from alpa_interchange.selection import ShardingProblem
 from ilp_sharding import Progress, SolveOptions, check, pin_cost, solve
+from ilp_sharding.instance import Instance
+from ilp_sharding.start import consistent_start, greedy_start
 
 
 def _problem(node_cost, edge_cost=(), edges=(), memory=None, live=None, limit=None, count=None):
@@ -155,6 +157,48 @@ def test_short_deadlines_give_valid_answers_in_time(wide_problem, deadline):
     if solution.choice is not None:
         assert check(problem, solution.choice).feasible
         assert solution.lower_bound <= solution.objective
+
+
+def _follow_me(nodes, size, seed):
+    """A chain whose strategies mostly follow each other one to one, with residual edges."""
+    rng = np.random.default_rng(seed)
+    edges, tables = [], []
+    for i in range(1, nodes):
+        for source in [i - 1] + ([i - 7] if i % 7 == 0 else []):
+            table = rng.random((size, size))
+            table[(rng.random((size, size)) < 0.25) & ~np.eye(size, dtype=bool)] = np.inf
+            if rng.random() < 0.6 and source == i - 1:
+                table = np.where(np.eye(size, dtype=bool), 0.0, np.inf)
+            edges.append((source, i))
+            tables.append(table.ravel())
+    costs = rng.random((nodes, size)).tolist()
+    return _problem(costs, tables, edges)
+
+
+@pytest.mark.parametrize("limit", [None, 1e9])
+def test_forbidden_pairs_do_not_keep_the_first_pass_from_a_choice(limit):
+    # a greedy pass that looks only at its neighbours ends in a forbidden pair of such problems
+    for seed in range(3):
+        problem = attrs.evolve(_follow_me(200, 64, seed), memory_limit=limit)
+        instance = Instance.of(problem, SolveOptions())
+        choice = consistent_start(instance)
+        assert choice is not None and check(problem, choice.tolist()).feasible
+    assert any(
+        greedy_start(Instance.of(_follow_me(200, 64, seed), SolveOptions())) is None
+        for seed in range(3)
+    )
+
+
+def test_first_choices_of_random_problems_are_feasible(random_problem, brute_force):
+    found = 0
+    for seed in range(300):
+        problem = random_problem(seed)
+        choice = consistent_start(Instance.of(problem, SolveOptions()))
+        if choice is not None:
+            found += 1
+            assert check(problem, choice.tolist()).feasible, seed
+            assert brute_force(problem)[0] is not None, seed
+    assert found > 150
 
 
 def test_small_problems_give_the_same_choice_every_time(random_problem):
