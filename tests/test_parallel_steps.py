@@ -1,4 +1,4 @@
-"""Training steps as people write them: losses, metrics, pytrees, arguments; all equal one device."""
+"""Whole-system: steps as users write them, with one mesh and with microbatches, against plain jax."""
 
 from __future__ import annotations
 

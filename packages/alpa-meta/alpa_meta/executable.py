@@ -24,12 +24,14 @@ from alpa_meta.spmd import (
     planned_collectives,
     shard_map_program,
 )
-from alpa_meta.tasks import Task, task_plan
+from alpa_meta.task_plan import task_plan
+from alpa_meta.tasks import Task
 
 if TYPE_CHECKING:
     from alpa_meta.audit.executable import ExecutableAudit
     from alpa_meta.audit.numerics import NumericsCheck
 from mesh_runtime import InProcessRuntime, TraceEvent
+from resharding.jax_executor import reshard
 
 
 @frozen(eq=False)
@@ -100,7 +102,7 @@ class Executable:
             task.spec.name: compile_task(planned, task, self.meshes[task.spec.mesh], donate)
             for task in planned.tasks.tasks
         }
-        self._runtime = InProcessRuntime(self.meshes, trace=trace)
+        self._runtime = InProcessRuntime(self.meshes, transfer=move, trace=trace)
         self._runtime.load(
             self.plan.schedule,
             executables={name: task.function for name, task in self.tasks.items()},
@@ -255,6 +257,14 @@ class Executable:
     def close(self) -> None:
         """Drop the runtime's buffers."""
         self._runtime.close()
+
+
+def move(array: jax.Array, sharding: Any) -> Any:
+    """Return `array` on another mesh: by a resharding plan on host devices, else by jax."""
+    host = sharding.mesh.devices.flat[0].platform == "cpu"
+    if host and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return reshard(array, sharding)
+    return jax.device_put(array, sharding)
 
 
 def compile_task(

@@ -459,13 +459,17 @@ def _mixed(atom: Any, scaling: Mapping[Any, Scaling]) -> bool:
 
 
 def _first_mixed(jaxpr: Any, scaling: Mapping[Any, Scaling]) -> str:
-    """Return the first operation with a mixed result, preferably one whose source is known."""
+    """Return the first operation with a mixed result, and where the user's code makes or uses
+    it."""
     found = [
         eqn
         for eqn in jaxpr.eqns
         if any(not is_drop(var) and _mixed(var, scaling) for var in eqn.outvars)
     ]
-    return _described(next((eqn for eqn in found if source_line(eqn)), found[0]))
+    place = next((place for eqn in found if (place := source_line(eqn))), "")
+    if source_line(found[0]) or not place:
+        return _described(found[0])
+    return f"{found[0].primitive.name}, used at {place},"
 
 
 def _described(eqn: Any) -> str:

@@ -18,15 +18,13 @@ import numpy as np
 from attrs import field, frozen
 from jax import lax
 
-from alpa_interchange import ShardingSpec, Strategy, TaskGraph, TaskSpec
+from alpa_interchange import TaskGraph, TaskSpec
+from alpa_meta.added_equations import equations_of, jaxpr_of
 from alpa_meta.batch import CONSTANT
-from alpa_meta.compat import ClosedJaxpr, Literal, Var, is_drop, open_jaxpr
+from alpa_meta.compat import ClosedJaxpr, Literal, Var, is_drop
 from alpa_meta.errors import PlanError
 from alpa_meta.program import Program
-from alpa_meta.rules import sharding_rule
-from alpa_meta.spmd import JaxprPlan, RegionPlan
 from alpa_meta.staging import Staging
-from alpa_meta.trace import inline
 
 
 @frozen(eq=False)
@@ -51,7 +49,7 @@ class Task:
             for var, value in zip(jaxpr.constvars, program.closed.consts, strict=True)
             if var in read
         ]
-        flat = _jaxpr_of(
+        flat = jaxpr_of(
             jaxpr, [var for var, _ in pairs], self.invars, self.outvars, list(self.eqns)
         )
         return ClosedJaxpr(flat, [value for _, value in pairs])
@@ -276,15 +274,15 @@ class _TaskBuilder:
         extreme = self._extreme(var)
         if extreme is not None:
             combine = {"max": lax.max, "min": lax.min}[extreme]
-            return _eqns(combine, [accumulator, var], [following])
+            return equations_of(combine, [accumulator, var], [following])
         if accumulator.aval.dtype == var.aval.dtype:
-            return _eqns(jnp.add, [accumulator, var], [following])
+            return equations_of(jnp.add, [accumulator, var], [following])
         dtype = accumulator.aval.dtype
 
         def add(total: Any, value: Any) -> Any:
             return total + lax.convert_element_type(value, dtype)
 
-        return _eqns(add, [accumulator, var], [following])
+        return equations_of(add, [accumulator, var], [following])
 
     def _scaled(self, var: Any) -> list[Any]:
         """Return equations for var = accumulator * B^power in the value's dtype."""
@@ -305,7 +303,7 @@ class _TaskBuilder:
                 scaled = total // self.count
             return lax.convert_element_type(scaled, dtype)
 
-        return _eqns(scale, [accumulator], [var])
+        return equations_of(scale, [accumulator], [var])
 
     def _start_tasks(self) -> list[Task]:
         starts = []
@@ -329,7 +327,7 @@ class _TaskBuilder:
                 def make(shape: Any = aval.shape, first: Any = first) -> Any:
                     return lax.broadcast(first, shape)
 
-                for extra in _eqns(make, [], [zero]):
+                for extra in equations_of(make, [], [zero]):
                     follows[len(eqns)] = var
                     eqns.append(extra)
                 zeros.append(zero)
@@ -511,96 +509,8 @@ def _identity(extreme: str | None, dtype: Any) -> np.ndarray:
     return np.asarray(limits.min if extreme == "max" else limits.max, dtype)
 
 
-def task_plan(
-    task: Task, specs: Mapping[Any, ShardingSpec], strategies: Mapping[int, Strategy | RegionPlan]
-) -> JaxprPlan:
-    """Return the plan of a task: `strategies` by id of equation, `specs` of values.
-
-    Equations that were added for accumulation keep the sharding of the value they follow; sums
-    that were left partial are completed before they leave the update.
-    """
-    complete = task.spec.phase == "update"
-    chosen: list[Strategy | RegionPlan] = []
-    for position, eqn in enumerate(task.eqns):
-        if position in task.follows:
-            chosen.append(_following(eqn, specs[task.follows[position]]))
-        else:
-            chosen.append(strategies[id(eqn)])
-    return JaxprPlan(
-        tuple(specs[var] for var in task.invars),
-        tuple(chosen),
-        tuple(ShardingSpec(specs[var].dims) if complete else specs[var] for var in task.outvars),
-    )
-
-
-def _following(eqn: Any, spec: ShardingSpec) -> Strategy:
-    rule = sharding_rule(eqn)
-    rank = len(spec.dims)
-    assignment: dict[str, tuple[str, ...]] = {}
-    if rule is not None:
-        for dim, axes in zip(rule.results[0], spec.dims, strict=True):
-            if dim and axes:
-                assignment[dim[0]] = axes
-
-    def keep(atom: Any) -> ShardingSpec:
-        same = len(getattr(atom.aval, "shape", ())) == rank and rank
-        if same or (not rank and not isinstance(atom, Literal)):
-            return spec
-        return ShardingSpec.replicated(len(getattr(atom.aval, "shape", ())))
-
-    return Strategy(
-        assignment=tuple(sorted(assignment.items())),
-        operands=tuple(keep(atom) for atom in eqn.invars),
-        results=tuple(spec for _ in eqn.outvars),
-    )
-
-
-def _eqns(function: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Return equations computing `outputs` from `inputs` (variables) by a jax function."""
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in inputs]
-    jaxpr = open_jaxpr(inline(jax.make_jaxpr(function)(*avals)))
-    env = dict(zip(jaxpr.invars, inputs, strict=True))
-    computed = {var for eqn in jaxpr.eqns for var in eqn.outvars}
-    copies = []
-    for atom, output in zip(jaxpr.outvars, outputs, strict=True):
-        if not isinstance(atom, Literal) and atom in computed:
-            env[atom] = output
-        else:
-            copies.append((atom, output))
-    result = []
-    for eqn in jaxpr.eqns:
-        for var in eqn.outvars:
-            env.setdefault(var, Var(var.aval))
-        operands = [atom if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
-        result.append(eqn.replace(invars=operands, outvars=[env[var] for var in eqn.outvars]))
-    for atom, output in copies:
-        aval = jax.ShapeDtypeStruct(output.aval.shape, output.aval.dtype)
-        (copy,) = open_jaxpr(jax.make_jaxpr(lax.copy_p.bind)(aval)).eqns
-        operand = atom if isinstance(atom, Literal) else env[atom]
-        result.append(copy.replace(invars=[operand], outvars=[output]))
-    return result
-
-
 def _with_dtype(aval: Any, dtype: Any) -> Any:
     return jax.core.ShapedArray(aval.shape, dtype)
-
-
-def _jaxpr_of(
-    template: Any,
-    constvars: list[Any],
-    invars: Sequence[Any],
-    outvars: Sequence[Any],
-    eqns: list[Any],
-) -> Any:
-    effects = set().union(*(eqn.effects for eqn in eqns)) if eqns else set()
-    return template.replace(
-        constvars=constvars,
-        invars=list(invars),
-        outvars=list(outvars),
-        eqns=eqns,
-        effects=effects,
-        debug_info=template.debug_info.with_unknown_names(),
-    )
 
 
 def _dtype(atom: Any) -> Any:
