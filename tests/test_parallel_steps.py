@@ -1,4 +1,4 @@
-"""Whole-system: steps as users write them, with one mesh and with microbatches, against plain jax."""
+"""Whole-system: steps as users write them, on one mesh and with microbatches, against plain jax."""
 
 from __future__ import annotations
 
