@@ -1,4 +1,4 @@
-"""Whole-system: steps as users write them, on one mesh and with microbatches, against plain jax."""
+"""Training steps as people write them: losses, metrics, structures, arguments; all agree."""
 
 from __future__ import annotations
 
