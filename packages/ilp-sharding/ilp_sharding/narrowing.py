@@ -32,15 +32,20 @@ from ilp_sharding.table_graph import TableGraph, table_graph
 
 NARROWING_TABLES = 2e7  # table entries up to which sweeps in this process are quick
 _GUESSES = (1e-9, 1e-7, 1e-5, 1e-4, 1e-3, 4e-3, 1.6e-2)  # relative rise over the bound
-_LOADING_SECONDS = 5.0  # of compiled loops; they cannot be interrupted
+_LOADING_SECONDS = 5.0  # of compiled loops from the cache; it cannot be interrupted
 _SWEEPS = 60  # of messages without memory rows
 _STEPS = 400  # of multipliers with them
 _SWEPT_TABLES = 4e8  # table entries all sweeps together may visit where memory binds
 
 
 def ready(seconds: float) -> bool:
-    """Return whether the compiled loops are loaded, or `seconds` are enough to load them."""
-    return "ilp_sharding.dual" in sys.modules or seconds > _LOADING_SECONDS
+    """Return whether the compiled loops ran before in this process, or `seconds` suffice to load them.
+
+    The first call of a loop compiles it, or reads it from numba's cache.
+    """
+    messages = sys.modules.get("ilp_sharding.messages")
+    compiled = messages is not None and bool(messages.decode.signatures)
+    return compiled or seconds > _LOADING_SECONDS
 
 
 def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bool:

@@ -67,7 +67,7 @@ def test_meshes_in_other_processes_train_like_one_process_and_a_dead_one_is_name
             np.testing.assert_allclose(got["loss1"], wanted["loss1"], rtol=1e-6)
         for name, array in runtime.fetch(["w0", "w1"]).items():
             # mesh 0 adds across processes in gloo's order: float32 rounding, nothing more
-            np.testing.assert_allclose(array, reference.fetch([name])[name], rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(array, reference.fetch([name])[name], rtol=1e-5, atol=1e-6)
         assert [e.mesh for e in runtime.trace].count(1) == len(job.schedule.programs[1])
         assert all(event.stop >= event.start for event in runtime.trace)
 
