@@ -39,7 +39,7 @@ _SWEPT_TABLES = 4e8  # table entries all sweeps together may visit where memory 
 
 
 def ready(seconds: float) -> bool:
-    """Return whether the compiled loops ran before in this process, or `seconds` suffice to load them.
+    """Return whether the compiled loops ran before in this process, or `seconds` are enough.
 
     The first call of a loop compiles it, or reads it from numba's cache.
     """
