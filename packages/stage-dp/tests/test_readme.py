@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import alpa_interchange
+import stage_dp
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -17,5 +20,5 @@ def test_the_example_prints_what_the_readme_shows():
     shown = re.search(r"prints\n\n```\n(.*?)```", text, re.DOTALL)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(code.group(1), {})
+        exec(code.group(1), {"alpa_interchange": alpa_interchange, "stage_dp": stage_dp})
     assert printed.getvalue() == shown.group(1)
