@@ -163,12 +163,12 @@ def test_batches_that_disagree_in_size_are_refused():
 
 @pytest.mark.parametrize("num_microbatches", [1, None])
 def test_memory_that_no_plan_fits_is_refused_with_the_missing_bytes(num_microbatches):
-    limited = alpa.parallelize(_step, **QUICK, memory=3000.0, num_microbatches=num_microbatches)
+    limited = alpa.parallelize(_step, **QUICK, memory=1000.0, num_microbatches=num_microbatches)
     with pytest.raises(alpa.InfeasibleError, match="cheapest remedy") as refusal:
         limited.plan_for(_params(), _batch())
     assert 0 < refusal.value.missing_bytes < 20_000
-    enough = 3000.0 + refusal.value.missing_bytes
-    assert f"{3000:,} bytes" in str(refusal.value)
+    enough = 1000.0 + refusal.value.missing_bytes
+    assert f"{1000:,} bytes" in str(refusal.value)
     assert alpa.parallelize(_step, **QUICK, memory=8 * enough).plan_for(_params(), _batch())
 
 

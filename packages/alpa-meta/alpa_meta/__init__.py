@@ -10,6 +10,7 @@ from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.executable import Executable
 from alpa_meta.options import Options
 from alpa_meta.phases import value_and_grad
+from alpa_meta.piecewise import PiecewiseArray
 from alpa_meta.pinning import pin
 from alpa_meta.rules import register as sharding_rule
 
@@ -20,6 +21,7 @@ __all__ = [
     "Options",
     "ParallelPlan",
     "ParallelStep",
+    "PiecewiseArray",
     "PlanError",
     "local_cluster",
     "parallelize",

@@ -13,13 +13,16 @@ import numpy as np
 from attrs import evolve, frozen
 
 from alpa_interchange import ClusterSpec, ParallelPlan, PipelineSchedule
+from alpa_meta.arguments import abstract_leaf, is_array
 from alpa_meta.chosen_plan import Planned
 from alpa_meta.errors import PlanError
 from alpa_meta.executable import Executable
 from alpa_meta.options import Options
+from alpa_meta.piecewise import Piece, PiecewiseArray, gathered, state_arrays
 from alpa_meta.planner import make_plan, restore
-from alpa_meta.program import Step, abstract_leaf, is_array
+from alpa_meta.program import Program, Step
 from alpa_meta.sampling import sample_plan
+from alpa_meta.shape_buckets import Bucket, Buckets, at_planned_shapes
 from cost_model import cluster as cluster_by_name
 
 
@@ -87,6 +90,7 @@ class ParallelStep:
         self._cluster = cluster
         self.options = options
         self._cache: dict[Any, tuple[Step, Lowered]] = {}
+        self._buckets = Buckets(options)
         self._latest: Any = None
 
     # ------------------------------------------------------------------ planning
@@ -116,13 +120,28 @@ class ParallelStep:
         key = self._key(args)
         if key not in self._cache:
             step = self._traced(args)
-            if self.options.plan is not None:
-                planned = restore(step, self.options.plan, self.options)
-            else:
-                planned = make_plan(step, self.cluster, self.options)
-            self._cache[key] = (step, Lowered(planned, self.options))
+            self._cache[key] = (step, Lowered(self._planned(step), self.options))
         self._latest = key
         return self._cache[key][1]
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The batch shapes planned so far and how each came by its plan; needs `dynamic_dims`."""
+        return tuple(self._buckets.made)
+
+    def _planned(self, step: Step) -> Planned:
+        options = self.options
+        if options.dynamic_dims is not None:
+            if options.plan is not None and not self._buckets.made:
+                saved = at_planned_shapes(step, options.plan)
+                self._buckets.add_origin(saved, restore(saved, options.plan, options))
+            return self._buckets.planned(step, self._searched)
+        if options.plan is not None:
+            return restore(step, options.plan, options)
+        return self._searched(step)
+
+    def _searched(self, step: Step) -> Planned:
+        return make_plan(step, self.cluster, self.options)
 
     def _traced(self, args: tuple[Any, ...]) -> Step:
         static = self.options.static_argnums
@@ -185,25 +204,26 @@ class ParallelStep:
     def place(self, *state: Any) -> Any:
         """Return state arguments (host or device arrays) laid out as the plan wants them."""
         self._require_plan()
-        step, _ = self._cache[self._latest]
         executable = self._compiled(self._latest)
         leaves, tree = _flatten(state)
         arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
-        paths = [leaf.path for leaf in self._program(step).inputs if leaf.role == "state"]
-        if len(arrays) != len(paths):
+        wanted = state_arrays(self._program())
+        if len(arrays) != len(wanted):
             raise PlanError(
-                f"place() was given {len(arrays)} arrays, the step has {len(paths)} state arrays"
+                f"place() was given {len(arrays)} arrays, the step has {len(wanted)} state arrays"
             )
         placed = iter(
-            jax.device_put(array, sharding) if sharding is not None else array
-            for array, sharding in zip(
-                arrays, [executable.input_sharding(path) for path in paths], strict=True
-            )
+            array.placed(value, executable.input_sharding)
+            for value, array in zip(arrays, wanted, strict=True)
         )
         result = tree.unflatten(
             [next(placed) if hasattr(leaf, "dtype") else leaf for leaf in leaves]
         )
         return result[0] if len(state) == 1 else result
+
+    def gather(self, tree: Any) -> Any:
+        """Return state or results with every array whole on the host."""
+        return gathered(tree)
 
     def audit(self, *args: Any, reference: Any = None) -> Any:
         """Return the audit of the step compiled for arguments: is the program its plan?
@@ -221,13 +241,13 @@ class ParallelStep:
             plain = jax.jit(self._function, static_argnums=self.options.static_argnums)
             reference = single_device_reference(plain, args, jax.random.key(0))
         result = self(*jax.tree.map(_fresh, args))
-        return executable.audit(reference.check(jax.tree.map(_on_host, result)))
+        return executable.audit(reference.check(gathered(result)))
 
     def _require_plan(self) -> None:
         if self._latest is None:
             raise PlanError("the step has no plan yet; call plan_for(state, batch) first")
 
-    def _program(self, step: Step) -> Any:
+    def _program(self) -> Program:
         return self._cache[self._latest][1].planned.program
 
     def _arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
@@ -254,10 +274,10 @@ class ParallelStep:
         return fitting[0]
 
     def _matches(self, unborn: Unborn) -> bool:
-        program = self._cache[self._latest][1].planned.program
+        step, _ = self._cache[self._latest]
         wanted = [
             (tuple(leaf.aval.shape), leaf.aval.dtype)
-            for leaf in program.inputs
+            for leaf in step.leaves
             if leaf.role == "state"
         ]
         made = [
@@ -277,36 +297,34 @@ class ParallelStep:
     def _birth(self, unborn: Unborn) -> Any:
         """Return the state, each mesh computing only the arrays that live on it."""
         executable = self._compiled(self._latest)
-        program = self._cache[self._latest][1].planned.program
-        shapes = unborn.shapes()
-        leaves, tree = _flatten(shapes)
+        leaves, tree = _flatten(unborn.shapes())
         arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
-        paths = [leaf.path for leaf in program.inputs if leaf.role == "state"]
-        if len(arrays) != len(paths):
+        wanted = state_arrays(self._program())
+        if len(arrays) != len(wanted):
             raise PlanError(
-                f"init made a state of {len(arrays)} arrays, but the step has {len(paths)} state "
+                f"init made a state of {len(arrays)} arrays, but the step has {len(wanted)} state "
                 "arrays; make() must return the state argument (a tuple if there are several)"
             )
-        groups: dict[Any, list[int]] = {}
-        shardings = {}
-        for k, path in zip(arrays, paths, strict=True):
-            sharding = executable.input_sharding(path)
-            if sharding is None:
-                sharding = jax.sharding.NamedSharding(
-                    executable.meshes[0], jax.sharding.PartitionSpec()
-                )
-            shardings[k] = sharding
-            groups.setdefault(sharding.mesh, []).append(k)
-        made: dict[int, Any] = {}
+        unread = jax.sharding.NamedSharding(executable.meshes[0], jax.sharding.PartitionSpec())
+        groups: dict[Any, list[tuple[int, Piece, Any]]] = {}
+        for k, array in zip(arrays, wanted, strict=True):
+            for piece in array.pieces:
+                sharding = executable.input_sharding(piece.path) or unread
+                groups.setdefault(sharding.mesh, []).append((k, piece, sharding))
+        made: dict[tuple[int, Piece], Any] = {}
         for members in groups.values():
 
-            def part(*args: Any, members: Sequence[int] = tuple(members)) -> list[Any]:
+            def part(*args: Any, members: Sequence[Any] = tuple(members)) -> list[Any]:
                 flat = jax.tree.leaves(unborn.make(*args))
-                return [flat[k] for k in members]
+                return [piece.of(flat[k]) for k, piece, _ in members]
 
-            values = jax.jit(part, out_shardings=[shardings[k] for k in members])(*unborn.args)
-            made.update(zip(members, values, strict=True))
-        return tree.unflatten([made.get(k, leaf) for k, leaf in enumerate(leaves)])
+            shardings = [sharding for _, _, sharding in members]
+            values = jax.jit(part, out_shardings=shardings)(*unborn.args)
+            for (k, piece, _), value in zip(members, values, strict=True):
+                made[k, piece] = value
+        for k, array in zip(arrays, wanted, strict=True):
+            leaves[k] = array.united([made[k, piece] for piece in array.pieces])
+        return tree.unflatten(leaves)
 
     def _key(self, args: tuple[Any, ...]) -> Any:
         leaves, tree = jax.tree.flatten(
@@ -361,15 +379,9 @@ def local_cluster() -> ClusterSpec:
 
 def _fresh(leaf: Any) -> Any:
     """Return a copy that a step may overwrite."""
+    if isinstance(leaf, PiecewiseArray):
+        return PiecewiseArray([jnp.copy(piece) for piece in leaf.pieces], leaf.bounds)
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
-def _on_host(leaf: Any) -> Any:
-    """Return an array in the host's memory, wherever its parts are."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        words = jax.device_get(jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-    return jax.device_get(leaf)
 
 
 def _named_cluster(name: str) -> ClusterSpec:

@@ -14,20 +14,23 @@ from typing import Any
 import numpy as np
 from attrs import evolve, frozen
 
-import ilp_sharding
 from alpa_interchange import (
     LogicalMesh,
     ShardingSolution,
     StageCandidate,
     SubmeshSpec,
 )
+from alpa_meta.bucketed_solution import solve_in_buckets
 from alpa_meta.errors import PlanError
 from alpa_meta.intra_op import Selection, build
+from alpa_meta.layering import Layering
+from alpa_meta.memory_limit import solve, solve_within
 from alpa_meta.mesh_costs import MeshCosts
 from alpa_meta.options import Options
 from alpa_meta.pinning import Pin, pinned_inputs
 from alpa_meta.presets import preset_pins
 from alpa_meta.program import Program
+from alpa_meta.scan_cutting import CutProgram
 from alpa_meta.stage_selection import (
     StageCosts,
     StageScope,
@@ -56,11 +59,17 @@ class MeshSolution:
 
 @frozen(eq=False)
 class Outlook:
-    """The program at one microbatch count, layered and staged as one stage."""
+    """The program at one microbatch count, layered and staged as one stage.
+
+    Where its scans over layers are in pieces, so that stages may cut them, `cut` says which, and
+    `uncut` is the outlook with whole scans: what runs if there is one stage after all.
+    """
 
     program: Program
     staging: Staging
     num_layers: int
+    cut: CutProgram | None = None
+    uncut: tuple[Outlook, Layering] | None = None
 
 
 def solve_mesh(
@@ -77,13 +86,11 @@ def solve_mesh(
     On the whole cluster the memory limit is a constraint; elsewhere it depends on the range, so
     solutions that weigh memory more are added where the first one would not fit.
     """
-    scope = stage_scope(
-        outlook.program, outlook.staging, 0, 1, input_pins(outlook.program, mesh, options)
-    )
+    pins = input_pins(outlook.program, mesh, options)
+    scope = stage_scope(outlook.program, outlook.staging, 0, 1, pins, apart=not whole)
     costs = MeshCosts(mesh, model, submesh.host_group)
     selection = build(scope.eqns, costs, f"{submesh.num_devices} devices {mesh.shape}")
-    solutions = []
-    found = solve(selection, options, None)
+    found = solve_in_buckets(selection, options)
     if found.choice is None:
         if found.status == "infeasible":
             return [], 0.0
@@ -91,53 +98,50 @@ def solve_mesh(
             f"no sharding was found on a mesh of {mesh.shape} within {options.solver_seconds} s; "
             "raise Options.solver_seconds"
         )
-    first = solved_costs(scope, selection, found.choice, outlook.num_layers)
-    needed = _needed(first)
-    if not whole or needed <= memory:
-        solutions.append(MeshSolution(submesh, mesh, first, found, whole, scope, selection))
-    if needed <= memory:
-        return solutions, 0.0
     if whole:
-        limit = memory - first.transient.max()
-        missing = needed - memory
-        if limit > 0:
-            tight = solve(selection, options, limit)
-            if tight.choice is not None:
-                exact = solved_costs(scope, selection, tight.choice, outlook.num_layers)
-                return [MeshSolution(submesh, mesh, exact, tight, True, scope, selection)], 0.0
-            if tight.smallest_memory is not None:
-                missing = tight.smallest_memory - limit
-        return [], missing
-    for weight in LEAN_WEIGHTS:
-        lean = _solve_lean(selection, found, weight, options)
-        if lean.choice is not None:
-            part = solved_costs(scope, selection, lean.choice, outlook.num_layers)
-            solutions.append(MeshSolution(submesh, mesh, part, lean, False))
+        return _solve_whole(outlook, submesh, scope, selection, found, memory, options)
+    first = solved_costs(scope, selection, found.choice, outlook.num_layers)
+    solutions = [MeshSolution(submesh, mesh, first, found, False, scope, selection)]
+    if _needed(first) > memory:
+        for weight in LEAN_WEIGHTS:
+            lean = _solve_lean(selection, found, weight, options)
+            if lean.choice is not None:
+                part = solved_costs(scope, selection, lean.choice, outlook.num_layers)
+                solutions.append(MeshSolution(submesh, mesh, part, lean, False))
     return solutions, 0.0
 
 
-def solve(selection: Selection, options: Options, memory: float | None) -> ShardingSolution:
-    """Return the solution of a selection problem under a memory limit."""
-    return ilp_sharding.solve(
-        evolve(selection.problem, memory_limit=memory),
-        ilp_sharding.SolveOptions(deadline=options.solver_seconds, seed=options.seed),
-    )
+def _solve_whole(
+    outlook: Outlook,
+    submesh: SubmeshSpec,
+    scope: StageScope,
+    selection: Selection,
+    free: ShardingSolution,
+    memory: float,
+    options: Options,
+) -> tuple[list[MeshSolution], float]:
+    """Return the solution for the whole cluster that fits, or the bytes missing."""
+    found = solve_within(selection, options, memory, free)
+    if found.choice is None:
+        if found.smallest_memory is None:
+            assert free.choice is not None
+            return [], selection.memory.peak(free.choice).total - memory
+        return [], max(found.smallest_memory - memory, 1.0)
+    costs = solved_costs(scope, selection, found.choice, outlook.num_layers)
+    mesh = selection.costs.mesh
+    return [MeshSolution(submesh, mesh, costs, found, True, scope, selection)], 0.0
 
 
 def _solve_lean(
     selection: Selection, first: ShardingSolution, weight: float, options: Options
 ) -> ShardingSolution:
-    problem = selection.problem
+    """Return the solution where memory has a price: `weight` times all seconds for all bytes."""
     assert first.choice is not None and first.objective is not None
-    offsets = np.concatenate([[0], np.cumsum(problem.num_strategies)[:-1]])
-    held = float(problem.node_memory[offsets + np.array(first.choice)].sum())
-    price = weight * first.objective / max(held, 1.0)
-    lean = evolve(
-        problem, node_cost=problem.node_cost + price * problem.node_memory, memory_limit=None
-    )
-    return ilp_sharding.solve(
-        lean, ilp_sharding.SolveOptions(deadline=options.solver_seconds, seed=options.seed)
-    )
+    peak = selection.memory.peak(first.choice)
+    row, _ = selection.memory.row(peak.time)
+    price = weight * first.objective / max(peak.total, 1.0)
+    problem = selection.problem
+    return solve(evolve(problem, node_cost=problem.node_cost + price * row), options)
 
 
 def _needed(costs: StageCosts) -> float:
@@ -195,6 +199,7 @@ def _candidate(
     update = costs.update[part].sum()
     least = costs.floor[part].sum(axis=0)
     bound = least[0] / count
+    held = _held(solved, part)
     if solved.whole and solved.solution.lower_bound is not None:
         bound = max(bound, (solved.solution.lower_bound - update) / count)
         least[1] = update
@@ -213,12 +218,28 @@ def _candidate(
         forward_seconds=float(forward),
         backward_seconds=float(backward),
         step_seconds=float(update),
-        state_bytes=0.0 if floor else float(costs.state[part].sum() + costs.gradients[part].sum()),
-        activation_bytes=0.0 if floor else float(costs.activations[part].sum()),
-        transient_bytes=0.0 if floor else float(costs.transient[part].max()),
+        state_bytes=0.0 if floor else held[0],
+        activation_bytes=0.0 if floor else held[1],
+        transient_bytes=0.0 if floor else held[2],
         boundary_seconds=edge,
         lower_bound_seconds=float(min(bound, forward + backward)),
         key=key,
+    )
+
+
+def _held(solved: MeshSolution, part: slice) -> tuple[float, float, float]:
+    """Return the bytes of state and gradients, of a microbatch's activations, of temporaries.
+
+    Of the whole program at its peak; of a range of layers the most of each.
+    """
+    costs = solved.costs
+    if solved.whole:
+        state, gradients, activations, temporaries = costs.peak.bytes
+        return state + gradients, activations, temporaries
+    return (
+        float(costs.state[part].sum() + costs.gradients[part].sum()),
+        float(costs.activations[part].sum()),
+        float(costs.transient[part].max()),
     )
 
 
@@ -233,14 +254,15 @@ def exact_candidate(
     assert solution.choice is not None
     costs = solved_costs(scope, selection, solution.choice, num_layers)
     count = template.num_microbatches
+    state, gradients, activations, temporaries = costs.peak.bytes
     candidate = evolve(
         template,
         forward_seconds=float(costs.forward.sum() / count),
         backward_seconds=float(costs.backward.sum() / count),
         step_seconds=float(costs.update.sum()),
-        state_bytes=float(costs.state.sum() + costs.gradients.sum()),
-        activation_bytes=float(costs.activations.sum()),
-        transient_bytes=float(costs.transient.max()),
+        state_bytes=state + gradients,
+        activation_bytes=activations / scope.eqns.in_flight,
+        transient_bytes=temporaries,
         lower_bound_seconds=0.0,
     )
     return candidate, costs

@@ -29,12 +29,12 @@ from alpa_meta.options import Options
 from alpa_meta.plan_identity import problem_hash
 from alpa_meta.plan_summary import (
     layer_summaries,
-    memory_by_name,
     program_summary,
     provenance,
     stage_sharding,
 )
 from alpa_meta.program import Program, Step
+from alpa_meta.scan_stages import staged_program
 from alpa_meta.stage_selection import stage_scope
 from alpa_meta.staging import Staging, assign_stages
 from alpa_meta.tasks import Tasks, build_tasks
@@ -89,9 +89,10 @@ def finish(
     """
     cluster = model.cluster
     cuts = [stage.candidate.layer_start for stage in stage_plan.stages[1:]]
-    staging = outlook.staging
-    if cuts:
-        staging = assign_stages(layering, cuts, outlook.program.jaxpr.outvars)
+    if not cuts and outlook.uncut is not None:
+        outlook, layering = outlook.uncut
+        stage_plan = _over_all_layers(stage_plan, outlook.num_layers)
+    program, staging = chosen_stages(outlook, layering, cuts)
     selections, shardings, stages, peaks = [], [], [], []
     solved: dict[str, ShardingSolution] = {}
     for stage, placed in enumerate(stage_plan.stages):
@@ -102,22 +103,23 @@ def finish(
             scope, selection = built.scope, built.selection
         else:
             scope, selection = stage_selection(
-                outlook.program, staging, stage, placed.candidate, in_flight, model, options
+                program, staging, stage, placed.candidate, in_flight, model, options
             )
         limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
-        room = limit - placed.candidate.transient_bytes
         key = problem_hash(selection) + repr(selection.problem.node_cost.sum())
         if key not in solved:
-            solved[key] = choose(placed.candidate, selection, max(room, 1.0))
+            solved[key] = choose(placed.candidate, selection, limit)
         solution = solved[key]
         if solution.choice is None:
-            return max((solution.smallest_memory or room * 1.1) - room, 1.0)
+            return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
         candidate, costs = exact_candidate(
             scope, selection, solution, placed.candidate, outlook.num_layers
         )
         selections.append(selection)
-        memory = memory_by_name(costs, in_flight)
-        shardings.append(stage_sharding(outlook.program, placed, selection, solution, memory))
+        memory = costs.peak.by_kind()
+        shardings.append(
+            stage_sharding(program, placed, selection, solution, memory, options.executor)
+        )
         stages.append(PlacedStage(candidate=candidate, device_ids=placed.device_ids))
         peaks.append(sum(memory.values()))
     options.progress("stages", len(stages), len(stages))
@@ -129,7 +131,7 @@ def finish(
         lower_bound=min(bound, seconds),
         peak_bytes=tuple(peaks),
     )
-    tasks = build_tasks(outlook.program, staging)
+    tasks = build_tasks(program, staging)
     schedule = stage_dp.emit(
         tasks.graph,
         stage_plan.schedule,
@@ -137,7 +139,7 @@ def finish(
         warmups=stage_plan.in_flight if stage_plan.schedule == "adaptive" else None,
     )
     plan = ParallelPlan(
-        program=program_summary(outlook.program, step),
+        program=program_summary(program, step),
         cluster=cluster,
         layers=layer_summaries(outlook, layering),
         stage_plan=exact,
@@ -147,7 +149,26 @@ def finish(
         lower_bound=min(bound, seconds),
         provenance=provenance(),
     )
-    return Planned(plan, outlook.program, staging, tuple(selections), tasks)
+    return Planned(plan, program, staging, tuple(selections), tasks)
+
+
+def chosen_stages(
+    outlook: Outlook, layering: Layering, cuts: Sequence[int]
+) -> tuple[Program, Staging]:
+    """Return the program that runs when the layers are cut into stages at `cuts`, and its
+    staging."""
+    if outlook.cut is not None:
+        return staged_program(outlook.cut, layering, cuts)
+    if not cuts:
+        return outlook.program, outlook.staging
+    return outlook.program, assign_stages(layering, cuts, outlook.program.jaxpr.outvars)
+
+
+def _over_all_layers(plan: StagePlan, num_layers: int) -> StagePlan:
+    """Return a plan of one stage over another number of layers."""
+    (stage,) = plan.stages
+    candidate = evolve(stage.candidate, layer_start=0, layer_stop=num_layers)
+    return evolve(plan, stages=(evolve(stage, candidate=candidate),))
 
 
 def whole_solution(

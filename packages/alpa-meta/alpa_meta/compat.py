@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.extend import source_info_util
 
 ClosedJaxpr = jex.ClosedJaxpr
 Jaxpr = jex.Jaxpr
@@ -123,6 +124,14 @@ def name_stack(eqn: Any) -> str:
     """Return the transformations and scopes an equation was traced under, e.g.
     `transpose(jvp(f))`."""
     return str(eqn.source_info.name_stack)
+
+
+def source_line(eqn: Any) -> str:
+    """Return file:line of the user's code behind an equation, or an empty string."""
+    try:
+        return str(source_info_util.summarize(eqn.source_info))
+    except (AttributeError, TypeError):
+        return ""
 
 
 def with_outer_name_stack(eqn: Any, outer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A planned step compiled for devices: one jitted shard_map per task, run by a mesh runtime."""
+"""A planned step compiled for devices: one jitted program per task, run by a mesh runtime."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import numpy as np
 from attrs import frozen
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
+from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.chosen_plan import Planned
 from alpa_meta.errors import PlanError
+from alpa_meta.piecewise import parted, united
 from alpa_meta.spmd import (
+    HOST_BUCKETS,
     JaxprPlan,
     RegionPlan,
+    completed_plan,
+    constraint_program,
     global_shape,
     partition_spec,
     planned_collectives,
@@ -45,6 +49,7 @@ class CompiledTask:
     jax_mesh: Mesh | None
     conversions: Any
     function: Any  # jitted
+    executor: str = "shard_map"
 
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
         """Return the global shapes and shardings of the task's operands."""
@@ -110,11 +115,14 @@ class Executable:
             outputs=self._output_names(),
         )
         self._where = self._input_places()
+        self._tracing = trace != "none"
+        self._only = self._only_run()
 
     # ------------------------------------------------------------------ running
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the flat results of one step for the flat `inputs` in the order of the program."""
+        """Return the array leaves of the step's result for those of its arguments, in order."""
+        inputs = parted(self.planned.program, inputs)
         buffers: dict[str, Any] = {}
         placed = list(inputs)
         seen: set[int] = set()
@@ -126,7 +134,22 @@ class Executable:
             else:
                 buffers[leaf.path] = placed[k] = self._placed(leaf.path, inputs[k], seen)
         results = self._runtime.step(buffers)
-        return [self._output(output, results, placed) for output in self.planned.tasks.outputs]
+        outputs = [self._output(output, results, placed) for output in self.planned.tasks.outputs]
+        return united(self.planned.program, outputs)
+
+    def _only_run(self) -> Instruction | None:
+        """Return the one instruction of a plan that runs one task once; None for other plans."""
+        runs = [i for program in self.plan.schedule.programs for i in program if i.kind != "free"]
+        return runs[0] if len(runs) == 1 and runs[0].kind == "run" else None
+
+    def _step(self, buffers: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the results of one step by the runtime, or of the only task there is to run."""
+        only = self._only
+        if only is None or self._tracing:
+            return self._runtime.step(buffers)
+        assert only.task is not None
+        results = self.tasks[only.task].function(*(buffers[name] for name in only.inputs))
+        return dict(zip(only.outputs, results, strict=True))
 
     def _placed(self, path: str, value: Any, seen: set[int]) -> Any:
         """Return an input on its devices; one array given for two inputs is copied, as the step may
@@ -225,6 +248,7 @@ class Executable:
     def trace(self, mode: str) -> None:
         """Trace the steps from now on: "none", "ready" (asynchronous) or "blocking" (exact)."""
         self._runtime.trace_mode = mode
+        self._tracing = mode != "none"
 
     @property
     def last_trace(self) -> tuple[TraceEvent, ...]:
@@ -288,7 +312,13 @@ def compile_task(
     closed = task.closed(planned.program)
     mesh = sharding.mesh.logical
     conversions = selection.costs.conversions
-    program = shard_map_program(closed, plan, mesh, conversions)
+    on_host = jax_mesh is not None and jax_mesh.devices.flat[0].platform == "cpu"
+    buckets = HOST_BUCKETS if on_host else None
+    if sharding.executor == "constraint":
+        plan = completed_plan(plan)
+        program = constraint_program(closed, plan, mesh)
+    else:
+        program = shard_map_program(closed, plan, mesh, conversions, buckets=buckets)
 
     def run(*operands: Any) -> tuple[Any, ...]:
         return tuple(program(*operands))
@@ -306,7 +336,10 @@ def compile_task(
         options["out_shardings"] = tuple(
             NamedSharding(jax_mesh, partition_spec(spec)) for spec in plan.outputs
         )
-    return CompiledTask(task, closed, plan, mesh, jax_mesh, conversions, jax.jit(run, **options))
+    function = jax.jit(run, **options)
+    return CompiledTask(
+        task, closed, plan, mesh, jax_mesh, conversions, function, sharding.executor
+    )
 
 
 def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingSpec]:

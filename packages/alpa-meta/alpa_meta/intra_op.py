@@ -11,12 +11,14 @@ are seconds per training step:
     times  microbatches (forward, backward) or 1 (update), times loop trips
 
 Equations at the same place of layers of the same class share one node (`ProblemBuilder`), and so
-does the body of a scan, whose carry enters and leaves with one spec. Memory counts what lives long:
-state, gradient accumulators, and activations kept for the backward pass, per microbatch in flight.
+does the body of a scan, whose carry enters and leaves with one spec. Memory is a profile over the
+order of the equations (`liveness`, `memory_profile`), of which the times that bind become rows of
+the problem (`memory_limit`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +26,9 @@ import numpy as np
 from attrs import evolve, frozen
 
 from alpa_interchange import ShardingProblem, ShardingSpec, Strategy
+from alpa_meta.bucketed_traffic import BucketedTraffic
 from alpa_meta.intra_op_builder import Builder
+from alpa_meta.memory_profile import MemoryProfile
 from alpa_meta.mesh_costs import MeshCosts
 from alpa_meta.spmd import JaxprPlan, RegionPlan
 from alpa_meta.stage_problem import Record, Source, StageEqns
@@ -41,6 +45,14 @@ class Selection:
     costs: MeshCosts
     node_layer_cost: Callable[[Sequence[int]], np.ndarray]
     least_cost: Callable[[], np.ndarray]
+    traffic: BucketedTraffic
+    memory: MemoryProfile
+    times: Sequence[int]  # of the memory, at which each equation begins
+
+    @functools.cached_property
+    def alone(self) -> ShardingProblem:
+        """Return the problem in which no collectives travel together."""
+        return self.traffic.alone(self.problem)
 
     def spec(self, var: Any, choice: Sequence[int]) -> ShardingSpec:
         """Return the sharding spec of `var` under a choice of strategies."""
@@ -54,13 +66,25 @@ class Selection:
         return _chosen(self.records[position], choice)
 
 
-def build(stage: StageEqns, costs: MeshCosts, name: str, memory: float | None = None) -> Selection:
+def build(stage: StageEqns, costs: MeshCosts, name: str) -> Selection:
     """Return the selection problem of a stage on a mesh."""
     builder = Builder(costs, stage)
-    records = builder.eqns(stage)
-    problem = builder.problem.build(name, memory)
+    records = builder.eqns()
+    problem = builder.problem.build(name)
+    memory = builder.memory(problem.num_strategies.tolist())
     by_equation, least = builder.costs_by_equation(len(records))
-    return Selection(problem, builder.sources, records, stage, costs, by_equation, least)
+    return Selection(
+        problem,
+        builder.sources,
+        records,
+        stage,
+        costs,
+        by_equation,
+        least,
+        builder.traffic,
+        memory,
+        tuple(builder.times),
+    )
 
 
 def _chosen(record: Record, choice: Sequence[int]) -> Strategy | RegionPlan:

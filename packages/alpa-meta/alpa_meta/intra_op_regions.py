@@ -54,6 +54,12 @@ def _entry(
     node, source = builder.value_node(var, key, "region input")
     specs = source.stacked(stacked).specs if stacked is not None else source.specs
     builder.convert(outer, node, specs, weight)
+    if outer.node is None:
+        return source
+    if stacked is None:
+        builder.timeline.alias(source, outer)
+    else:
+        builder.timeline.store(source)
     return source
 
 
@@ -88,12 +94,19 @@ def _scan(
         entry = _entry(builder, var, (key, "in", number), source, weight, stacked)
         inputs.append(entry)
         operands.append(entry.stacked(length) if stacked is not None else entry)
+    began = builder.timeline.now
+    for carry in inputs[num_consts : num_consts + num_carry]:
+        builder.timeline.store(carry)
     inner = _body(builder, body, (key, "body"), weight * length, inputs, phase)
     carries = inputs[num_consts : num_consts + num_carry]
     for carry, result in zip(carries, inner.outputs[:num_carry], strict=True):
         builder.convert(result, carry.node, carry.specs, weight * length)
     inner.outputs = (*carries, *inner.outputs[num_carry:])
     results = (*carries, *(source.stacked(length) for source in inner.outputs[num_carry:]))
+    for result in results[num_carry:]:
+        builder.timeline.store(result, began)
+    builder.timeline.hold(inner.outputs)
+    builder.end_loop(began, [*outer[:num_consts], *outer[num_consts + num_carry :]])
     return Record(None, (), tuple(operands), results, (inner,))
 
 
@@ -113,12 +126,17 @@ def _while(
         for number, (var, source) in enumerate(zip(variables, outer, strict=True))
     ]
     carries = entries[num_cond + num_body :]
+    began = builder.timeline.now
+    for carry in carries:
+        builder.timeline.store(carry)
     tested = _body(builder, cond, (key, "cond"), trips, [*entries[:num_cond], *carries], phase)
     tested.outputs = (_whole(open_jaxpr(cond).outvars[0]),)
     inner = _body(builder, body, (key, "body"), trips, entries[num_cond:], phase)
     for carry, result in zip(carries, inner.outputs, strict=True):
         builder.convert(result, carry.node, carry.specs, trips)
+    builder.timeline.hold(inner.outputs)
     inner.outputs = tuple(carries)
+    builder.end_loop(began, outer[: num_cond + num_body])
     return Record(None, (), tuple(entries), tuple(carries), (tested, inner))
 
 
@@ -146,6 +164,8 @@ def _cond(
         builder.value_node(var, (key, "out", number), "branch result")[1]
         for number, var in enumerate(eqn.outvars)
     )
+    for result in results:
+        builder.timeline.store(result)
     bodies = []
     for number, branch in enumerate(branches):
         body = _body(builder, branch, (key, "branch", number), weight, entries, phase)

@@ -41,24 +41,34 @@ def tensor_bytes(atom: Any) -> float:
     return float(math.prod(getattr(aval, "shape", ())) * getattr(aval.dtype, "itemsize", 8))
 
 
+def clustered_positions(program: Program) -> list[int]:
+    """Return the positions of the forward equations that are clustered into layers, in order."""
+    floating = _floating(program.jaxpr.eqns)
+    return [
+        k
+        for k, phase in enumerate(program.phases.of_eqn)
+        if phase == "forward" and k not in floating
+    ]
+
+
 def assign_layers(
     program: Program, cluster: Callable[[Sequence[Any], Sequence[Any]], Sequence[int]]
 ) -> Layering:
     """Return the layering of `program`.
 
-    `cluster(forward_eqns, inputs)` gives the layer of each forward equation, non-decreasing.
+    `cluster(forward_eqns, inputs)` gives the layer of each equation at `clustered_positions`.
     """
     jaxpr = program.jaxpr
     eqns, phases = list(jaxpr.eqns), list(program.phases.of_eqn)
     floating = _floating(eqns)
-    forward = [k for k, phase in enumerate(phases) if phase == "forward" and k not in floating]
+    forward = clustered_positions(program)
     clustered = cluster([eqns[k] for k in forward], jaxpr.invars) if forward else []
     layers: list[int | None] = [None] * len(eqns)
     for k, place in zip(forward, clustered, strict=True):
         layers[k] = int(place)
     num_layers = max((int(place) for place in clustered), default=0) + 1
     held = _backward_layers(eqns, phases, layers, floating, num_layers, jaxpr.invars)
-    _update_layers(eqns, phases, layers, floating, held, jaxpr)
+    _update_layers(eqns, phases, layers, floating, held)
     pairs = list(zip(layers, phases, strict=True))
     eqns, labels = clone_into_readers(eqns, pairs, floating, jaxpr.outvars, (None, "update"))
     layers, phases = [], []
@@ -151,11 +161,9 @@ def _update_layers(
     layers: list[int | None],
     floating: set[int],
     home: dict[Any, int],
-    jaxpr: Any,
 ) -> None:
     """Assign layers to the tensor equations of the update, following parameters and gradients."""
     update = [k for k, phase in enumerate(phases) if phase == "update" and k not in floating]
-    inputs = set(jaxpr.invars)
 
     def rank(atom: Any) -> int:
         return len(getattr(atom.aval, "shape", ()))
@@ -185,10 +193,9 @@ def _update_layers(
                     home[var] = layer
                     changed = True
             for atom in eqn.invars:
-                if not isinstance(atom, Literal) and atom in inputs and atom not in home:
-                    if rank(atom):
-                        home[atom] = layer
-                        changed = True
+                if not isinstance(atom, Literal) and atom not in home and rank(atom):
+                    home[atom] = layer  # so that what computes it, or what else reads it, follows
+                    changed = True
 
 
 def clone_into_readers(

@@ -4,15 +4,24 @@ remembered."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 from attrs import field, frozen
 
-from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
+from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
 from cost_model import CostModel
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.spec_conversion import Conversions, sharding_specs
 from ilp_sharding.strategies import natural_strategies
+
+
+@frozen(eq=False)
+class Columns:
+    """The specs of each operand and result under every strategy of an operator."""
+
+    operands: tuple[tuple[ShardingSpec, ...], ...]
+    results: tuple[tuple[ShardingSpec, ...], ...]
 
 
 @frozen(eq=False)
@@ -27,24 +36,114 @@ class MeshCosts:
     completed: dict[Hashable, tuple[tuple[ShardingSpec, ...], np.ndarray]] = field(
         factory=dict, repr=False
     )
-    _strategies: dict[ShardingRule, tuple[Strategy, ...]] = field(factory=dict, repr=False)
+    _strategies: dict[int, tuple[Strategy, ...]] = field(factory=dict, repr=False)
     _matrices: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
+    _specs: dict[tuple[int, ...], tuple[ShardingSpec, ...]] = field(factory=dict, repr=False)
+    _copies: dict[Hashable, np.ndarray | None] = field(factory=dict, repr=False)
+    _names: dict[int, tuple[Any, list[str]]] = field(factory=dict, repr=False)
+    _columns: dict[int, tuple[Any, Columns]] = field(factory=dict, repr=False)
+    _only: dict[Strategy, tuple[Strategy, ...]] = field(factory=dict, repr=False)
+    _numbers: dict[int, tuple[Any, int]] = field(factory=dict, repr=False)
+    _of_value: dict[Any, int] = field(factory=dict, repr=False)
 
     @functools.cached_property
     def conversions(self) -> Conversions:
         """Return the conversions between specs on this mesh."""
         return Conversions(self.mesh, self.collective_seconds)
 
-    def collective_seconds(self, kind: str, bytes: float, axes: tuple[str, ...]) -> float:
-        """Return the seconds of a collective along mesh axes."""
-        chosen = tuple(axis for axis in self.mesh.axes if axis.name in axes)
-        return float(self.model.collective_seconds(kind, bytes, chosen))
+    def collective_seconds(
+        self, kind: str, bytes: float, axes: tuple[str, ...], in_buckets: bool = False
+    ) -> float:
+        """Return the seconds of a collective along mesh axes, alone or as its share of a bucket."""
+        if in_buckets:
+            return self.bucket_share_seconds(kind, bytes, axes)
+        return float(self.model.collective_seconds(kind, bytes, self._axes(axes)))
+
+    @functools.cached_property
+    def bucketed(self) -> Conversions:
+        """Return the conversions of values that travel in buckets, at their share of a bucket."""
+        return Conversions(self.mesh, self.bucket_share_seconds)
+
+    def bucket_share_seconds(self, kind: str, bytes: float, axes: tuple[str, ...]) -> float:
+        """Return the seconds a tensor adds to a bucket of collectives along mesh axes."""
+        return self.model.bucket_share_seconds(kind, bytes, self._axes(axes), self.host_group)
+
+    def bucketed_seconds(self, kind: str, bytes: Sequence[float], axes: tuple[str, ...]) -> float:
+        """Return the seconds of collectives along mesh axes that are sent in buckets."""
+        return self.model.bucketed_seconds(kind, bytes, self._axes(axes), self.host_group)
+
+    def _axes(self, names: tuple[str, ...]) -> tuple[MeshAxis, ...]:
+        return tuple(axis for axis in self.mesh.axes if axis.name in names)
+
+    def specs(self, shape: tuple[int, ...]) -> tuple[ShardingSpec, ...]:
+        """Return the sharding specs of tensors of `shape`, remembered."""
+        if shape not in self._specs:
+            self._specs[shape] = sharding_specs(shape, self.mesh)
+        return self._specs[shape]
+
+    def names(self, choices: Sequence[Any]) -> list[str]:
+        """Return specs or strategies as text, remembered for as long as they are the same
+        objects."""
+        known = self._names.get(id(choices))
+        if known is None:
+            known = (choices, [str(choice) for choice in choices])
+            self._names[id(choices)] = known
+        return known[1]
+
+    def only(self, strategy: Strategy) -> tuple[Strategy, ...]:
+        """Return the strategy as the only one, the same object for equal strategies."""
+        if strategy not in self._only:
+            self._only[strategy] = (strategy,)
+        return self._only[strategy]
+
+    def columns(self, strategies: tuple[Strategy, ...]) -> Columns:
+        """Return the specs of an operator's operands and results, remembered likewise."""
+        known = self._columns.get(id(strategies))
+        if known is None:
+            made = Columns(
+                tuple(zip(*(one.operands for one in strategies), strict=True)),
+                tuple(zip(*(one.results for one in strategies), strict=True)),
+            )
+            known = (strategies, made)
+            self._columns[id(strategies)] = known
+        return known[1]
+
+    def number(self, value: Hashable) -> int:
+        """Return a number that is equal for equal values; objects seen before are not compared.
+
+        Hashing a tuple of fifty specs takes longer than all else that is done with it.
+        """
+        known = self._numbers.get(id(value))
+        if known is None:
+            known = (value, self._of_value.setdefault(value, len(self._of_value)))
+            self._numbers[id(value)] = known
+        return known[1]
+
+    def copied_bytes(
+        self,
+        shape: tuple[int, ...],
+        bytes: float,
+        sources: tuple[ShardingSpec, ...],
+        targets: tuple[ShardingSpec, ...],
+    ) -> np.ndarray | None:
+        """Return [sources, targets] bytes per device of the copy that a conversion makes.
+
+        None where none of them communicates: a part of what is there already takes no memory.
+        """
+        key = (shape, bytes, self.number(sources), self.number(targets))
+        if key not in self._copies:
+            seconds = self.conversion_seconds(shape, bytes, sources, targets)
+            sends = np.isfinite(seconds) & (seconds > 1e-12 + 1e-17 * bytes)
+            sizes = [self.mesh.size(tuple(a for dim in s.dims for a in dim)) for s in targets]
+            self._copies[key] = sends * (bytes / np.array(sizes)) if sends.any() else None
+        return self._copies[key]
 
     def strategies(self, rule: ShardingRule) -> tuple[Strategy, ...]:
         """Return all strategies of a rule on the mesh with sums left partial, remembered."""
-        if rule not in self._strategies:
-            self._strategies[rule] = natural_strategies(rule, self.mesh)
-        return self._strategies[rule]
+        key = self.number(rule)
+        if key not in self._strategies:
+            self._strategies[key] = natural_strategies(rule, self.mesh)
+        return self._strategies[key]
 
     def conversion_seconds(
         self,
@@ -52,13 +151,15 @@ class MeshCosts:
         bytes: float,
         sources: tuple[ShardingSpec, ...],
         targets: tuple[ShardingSpec, ...],
+        in_buckets: bool = False,
     ) -> np.ndarray:
-        """Return [sources, targets] seconds of conversion, remembered."""
-        key = (shape, bytes, sources, targets)
+        """Return [sources, targets] seconds of conversion, alone or in buckets, remembered."""
+        key = (shape, bytes, self.number(sources), self.number(targets), in_buckets)
         if key not in self._matrices:
             rows = {spec: number for number, spec in enumerate(dict.fromkeys(sources))}
             columns = {spec: number for number, spec in enumerate(dict.fromkeys(targets))}
-            small = self.conversions.matrix(shape, bytes, list(rows), list(columns))
+            conversions = self.bucketed if in_buckets else self.conversions
+            small = conversions.matrix(shape, bytes, list(rows), list(columns))
             self._matrices[key] = small[
                 np.ix_([rows[spec] for spec in sources], [columns[spec] for spec in targets])
             ]

@@ -16,6 +16,7 @@ from alpa_meta.presets import check_preset
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many parts are done, how many there are)."""
 
+EXECUTORS = ("auto", "shard_map", "constraint")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
 
 
@@ -47,7 +48,13 @@ class Options:
     random numbers shaped by the batch). `pins` fixes input shardings: path -> PartitionSpec-like
     tuple, for all logical meshes that have the named axes. `preset` plans under the constraints of
     a named parallelism (`alpa_meta.presets`). `mesh_shape` allows only logical meshes of this
-    shape; `axis_names` are the names of mesh axes that pins use.
+    shape; `axis_names` are the names of mesh axes that pins use. `dynamic_dims` marks the dims of
+    the batch that may vary from call to call, as a pytree prefix of the batch (of the tuple of
+    batch arguments if there are several) with a dim, a set of dims or None per leaf: batches that
+    differ in nothing else share their choices, without another search (`alpa_meta.shape_buckets`).
+    `executor` is what runs the stages: shard_map with the planned collectives, or sharding
+    constraints with collectives of XLA's choice; "auto" takes the latter for a stage that would
+    gather operands for an operator without a sharding rule (`alpa_meta.executor_choice`).
     """
 
     num_stages: int | None = field(default=None, validator=optional(ge(1)))
@@ -69,3 +76,5 @@ class Options:
     pins: Mapping[str, Any] = field(factory=dict)
     preset: str | None = field(default=None, validator=optional(_known_preset))
     axis_names: tuple[str, ...] = field(default=AXIS_NAMES, validator=_distinct)
+    dynamic_dims: Any = None
+    executor: str = field(default="auto", validator=in_(EXECUTORS))

@@ -20,9 +20,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
-from alpa_meta.compat import subjaxprs
+from alpa_meta.compat import source_line, subjaxprs
 from alpa_meta.errors import PlanError
-from alpa_meta.program import Program, source_line
+from alpa_meta.program import Program
 
 _FREE: Any = PartitionSpec.UNCONSTRAINED
 
@@ -88,10 +88,9 @@ batching.primitive_batchers[_pin_p] = _batched
 
 def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) -> dict[Any, Pin]:
     """Return {input variable: pin} for pins on paths."""
-    by_path = {
-        leaf.path: (var, leaf)
-        for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True)
-    }
+    by_path: dict[str, list[Any]] = {}
+    for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
+        by_path.setdefault(leaf.leaf_path, []).append(var)
     found = {}
     for path, spec in pins.items():
         if path not in by_path:
@@ -100,10 +99,10 @@ def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) 
                 f"Options.pins names {path!r}, which is no input of the step"
                 + (f"; did you mean {close}?" if close else "")
             )
-        var, _ = by_path[path]
-        made = _on_mesh(spec, tuple(var.aval.shape), mesh, f"the pin of {path!r}")
-        if made is not None:
-            found[var] = made
+        for var in by_path[path]:
+            made = _on_mesh(spec, tuple(var.aval.shape), mesh, f"the pin of {path!r}")
+            if made is not None:
+                found[var] = made
     return found
 
 

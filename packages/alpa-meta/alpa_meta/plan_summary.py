@@ -22,13 +22,14 @@ from alpa_meta.candidates import (
     Outlook,
 )
 from alpa_meta.compat import name_stack
+from alpa_meta.executor_choice import chosen_executor
 from alpa_meta.folding import fold_keys, layer_classes
 from alpa_meta.intra_op import Selection
 from alpa_meta.layering import Layering, tensor_bytes
 from alpa_meta.plan_identity import fingerprint, problem_hash
 from alpa_meta.program import Program, Step
 from alpa_meta.rules import flops, sharding_rule
-from alpa_meta.stage_selection import StageCosts, boundary_bytes
+from alpa_meta.stage_selection import boundary_bytes
 
 _PACKAGES = (
     "alpa-meta",
@@ -42,22 +43,15 @@ _PACKAGES = (
 )
 
 
-def memory_by_name(costs: StageCosts, in_flight: int) -> dict[str, float]:
-    return {
-        "state": float(costs.state.sum()),
-        "gradients": float(costs.gradients.sum()),
-        "activations": float(costs.activations.sum() * in_flight),
-        "temporaries": float(costs.transient.max()),
-    }
-
-
 def stage_sharding(
     program: Program,
     placed: PlacedStage,
     selection: Selection,
     solution: ShardingSolution,
     memory: dict[str, float],
+    executor: str = "auto",
 ) -> StageSharding:
+    """Return how a stage runs under its solution; `executor` is `Options.executor`."""
     choice = solution.choice
     assert choice is not None
     state = {
@@ -74,6 +68,13 @@ def stage_sharding(
         if sharding_rule(eqn) is None and name not in ("scan", "while", "cond"):
             if any(getattr(var.aval, "shape", ()) for var in eqn.outvars):
                 replicated[name] = None
+    eqns = selection.stage.eqns
+    chosen, freed = chosen_executor(
+        executor,
+        eqns,
+        (selection.strategy(k, choice) for k in range(len(eqns))),
+        {var: selection.spec(var, choice) for var in selection.sources},
+    )
     return StageSharding(
         mesh=DeviceMesh(
             submesh=placed.candidate.submesh,
@@ -85,7 +86,9 @@ def stage_sharding(
         state_specs=state,
         activation_specs=activations,
         memory=memory,
-        replicated_ops=tuple(replicated),
+        replicated_ops=tuple(name for name in replicated if name not in freed),
+        executor=chosen,
+        freed_ops=freed,
     )
 
 

@@ -26,21 +26,30 @@ from alpa_meta.candidates import (
     Outlook,
     microbatch_counts,
     range_candidates,
-    solve,
     solve_mesh,
 )
-from alpa_meta.chosen_plan import Planned, finish, stage_selection, whole_solution
+from alpa_meta.chosen_plan import (
+    Planned,
+    chosen_stages,
+    finish,
+    stage_selection,
+    whole_solution,
+)
+from alpa_meta.collection_pause import full_collections_paused
 from alpa_meta.compat import Literal
 from alpa_meta.errors import InfeasibleError, PlanError
+from alpa_meta.executor_choice import with_executor
 from alpa_meta.folding import eqn_signature
 from alpa_meta.intra_op import Selection
-from alpa_meta.layering import Layering, assign_layers, tensor_bytes
+from alpa_meta.layering import Layering, assign_layers, clustered_positions, tensor_bytes
+from alpa_meta.memory_limit import solve_within
 from alpa_meta.meshes import logical_meshes, submeshes, usable_memory
 from alpa_meta.options import Options
 from alpa_meta.pinning import UnfitPinError, pinned_axes
 from alpa_meta.plan_identity import check_choice, check_program, problem_hash
 from alpa_meta.program import Program, Step
 from alpa_meta.rules import flops
+from alpa_meta.scan_stages import cut_evenly
 from alpa_meta.staging import assign_stages
 from alpa_meta.tasks import build_tasks
 from cost_model import CostModel, calibrated_model
@@ -63,6 +72,11 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     Raises InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad
     input. Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
+    with full_collections_paused():
+        return _make_plan(step, cluster, options)
+
+
+def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     failed: InfeasibleError | None = None
     counts = _counts(step, options)
     while counts:
@@ -78,7 +92,7 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
 
 def _larger_counts(tried: int, step: Step, options: Options) -> list[int]:
     """Return the next numbers of microbatches to try for their smaller activations."""
-    if options.num_microbatches is not None or (step.program(1).inexact and options.exact):
+    if options.num_microbatches is not None or (options.exact and step.inexact):
         return []
     larger = [
         count for count in range(4 * tried, step.batch_size + 1) if step.batch_size % count == 0
@@ -91,11 +105,23 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
     searches: list[_Search] = []
     missing: list[float] = []
     outlooks = []
+    divided: set[int] = set()  # outlooks with whole scans beside one with scans in pieces
     for number, count in enumerate(counts):
         options.progress("trace", number, len(counts))
         outlooks.append(outlook_of(step.program(count), options))
+        if _may_cut(count, cluster, options):
+            pieces = outlook_in_pieces(step.program(count), options)
+            if pieces is not None:
+                divided.add(id(outlooks[-1][0]))
+                outlooks.append(pieces)
     options.progress("trace", len(counts), len(counts))
-    jobs = [(outlook, work) for outlook, _ in outlooks for work in _meshes(outlook, model, options)]
+    jobs = [
+        (outlook, work)
+        for outlook, _ in outlooks
+        for work in _meshes(outlook, model, options)
+        if work[2] or id(outlook) not in divided  # its stages are cut from the program in pieces
+        if not work[2] or outlook.cut is None
+    ]
     axes = pinned_axes(outlooks[0][0].program, options.pins, [mesh for _, (_, mesh, _) in jobs])
     jobs = [job for job in jobs if axes <= set(job[1][1].axis_names)] or jobs
     unfit: UnfitPinError | None = None
@@ -129,10 +155,9 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
 
 def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
-    program = step.program(plan.num_microbatches)
+    outlook, layering = staged_outlook(step, plan, options)
+    program, staging = chosen_stages(outlook, layering, plan.layer_cuts)
     check_program(plan, program, step)
-    outlook, layering = outlook_of(program, options, len(plan.layers))
-    staging = assign_stages(layering, plan.layer_cuts, program.jaxpr.outvars)
     model = calibrated_model(plan.cluster)
     selections = []
     for stage, sharding in enumerate(plan.shardings):
@@ -148,6 +173,7 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
         check_choice(selection, sharding.solution.choice, stage)
         selections.append(selection)
     tasks = build_tasks(program, staging)
+    plan = with_executor(plan, options.executor)
     return Planned(plan, program, staging, tuple(selections), tasks)
 
 
@@ -178,19 +204,57 @@ def _inexact_with(step: Step, count: int) -> tuple[str, ...]:
 
 
 def outlook_of(
-    program: Program, options: Options, num_layers: int | None = None
+    program: Program,
+    options: Options,
+    num_layers: int | None = None,
+    like: Program | None = None,
 ) -> tuple[Outlook, Layering]:
-    """Return the program in layers, and as one stage."""
+    """Return the program in layers, and as one stage.
+
+    `like` is a program of the same structure at other sizes: its layers are kept.
+    """
+    source = like or program
     wanted = num_layers or options.num_layers
     if wanted is None and options.num_stages and options.num_stages > 1:
-        wanted = _at_least(program, options.num_stages)
-
-    def cluster(eqns: Any, inputs: Any) -> Any:
-        return stage_dp.cluster_layers(_sequence(eqns), wanted).layer_of_op
-
-    layering = assign_layers(program, cluster)
+        wanted = _at_least(source, options.num_stages)
+    forward = [source.jaxpr.eqns[k] for k in clustered_positions(source)]
+    clustered = stage_dp.cluster_layers(_sequence(forward), wanted).layer_of_op if forward else ()
+    layering = assign_layers(program, lambda eqns, inputs: clustered)
     staging = assign_stages(layering, [], program.jaxpr.outvars)
     return Outlook(program, staging, layering.num_layers), layering
+
+
+def outlook_in_pieces(
+    program: Program,
+    options: Options,
+    num_layers: int | None = None,
+    like: Program | None = None,
+) -> tuple[Outlook, Layering] | None:
+    """Return the program with its scans over layers in pieces, None if it has none."""
+    cut = cut_evenly(program)
+    if cut is None:
+        return None
+    outlook, layering = outlook_of(cut.program, options, num_layers, like)
+    return evolve(outlook, cut=cut, uncut=outlook_of(program, options)), layering
+
+
+def staged_outlook(
+    step: Step, plan: ParallelPlan, options: Options, like: Program | None = None
+) -> tuple[Outlook, Layering]:
+    """Return the layers of `step` that the stages of `plan` are cut from (`like`: `outlook_of`)."""
+    program = step.program(plan.num_microbatches)
+    count = len(plan.layers)
+    found = None
+    if plan.num_stages > 1:
+        found = outlook_in_pieces(program, options, count, like)
+    return found or outlook_of(program, options, count, like)
+
+
+def _may_cut(num_microbatches: int, cluster: ClusterSpec, options: Options) -> bool:
+    """Return whether plans with several stages are searched."""
+    if options.num_stages is not None:
+        return options.num_stages > 1
+    return cluster.num_devices > 1 and (num_microbatches > 1 or len(cluster.host_groups) > 1)
 
 
 def _at_least(program: Program, num_stages: int) -> int | None:
@@ -312,7 +376,7 @@ def _best(
             candidate: StageCandidate, selection: Selection, memory: float, search: _Search = search
         ) -> ShardingSolution:
             known = whole_solution(candidate, search.solutions)
-            return known.solution if known else solve(selection, options, memory)
+            return known.solution if known else solve_within(selection, options, memory)
 
         outlook, layering = search.outlook, search.layering
         planned = finish(

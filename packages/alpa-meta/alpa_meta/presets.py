@@ -75,7 +75,7 @@ def preset_pins(name: str, program: Program, mesh: LogicalMesh) -> dict[Any, Pin
     pins = {}
     for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
         if leaf.role == "state":
-            spec = _state_spec(name, leaf.path, var.aval, sizes)
+            spec = _state_spec(name, leaf.leaf_path, var.aval, sizes)
         elif leaf.role == "batch":
             spec = _batch_spec(name, tuple(var.aval.shape), sizes)
         else:

@@ -27,7 +27,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.intra_op import Selection
 from alpa_meta.meshes import logical_meshes, submeshes
 from alpa_meta.options import Options
-from alpa_meta.planner import device_groups, outlook_of
+from alpa_meta.planner import device_groups, outlook_in_pieces, outlook_of
 from alpa_meta.program import Step
 from cost_model import CostModel
 
@@ -38,7 +38,7 @@ def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -
     model = CostModel(cluster)
     count = options.num_microbatches or int(random.choice(_exact_counts(step)))
     program = step.program(count)
-    outlook, layering = outlook_of(program, options)
+    outlook, layering = outlook_in_pieces(program, options) or outlook_of(program, options)
     most = min(outlook.num_layers, cluster.num_devices)
     num_stages = options.num_stages or int(random.integers(1, min(most, 4) + 1))
     if num_stages > most:
@@ -87,7 +87,7 @@ def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -
 
 
 def _exact_counts(step: Step) -> list[int]:
-    if step.program(1).inexact:
+    if step.inexact:
         return [1]
     divisors = [count for count in range(1, step.batch_size + 1) if step.batch_size % count == 0]
     return [count for count in divisors if not step.program(count).inexact]

@@ -59,9 +59,10 @@ class Body:
 class StageEqns:
     """The equations of a layer range, and what surrounds them.
 
-    `keys[k]` folds equation k with those of equal layers (None: alone). `kept_bytes_scale` maps a
-    value to how many copies of it live at once (activations in flight); `state` are the inputs that
-    live on the devices; `carried` pairs each new state value with the input it replaces.
+    `keys[k]` folds equation k with those of equal layers (None: alone). `state` are the inputs that
+    live on the devices; `carried` pairs each new state value with the input it replaces. `kept` are
+    the values that the forward pass leaves for the backward pass as results of a program of its
+    own, once per microbatch of the `in_flight`; `received` are inputs from other stages.
     """
 
     eqns: Sequence[Any]
@@ -69,7 +70,9 @@ class StageEqns:
     keys: Sequence[Hashable | None]
     state: frozenset[Any]
     carried: Sequence[tuple[Any, Any]]
-    kept: Mapping[Any, float]
+    kept: frozenset[Any]
     accumulated: frozenset[Any]
     num_microbatches: int
+    in_flight: int = 1
+    received: frozenset[Any] = frozenset()
     pins: Mapping[Any, Pin] = field(factory=dict)

@@ -7,18 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import field, frozen
+from attrs import frozen
 
+from alpa_meta.accumulation import crossing_values
 from alpa_meta.compat import Literal, is_drop
 from alpa_meta.folding import fold_keys
 from alpa_meta.intra_op import Selection, build
 from alpa_meta.layering import tensor_bytes
+from alpa_meta.liveness import KINDS
+from alpa_meta.memory_profile import Peak
 from alpa_meta.mesh_costs import MeshCosts
 from alpa_meta.pinning import Pin
 from alpa_meta.program import Program
 from alpa_meta.stage_problem import StageEqns
 from alpa_meta.staging import Staging
-from alpa_meta.tasks import crossing_values
 
 
 @frozen(eq=False)
@@ -37,8 +39,12 @@ def stage_scope(
     stage: int,
     in_flight: int,
     pins: Mapping[Any, Pin] | None = None,
+    apart: bool = False,
 ) -> StageScope:
-    """Return the scope of `stage`, with `in_flight` microbatches of activations alive."""
+    """Return the scope of `stage`, with `in_flight` microbatches of activations alive.
+
+    `apart`: the forward pass is to be a program of its own, as it is where there are more stages.
+    """
     members = [k for k, home in enumerate(staging.stages) if home == stage]
     eqns = [staging.eqns[k] for k in members]
     phases = [staging.phases[k] for k in members]
@@ -77,6 +83,12 @@ def stage_scope(
         for atom in eqn.invars
         if not isinstance(atom, Literal)
     }
+    others_made = {
+        var
+        for k, eqn in enumerate(staging.eqns)
+        if staging.stages[k] != stage
+        for var in eqn.outvars
+    }
     crossing = crossing_values(staging, program)
     local_only = frozenset(
         var for var, readers in crossing.items() if var in defined and readers <= {stage}
@@ -87,9 +99,11 @@ def stage_scope(
         keys=fold_keys(eqns, phases, layers),
         state=frozenset(state),
         carried=carried,
-        kept={var: float(in_flight) for var in residuals},
+        kept=residuals if apart or staging.num_stages > 1 else frozenset(),
         accumulated=local_only,
         num_microbatches=program.num_microbatches,
+        in_flight=in_flight,
+        received=frozenset((read & others_made) - defined),
         pins=pins or {},
     )
     return StageScope(stage_eqns, tuple(layers), residuals, frozenset(defined & others))
@@ -105,8 +119,9 @@ class StageCosts:
     state: np.ndarray
     gradients: np.ndarray
     activations: np.ndarray  # of one microbatch
-    transient: np.ndarray  # largest equation
-    floor: np.ndarray = field(default=None)  # [layers, 2] least seconds: microbatches, update
+    transient: np.ndarray  # most temporaries at a time
+    floor: np.ndarray  # [layers, 2] least seconds: microbatches, update
+    peak: Peak  # of all layers together
 
 
 def solved_costs(
@@ -126,6 +141,10 @@ def solved_costs(
             size = max(size, 4.0 * math.prod(getattr(var.aval, "shape", ())))
         return size / mesh.size(tuple(axis for dim in spec.dims for axis in dim))
 
+    temporaries = selection.memory.usage(choice)[KINDS.index("temporaries")]
+    working = np.zeros(0)
+    if len(selection.times):
+        working = np.maximum.reduceat(temporaries, np.array(selection.times))
     home = _state_layers(scope)
     for var in scope.eqns.state:
         state[home.get(var, 0)] += local(var)
@@ -133,15 +152,16 @@ def solved_costs(
     for k, (eqn, phase, layer) in enumerate(zip(eqns, phases, scope.layers, strict=True)):
         place = layer or 0
         table[phase][place] += seconds[k]
-        produced = [var for var in eqn.outvars if not is_drop(var)]
-        if phase != "update":  # XLA fuses the update of a leaf into one pass without temporaries
-            working = sum(local(var) for var in produced if var not in scope.residuals)
-            transient[place] = max(transient[place], 2.0 * working)
-        for var in produced:
+        transient[place] = max(transient[place], working[k])
+        for var in eqn.outvars:
+            if is_drop(var):
+                continue
             if var in scope.residuals:
                 activations[place] += local(var)
             if var in scope.eqns.accumulated:
                 gradients[place] += local(var, widened=True)
+    for phase, more in selection.traffic.extra(choice).items():
+        table[phase] += more / num_layers
     return StageCosts(
         table["forward"],
         table["backward"],
@@ -151,6 +171,7 @@ def solved_costs(
         activations,
         transient,
         _floors(scope, selection, num_layers),
+        selection.memory.peak(choice),
     )
 
 

@@ -2,9 +2,8 @@
 
 Per stage: `start` zeroes the gradient accumulators, `forward` and `backward` run once per
 microbatch (one task, `train`, where there is no pipeline), `update` runs once per step, in levels
-where stages need each other's scalars. A value that leaves the microbatches for the update is
-accumulated; its sum is scaled by B^power (`batch.Scaling`): a mean loss is averaged, a summed loss
-summed.
+where stages need each other's scalars, and `metrics` scales totals that only the result reads.
+Values leave the microbatches as `accumulation` says.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from attrs import field, frozen
-from jax import lax
+from attrs import evolve, field, frozen
 
 from alpa_interchange import TaskGraph, TaskSpec
-from alpa_meta.added_equations import equations_of, jaxpr_of
-from alpa_meta.batch import CONSTANT
+from alpa_meta.accumulation import accumulation_of, crossing_values
+from alpa_meta.added_equations import jaxpr_of
 from alpa_meta.compat import ClosedJaxpr, Literal, Var, is_drop
-from alpa_meta.errors import PlanError
 from alpa_meta.program import Program
 from alpa_meta.staging import Staging
 
@@ -82,30 +77,6 @@ class Tasks:
     num_microbatches: int
 
 
-def crossing_values(staging: Staging, program: Program) -> dict[Any, frozenset[int]]:
-    """Return the values of the microbatches that the update or the result needs.
-
-    Maps each to the stages of the update equations that read it.
-    """
-    inside = {
-        var
-        for eqn, phase in zip(staging.eqns, staging.phases, strict=True)
-        if phase != "update"
-        for var in eqn.outvars
-        if not is_drop(var)
-    }
-    readers: dict[Any, set[int]] = {}
-    for eqn, phase, stage in zip(staging.eqns, staging.phases, staging.stages, strict=True):
-        if phase == "update":
-            for atom in eqn.invars:
-                if not isinstance(atom, Literal) and atom in inside:
-                    readers.setdefault(atom, set()).add(stage)
-    for atom in program.jaxpr.outvars:
-        if not isinstance(atom, Literal) and atom in inside:
-            readers.setdefault(atom, set())
-    return {var: frozenset(stages) for var, stages in readers.items()}
-
-
 def build_tasks(program: Program, staging: Staging) -> Tasks:
     """Return the tasks of `program` cut as `staging` says."""
     return _TaskBuilder(program, staging).build()
@@ -122,35 +93,19 @@ class _TaskBuilder:
         }
         self.constants = set(self.jaxpr.constvars)
         self.crossing = crossing_values(staging, program)
-        self.accumulators: dict[Any, Any] = {}
-        self.concatenated: dict[Any, int] = {}
-        for var in self.crossing:
-            self._accumulate(var)
+        self.accumulation = accumulation_of(program, self.crossing)
+        self.accumulators = self.accumulation.accumulators
+        self.value_of = {total: value for value, total in self.accumulators.items()}
+        self.home = {
+            var: stage
+            for eqn, stage in zip(staging.eqns, staging.stages, strict=True)
+            for var in eqn.outvars
+        }
 
     def _name(self, var: Any) -> str:
         if var not in self.names:
             self.names[var] = f"v{len(self.names)}"
         return self.names[var]
-
-    def _accumulate(self, var: Any) -> None:
-        scaling = self.program.scaling.get(var, CONSTANT)
-        if self.count == 1:
-            return
-        dtype = var.aval.dtype
-        if scaling.form == "extreme":
-            self.accumulators[var] = Var(_with_dtype(var.aval, dtype))
-            return
-        if scaling.form == "example":
-            if self.crossing[var]:
-                raise PlanError(
-                    "the update reads a value with one entry per example; with more than one "
-                    "microbatch the update may only read sums and means over the batch"
-                )
-            self.concatenated[var] = scaling.dim
-            return
-        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
-            dtype = np.dtype(np.float32)
-        self.accumulators[var] = Var(_with_dtype(var.aval, dtype))
 
     def build(self) -> Tasks:
         staging = self.staging
@@ -209,7 +164,7 @@ class _TaskBuilder:
                     continue
                 if kind == "update" and atom in self.accumulators:
                     inputs[self.accumulators[atom]] = None
-                    for extra in self._scaled(atom):
+                    for extra in self.accumulation.scaled(atom):
                         add(extra, atom)
                 else:
                     inputs[atom] = None
@@ -223,7 +178,7 @@ class _TaskBuilder:
                 accumulator = self.accumulators[var]
                 inputs[accumulator] = None
                 following = Var(accumulator.aval)
-                for extra in self._added(var, accumulator, following):
+                for extra in self.accumulation.added(var, following):
                     add(extra, var)
                 in_place.append((accumulator, following))
                 inner = readers.get(var, set()) - {key}
@@ -234,7 +189,7 @@ class _TaskBuilder:
                 outputs[var] = None
         names_in = [self._input_name(var) for var in inputs]
         names_out = [self._name(var) for var in outputs]
-        accumulated = [self._accumulator_name(a) for a, _ in in_place]
+        accumulated = [self._input_name(a) for a, _ in in_place]
         spec = TaskSpec(
             name=f"{'train' if kind == 'backward' and self.staging.num_stages == 1 else kind}"
             f".{stage}" + (f".{level}" if kind == "update" and level else ""),
@@ -254,80 +209,22 @@ class _TaskBuilder:
         )
 
     def _input_name(self, var: Any) -> str:
-        for value, accumulator in self.accumulators.items():
-            if var is accumulator:
-                return f"sum of {self._name(value)}"
+        if var in self.value_of:
+            return f"sum of {self._name(self.value_of[var])}"
         return self._name(var)
-
-    def _accumulator_name(self, accumulator: Any) -> str:
-        return self._input_name(accumulator)
-
-    def _extreme(self, var: Any) -> str | None:
-        """Return "max" or "min" if that is how a value's microbatch parts combine, else None."""
-        scaling = self.program.scaling.get(var, CONSTANT)
-        return scaling.reduction if scaling.form == "extreme" else None
-
-    def _added(self, var: Any, accumulator: Any, following: Any) -> list[Any]:
-        """Return equations for following = accumulator + var in the accumulator's dtype (or the
-        larger or smaller of the two).
-        """
-        extreme = self._extreme(var)
-        if extreme is not None:
-            combine = {"max": lax.max, "min": lax.min}[extreme]
-            return equations_of(combine, [accumulator, var], [following])
-        if accumulator.aval.dtype == var.aval.dtype:
-            return equations_of(jnp.add, [accumulator, var], [following])
-        dtype = accumulator.aval.dtype
-
-        def add(total: Any, value: Any) -> Any:
-            return total + lax.convert_element_type(value, dtype)
-
-        return equations_of(add, [accumulator, var], [following])
-
-    def _scaled(self, var: Any) -> list[Any]:
-        """Return equations for var = accumulator * B^power in the value's dtype."""
-        accumulator = self.accumulators[var]
-        scaling = self.program.scaling.get(var, CONSTANT)
-        power = scaling.power - (scaling.form != "reduced")
-        if scaling.form == "extreme":
-            power = 0
-        factor = float(self.count) ** power
-        dtype = var.aval.dtype
-
-        def scale(total: Any) -> Any:
-            if jnp.issubdtype(dtype, jnp.floating):
-                scaled = total if power == 0 else total * factor
-            elif power == 0:
-                scaled = total
-            else:
-                scaled = total // self.count
-            return lax.convert_element_type(scaled, dtype)
-
-        return equations_of(scale, [accumulator], [var])
 
     def _start_tasks(self) -> list[Task]:
         starts = []
         by_stage: dict[int, list[Any]] = {}
-        home = {
-            var: stage
-            for eqn, stage in zip(self.staging.eqns, self.staging.stages, strict=True)
-            for var in eqn.outvars
-        }
         for var in self.accumulators:
-            by_stage.setdefault(home[var], []).append(var)
+            by_stage.setdefault(self.home[var], []).append(var)
         for stage, values in sorted(by_stage.items()):
             eqns: list[Any] = []
             follows: dict[int, Any] = {}
             zeros = []
             for var in values:
-                aval = self.accumulators[var].aval
-                zero = Var(aval)
-                first = _identity(self._extreme(var), aval.dtype)
-
-                def make(shape: Any = aval.shape, first: Any = first) -> Any:
-                    return lax.broadcast(first, shape)
-
-                for extra in equations_of(make, [], [zero]):
+                zero = Var(self.accumulators[var].aval)
+                for extra in self.accumulation.first(var, zero):
                     follows[len(eqns)] = var
                     eqns.append(extra)
                 zeros.append(zero)
@@ -337,7 +234,7 @@ class _TaskBuilder:
                 stage=stage,
                 phase="start",
                 inputs=(),
-                outputs=tuple(self._accumulator_name(self.accumulators[v]) for v in values),
+                outputs=tuple(self._input_name(self.accumulators[v]) for v in values),
             )
             starts.append(Task(spec, tuple(eqns), (), tuple(zeros), follows))
         return starts
@@ -348,21 +245,22 @@ class _TaskBuilder:
         outputs: list[Output] = []
         carry: dict[str, str] = {}
         wanted: dict[str, None] = {}
-        finals: list[tuple[Any, str]] = []
+        finals: list[Any] = []
         for atom, alias in zip(jaxpr.outvars, program.aliases, strict=True):
             if isinstance(atom, Literal):
-                outputs.append(Output(constant=np.asarray(atom.val, _dtype(atom))))
+                aval: Any = atom.aval
+                outputs.append(Output(constant=np.asarray(atom.val, aval.dtype)))
             elif atom in by_var:
                 outputs.append(Output(input=by_var[atom]))
             elif atom in self.constants:
                 value = program.closed.consts[list(jaxpr.constvars).index(atom)]
                 outputs.append(Output(constant=value))
-            elif atom in self.concatenated:
-                outputs.append(Output(self._name(atom), concatenate=self.concatenated[atom]))
+            elif atom in self.accumulation.joined:
+                outputs.append(Output(self._name(atom), concatenate=self.accumulation.joined[atom]))
                 wanted[self._name(atom)] = None
             else:
                 if atom in self.accumulators:
-                    finals.append((atom, self._name(atom)))
+                    finals.append(atom)
                 outputs.append(Output(self._name(atom)))
                 wanted[self._name(atom)] = None
             if alias is not None and outputs[-1].input != alias:
@@ -390,30 +288,25 @@ class _TaskBuilder:
             tuple(outputs),
             carry,
             self.accumulators,
-            {var: self._accumulator_name(a) for var, a in self.accumulators.items()},
+            {var: self._input_name(a) for var, a in self.accumulators.items()},
             self.count,
         )
 
-    def _with_finals(self, tasks: list[Task], finals: Sequence[tuple[Any, str]]) -> list[Task]:
+    def _with_finals(self, tasks: list[Task], finals: Sequence[Any]) -> list[Task]:
         """Add what turns accumulated results of the step (loss, metrics) into outputs.
 
         A value that an update task scales anyway is output there; the rest get a task of their own.
         """
-        home = {
-            var: stage
-            for eqn, stage in zip(self.staging.eqns, self.staging.stages, strict=True)
-            for var in eqn.outvars
-        }
         left: dict[int, list[Any]] = {}
-        for var, _ in dict.fromkeys(finals):
-            left.setdefault(home[var], []).append(var)
+        for var in dict.fromkeys(finals):
+            left.setdefault(self.home[var], []).append(var)
         for stage, values in sorted(left.items()):
             eqns: list[Any] = []
             follows: dict[int, Any] = {}
             results = []
             for var in values:
                 fresh = Var(var.aval)
-                for extra in self._scaled(var):
+                for extra in self.accumulation.scaled(var):
                     renamed = [fresh if out is var else out for out in extra.outvars]
                     follows[len(eqns)] = var
                     eqns.append(extra.replace(outvars=renamed))
@@ -423,7 +316,7 @@ class _TaskBuilder:
                 mesh=stage,
                 stage=stage,
                 phase="update",
-                inputs=tuple(self._accumulator_name(self.accumulators[v]) for v in values),
+                inputs=tuple(self._input_name(self.accumulators[v]) for v in values),
                 outputs=tuple(self._name(v) for v in values),
             )
             sources = tuple(self.accumulators[v] for v in values)
@@ -444,16 +337,7 @@ class _TaskBuilder:
         if task.spec.phase in ("forward", "backward") and self.count > 1:
             replaced = set()
         donated = (*task.spec.donated, *sorted(replaced - later - returned))
-        spec = TaskSpec(
-            name=task.spec.name,
-            mesh=task.spec.mesh,
-            stage=task.spec.stage,
-            phase=task.spec.phase,
-            inputs=task.spec.inputs,
-            outputs=task.spec.outputs,
-            donated=donated,
-        )
-        return Task(spec, task.eqns, task.invars, task.outvars, task.follows)
+        return evolve(task, spec=evolve(task.spec, donated=donated))
 
     def _per_step(self, tasks: Sequence[Task]) -> list[str]:
         batch = {leaf.path for leaf in self.program.inputs if leaf.role == "batch"}
@@ -464,7 +348,7 @@ class _TaskBuilder:
             late = [task for task in tasks if task.spec.phase == "update"]
             names.update((k, None) for task in late for k in task.spec.inputs if k in batch)
         for accumulator in self.accumulators.values():
-            names[self._accumulator_name(accumulator)] = None
+            names[self._input_name(accumulator)] = None
         for task in tasks:
             if task.spec.phase in ("start", "update"):
                 names.update((name, None) for name in task.spec.outputs if name not in batch)
@@ -495,23 +379,3 @@ class _TaskBuilder:
             readers = [task.spec.mesh for task in tasks if leaf.path in task.spec.inputs]
             homes[leaf.path] = min(readers, default=0)
         return homes
-
-
-def _identity(extreme: str | None, dtype: Any) -> np.ndarray:
-    """Return the scalar an accumulation starts from: 0, or the least or greatest value."""
-    if extreme is None:
-        return np.zeros((), dtype)
-    if dtype == np.bool_:
-        return np.asarray(extreme == "min")
-    if jnp.issubdtype(dtype, jnp.floating):
-        return np.asarray(-np.inf if extreme == "max" else np.inf, dtype)
-    limits = np.iinfo(dtype)
-    return np.asarray(limits.min if extreme == "max" else limits.max, dtype)
-
-
-def _with_dtype(aval: Any, dtype: Any) -> Any:
-    return jax.core.ShapedArray(aval.shape, dtype)
-
-
-def _dtype(atom: Any) -> Any:
-    return atom.aval.dtype

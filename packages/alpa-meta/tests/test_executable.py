@@ -71,3 +71,25 @@ def test_a_plan_for_more_devices_than_given_is_refused(pipeline):
     planned = pipeline.lower(weights(), BATCH).planned
     with pytest.raises(alpa.PlanError, match="this process has 1"):
         alpa.Executable(planned, devices=jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def one_stage():
+    """Return a data-parallel plan of one stage and one microbatch, run once."""
+    parallel = alpa.parallelize(
+        step, cluster="host:4", preset="dp", num_stages=1, num_microbatches=1
+    )
+    parallel(weights(), BATCH)
+    return parallel
+
+
+def test_a_plan_of_one_task_gives_the_same_with_and_without_the_runtime(one_stage):
+    direct, metrics = one_stage(weights(), BATCH)
+    one_stage.executable.trace("blocking")
+    through_runtime, same = one_stage(weights(), BATCH)
+    assert [event.instruction.task for event in one_stage.last_trace][0] == "train.0"
+    one_stage.executable.trace("none")
+    np.testing.assert_array_equal(direct["a"], through_runtime["a"])
+    np.testing.assert_array_equal(direct["b"], through_runtime["b"])
+    assert metrics["loss"] == same["loss"]
+    assert one_stage.executable.audit().ok

@@ -9,7 +9,9 @@ import ilp_sharding
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.intra_op import build
 from alpa_meta.layering import assign_layers
+from alpa_meta.memory_limit import solve_within
 from alpa_meta.mesh_costs import MeshCosts
+from alpa_meta.options import Options
 from alpa_meta.program import Step
 from alpa_meta.stage_selection import stage_scope
 from alpa_meta.staging import assign_stages
@@ -73,23 +75,24 @@ def test_state_memory_is_its_bytes_over_the_devices_that_shard_it():
     weight = program.jaxpr.invars[0]
     source = selection.sources[weight]
     offsets = np.concatenate([[0], np.cumsum(selection.problem.num_strategies)])
-    memory = selection.problem.node_memory[offsets[source.node] : offsets[source.node + 1]]
+    row, _ = selection.memory.row(0)
+    memory = row[offsets[source.node] : offsets[source.node + 1]]
     for spec, held in zip(source.specs, memory, strict=True):
         assert held == 16 * 16 * 4 / MESH.size(tuple(a for dim in spec.dims for a in dim))
 
 
-@pytest.mark.parametrize("limit", [16 * 16 * 4 * 2, 16 * 16 * 4 * 6])
-def test_a_memory_limit_is_kept(limit):
-    from attrs import evolve
-
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
+def test_a_memory_limit_is_kept(share):
     _, _, selection = _selection(4)
-    solution = ilp_sharding.solve(evolve(selection.problem, memory_limit=float(limit)))
+    whole = selection.memory.peak([0] * selection.problem.num_nodes).total
+    solution = solve_within(selection, Options(), share * whole)
     if solution.choice is None:
-        assert solution.status == "infeasible" and solution.smallest_memory > limit
+        assert solution.status == "infeasible"
+        assert solution.smallest_memory is None or solution.smallest_memory > share * whole
     else:
-        assert ilp_sharding.check(
-            evolve(selection.problem, memory_limit=float(limit)), solution.choice
-        ).feasible
+        assert selection.memory.peak(solution.choice).total <= share * whole
+        assert len(solution.choice) == selection.problem.num_nodes
+        assert solution.lower_bound <= solution.objective
 
 
 def test_every_equation_gets_a_strategy_whose_operands_match_its_ranks():

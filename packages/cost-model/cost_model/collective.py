@@ -13,6 +13,11 @@ a few lines: one per algorithm. With n devices on an axis of bandwidth b and hop
     hierarchy   all-reduce over two axes = reduce-scatter over the faster, all-reduce over the
                 slower of 1/n of the bytes, all-gather over the faster     -> _nested()
 
+Independent collectives of one kind over the same axes are sent together, in buckets of
+`BUCKET_BYTES`: a bucket costs one latency.                             -> bucketed_seconds()
+A tensor's share of a full bucket is a sum over tensors and never above what the buckets cost, so
+that a search can add it up and still bound.                            -> bucket_share_seconds()
+
 B is defined in `COLLECTIVE_BYTES`. Tree all-reduce: Sanders, Speck, Traeff 2009 as in NCCL 2.4;
 ring: Patarasuk and Yuan 2009. A collective over several axes takes the best of one flat ring over
 the slowest axis' bandwidth and the hierarchy.
@@ -22,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +43,10 @@ COLLECTIVE_BYTES: Mapping[str, str] = {
     "broadcast": "the broadcast buffer",
     "send-receive": "the buffer that is sent",
 }
+
+BUCKET_BYTES = float(25 << 20)
+"""Most bytes of collectives sent together: the default of PyTorch's DistributedDataParallel (Li et
+al., VLDB 2020, section 3.2.3); XLA's combiners on GPUs take 30 MiB."""
 
 Line = tuple[float, float]  # seconds, seconds per byte
 _TREE = 0.6  # share of the ring's bandwidth; keeps fitted rings best above a few MB, as NCCL tunes
@@ -61,6 +70,35 @@ def collective_seconds(kind: str, bytes: Any, axes: tuple[MeshAxis, ...]) -> Any
         if time < best:
             best = time
     return best
+
+
+def bucketed_seconds(
+    kind: str, bytes: Sequence[float], axes: tuple[MeshAxis, ...], launch: float = 0.0
+) -> float:
+    """Return the seconds of collectives of `bytes` each, sent together as far as buckets allow.
+
+    A tensor larger than a bucket goes alone; the rest fill buckets to the brim, as if cut. Each
+    tensor takes `launch` seconds to put into a bucket and out of it. Sending all alone is the most.
+    """
+    alone = [size for size in bytes if size >= BUCKET_BYTES]
+    rest = sum(size for size in bytes if size < BUCKET_BYTES)
+    full, left = divmod(rest, BUCKET_BYTES)
+    seconds = sum(collective_seconds(kind, size, axes) for size in alone)
+    seconds += full * collective_seconds(kind, BUCKET_BYTES, axes)
+    seconds += collective_seconds(kind, left, axes)
+    seconds += launch * (len(bytes) - len(alone))
+    return float(min(seconds, sum(collective_seconds(kind, size, axes) for size in bytes)))
+
+
+def bucket_share_seconds(
+    kind: str, bytes: float, axes: tuple[MeshAxis, ...], launch: float = 0.0
+) -> float:
+    """Return the seconds a tensor of `bytes` adds to a full bucket, or alone if that is less."""
+    alone = float(collective_seconds(kind, bytes, axes))
+    if bytes >= BUCKET_BYTES:
+        return alone
+    share = float(collective_seconds(kind, BUCKET_BYTES, axes)) * bytes / BUCKET_BYTES
+    return min(alone, share + launch)
 
 
 @functools.lru_cache(maxsize=65536)

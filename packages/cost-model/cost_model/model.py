@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from attrs import evolve
 
 from alpa_interchange.cluster import ClusterSpec, DeviceSpec
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
-from cost_model.collective import collective_seconds
+from cost_model.collective import bucket_share_seconds, bucketed_seconds, collective_seconds
 from cost_model.host import HOST_PROFILE
 from cost_model.kernel import seconds
 from cost_model.kernel_table import device_efficiency
@@ -73,6 +74,24 @@ class CostModel:
     def collective_seconds(self, kind: str, bytes: Any, axes: tuple[MeshAxis, ...]) -> Any:
         """Return the seconds of a collective over `axes`; `COLLECTIVE_BYTES` defines `bytes`."""
         return collective_seconds(kind, bytes, axes)
+
+    def bucketed_seconds(
+        self, kind: str, bytes: Sequence[float], axes: tuple[MeshAxis, ...], host_group: int = 0
+    ) -> float:
+        """Return the seconds of independent collectives over `axes`, sent together in buckets."""
+        return bucketed_seconds(kind, bytes, axes, self._packing_seconds(host_group))
+
+    def bucket_share_seconds(
+        self, kind: str, bytes: float, axes: tuple[MeshAxis, ...], host_group: int = 0
+    ) -> float:
+        """Return the seconds a tensor adds to a bucket; summed, at most what the buckets cost."""
+        return bucket_share_seconds(kind, bytes, axes, self._packing_seconds(host_group))
+
+    def _packing_seconds(self, host_group: int) -> float:
+        """Return the seconds to put a tensor into a bucket: a copy on CPUs, elsewhere an entry in
+        the list of buffers of one collective."""
+        device = self._devices[host_group]
+        return device.launch_latency if device.platform == "cpu" else 0.0
 
     def transfer_seconds(self, bytes: Any, source: SubmeshSpec, target: SubmeshSpec) -> Any:
         """Return the seconds to move a tensor of `bytes` in all from one submesh to another.

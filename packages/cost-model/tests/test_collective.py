@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from alpa_interchange.mesh import MeshAxis
 from cost_model import COLLECTIVE_BYTES, CostModel, cluster
-from cost_model.collective import collective_seconds
+from cost_model.collective import (
+    BUCKET_BYTES,
+    bucket_share_seconds,
+    bucketed_seconds,
+    collective_seconds,
+)
 
 FAST = MeshAxis(name="x", size=8, bandwidth=2e11, latency=5e-6)
 SLOW = MeshAxis(name="y", size=4, bandwidth=1e10, latency=2e-5)
@@ -76,3 +81,33 @@ def test_calls_are_cheap_enough_for_a_planner():
     model = CostModel(cluster("h100:16"))
     call = lambda: model.collective_seconds("all-reduce", 1e6, (FAST, SLOW))  # noqa: E731
     assert min(timeit.repeat(call, number=1000, repeat=3)) / 1000 < 20e-6
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(COLLECTIVE_BYTES)),
+    sizes=st.lists(st.floats(1, 1e8), min_size=1, max_size=12),
+    many=st.booleans(),
+)
+def test_shares_of_buckets_are_at_most_the_buckets_which_are_at_most_single_sends(
+    kind, sizes, many
+):
+    axes, launch = (FAST, SLOW) if many else (SLOW,), 1e-6
+    shares = sum(bucket_share_seconds(kind, size, axes, launch) for size in sizes)
+    together = bucketed_seconds(kind, sizes, axes, launch)
+    alone = sum(collective_seconds(kind, size, axes) for size in sizes)
+    assert shares <= together * (1 + 1e-9)
+    assert together <= alone * (1 + 1e-9)
+
+
+def test_small_tensors_share_one_latency():
+    together = bucketed_seconds("all-reduce", [8.0] * 40, (FAST,))
+    assert together == pytest.approx(collective_seconds("all-reduce", 320.0, (FAST,)))
+    assert bucketed_seconds("all-reduce", [BUCKET_BYTES / 2] * 4, (FAST,)) == pytest.approx(
+        2 * collective_seconds("all-reduce", BUCKET_BYTES, (FAST,))
+    )
+
+
+def test_a_bucket_is_paid_launch_by_launch():
+    none = bucketed_seconds("all-gather", [8.0] * 5, (FAST,))
+    assert bucketed_seconds("all-gather", [8.0] * 5, (FAST,), 3e-6) == pytest.approx(none + 15e-6)

@@ -1,7 +1,8 @@
 import pytest
+from attrs import evolve
 
 from cost_model import CostModel, cluster
-from cost_model.host import default_host_profile, host_profile
+from cost_model.host import default_host_profile, host_profile, quick_host_profile
 from cost_model.profile import store_profile
 
 
@@ -9,6 +10,21 @@ def test_a_stored_profile_is_preferred_to_measuring():
     profile = default_host_profile()
     store_profile(profile)
     assert host_profile() == profile
+
+
+def test_a_stored_quick_measurement_keeps_what_was_measured_and_nothing_assumed():
+    fresh = quick_host_profile()
+    link = evolve(fresh.intra_host, latency=1.0)
+    store_profile(evolve(fresh, intra_host=link))
+    assert host_profile() == fresh
+
+
+def test_a_stored_calibration_is_taken_as_it_is():
+    fresh = quick_host_profile()
+    link = evolve(fresh.intra_host, latency=1.0)
+    calibrated = evolve(fresh, driver="jax 0.10.2, cpu", intra_host=link)
+    store_profile(calibrated)
+    assert host_profile() == calibrated
 
 
 def test_a_read_only_home_does_not_stop_anyone(monkeypatch):

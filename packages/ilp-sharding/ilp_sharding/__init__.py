@@ -4,6 +4,7 @@
 its cost, a proven lower bound and a status. `check` judges any choice independently of the solver.
 """
 
+from ilp_sharding.compiled_loops import warm_up
 from ilp_sharding.contest_file import ContestFileError, read_problem, write_problem
 from ilp_sharding.evaluation import Evaluation, check
 from ilp_sharding.options import Progress, SolveOptions
@@ -21,5 +22,6 @@ __all__ = [
     "problem_statistics",
     "read_problem",
     "solve",
+    "warm_up",
     "write_problem",
 ]

@@ -20,6 +20,7 @@ import numpy as np
 from ilp_sharding.table_graph import Rows, TableGraph, Tables
 
 _OBJECTIVE, _BOUND, _FINISHED, _HEADER = 0, 1, 2, 8
+_MAPPED_BYTES = 2**20  # arrays above are mapped, so that all workers share one copy
 
 
 class Board:
@@ -146,10 +147,12 @@ def store_graph(directory: Path, graph: TableGraph) -> None:
 
 
 def load_graph(directory: Path) -> TableGraph:
-    """Return the base graph that `store_graph` wrote."""
+    """Return the base graph that `store_graph` wrote; large arrays stay shared, copied on write."""
 
     def read(name: str) -> np.ndarray:
-        return np.asarray(np.load(directory / "problem" / f"{name}.npy", allow_pickle=False))
+        path = directory / "problem" / f"{name}.npy"
+        large = path.stat().st_size > _MAPPED_BYTES
+        return np.asarray(np.load(path, mmap_mode="c" if large else None, allow_pickle=False))
 
     tables = Tables(*(read(f"tables.{name}") for name in Tables._fields))
     rows = Rows(*(read(f"rows.{name}") for name in Rows._fields))

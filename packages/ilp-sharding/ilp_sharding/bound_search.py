@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ilp_sharding.worker import Worker
 
 _DOMINANCE_ENTRIES = 3e5  # table entries up to which dominance is quick enough to repeat
+_MOVING = 0.2  # while a slice gains more than this share of the gap, the ascent is not disturbed
 _PROGRAM_ENTRIES = 3e4  # table entries up to which the integer program is tried at once
 
 
@@ -49,6 +50,8 @@ def search_bounds(worker: Worker) -> None:
         gap = worker.board.best - dual.best
         if math.isinf(gap):
             continue
+        if math.isfinite(before) and dual.best - before > _MOVING * gap:
+            continue
         if gap > 0.7 * fixed_gap and stalled < 1:
             stalled = _stalled(stalled, dual.best - before, gap)
             continue
@@ -59,7 +62,7 @@ def search_bounds(worker: Worker) -> None:
             return
         if smaller.num_strategies < 0.97 * last_size:
             last_size = smaller.num_strategies
-            dual = _carried(dual, smaller)
+            dual = dual.carried(smaller)
             primal = PrimalSearch(smaller, worker.seed)
             worker.publish_active(smaller)
             stalled = 0
@@ -105,20 +108,6 @@ def _fix(worker: Worker, dual: DualAscent) -> TableGraph | None:
         return dual.graph
     small = len(dual.graph.tables.entry) < _DOMINANCE_ENTRIES
     return simplified(dual.graph, active, dominate=small)
-
-
-def _carried(dual: DualAscent, graph: TableGraph) -> DualAscent:
-    """Return an ascent on the smaller `graph` that goes on from the multipliers of `dual`."""
-    result = DualAscent(graph)
-    place = {int(name): t for t, name in enumerate(dual.graph.base_time)}
-    result.multipliers = np.array(
-        [dual.best_multipliers[place[int(name)]] for name in graph.base_time], dtype=np.float64
-    )
-    result.rise = 4.0 * dual.rise
-    cost = result.priced(result.multipliers)
-    for _ in range(10):
-        result.sweep(cost)
-    return result
 
 
 def _close(worker: Worker, graph: TableGraph | None) -> None:

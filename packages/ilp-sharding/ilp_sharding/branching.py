@@ -17,6 +17,11 @@ from attrs import define
 
 from ilp_sharding.dual import DualAscent
 
+_STEPS = 20  # of ascent per tree node: short ones, as the parent's multipliers are nearly right
+_STRETCH = 0.03
+_WEIGHT = 0.3
+_PATIENCE = 3
+
 
 @define
 class _Open:
@@ -31,8 +36,9 @@ class _Open:
 class Branching:
     """A tree of restrictions of the graph of `dual`, whose bound is the root's."""
 
-    def __init__(self, dual: DualAscent, steps_per_node: int = 40) -> None:
+    def __init__(self, dual: DualAscent, steps_per_node: int = _STEPS) -> None:
         self.dual = dual
+        dual.patience = _PATIENCE
         self.steps_per_node = steps_per_node
         self.steps = 0
         dual.restore()
@@ -124,10 +130,9 @@ class Branching:
     ) -> tuple[float, _Open]:
         """Return (bound, tree node) of the restriction after a few steps of ascent."""
         dual = self.dual
-        dual.begin(parent.multipliers, parent.messages, forbidden)
-        dual.rise = max(0.1 * (cutoff - floor) if math.isfinite(cutoff) else abs(floor), 1e-300)
+        dual.begin(parent.multipliers, parent.messages, forbidden, _STRETCH)
         for _ in range(self.steps_per_node):
-            dual.step(cutoff if math.isfinite(cutoff) else floor + abs(floor), 0.1)
+            dual.step(cutoff if math.isfinite(cutoff) else floor + abs(floor), _WEIGHT)
             if dual.best > cutoff:
                 break
         assert dual.mixture is not None

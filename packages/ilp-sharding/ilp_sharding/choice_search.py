@@ -1,7 +1,8 @@
 """The search for better choices, run by the workers after the first.
 
 Every time worker 0 has published memory prices, choices are grown from messages under them; the
-better the bound, the better these are -> _grow(). Between, ball moves improve the best choice.
+better the bound, the better these are; each is improved as long as it is catching up with the best
+-> _grow(). Between, ball moves improve the best choice.
 Until the first prices arrive the worker raises multipliers of its own. What worker 0 proves
 superfluous is left out as long as the best choice stays -> _State.narrow().
 """
@@ -20,6 +21,11 @@ from ilp_sharding.primal import PrimalSearch
 
 if TYPE_CHECKING:
     from ilp_sharding.worker import Worker
+
+_SWEEPS = 40  # at most, of messages under new prices before a choice is decoded,
+_SWEEP_SHARE = 0.5  # and for this share of the time its growth takes
+_SPELLS = 8  # at most, of improving a new choice, as long as each makes up
+_CATCHING_UP = 0.25  # this share of its distance to the best
 
 
 class _State:
@@ -99,20 +105,27 @@ def search_choices(worker: Worker) -> None:
 
 def _grow(state: _State, disturbance: float, seconds: float) -> None:
     """Grow a choice from messages under the prices, disturbed by about that share, and improve it
-    for a while; keep it if it wins.
+    as long as it is catching up with the best; keep it if it wins.
     """
     dual, worker = state.dual, state.worker
     rival = PrimalSearch(state.graph, int(state.primal.random.integers(2**31)))
     price = state.price * math.exp(disturbance * rival.random.standard_normal())
     cost = state.graph.tables.cost + price
-    for _ in range(4 if state.prices_seen else 1):
+    end = worker.slice(_SWEEP_SHARE * seconds)
+    for _ in range(_SWEEPS if state.prices_seen else 1):
         dual.sweep(cost)
+        if time.perf_counter() > end:
+            break
     for start in (dual.decode(cost), dual.backward):
         if worker.late:
             break
         rival.construct(start, price, rounds=6, polish=10)
     if state.primal.x is not None and rival.cost < math.inf:
-        rival.improve(price, worker.slice(seconds))
+        for _ in range(_SPELLS):
+            before = rival.cost
+            rival.improve(price, worker.slice(seconds))
+            if worker.late or before - rival.cost < _CATCHING_UP * (rival.cost - state.primal.cost):
+                break
     if rival.x is not None:
         state.primal.take(rival.x)
 

@@ -1,4 +1,4 @@
-"""The command line: `ilp-sharding solve | check | stats` on files of the contest format.
+"""The command line: `ilp-sharding solve | check | stats | warm-up`, on files of the contest format.
 
 `solve` ends with the contest's bracketed list on its last line, so the contest's own checker can
 read the output; everything for people goes to the error stream.
@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from alpa_interchange.selection import ShardingProblem
+from ilp_sharding.compiled_loops import warm_up as compile_loops
 from ilp_sharding.contest_file import ContestFileError, parse_choice, read_problem
 from ilp_sharding.evaluation import check as evaluate
 from ilp_sharding.options import Progress, SolveOptions
@@ -27,6 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Choose one strategy per operator at least cost under a memory limit, with a proof.",
 )
+_LARGE_BYTES = 500_000  # of a file, from which on reading takes a second
 _File = Annotated[Path, typer.Argument(help="Problem in the contest's JSON, .json or .json.gz.")]
 
 
@@ -112,6 +114,29 @@ def check(
 
 
 @app.command()
+def warm_up() -> None:
+    """Compile the solver's loops ahead, so that no `solve` on this machine waits for that."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("compiling", total=1.0)
+
+        def report(name: str, share: float) -> None:
+            bar.update(task, completed=share, description=f"compiling {name}")
+
+        compile_loops(report)
+    print("ilp-sharding: the loops are compiled", file=sys.stderr)
+
+
+@app.command()
 def stats(file: _File) -> None:
     """Describe FILE before and after reduction: sizes, components, width, how binding memory is."""
     from rich.console import Console
@@ -160,8 +185,14 @@ def _solve_with_bar(problem: ShardingProblem, options: SolveOptions, quiet: bool
 
 
 def _problem(file: Path) -> ShardingProblem:
+    """Return the problem in `file`; a large one is read under a line that says so."""
+    from rich.console import Console
+
     try:
-        return read_problem(file)
+        if not file.is_file() or file.stat().st_size < _LARGE_BYTES:
+            return read_problem(file)
+        with Console(stderr=True).status(f"reading {file}"):
+            return read_problem(file)
     except ContestFileError as error:
         _fail(str(error))
 

@@ -23,7 +23,8 @@ import highspy
 import numpy as np
 from attrs import define, field
 
-from ilp_sharding.elimination import Elimination
+from ilp_sharding.elimination import Elimination, OutOfTime
+from ilp_sharding.highs_run import run_until
 from ilp_sharding.instance import Instance
 from ilp_sharding.integer_program import IntegerProgram, smallest_peak
 from ilp_sharding.local_moves import LocalMoves
@@ -31,8 +32,13 @@ from ilp_sharding.memory import MemoryProfile, violated_peaks
 from ilp_sharding.network import Network, NoAssignment
 
 ELIMINATION_WORK = 3e7  # table entries that one in-process elimination may visit
+ELIMINATION_SECONDS = 4e-9  # per entry of the tables
 PRICING_WORK = 2e6  # likewise where some tens of eliminations are needed
 PROGRAM_TABLES = 2e4  # table entries up to which HiGHS finishes in this process
+PROGRAM_SECONDS = 3e-6  # per table entry, to hand it to HiGHS
+_PEAK_SECONDS = 2e-5  # per row of a table, to hand the smallest peak to HiGHS
+_MOVE_SECONDS = 1e-4  # for one move of a repair, and
+_MOVE_ENTRY_SECONDS = 3e-9  # per entry of the usage
 DENSE_USAGE = 3e7  # entries of the dense [times, strategies] usage
 
 
@@ -72,8 +78,8 @@ class Search:
 
     @property
     def closed(self) -> bool:
-        """Whether the best choice is proved optimal, or good enough for the gap tolerance."""
-        slack = 1e-12 * abs(self.objective) + self.gap_tolerance * abs(self.lower_bound)
+        """Whether the best choice is proved optimal (to rounding), or within the gap tolerance."""
+        slack = 1e-11 * abs(self.objective) + self.gap_tolerance * abs(self.lower_bound)
         return self.choice is not None and self.objective - self.lower_bound <= slack
 
     def cutoff(self) -> float:
@@ -87,6 +93,11 @@ class Search:
     @property
     def late(self) -> bool:
         return time.perf_counter() > self.until
+
+    @property
+    def seconds(self) -> float:
+        """The time left."""
+        return self.until - time.perf_counter()
 
 
 def dense_usage(memory: MemoryProfile) -> np.ndarray:
@@ -143,8 +154,11 @@ def solve_direct(
         _price_memory(network, search, elimination, nodes, chosen, usage, slack)
         if search.closed:
             return True
-    if table_entries(network) > PROGRAM_TABLES:
+    tables = table_entries(network)
+    if tables > PROGRAM_TABLES:
         return False
+    if PROGRAM_SECONDS * tables > search.seconds:
+        raise OutOfTime
     _integer_program(network, search)
     return True
 
@@ -187,6 +201,9 @@ def prove_infeasible(
 ) -> None:
     """Record that no choice fits and, if time allows, the smallest limit that has an answer."""
     search.infeasible = True
+    rows = sum(len(table) for node in nodes for table in network.tables[node].values())
+    if _PEAK_SECONDS * (rows + len(slack)) > search.seconds:
+        return
     _, excess, proved = smallest_peak(network, nodes, usage, slack, search.until)
     if proved:
         search.smallest_memory = search.instance.limit + excess
@@ -232,6 +249,7 @@ def raise_bound(
     planes: list[tuple[float, np.ndarray]] = []
     unit = np.maximum(np.abs(slack), np.abs(usage).max(1))
     seen: set[bytes] = set()
+    move_seconds = _MOVE_SECONDS + _MOVE_ENTRY_SECONDS * usage.size
     multipliers = np.zeros(len(slack))
     positions = np.array([chosen[i] for i in nodes], dtype=np.int64)
     step_limit = 0.0
@@ -254,7 +272,8 @@ def raise_bound(
         key = positions.tobytes()
         if key not in seen:
             seen.add(key)
-            repaired = moves.improve(positions)
+            most = int(min(200.0, search.seconds / move_seconds))
+            repaired = moves.improve(positions, most)
             if repaired is not None:
                 search.offer(
                     network.expand(dict(zip(nodes, repaired.tolist(), strict=True))), "repair"
@@ -264,7 +283,7 @@ def raise_bound(
         rows += [t for t in violated_peaks(excess, 0.0, 4) if t not in rows]
         if not step:
             step_limit = _first_price(planes[0], search, rows, unit)
-        target, prices = _master(planes, rows, unit, step_limit, search.objective)
+        target, prices = _master(planes, rows, unit, step_limit, search)
         multipliers = np.zeros(len(slack))
         multipliers[rows] = prices
         if (prices >= 0.999 * step_limit / unit[rows]).any():
@@ -287,7 +306,7 @@ def _master(
     rows: list[int],
     unit: np.ndarray,
     step_limit: float,
-    top: float,
+    search: Search,
 ) -> tuple[float, np.ndarray]:
     """Return (value, prices [rows]) maximising the least plane over 0 <= prices <= step_limit /
     unit.
@@ -299,6 +318,7 @@ def _master(
     lp.sense_ = highspy.ObjSense.kMaximize
     lp.col_cost_ = np.concatenate([[1.0], np.zeros(len(rows))])
     lp.col_lower_ = np.concatenate([[-highspy.kHighsInf], np.zeros(len(rows))])
+    top = search.objective
     ceiling = (top - origin) / level if math.isfinite(top) else highspy.kHighsInf
     lp.col_upper_ = np.concatenate([[ceiling], np.ones(len(rows))])
     matrix = np.array([np.concatenate([[1.0], -plane[1][rows] / unit[rows]]) for plane in planes])
@@ -313,7 +333,8 @@ def _master(
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
     highs.passModel(lp)
-    highs.run()
+    if not run_until(highs, search.until):
+        raise OutOfTime
     solution = np.asarray(highs.getSolution().col_value)
     return origin + float(solution[0]) * level, np.maximum(solution[1:], 0.0) * level / unit[rows]
 

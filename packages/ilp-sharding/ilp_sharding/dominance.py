@@ -309,12 +309,17 @@ def drop_times(graph: TableGraph) -> TableGraph:
 
 
 def simplified(
-    graph: TableGraph, active: np.ndarray | None = None, *, dominate: bool = True
+    graph: TableGraph,
+    active: np.ndarray | None = None,
+    *,
+    dominate: bool = True,
+    work: float = _WORK,
 ) -> TableGraph | None:
     """Return `graph` reduced to `active` [strategies] and by the rules above, until none applies.
 
     None if some node has no strategy left. Without `dominate` no choice that fits is lost; with it,
-    for every choice lost one at most as expensive is kept.
+    for every choice lost one at most as expensive is kept. `work` limits the first pass of
+    dominance (elementary steps, about 2e8 a second), and each later one to half of the one before.
     """
     if active is None:
         active = np.ones(graph.num_strategies, bool)
@@ -331,5 +336,6 @@ def simplified(
             graph = graph.restricted(active)
         graph = drop_times(graph)
         active = np.ones(graph.num_strategies, bool)
-        if not dominate or not remove_dominated(graph.tables, graph.rows, active, _WORK):
+        if not dominate or not remove_dominated(graph.tables, graph.rows, active, work):
             return graph
+        work *= 0.5

@@ -4,16 +4,20 @@ For multipliers lambda_t >= 0 on the memory rows and messages m (see `messages`)
 
     bound(lambda, m) = TRW-S bound of [ cost + sum_t lambda_t usage_t ] - sum_t lambda_t slack_t.
 
--> DualAscent.evaluate(). The multipliers go along the excess g, usage - slack, of an exponential
-average of the minimisers (the idea of the volume algorithm, Barahona, Anbil 2000), with a Polyak
-length towards a level above the best bound,
+-> DualAscent.evaluate(). The multipliers follow Polyak's step along a long average of the excess
+g = usage - slack of the minimisers (the idea of the volume algorithm, Barahona, Anbil 2000),
 
-    lambda <- max(0, lambda + min(best + delta - bound, 2 delta) / |g|^2  g),
+    mean <- (1 - w) mean + w g,        w = 0.02,
+    lambda <- max(0, lambda + f (target - bound) / |mean|^2  mean).
 
-where delta, at first a share of the bound, grows once half of it has been gained; when some steps
-gain nothing it shrinks, and the next step starts afresh from the best (Brannlund 1995). No cost of
-a choice is needed, so the first multipliers are good before the first choice is known
--> DualAscent.step().
+The minimisers of single sweeps are noisy: they need not agree along edges, and jump with the
+multipliers. Their average tends to the fractional minimiser of the relaxation, whose excess is a
+useful direction; with w = 0.3 the bound was 0.6 % lower after 12 CPU seconds on the contest's
+instances S and K. `target` is the cost of the best choice, or a share above the best bound until
+one is known. It is above what the bound can reach, so f shrinks whenever some steps gain nothing,
+and the next step starts afresh from the best multipliers; once f is negligible only the messages go
+on -> DualAscent.step(). When strategies drop out, the multipliers and messages of what is left go
+on on the smaller graph -> DualAscent.carried().
 """
 
 from __future__ import annotations
@@ -27,8 +31,13 @@ import numpy as np
 from ilp_sharding import messages
 from ilp_sharding.table_graph import TableGraph
 
-_FIRST_RISE = 0.2
-_PATIENCE = 6
+_WEIGHT = 0.02  # of the new minimisers in the average
+_STRETCH = 0.5  # f at the start
+_SHRINK = 0.7
+_RESTRETCH = 0.02  # f at least, when the graph has become smaller
+_PATIENCE = 10  # steps without gain after which f shrinks
+_GAIN = 1e-6  # least gain, of the bound, that counts
+_RISE = 0.1  # of the target over the best bound while no choice is known
 
 
 class DualAscent:
@@ -49,8 +58,9 @@ class DualAscent:
         self.best_multipliers = np.zeros(graph.num_times)
         self.best_messages = (self.to_first.copy(), self.to_second.copy())
         self.scale = max(float(np.abs(graph.rows.slack).max(initial=0.0)), 1e-300)
-        self.rise = math.inf  # of the level over the best bound; inf: not yet known
-        self._anchor = -math.inf
+        self.largest = max(_largest(tables.cost), _largest(tables.entry), 1e-300)
+        self.stretch = _STRETCH  # f of the next step
+        self.patience = _PATIENCE
         self.steps = 0
         self.mixture: np.ndarray | None = None
         self._average: np.ndarray | None = None
@@ -98,19 +108,69 @@ class DualAscent:
         multipliers: np.ndarray,
         start: tuple[np.ndarray, np.ndarray],
         forbidden: np.ndarray,
+        stretch: float,
     ) -> None:
-        """Start afresh from `multipliers` and messages `start` with some strategies forbidden."""
+        """Start afresh from `multipliers` and messages `start` with some strategies forbidden.
+
+        `stretch` is f of the first step.
+        """
         self.forbidden = forbidden
         self.multipliers = multipliers.copy()
         self.best_multipliers = multipliers.copy()
         self.to_first[:], self.to_second[:] = start
         self.best_messages = (start[0].copy(), start[1].copy())
         self.best = -math.inf
-        self.rise = math.inf
-        self._anchor = -math.inf
+        self.stretch = stretch
         self._average = None
         self.mixture = None
         self._since = 0
+
+    def carried(self, graph: TableGraph) -> DualAscent:
+        """Return an ascent on `graph`, a restriction of this graph, that goes on from here."""
+        result = DualAscent(graph)
+        result.multipliers = self._moved(graph.base_time)
+        node = np.searchsorted(self.graph.base_node, graph.base_node)
+        old, new = self.graph.tables, graph.tables
+        width = int(max(self.graph.label.max(initial=0), graph.label.max(initial=0))) + 1
+        names = _owner(old.offset) * width + self.graph.label
+        local = np.searchsorted(names, node[_owner(new.offset)] * width + graph.label)
+        local -= old.offset[node[_owner(new.offset)]]
+        keys = old.first * self.graph.num_nodes + old.second
+        order = np.argsort(keys)
+        edge = order[
+            np.searchsorted(keys[order], node[new.first] * self.graph.num_nodes + node[new.second])
+        ]
+        for end, was, now, source, target in (
+            (new.first, old.to_first, new.to_first, self.best_messages[0], result.to_first),
+            (new.second, old.to_second, new.to_second, self.best_messages[1], result.to_second),
+        ):
+            owner = _owner(now)
+            strategy = new.offset[end][owner] + np.arange(len(owner)) - now[owner]
+            target[:] = source[was[edge][owner] + local[strategy]]
+        result.stretch = min(max(4.0 * self.stretch, _RESTRETCH), _STRETCH)
+        return result
+
+    def _moved(self, base_time: np.ndarray) -> np.ndarray:
+        """Return the best multipliers for the times `base_time` that are left.
+
+        A time is left out when a neighbour exceeds the limit whenever it does, so its multiplier
+        goes to the neighbour on the side where the present minimisers use more.
+        """
+        kept = np.searchsorted(self.graph.base_time, base_time)
+        result = self.best_multipliers[kept]
+        gone = self.best_multipliers > 0
+        gone[kept] = False
+        if not gone.any() or not len(kept):
+            return result
+        used = np.zeros(self.graph.num_times + 1)
+        messages.usage_profile(self.graph.tables, self.graph.rows, self.backward, used)
+        excess = used[: self.graph.num_times] - self.graph.rows.slack
+        lost = np.flatnonzero(gone)
+        after = np.minimum(np.searchsorted(kept, lost), len(kept) - 1)
+        before = np.maximum(after - 1, 0)
+        target = np.where(excess[kept[after]] >= excess[kept[before]], after, before)
+        np.add.at(result, target, self.best_multipliers[lost])
+        return result
 
     def run(self, until: float, target: Callable[[], float], patience: int = 10**9) -> float:
         """Raise the bound until `time.perf_counter()` passes `until`; return the best.
@@ -126,58 +186,48 @@ class DualAscent:
                 break
         return self.best
 
-    def step(self, target: float, memory: float = 0.3) -> float:
-        """Do one step towards the level; return the bound it saw.
+    def step(self, target: float, weight: float = _WEIGHT) -> float:
+        """Do one step towards `target`, the best known cost, inf if none; return the bound it saw.
 
-        `target` is the best known cost, inf if none; `memory` the weight of the new minimisers.
+        `weight` is the share of the new minimisers in the average.
         """
         self.steps += 1
         bound, excess = self.evaluate(self.multipliers)
         if self._average is None:
             self._average = excess
         else:
-            self._average = (1 - memory) * self._average + memory * excess
+            self._average = (1 - weight) * self._average + weight * excess
         if self.mixture is None:
             self.mixture = self._indicator()
         else:
-            self.mixture *= 1 - memory
-            self._mix(memory)
-        if math.isinf(self.rise):
-            self.rise = max(_FIRST_RISE * abs(bound), 1e-300)
+            self.mixture *= 1 - weight
+            self._mix(weight)
         if self._note(bound) or not self.graph.num_times:
             return bound
-        if math.isfinite(target):
-            self.rise = min(self.rise, max(target - self.best, 1e-5 * abs(self.best), 1e-300))
+        size = abs(self.best) if abs(self.best) > 1e-9 * self.largest else self.largest
+        rise = max(min(target, self.best + _RISE * size) - bound, 1e-9 * size)
         direction = np.where((self.multipliers <= 0) & (self._average < 0), 0.0, self._average)
-        length = max(float(direction @ direction), 1e-12)
-        change = min(self.best + self.rise - bound, 2.0 * self.rise) / length
+        change = self.stretch * rise / max(float(direction @ direction), 1e-12)
         self.multipliers = np.maximum(0.0, self.multipliers + change * direction / self.scale)
         return bound
 
     def _note(self, bound: float) -> bool:
-        """Keep the multipliers if `bound` is the best so far, and adapt the level.
+        """Keep the multipliers if `bound` is the best so far; shorten the steps if it long was not.
 
         Returns whether the search went back to the best multipliers.
         """
-        least = 0.02 * self.rise if self.graph.num_times else 1e-6 * abs(self.best)
-        self._since = 0 if bound > self.best + least else self._since + 1
+        self._since = 0 if bound > self.best + _GAIN * abs(self.best) else self._since + 1
         if bound > self.best:
             self.best = bound
             self.best_multipliers = self.multipliers.copy()
             self.best_messages = (self.to_first.copy(), self.to_second.copy())
-        if self.best >= self._anchor + 0.5 * self.rise:
-            self.rise *= 1.5 if math.isfinite(self._anchor) else 1.0
-            self._anchor = self.best
-        if self._since > _PATIENCE and self.graph.num_times:
-            self._since = 0
-            self._anchor = self.best
-            self.rise *= 0.5
-            if self.rise < 1e-6 * abs(self.best):
-                self.rise = 1e-3 * abs(self.best)
-            self._average = None
-            self.restore()
-            return True
-        return False
+        if self._since <= self.patience or not self.graph.num_times:
+            return False
+        self._since = 0
+        self.stretch *= _SHRINK
+        self._average = None
+        self.restore()
+        return True
 
     def _indicator(self) -> np.ndarray:
         self.mixture = np.zeros(self.graph.num_strategies)
@@ -232,3 +282,16 @@ class DualAscent:
         priced = float(multipliers @ self.graph.rows.slack)
         margin = 1e-12 * (abs(value) + abs(priced) + abs(self.graph.constant))
         return value - priced + self.graph.constant - margin
+
+
+def _owner(bounds: np.ndarray) -> np.ndarray:
+    """Return for every position the group it lies in; group g is `bounds[g]:bounds[g + 1]`."""
+    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+
+
+def _largest(values: np.ndarray) -> float:
+    """Return the largest magnitude of the finite `values`, none of which is -inf."""
+    finite = values < np.inf
+    return max(
+        float(values.max(initial=0.0, where=finite)), -float(values.min(initial=0.0, where=finite))
+    )

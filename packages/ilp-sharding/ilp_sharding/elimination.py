@@ -29,7 +29,8 @@ class Elimination:
     """An elimination order of `nodes` and the tables it needs; solved for any node costs.
 
     `tables[i][j]` [strategies of i, strategies of j] for both directions; entries to nodes outside
-    `nodes` are ignored. `sizes[i]` is the number of strategies.
+    `nodes` are ignored. `sizes[i]` is the number of strategies; `largest` the entries of the
+    largest table.
     """
 
     def __init__(
@@ -43,6 +44,13 @@ class Elimination:
     ) -> None:
         self.order, scopes, self.work = _greedy_order(nodes, sizes, tables, work_limit)
         self.complete = len(self.order) == len(nodes)
+        self.largest = max(
+            (
+                math.prod(sizes[j] for j in scope) * sizes[node]
+                for node, scope in zip(self.order, scopes, strict=True)
+            ),
+            default=0,
+        )
         self.scopes = scopes
         if not self.complete or plan_only:
             return

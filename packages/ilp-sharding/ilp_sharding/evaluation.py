@@ -36,23 +36,19 @@ class Evaluation:
 
 def check(problem: ShardingProblem, choice: Sequence[int]) -> Evaluation:
     """Return the evaluation of `choice` [nodes]; ValueError if it does not fit the nodes."""
-    strategies = _validated(problem, choice)
-    sizes = [int(k) for k in problem.num_strategies]
-    node_start = [0]
-    for size in sizes:
-        node_start.append(node_start[-1] + size)
-    terms: list[Any] = [
-        problem.node_cost[node_start[i] + s].item() for i, s in enumerate(strategies)
-    ]
-    entry = 0
-    for a, b in problem.edges.reshape(-1, 2).tolist():
-        terms.append(problem.edge_cost[entry + strategies[a] * sizes[b] + strategies[b]].item())
-        entry += sizes[a] * sizes[b]
+    strategies = np.array(_validated(problem, choice), dtype=np.int64)
+    sizes = problem.num_strategies
+    chosen = np.cumsum(sizes) - sizes + strategies
+    edges = problem.edges.reshape(-1, 2)
+    first, second = edges[:, 0], edges[:, 1]
+    entries = sizes[first] * sizes[second]
+    pairs = np.cumsum(entries) - entries + strategies[first] * sizes[second] + strategies[second]
+    terms: list[Any] = problem.node_cost[chosen].tolist() + problem.edge_cost[pairs].tolist()
     forbidden = sum(1 for term in terms if term == math.inf)
     cost = math.inf if forbidden else _total(terms)
     changes: dict[int, list[Any]] = {}
-    for i, (start, stop) in enumerate(problem.live.reshape(-1, 2).tolist()):
-        used = problem.node_memory[node_start[i] + strategies[i]].item()
+    memory = problem.node_memory[chosen].tolist()
+    for (start, stop), used in zip(problem.live.reshape(-1, 2).tolist(), memory, strict=True):
         if start < stop and used:
             changes.setdefault(start, []).append(used)
             changes.setdefault(stop, []).append(-used)
@@ -85,6 +81,8 @@ def _validated(problem: ShardingProblem, choice: Sequence[int]) -> list[int]:
 
 
 def _total(terms: list[Any]) -> int | float:
+    if all(type(term) is float for term in terms):
+        return math.fsum(terms)
     if all(isinstance(term, int) for term in terms):
         return int(sum(terms))
     integers = sum(term for term in terms if isinstance(term, int))
@@ -105,15 +103,3 @@ def _peak(changes: dict[int, list[Any]]) -> tuple[int | float, int | None]:
 
 def _equal_to_rounding(peak: float, limit: float) -> bool:
     return isinstance(peak, float) and peak <= limit * (1 + 1e-9)
-
-
-def exact_cost(problem: ShardingProblem, choice: np.ndarray) -> int | float:
-    """Return the cost of a valid `choice` [nodes]; exact for integer costs of any size."""
-    count = problem.num_strategies
-    edges = problem.edges.reshape(-1, 2)
-    node_start = np.concatenate([[0], np.cumsum(count)])[:-1]
-    sizes = count[edges[:, 0]] * count[edges[:, 1]]
-    entry_start = np.concatenate([[0], np.cumsum(sizes)])[:-1]
-    entries = entry_start + choice[edges[:, 0]] * count[edges[:, 1]] + choice[edges[:, 1]]
-    terms = problem.node_cost[node_start + choice].tolist() + problem.edge_cost[entries].tolist()
-    return math.inf if math.inf in terms else _total(terms)

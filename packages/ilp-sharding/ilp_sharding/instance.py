@@ -23,6 +23,7 @@ from alpa_interchange.selection import ShardingProblem
 from ilp_sharding.options import SolveOptions
 
 HUGE = 1e18  # the contest's mark of a forbidden pair
+_BLOCK = 1 << 16
 
 
 @frozen(kw_only=True, eq=False)
@@ -57,11 +58,14 @@ class Instance:
         offset = np.concatenate([[0], np.cumsum(count)])
         table_offset = np.concatenate([[0], np.cumsum(count[edges[:, 0]] * count[edges[:, 1]])])
         cost = problem.node_cost.astype(np.float64)
-        table = problem.edge_cost.astype(np.float64)
+        table = problem.edge_cost.astype(np.float64, copy=False)
         _apply_pins(cost, offset, options)
         live = problem.live.reshape(-1, 2)
         limit = math.inf if problem.memory_limit is None else float(problem.memory_limit)
-        floor = _forbid_huge(cost, offset, table, table_offset) if forbid_huge else math.inf
+        floor = math.inf
+        if forbid_huge:
+            owned = not np.may_share_memory(table, problem.edge_cost)
+            cost, table, floor = _without_huge(cost, offset, table, table_offset, owned)
         return cls(
             offset=offset,
             cost=cost,
@@ -123,9 +127,25 @@ def group_minimum(values: np.ndarray, offset: np.ndarray) -> np.ndarray:
 
 
 def _cut(values: np.ndarray, least: np.ndarray, offset: np.ndarray, room: float) -> np.ndarray:
-    beyond = values > np.repeat(least, np.diff(offset)) + room
-    beyond &= np.isfinite(values)
-    return np.where(beyond, np.inf, values) if beyond.any() else values
+    """Return `values` with what exceeds the `least` of its group by more than `room` infinite."""
+    if len(offset) < 2:
+        return values
+    largest = np.maximum.reduceat(values, offset[:-1])
+    groups = np.flatnonzero(largest > least + room)
+    cut = values
+    for start, stop, most in zip(
+        offset[groups].tolist(),
+        offset[groups + 1].tolist(),
+        (least[groups] + room).tolist(),
+        strict=True,
+    ):
+        part = values[start:stop]
+        beyond = (part > most) & (part < np.inf)
+        if beyond.any():
+            if cut is values:
+                cut = values.copy()
+            cut[start:stop][beyond] = np.inf
+    return cut
 
 
 def _apply_pins(cost: np.ndarray, offset: np.ndarray, options: SolveOptions) -> None:
@@ -145,33 +165,45 @@ def _apply_pins(cost: np.ndarray, offset: np.ndarray, options: SolveOptions) -> 
         cost[offset[node] + strategy] = np.inf
 
 
-def _forbid_huge(
-    cost: np.ndarray, offset: np.ndarray, table: np.ndarray, table_offset: np.ndarray
-) -> float:
-    """Make entries of at least HUGE infinite in place; return the `huge_floor` of above."""
+def _without_huge(
+    cost: np.ndarray,
+    offset: np.ndarray,
+    table: np.ndarray,
+    table_offset: np.ndarray,
+    owned: bool,
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return (cost, table, `huge_floor` of above) with entries of at least HUGE infinite.
+
+    A `table` that is `owned` is changed in place.
+    """
     total, least_excess = 0.0, math.inf
+    kept = []
     for values, bounds in ((cost, offset), (table, table_offset)):
-        if len(bounds) < 2:
-            continue
-        least = group_minimum(values, bounds)
-        total += math.fsum(least[np.isfinite(least)])
-        huge = np.flatnonzero((values >= HUGE) & np.isfinite(values))
-        if len(huge):
-            group = np.searchsorted(bounds, huge, side="right") - 1
-            least_excess = min(least_excess, float((values[huge] - least[group]).min()))
-            values[huge] = np.inf
+        if len(bounds) > 1:
+            least = group_minimum(values, bounds)
+            total += math.fsum(least[np.isfinite(least)])
+            over = values >= HUGE
+            huge = np.flatnonzero(over & (values < np.inf)) if over.any() else np.zeros(0, np.int64)
+            if len(huge):
+                group = np.searchsorted(bounds, huge, side="right") - 1
+                least_excess = min(least_excess, float((values[huge] - least[group]).min()))
+                values = values if owned else values.copy()
+                values[huge] = np.inf
+        kept.append(values)
     if math.isinf(least_excess):
-        return math.inf
+        return kept[0], kept[1], math.inf
     floor = total + least_excess
-    return floor - 1e-12 * (abs(total) + least_excess)
+    return kept[0], kept[1], floor - 1e-12 * (abs(total) + least_excess)
 
 
 def _exact_integers(cost: np.ndarray, table: np.ndarray, num_terms: int) -> bool:
     largest = 0.0
     for values in (cost, table):
-        finite = values[np.isfinite(values)]
-        if len(finite):
+        for start in range(0, len(values), _BLOCK):  # a fraction is found early, if there is one
+            part = values[start : start + _BLOCK]
+            finite = part[part < np.inf]
             if (finite != np.floor(finite)).any():
                 return False
-            largest = max(largest, float(np.abs(finite).max()))
+            if len(finite):
+                largest = max(largest, float(finite.max()), -float(finite.min()))
     return largest * max(num_terms, 1) < 2.0**52

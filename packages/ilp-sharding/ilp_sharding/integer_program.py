@@ -18,13 +18,13 @@ the range that matters, so the solver's absolute tolerances become relative ones
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import highspy
 import numpy as np
 from attrs import frozen
 
+from ilp_sharding.highs_run import run_until
 from ilp_sharding.memory import violated_peaks
 from ilp_sharding.network import Network
 from ilp_sharding.table_graph import TableGraph
@@ -153,7 +153,7 @@ class IntegerProgram:
         num = int(self.offset[-1])
         bound = -math.inf
         while True:
-            if not _run(highs, deadline):
+            if not run_until(highs, deadline):
                 return Outcome(chosen=None, lower_bound=bound, finished=False)
             status = highs.getModelStatus()
             if status == highspy.HighsModelStatus.kInfeasible:
@@ -170,7 +170,7 @@ class IntegerProgram:
         )
         self._listen(on_bound)
         while True:
-            finished = _run(highs, deadline)
+            finished = run_until(highs, deadline)
             status = highs.getModelStatus()
             if status == highspy.HighsModelStatus.kInfeasible:
                 return Outcome(chosen=None, lower_bound=math.inf, finished=True)
@@ -351,7 +351,7 @@ def smallest_peak(
             np.concatenate([used, [num]]).astype(np.int32),
             np.concatenate([usage[t][used] / scale, [-1.0]]),
         )
-    finished = _run(highs, deadline)
+    finished = run_until(highs, deadline)
     info = highs.getInfo()
     if info.primal_solution_status != 2:
         bound = info.mip_dual_bound * scale if math.isfinite(info.mip_dual_bound) else -math.inf
@@ -381,17 +381,6 @@ def _quiet(seed: int) -> highspy.Highs:
     }.items():
         highs.setOptionValue(name, value)
     return highs
-
-
-def _run(highs: highspy.Highs, deadline: float) -> bool:
-    """Run until `deadline` (a `time.perf_counter()`); return whether it ended by itself."""
-    left = deadline - time.perf_counter()
-    if left <= 0:
-        return False
-    if math.isfinite(left):
-        highs.setOptionValue("time_limit", highs.getRunTime() + left)
-    highs.run()
-    return highs.getModelStatus() != highspy.HighsModelStatus.kTimeLimit
 
 
 def _compressed_rows(

@@ -28,7 +28,8 @@ def peak_times(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
     times, stops = times[order], stops[order]
     # a start followed by a stop (in time order, stops first at equal times) is a peak
     peaks = np.flatnonzero(~stops[:-1] & stops[1:])
-    return np.unique(times[peaks])
+    found = times[peaks]  # increasing; `np.unique` would first load numpy's masked arrays
+    return found[np.append(True, found[1:] != found[:-1])] if len(found) else found
 
 
 class MemoryProfile:

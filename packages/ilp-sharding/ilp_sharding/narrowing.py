@@ -14,13 +14,16 @@ and the first guess ends the search.
 from __future__ import annotations
 
 import math
-import sys
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ilp_sharding.compiled_loops import load
 from ilp_sharding.direct import (
     DENSE_USAGE,
+    ELIMINATION_SECONDS,
     ELIMINATION_WORK,
+    PROGRAM_SECONDS,
     PROGRAM_TABLES,
     Search,
     exact_memory,
@@ -30,22 +33,25 @@ from ilp_sharding.memory import MemoryProfile
 from ilp_sharding.network import Network, NoAssignment
 from ilp_sharding.table_graph import TableGraph, table_graph
 
+if TYPE_CHECKING:
+    from ilp_sharding.dual import DualAscent
+
 NARROWING_TABLES = 2e7  # table entries up to which sweeps in this process are quick
 _GUESSES = (1e-9, 1e-7, 1e-5, 1e-4, 1e-3, 4e-3, 1.6e-2)  # relative rise over the bound
-_LOADING_SECONDS = 5.0  # of compiled loops from the cache; it cannot be interrupted
+_REST_WORK = 2e8  # table entries of an elimination of what is left
+_MORE, _FEW_TABLES = 1.3, 1000  # how much larger a last step may be than the next one
 _SWEEPS = 60  # of messages without memory rows
 _STEPS = 400  # of multipliers with them
+_POLISH = 100  # ball moves of a first choice, and
+_POLISH_SECONDS = 0.1  # what must be left for them
 _SWEPT_TABLES = 4e8  # table entries all sweeps together may visit where memory binds
 
 
-def ready(seconds: float) -> bool:
-    """Return whether the compiled loops ran before in this process, or `seconds` are enough.
-
-    The first call of a loop compiles it, or reads it from numba's cache.
-    """
-    messages = sys.modules.get("ilp_sharding.messages")
-    compiled = messages is not None and bool(messages.decode.signatures)
-    return compiled or seconds > _LOADING_SECONDS
+def needed_loops(memory: MemoryProfile | None) -> tuple[str, ...]:
+    """Return the modules whose compiled loops `narrow` calls."""
+    if memory is None:
+        return ("messages",)
+    return ("messages", "dominance", "moves", "neighbourhood")
 
 
 def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bool:
@@ -54,7 +60,8 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
     `memory` is None if no limit binds. Otherwise the caller has a bound and often a choice, and the
     same problem to go on with.
     """
-    # compiled loops take a moment to load: not for problems that never come here
+    load(*needed_loops(memory))
+    # importing them takes a moment: not for problems that never come here
     from ilp_sharding.dual import DualAscent
 
     slack = np.zeros(0)
@@ -63,32 +70,44 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
     base = table_graph(network, memory, slack)
     nodes = network.open_nodes()
     graph = _restricted(base, np.ones(base.num_strategies, bool)) if memory is not None else base
-    if graph is None or not graph.num_nodes:
+    if graph is None:  # memory leaves no choice
+        search.infeasible = search.choice is None
+        search.raise_bound(search.objective, "narrowing")
+        return True
+    if not graph.num_nodes:
         return False
     dual = DualAscent(graph)
     steps = _SWEEPS
     if graph.num_times:
         steps = int(min(_STEPS, _SWEPT_TABLES / max(len(graph.tables.entry), 1)))
     quiet = 0
+    growing = 0.2 * search.seconds  # kept for a choice from what the steps found
     for _ in range(steps):
         before = dual.best
         dual.step(search.objective)
         quiet = quiet + 1 if dual.best - before <= 1e-12 * abs(dual.best) else 0
-        if search.late or (not graph.num_times and quiet >= 3):
+        if search.seconds < growing or (not graph.num_times and quiet >= 3):
             break
     if dual.best == math.inf:
         raise NoAssignment
     search.raise_bound(dual.best, "messages")
+    if not search.late or search.choice is None:
+        _grow(network, nodes, search, dual)
+    if search.late:
+        return False
     pairs = dual.reduced(3)
     search.raise_bound(dual.best, "messages")
     for rise in _GUESSES:
         if search.late:
             return False
         cutoff = min(dual.best + rise * abs(dual.best), search.cutoff())
-        active = np.ones(graph.num_strategies, bool)
-        for bound, reduced in pairs:
-            active &= bound + reduced <= cutoff
-        rest = _restricted(graph, active)
+        rest = _restricted(graph, _within(pairs, cutoff))
+        if cutoff < search.cutoff() < math.inf and not search.late:
+            # where a better choice than the known one needs little more, look for that at once
+            whole = _restricted(graph, _within(pairs, search.cutoff()))
+            size = 0 if rest is None else len(rest.tables.entry)
+            if whole is not None and len(whole.tables.entry) <= _MORE * size + _FEW_TABLES:
+                rest, cutoff = whole, search.cutoff()
         if rest is None:
             search.raise_bound(cutoff, "narrowing")
         elif not _solve_rest(network, nodes, search, rest, cutoff):
@@ -100,6 +119,28 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
             search.raise_bound(search.objective, "narrowing")
             return True
     return False
+
+
+def _grow(network: Network, nodes: list[int], search: Search, dual: DualAscent) -> None:
+    """Offer the choice decoded from the messages, repaired where it breaks a memory row."""
+    x: np.ndarray | None = dual.decoded()
+    if dual.graph.num_times:
+        from ilp_sharding.primal import PrimalSearch
+
+        primal = PrimalSearch(dual.graph, search.seed)
+        polish = _POLISH if search.seconds > _POLISH_SECONDS else 0
+        primal.construct(dual.decoded(), dual.price, polish=polish)
+        x = primal.x
+    if x is not None:
+        full = dict(zip(nodes, dual.graph.lift(x).tolist(), strict=True))
+        search.offer(network.expand(full), "messages")
+
+
+def _within(pairs: list[tuple[float, np.ndarray]], cutoff: float) -> np.ndarray:
+    """Return which strategies a choice of cost at most `cutoff` may use."""
+    return np.asarray(
+        np.logical_and.reduce([bound + reduced <= cutoff for bound, reduced in pairs])
+    )
 
 
 def _restricted(graph: TableGraph, active: np.ndarray) -> TableGraph | None:
@@ -122,8 +163,10 @@ def _solve_rest(
     sizes = dict(enumerate(np.diff(rest.tables.offset).tolist()))
     if not rest.num_times:
         costs, tables = _as_tables(rest)
-        elimination = Elimination(range(rest.num_nodes), sizes, tables, ELIMINATION_WORK)
-        if elimination.complete:
+        elimination = Elimination(range(rest.num_nodes), sizes, tables, _REST_WORK)
+        if elimination.complete and elimination.largest <= ELIMINATION_WORK:
+            if ELIMINATION_SECONDS * elimination.work > search.seconds:
+                return False
             value, chosen = elimination.solve(costs, until=search.until)
             if value < math.inf:
                 x = np.array([chosen[i] for i in range(rest.num_nodes)], dtype=np.int64)
@@ -132,7 +175,8 @@ def _solve_rest(
             if value + rest.constant > cutoff:
                 search.raise_bound(cutoff, "narrowing")
             return True
-    if len(rest.tables.entry) > PROGRAM_TABLES:
+    entries = len(rest.tables.entry)
+    if entries > PROGRAM_TABLES or PROGRAM_SECONDS * entries > search.seconds:
         return False
     if rest.num_times * float(rest.num_strategies) > DENSE_USAGE:
         return False

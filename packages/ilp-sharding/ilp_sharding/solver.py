@@ -13,9 +13,13 @@ import time
 from attrs import evolve
 
 from alpa_interchange.selection import ShardingProblem, ShardingSolution
+from ilp_sharding.array_sweeps import swept_start
+from ilp_sharding.compiled_loops import ready
 from ilp_sharding.direct import (
     DENSE_USAGE,
+    ELIMINATION_SECONDS,
     ELIMINATION_WORK,
+    PROGRAM_SECONDS,
     PROGRAM_TABLES,
     Search,
     binding_rows,
@@ -25,10 +29,10 @@ from ilp_sharding.direct import (
     table_entries,
 )
 from ilp_sharding.elimination import Elimination, OutOfTime
-from ilp_sharding.evaluation import check, exact_cost
+from ilp_sharding.evaluation import check
 from ilp_sharding.instance import Instance
 from ilp_sharding.memory import MemoryProfile
-from ilp_sharding.narrowing import NARROWING_TABLES, narrow, ready
+from ilp_sharding.narrowing import NARROWING_TABLES, narrow, needed_loops
 from ilp_sharding.network import Network, NoAssignment
 from ilp_sharding.options import Progress, SolveOptions
 from ilp_sharding.start import consistent_start, greedy_start, repaired_choice
@@ -37,9 +41,16 @@ from ilp_sharding.worker_pool import WorkerPool
 SOLVER = "ilp-sharding 0.1.0"
 LARGE_NODES = 5000  # from here on, or from
 LARGE_TABLES = 2e7  # table entries on, workers start while the problem is still being reduced
+WORKER_SECONDS = 1.5  # that a worker process needs before it finds anything
+FIRST_SECONDS = 0.01  # that the greedy pass may take whatever the deadline
+SWEEP_SECONDS = 1.0  # for sweeps in numpy where worker processes follow
 
+CUT_SECONDS = 4e-8  # per table entry, to forbid what the first choice excludes,
+NARROWING_SECONDS = 3e-7  # and to make narrow
+
+QUICK_WORK = 1e6  # table entries of an elimination that is as quick as a first choice
 LIMITED_TABLES = 5e5  # table entries up to which `narrow` is tried with a memory limit,
-LIMITED_SHARE = 0.2  # for this share of the time
+LIMITED_SHARE = 0.5  # for this share of the time
 
 
 def solve(problem: ShardingProblem, options: SolveOptions | None = None) -> ShardingSolution:
@@ -109,14 +120,13 @@ def _search(
         search.raise_bound(instance.trivial_bound(), "start")
         if search.lower_bound == math.inf:
             raise NoAssignment
-        start = greedy_start(instance)
-        if start is None and instance.num_nodes < LARGE_NODES:
-            start = consistent_start(instance, search.until)
+        first = max(search.until, began + FIRST_SECONDS)
         if options.warm_start is not None:
-            for candidate in (repaired_choice(instance, options.warm_start), start):
-                if candidate is not None:
-                    search.offer(candidate, "start")
-        elif start is not None:
+            repaired = repaired_choice(instance, options.warm_start, first)
+            if repaired is not None:
+                search.offer(repaired, "start")
+        start = greedy_start(instance, first)
+        if start is not None:
             search.offer(start, "start")
         if search.choice is not None:
             search.raise_bound(search.lower_bound, "start")
@@ -137,59 +147,91 @@ def _closing_seconds(instance: Instance, deadline: float) -> float:
     """Return the seconds to keep for the final check of the answer."""
     if math.isinf(deadline):
         return 0.0
-    return min(0.1 * deadline, 4e-6 * (instance.num_nodes + len(instance.edges)))
+    return min(0.1 * deadline, 2e-6 * (instance.num_nodes + len(instance.edges)))
 
 
 def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) -> None:
     """Reduce and solve: directly if the graph is narrow or small, else with worker processes."""
     workers = None
-    seconds = search.until - time.perf_counter()
     try:
         large = instance.num_nodes > LARGE_NODES or len(instance.table) > LARGE_TABLES
-        if large and seconds > 0.2:
-            workers = WorkerPool(options.num_workers, options.seed, seconds)
+        if large and search.seconds > WORKER_SECONDS:
+            workers = WorkerPool(options.num_workers, options.seed, search.seconds)
         if search.late:
             raise OutOfTime
-        network = Network(instance.without(search.objective))
+        if CUT_SECONDS * len(instance.table) < 0.1 * search.seconds:
+            instance = instance.without(search.objective)
+        network = Network(instance)
         network.reduce(search.until)
         if search.late:
             raise OutOfTime
         nodes = network.open_nodes()
         sizes = {i: len(network.cost[i]) for i in nodes}
         elimination = Elimination(nodes, sizes, network.tables, ELIMINATION_WORK)
+        if search.late:
+            raise OutOfTime
         memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
+        tables = table_entries(network)
+        eliminable = elimination.complete
+        eliminable &= ELIMINATION_SECONDS * elimination.work < search.seconds
+        if search.choice is None and not large:
+            if memory is not None or not eliminable or elimination.work > QUICK_WORK:
+                _first_choice(network, search, memory)
         dense = 0.0 if memory is None else memory.num_times * float(memory.offset[-1])
-        direct = elimination.complete or table_entries(network) < PROGRAM_TABLES
-        if direct and dense < DENSE_USAGE:
-            eliminated = elimination if elimination.complete else None
-            if solve_direct(network, search, eliminated, memory):
+        program = tables < PROGRAM_TABLES and PROGRAM_SECONDS * tables < search.seconds
+        if (eliminable or program) and dense < DENSE_USAGE:
+            if solve_direct(network, search, elimination if eliminable else None, memory):
                 return
             if memory is not None:
                 memory = MemoryProfile(instance, network)
-        tables = table_entries(network)
-        seconds = search.until - time.perf_counter()
-        small = tables < (NARROWING_TABLES if memory is None else LIMITED_TABLES)
-        if workers is None and small and dense < DENSE_USAGE and ready(seconds):
-            if _narrowed(network, search, memory, seconds):
+        alone = memory is None or search.seconds < WORKER_SECONDS  # no workers would follow
+        small = tables < (NARROWING_TABLES if alone else LIMITED_TABLES)
+        if workers is None and tables < NARROWING_TABLES and dense < DENSE_USAGE:
+            inside = NARROWING_SECONDS * tables < search.seconds
+            if not (inside and ready(search.seconds, *needed_loops(memory))):
+                _swept(network, search, memory)
+            elif small and _narrowed(network, search, memory):
+                _smallest_memory(network, search, memory)
                 return
-        seconds = search.until - time.perf_counter()
-        workers = workers or WorkerPool(options.num_workers, options.seed, seconds)
+        if workers is None and search.seconds < WORKER_SECONDS:
+            return
+        workers = workers or WorkerPool(options.num_workers, options.seed, search.seconds)
         workers.solve(network, memory, search)
-        if search.infeasible and memory is not None and dense < DENSE_USAGE and not search.late:
-            tolerance = 0.0 if exact_memory(instance) else memory.tolerance()
-            usage, slack = binding_rows(memory, tolerance)
-            prove_infeasible(network, search, network.open_nodes(), usage, slack)
+        _smallest_memory(network, search, memory)
     finally:
         if workers is not None:
             workers.close()
 
 
-def _narrowed(
-    network: Network, search: Search, memory: MemoryProfile | None, seconds: float
-) -> bool:
-    """Return whether `narrow` solved the problem; where memory may bind, in a share of the time."""
+def _smallest_memory(network: Network, search: Search, memory: MemoryProfile | None) -> None:
+    """Find the least limit with an answer, if there is none and time is left."""
+    if not search.infeasible or memory is None or search.late:
+        return
+    if memory.num_times * float(memory.offset[-1]) < DENSE_USAGE:
+        tolerance = 0.0 if exact_memory(search.instance) else memory.tolerance()
+        usage, slack = binding_rows(memory, tolerance)
+        prove_infeasible(network, search, network.open_nodes(), usage, slack)
+
+
+def _first_choice(network: Network, search: Search, memory: MemoryProfile | None) -> None:
+    """Offer the choice that `consistent_start` finds, if it finds one."""
+    chosen = consistent_start(network, memory, search.until)
+    if chosen is not None:
+        search.offer(network.expand(chosen), "start")
+
+
+def _swept(network: Network, search: Search, memory: MemoryProfile | None) -> None:
+    """Sweep in numpy: until the deadline, or for a moment where worker processes follow."""
     until = search.until
-    if memory is not None and math.isfinite(seconds):
+    if search.seconds > WORKER_SECONDS:
+        until = time.perf_counter() + min(SWEEP_SECONDS, 0.2 * search.seconds)
+    swept_start(network, search, memory, until)
+
+
+def _narrowed(network: Network, search: Search, memory: MemoryProfile | None) -> bool:
+    """Return whether `narrow` solved the problem; where memory may bind, in a share of the time."""
+    until, seconds = search.until, search.seconds
+    if memory is not None and math.isfinite(seconds) and LIMITED_SHARE * seconds > WORKER_SECONDS:
         search.until = until - (1.0 - LIMITED_SHARE) * seconds
     try:
         return narrow(network, search, memory)
@@ -205,14 +247,15 @@ def _solution(problem: ShardingProblem, search: Search, began: float) -> Shardin
     bound: float | None = search.lower_bound if math.isfinite(search.lower_bound) else None
     smallest = None
     if choice is not None:
-        objective = float(exact_cost(problem, choice))
+        evaluation = check(problem, choice.tolist())
+        if not evaluation.feasible:
+            raise AssertionError("the solver's answer breaks a limit; please report the problem")
+        objective = float(evaluation.cost)
         if search.closed and search.gap_tolerance == 0.0:
             bound = objective
         elif bound is not None:
             bound = min(bound, objective)
         status = "optimal" if bound is not None and objective <= bound else "feasible"
-        if not check(problem, choice.tolist()).feasible:
-            raise AssertionError("the solver's answer breaks a limit; please report the problem")
     elif search.infeasible:
         status, smallest, bound = "infeasible", search.smallest_memory, None
     else:

@@ -20,6 +20,8 @@ from ilp_sharding.blackboard import Board, load_graph
 from ilp_sharding.dominance import simplified
 from ilp_sharding.table_graph import TableGraph
 
+_DOMINANCE_WORK = 1e7  # elementary steps of dominance per second that is left: a twentieth of it
+
 
 class Worker:
     """The state both kinds of worker share: base graph, present graph, board, deadline."""
@@ -34,8 +36,11 @@ class Worker:
             and _whole(base.tables.entry)
             and float(base.constant).is_integer()
         )
-        # dominance takes seconds on the largest graphs: worker 0 does it and publishes what is left
-        graph = simplified(base, dominate=index == 0)
+        # dominance takes seconds on the largest graphs: worker 0 does it, for a twentieth of the
+        # time, and publishes what is left
+        seconds = max(until - time.perf_counter(), 0.0)
+        work = min(_DOMINANCE_WORK * seconds, 2e9)
+        graph = simplified(base, dominate=index == 0, work=work)
         if graph is None:
             self.board.raise_bound(index, math.inf, finished=True)
             raise SystemExit(0)

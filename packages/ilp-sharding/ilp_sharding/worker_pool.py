@@ -94,10 +94,10 @@ class WorkerPool:
             if search.closed or search.infeasible:
                 return
             if all(process.poll() is not None for process in self.processes):
-                if not board.finished:
+                if any(process.returncode for process in self.processes) and not board.finished:
                     raise RuntimeError(f"the search processes ended early: {self._complaints()}")
-                if search.choice is None:
-                    return
+                if not board.finished or search.choice is None:
+                    return  # they came to their deadline first, or found that there is no choice
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:

@@ -66,3 +66,8 @@ def test_check_fails_for_choices_that_do_not_fit(file, tmp_path):
     answer = tmp_path / "answer.txt"
     answer.write_text("[0]")
     assert RUN.invoke(app, ["check", str(file), str(answer)]).exit_code == 2
+
+
+def test_warm_up_compiles_and_says_so():
+    result = RUN.invoke(app, ["warm-up"])
+    assert result.exit_code == 0 and "compiled" in result.output

@@ -1,3 +1,5 @@
+import time
+
 import attrs
 import numpy as np
 import pytest
@@ -5,6 +7,8 @@ import pytest
 from alpa_interchange.selection import ShardingProblem
 from ilp_sharding import Progress, SolveOptions, check, pin_cost, solve
 from ilp_sharding.instance import Instance
+from ilp_sharding.memory import MemoryProfile
+from ilp_sharding.network import Network, NoAssignment
 from ilp_sharding.start import consistent_start, greedy_start
 
 
@@ -158,6 +162,44 @@ def test_short_deadlines_give_valid_answers(wide_problem, deadline):
         assert solution.lower_bound <= solution.objective
 
 
+@pytest.mark.parametrize("deadline", [0.01, 0.03, 0.1, 0.3])
+def test_short_deadlines_hold_and_bring_a_bound(wide_problem, monkeypatch, deadline):
+    # the solver's clock counts CPU seconds here, so that other work on the machine does not matter
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
+    monkeypatch.setattr("ilp_sharding.solver.WorkerPool", None)  # too late for processes
+    problems = [wide_problem(2, limit=2500.0), wide_problem(3), _follow_me(200, 32, 1)]
+    problems.append(attrs.evolve(problems[2], node_memory=np.ones(200 * 32), memory_limit=1.0))
+    for problem in problems:
+        seconds = []
+        for _ in range(3):  # the first loads modules; a processor has slow moments
+            began = time.perf_counter()
+            solution = solve(problem, SolveOptions(deadline=deadline))
+            seconds.append(time.perf_counter() - began)
+        # how well deadlines are kept is measured by benchmarks/ilp_sharding_deadlines.py
+        assert min(seconds) < 1.5 * deadline + 0.01
+        assert solution.lower_bound is not None or solution.status == "infeasible"
+        if deadline >= 0.1:
+            assert solution.choice is not None or solution.status == "infeasible"
+
+
+@pytest.mark.parametrize("limit", [None, 1200.0])
+def test_an_answer_at_a_deadline_is_as_good_as_the_greedy_start(wide_problem, limit):
+    for seed in range(3):
+        problem = wide_problem(seed, limit=limit)
+        start = greedy_start(Instance.of(problem, SolveOptions()))
+        solution = solve(problem, SolveOptions(deadline=0.2))
+        if start is not None and solution.seconds < 0.4:  # the machine was not away meanwhile
+            assert solution.objective <= check(problem, start.tolist()).cost
+
+
+def test_a_limit_that_nothing_keeps_is_proved_without_worker_processes(wide_problem, monkeypatch):
+    monkeypatch.setattr("ilp_sharding.solver.WorkerPool", None)
+    problem = wide_problem(5)
+    least = int(problem.node_memory.reshape(60, 12).min(1).sum())
+    solution = solve(attrs.evolve(problem, memory_limit=least - 1))
+    assert solution.status == "infeasible" and solution.smallest_memory == least
+
+
 def _follow_me(nodes, size, seed):
     """A chain whose strategies mostly follow each other one to one, with residual edges."""
     rng = np.random.default_rng(seed)
@@ -174,14 +216,26 @@ def _follow_me(nodes, size, seed):
     return _problem(costs, tables, edges)
 
 
+def _consistent(problem):
+    """Return the choice of `consistent_start` on the reduced network, None if it finds none."""
+    instance = Instance.of(problem, SolveOptions())
+    network = Network(instance)
+    try:
+        network.reduce()
+    except NoAssignment:
+        return None
+    memory = MemoryProfile(instance, network) if np.isfinite(instance.limit) else None
+    chosen = consistent_start(network, memory)
+    return None if chosen is None else network.expand(chosen).tolist()
+
+
 @pytest.mark.parametrize("limit", [None, 1e9])
 def test_forbidden_pairs_do_not_keep_the_first_pass_from_a_choice(limit):
     # a greedy pass that looks only at its neighbours ends in a forbidden pair of such problems
     for seed in range(3):
         problem = attrs.evolve(_follow_me(200, 64, seed), memory_limit=limit)
-        instance = Instance.of(problem, SolveOptions())
-        choice = consistent_start(instance)
-        assert choice is not None and check(problem, choice.tolist()).feasible
+        choice = _consistent(problem)
+        assert choice is not None and check(problem, choice).feasible
     assert any(
         greedy_start(Instance.of(_follow_me(200, 64, seed), SolveOptions())) is None
         for seed in range(3)
@@ -192,10 +246,10 @@ def test_first_choices_of_random_problems_are_feasible(random_problem, brute_for
     found = 0
     for seed in range(300):
         problem = random_problem(seed)
-        choice = consistent_start(Instance.of(problem, SolveOptions()))
+        choice = _consistent(problem)
         if choice is not None:
             found += 1
-            assert check(problem, choice.tolist()).feasible, seed
+            assert check(problem, choice).feasible, seed
             assert brute_force(problem)[0] is not None, seed
     assert found > 150
 

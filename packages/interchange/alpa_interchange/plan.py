@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from attrs import field, frozen
+from attrs.validators import in_
 
 from alpa_interchange.check import non_negative
 from alpa_interchange.cluster import ClusterSpec
@@ -44,6 +45,8 @@ class StageSharding:
 
     `solution` holds the choice for the stage's strategy-selection problem, whose strategies are
     enumerated again from the program; `problem_hash` guards against another enumeration.
+    `executor` says whether the plan is run to the letter ("shard_map") or given to the compiler as
+    sharding constraints, between which it chooses the collectives ("constraint").
     """
 
     mesh: DeviceMesh
@@ -54,6 +57,8 @@ class StageSharding:
     memory: Mapping[str, float]  # predicted bytes per device by name
     communication: Mapping[str, float] = field(factory=dict)  # bytes per device and step, by kind
     replicated_ops: tuple[str, ...] = ()  # operators without a sharding rule
+    executor: str = field(default="shard_map", validator=in_(("shard_map", "constraint")))
+    freed_ops: tuple[str, ...] = ()  # without a rule, but left to the compiler by "constraint"
 
     @property
     def peak_bytes(self) -> float:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from alpa_meta.errors import PlanError
 
 if TYPE_CHECKING:
+    from alpa_meta.audit.random_plans import RandomAudits
     from alpa_meta.corpus import CorpusModel
 
 
@@ -88,25 +89,38 @@ def audit(
         console=Console(stderr=True),
         transient=True,
     )
+    prepared: RandomAudits | None = None
+    one: CorpusModel | None = None
     with progress:
         bar = progress.add_task("audit", total=len(jobs))
-        for name, seed in jobs:
+        for number, (name, seed) in enumerate(jobs):
             kind = "planner's plan" if seed is None else f"random plan {seed}"
             progress.update(bar, description=f"{name} {kind}")
-            one = _built(name)
-            if seed is None:
-                cluster = target or f"host:{num_devices}"
-                ok, lines = _audit_planned(one, cluster, plan, numerics, all_lines)
-            else:
-                ok, lines = _audit_random(
-                    one, seed, shape, devices, numerics and target is None, all_lines
-                )
+            try:
+                if one is None or jobs[number - 1][0] != name:
+                    one, prepared = _built(name), None
+                if seed is None:
+                    cluster = target or f"host:{num_devices}"
+                    ok, lines = _audit_planned(one, cluster, plan, numerics, all_lines)
+                else:
+                    prepared = prepared or _prepared(one, numerics and target is None)
+                    ok, lines = _audit_random(prepared, seed, shape, devices, all_lines)
+            except Exception as error:  # one program of many: a finding, not the end
+                if not corpus:
+                    raise
+                ok, lines = False, iter([f"FAIL {name} {kind}: {type(error).__name__}: {error}"])
             all_ok &= ok
             for line in lines:
                 console.print(line, markup=False)
             progress.advance(bar)
     if not all_ok:
         raise typer.Exit(1)
+
+
+def _prepared(model: CorpusModel, numerics: bool) -> RandomAudits:
+    from alpa_meta.audit.random_plans import random_audits
+
+    return random_audits(model, numerics=numerics)
 
 
 def _jobs(
@@ -201,25 +215,14 @@ def prepare_environment(num_devices: int) -> None:
 
 
 def _audit_random(
-    model: CorpusModel,
-    seed: int,
-    shape: tuple[int, ...],
-    devices: Any,
-    numerics: bool,
-    all_lines: bool,
+    prepared: RandomAudits, seed: int, shape: tuple[int, ...], devices: Any, all_lines: bool
 ) -> tuple[bool, Iterator[str]]:
     import jax
 
-    from alpa_meta.audit.random_plans import audit_random_plans, mesh_of_shape
+    from alpa_meta.audit.random_plans import mesh_of_shape
 
-    found = next(
-        audit_random_plans(
-            model,
-            mesh_of_shape(shape),
-            jax.devices() if devices is None else devices,
-            [seed],
-            numerics=numerics,
-        )
+    found = prepared.audit(
+        mesh_of_shape(shape), jax.devices() if devices is None else devices, seed
     )
     report = found.audit.collectives
     details = [] if report.ok and not all_lines else [report.text(all_lines=all_lines)]

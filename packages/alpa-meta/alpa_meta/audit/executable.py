@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Protocol
 
-from attrs import frozen
+from attrs import evolve, frozen
 from rich.console import Console, Group
 from rich.text import Text
 
@@ -67,7 +67,13 @@ class ExecutableAudit:
         expected = sum(report.planned_bytes for report in reports)
         unplanned = sum(not line.ok for report in reports for line in report.lines)
         share = "" if expected == 0 else f", {sent / expected:.3f} of the plan's"
-        if unplanned:
+        free = sorted(task for task, report in self.tasks.items() if report.chosen_by_xla)
+        if free:
+            verdict = (
+                f"NO PROOF: XLA chose the collectives of {', '.join(free)} (constraint executor), "
+                f"{unplanned} UNPLANNED"
+            )
+        elif unplanned:
             verdict = f"{unplanned} UNPLANNED"
         else:
             verdict = "the program is its plan" if self.ok else "the program is NOT its plan"
@@ -109,8 +115,12 @@ def audit_executable(
     backend: str = "cpu",
     memory: Mapping[str, MemoryCheck] | None = None,
     numerics: NumericsCheck | None = None,
+    chosen_by_xla: Set[str] = frozenset(),
 ) -> ExecutableAudit:
-    """Return the audit of all tasks of `executable`, compiled for `backend` ("cpu" or "cuda")."""
+    """Return the audit of all tasks of `executable`, compiled for `backend` ("cpu" or "cuda").
+
+    `chosen_by_xla` are the tasks run under sharding constraints, whose collectives are no proof.
+    """
     texts, planned = executable.compiled_texts(), executable.planned_collectives()
     if set(texts) != set(planned):
         raise ValueError(
@@ -121,7 +131,11 @@ def audit_executable(
     for task, text in texts.items():
         mesh = executable.logical_mesh(task)
         sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-        tasks[task] = account(planned[task], compiled_collectives(text), sizes, backend=backend)
+        free, expected = task in chosen_by_xla, planned[task]
+        if free:  # nothing was emitted under a planned name
+            expected = tuple(evolve(one, scope="") for one in expected)
+        report = account(expected, compiled_collectives(text), sizes, backend=backend)
+        tasks[task] = evolve(report, chosen_by_xla=free)
     return ExecutableAudit(tasks=tasks, memory=dict(memory or {}), numerics=numerics)
 
 
@@ -147,4 +161,7 @@ def audit_tasks(
         )
         for name, task in tasks.items()
     }
-    return audit_executable(executable, backend=backend, memory=memory, numerics=numerics)
+    free = {name for name, task in tasks.items() if task.executor == "constraint"}
+    return audit_executable(
+        executable, backend=backend, memory=memory, numerics=numerics, chosen_by_xla=free
+    )

@@ -22,7 +22,7 @@ from alpa_meta.audit.hlo import compiled_collectives
 from alpa_meta.audit.memory import MemoryCheck, memory_check
 from alpa_meta.audit.numerics import NumericsCheck, Reference, single_device_reference
 from alpa_meta.audit.report import AuditReport
-from alpa_meta.audit.target import compile_for
+from alpa_meta.audit.target import SOUND, compile_for, compiler_options
 from alpa_meta.spmd import (
     JaxprPlan,
     global_shape,
@@ -67,7 +67,8 @@ def audit_program(
 
     `devices` may be described ones (`target_devices`). With `arguments`, the flat inputs, the
     program also runs and is compared with the single-device run of the same jaxpr, which
-    `reference` saves computing again (`reference_of_program`).
+    `reference` saves computing again (`reference_of_program`). A difference counts once it is seen
+    with the slower code generator too (`target.SOUND`).
     """
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     compiled = compile_plan(jaxpr, plan, mesh, conversions, devices, sizes)
@@ -81,6 +82,9 @@ def audit_program(
     if arguments is not None:
         reference = reference or reference_of_program(jaxpr, arguments)
         numerics = reference.check(_run(plan, compiled, arguments))
+        if not numerics.ok and compiler_options(devices[0].platform) != SOUND:
+            sound = compile_plan(jaxpr, plan, mesh, conversions, devices, sizes, SOUND)
+            numerics = reference.check(_run(plan, sound, arguments))
     return ProgramAudit(
         collectives=report,
         memory=memory_check(compiled, judge_peak=devices[0].platform != "cpu"),
@@ -95,13 +99,14 @@ def compile_plan(
     conversions: Conversions,
     devices: Sequence[Any],
     axis_sizes: Mapping[str, int],
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return the planned program compiled for `devices`."""
+    """Return the planned program compiled for `devices`, by default as cheaply as XLA can."""
     inputs = compat.open_jaxpr(jaxpr).invars
     shapes = [_global(var.aval, spec, mesh) for var, spec in zip(inputs, plan.inputs, strict=True)]
     program = shard_map_program(jaxpr, plan, mesh, conversions)
     specs = [partition_spec(spec) for spec in plan.inputs]
-    return compile_for(devices, axis_sizes, program, shapes, specs)
+    return compile_for(devices, axis_sizes, program, shapes, specs, options=options)
 
 
 def _global(aval: Any, spec: ShardingSpec, mesh: LogicalMesh) -> Any:
@@ -132,11 +137,12 @@ def single_device(jaxpr: Any) -> Callable[..., Any]:
     """Return the function of flat arrays that runs `jaxpr` on one device."""
     device = jax.devices("cpu")[0]
 
-    @jax.jit
-    def run(*values: Any) -> Any:
+    def whole(*values: Any) -> Any:
         return jax.core.eval_jaxpr(compat.open_jaxpr(jaxpr), compat.consts(jaxpr), *values)
 
-    @functools.wraps(run)
+    run = jax.jit(whole, compiler_options=dict(SOUND))
+
+    @functools.wraps(whole)
     def on_one(*values: Any) -> Any:
         return run(*(jax.device_put(value, device) for value in values))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from attrs import frozen
 
 from alpa_interchange import LogicalMesh, MeshAxis
+from alpa_meta.audit.numerics import Reference
 from alpa_meta.audit.program import ProgramAudit, audit_program, reference_of_program
 from alpa_meta.corpus import CorpusModel
 from alpa_meta.spmd import random_plan
@@ -49,32 +49,46 @@ def mesh_of_shape(shape: Sequence[int]) -> LogicalMesh:
     )
 
 
-def audit_random_plans(
-    model: CorpusModel,
-    mesh: LogicalMesh,
-    devices: Sequence[Any],
-    seeds: Sequence[int],
-    *,
-    numerics: bool = True,
-) -> Iterator[PlanAudit]:
-    """Yield the audit of `model` under the random plan of each seed."""
-    if len(devices) < mesh.num_devices:
-        raise ValueError(
-            f"the mesh {mesh.shape} needs {mesh.num_devices} devices, got {len(devices)}; set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices}"
+@frozen(eq=False)
+class RandomAudits:
+    """A corpus model traced, and run on one device, once for any number of random plans of it.
+
+    `arguments` and `reference` are None where results are not compared.
+    """
+
+    model: CorpusModel
+    jaxpr: Any
+    arguments: Sequence[Any] | None = None
+    reference: Reference | None = None
+
+    def audit(self, mesh: LogicalMesh, devices: Sequence[Any], seed: int) -> PlanAudit:
+        """Return the audit under the random plan that `seed` draws for `mesh`."""
+        if len(devices) < mesh.num_devices:
+            raise ValueError(
+                f"the mesh {mesh.shape} needs {mesh.num_devices} devices, got {len(devices)}; set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices}"
+            )
+        found = audit_program(
+            self.jaxpr,
+            random_plan(self.jaxpr, mesh, seed),
+            mesh,
+            Conversions(mesh, _seconds),
+            devices[: mesh.num_devices],
+            self.arguments,
+            self.reference,
         )
-    conversions = Conversions(mesh, _seconds)
+        return PlanAudit(model=self.model.name, plan=f"random plan {seed}", audit=found)
+
+
+def random_audits(model: CorpusModel, *, numerics: bool = True) -> RandomAudits:
+    """Return `model` ready to be audited under random plans, with results unless told."""
     jaxpr = flat_jaxpr(model)
-    arguments = reference = None
-    if numerics:
-        state = jax.jit(model.make_state)(jax.random.key(0))
-        arguments = jax.tree.leaves((state, model.make_batch(jax.random.key(1))))
-        reference = reference_of_program(jaxpr, arguments)
-    for seed in seeds:
-        plan = random_plan(jaxpr, mesh, seed)
-        used = devices[: math.prod(mesh.shape)]
-        audit = audit_program(jaxpr, plan, mesh, conversions, used, arguments, reference)
-        yield PlanAudit(model=model.name, plan=f"random plan {seed}", audit=audit)
+    if not numerics:
+        return RandomAudits(model, jaxpr)
+    state = jax.jit(model.make_state)(jax.random.key(0))
+    batch = jax.jit(model.make_batch)(jax.random.key(1))
+    arguments = jax.tree.leaves((state, batch))
+    return RandomAudits(model, jaxpr, arguments, reference_of_program(jaxpr, arguments))
 
 
 def flat_jaxpr(model: CorpusModel) -> Any:

@@ -23,7 +23,8 @@ class AuditLine:
 
     `axes` is None where its groups are lines of no mesh axes; `unplanned_bytes` of its result are
     accounted for by nothing. `widened` marks 16-bit floats that the CPU backend sends as float32.
-    `notes` name what XLA did to the planned collectives.
+    `notes` name what XLA did to the planned collectives, `deviation` how it differs from the one it
+    was emitted as.
     """
 
     compiled: CompiledCollective
@@ -32,6 +33,7 @@ class AuditLine:
     unplanned_bytes: int
     widened: bool = False
     notes: tuple[str, ...] = ()
+    deviation: str = ""
 
     @property
     def ok(self) -> bool:
@@ -49,10 +51,9 @@ class AuditLine:
         """What happened, in a few words."""
         if self.axes is None:
             return "UNPLANNED: its groups are not along mesh axes"
-        if not self.ok and not self.planned:
-            return "UNPLANNED"
         if not self.ok:
-            return f"{format_bytes(self.unplanned_bytes)} of it UNPLANNED"
+            of = f"{format_bytes(self.unplanned_bytes)} of it " if self.planned else ""
+            return f"{of}UNPLANNED{': ' * bool(self.deviation)}{self.deviation}"
         return "; ".join(self.notes) or "as planned"
 
 
@@ -72,11 +73,15 @@ class AuditReport:
     lines: tuple[AuditLine, ...]
     dropped: tuple[Dropped, ...]
     planned: tuple[PlannedCollective, ...]
+    chosen_by_xla: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether the program adds no collective, changes no kind and moves no more bytes."""
-        return all(line.ok for line in self.lines)
+        """Whether the program adds no collective, changes no kind and moves no more bytes.
+
+        Never where XLA chose the collectives (constraint executor): agreement proves nothing there.
+        """
+        return not self.chosen_by_xla and all(line.ok for line in self.lines)
 
     @property
     def exit_status(self) -> int:
@@ -110,6 +115,8 @@ class AuditReport:
         unplanned = sum(not line.ok for line in self.lines)
         merged = sum(len(line.planned) - 1 for line in self.lines if len(line.planned) > 1)
         verdict = "the program is its plan" if self.ok else f"{unplanned} UNPLANNED"
+        if self.chosen_by_xla:
+            verdict = f"NO PROOF, XLA chose the collectives (constraint executor), {verdict}"
         return (
             f"{verdict}: {len(self.lines)} compiled collectives for {len(self.planned)} planned "
             f"({merged} merged into others, {len(self.dropped)} dropped), "

@@ -26,7 +26,19 @@ def print_plan(plan: ParallelPlan, console: Console, *, every_parameter: bool = 
         if sharding.replicated_ops:
             names = ", ".join(sorted(set(sharding.replicated_ops)))
             console.print(f"stage {index} runs replicated, for want of a sharding rule: {names}")
+        if sharding.executor != "shard_map":
+            console.print(executor_text(index, sharding))
     console.print(plan_summary(plan))
+
+
+def executor_text(stage: int, sharding: StageSharding) -> str:
+    """Return which executor runs a stage, and because of which operators."""
+    text = f"stage {stage} is run by the {sharding.executor} executor"
+    if sharding.executor == "shard_map":
+        return f"{text}: its collectives are the planned ones"
+    names = ", ".join(sharding.freed_ops)
+    because = f", because of operators without a sharding rule: {names}" if names else ""
+    return f"{text}: XLA chooses its collectives{because}"
 
 
 def plan_summary(plan: ParallelPlan) -> str:
@@ -34,6 +46,12 @@ def plan_summary(plan: ParallelPlan) -> str:
     program = plan.program
     stages, microbatches = plan.num_stages, plan.num_microbatches
     peak = max(sharding.peak_bytes for sharding in plan.shardings)
+    proven = (
+        f"proven: no plan of the searched space takes less than {format_seconds(plan.lower_bound)} "
+        f"under the cost model (gap {100 * plan.gap:.1f} %)"
+        if plan.lower_bound
+        else "proven: nothing, this plan was not searched for"
+    )
     return (
         f"program: {program.num_ops} operations, {counted(len(plan.layers), 'layer')}, "
         f"batch of {program.batch_size}\n"
@@ -41,9 +59,7 @@ def plan_summary(plan: ParallelPlan) -> str:
         f"{counted(microbatches, 'microbatch', 'microbatches')}, "
         f"schedule {plan.stage_plan.schedule}\n"
         f"predicted: {format_seconds(plan.step_seconds)} per step, at most {format_bytes(peak)} "
-        f"per device\n"
-        f"proven: no plan of the searched space takes less than {format_seconds(plan.lower_bound)} "
-        f"under the cost model (gap {100 * plan.gap:.1f} %)"
+        f"per device\n{proven}"
     )
 
 

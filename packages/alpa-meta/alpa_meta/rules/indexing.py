@@ -216,6 +216,9 @@ def _run_scatter(call: LocalCall) -> list[Any]:
             column = column - call.index(sharded[d]).astype(column.dtype) * operand.shape[d]
             column = jnp.where((column >= 0) & (column < operand.shape[d]), column, -1)
         columns.append(column)
+    # XLA reads a slice of a slice without moving the inner start inside, as it does where an update
+    # is dropped and the operand was itself cut from an array: the barrier keeps the two apart
+    operand = lax.optimization_barrier(operand)
     return call.bind(
         [operand, jnp.stack(columns, axis=-1), update],
         mode=lax.GatherScatterMode.FILL_OR_DROP,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +15,28 @@ from attrs import evolve, field, frozen
 from jax import lax
 
 from alpa_interchange import LogicalMesh
+from alpa_meta import compat
 from alpa_meta.audit.planned import PlannedCollective
+
+_SCOPE = re.compile(r"collective(?:\.\d+)+")  # as CollectiveLog names them
 
 
 @frozen(eq=False)
 class CollectiveLog:
     """Collectives in program order; the body of a loop is a log of its own, run `trips` times.
 
-    Loops trace their bodies more than once; `restart` forgets what an earlier trace noted.
+    Loops trace their bodies more than once; `restart` forgets what an earlier trace noted. Each
+    entry has a name of its own, its position: "collective.4.0" is the first of the loop that is
+    the fifth entry of the program.
     """
 
     trips: int | None = 1
+    name: str = "collective"
     _entries: list[PlannedCollective | CollectiveLog] = field(factory=list)
+
+    def next_name(self) -> str:
+        """Return the name of the entry that is noted next."""
+        return f"{self.name}.{len(self._entries)}"
 
     def note(self, entry: PlannedCollective) -> None:
         """Add one collective."""
@@ -33,7 +44,7 @@ class CollectiveLog:
 
     def body(self, trips: int | None) -> CollectiveLog:
         """Return the log of a loop's body, which runs `trips` times (None: nobody knows)."""
-        inner = CollectiveLog(trips)
+        inner = CollectiveLog(trips, self.next_name())
         self._entries.append(inner)
         return inner
 
@@ -52,6 +63,11 @@ class CollectiveLog:
         return tuple(found)
 
 
+def scopes_of(eqn: Any) -> list[str]:
+    """Return the names of the collectives that an equation of a traced program belongs to."""
+    return _SCOPE.findall(compat.name_stack(eqn))
+
+
 def _times(outer: int | None, inner: int | None) -> int | None:
     return None if outer is None or inner is None else outer * inner
 
@@ -59,17 +75,19 @@ def _times(outer: int | None, inner: int | None) -> int | None:
 class Collectives:
     """Emits collectives over the axes of a mesh, for values inside shard_map.
 
-    Several axes act as one, the first the most significant.
+    Several axes act as one, the first the most significant. Each is emitted in a name scope of its
+    own, by which the audit finds it in the compiled program.
     """
 
     def __init__(self, mesh: LogicalMesh, log: CollectiveLog | None = None) -> None:
-        self._mesh, self._log, self._source = mesh, log, ""
+        self._mesh, self._log, self._source = mesh, log or CollectiveLog(), ""
+        self._asked = log is not None
 
     @contextmanager
     def at(self, eqn: Any) -> Iterator[None]:
         """Attribute what happens inside to the user's line that `eqn` comes from."""
         outer = self._source
-        if self._log is not None:
+        if self._asked:
             self._source = source_info_util.summarize(eqn.source_info)
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
@@ -77,18 +95,17 @@ class Collectives:
         self._source = outer
 
     @contextmanager
-    def inside(self, log: CollectiveLog | None) -> Iterator[None]:
+    def inside(self, log: CollectiveLog) -> Iterator[None]:
         """Note what happens inside in the log of a loop's body, from its start."""
         outer = self._log
-        if log is not None:
-            log.restart()
+        log.restart()
         self._log = log
         yield
         self._log = outer
 
-    def body(self, trips: int | None) -> CollectiveLog | None:
-        """Return a log for the body of a loop, if anything is noted at all."""
-        return None if self._log is None else self._log.body(trips)
+    def body(self, trips: int | None) -> CollectiveLog:
+        """Return a log for the body of a loop."""
+        return self._log.body(trips)
 
     def index(self, axes: tuple[str, ...]) -> Any:
         """Return this device's position along `axes`, an int32 scalar."""
@@ -163,16 +180,18 @@ class Collectives:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             words = self._emit(kind, axes, function, jax.random.key_data(value), reason)
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
-        result = function(value)
-        if self._log is not None:
-            self._log.note(
-                PlannedCollective(
-                    kind=kind,
-                    axes=axes,
-                    bytes=math.prod(result.shape) * result.dtype.itemsize,
-                    dtype=str(result.dtype),
-                    source=self._source,
-                    reason=reason,
-                )
+        scope = self._log.next_name()
+        with jax.named_scope(scope):
+            result = function(value)
+        self._log.note(
+            PlannedCollective(
+                kind=kind,
+                axes=axes,
+                bytes=math.prod(result.shape) * result.dtype.itemsize,
+                dtype=str(result.dtype),
+                source=self._source,
+                reason=reason,
+                scope=scope,
             )
+        )
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
 from alpa_meta.rules import LocalCall, operator_of, sharding_rule
 from alpa_meta.rules.operator import shape_of
+from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.completion import complete, convert
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
@@ -28,9 +30,11 @@ def evaluate(
     mesh: LogicalMesh,
     conversions: Conversions,
     collectives: Collectives | None = None,
+    buckets: BucketLimits | None = None,
 ) -> list[Any]:
     """Return the local outputs of a planned jaxpr from its local inputs, inside shard_map."""
-    return _Walk(mesh, conversions, collectives or Collectives(mesh)).run(closed, plan, values)
+    walk = _OnDevice(mesh, collectives or Collectives(mesh), buckets, conversions=conversions)
+    return walk.bucketed(closed, plan, values)
 
 
 def run_local(
@@ -49,8 +53,8 @@ def run_local(
 
 
 @frozen(eq=False)
-class _Scope:
-    """The values of one jaxpr on one device, each with its spec, and those already converted."""
+class Scope:
+    """The values of one jaxpr, each with its spec, and those already converted."""
 
     values: dict[Any, Any] = field(factory=dict)
     specs: dict[Any, ShardingSpec] = field(factory=dict)
@@ -61,13 +65,33 @@ class _Scope:
 
 
 @frozen(eq=False)
-class _Walk:
+class Walk(ABC):
+    """Runs the equations of a planned jaxpr, regions included, as an executor says."""
+
     mesh: LogicalMesh
-    conversions: Conversions
     collectives: Collectives
+    buckets: BucketLimits | None = None
+
+    @abstractmethod
+    def operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+        """Return the results of an operator in the specs its strategy gives them."""
+
+    @abstractmethod
+    def convert(
+        self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
+    ) -> Any:
+        """Return the value of `atom`, which has the spec `source`, in the spec `target`."""
+
+    def bucketed(self, closed: Any, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+        """Run a whole program or the body of a loop, with its collectives in buckets."""
+
+        def run(*given: Any) -> list[Any]:
+            return self.run(closed, plan, given)
+
+        return in_buckets(run, self.buckets)(*values)
 
     def run(self, closed: Any, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
-        jaxpr, scope = compat.open_jaxpr(closed), _Scope()
+        jaxpr, scope = compat.open_jaxpr(closed), Scope()
         _check_length("inputs", plan.inputs, jaxpr.invars)
         _check_length("strategies", plan.strategies, jaxpr.eqns)
         _check_length("outputs", plan.outputs, jaxpr.outvars)
@@ -83,56 +107,43 @@ class _Walk:
             for k, (atom, spec) in enumerate(zip(jaxpr.outvars, plan.outputs, strict=True))
         ]
 
-    def _eqn(self, eqn: Any, step: Strategy | RegionPlan, scope: _Scope) -> None:
+    def _eqn(self, eqn: Any, step: Strategy | RegionPlan, scope: Scope) -> None:
         name = eqn.primitive.name
         _check_length(f"operands of {name!r}", step.operands, eqn.invars)
-        operands = [
-            self._read(atom, spec, scope, f"operand {k} of {name}")
-            for k, (atom, spec) in enumerate(zip(eqn.invars, step.operands, strict=True))
-        ]
+        operands = self.operands(eqn, step, scope)
         if isinstance(step, RegionPlan):
-            results = self._region(eqn, step, operands)
+            results = self.region(eqn, step, operands)
         else:
-            results = self._operator(eqn, step, operands)
+            results = self.operator(eqn, step, operands)
         for var, value, spec in zip(eqn.outvars, results, step.results, strict=True):
             scope.write(var, value, spec)
 
-    def _operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
-        rule, name = sharding_rule(eqn), eqn.primitive.name
-        natural = run_local(eqn, operands, strategy, self.mesh, self.collectives)
-        if rule is None:
-            return natural
+    def operands(self, eqn: Any, step: Strategy | RegionPlan, scope: Scope) -> list[Any]:
+        """Return the operands of an equation in the specs that it reads them in."""
+        name = eqn.primitive.name
         return [
-            value
-            if compat.is_drop(var)
-            else complete(value, rule, strategy, k, self.collectives, name)
-            for k, (var, value) in enumerate(zip(eqn.outvars, natural, strict=True))
+            self._read(atom, spec, scope, f"operand {k} of {name}")
+            for k, (atom, spec) in enumerate(zip(eqn.invars, step.operands, strict=True))
         ]
 
-    def _read(self, atom: Any, spec: ShardingSpec, scope: _Scope, reason: str) -> Any:
+    def _read(self, atom: Any, spec: ShardingSpec, scope: Scope, reason: str) -> Any:
         if isinstance(atom, compat.Literal):
-            value = _literal(atom)
+            value = literal_value(atom)
             if not shape_of(atom):
                 return value
             source = ShardingSpec.replicated(len(shape_of(atom)))
             target = ShardingSpec(spec.dims)
-            return self._convert(jnp.asarray(value), atom, source, target, reason)
+            return self.convert(jnp.asarray(value), atom, source, target, reason)
         source = scope.specs[atom]
         if source == spec:
             return scope.values[atom]
         key = (atom, spec)
         if key not in scope.converted:
-            scope.converted[key] = self._convert(scope.values[atom], atom, source, spec, reason)
+            scope.converted[key] = self.convert(scope.values[atom], atom, source, spec, reason)
         return scope.converted[key]
 
-    def _convert(
-        self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
-    ) -> Any:
-        return convert(
-            value, shape_of(atom), source, target, self.conversions, self.collectives, reason
-        )
-
-    def _region(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def region(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+        """Return the results of a region in the specs of its plan."""
         name = eqn.primitive.name
         if compat.is_remat(eqn):
             return self._recomputation(eqn, plan, operands)
@@ -171,7 +182,7 @@ class _Walk:
 
         def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
             with self.collectives.inside(log):
-                outputs = self.run(inner, body, [*operands[:num_consts], *carry, *xs])
+                outputs = self.bucketed(inner, body, [*operands[:num_consts], *carry, *xs])
             return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
 
         carry, ys = lax.scan(
@@ -203,7 +214,7 @@ class _Walk:
 
         def step(carry: Iterable[Any]) -> tuple[Any, ...]:
             with self.collectives.inside(logs[1]):
-                return tuple(self.run(body, body_plan, [*body_consts, *carry]))
+                return tuple(self.bucketed(body, body_plan, [*body_consts, *carry]))
 
         return list(lax.while_loop(proceed, step, tuple(operands[num_test + num_body :])))
 
@@ -223,12 +234,38 @@ class _Walk:
 
         def branch(*values: Any) -> tuple[Any, ...]:
             with self.collectives.inside(log):
-                return tuple(self.run(closed, plan, values))
+                return tuple(self.bucketed(closed, plan, values))
 
         return branch
 
 
-def _literal(atom: Any) -> Any:
+@frozen(eq=False)
+class _OnDevice(Walk):
+    """Runs each operator on one device's parts, with explicit collectives between them."""
+
+    conversions: Conversions = field(kw_only=True)
+
+    def operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+        rule, name = sharding_rule(eqn), eqn.primitive.name
+        natural = run_local(eqn, operands, strategy, self.mesh, self.collectives)
+        if rule is None:
+            return natural
+        return [
+            value
+            if compat.is_drop(var)
+            else complete(value, rule, strategy, k, self.collectives, name)
+            for k, (var, value) in enumerate(zip(eqn.outvars, natural, strict=True))
+        ]
+
+    def convert(
+        self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
+    ) -> Any:
+        return convert(
+            value, shape_of(atom), source, target, self.conversions, self.collectives, reason
+        )
+
+
+def literal_value(atom: Any) -> Any:
     """Return the value of a literal, with the type the equation was traced with."""
     return np.asarray(atom.val, dtype=atom.aval.dtype)
 

@@ -12,6 +12,7 @@ from alpa_interchange import LogicalMesh, ShardingSpec
 from alpa_meta import compat
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.rules.operator import shape_of
+from alpa_meta.spmd.bucketing import BucketLimits
 from alpa_meta.spmd.collectives import CollectiveLog, Collectives
 from alpa_meta.spmd.evaluation import evaluate
 from alpa_meta.spmd.plan import JaxprPlan
@@ -49,8 +50,11 @@ def shard_map_program(
     mesh: LogicalMesh,
     conversions: Conversions,
     collectives: Collectives | None = None,
+    buckets: BucketLimits | None = None,
 ) -> Callable[..., list[Any]]:
     """Return a function of global arrays that runs the planned jaxpr as one shard_map.
+
+    With `buckets`, independent collectives are sent together; without, that is left to XLA.
 
     To be jitted by the caller with arguments sharded by `jax_sharding(spec, jax_mesh)`.
     """
@@ -60,7 +64,7 @@ def shard_map_program(
             value[0] if spec.partial else value
             for value, spec in zip(locals_, plan.inputs, strict=True)
         ]
-        outputs = evaluate(closed, plan, values, mesh, conversions, collectives)
+        outputs = evaluate(closed, plan, values, mesh, conversions, collectives, buckets)
         return [
             jax.numpy.asarray(value)[None] if spec.partial else value
             for value, spec in zip(outputs, plan.outputs, strict=True)

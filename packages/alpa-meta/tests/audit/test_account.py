@@ -62,7 +62,8 @@ def test_a_collective_of_each_kind_that_is_not_planned_fails(kind):
     body, _, _ = ALL_KINDS[kind]
     report = account([], compiled(body), AXES)
     assert not report.ok and report.exit_status == 1
-    assert [line.verdict for line in report.lines] == ["UNPLANNED"]
+    added = "UNPLANNED: added: no planned collective was emitted under its name"
+    assert [line.verdict for line in report.lines] == [added]
 
 
 def test_a_second_collective_needs_a_second_plan():

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.spmd import (
+    BucketLimits,
     JaxprPlan,
     jax_sharding,
     planned_collectives,
@@ -48,6 +49,7 @@ def run_program(
     *,
     seed: int = 0,
     plan: Callable[[Any, LogicalMesh], JaxprPlan] | None = None,
+    buckets: BucketLimits | None = None,
 ) -> Run:
     """Return `function` run by a random plan on a mesh (or by `plan`), and on one device."""
     names = ("x", "y", "z")[: len(mesh_shape)]
@@ -66,7 +68,7 @@ def run_program(
     chosen = plan(closed, mesh) if plan else random_plan(closed, mesh, seed)
     conversions = Conversions(mesh, seconds)
     program = jax.jit(
-        shard_map_program(closed, chosen, mesh, conversions),
+        shard_map_program(closed, chosen, mesh, conversions, buckets=buckets),
         in_shardings=tuple(jax_sharding(spec, jax_mesh) for spec in chosen.inputs),
         compiler_options={"xla_backend_optimization_level": 0},
     )

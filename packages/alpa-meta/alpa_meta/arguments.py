@@ -1,0 +1,113 @@
+"""The arrays among a function's arguments: flattened in order, named, and put back into a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from attrs import frozen
+
+
+@frozen(eq=False)
+class Arguments:
+    """The leaves of a call's arguments but the static ones, in order.
+
+    Leaf k is `leaves[k]`, of argument `argnums[k]`, at `paths[k]` inside it; `dynamic[k]` says
+    whether it is an array. `treedef` has (structure, leaves that are no arrays) of each argument.
+    """
+
+    leaves: list[Any]
+    dynamic: tuple[bool, ...]
+    paths: tuple[str, ...]
+    argnums: tuple[int, ...]
+    treedef: tuple[Any, ...]
+    static_argnums: tuple[int, ...]
+
+    def arrays(self) -> list[Any]:
+        """Return the leaves that are arrays."""
+        return [leaf for leaf, dynamic in zip(self.leaves, self.dynamic, strict=True) if dynamic]
+
+    def members(self, argnum: int) -> list[int]:
+        """Return the positions of an argument's leaves."""
+        return [k for k, number in enumerate(self.argnums) if number == argnum]
+
+    def named_arrays(self, names: Sequence[str]) -> list[tuple[str, Any]]:
+        """Return (path with the argument's name, array) of the leaves that are arrays."""
+        return [
+            (names[argnum] + path, leaf)
+            for path, argnum, leaf, dynamic in zip(
+                self.paths, self.argnums, self.leaves, self.dynamic, strict=True
+            )
+            if dynamic
+        ]
+
+    def call_with(self, arrays: Iterable[Any]) -> list[Any]:
+        """Return the arguments of the call with `arrays` in place of its arrays."""
+        given = iter(arrays)
+        leaves = iter(
+            next(given) if dynamic else leaf
+            for leaf, dynamic in zip(self.leaves, self.dynamic, strict=True)
+        )
+        args = []
+        for number, (tree, rest) in enumerate(self.treedef):
+            if number in self.static_argnums:
+                args.append(rest)
+            else:
+                args.append(tree.unflatten([next(leaves) for _ in range(tree.num_leaves)]))
+        return args
+
+
+def flat_arguments(args: Sequence[Any], static_argnums: tuple[int, ...]) -> Arguments:
+    """Return the leaves of `args`; what stands at `static_argnums` is kept as it is."""
+    leaves, dynamic, paths, argnums, trees = [], [], [], [], []
+    for number, arg in enumerate(args):
+        if number in static_argnums:
+            trees.append(("static", arg))
+            continue
+        flat, tree = jax.tree_util.tree_flatten_with_path(arg)
+        marks = []
+        for path, leaf in flat:
+            leaves.append(leaf)
+            dynamic.append(is_array(leaf))
+            marks.append(None if dynamic[-1] else leaf)
+            paths.append(jax.tree_util.keystr(path))
+            argnums.append(number)
+        trees.append((tree, tuple(marks)))
+    return Arguments(
+        leaves, tuple(dynamic), tuple(paths), tuple(argnums), tuple(trees), static_argnums
+    )
+
+
+def argument_names(function: Callable[..., Any], count: int) -> list[str]:
+    """Return the names of the first `count` parameters, `arg<k>` where there is none."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        names = []
+    names = names[:count]
+    return names + [f"arg{number}" for number in range(len(names), count)]
+
+
+def is_array(leaf: Any) -> bool:
+    """Return whether a pytree leaf is an array or a number."""
+    shaped = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return shaped or isinstance(leaf, (bool, int, float, complex))
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array leaf; numbers are weakly typed."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        weak = bool(getattr(leaf, "weak_type", False))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
+
+
+def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a leaf without weak types."""
+    aval = abstract(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

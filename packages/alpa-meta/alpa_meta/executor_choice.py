@@ -1,0 +1,131 @@
+"""Which executor runs a stage: shard_map, or sharding constraints where it would only gather.
+
+Inside shard_map an operator without a sharding rule runs replicated, on gathered operands. If the
+operator is in no table at all (a user's own primitive), XLA may know how to partition it; the
+constraint executor leaves that to it, for the whole stage. What lowers to a custom call (pallas,
+ffi, callbacks) XLA cannot partition either: it stays in shard_map, and so does an operator that
+runs on whole operands anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from attrs import evolve
+
+from alpa_interchange import ParallelPlan, ShardingSpec, Strategy
+from alpa_meta import compat
+from alpa_meta.rules import known_primitives, sharding_rule
+from alpa_meta.spmd import RegionPlan
+
+_REGIONS = ("scan", "while", "cond")
+
+
+def chosen_executor(
+    wanted: str,
+    eqns: Sequence[Any],
+    steps: Iterable[Strategy | RegionPlan],
+    inputs: Mapping[Any, ShardingSpec],
+) -> tuple[str, tuple[str, ...]]:
+    """Return the executor of a stage, and the operators that it leaves to XLA's partitioner.
+
+    `wanted` is `Options.executor`; the others are those of `gathered_operators`.
+    """
+    if wanted == "shard_map":
+        return wanted, ()
+    found = gathered_operators(eqns, steps, inputs)
+    return ("constraint" if found or wanted == "constraint" else "shard_map"), found
+
+
+def with_executor(plan: ParallelPlan, wanted: str) -> ParallelPlan:
+    """Return a finished plan run by the executor `wanted`; "auto": by those it was made for."""
+    if wanted == "auto":
+        return plan
+    shardings = (evolve(one, executor=wanted) for one in plan.shardings)
+    return evolve(plan, shardings=tuple(shardings))
+
+
+def gathered_operators(
+    eqns: Sequence[Any],
+    steps: Iterable[Strategy | RegionPlan],
+    inputs: Mapping[Any, ShardingSpec],
+) -> tuple[str, ...]:
+    """Return the primitives XLA might partition that the plan runs replicated at a price.
+
+    Such an operator has no sharding rule, and either an operand that is not whole before, or a
+    result that is read in parts. `steps` are how `eqns` run, `inputs` the specs of what they read.
+    """
+    if not any(map(_partitionable_inside, eqns)):
+        return ()
+    found: dict[str, None] = {}
+    _note(eqns, steps, dict(inputs), found)
+    return tuple(found)
+
+
+def _note(
+    eqns: Sequence[Any],
+    steps: Iterable[Strategy | RegionPlan],
+    specs: dict[Any, ShardingSpec],
+    found: dict[str, None],
+) -> None:
+    makers: dict[Any, str] = {}
+    for eqn, step in zip(eqns, steps, strict=True):
+        free = _partitionable(eqn)
+        for atom, spec in zip(eqn.invars, step.operands, strict=True):
+            if isinstance(atom, compat.Literal):
+                continue
+            if free and _divided(specs.get(atom, spec)):
+                found[eqn.primitive.name] = None
+            elif atom in makers and _divided(spec):
+                found[makers[atom]] = None
+        if isinstance(step, RegionPlan):
+            for body, plan in zip(_bodies(eqn), step.bodies, strict=True):
+                jaxpr = compat.open_jaxpr(body)
+                given = dict(zip(jaxpr.invars, plan.inputs, strict=True))
+                _note(jaxpr.eqns, plan.strategies, given, found)
+        for var, spec in zip(eqn.outvars, step.results, strict=True):
+            specs[var] = spec
+            if free:
+                makers[var] = eqn.primitive.name
+
+
+def _divided(spec: ShardingSpec) -> bool:
+    return bool(spec.partial) or any(spec.dims)
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    """Return the bodies of a region, in the order of `RegionPlan.bodies`; none for an operator."""
+    if eqn.primitive.name == "while":
+        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+    if eqn.primitive.name in _REGIONS or compat.is_remat(eqn):
+        return [body for _, body in compat.subjaxprs(eqn)]
+    return []
+
+
+def _partitionable_inside(eqn: Any) -> bool:
+    return _partitionable(eqn) or any(
+        _partitionable_inside(inner)
+        for body in _bodies(eqn)
+        for inner in compat.open_jaxpr(body).eqns
+    )
+
+
+def _partitionable(eqn: Any) -> bool:
+    """Return whether XLA may partition `eqn`, an operator of no table and without a rule."""
+    name = eqn.primitive.name
+    if name in _REGIONS or compat.is_remat(eqn) or sharding_rule(eqn) is not None:
+        return False
+    return name not in known_primitives() and _lowers_without_custom_call(eqn)
+
+
+@functools.lru_cache(maxsize=1024)  # equations compare by identity
+def _lowers_without_custom_call(eqn: Any) -> bool:
+    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+    try:
+        text = jax.jit(lambda *values: compat.bind(eqn, values)).lower(*shapes).as_text()
+    except Exception:  # a primitive may refuse to lower for this platform in any way it likes
+        return False
+    return "custom_call" not in text

@@ -1,0 +1,112 @@
+"""The fallback executor: a planned jaxpr under sharding constraints, not inside shard_map.
+
+Every planned value is constrained to its planned sharding, where an operator yields it and where
+another reads it differently. XLA's partitioner chooses the collectives in between, so the plan is a
+wish here, not the program. An operator without a sharding rule is left free: XLA may keep it
+sharded where shard_map has to gather its operands.
+
+A constraint cannot say that a value is an unreduced sum. Sums are completed where they arise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from attrs import evolve, frozen
+from jax import lax
+from jax.sharding import NamedSharding
+
+from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
+from alpa_meta import compat
+from alpa_meta.rules import sharding_rule
+from alpa_meta.rules.operator import shape_of
+from alpa_meta.spmd.collectives import Collectives
+from alpa_meta.spmd.evaluation import Scope, Walk, literal_value, run_local
+from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
+from alpa_meta.spmd.program import abstract_mesh, partition_spec
+
+
+def constraint_program(closed: Any, plan: JaxprPlan, mesh: LogicalMesh) -> Callable[..., list[Any]]:
+    """Return a function of global arrays that runs the planned jaxpr under sharding constraints.
+
+    To be jitted by the caller with arguments sharded as `completed_plan(plan)` says.
+    """
+    completed = completed_plan(plan)
+
+    def program(*values: Any) -> list[Any]:
+        return _Constrained(mesh, Collectives(mesh)).run(closed, completed, values)
+
+    return program
+
+
+def completed_plan(plan: JaxprPlan) -> JaxprPlan:
+    """Return `plan` without unreduced sums: each is completed by the operator it arises from."""
+    return JaxprPlan(
+        _completed(plan.inputs),
+        tuple(_completed_step(step) for step in plan.strategies),
+        _completed(plan.outputs),
+    )
+
+
+def _completed_step(step: Strategy | RegionPlan) -> Strategy | RegionPlan:
+    operands, results = _completed(step.operands), _completed(step.results)
+    if isinstance(step, RegionPlan):
+        return RegionPlan(operands, results, tuple(map(completed_plan, step.bodies)))
+    return evolve(step, operands=operands, results=results)
+
+
+def _completed(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec, ...]:
+    return tuple(ShardingSpec(spec.dims) if spec.partial else spec for spec in specs)
+
+
+@frozen(eq=False)
+class _Constrained(Walk):
+    """Runs each operator on global arrays and constrains them to the specs of the plan."""
+
+    def run(self, closed: Any, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+        return super().run(closed, plan, self._constrained(values, plan.inputs))
+
+    def operands(self, eqn: Any, step: Strategy | RegionPlan, scope: Scope) -> list[Any]:
+        if isinstance(step, RegionPlan) or sharding_rule(eqn) is not None:
+            return super().operands(eqn, step, scope)
+        return [
+            literal_value(atom) if isinstance(atom, compat.Literal) else scope.values[atom]
+            for atom in eqn.invars
+        ]
+
+    def operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+        results = run_local(eqn, operands, _whole(eqn), self.mesh, self.collectives)
+        if sharding_rule(eqn) is None:
+            return results
+        return self._constrained(results, strategy.results)
+
+    def region(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+        return self._constrained(super().region(eqn, plan, operands), plan.results)
+
+    def convert(
+        self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
+    ) -> Any:
+        (converted,) = self._constrained([value], [target])
+        return converted
+
+    def _constrained(self, values: Sequence[Any], specs: Sequence[ShardingSpec]) -> list[Any]:
+        if self.mesh.num_devices == 1:
+            return list(values)
+        jax_mesh = abstract_mesh(self.mesh)
+        return [
+            lax.with_sharding_constraint(value, NamedSharding(jax_mesh, partition_spec(spec)))
+            if jnp.ndim(value)
+            else value
+            for value, spec in zip(values, specs, strict=True)
+        ]
+
+
+def _whole(eqn: Any) -> Strategy:
+    """Return the strategy that shards nothing: global arrays are one part."""
+    return Strategy(
+        assignment=(),
+        operands=tuple(ShardingSpec.replicated(len(shape_of(atom))) for atom in eqn.invars),
+        results=tuple(ShardingSpec.replicated(len(shape_of(var))) for var in eqn.outvars),
+    )

@@ -1,0 +1,151 @@
+"""Whether compiled loops may be called in this process under a deadline, and compiling ahead.
+
+The first call of a loop in a process reads machine code from numba's cache (all of them: two
+seconds of CPU) or, on a machine that never ran it, compiles it (half a minute of CPU). Neither can
+be interrupted. So under a deadline the caller's process calls loops only if they are loaded, or if
+a mark beside the cache says that they are compiled and there is time to load them -> ready(). All
+else is left to `array_sweeps` and to worker processes, which the deadline can end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from alpa_interchange.selection import ShardingProblem
+from ilp_sharding.instance import Instance
+from ilp_sharding.memory import MemoryProfile
+from ilp_sharding.network import Network
+from ilp_sharding.options import SolveOptions
+from ilp_sharding.table_graph import TableGraph, table_graph
+
+_LOADING_SECONDS = 4.0  # to load compiled loops from the cache, on a busy machine
+_LAST = {  # of every module with loops, one that is called last
+    "messages": "decode",
+    "dominance": "drop_unsupported",
+    "moves": "descend",
+    "neighbourhood": "search_neighbourhoods",
+}
+
+
+def ready(seconds: float, *names: str) -> bool:
+    """Return whether the loops of the modules `names` are loaded, or can be in time.
+
+    `seconds` is the time left; if it is `inf`, they may be compiled too.
+    """
+    missing = [name for name in names if not _loaded(name)]
+    if not missing or math.isinf(seconds):
+        return True
+    if seconds < _LOADING_SECONDS:
+        return False
+    marks = [_mark(name) for name in missing]
+    return all(mark is not None and mark.exists() for mark in marks)
+
+
+def load(*names: str) -> None:
+    """Load the loops of the modules `names`, compile them if need be, and leave their marks."""
+    for name in names:
+        if _loaded(name):
+            continue
+        _run(name)
+        mark = _mark(name)
+        if mark is not None and not mark.exists():
+            try:
+                mark.touch()
+            except OSError:
+                continue  # nobody else can use this cache either
+
+
+def warm_up(progress: Callable[[str, float], None] = lambda name, share: None) -> None:
+    """Compile all loops, or load them from the cache, so that no later `solve` waits for that.
+
+    Half a minute of CPU on a machine that never did it, then two seconds in every process.
+    `progress` hears the name of the next group of loops and the share done before it.
+    """
+    shares = {"messages": 0.0, "dominance": 0.2, "moves": 0.4, "neighbourhood": 0.6}
+    for name in _LAST:
+        progress(name, shares[name])
+        load(name)
+    progress("done", 1.0)
+
+
+def _loaded(name: str) -> bool:
+    module = sys.modules.get(f"ilp_sharding.{name}")
+    return module is not None and bool(getattr(module, _LAST[name]).signatures)
+
+
+def _run(name: str) -> None:
+    """Call the loops of the module `name` on a small problem."""
+    from ilp_sharding.dominance import simplified
+    from ilp_sharding.dual import DualAscent
+
+    graph = _sample()
+    dual = DualAscent(graph)
+    if name == "dominance":
+        simplified(graph)
+        return
+    dual.step(math.inf)
+    dual.reduced(1)
+    start = dual.decoded()
+    if name in ("moves", "neighbourhood"):
+        from ilp_sharding.primal import PrimalSearch
+
+        primal = PrimalSearch(graph, 0)
+        primal.construct(start, dual.price, polish=2 if name == "neighbourhood" else 0)
+
+
+def _sample() -> TableGraph:
+    """Return a small graph with memory rows."""
+    num_nodes, size = 32, 4
+    random = np.random.default_rng(0)
+    first = np.arange(num_nodes)
+    pairs = np.concatenate([np.stack([first, (first + step) % num_nodes], 1) for step in (1, 5)])
+    problem = ShardingProblem(
+        num_strategies=np.full(num_nodes, size),
+        node_cost=random.random(num_nodes * size),
+        node_memory=random.random(num_nodes * size),
+        live=np.stack([first, first + 3], 1),
+        edges=pairs,
+        edge_cost=random.random(len(pairs) * size * size),
+        memory_limit=2.5,
+    )
+    instance = Instance.of(problem, SolveOptions())
+    network = Network(instance)
+    network.reduce()
+    memory = MemoryProfile(instance, network)
+    return table_graph(network, memory, memory.slack)
+
+
+def _processor() -> str:
+    """Return what kind of processor this is; compiled code is made for one kind."""
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        lines = facts.read_text(errors="replace").splitlines()
+        told = sorted({line for line in lines if line.startswith(("model name", "flags", "CPU"))})
+        if told:
+            return repr(told)
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def _mark(name: str) -> Path | None:
+    """Return where the mark of this module, this numba and this processor is kept."""
+    import numba
+
+    module = importlib.import_module(f"ilp_sharding.{name}")
+    folder = getattr(module, _LAST[name]).stats.cache_path
+    if not folder:
+        return None
+    status = Path(str(module.__file__)).stat()
+    parts = (
+        *(numba.__version__, np.__version__, sys.version, _processor()),
+        *(status.st_mtime_ns, status.st_size),
+    )
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return Path(folder) / f"{name}.{digest}.compiled"
