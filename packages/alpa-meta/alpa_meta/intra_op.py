@@ -2,11 +2,12 @@
 
 Nodes: every heavy equation (its strategies come from its sharding rule), and every input and
 loop-carried value (its strategies are all sharding specs). A light equation (elementwise, layout)
-follows one operand: it shares that operand's node and takes the sharding it finds. Edges: what it
-costs to convert a value from the spec its producer leaves it in to the one its reader wants. Costs
-are seconds per training step:
+follows one operand (`light_equations`): it shares that operand's node and takes the sharding it
+finds. Edges: what it costs to convert a value from the spec its producer leaves it in to the one
+its reader wants. Costs are seconds per training step:
 
-    node   compute on one device's part + completing partial sums          -> Builder.operator()
+    node   compute on one device's part + collectives inside the operator  -> operator_seconds
+    edge   completion of the sums an operator leaves partial               -> partial_sums
     edge   cheapest conversion between the two specs                       -> Builder.convert()
     times  microbatches (forward, backward) or 1 (update), times loop trips
 

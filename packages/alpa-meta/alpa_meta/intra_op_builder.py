@@ -1,4 +1,8 @@
-"""The walk over a stage's equations that fills its selection problem (see `intra_op`)."""
+"""The walk over a stage's equations that fills its selection problem (see `intra_op`).
+
+What an equation is given is elsewhere: an operand to follow (`light_equations`), what it costs
+(`operator_seconds`), the completion of its sums (`partial_sums`).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,6 @@ class Builder:
         self.stage = stage
         self.problem = ProblemBuilder()
         self.sources: dict[Any, Source] = {}
-        self._edges: list[tuple[int, int | None, np.ndarray]] = []
         self._eqn_costs: list[tuple[int, int, np.ndarray]] = []
         self._eqn_edges: list[tuple[int, int, int, np.ndarray]] = []
         self._position = -1
@@ -137,6 +140,8 @@ class Builder:
     def equation(
         self, eqn: Any, key: Hashable | None, weight: float, scope: dict[Any, Source], phase: str
     ) -> Record:
+        """Return the record of an equation that runs `weight` times a step; adds its results to
+        `scope`."""
         key = key if key is not None else ("eqn", id(eqn))
         self.timeline.advance(phase)
         if eqn.primitive.name in _REGIONS or is_remat(eqn):
@@ -175,6 +180,7 @@ class Builder:
     def operator(
         self, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
     ) -> Record:
+        """Return the record of an equation that is no region: its node, its operands converted."""
         rule = sharding_rule(eqn)
         leader = None
         if rule is not None:
@@ -243,13 +249,12 @@ class Builder:
         if late:
             self.traffic.sums(self._phase, weight, natural, node, finals)
             assert natural.node is not None
-            self.traffic.surcharge(
-                natural.node,
-                node,
-                lambda: (
-                    surplus(completions(self.costs, natural, allowed, False)[1], matrix) * weight
-                ),
-            )
+
+            def more() -> np.ndarray:
+                _, alone = completions(self.costs, natural, allowed, late=False)
+                return surplus(alone, matrix) * weight
+
+            self.traffic.surcharge(natural.node, node, more)
         self._add_edge(natural.node, node, matrix * weight)
         return Source(node, finals, natural.shape, natural.bytes)
 

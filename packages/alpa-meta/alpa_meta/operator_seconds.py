@@ -1,4 +1,4 @@
-"""What an operator costs on a mesh under each of its strategies: compute and its own collectives."""
+"""What an operator costs under each of its strategies: compute and the collectives inside it."""
 
 from __future__ import annotations
 

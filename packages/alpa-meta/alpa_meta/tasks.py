@@ -354,7 +354,7 @@ class _TaskBuilder:
                 names.update((name, None) for name in task.spec.outputs if name not in batch)
             elif self.count == 1:
                 crossing = {self._name(var) for var in self.crossing}
-                state = {name for name in task.spec.outputs if name in crossing}
+                state = [name for name in task.spec.outputs if name in crossing]
                 single = task.spec.name.startswith("train")
                 updated = task.spec.outputs if single else ()
                 names.update((name, None) for name in (*state, *updated))

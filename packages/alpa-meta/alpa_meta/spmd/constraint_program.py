@@ -2,8 +2,8 @@
 
 Every planned value is constrained to its planned sharding, where an operator yields it and where
 another reads it differently. XLA's partitioner chooses the collectives in between, so the plan is a
-wish here, not the program. An operator without a sharding rule is left free: XLA may keep it
-sharded where shard_map has to gather its operands.
+wish here, not the program. An operator without a sharding rule is left free, and so is what the
+plan keeps whole around it: the planner knew that it would run replicated, XLA may keep it sharded.
 
 A constraint cannot say that a value is an unreduced sum. Sums are completed where they arise.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from jax import lax
 from jax.sharding import NamedSharding
 
@@ -23,7 +23,7 @@ from alpa_meta import compat
 from alpa_meta.rules import sharding_rule
 from alpa_meta.rules.operator import shape_of
 from alpa_meta.spmd.collectives import Collectives
-from alpa_meta.spmd.evaluation import Scope, Walk, literal_value, run_local
+from alpa_meta.spmd.evaluation import Scope, Walk, run_local
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
 from alpa_meta.spmd.program import abstract_mesh, partition_spec
 
@@ -65,20 +65,24 @@ def _completed(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec, ...]:
 class _Constrained(Walk):
     """Runs each operator on global arrays and constrains them to the specs of the plan."""
 
+    free: set[Any] = field(factory=set, kw_only=True)  # variables that are not constrained
+
     def run(self, closed: Any, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+        self.free.update(free_variables(closed, plan))
         return super().run(closed, plan, self._constrained(values, plan.inputs))
 
     def operands(self, eqn: Any, step: Strategy | RegionPlan, scope: Scope) -> list[Any]:
-        if isinstance(step, RegionPlan) or sharding_rule(eqn) is not None:
-            return super().operands(eqn, step, scope)
+        planned = super().operands(eqn, step, scope)
+        if not self.free.issuperset(eqn.outvars):
+            return planned
         return [
-            literal_value(atom) if isinstance(atom, compat.Literal) else scope.values[atom]
-            for atom in eqn.invars
+            value if isinstance(atom, compat.Literal) or any(spec.dims) else scope.values[atom]
+            for atom, spec, value in zip(eqn.invars, step.operands, planned, strict=True)
         ]
 
     def operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
         results = run_local(eqn, operands, _whole(eqn), self.mesh, self.collectives)
-        if sharding_rule(eqn) is None:
+        if self.free.issuperset(eqn.outvars):
             return results
         return self._constrained(results, strategy.results)
 
@@ -101,6 +105,41 @@ class _Constrained(Walk):
             else value
             for value, spec in zip(values, specs, strict=True)
         ]
+
+
+def free_variables(closed: Any, plan: JaxprPlan) -> set[Any]:
+    """Return the results of operators without a rule, and what is whole in the plan around them.
+
+    That is: results, all whole, of operators that read a free value, and whole operands of
+    operators whose results are free, as far as they are whole where they arise.
+    """
+    jaxpr = compat.open_jaxpr(closed)
+    steps = [
+        (eqn, step)
+        for eqn, step in zip(jaxpr.eqns, plan.strategies, strict=True)
+        if isinstance(step, Strategy)
+    ]
+    whole = {
+        var
+        for eqn, step in steps
+        for var in eqn.outvars
+        if not any(any(spec.dims) for spec in step.results)
+    }
+    free = {var for eqn, _ in steps if sharding_rule(eqn) is None for var in eqn.outvars}
+    size = -1
+    while free and len(free) != size:
+        size = len(free)
+        for eqn, _ in steps:
+            if any(atom in free for atom in _variables(eqn)) and whole.issuperset(eqn.outvars):
+                free.update(eqn.outvars)
+        for eqn, _ in reversed(steps):
+            if free.issuperset(eqn.outvars):
+                free.update(atom for atom in _variables(eqn) if atom in whole)
+    return free
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [atom for atom in eqn.invars if not isinstance(atom, compat.Literal)]
 
 
 def _whole(eqn: Any) -> Strategy:

@@ -128,7 +128,7 @@ class Walk(ABC):
 
     def _read(self, atom: Any, spec: ShardingSpec, scope: Scope, reason: str) -> Any:
         if isinstance(atom, compat.Literal):
-            value = literal_value(atom)
+            value = _literal(atom)
             if not shape_of(atom):
                 return value
             source = ShardingSpec.replicated(len(shape_of(atom)))
@@ -265,7 +265,7 @@ class _OnDevice(Walk):
         )
 
 
-def literal_value(atom: Any) -> Any:
+def _literal(atom: Any) -> Any:
     """Return the value of a literal, with the type the equation was traced with."""
     return np.asarray(atom.val, dtype=atom.aval.dtype)
 
