@@ -22,7 +22,7 @@ def test_a_random_plan_of_a_perceptron_is_obeyed_and_right():
 
 def test_a_mesh_with_more_devices_than_there_are_is_refused():
     with pytest.raises(ValueError, match="needs 64 devices"):
-        random_audits(build("equinox-mlp"), numerics=False).audit(
+        random_audits(build("dropout-mlp"), numerics=False).audit(
             mesh_of_shape((8, 8)), jax.devices(), 0
         )
     with pytest.raises(ValueError, match="1 to 4 axes"):
