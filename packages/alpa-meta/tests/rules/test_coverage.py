@@ -21,6 +21,7 @@ NOT_OPERATORS = {
     "custom_jvp_call",
     "custom_lin",
     "custom_vjp_call",
+    "eval_jaxpr",
     "jit",
     "scan",
     "while",
