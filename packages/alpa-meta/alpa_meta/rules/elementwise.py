@@ -27,8 +27,8 @@ _NAMES = """
     exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to
     lgamma log log1p log2 logistic lt lt_to max min mul ne neg nextafter not one_minus_square or
     polygamma polynomial population_count pow real reduce_precision regularized_incomplete_beta rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh threefry2x32 xor zeta
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh threefry2x32 xor zeta
     random_seed random_fold_in random_clone
 """.split()
 
