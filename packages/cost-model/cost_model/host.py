@@ -121,8 +121,7 @@ def _profile(
             name="memory",
             # a byte that changes device is read and written once; all devices share the bus
             bandwidth=copy_bandwidth / 2,
-            # an all-reduce over 8 devices is 2 log2(8) hops and takes 45 us of processor time, and
-            # something to wake up 8 threads
+            # assumed; `alpa calibrate` measures it
             latency=1e-5,
             source=source,
         ),

@@ -12,8 +12,7 @@ g = usage - slack of the minimisers (the idea of the volume algorithm, Barahona,
 
 The minimisers of single sweeps are noisy: they need not agree along edges, and jump with the
 multipliers. Their average tends to the fractional minimiser of the relaxation, whose excess is a
-useful direction; with w = 0.3 the bound was 0.6 % lower after 12 CPU seconds on the contest's
-instances S and K. `target` is the cost of the best choice, or a share above the best bound until
+useful direction. `target` is the cost of the best choice, or a share above the best bound until
 one is known. It is above what the bound can reach, so f shrinks whenever some steps gain nothing,
 and the next step starts afresh from the best multipliers; once f is negligible only the messages go
 on -> DualAscent.step(). When strategies drop out, the multipliers and messages of what is left go
