@@ -6,6 +6,7 @@ per mesh host on a Ray cluster. Both follow the protocol `Runtime`: load, put, s
 
 from mesh_runtime.in_process import InProcessRuntime
 from mesh_runtime.order import ScheduleError, ScheduleOrder, check_schedule, value_name
+from mesh_runtime.pacing import Pace
 from mesh_runtime.ray_runtime import RayMesh, RayOptions, RayRuntime
 from mesh_runtime.runtime import Executable, Runtime, StepError, ValueShardings, WorkerError
 from mesh_runtime.trace import TraceEvent
@@ -13,6 +14,7 @@ from mesh_runtime.trace import TraceEvent
 __all__ = [
     "Executable",
     "InProcessRuntime",
+    "Pace",
     "RayMesh",
     "RayOptions",
     "RayRuntime",

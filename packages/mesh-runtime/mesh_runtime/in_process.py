@@ -25,6 +25,7 @@ from mesh_runtime.boundary import (
 )
 from mesh_runtime.carry import check_outputs, with_carries
 from mesh_runtime.order import ScheduleOrder, check_schedule, describe, value_name
+from mesh_runtime.pacing import Pace
 from mesh_runtime.runtime import Executable, StepError, ValueShardings
 from mesh_runtime.task_programs import TaskProgram, call, check_tasks, task_programs
 from mesh_runtime.trace import Recorder, TraceEvent
@@ -65,6 +66,7 @@ class InProcessRuntime:
         self.meshes = tuple(meshes)
         self.trace_mode = trace
         self._transfer: Transfer = jax.device_put if transfer is None else transfer
+        self._paces = tuple(Pace(mesh) for mesh in self.meshes)
         self._loaded: _Loaded | None = None
         self._resident: list[Buffers] = [{} for _ in meshes]
         self._trace: tuple[TraceEvent, ...] = ()
@@ -193,6 +195,7 @@ class InProcessRuntime:
                 read = [held[name] for name in instruction.inputs]
                 written = call(loaded.programs[mesh], mesh, position, instruction, read)
                 held.update(zip(instruction.outputs, written, strict=True))
+                self._paces[mesh].issued(written)
             elif instruction.kind == "send":
                 assert instruction.peer is not None
                 values = tuple(held[name] for name in instruction.inputs)

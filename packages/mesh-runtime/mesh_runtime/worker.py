@@ -24,6 +24,7 @@ from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.boundary import check_present
 from mesh_runtime.data_plane import Content, DataPlaneError, Plane
 from mesh_runtime.order import describe, value_name
+from mesh_runtime.pacing import Pace
 from mesh_runtime.pieces import (
     Box,
     assemble,
@@ -123,6 +124,7 @@ class MeshWorker:
         self._host_of = {
             device: position * own.num_hosts // wanted for position, device in enumerate(chosen)
         }
+        self._pace = Pace(self.jax_mesh)
         self._resident: dict[str, jax.Array] = {}
         self._program: WorkerProgram | None = None
         self._instructions: tuple[Instruction, ...] = ()
@@ -218,6 +220,7 @@ class MeshWorker:
                     self._await_sends(state, name)
             written = call(self._tasks, self.mesh, position, instruction, read)
             state.held.update(zip(instruction.outputs, written, strict=True))
+            self._pace.issued(written)
         elif instruction.kind == "send":
             for name in instruction.inputs:
                 self._send(state, instruction, name, self._value(state, name))

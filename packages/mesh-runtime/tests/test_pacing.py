@@ -1,0 +1,47 @@
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from alpa_interchange.schedule import Instruction, PipelineSchedule
+from mesh_runtime import InProcessRuntime, Pace
+
+
+def test_three_hundred_steps_issued_without_waiting_do_not_deadlock(meshes):
+    (mesh,) = meshes(1, (4, 2))
+
+    def local(w, x):
+        for _ in range(4):
+            w = jax.lax.psum(jax.lax.psum(w @ x, "data") / 4, "model") / 2
+        return (w,)
+
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(P(), P()), out_specs=(P(),), check_vma=False),
+        donate_argnums=0,
+    )
+    step = Instruction(kind="run", task="step", inputs=("w", "x"), outputs=("new_w",))
+    runtime = InProcessRuntime([mesh])
+    runtime.load(
+        PipelineSchedule(name="one", num_stages=1, num_microbatches=1, programs=((step,),)),
+        executables={"step": run},
+        shardings=[{"w": P(), "x": P()}],
+        carry={"new_w": "w"},
+    )
+    identity, ones = np.eye(200, dtype=np.float32), np.ones((200, 200), np.float32)
+    runtime.put({"w": ones, "x": identity})
+    for _ in range(300):  # jax alone stops at a few hundred: its threads wait for one another
+        runtime.step({})
+    np.testing.assert_array_equal(runtime.fetch(["w"])["w"], ones)
+
+
+def test_every_fourth_run_of_a_host_mesh_is_waited_for(meshes):
+    (mesh,) = meshes(1, (4, 2))
+    pace, waited = Pace(mesh), []
+
+    class Result:
+        def block_until_ready(self):
+            waited.append(True)
+            return self
+
+    for _ in range(8):
+        pace.issued([Result()])
+    assert len(waited) == 2
