@@ -3,8 +3,9 @@
 1. Multipliers rise; now and then a choice is grown from the messages -> _ascend().
 2. With a choice at hand, strategies whose reduced cost exceeds the gap are dropped, and the ascent
    goes on with the smaller graph -> _fix().
-3. Once the graph is small, HiGHS finishes it; where the gap stays wide, branching on the strategies
-   that use much memory raises the bound -> branching.
+3. Once the graph is small, HiGHS finishes it; where the gap stays wide, branching raises the bound:
+   on the strategies that use much memory -> branching, on large graphs on the nodes with many
+   neighbours, which also leads to choices -> hub_branching.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from ilp_sharding.branching import Branching
 from ilp_sharding.dominance import simplified
 from ilp_sharding.dual import DualAscent
+from ilp_sharding.hub_branching import HubTree
 from ilp_sharding.integer_program import IntegerProgram
 from ilp_sharding.messages import choice_cost
 from ilp_sharding.primal import PrimalSearch
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 _DOMINANCE_ENTRIES = 3e5  # table entries up to which dominance is quick enough to repeat
 _MOVING = 0.2  # while a slice gains more than this share of the gap, the ascent is not disturbed
+_SETTLED = 1e-4  # share of a full step below which multipliers hardly move any more
+_FIRST_DIVE = 10  # steps of hub branching before the first choice is made,
+_DIVE_SHARE = 0.4  # and share of the time for choices
+_LARGE_NODES = 2000  # nodes of a graph from which on hubs are branched on
 _PROGRAM_ENTRIES = 3e4  # table entries up to which the integer program is tried at once
 
 
@@ -43,7 +49,7 @@ def search_bounds(worker: Worker) -> None:
     seconds = max(worker.until - time.perf_counter(), 0.1)
     last_size = graph.num_strategies
     fixed_gap = math.inf
-    stalled = 0
+    stalled = branched = 0
     while not worker.late:
         before = dual.best
         _ascend(worker, dual, primal, max(0.02 * seconds, 0.1))
@@ -71,9 +77,13 @@ def search_bounds(worker: Worker) -> None:
         if len(dual.graph.tables.entry) < _PROGRAM_ENTRIES and stalled >= 1:
             _finish(worker, dual)
             return
-        if stalled >= 2 and dual.graph.num_nodes <= 2000:
+        if stalled >= 2 and dual.graph.num_nodes <= _LARGE_NODES:
             _branch(worker, dual)
             return
+        if stalled >= 2 and dual.stretch < _SETTLED and branched != last_size:
+            branched = last_size  # once for a graph
+            _branch_hubs(worker, dual, seconds)
+            dual.restore()
 
 
 def _stalled(count: int, gained: float, gap: float) -> int:
@@ -133,6 +143,53 @@ def _finish(worker: Worker, dual: DualAscent) -> None:
         worker.board.raise_bound(0, worker.board.best, finished=True)
     else:
         worker.raise_bound(min(outcome.lower_bound, worker.board.best))
+
+
+def _branch_hubs(worker: Worker, dual: DualAscent, seconds: float) -> None:
+    """Branch on hubs until the deadline or a proof; now and then dive for a choice.
+
+    Ends early if the first steps gain next to nothing of the gap.
+    """
+    tree = HubTree(dual)
+    root = tree.bound
+    began = time.perf_counter()
+    diving = 0.0
+    least = math.inf  # bound of the best dive so far: only better ones are worth more time
+    while not worker.late:
+        bound = tree.step(worker.cutoff())
+        worker.raise_bound(min(bound, worker.board.best))
+        if tree.done:
+            if bound > worker.cutoff():
+                worker.board.raise_bound(0, worker.board.best, finished=True)
+            return
+        if tree.steps < _FIRST_DIVE:
+            continue
+        if tree.steps == _FIRST_DIVE and _stalled(0, bound - root, worker.board.best - root):
+            return
+        now = time.perf_counter()
+        if diving <= _DIVE_SHARE * (now - began):
+            dived = tree.dive(min(least, worker.cutoff()), lambda: worker.late)
+            if dived is not None:
+                least, active = dived
+                _settle(worker, dual, active, 0.04 * seconds)
+            diving += time.perf_counter() - now
+
+
+def _settle(worker: Worker, dual: DualAscent, active: np.ndarray, seconds: float) -> None:
+    """Raise memory multipliers anew with the `active` strategies only, and offer a choice."""
+    graph = simplified(dual.graph, active, dominate=False)
+    if graph is None or not graph.num_nodes:
+        return
+    dual = dual.carried(graph)
+    dual.run(worker.slice(seconds), lambda: worker.board.best)
+    if dual.best > worker.cutoff():
+        return
+    dual.restore()
+    primal = PrimalSearch(graph, worker.seed)
+    primal.construct(dual.decoded(), dual.price, rounds=6, polish=10)
+    primal.improve(dual.price, worker.slice(0.5 * seconds))
+    if primal.x is not None:
+        worker.offer(graph, primal.x, primal.cost)
 
 
 def _branch(worker: Worker, dual: DualAscent) -> None:

@@ -40,6 +40,9 @@ def solve(
     ] = 60.0,
     workers: Annotated[int, typer.Option(help="Processes for large problems.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of the random choices.")] = 0,
+    rounds: Annotated[
+        int | None, typer.Option(help="Search so many rounds, without worker processes.")
+    ] = None,
     gap: Annotated[float, typer.Option(help="Stop at this relative gap.")] = 0.0,
     warm_start: Annotated[
         Path | None, typer.Option(help="File whose last bracketed line is a previous solution.")
@@ -59,6 +62,7 @@ def solve(
             deadline=deadline or math.inf,
             num_workers=workers,
             seed=seed,
+            rounds=rounds,
             gap_tolerance=gap,
             warm_start=None if warm_start is None else _choice(warm_start),
             pins=dict(_pair(text, "--pin") for text in pin or ()),

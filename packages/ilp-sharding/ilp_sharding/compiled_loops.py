@@ -3,8 +3,9 @@
 The first call of a loop in a process reads machine code from numba's cache (all of them: two
 seconds of CPU) or, on a machine that never ran it, compiles it (half a minute of CPU). Neither can
 be interrupted. So under a deadline the caller's process calls loops only if they are loaded, or if
-a mark beside the cache says that they are compiled and there is time to load them -> ready(). All
-else is left to `array_sweeps` and to worker processes, which the deadline can end.
+there is time to load them, and to compile those of which no mark beside the cache says that they
+are -> ready(). All else is left to `array_sweeps` and to worker processes, which the deadline can
+end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from ilp_sharding.network import Network
 from ilp_sharding.options import SolveOptions
 from ilp_sharding.table_graph import TableGraph, table_graph
 
-_LOADING_SECONDS = 4.0  # to load compiled loops from the cache, on a busy machine
+_LOADING_SECONDS = 4.0  # to load compiled loops from the cache, on a busy machine,
+_COMPILING_SECONDS = {"messages": 16.0, "dominance": 24.0, "moves": 30.0, "neighbourhood": 40.0}
+# and to compile them: three times the CPU seconds measured
 _LAST = {  # of every module with loops, one that is called last
     "messages": "decode",
     "dominance": "drop_unsupported",
@@ -38,15 +41,16 @@ _LAST = {  # of every module with loops, one that is called last
 def ready(seconds: float, *names: str) -> bool:
     """Return whether the loops of the modules `names` are loaded, or can be in time.
 
-    `seconds` is the time left; if it is `inf`, they may be compiled too.
+    `seconds` is the time left; if it is long, they may be compiled too.
     """
     missing = [name for name in names if not _loaded(name)]
     if not missing or math.isinf(seconds):
         return True
     if seconds < _LOADING_SECONDS:
         return False
-    marks = [_mark(name) for name in missing]
-    return all(mark is not None and mark.exists() for mark in marks)
+    marks = {name: _mark(name) for name in missing}
+    absent = [name for name, mark in marks.items() if mark is None or not mark.exists()]
+    return seconds >= _LOADING_SECONDS + sum(_COMPILING_SECONDS[name] for name in absent)
 
 
 def load(*names: str) -> None:
@@ -85,6 +89,7 @@ def _run(name: str) -> None:
     """Call the loops of the module `name` on a small problem."""
     from ilp_sharding.dominance import simplified
     from ilp_sharding.dual import DualAscent
+    from ilp_sharding.hub_branching import HubTree
 
     graph = _sample()
     dual = DualAscent(graph)
@@ -93,6 +98,7 @@ def _run(name: str) -> None:
         return
     dual.step(math.inf)
     dual.reduced(1)
+    HubTree(dual).dive(math.inf, lambda: False)
     start = dual.decoded()
     if name in ("moves", "neighbourhood"):
         from ilp_sharding.primal import PrimalSearch

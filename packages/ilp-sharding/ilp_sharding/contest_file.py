@@ -223,13 +223,13 @@ def _rows(
     view = arrays[value]
     inner_start, inner_stop = 1, len(view) - 1
     while inner_start < inner_stop:
-        stop = inner_stop
-        if inner_stop - inner_start > _PIECE:
-            chunk = bytes(view[inner_start : inner_start + _PIECE])
-            cut = chunk.rfind(b"]")
-            if cut < 0:
-                raise ContestFileError(f"{source}: {where} has a row of more than {_PIECE} bytes")
-            stop = inner_start + cut + 1
+        stop, size = inner_stop, _PIECE
+        while inner_stop - inner_start > size:
+            cut = bytes(view[inner_start : inner_start + size]).rfind(b"]")
+            if cut >= 0:
+                stop = inner_start + cut + 1
+                break
+            size *= 2  # a row longer than a piece is parsed at once
         piece = bytes(view[inner_start:stop])
         if b"true" in piece or b"false" in piece:
             raise ContestFileError(

@@ -47,6 +47,7 @@ class Search:
     """The state of one solve: best original choice, its cost, the bound, and when to stop.
 
     `until` is a `time.perf_counter()` value; `report(phase)` is called after every improvement.
+    `programs` says whether integer programs may be solved, whose time nobody can foresee.
     """
 
     instance: Instance
@@ -58,6 +59,7 @@ class Search:
     infeasible: bool = False
     gap_tolerance: float = 0.0
     seed: int = 0
+    programs: bool = True
     report: Callable[[str], None] = field(default=lambda phase: None)
 
     def offer(self, choice: np.ndarray, phase: str) -> None:
@@ -155,7 +157,7 @@ def solve_direct(
         if search.closed:
             return True
     tables = table_entries(network)
-    if tables > PROGRAM_TABLES:
+    if tables > PROGRAM_TABLES or not search.programs:
         return False
     if PROGRAM_SECONDS * tables > search.seconds:
         raise OutOfTime

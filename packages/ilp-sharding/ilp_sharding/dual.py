@@ -56,7 +56,7 @@ class DualAscent:
         self.best = -math.inf
         self.best_multipliers = np.zeros(graph.num_times)
         self.best_messages = (self.to_first.copy(), self.to_second.copy())
-        self.scale = max(float(np.abs(graph.rows.slack).max(initial=0.0)), 1e-300)
+        self.scale = max(_largest(graph.rows.slack), _largest(graph.rows.change), 1e-300)
         self.largest = max(_largest(tables.cost), _largest(tables.entry), 1e-300)
         self.stretch = _STRETCH  # f of the next step
         self.patience = _PATIENCE
@@ -92,15 +92,18 @@ class DualAscent:
             cost[self.forbidden] = np.inf
         return cost
 
-    def sweep(self, cost: np.ndarray) -> None:
-        """Update all messages for node costs `cost`, multipliers untouched."""
+    def sweep(self, cost: np.ndarray) -> float:
+        """Update all messages for node costs `cost`; return the bound if the present multipliers
+        priced them.
+        """
         tables = self.graph.tables
         messages.forward_sweep(
             tables, cost, self.to_first, self.to_second, self.belief, self.forward
         )
-        messages.backward_sweep(
+        value = messages.backward_sweep(
             tables, cost, self.to_first, self.to_second, self.belief, self.backward
         )
+        return self._value(value, self.multipliers)
 
     def begin(
         self,
@@ -244,6 +247,14 @@ class DualAscent:
         self.multipliers = self.best_multipliers.copy()
         self.to_first[:], self.to_second[:] = self.best_messages
 
+    def reduce(self, cost: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return (bound, reduced cost [strategies]) for node costs `cost`, after a sweep back."""
+        reduced = np.zeros(self.graph.num_strategies)
+        value = messages.reduced_costs(
+            self.graph.tables, cost, self.to_first, self.to_second, self.belief, reduced
+        )
+        return self._value(value, self.multipliers), reduced
+
     def reduced(self, sweeps: int = 3) -> list[tuple[float, np.ndarray]]:
         """Return (bound, reduced cost [strategies]) pairs at the best multipliers.
 
@@ -257,11 +268,7 @@ class DualAscent:
             messages.forward_sweep(
                 tables, cost, self.to_first, self.to_second, self.belief, self.forward
             )
-            reduced = np.zeros(self.graph.num_strategies)
-            value = messages.reduced_costs(
-                tables, cost, self.to_first, self.to_second, self.belief, reduced
-            )
-            bound = self._value(value, self.multipliers)
+            bound, reduced = self.reduce(cost)
             self.best = max(self.best, bound)
             result.append((bound, reduced))
         return result

@@ -30,7 +30,7 @@ class Elimination:
 
     `tables[i][j]` [strategies of i, strategies of j] for both directions; entries to nodes outside
     `nodes` are ignored. `sizes[i]` is the number of strategies; `largest` the entries of the
-    largest table.
+    largest table; `children[t]` the steps whose messages the t-th one takes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Elimination:
         self.scopes = [sorted(scope, key=position.__getitem__, reverse=True) for scope in scopes]
         self.sizes = {node: sizes[node] for node in self.order}
         self._pairs: list[list[np.ndarray]] = []
-        self._children: list[list[int]] = [[] for _ in self.order]
+        self.children: list[list[int]] = [[] for _ in self.order]
         for t, node in enumerate(self.order):
             pairs = []
             for axis, other in enumerate(self.scopes[t]):
@@ -68,7 +68,7 @@ class Elimination:
                     pairs.append(np.ascontiguousarray(tables[node][other].T).reshape(shape))
             self._pairs.append(pairs)
             if self.scopes[t]:
-                self._children[position[self.scopes[t][-1]]].append(t)
+                self.children[position[self.scopes[t][-1]]].append(t)
         self._messages: list[np.ndarray] = []
         self._cliques: list[np.ndarray] = []
 
@@ -85,16 +85,13 @@ class Elimination:
         for t, node in enumerate(self.order):
             if time.perf_counter() > until:
                 raise OutOfTime
-            clique = costs[node]
-            for pair in self._pairs[t]:
-                clique = clique + pair
-            for child in self._children[t]:
-                clique = clique + self._fit(self._messages[child], child, t)
+            clique = self.clique(t, costs[node])
+            for child in self.children[t]:
+                clique = clique + self.fitted(self._messages[child], child, t)
             message = clique.min(-1)
             self._messages.append(message)
             if keep:
-                shape = tuple(self.sizes[j] for j in self.scopes[t]) + (self.sizes[node],)
-                self._cliques.append(np.broadcast_to(clique, shape))
+                self._cliques.append(np.broadcast_to(clique, self.shape(t)))
             if not self.scopes[t]:
                 value += float(message)
         return value, self._walk_back(costs)
@@ -113,7 +110,7 @@ class Elimination:
             belief = self._cliques[t] + outside[t][..., None]
             result[self.order[t]] = belief.min(tuple(range(belief.ndim - 1)))
             axes = self.scopes[t] + [self.order[t]]
-            for child in self._children[t]:
+            for child in self.children[t]:
                 drop = tuple(a for a, node in enumerate(axes) if node not in self.scopes[child])
                 reduced = belief.min(drop) if drop else belief
                 message = self._messages[child]
@@ -121,11 +118,25 @@ class Elimination:
                     outside[child] = np.where(message < np.inf, reduced - message, np.inf)
         return result
 
-    def _fit(self, message: np.ndarray, child: int, t: int) -> np.ndarray:
-        """Return the message of `child` with axes of size 1 where clique t has other nodes."""
+    def shape(self, t: int) -> tuple[int, ...]:
+        """Return the shape of clique t: the nodes of its scope, then its own."""
+        return tuple(self.sizes[j] for j in [*self.scopes[t], self.order[t]])
+
+    def clique(self, t: int, cost: np.ndarray) -> np.ndarray:
+        """Return `cost` [..., strategies of the t-th node] plus its tables, before messages."""
+        for pair in self._pairs[t]:
+            cost = cost + pair
+        return cost
+
+    def fitted(self, message: np.ndarray, child: int, t: int) -> np.ndarray:
+        """Return the message of `child` with axes of size 1 where clique t has other nodes.
+
+        Axes before those of the scope stay.
+        """
         axes = self.scopes[t] + [self.order[t]]
         inside = set(self.scopes[child])
-        return message.reshape([self.sizes[j] if j in inside else 1 for j in axes])
+        first = message.shape[: message.ndim - len(inside)]
+        return message.reshape(*first, *[self.sizes[j] if j in inside else 1 for j in axes])
 
     def _walk_back(self, costs: Mapping[int, np.ndarray]) -> dict[int, int]:
         chosen: dict[int, int] = {}
@@ -140,7 +151,7 @@ class Elimination:
                         tuple(p if s > 1 else 0 for p, s in zip(place, pair.shape, strict=False))
                     ]
                 )
-            for child in self._children[t]:
+            for child in self.children[t]:
                 message = self._messages[child]
                 total = total + message[tuple(chosen[j] for j in self.scopes[child][:-1])]
             chosen[node] = int(np.argmin(total))

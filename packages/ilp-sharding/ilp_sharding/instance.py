@@ -103,13 +103,6 @@ class Instance:
             return self
         return evolve(self, cost=cost, table=table)
 
-    def trivial_bound(self) -> float:
-        """Return the sum of the least entries of all tables: no choice costs less."""
-        least = math.fsum(group_minimum(self.cost, self.offset)) + math.fsum(
-            group_minimum(self.table, self.table_offset)
-        )
-        return least if not math.isnan(least) else math.inf
-
     def objective(self, choice: np.ndarray) -> float:
         """Return the cost of `choice` [nodes], inf if it uses a forbidden entry."""
         count = np.diff(self.offset)
@@ -183,12 +176,13 @@ def _without_huge(
             least = group_minimum(values, bounds)
             total += math.fsum(least[np.isfinite(least)])
             over = values >= HUGE
-            huge = np.flatnonzero(over & (values < np.inf)) if over.any() else np.zeros(0, np.int64)
-            if len(huge):
-                group = np.searchsorted(bounds, huge, side="right") - 1
-                least_excess = min(least_excess, float((values[huge] - least[group]).min()))
+            huge = group_minimum(np.where(over, values, np.inf), bounds) if over.any() else least
+            with_huge = (huge >= HUGE) & (huge < np.inf)
+            if with_huge.any():
+                excess = huge[with_huge] - least[with_huge]
+                least_excess = min(least_excess, float(excess.min()))
                 values = values if owned else values.copy()
-                values[huge] = np.inf
+                values[over] = np.inf
         kept.append(values)
     if math.isinf(least_excess):
         return kept[0], kept[1], math.inf

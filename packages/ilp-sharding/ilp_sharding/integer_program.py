@@ -314,18 +314,14 @@ def smallest_peak(
             if other not in position or not forbidden.any():
                 continue
             # x_node,k <= sum of the strategies of the other end that k allows
-            for k in np.flatnonzero(forbidden.any(1)):
-                allowed = np.flatnonzero(~forbidden[k])
-                rows.append(np.full(len(allowed) + 1, num_rows))
-                columns.append(
-                    np.concatenate(
-                        [[offset[position[node]] + k], offset[position[other]] + allowed]
-                    )
-                )
-                values.append(np.concatenate([[1.0], -np.ones(len(allowed))]))
-                lower.append(np.array([-np.inf]))
-                upper.append(np.zeros(1))
-                num_rows += 1
+            choosy = np.flatnonzero(forbidden.any(1))
+            row, allowed = np.nonzero(~forbidden[choosy])
+            rows.append(num_rows + np.concatenate([np.arange(len(choosy)), row]))
+            columns += [offset[position[node]] + choosy, offset[position[other]] + allowed]
+            values += [np.ones(len(choosy)), -np.ones(len(allowed))]
+            lower.append(np.full(len(choosy), -np.inf))
+            upper.append(np.zeros(len(choosy)))
+            num_rows += len(choosy)
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = num + 1, num_rows
     lp.col_cost_ = np.concatenate([np.zeros(num), [1.0]])

@@ -54,29 +54,26 @@ class MemoryProfile:
         root, full = network.maps()
         position = np.full(network.num_nodes, -1)
         position[self.nodes] = np.arange(len(self.nodes))
-        base = np.zeros(len(self.times) + 1)
-        strategies: list[np.ndarray] = []
-        times: list[np.ndarray] = []
-        changes: list[np.ndarray] = []
-        for node, first, last in zip(live.tolist(), begin.tolist(), end.tolist(), strict=True):
-            top = int(root[node])
-            own = full[node][network.kept[top]]
-            usage = instance.memory[instance.offset[node] + own]
-            least = float(usage.min())
-            base[first] += least
-            base[last] -= least
-            extra = usage - least
-            varying = np.flatnonzero(extra)
-            if len(varying):
-                column = self.offset[position[top]] + varying
-                strategies += [column, column]
-                times += [np.full(len(varying), first), np.full(len(varying), last)]
-                changes += [extra[varying], -extra[varying]]
+        tops = root[live]
+        own = [full[node][network.kept[top]] for node, top in zip(live, tops, strict=True)]
+        size = np.array([len(part) for part in own], dtype=np.int64)
+        bounds = np.concatenate([[0], np.cumsum(size)])
+        chosen = np.concatenate([np.zeros(0, np.int64), *own])
+        usage = instance.memory[np.repeat(instance.offset[live], size) + chosen]
+        least = group_minimum(usage, bounds)
+        base = np.bincount(begin, weights=least, minlength=len(self.times) + 1)
+        base -= np.bincount(end, weights=least, minlength=len(self.times) + 1)
         self.slack = self.limit - np.cumsum(base)[: len(self.times)]
-        if strategies:
-            self._set(np.concatenate(strategies), np.concatenate(times), np.concatenate(changes))
-        else:
-            self._set(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+        extra = usage - np.repeat(least, size)
+        # a settled node has one strategy and so no more than the least
+        varying = np.flatnonzero(extra)
+        owner = np.repeat(np.arange(len(live)), size)[varying]
+        column = self.offset[position[tops[owner]]] + varying - bounds[owner]
+        self._set(
+            np.concatenate([column, column]),
+            np.concatenate([begin[owner], end[owner]]),
+            np.concatenate([extra[varying], -extra[varying]]),
+        )
 
     @property
     def num_times(self) -> int:

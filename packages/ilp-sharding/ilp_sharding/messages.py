@@ -260,6 +260,59 @@ def reduced_costs(
 
 
 @njit(cache=True)
+def beliefs(
+    tables: Tables,
+    cost: np.ndarray,
+    to_first: np.ndarray,
+    to_second: np.ndarray,
+    i: int,
+    out: np.ndarray,
+) -> None:
+    """Write the cost of every strategy of node i plus the messages to it into `out`."""
+    offset = tables.offset
+    size = offset[i + 1] - offset[i]
+    for k in range(size):
+        out[k] = cost[offset[i] + k]
+    for z in range(tables.incident_offset[i], tables.incident_offset[i + 1]):
+        e = tables.incident[z]
+        if tables.first[e] == i:
+            m = tables.to_first[e]
+            for k in range(size):
+                out[k] += to_first[m + k]
+        else:
+            m = tables.to_second[e]
+            for k in range(size):
+                out[k] += to_second[m + k]
+
+
+@njit(cache=True)
+def clearest(
+    tables: Tables,
+    cost: np.ndarray,
+    to_first: np.ndarray,
+    to_second: np.ndarray,
+    belief: np.ndarray,
+    waiting: np.ndarray,
+) -> tuple[int, int]:
+    """Return the node where `waiting` [nodes] whose best strategy is furthest from its second best,
+    and that strategy; (-1, 0) if none waits.
+    """
+    found, choice, widest = -1, 0, -np.inf
+    for i in range(len(waiting)):
+        if not waiting[i]:
+            continue
+        size = tables.offset[i + 1] - tables.offset[i]
+        beliefs(tables, cost, to_first, to_second, i, belief)
+        best = int(np.argmin(belief[:size]))
+        least = belief[best]
+        belief[best] = np.inf
+        margin = np.min(belief[:size]) - least
+        if found < 0 or margin > widest:
+            found, choice, widest = i, best, margin
+    return found, choice
+
+
+@njit(cache=True)
 def decode(
     tables: Tables,
     cost: np.ndarray,

@@ -29,6 +29,7 @@ from ilp_sharding.direct import (
     exact_memory,
 )
 from ilp_sharding.elimination import Elimination
+from ilp_sharding.label_elimination import TooManyLabels, limited_minimum
 from ilp_sharding.memory import MemoryProfile
 from ilp_sharding.network import Network, NoAssignment
 from ilp_sharding.table_graph import TableGraph, table_graph
@@ -38,6 +39,12 @@ if TYPE_CHECKING:
 
 NARROWING_TABLES = 2e7  # table entries up to which sweeps in this process are quick
 _GUESSES = (1e-9, 1e-7, 1e-5, 1e-4, 1e-3, 4e-3, 1.6e-2)  # relative rise over the bound
+_FEW_STRATEGIES = (
+    1000  # the first guess leaves no more, where memory keeps the bound from being met
+)
+_LABEL_WORK = 3e5  # table entries of an elimination with labels,
+_LABELS = 1e6  # labels times rows of all steps together
+_MULTIPLES = np.array([[0.5], [0.8], [1.0], [1.25], [2.0]])  # of the multipliers that bound labels
 _REST_WORK = 2e8  # table entries of an elimination of what is left
 _MORE, _FEW_TABLES = 1.3, 1000  # how much larger a last step may be than the next one
 _SWEEPS = 60  # of messages without memory rows
@@ -64,7 +71,7 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
     # importing them takes a moment: not for problems that never come here
     from ilp_sharding.dual import DualAscent
 
-    slack = np.zeros(0)
+    slack: np.ndarray = np.zeros(0)
     if memory is not None:
         slack = memory.slack + (0.0 if exact_memory(search.instance) else memory.tolerance())
     base = table_graph(network, memory, slack)
@@ -97,10 +104,15 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
         return False
     pairs = dual.reduced(3)
     search.raise_bound(dual.best, "messages")
-    for rise in _GUESSES:
+    guesses = [dual.best + rise * abs(dual.best) for rise in _GUESSES]
+    while graph.num_times and len(guesses) > 1:
+        if np.count_nonzero(_within(pairs, guesses[1])) > graph.num_nodes + _FEW_STRATEGIES:
+            break
+        guesses.pop(0)
+    for guess in guesses:
         if search.late:
             return False
-        cutoff = min(dual.best + rise * abs(dual.best), search.cutoff())
+        cutoff = min(guess, search.cutoff())
         rest = _restricted(graph, _within(pairs, cutoff))
         if cutoff < search.cutoff() < math.inf and not search.late:
             # where a better choice than the known one needs little more, look for that at once
@@ -110,7 +122,7 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
                 rest, cutoff = whole, search.cutoff()
         if rest is None:
             search.raise_bound(cutoff, "narrowing")
-        elif not _solve_rest(network, nodes, search, rest, cutoff):
+        elif not _solve_rest(network, nodes, search, rest, cutoff, dual):
             return False
         if search.objective <= cutoff:
             search.lower_bound = search.objective
@@ -155,19 +167,28 @@ def _restricted(graph: TableGraph, active: np.ndarray) -> TableGraph | None:
 
 
 def _solve_rest(
-    network: Network, nodes: list[int], search: Search, rest: TableGraph, cutoff: float
+    network: Network,
+    nodes: list[int],
+    search: Search,
+    rest: TableGraph,
+    cutoff: float,
+    dual: DualAscent,
 ) -> bool:
     """Offer the best choice of `rest`, raise the bound; return False if it is too large."""
     from ilp_sharding.integer_program import IntegerProgram
 
     sizes = dict(enumerate(np.diff(rest.tables.offset).tolist()))
-    if not rest.num_times:
-        costs, tables = _as_tables(rest)
-        elimination = Elimination(range(rest.num_nodes), sizes, tables, _REST_WORK)
-        if elimination.complete and elimination.largest <= ELIMINATION_WORK:
-            if ELIMINATION_SECONDS * elimination.work > search.seconds:
-                return False
-            value, chosen = elimination.solve(costs, until=search.until)
+    costs, tables = _as_tables(rest)
+    work = _LABEL_WORK if rest.num_times else _REST_WORK
+    elimination = Elimination(range(rest.num_nodes), sizes, tables, work)
+    if elimination.complete and elimination.largest <= ELIMINATION_WORK:
+        if ELIMINATION_SECONDS * elimination.work > search.seconds:
+            return False
+        try:
+            value, chosen = _eliminated(rest, elimination, costs, cutoff, dual, search.until)
+        except TooManyLabels:
+            pass
+        else:
             if value < math.inf:
                 x = np.array([chosen[i] for i in range(rest.num_nodes)], dtype=np.int64)
                 full = dict(zip(nodes, rest.lift(x).tolist(), strict=True))
@@ -178,7 +199,7 @@ def _solve_rest(
     entries = len(rest.tables.entry)
     if entries > PROGRAM_TABLES or PROGRAM_SECONDS * entries > search.seconds:
         return False
-    if rest.num_times * float(rest.num_strategies) > DENSE_USAGE:
+    if rest.num_times * float(rest.num_strategies) > DENSE_USAGE or not search.programs:
         return False
     program = IntegerProgram.of_graph(rest, cutoff=cutoff, seed=search.seed)
     outcome = program.solve(search.until)
@@ -188,6 +209,36 @@ def _solve_rest(
     if outcome.finished and search.objective > cutoff:
         search.raise_bound(cutoff, "narrowing")
     return outcome.finished
+
+
+def _eliminated(
+    rest: TableGraph,
+    elimination: Elimination,
+    costs: dict[int, np.ndarray],
+    cutoff: float,
+    dual: DualAscent,
+    until: float,
+) -> tuple[float, dict[int, int]]:
+    """Return (least cost without the constant, its choice), cost inf if it is above `cutoff`."""
+    rows = rest.rows
+    if not rest.num_times:
+        return elimination.solve(costs, until=until)
+    changes = np.zeros((rest.num_times + 1, rest.num_strategies))
+    owner = np.repeat(np.arange(rest.num_strategies), np.diff(rows.start))
+    np.add.at(changes, (rows.time, owner), rows.change)
+    usage = np.split(np.cumsum(changes, axis=0)[:-1], rest.tables.offset[1:-1], axis=1)
+    times = np.searchsorted(dual.graph.base_time, rest.base_time)
+    found = limited_minimum(
+        elimination,
+        costs,
+        dict(enumerate(usage)),
+        rows.slack,
+        _MULTIPLES * dual.best_multipliers[times],
+        cutoff - rest.constant,
+        until=until,
+        most=_LABELS / rest.num_times,
+    )
+    return found or (math.inf, {})
 
 
 def _as_tables(graph: TableGraph) -> tuple[dict[int, np.ndarray], list[dict[int, np.ndarray]]]:

@@ -50,13 +50,20 @@ def _workers(instance: Any, attribute: Any, value: int) -> None:
         raise ValueError(f"SolveOptions.num_workers must be 1..64, got {value!r}")
 
 
+def _rounds(instance: Any, attribute: Any, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"SolveOptions.rounds must be at least 1, got {value!r}")
+
+
 @frozen(kw_only=True)
 class SolveOptions:
     """Options of `solve`.
 
     `deadline`: wall-clock seconds for everything, `inf` for none. `num_workers`: processes for
-    problems too large to solve directly; small problems always stay in this process. `seed`: same
-    problem, options and seed give the same answer, as long as no deadline cuts the search short.
+    problems too large to solve directly; small problems always stay in this process. `rounds`:
+    search those for that many rounds in this process instead, which gives the same answer every
+    time. `seed`: same problem, options and seed give the same choice, cost and bound, as long as no
+    deadline cuts the search short and no worker processes are needed.
     `warm_start`: a previous choice to start from; entries that no longer fit are replaced. `pins`:
     {node: strategy} to fix; `forbid`: {(node, strategy)} to exclude. `gap_tolerance`: stop once
     (objective - bound) / |bound| is at most this. `progress` is called in the caller's thread.
@@ -64,6 +71,7 @@ class SolveOptions:
 
     deadline: float = field(default=math.inf, converter=float, validator=_deadline)
     num_workers: int = field(default=2, converter=operator.index, validator=_workers)
+    rounds: int | None = field(default=None, validator=_rounds)
     seed: int = field(default=0, converter=operator.index)
     warm_start: tuple[int, ...] | None = field(default=None, converter=_choice)
     pins: Mapping[int, int] = field(factory=dict, converter=_pins)

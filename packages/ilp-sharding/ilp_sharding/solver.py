@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import time
 
+import numpy as np
 from attrs import evolve
 
 from alpa_interchange.selection import ShardingProblem, ShardingSolution
 from ilp_sharding.array_sweeps import swept_start
 from ilp_sharding.compiled_loops import ready
+from ilp_sharding.counted_search import search_rounds
 from ilp_sharding.direct import (
     DENSE_USAGE,
     ELIMINATION_SECONDS,
@@ -43,6 +45,7 @@ LARGE_NODES = 5000  # from here on, or from
 LARGE_TABLES = 2e7  # table entries on, workers start while the problem is still being reduced
 WORKER_SECONDS = 1.5  # that a worker process needs before it finds anything
 FIRST_SECONDS = 0.01  # that the greedy pass may take whatever the deadline
+GRAPH_SECONDS = 4e-6  # per node and edge, to begin a reduction
 SWEEP_SECONDS = 1.0  # for sweeps in numpy where worker processes follow
 
 CUT_SECONDS = 4e-8  # per table entry, to forbid what the first choice excludes,
@@ -50,7 +53,8 @@ NARROWING_SECONDS = 3e-7  # and to make narrow
 
 QUICK_WORK = 1e6  # table entries of an elimination that is as quick as a first choice
 LIMITED_TABLES = 5e5  # table entries up to which `narrow` is tried with a memory limit,
-LIMITED_SHARE = 0.5  # for this share of the time
+LIMITED_SHARE = 0.5  # for this share of the time,
+FREE_SHARE = 0.2  # and this share of that without the limit
 
 
 def solve(problem: ShardingProblem, options: SolveOptions | None = None) -> ShardingSolution:
@@ -100,6 +104,7 @@ def _search(
         until=began + options.deadline - _closing_seconds(instance, options.deadline),
         gap_tolerance=options.gap_tolerance,
         seed=options.seed,
+        programs=options.rounds is None,
     )
     if options.progress is not None:
         callback = options.progress
@@ -117,19 +122,18 @@ def _search(
 
         search.report = report
     try:
-        search.raise_bound(instance.trivial_bound(), "start")
-        if search.lower_bound == math.inf:
-            raise NoAssignment
-        first = max(search.until, began + FIRST_SECONDS)
+        first = search.until if options.deadline >= FIRST_SECONDS else began + FIRST_SECONDS
         if options.warm_start is not None:
             repaired = repaired_choice(instance, options.warm_start, first)
             if repaired is not None:
                 search.offer(repaired, "start")
-        start = greedy_start(instance, first)
+        start, bound, impossible = greedy_start(instance, first)
+        search.infeasible = impossible and exact_memory(instance)
+        if bound == math.inf:
+            raise NoAssignment
         if start is not None:
             search.offer(start, "start")
-        if search.choice is not None:
-            search.raise_bound(search.lower_bound, "start")
+        search.raise_bound(bound, "start")
         if search.closed:
             return search
         _solve_reduced(instance, search, options)
@@ -155,9 +159,9 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
     workers = None
     try:
         large = instance.num_nodes > LARGE_NODES or len(instance.table) > LARGE_TABLES
-        if large and search.seconds > WORKER_SECONDS:
+        if large and search.seconds > WORKER_SECONDS and options.rounds is None:
             workers = WorkerPool(options.num_workers, options.seed, search.seconds)
-        if search.late:
+        if search.seconds < GRAPH_SECONDS * (instance.num_nodes + len(instance.edges)):
             raise OutOfTime
         if CUT_SECONDS * len(instance.table) < 0.1 * search.seconds:
             instance = instance.without(search.objective)
@@ -171,6 +175,9 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
         if search.late:
             raise OutOfTime
         memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
+        if search.infeasible:
+            _smallest_memory(network, search, memory)
+            return
         tables = table_entries(network)
         eliminable = elimination.complete
         eliminable &= ELIMINATION_SECONDS * elimination.work < search.seconds
@@ -185,6 +192,7 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
             if memory is not None:
                 memory = MemoryProfile(instance, network)
         alone = memory is None or search.seconds < WORKER_SECONDS  # no workers would follow
+        alone |= options.rounds is not None
         small = tables < (NARROWING_TABLES if alone else LIMITED_TABLES)
         if workers is None and tables < NARROWING_TABLES and dense < DENSE_USAGE:
             inside = NARROWING_SECONDS * tables < search.seconds
@@ -193,6 +201,9 @@ def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) ->
             elif small and _narrowed(network, search, memory):
                 _smallest_memory(network, search, memory)
                 return
+        if options.rounds is not None:
+            search_rounds(network, memory, search, options.rounds)
+            return
         if workers is None and search.seconds < WORKER_SECONDS:
             return
         workers = workers or WorkerPool(options.num_workers, options.seed, search.seconds)
@@ -234,11 +245,41 @@ def _narrowed(network: Network, search: Search, memory: MemoryProfile | None) ->
     if memory is not None and math.isfinite(seconds) and LIMITED_SHARE * seconds > WORKER_SECONDS:
         search.until = until - (1.0 - LIMITED_SHARE) * seconds
     try:
+        if memory is not None and _free_optimum_fits(network, search, memory):
+            return True
         return narrow(network, search, memory)
     except OutOfTime:
         return False
     finally:
         search.until = until
+
+
+def _free_optimum_fits(network: Network, search: Search, memory: MemoryProfile) -> bool:
+    """Return whether the optimum without the limit keeps it, and so is the answer to `search`.
+
+    Its cost is a bound in any case.
+    """
+    free = Search(
+        instance=evolve(search.instance, limit=math.inf),
+        until=time.perf_counter() + FREE_SHARE * search.seconds,
+        seed=search.seed,
+        programs=False,
+    )
+    try:
+        done = narrow(network, free, None)
+    except OutOfTime:
+        done = False
+    search.raise_bound(free.lower_bound, "narrowing")
+    if not done or free.choice is None:
+        return False
+    positions = [np.searchsorted(network.kept[i], free.choice[i]) for i in memory.nodes]
+    usage = memory.usage(memory.indicator(np.array(positions, dtype=np.int64)))
+    tolerance = 0.0 if exact_memory(search.instance) else memory.tolerance()
+    if (usage > memory.slack + tolerance).any():
+        return False
+    search.offer(free.choice, "narrowing")
+    search.raise_bound(search.objective, "narrowing")
+    return True
 
 
 def _solution(problem: ShardingProblem, search: Search, began: float) -> ShardingSolution:

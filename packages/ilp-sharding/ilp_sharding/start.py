@@ -1,12 +1,18 @@
-"""First choices: a greedy pass over the nodes, and the repair of a previous choice.
+"""First choices: a pass over the nodes, and the repair of a previous choice.
 
-Nodes are settled in the order given; each takes the strategy of least cost towards the nodes
-already settled (and the least possible towards the others) whose memory still leaves room for the
-least usage of everybody not yet settled -> greedy_start(). Where forbidden pairs leave that pass
-without a strategy, a second one over the reduced network removes, after every node, all strategies
+A backward sweep tells every strategy what it costs ahead: with n_j the earlier neighbours of j,
+
+    h_i(k) = cost_i(k) + sum over later neighbours j of min_l [ theta_ij(k, l) + h_j(l) / n_j ],
+
+and the sum of min h_i over the nodes without earlier neighbours is a bound on the cost of every
+choice. Nodes are then settled in order: each takes the strategy of least h plus cost towards the
+nodes already settled whose memory still leaves room for the least usage of everybody not yet
+settled. A node left without one sends the pass back to the latest node to blame, which takes its
+next best (conflict-directed backjumping, Prosser 1993) -> FirstChoice, greedy_start(). A choice
+from an earlier, slightly different problem is settled the same way, keeping what still fits
+-> repaired_choice(). Over a reduced network another pass removes, after every node, all strategies
 without an allowed partner, as far as that reaches, and takes the next best where that empties a
-node -> consistent_start(). A choice from an earlier, slightly different problem is settled node by
-node the same way, keeping what still fits -> repaired_choice().
+node -> consistent_start().
 """
 
 from __future__ import annotations
@@ -18,25 +24,38 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from ilp_sharding.instance import Instance, group_minimum
-from ilp_sharding.memory import MemoryProfile, peak_times
+from ilp_sharding.memory import MemoryProfile, group_maximum, peak_times
 from ilp_sharding.network import Network
 
+_AHEAD = 0.3  # of the time for a first choice, to look ahead
+_JUMPS = 300  # back to a node to blame, before the pass gives up
+_THRIFT = 1e3  # the price of the whole limit, of all costs, where memory comes first
 _ALTERNATIVES = 4  # strategies tried at a node before the pass gives up
 
 
-def greedy_start(instance: Instance, until: float = math.inf) -> np.ndarray | None:
-    """Return a choice [nodes] of finite cost within the limit, or None if the greedy pass fails.
+def greedy_start(
+    instance: Instance, until: float = math.inf
+) -> tuple[np.ndarray | None, float, bool]:
+    """Return (choice [nodes] of finite cost within the limit or None, bound, whether none exists).
 
-    Gives up once `time.perf_counter()` passes `until`.
+    Where memory stops the pass, a second one looks for the least memory. Each gives up once
+    `time.perf_counter()` passes `until`.
     """
-    return _settle(instance, None, until)
+    first = FirstChoice(instance, 0.0, until)
+    choice = first.settled(until)
+    again = choice is None and first.short and not first.impossible
+    if again and instance.limit > 0 and first.bound < math.inf:
+        largest = max(abs(first.bound), float(np.abs(instance.cost[instance.cost < np.inf]).max()))
+        price = _THRIFT * largest / instance.limit
+        choice = FirstChoice(instance, price, until).settled(until)
+    return choice, first.bound, first.impossible
 
 
 def repaired_choice(
     instance: Instance, previous: Sequence[int], until: float = math.inf
 ) -> np.ndarray | None:
     """Return a feasible choice that keeps as much of `previous` as possible, or None."""
-    return _settle(instance, list(previous), until)
+    return FirstChoice(instance, 0.0, until).settled(until, previous)
 
 
 def consistent_start(
@@ -114,101 +133,141 @@ def _propagate(
     return True
 
 
-def _settle(instance: Instance, previous: list[int] | None, until: float) -> np.ndarray | None:
-    num_nodes = instance.num_nodes
-    room = _Room(instance) if math.isfinite(instance.limit) else None
-    if room is not None and room.left.min(initial=0.0) < 0:
-        return None
-    offset, bounds = instance.offset.tolist(), instance.table_offset.tolist()
-    ends = instance.edges.tolist()
-    incident, incident_start = _incident_edges(instance)
-    table, least, least_start = instance.table, *_row_minima(instance)
-    choice = [-1] * num_nodes
-    for node in range(num_nodes):
-        if time.perf_counter() > until:
-            return None
-        total = instance.cost[offset[node] : offset[node + 1]]
-        size = len(total)
-        for e in incident[incident_start[node] : incident_start[node + 1]]:
-            first, second = ends[e]
-            start, stop = bounds[e], bounds[e + 1]
-            if first == second:
-                total = total + table[start : stop : size + 1]
-            elif first == node:
-                settled = choice[second]
-                if settled >= 0:
-                    total = total + table[start + settled : stop : (stop - start) // size]
-                else:
-                    total = total + least[least_start[e] : least_start[e + 1]]
+class FirstChoice:
+    """A pass over `instance` with memory at `price` (cost per byte).
+
+    `bound` is proven for price 0; `short` says whether memory excluded a strategy, `impossible`
+    whether no choice is feasible. The look ahead takes up to a share of the time until `until`;
+    nodes it does not come to send nothing.
+    """
+
+    def __init__(self, instance: Instance, price: float, until: float) -> None:
+        self.instance = instance
+        self.short = self.impossible = False
+        offset, bounds = instance.offset.tolist(), instance.table_offset.tolist()
+        cost = instance.cost if price == 0.0 else instance.cost + price * instance.memory
+        self._ahead = [cost[a:b] for a, b in zip(offset, offset[1:], strict=False)]
+        self._earlier: list[list[tuple[int, np.ndarray]]] = [[] for _ in self._ahead]
+        for (a, b), start, stop in zip(instance.edges.tolist(), bounds, bounds[1:], strict=False):
+            table = instance.table[start:stop].reshape(-1, len(self._ahead[b]))
+            if a == b:
+                self._ahead[a] = self._ahead[a] + table.diagonal()
+            elif a < b:
+                self._earlier[b].append((a, table))
             else:
-                settled = choice[first]
-                if settled >= 0:
-                    total = total + table[start + settled * size : start + (settled + 1) * size]
-                else:
-                    total = total + table[start:stop].reshape(-1, size).min(0)
-        if room is not None:
-            total = np.where(room.fits(node), total, np.inf)
-        wanted = previous[node] if previous is not None and node < len(previous) else -1
-        if not (0 <= wanted < size and total[wanted] < np.inf):
-            wanted = int(total.argmin())
-            if not total[wanted] < np.inf:
+                self._earlier[a].append((b, table.T))
+        began = time.perf_counter()
+        self.bound = self._look_ahead(began + _AHEAD * (until - began))
+
+    def _look_ahead(self, until: float) -> float:
+        """Add to the costs of all nodes what follows; return the bound."""
+        ahead = self._ahead
+        terms = []
+        for node in range(len(ahead) - 1, -1, -1):
+            earlier = self._earlier[node]
+            if time.perf_counter() > until:  # what is not sent on, counts where it is
+                terms += [float(part.min()) for part in ahead[: node + 1]]
+                terms += [float(t.min()) for near in self._earlier[: node + 1] for _, t in near]
+                break
+            if not earlier:
+                terms.append(float(ahead[node].min()))
+                continue
+            part = ahead[node] * (1.0 / len(earlier))
+            for other, table in earlier:
+                ahead[other] = ahead[other] + (table + part).min(1)
+        total = math.fsum(terms)
+        return total - 1e-12 * math.fsum(map(abs, terms)) if total < math.inf else math.inf
+
+    def settled(self, until: float, previous: Sequence[int] = ()) -> np.ndarray | None:
+        """Return a choice [nodes] that keeps what it can of `previous`, or None."""
+        instance, earlier = self.instance, self._earlier
+        num_nodes = len(earlier)
+        room = _Room(instance) if math.isfinite(instance.limit) else None
+        if room is not None and room.left.min(initial=0.0) < 0:
+            self.impossible = True
+            return None
+        choice = [-1] * num_nodes
+        tried: dict[int, list[int]] = {}
+        blamed: dict[int, set[int]] = {}
+        jumps = node = 0
+        while node < num_nodes:
+            if time.perf_counter() > until:
                 return None
-        choice[node] = wanted
-        if room is not None:
-            room.take(node, wanted)
-    found = np.array(choice, dtype=np.int64)
-    return found if instance.objective(found) < math.inf else None
-
-
-def _incident_edges(instance: Instance) -> tuple[list[int], list[int]]:
-    """Return (edges by node, start of each node's), self-edges once."""
-    edges = instance.edges
-    number = np.arange(len(edges))
-    apart = edges[:, 0] != edges[:, 1]
-    node = np.concatenate([edges[:, 0], edges[apart, 1]])
-    order = np.argsort(node, kind="stable")
-    degree = np.bincount(node, minlength=instance.num_nodes)
-    by_node = np.concatenate([number, number[apart]])[order]
-    return by_node.tolist(), np.append(0, np.cumsum(degree)).tolist()
-
-
-def _row_minima(instance: Instance) -> tuple[np.ndarray, list[int]]:
-    """Return (least entry of every row of every table, start of each table's)."""
-    count = np.diff(instance.offset)
-    rows, width = count[instance.edges[:, 0]], count[instance.edges[:, 1]]
-    starts = np.append(0, np.cumsum(rows))
-    place = np.arange(starts[-1]) - np.repeat(starts[:-1], rows)
-    begin = np.repeat(instance.table_offset[:-1], rows) + place * np.repeat(width, rows)
-    least = np.minimum.reduceat(instance.table, begin) if len(begin) else np.zeros(0)
-    return least, starts.tolist()
+            total = self._ahead[node]
+            for other, table in earlier[node]:
+                total = total + table[choice[other]]
+            blame = blamed.get(node, set())
+            if room is not None:
+                fits = room.fits(node)
+                if fits is not None:
+                    total = np.where(fits, total, np.inf)
+                    self.short = True
+                    blame = blame | {node - 1}
+            if node in tried:
+                total = total.copy()
+                total[tried[node]] = np.inf
+            wanted = previous[node] if node < len(previous) else -1
+            if not (0 <= wanted < len(total) and total[wanted] < np.inf):
+                wanted = int(total.argmin())
+            if total[wanted] < np.inf:
+                choice[node] = wanted
+                if room is not None:
+                    room.take(node, wanted)
+                node += 1
+                continue
+            blame = (blame | {other for other, _ in earlier[node]}) - {-1}
+            jumps += 1
+            if not blame:  # whatever the others do
+                self.impossible = True
+            if not blame or jumps > _JUMPS:
+                return None
+            back = max(blame)
+            for late in range(back, node):
+                if room is not None:
+                    room.give_back(late, choice[late])
+            for late in range(back + 1, node + 1):
+                tried.pop(late, None)
+                blamed.pop(late, None)
+            tried.setdefault(back, []).append(choice[back])
+            blamed[back] = blamed.get(back, set()) | blame - {back}
+            node = back
+        found = np.array(choice, dtype=np.int64)
+        return found if instance.objective(found) < math.inf else None
 
 
 class _Room:
     """What is left of the limit at every peak time when all unsettled nodes use their least."""
 
     def __init__(self, instance: Instance) -> None:
-        self.memory, self.offset = instance.memory, instance.offset
         least = group_minimum(instance.memory, instance.offset)
+        extra = instance.memory - np.repeat(least, np.diff(instance.offset))
+        bounds = instance.offset.tolist()
+        self._extra = [extra[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        self._most = group_maximum(extra, instance.offset).tolist()
         live = instance.start < instance.stop
         times = peak_times(instance.start[live], instance.stop[live])
-        self.begin = np.searchsorted(times, instance.start)
-        self.end = np.where(live, np.searchsorted(times, instance.stop), self.begin)
+        begin = np.searchsorted(times, instance.start)
+        end = np.where(live, np.searchsorted(times, instance.stop), begin)
         changes = np.zeros(len(times) + 1)
-        np.add.at(changes, self.begin[live], least[live])
-        np.add.at(changes, self.end[live], -least[live])
+        np.add.at(changes, begin[live], least[live])
+        np.add.at(changes, end[live], -least[live])
         self.left = instance.limit - np.cumsum(changes)[: len(times)]
-        self.least = least
+        # of every node, views that stay true while `left` changes in place
+        spans = zip(begin.tolist(), end.tolist(), strict=True)
+        self._left = [self.left[start:stop] for start, stop in spans]
 
-    def fits(self, node: int) -> np.ndarray:
-        """Return for each strategy of `node` whether it keeps the limit."""
-        extra = self.memory[self.offset[node] : self.offset[node + 1]] - self.least[node]
-        left = self.left[self.begin[node] : self.end[node]]
-        return np.asarray(extra <= (left.min() if len(left) else np.inf))
+    def fits(self, node: int) -> np.ndarray | None:
+        """Return for each strategy of `node` whether it keeps the limit; None if all do."""
+        lowest = self._left[node].min(initial=np.inf)
+        return None if self._most[node] <= lowest else self._extra[node] <= lowest
 
     def take(self, node: int, strategy: int) -> None:
         """Settle `node` on `strategy`."""
-        extra = self.memory[self.offset[node] + strategy] - self.least[node]
-        self.left[self.begin[node] : self.end[node]] -= extra
+        self._left[node] -= self._extra[node][strategy]
+
+    def give_back(self, node: int, strategy: int) -> None:
+        """Take back what `take` did."""
+        self._left[node] += self._extra[node][strategy]
 
 
 class _NetworkRoom:

@@ -73,6 +73,7 @@ class WorkerPool:
         if search.choice is not None and math.isfinite(search.objective):
             board.raise_target(search.objective)
         store_graph(self.directory, base)
+        del base  # hundreds of MB that only the workers need
         known = math.inf
         while not search.late:
             for objective, worker in board.offers():

@@ -55,8 +55,9 @@ def test_written_problems_read_back_equal(tmp_path, random_problem, name):
         assert again.memory_limit == problem.memory_limit
 
 
-def test_long_arrays_are_parsed_in_pieces(monkeypatch):
-    monkeypatch.setattr("ilp_sharding.contest_file._PIECE", 32)
+@pytest.mark.parametrize("piece", [8, 32])
+def test_long_arrays_are_parsed_in_pieces(monkeypatch, piece):
+    monkeypatch.setattr("ilp_sharding.contest_file._PIECE", piece)  # rows are longer than 8 bytes
     problem = parse_problem(json.dumps(EXAMPLE).encode())
     assert problem.edge_cost.tolist() == [30, 40, 50, 10, 40, 90, 10, 20, 80, 60, 20, 30, 70, 60]
 

@@ -186,7 +186,7 @@ def test_short_deadlines_hold_and_bring_a_bound(wide_problem, monkeypatch, deadl
 def test_an_answer_at_a_deadline_is_as_good_as_the_greedy_start(wide_problem, limit):
     for seed in range(3):
         problem = wide_problem(seed, limit=limit)
-        start = greedy_start(Instance.of(problem, SolveOptions()))
+        start, *_ = greedy_start(Instance.of(problem, SolveOptions()))
         solution = solve(problem, SolveOptions(deadline=0.2))
         if start is not None and solution.seconds < 0.4:  # the machine was not away meanwhile
             assert solution.objective <= check(problem, start.tolist()).cost
@@ -234,12 +234,9 @@ def test_forbidden_pairs_do_not_keep_the_first_pass_from_a_choice(limit):
     # a greedy pass that looks only at its neighbours ends in a forbidden pair of such problems
     for seed in range(3):
         problem = attrs.evolve(_follow_me(200, 64, seed), memory_limit=limit)
-        choice = _consistent(problem)
-        assert choice is not None and check(problem, choice).feasible
-    assert any(
-        greedy_start(Instance.of(_follow_me(200, 64, seed), SolveOptions())) is None
-        for seed in range(3)
-    )
+        start, *_ = greedy_start(Instance.of(problem, SolveOptions()))
+        for choice in (_consistent(problem), start):
+            assert choice is not None and check(problem, list(choice)).feasible
 
 
 def test_first_choices_of_random_problems_are_feasible(random_problem, brute_force):
@@ -252,6 +249,23 @@ def test_first_choices_of_random_problems_are_feasible(random_problem, brute_for
             assert check(problem, choice).feasible, seed
             assert brute_force(problem)[0] is not None, seed
     assert found > 150
+
+
+def test_greedy_starts_are_feasible_and_their_bounds_and_refusals_true(random_problem, brute_force):
+    found = refused = 0
+    for seed in range(400):
+        problem = random_problem(seed, nodes=6)
+        if seed % 2 and problem.memory_limit is not None:
+            problem = attrs.evolve(problem, memory_limit=0.6 * problem.memory_limit)
+        best, _ = brute_force(problem)
+        choice, bound, impossible = greedy_start(Instance.of(problem, SolveOptions()))
+        if choice is not None:
+            found += 1
+            assert check(problem, choice.tolist()).feasible, seed
+        if best is not None and best < 1e17:
+            assert bound <= best + 1e-9 * abs(best) and not impossible, seed
+        refused += impossible
+    assert found > 100 and refused > 20
 
 
 def test_small_problems_give_the_same_choice_every_time(random_problem):
