@@ -229,7 +229,7 @@ def _fit_link(
         name="measured",
         # devices that share the memory bus get their part of it: see host.host_group
         bandwidth=bandwidth * count if shared else bandwidth,
-        latency=latency / (count - 1),
+        latency=latency / (count if shared else count - 1),
         source=f"{len(rows)} collectives on {count} devices, MAPE {error:.0%}",
     )
 

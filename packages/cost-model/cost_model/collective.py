@@ -12,6 +12,11 @@ a few lines: one per algorithm. With n devices on an axis of bandwidth b and hop
     one hop     permute, send-receive        a + B/b
     hierarchy   all-reduce over two axes = reduce-scatter over the faster, all-reduce over the
                 slower of 1/n of the bytes, all-gather over the faster     -> _nested()
+    meeting     any kind                     n a + (as a ring) B/b         -> _meeting()
+
+Devices that share a host's memory and cores (XLA host devices) do none of the first: the threads of
+all n devices wait for the last, then each reads what the others wrote. What counts is that they
+meet, once per collective whatever its kind and axes.
 
 Independent collectives of one kind over the same axes are sent together, in buckets of
 `BUCKET_BYTES`: a bucket costs one latency.                             -> bucketed_seconds()
@@ -52,13 +57,15 @@ Line = tuple[float, float]  # seconds, seconds per byte
 _TREE = 0.6  # share of the ring's bandwidth; keeps fitted rings best above a few MB, as NCCL tunes
 
 
-def collective_seconds(kind: str, bytes: Any, axes: tuple[MeshAxis, ...]) -> Any:
+def collective_seconds(
+    kind: str, bytes: Any, axes: tuple[MeshAxis, ...], meeting: bool = False
+) -> Any:
     """Return the seconds of a collective over the devices of `axes` together.
 
     `bytes` is a number or an array; COLLECTIVE_BYTES says which buffer it measures. No bytes or
-    one device take no time.
+    one device take no time. `meeting` says that the devices are threads of one process.
     """
-    lines = _envelope(kind, axes)
+    lines = _meeting(kind, axes) if meeting else _envelope(kind, axes)
     if isinstance(bytes, np.ndarray):
         times = [latency + bytes * slope for latency, slope in lines]
         return np.where(bytes > 0, functools.reduce(np.minimum, times), 0.0)
@@ -73,38 +80,59 @@ def collective_seconds(kind: str, bytes: Any, axes: tuple[MeshAxis, ...]) -> Any
 
 
 def bucketed_seconds(
-    kind: str, bytes: Sequence[float], axes: tuple[MeshAxis, ...], launch: float = 0.0
+    kind: str,
+    bytes: Sequence[float],
+    axes: tuple[MeshAxis, ...],
+    launch: float = 0.0,
+    meeting: bool = False,
 ) -> float:
     """Return the seconds of collectives of `bytes` each, sent together as far as buckets allow.
 
     A tensor larger than a bucket goes alone; the rest fill buckets to the brim, as if cut. Each
     tensor takes `launch` seconds to put into a bucket and out of it. Sending all alone is the most.
     """
+
+    def single(size: float) -> float:
+        return float(collective_seconds(kind, size, axes, meeting))
+
     alone = [size for size in bytes if size >= BUCKET_BYTES]
     rest = sum(size for size in bytes if size < BUCKET_BYTES)
     full, left = divmod(rest, BUCKET_BYTES)
-    seconds = sum(collective_seconds(kind, size, axes) for size in alone)
-    seconds += full * collective_seconds(kind, BUCKET_BYTES, axes)
-    seconds += collective_seconds(kind, left, axes)
+    seconds = sum(map(single, alone)) + full * single(BUCKET_BYTES) + single(left)
     seconds += launch * (len(bytes) - len(alone))
-    return float(min(seconds, sum(collective_seconds(kind, size, axes) for size in bytes)))
+    return min(seconds, sum(map(single, bytes)))
 
 
 def bucket_share_seconds(
-    kind: str, bytes: float, axes: tuple[MeshAxis, ...], launch: float = 0.0
+    kind: str,
+    bytes: float,
+    axes: tuple[MeshAxis, ...],
+    launch: float = 0.0,
+    meeting: bool = False,
 ) -> float:
     """Return the seconds a tensor of `bytes` adds to a full bucket, or alone if that is less."""
-    alone = float(collective_seconds(kind, bytes, axes))
+    alone = float(collective_seconds(kind, bytes, axes, meeting))
     if bytes >= BUCKET_BYTES:
         return alone
-    share = float(collective_seconds(kind, BUCKET_BYTES, axes)) * bytes / BUCKET_BYTES
-    return min(alone, share + launch)
+    full = float(collective_seconds(kind, BUCKET_BYTES, axes, meeting))
+    return min(alone, full * bytes / BUCKET_BYTES + launch)
+
+
+@functools.lru_cache(maxsize=65536)
+def _meeting(kind: str, axes: tuple[MeshAxis, ...]) -> tuple[Line, ...]:
+    _check_kind(kind)
+    axes = tuple(axis for axis in axes if axis.size > 1)
+    if not axes:
+        return ((0.0, 0.0),)
+    size = math.prod(axis.size for axis in axes)
+    slowest = min(axes, key=lambda axis: axis.bandwidth)
+    _, per_byte = _lines(kind, size, slowest.bandwidth, 0.0)[0]
+    return ((size * max(axis.latency for axis in axes), per_byte),)
 
 
 @functools.lru_cache(maxsize=65536)
 def _envelope(kind: str, axes: tuple[MeshAxis, ...]) -> tuple[Line, ...]:
-    if kind not in COLLECTIVE_BYTES:
-        raise ValueError(f"collective kind must be one of {tuple(COLLECTIVE_BYTES)}, got {kind!r}")
+    _check_kind(kind)
     axes = tuple(axis for axis in axes if axis.size > 1)
     if not axes:
         return ((0.0, 0.0),)
@@ -116,6 +144,11 @@ def _envelope(kind: str, axes: tuple[MeshAxis, ...]) -> tuple[Line, ...]:
         lines += _nested(kind, axes)
     useful = [line for line in lines if not any(_beats(other, line) for other in lines)]
     return tuple(dict.fromkeys(useful))
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in COLLECTIVE_BYTES:
+        raise ValueError(f"collective kind must be one of {tuple(COLLECTIVE_BYTES)}, got {kind!r}")
 
 
 def _beats(one: Line, other: Line) -> bool:

@@ -38,6 +38,7 @@ class CostModel:
             else group.device
             for group in cluster.host_groups
         )  # fmt: skip
+        self._meeting = all(group.shared_compute for group in cluster.host_groups)
         self._log_deviation = _log_deviation(cluster, profile)
         self._efficiencies = tuple(
             profile.efficiency
@@ -73,19 +74,21 @@ class CostModel:
 
     def collective_seconds(self, kind: str, bytes: Any, axes: tuple[MeshAxis, ...]) -> Any:
         """Return the seconds of a collective over `axes`; `COLLECTIVE_BYTES` defines `bytes`."""
-        return collective_seconds(kind, bytes, axes)
+        return collective_seconds(kind, bytes, axes, self._meeting)
 
     def bucketed_seconds(
         self, kind: str, bytes: Sequence[float], axes: tuple[MeshAxis, ...], host_group: int = 0
     ) -> float:
         """Return the seconds of independent collectives over `axes`, sent together in buckets."""
-        return bucketed_seconds(kind, bytes, axes, self._packing_seconds(host_group))
+        packing = self._packing_seconds(host_group)
+        return bucketed_seconds(kind, bytes, axes, packing, self._meeting)
 
     def bucket_share_seconds(
         self, kind: str, bytes: float, axes: tuple[MeshAxis, ...], host_group: int = 0
     ) -> float:
         """Return the seconds a tensor adds to a bucket; summed, at most what the buckets cost."""
-        return bucket_share_seconds(kind, bytes, axes, self._packing_seconds(host_group))
+        packing = self._packing_seconds(host_group)
+        return bucket_share_seconds(kind, bytes, axes, packing, self._meeting)
 
     def _packing_seconds(self, host_group: int) -> float:
         """Return the seconds to put a tensor into a bucket: a copy on CPUs, elsewhere an entry in

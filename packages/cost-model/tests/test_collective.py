@@ -19,6 +19,24 @@ SLOW = MeshAxis(name="y", size=4, bandwidth=1e10, latency=2e-5)
 LARGE = 1e9
 
 
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
+def test_threads_meet_once_whatever_the_collective_and_its_axes(kind):
+    both = collective_seconds(kind, 1e-9, (FAST, SLOW), meeting=True)
+    assert both == pytest.approx(8 * 4 * 2e-5)
+    one = collective_seconds(kind, 1e-9, (FAST,), meeting=True)
+    assert one == pytest.approx(8 * 5e-6)
+    large = collective_seconds(kind, LARGE, (FAST,), meeting=True)
+    assert large == pytest.approx(collective_seconds(kind, LARGE, (FAST,)), rel=1e-2)
+
+
+def test_devices_of_a_host_meet_and_buckets_save_meetings():
+    model = CostModel(cluster("host:8", measure=False))
+    axes = (MeshAxis(name="x", size=8, bandwidth=1e9, latency=2e-5),)
+    assert model.collective_seconds("all-gather", 1.0, axes) == pytest.approx(1.6e-4, rel=1e-3)
+    assert model.bucketed_seconds("all-gather", [1.0] * 5, axes) < 3 * 1.6e-4
+    assert model.bucket_share_seconds("all-gather", 1.0, axes) < 1.6e-4
+
+
 def test_large_collectives_take_the_ring_time():
     ring = 7 / 8 * LARGE / 2e11
     assert collective_seconds("all-reduce", LARGE, (FAST,)) == pytest.approx(2 * ring + 14 * 5e-6)
