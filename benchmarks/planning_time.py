@@ -77,7 +77,7 @@ def measure(
         scope = stage_scope(program, outlook.staging, 0, 1)
         selection = build_problem(scope.eqns, MeshCosts(mesh, costs), name)
         clock.lap("problem")
-        free = solve(selection.problem, options)
+        free = solve(selection.problem, options, classes=selection.classes)
         clock.lap("solve")
         found = solve_within(selection, options, limit, free)
         clock.lap("memory")

@@ -8,40 +8,17 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-
-QUICK = {"num_stages": 1, "max_mesh_axes": 1, "cluster": "host:4"}
-PARTS = {**QUICK, "num_microbatches": 2}
-PIPELINE = {"num_stages": 2, "max_mesh_axes": 1, "cluster": "host:4", "num_microbatches": 2}
-SIZE, BATCH = 8, 8
-
-
-def _params(seed=0):
-    first, second = jax.random.split(jax.random.key(seed))
-    return {
-        "up": jax.random.normal(first, (SIZE, 2 * SIZE)) / 3,
-        "bias": jnp.zeros(2 * SIZE),
-        "down": jax.random.normal(second, (2 * SIZE, SIZE)) / 3,
-    }
-
-
-def _batch(seed=1):
-    x, y = jax.random.normal(jax.random.key(seed), (2, BATCH, SIZE))
-    return {"x": x, "y": y}
-
-
-BATCHES = [_batch(seed) for seed in (1, 2, 3)]
-
-
-def _predict(params, x):
-    return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
-
-
-def _mean_loss(params, batch):
-    return jnp.sum((_predict(params, batch["x"]) - batch["y"]) ** 2, axis=-1).mean()
-
-
-def _descend(params, gradients):
-    return jax.tree.map(lambda p, g: p - 0.05 * g, params, gradients)
+from two_layers import (
+    BATCHES,
+    PARTS,
+    PIPELINE,
+    QUICK,
+    SIZE,
+    descend,
+    make_params,
+    mean_loss,
+    predict,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -56,22 +33,22 @@ def _dataclass_case():
     optimizer = optax.adamw(1e-2, eps=1e-4)
 
     def step(state, batch):
-        value, gradients = jax.value_and_grad(_mean_loss)(state.params, batch)
+        value, gradients = jax.value_and_grad(mean_loss)(state.params, batch)
         updates, inner = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         return Training(params, inner, state.count + 1), {"loss": value}
 
-    return step, Training(_params(), optimizer.init(_params()), jnp.zeros((), jnp.int32))
+    return step, Training(make_params(), optimizer.init(make_params()), jnp.zeros((), jnp.int32))
 
 
 def _train_state_case():
     train_state = pytest.importorskip("flax.training.train_state")
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(schedule, eps=1e-4))
-    state = train_state.TrainState.create(apply_fn=_predict, params=_params(), tx=optimizer)
+    state = train_state.TrainState.create(apply_fn=predict, params=make_params(), tx=optimizer)
 
     def step(state, batch):
-        value, gradients = jax.value_and_grad(_mean_loss)(state.params, batch)
+        value, gradients = jax.value_and_grad(mean_loss)(state.params, batch)
         return state.apply_gradients(grads=gradients), {"loss": value}
 
     return step, state
@@ -96,7 +73,7 @@ def _nnx_case():
             return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
         value, gradients = jax.value_and_grad(loss)(state)
-        return _descend(state, gradients), {"loss": value}
+        return descend(state, gradients), {"loss": value}
 
     return step, state
 
@@ -132,11 +109,11 @@ def _injected_case():
 def _optax_case(optimizer):
     def step(state, batch):
         params, inner = state
-        value, gradients = jax.value_and_grad(_mean_loss)(params, batch)
+        value, gradients = jax.value_and_grad(mean_loss)(params, batch)
         updates, inner = optimizer.update(gradients, inner, params)
         return (optax.apply_updates(params, updates), inner), {"loss": value}
 
-    return step, (_params(), optimizer.init(_params()))
+    return step, (make_params(), optimizer.init(make_params()))
 
 
 def _list_case():
@@ -146,7 +123,7 @@ def _list_case():
         )(state)
         return [w - 0.1 * g for w, g in zip(state, gradients)], {"loss": value}
 
-    return step, [_params()["up"], _params()["down"]]
+    return step, [make_params()["up"], make_params()["down"]]
 
 
 CASES = {
@@ -183,29 +160,29 @@ def _noisy_step(state, batch):
 
     def loss(params):
         noise = 0.1 * jax.random.normal(used, params["up"].shape)
-        return _mean_loss({**params, "up": params["up"] + noise}, batch)
+        return mean_loss({**params, "up": params["up"] + noise}, batch)
 
     value, gradients = jax.value_and_grad(loss)(state["params"])
-    return {"params": _descend(state["params"], gradients), "key": key}, {"loss": value}
+    return {"params": descend(state["params"], gradients), "key": key}, {"loss": value}
 
 
 @pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE], ids=["whole", "parts", "two stages"])
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_a_key_in_the_state_is_split_once_per_step(agrees, make_key, options):
-    agrees(_noisy_step, {"params": _params(), "key": make_key(5)}, BATCHES, **options)
+    agrees(_noisy_step, {"params": make_params(), "key": make_key(5)}, BATCHES, **options)
 
 
 @pytest.mark.parametrize("options", [PARTS, PIPELINE], ids=["one mesh", "two stages"])
 def test_frozen_and_unread_leaves_come_back_unchanged(agrees, options):
     def step(state, batch):
         def loss(trained):
-            return _mean_loss({**trained, "bias": state["frozen"]["bias"]}, batch)
+            return mean_loss({**trained, "bias": state["frozen"]["bias"]}, batch)
 
         value, gradients = jax.value_and_grad(loss)(state["trained"])
-        trained = _descend(state["trained"], gradients)
+        trained = descend(state["trained"], gradients)
         return {**state, "trained": trained}, {"loss": value}
 
-    params = _params()
+    params = make_params()
     frozen = {"bias": params.pop("bias") + 0.1}
     state = {"trained": params, "frozen": frozen, "note": jnp.arange(3), "old": jnp.ones((4, 4))}
     agrees(step, state, BATCHES, **options)
@@ -226,7 +203,7 @@ def test_tied_weights_of_two_stages_stay_equal(agrees):
         return {"params": optax.apply_updates(state["params"], updates), "inner": inner}, value
 
     square = jnp.eye(2 * SIZE) + 0.1
-    params = {"tied": _params()["up"], "inner": [square, square.T / 2]}
+    params = {"tied": make_params()["up"], "inner": [square, square.T / 2]}
     state = {"params": params, "inner": optimizer.init(params)}
     for num_stages in (2, 3):
         agrees(step, state, BATCHES, **{**PIPELINE, "num_stages": num_stages})

@@ -9,69 +9,42 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from two_layers import (
+    BATCHES,
+    PARTS,
+    PIPELINE,
+    QUICK,
+    SIZE,
+    descend,
+    errors_of,
+    make_params,
+    mean_loss,
+    predict,
+)
 
 import alpa_meta as alpa
-
-QUICK = {"num_stages": 1, "max_mesh_axes": 1, "cluster": "host:4"}
-PARTS = {**QUICK, "num_microbatches": 2}
-PIPELINE = {"num_stages": 2, "max_mesh_axes": 1, "cluster": "host:4", "num_microbatches": 2}
-SIZE, BATCH = 8, 8
-
-
-def _params(seed=0):
-    first, second = jax.random.split(jax.random.key(seed))
-    return {
-        "up": jax.random.normal(first, (SIZE, 2 * SIZE)) / 3,
-        "bias": jnp.zeros(2 * SIZE),
-        "down": jax.random.normal(second, (2 * SIZE, SIZE)) / 3,
-    }
-
-
-def _batch(seed=1):
-    x, y = jax.random.normal(jax.random.key(seed), (2, BATCH, SIZE))
-    return {"x": x, "y": y}
-
-
-BATCHES = [_batch(seed) for seed in (1, 2, 3)]
-
-
-def _predict(params, x):
-    return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
-
-
-def _errors(params, batch):
-    """Return the error of each example, [batch]."""
-    return jnp.sum((_predict(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
-
-
-def _mean_loss(params, batch):
-    return _errors(params, batch).mean()
-
-
-def _descend(params, gradients):
-    return jax.tree.map(lambda p, g: p - 0.05 * g, params, gradients)
 
 
 def _step_of(loss):
     def step(params, batch):
         value, gradients = jax.value_and_grad(loss)(params, batch)
-        return _descend(params, gradients), {"loss": value}
+        return descend(params, gradients), {"loss": value}
 
     return step
 
 
 def _sum_loss(params, batch):
-    return _errors(params, batch).sum() / 50
+    return errors_of(params, batch).sum() / 50
 
 
 def _mean_and_decay(params, batch):
-    return _mean_loss(params, batch) + 1e-2 * sum(jnp.sum(p**2) for p in params.values())
+    return mean_loss(params, batch) + 1e-2 * sum(jnp.sum(p**2) for p in params.values())
 
 
-@pytest.mark.parametrize("loss", [_mean_loss, _sum_loss, _mean_and_decay])
+@pytest.mark.parametrize("loss", [mean_loss, _sum_loss, _mean_and_decay])
 @pytest.mark.parametrize("options", [PARTS, PIPELINE], ids=["one mesh", "two stages"])
 def test_means_sums_and_decay_terms_are_scaled_right_under_microbatches(agrees, loss, options):
-    agrees(_step_of(loss), _params(), BATCHES, **options)
+    agrees(_step_of(loss), make_params(), BATCHES, **options)
 
 
 def test_a_sum_and_a_decay_term_are_refused_under_microbatches_with_the_reason():
@@ -79,13 +52,13 @@ def test_a_sum_and_a_decay_term_are_refused_under_microbatches_with_the_reason()
         return _sum_loss(params, batch) + 1e-2 * jnp.sum(params["up"] ** 2)
 
     with pytest.raises(alpa.PlanError, match="2 microbatches would change the result"):
-        alpa.parallelize(_step_of(loss), **PARTS).plan_for(_params(), BATCHES[0])
+        alpa.parallelize(_step_of(loss), **PARTS).plan_for(make_params(), BATCHES[0])
 
 
 def _with_metrics(params, batch):
     def loss(params):
-        errors = _errors(params, batch)
-        predicted = _predict(params, batch["x"])
+        errors = errors_of(params, batch)
+        predicted = predict(params, batch["x"])
         return errors.mean(), {
             "errors": errors,
             "predicted": predicted,
@@ -107,12 +80,12 @@ def _with_metrics(params, batch):
         "hits": hits.sum(),
         "norm": optax.global_norm(gradients),
     }
-    return _descend(params, gradients), metrics
+    return descend(params, gradients), metrics
 
 
 @pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE], ids=["whole", "parts", "two stages"])
 def test_metrics_of_every_kind_are_those_of_the_whole_batch(agrees, options):
-    agrees(_with_metrics, _params(), BATCHES, **options)
+    agrees(_with_metrics, make_params(), BATCHES, **options)
 
 
 def _run_both(step, args, close, static_argnums=(), **options):
@@ -132,30 +105,30 @@ def test_several_state_arguments_and_a_loss(close):
     optimizer = optax.adam(1e-2, eps=1e-4)
 
     def step(params, opt_state, batch):
-        value, gradients = jax.value_and_grad(_mean_loss)(params, batch)
+        value, gradients = jax.value_and_grad(mean_loss)(params, batch)
         updates, opt_state = optimizer.update(gradients, opt_state)
         return optax.apply_updates(params, updates), opt_state, value
 
-    args = (_params(), optimizer.init(_params()), BATCHES[0])
+    args = (make_params(), optimizer.init(make_params()), BATCHES[0])
     for options in (PARTS, PIPELINE):
         _run_both(step, args, close, **options)
 
 
 def test_a_batch_of_several_arguments(close):
     def step(params, x, y):
-        value, gradients = jax.value_and_grad(_mean_loss)(params, {"x": x, "y": y})
-        return _descend(params, gradients), value
+        value, gradients = jax.value_and_grad(mean_loss)(params, {"x": x, "y": y})
+        return descend(params, gradients), value
 
-    _run_both(step, (_params(), BATCHES[0]["x"], BATCHES[0]["y"]), close, **PARTS)
+    _run_both(step, (make_params(), BATCHES[0]["x"], BATCHES[0]["y"]), close, **PARTS)
 
 
 def test_a_batch_that_is_a_tuple(close):
     def step(params, batch):
         x, y = batch
-        value, gradients = jax.value_and_grad(_mean_loss)(params, {"x": x, "y": y})
-        return _descend(params, gradients), value
+        value, gradients = jax.value_and_grad(mean_loss)(params, {"x": x, "y": y})
+        return descend(params, gradients), value
 
-    _run_both(step, (_params(), (BATCHES[0]["x"], BATCHES[0]["y"])), close, **PARTS)
+    _run_both(step, (make_params(), (BATCHES[0]["x"], BATCHES[0]["y"])), close, **PARTS)
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
@@ -167,9 +140,9 @@ def test_random_numbers_from_a_key_argument(close, make_key):
             return jnp.mean((jnp.where(kept, hidden, 0) @ params["down"] - batch["y"]) ** 2)
 
         value, gradients = jax.value_and_grad(loss)(params)
-        return _descend(params, gradients), value
+        return descend(params, gradients), value
 
-    args = (_params(), BATCHES[0], make_key(3))
+    args = (make_params(), BATCHES[0], make_key(3))
     _run_both(step, args, close, **QUICK)
     with pytest.raises(alpa.PlanError, match="mixes examples"):
         alpa.parallelize(step, **PARTS).plan_for(*args)
@@ -177,21 +150,21 @@ def test_random_numbers_from_a_key_argument(close, make_key):
 
 def test_python_numbers_are_arguments(close):
     def step(params, batch, rate, clip):
-        value, gradients = jax.value_and_grad(_mean_loss)(params, batch)
+        value, gradients = jax.value_and_grad(mean_loss)(params, batch)
         gradients = jax.tree.map(lambda g: jnp.clip(g, -clip, clip), gradients)
         return jax.tree.map(lambda p, g: p - rate * g, params, gradients), value
 
-    _run_both(step, (_params(), BATCHES[0], 0.1, 2), close, **PARTS)
+    _run_both(step, (make_params(), BATCHES[0], 0.1, 2), close, **PARTS)
 
 
 def test_static_arguments_choose_the_program(close):
     def step(params, batch, kind):
-        loss = {"mean": _mean_loss, "sum": _sum_loss}[kind]
+        loss = {"mean": mean_loss, "sum": _sum_loss}[kind]
         value, gradients = jax.value_and_grad(loss)(params, batch)
-        return _descend(params, gradients), value
+        return descend(params, gradients), value
 
     for kind in ("mean", "sum"):
-        _run_both(step, (_params(), BATCHES[0], kind), close, static_argnums=(2,), **PARTS)
+        _run_both(step, (make_params(), BATCHES[0], kind), close, static_argnums=(2,), **PARTS)
 
 
 def test_batch_statistics_need_whole_batches(agrees):
@@ -210,11 +183,11 @@ def test_batch_statistics_need_whole_batches(agrees):
             "mean": 0.9 * state["averages"]["mean"] + 0.1 * mean,
             "variance": 0.9 * state["averages"]["variance"] + 0.1 * variance,
         }
-        params = _descend(state["params"], gradients)
+        params = descend(state["params"], gradients)
         return {"params": params, "averages": averages}, {"loss": value}
 
     averages = {"mean": jnp.zeros(2 * SIZE), "variance": jnp.ones(2 * SIZE)}
-    state = {"params": _params(), "averages": averages}
+    state = {"params": make_params(), "averages": averages}
     agrees(step, state, BATCHES, **QUICK)
     with pytest.raises(alpa.PlanError, match="mixes examples of the batch"):
         alpa.parallelize(step, **PARTS).plan_for(state, BATCHES[0])
@@ -222,10 +195,10 @@ def test_batch_statistics_need_whole_batches(agrees):
 
 def test_a_step_that_returns_only_its_state(close):
     def step(params, batch):
-        return _descend(params, jax.grad(_mean_loss)(params, batch))
+        return descend(params, jax.grad(mean_loss)(params, batch))
 
-    _run_both(step, (_params(), BATCHES[0]), close, **PARTS)
-    _run_both(step, (_params(), BATCHES[0]), close, **PIPELINE)
+    _run_both(step, (make_params(), BATCHES[0]), close, **PARTS)
+    _run_both(step, (make_params(), BATCHES[0]), close, **PIPELINE)
 
 
 def test_a_model_of_one_operation(close):
@@ -233,7 +206,7 @@ def test_a_model_of_one_operation(close):
         gradient = jax.grad(lambda weight: jnp.mean(x @ weight))(weight)
         return weight - gradient
 
-    _run_both(step, (_params()["up"], BATCHES[0]["x"]), close, **PARTS)
+    _run_both(step, (make_params()["up"], BATCHES[0]["x"]), close, **PARTS)
 
 
 def test_nested_jit_remat_and_scan(agrees):
@@ -247,8 +220,8 @@ def test_nested_jit_remat_and_scan(agrees):
         return jnp.mean((x - batch["y"]) ** 2)
 
     params = {
-        "ups": jnp.stack([_params(k)["up"] for k in range(4)]),
-        "downs": jnp.stack([_params(k)["down"] for k in range(4)]),
+        "ups": jnp.stack([make_params(k)["up"] for k in range(4)]),
+        "downs": jnp.stack([make_params(k)["down"] for k in range(4)]),
     }
     agrees(jax.jit(_step_of(loss)), params, BATCHES, **PARTS)
 
@@ -256,65 +229,65 @@ def test_nested_jit_remat_and_scan(agrees):
 @pytest.mark.parametrize("options", [PARTS, PIPELINE], ids=["one mesh", "two stages"])
 def test_gradients_marked_explicitly(agrees, options):
     def step(params, batch):
-        value, gradients = alpa.value_and_grad(_mean_loss)(params, batch)
-        return _descend(params, gradients), {"loss": value}
+        value, gradients = alpa.value_and_grad(mean_loss)(params, batch)
+        return descend(params, gradients), {"loss": value}
 
-    parallel = agrees(step, _params(), BATCHES, **options)
+    parallel = agrees(step, make_params(), BATCHES, **options)
     assert parallel.plan.program.phases_from == "marker"
 
 
 def test_second_order_gradients_with_a_marker(agrees):
     def penalised(params, batch):
-        slope = jax.grad(lambda x: _errors(params, {**batch, "x": x}).sum())(batch["x"])
-        return _mean_loss(params, batch) + 1e-3 * jnp.mean(slope**2)
+        slope = jax.grad(lambda x: errors_of(params, {**batch, "x": x}).sum())(batch["x"])
+        return mean_loss(params, batch) + 1e-3 * jnp.mean(slope**2)
 
     def step(params, batch):
         value, gradients = alpa.value_and_grad(penalised)(params, batch)
-        return _descend(params, gradients), {"loss": value}
+        return descend(params, gradients), {"loss": value}
 
-    agrees(step, _params(), BATCHES, **PARTS)
+    agrees(step, make_params(), BATCHES, **PARTS)
 
 
 def test_half_precision_with_gradients_summed_in_float32(agrees):
     def loss(params, batch):
         low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, batch))
-        return _mean_loss(*low).astype(jnp.float32)
+        return mean_loss(*low).astype(jnp.float32)
 
     # bfloat16 has 8 bits: sums in another order differ by some 2^-8
-    agrees(_step_of(loss), _params(), BATCHES[:2], tolerance=0.02, **PARTS)
+    agrees(_step_of(loss), make_params(), BATCHES[:2], tolerance=0.02, **PARTS)
 
 
 def test_the_decorator_takes_options():
     @alpa.parallelize(**QUICK)
     def step(params, batch):
         """Descend once."""
-        return _descend(params, jax.grad(_mean_loss)(params, batch))
+        return descend(params, jax.grad(mean_loss)(params, batch))
 
     assert isinstance(step, alpa.ParallelStep)
     assert step.__name__ == "step"
     assert step.__doc__ == "Descend once."
-    assert functools.reduce(np.maximum, step.plan_for(_params(), BATCHES[0]).layer_cuts, 0) == 0
+    assert functools.reduce(np.maximum, step.plan_for(make_params(), BATCHES[0]).layer_cuts, 0) == 0
 
 
 def _step_with_later_loss(params, batch):
-    updated, metrics = _step_of(_mean_loss)(params, batch)
-    return updated, {**metrics, "later": _mean_loss(updated, batch)}
+    updated, metrics = _step_of(mean_loss)(params, batch)
+    return updated, {**metrics, "later": mean_loss(updated, batch)}
 
 
 def test_work_on_examples_after_the_update_needs_whole_batches(agrees):
-    agrees(_step_with_later_loss, _params(), BATCHES, **QUICK)
-    agrees(_step_with_later_loss, _params(), BATCHES, **{**PIPELINE, "num_microbatches": 1})
+    agrees(_step_with_later_loss, make_params(), BATCHES, **QUICK)
+    agrees(_step_with_later_loss, make_params(), BATCHES, **{**PIPELINE, "num_microbatches": 1})
     with pytest.raises(alpa.PlanError, match="works on the examples of the batch after the update"):
-        alpa.parallelize(_step_with_later_loss, **PARTS).plan_for(_params(), BATCHES[0])
+        alpa.parallelize(_step_with_later_loss, **PARTS).plan_for(make_params(), BATCHES[0])
 
 
 def test_a_counter_of_examples_counts_the_whole_batch(agrees):
     def step(state, batch):
-        params, metrics = _step_of(_mean_loss)(state["params"], batch)
+        params, metrics = _step_of(mean_loss)(state["params"], batch)
         seen = state["seen"] + batch["x"].shape[0]
         per_example = optax.tree.norm(params) / batch["x"].shape[0]
         return {"params": params, "seen": seen}, {**metrics, "per_example": per_example}
 
-    state = {"params": _params(), "seen": jnp.zeros((), jnp.int32)}
+    state = {"params": make_params(), "seen": jnp.zeros((), jnp.int32)}
     for count in (2, 8):
         agrees(step, state, BATCHES, **{**PARTS, "num_microbatches": count})

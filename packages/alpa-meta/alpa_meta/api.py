@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from alpa_interchange import ClusterSpec, ParallelPlan, PipelineSchedule
 from alpa_meta.arguments import abstract_leaf, is_array
 from alpa_meta.chosen_plan import Planned
+from alpa_meta.direct_call import NOT_DIRECT, DirectCall, direct_call
 from alpa_meta.errors import PlanError
 from alpa_meta.executable import Executable
 from alpa_meta.options import Options
@@ -92,6 +93,7 @@ class ParallelStep:
         self._cache: dict[Any, tuple[Step, Lowered]] = {}
         self._buckets = Buckets(options)
         self._latest: Any = None
+        self._direct: dict[Any, tuple[Any, DirectCall]] = {}
 
     # ------------------------------------------------------------------ planning
 
@@ -179,11 +181,22 @@ class ParallelStep:
 
     def __call__(self, *args: Any) -> Any:
         """Return what the plain step returns, computed by the plan."""
+        leaves, tree = jax.tree.flatten(args)
+        if tree in self._direct:
+            key, direct = self._direct[tree]
+            result = direct(leaves)
+            if result is not NOT_DIRECT:
+                self._latest = key
+                return result
         args = self._born(args)
         self.lower(*args)
         key = self._latest
-        step, _ = self._cache[key]
-        results = self._compiled(key)(step.flatten(args))
+        step, executable = self._cache[key][0], self._compiled(key)
+        results = executable(step.flatten(args))
+        leaves, tree = jax.tree.flatten(args)
+        made = direct_call(step, executable, leaves)
+        if made is not None:
+            self._direct[tree] = (key, made)
         return _rebuild(step, results)
 
     def init(self, make: Callable[..., Any], *args: Any, batch: Any = None) -> Any:

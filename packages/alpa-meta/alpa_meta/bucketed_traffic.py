@@ -6,11 +6,13 @@ a bucket costs one latency, not one per tensor. A selection problem is a sum ove
 which has no place for a cost shared by many, hence two prices:
 
     in the problem     a tensor's share of a full bucket                  -> MeshCosts.bucketed
+                       its part of a bucket of sums that arise together   -> sums_together()
     of the solution    the buckets of each kind and mesh axes, per phase  -> BucketedTraffic.extra()
 
-The first is never above the second, so a lower bound of the problem bounds the plan. The plan that
-is chosen ignores at most one latency per kind, axes and phase. Approximations: members of a bucket
-are taken to be ready together, dtypes to travel together, and loops not to be unrolled.
+The first is never above the second, so a lower bound of the problem bounds the plan. A search is
+led to choices of few buckets by problems with other prices                 -> repriced()
+Approximations: members of a bucket are taken to be ready together, dtypes to travel together, and
+loops not to be unrolled.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from alpa_interchange import LogicalMesh, ShardingProblem, ShardingRule, Shardin
 from alpa_meta.compat import Literal, is_drop, subjaxprs
 from alpa_meta.layering import tensor_bytes
 from alpa_meta.mesh_costs import MeshCosts
+from alpa_meta.spmd import HOST_BUCKETS
 from alpa_meta.stage_problem import Source, StageEqns
 
 Sent = tuple[str, float, tuple[str, ...]]
@@ -50,6 +53,28 @@ def late_values(stage: StageEqns, heavy: Callable[[Any], bool]) -> frozenset[Any
         if waits or len(found) < len(outputs):
             waited_for.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
     return frozenset(late)
+
+
+def sums_together(stage: StageEqns, heavy: Callable[[Any], bool]) -> Mapping[int, int]:
+    """Return, by the id of an equation, how many small sums are sent with its own, itself included.
+
+    A light equation's sums wait for as many sums and `heavy` equations, one after the other, as
+    those of another (mean and mean square, say): then neither waits for the other, and where both
+    follow operands of one shape, their sums are over the same axes.
+    """
+    depth: dict[Any, int] = {}
+    rounds: dict[Any, list[int]] = {}
+    for eqn, phase in zip(stage.eqns, stage.phases, strict=True):
+        now = max((depth.get(a, 0) for a in eqn.invars if not isinstance(a, Literal)), default=0)
+        waits = heavy(eqn) or bool(subjaxprs(eqn))
+        if not waits and eqn.primitive.name.startswith("reduce_"):
+            waits = True
+            if all(tensor_bytes(var) <= HOST_BUCKETS.tensor for var in eqn.outvars):
+                operand = eqn.invars[0].aval
+                key = (phase, now, eqn.primitive.name, operand.shape, operand.dtype)
+                rounds.setdefault(key, []).append(id(eqn))
+        depth.update((var, now + waits) for var in eqn.outvars if not is_drop(var))
+    return {one: len(members) for members in rounds.values() for one in members}
 
 
 def completion_steps(
@@ -86,11 +111,36 @@ def own_sums(eqn: Any, rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh
             yield "all-reduce", local, summed
 
 
-def surplus(alone: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """Return by how much `alone` exceeds `shared`, 0 where both are impossible."""
+def surplus(priced: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """Return by how much `priced` exceeds `shared`, 0 where both are impossible."""
     with np.errstate(invalid="ignore"):
-        found: np.ndarray = np.nan_to_num(np.maximum(alone - shared, 0.0), nan=0.0, posinf=0.0)
+        found: np.ndarray = np.nan_to_num(np.maximum(priced - shared, 0.0), nan=0.0, posinf=0.0)
     return found
+
+
+@frozen(kw_only=True)
+class Group:
+    """Collectives that share buckets: they run `times` a step in one phase."""
+
+    phase: str
+    times: float
+    kind: str
+    axes: tuple[str, ...]  # sorted
+
+
+@frozen(eq=False)
+class PricedCosts(MeshCosts):
+    """Costs by which a tensor in a bucket pays, beside its share, by the byte; without a price for
+    its kind and sorted axes, as much as alone."""
+
+    prices: Mapping[tuple[str, tuple[str, ...]], float] = field(factory=dict, kw_only=True)
+
+    def bucket_share_seconds(self, kind: str, bytes: float, axes: tuple[str, ...]) -> float:
+        alone = self.collective_seconds(kind, bytes, axes)
+        price = self.prices.get((kind, tuple(sorted(axes))))
+        if price is None:
+            return alone
+        return min(alone, super().bucket_share_seconds(kind, bytes, axes) + price * bytes)
 
 
 @frozen(eq=False)
@@ -101,7 +151,9 @@ class BucketedTraffic:
     _entries: list[tuple[str, float, Callable[[Sequence[int]], Iterator[Sent]]]] = field(
         factory=list
     )
-    _surcharges: list[tuple[int, int, Callable[[], np.ndarray]]] = field(factory=list)
+    _surcharges: list[tuple[tuple[str, float], int, int, Callable[[MeshCosts], np.ndarray]]] = (
+        field(factory=list)
+    )
     _bytes: list[float] = field(factory=list)
 
     @property
@@ -121,20 +173,40 @@ class BucketedTraffic:
         self._entries.append((phase, times, sent))
         self._bytes.append(bytes)
 
-    def surcharge(self, first: int, second: int, seconds: Callable[[], np.ndarray]) -> None:
-        """Note [first, second] seconds by which sending a tensor alone exceeds its share."""
-        self._surcharges.append((first, second, seconds))
+    def surcharge(
+        self,
+        phase: str,
+        times: float,
+        first: int,
+        second: int,
+        seconds: Callable[[MeshCosts], np.ndarray],
+    ) -> None:
+        """Note [first, second] seconds by which sending a tensor in buckets of other costs exceeds
+        its share."""
+        self._surcharges.append(((phase, times), first, second, seconds))
 
-    def alone(self, problem: ShardingProblem) -> ShardingProblem:
-        """Return `problem` with every noted tensor sent alone."""
+    def repriced(
+        self, problem: ShardingProblem, prices: Mapping[Group, float] | None = None
+    ) -> ShardingProblem:
+        """Return `problem` with every noted tensor paying `prices`, seconds per byte, beside its
+        share; as much as sent alone where its group has no price."""
+        by_run: dict[tuple[str, float], dict[tuple[str, tuple[str, ...]], float]] = {}
+        for group, price in (prices or {}).items():
+            by_run.setdefault((group.phase, group.times), {})[group.kind, group.axes] = price
+        costs = {
+            run: PricedCosts(
+                self.costs.mesh, self.costs.model, self.costs.host_group, prices=by_run.get(run, {})
+            )
+            for run in {run for run, *_ in self._surcharges}
+        }
         counts = [int(count) for count in problem.num_strategies]
         nodes = np.concatenate([[0], np.cumsum(counts)])
         sizes = [counts[first] * counts[second] for first, second in problem.edges]
         starts = np.concatenate([[0], np.cumsum(sizes)])
         place = {(int(a), int(b)): int(k) for (a, b), k in zip(problem.edges, starts, strict=False)}
         node_cost, edge_cost = problem.node_cost.copy(), problem.edge_cost.copy()
-        for first, second, seconds in self._surcharges:
-            more = seconds()
+        for run, first, second, seconds in self._surcharges:
+            more = seconds(costs[run])
             if first == second:
                 node_cost[nodes[first] : nodes[first + 1]] += np.diagonal(more)
                 continue
@@ -182,17 +254,27 @@ class BucketedTraffic:
 
         self.add(phase, times, natural.bytes, sent)
 
-    def extra(self, choice: Sequence[int]) -> Mapping[str, float]:
-        """Return, by phase, the seconds per step by which the buckets exceed the shares."""
-        groups: dict[tuple[str, float, str, tuple[str, ...]], list[float]] = {}
+    def groups(self, choice: Sequence[int]) -> Mapping[Group, list[float]]:
+        """Return the bytes of each tensor that a choice sends in buckets."""
+        found: dict[Group, list[float]] = {}
         for phase, times, sent in self._entries:
             for kind, size, axes in sent(choice):
                 if size > 0 and self.costs.mesh.size(axes) > 1:
-                    key = (phase, times, kind, tuple(sorted(axes)))
-                    groups.setdefault(key, []).append(size)
+                    axes = tuple(sorted(axes))
+                    group = Group(phase=phase, times=times, kind=kind, axes=axes)
+                    found.setdefault(group, []).append(size)
+        return found
+
+    def beyond_shares(self, group: Group, sizes: Sequence[float]) -> float:
+        """Return the seconds by which the buckets of a group exceed the shares, each time."""
+        kind, axes = group.kind, group.axes
+        shares = math.fsum(self.costs.bucket_share_seconds(kind, size, axes) for size in sizes)
+        return max(self.costs.bucketed_seconds(kind, sizes, axes) - shares, 0.0)
+
+    def extra(self, choice: Sequence[int]) -> Mapping[str, float]:
+        """Return, by phase, the seconds per step by which the buckets exceed the shares."""
         found: dict[str, float] = {}
-        for (phase, times, kind, axes), sizes in groups.items():
-            shares = math.fsum(self.costs.bucket_share_seconds(kind, s, axes) for s in sizes)
-            whole = self.costs.bucketed_seconds(kind, sizes, axes)
-            found[phase] = found.get(phase, 0.0) + times * max(whole - shares, 0.0)
+        for group, sizes in self.groups(choice).items():
+            more = group.times * self.beyond_shares(group, sizes)
+            found[group.phase] = found.get(group.phase, 0.0) + more
         return found

@@ -41,6 +41,7 @@ from alpa_meta.stage_selection import (
 from alpa_meta.staging import Staging
 from cost_model import CostModel
 
+LIKELY_PRESETS = ("dp", "zero2", "zero3", "megatron", "2d")  # no plan is to cost more than these
 LEAN_WEIGHTS = (1.0, 20.0)  # weight of memory against time in the leaner solutions of a mesh
 
 
@@ -90,7 +91,10 @@ def solve_mesh(
     scope = stage_scope(outlook.program, outlook.staging, 0, 1, pins, apart=not whole)
     costs = MeshCosts(mesh, model, submesh.host_group)
     selection = build(scope.eqns, costs, f"{submesh.num_devices} devices {mesh.shape}")
-    found = solve_in_buckets(selection, options)
+    free = options.preset is None and not options.pins
+    names = LIKELY_PRESETS if free else ()
+    likely = (preset_pins(name, outlook.program, mesh) for name in names)
+    found = solve_in_buckets(selection, options, likely)
     if found.choice is None:
         if found.status == "infeasible":
             return [], 0.0

@@ -115,10 +115,14 @@ class Executable:
             outputs=self._output_names(),
         )
         self._where = self._input_places()
-        self._tracing = trace != "none"
-        self._only = self._only_run()
 
     # ------------------------------------------------------------------ running
+
+    @functools.cached_property
+    def only_run(self) -> Instruction | None:
+        """The one instruction of a plan that runs one task once; None for other plans."""
+        runs = [i for program in self.plan.schedule.programs for i in program if i.kind != "free"]
+        return runs[0] if len(runs) == 1 and runs[0].kind == "run" else None
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the array leaves of the step's result for those of its arguments, in order."""
@@ -136,20 +140,6 @@ class Executable:
         results = self._runtime.step(buffers)
         outputs = [self._output(output, results, placed) for output in self.planned.tasks.outputs]
         return united(self.planned.program, outputs)
-
-    def _only_run(self) -> Instruction | None:
-        """Return the one instruction of a plan that runs one task once; None for other plans."""
-        runs = [i for program in self.plan.schedule.programs for i in program if i.kind != "free"]
-        return runs[0] if len(runs) == 1 and runs[0].kind == "run" else None
-
-    def _step(self, buffers: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the results of one step by the runtime, or of the only task there is to run."""
-        only = self._only
-        if only is None or self._tracing:
-            return self._runtime.step(buffers)
-        assert only.task is not None
-        results = self.tasks[only.task].function(*(buffers[name] for name in only.inputs))
-        return dict(zip(only.outputs, results, strict=True))
 
     def _placed(self, path: str, value: Any, seen: set[int]) -> Any:
         """Return an input on its devices; one array given for two inputs is copied, as the step may
@@ -248,7 +238,11 @@ class Executable:
     def trace(self, mode: str) -> None:
         """Trace the steps from now on: "none", "ready" (asynchronous) or "blocking" (exact)."""
         self._runtime.trace_mode = mode
-        self._tracing = mode != "none"
+
+    @property
+    def tracing(self) -> bool:
+        """Whether steps are traced."""
+        return self._runtime.trace_mode != "none"
 
     @property
     def last_trace(self) -> tuple[TraceEvent, ...]:

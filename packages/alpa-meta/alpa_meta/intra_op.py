@@ -28,6 +28,7 @@ from attrs import evolve, frozen
 
 from alpa_interchange import ShardingProblem, ShardingSpec, Strategy
 from alpa_meta.bucketed_traffic import BucketedTraffic
+from alpa_meta.coarse_solution import Classes
 from alpa_meta.intra_op_builder import Builder
 from alpa_meta.memory_profile import MemoryProfile
 from alpa_meta.mesh_costs import MeshCosts
@@ -49,11 +50,12 @@ class Selection:
     traffic: BucketedTraffic
     memory: MemoryProfile
     times: Sequence[int]  # of the memory, at which each equation begins
+    classes: Classes | None = None  # of strategies that differ by the use of equal axes only
 
     @functools.cached_property
     def alone(self) -> ShardingProblem:
         """Return the problem in which no collectives travel together."""
-        return self.traffic.alone(self.problem)
+        return self.traffic.repriced(self.problem)
 
     def spec(self, var: Any, choice: Sequence[int]) -> ShardingSpec:
         """Return the sharding spec of `var` under a choice of strategies."""
@@ -85,6 +87,7 @@ def build(stage: StageEqns, costs: MeshCosts, name: str) -> Selection:
         builder.traffic,
         memory,
         tuple(builder.times),
+        builder.classes(problem.edge_cost.size),
     )
 
 

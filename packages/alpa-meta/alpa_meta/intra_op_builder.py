@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
-from alpa_meta.bucketed_traffic import BucketedTraffic, Sent, late_values, own_sums, surplus
+from alpa_meta.bucketed_traffic import (
+    BucketedTraffic,
+    Sent,
+    late_values,
+    own_sums,
+    sums_together,
+    surplus,
+)
+from alpa_meta.coarse_solution import LARGE, Classes, classes_of, equal_axes
 from alpa_meta.compat import Literal, is_drop, is_remat
 from alpa_meta.intra_op_regions import region_record
 from alpa_meta.layering import tensor_bytes
@@ -45,14 +53,17 @@ class Builder:
         self._position = -1
         self._partial = may_stay_partial(stage)
         self._order: dict[Any, int] = {}
+        self._spread: set[Any] = set()
         self._seconds: dict[Hashable, np.ndarray] = {}
         self._state_nodes: set[int] = set()
         self._fixed = self.problem.node("fixed", "fixed", ["replicated"])
+        self._choices: dict[int, Sequence[ShardingSpec | Strategy]] = {}
         self._constants: list[tuple[Source, int]] = []
         self._copies: list[tuple[int, int, int, int, np.ndarray]] = []
-        self.timeline = Timeline()
+        self.timeline = Timeline(apart=bool(stage.kept))
         self.times: list[int] = []  # at which each equation begins
         self._late = late_values(stage, is_heavy)
+        self._together = sums_together(stage, is_heavy)
         self._phase = "forward"
         self.traffic = BucketedTraffic(costs)
 
@@ -124,8 +135,28 @@ class Builder:
         specs = self.costs.specs(shape)
         if len(specs) == 1:
             return self._fixed, Source(self._fixed, specs, shape, tensor_bytes(var))
-        node = self.problem.node(key, name, self.costs.names(specs))
+        node = self._node(key, name, specs)
         return node, Source(node, specs, shape, tensor_bytes(var))
+
+    def _node(self, key: Hashable, name: str, choices: Sequence[ShardingSpec | Strategy]) -> int:
+        """Return the node of `key`, which chooses one of these."""
+        node = self.problem.node(key, name, self.costs.names(choices))
+        self._choices.setdefault(node, choices)
+        return node
+
+    def classes(self, num_entries: int) -> Classes | None:
+        """Return classes of alike strategies, if a problem of so many edge entries needs them."""
+        axes = equal_axes(self.costs.mesh)
+        if axes is None or num_entries <= LARGE:
+            return None
+        found: dict[int, np.ndarray] = {}
+        classes = [np.zeros(1, dtype=np.int64)]  # of the fixed node
+        for node in range(1, len(self._choices) + 1):
+            choices = self._choices[node]
+            if id(choices) not in found:
+                found[id(choices)] = classes_of(choices, axes)
+            classes.append(found[id(choices)])
+        return classes
 
     def end_loop(self, began: int, read: Sequence[Source]) -> None:
         """Note that what a loop reads, and what was converted for it, lived until its end."""
@@ -148,7 +179,9 @@ class Builder:
             record = region_record(self, eqn, key, weight, scope, phase)
         else:
             record = self.operator(eqn, key, weight, scope, phase)
-            self.timeline.compute(eqn.primitive.name, self._read(eqn, scope, phase), record.results)
+            read = self._read(eqn, scope, phase)
+            zero = any(isinstance(atom, Literal) and _is_zero(atom.val) for atom in eqn.invars)
+            self.timeline.compute(eqn.primitive.name, read, record.results, zero)
         for var, source in zip(eqn.outvars, record.results, strict=True):
             if is_drop(var):
                 continue
@@ -192,7 +225,12 @@ class Builder:
                 accumulated=self.stage.accumulated,
                 state_nodes=self._state_nodes,
                 order=self._order,
+                spread=self._spread,
             )
+            if leader is not None:
+                followed = eqn.invars[leader]
+                wider = [v for v in eqn.outvars if tensor_bytes(v) > scope[followed].bytes]
+                self._spread.update(eqn.outvars if followed in self._spread else wider)
         if rule is None:
             whole = tuple(ShardingSpec.replicated(len(shape_of(a))) for a in eqn.invars)
             results = tuple(ShardingSpec.replicated(len(shape_of(v))) for v in eqn.outvars)
@@ -215,12 +253,15 @@ class Builder:
         elif len(strategies) == 1 and not any(spec.partial for spec in strategies[0].results):
             node = self._fixed
         else:
-            node = self.problem.node(key, eqn.primitive.name, self.costs.names(strategies))
+            node = self._node(key, eqn.primitive.name, strategies)
         assert node is not None
         late = self._is_late(eqn)
-        known = (key, id(strategies), late)
+        together = self._together.get(id(eqn), 1)
+        known = (key, id(strategies), late, together)
         if known not in self._seconds:
-            self._seconds[known] = operator_seconds(self.costs, eqn, rule, strategies, late)
+            self._seconds[known] = operator_seconds(
+                self.costs, eqn, rule, strategies, late, together
+            )
         if late and rule is not None:
             self._note_sums(eqn, rule, node, strategies, weight)
         self._add_cost(node, self._seconds[known] * weight)
@@ -245,16 +286,16 @@ class Builder:
         late = self._phase == "update" or var in self._late
         self.timeline.store(natural)  # beside its sum, for as long as it takes
         finals, matrix = completions(self.costs, natural, allowed, late)
-        node = self.problem.node((key, allowed), "sum", [str(spec) for spec in finals])
+        node = self._node((key, allowed), "sum", finals)
         if late:
             self.traffic.sums(self._phase, weight, natural, node, finals)
             assert natural.node is not None
 
-            def more() -> np.ndarray:
-                _, alone = completions(self.costs, natural, allowed, late=False)
-                return surplus(alone, matrix) * weight
+            def more(costs: MeshCosts) -> np.ndarray:
+                _, priced = completions(costs, natural, allowed, late)
+                return surplus(priced, matrix) * weight
 
-            self.traffic.surcharge(natural.node, node, more)
+            self.traffic.surcharge(self._phase, weight, natural.node, node, more)
         self._add_edge(natural.node, node, matrix * weight)
         return Source(node, finals, natural.shape, natural.bytes)
 
@@ -302,19 +343,19 @@ class Builder:
         if in_buckets and matrix.any():
             self.traffic.conversion(self._phase, weight, source, node, wanted)
             assert source.node is not None
-            self.traffic.surcharge(
-                source.node,
-                node,
-                lambda: surplus(weight * self._conversion_seconds(source, wanted), matrix),
-            )
+
+            def more(costs: MeshCosts) -> np.ndarray:
+                priced = costs.conversion_seconds(
+                    source.shape, source.bytes, source.specs, wanted, in_buckets=True
+                )
+                return surplus(weight * priced, matrix)
+
+            self.traffic.surcharge(self._phase, weight, source.node, node, more)
         self._add_edge(source.node, node, matrix)
         copies = self.costs.copied_bytes(source.shape, source.bytes, source.specs, wanted)
         if copies is not None:
             now = self.timeline.now
             self._copies.append((now, now + 1, source.node, node, copies))
-
-    def _conversion_seconds(self, source: Source, wanted: tuple[ShardingSpec, ...]) -> np.ndarray:
-        return self.costs.conversion_seconds(source.shape, source.bytes, source.specs, wanted)
 
     def _add_edge(self, first: int | None, second: int, matrix: np.ndarray) -> None:
         assert first is not None
@@ -349,3 +390,7 @@ class Builder:
             return seconds
 
         return by_equation, least
+
+
+def _is_zero(value: Any) -> bool:
+    return not np.any(np.asarray(value))

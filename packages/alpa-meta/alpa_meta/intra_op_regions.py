@@ -97,14 +97,16 @@ def _scan(
     began = builder.timeline.now
     for carry in inputs[num_consts : num_consts + num_carry]:
         builder.timeline.store(carry)
+    outer_body = builder.timeline.enter()
     inner = _body(builder, body, (key, "body"), weight * length, inputs, phase)
+    builder.timeline.leave(outer_body)
     carries = inputs[num_consts : num_consts + num_carry]
     for carry, result in zip(carries, inner.outputs[:num_carry], strict=True):
         builder.convert(result, carry.node, carry.specs, weight * length)
     inner.outputs = (*carries, *inner.outputs[num_carry:])
     results = (*carries, *(source.stacked(length) for source in inner.outputs[num_carry:]))
     for result in results[num_carry:]:
-        builder.timeline.store(result, began)
+        builder.timeline.store_zeros(result, began)
     builder.timeline.hold(inner.outputs)
     builder.end_loop(began, [*outer[:num_consts], *outer[num_consts + num_carry :]])
     return Record(None, (), tuple(operands), results, (inner,))
@@ -131,7 +133,9 @@ def _while(
         builder.timeline.store(carry)
     tested = _body(builder, cond, (key, "cond"), trips, [*entries[:num_cond], *carries], phase)
     tested.outputs = (_whole(open_jaxpr(cond).outvars[0]),)
+    outer_body = builder.timeline.enter()
     inner = _body(builder, body, (key, "body"), trips, entries[num_cond:], phase)
+    builder.timeline.leave(outer_body)
     for carry, result in zip(carries, inner.outputs, strict=True):
         builder.convert(result, carry.node, carry.specs, trips)
     builder.timeline.hold(inner.outputs)

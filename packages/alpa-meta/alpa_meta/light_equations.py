@@ -45,19 +45,20 @@ def leading_operand(
     accumulated: Collection[Any],
     state_nodes: Collection[int],
     order: Mapping[Any, int],
+    spread: Collection[Any] = (),
 ) -> int | None:
     """Return the operand that a light equation follows; None: the equation has its own node.
 
-    The largest operand; among equals one that comes from state (in the update), then the
-    latest. An equation whose result is accumulated, or that reads an accumulated value in the
-    update, has its own node, so that reductions are placed there. `order` numbers the values as
-    they were computed.
+    The largest operand; among equals one that comes from state (in the update), then one that is
+    not `spread`, which means broadcast from a smaller one, then the latest. An equation whose
+    result is accumulated, or that reads an accumulated value in the update, has its own node, so
+    that reductions are placed there. `order` numbers the values as they were computed.
     """
     if is_heavy(eqn) or is_pin(eqn):
         return None
     if eqn.primitive.name.startswith("reduce_") and any(var in accumulated for var in eqn.outvars):
         return None
-    best: tuple[float, bool, int] | None = None
+    best: tuple[float, bool, bool, int] | None = None
     chosen = None
     for number, atom in enumerate(eqn.invars):
         if isinstance(atom, Literal) or atom not in scope or scope[atom].node is None:
@@ -67,7 +68,7 @@ def leading_operand(
         if phase == "update" and atom in accumulated:
             continue
         from_state = phase == "update" and scope[atom].node in state_nodes
-        rank = (scope[atom].bytes, from_state, order.get(atom, -1))
+        rank = (scope[atom].bytes, from_state, atom not in spread, order.get(atom, -1))
         if best is None or rank > best:
             best, chosen = rank, number
     reads = [a for a in eqn.invars if not isinstance(a, Literal)]

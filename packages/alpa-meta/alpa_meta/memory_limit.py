@@ -1,29 +1,57 @@
 """Solves a stage's selection problem so that its memory peak stays under a limit.
 
-Rows are made lazily: solve, find where memory peaks under the answer, forbid more than the limit
-at that time, and solve again until the peak fits. Every problem on the way asks for less than all
-times together, so its bound is a bound of the whole, and if it has no answer, there is none.
+Prices on memory give a choice that fits, a bound and the times that matter (`priced_memory`).
+Rows are then made lazily: solve, find where memory peaks under the answer, forbid more than the
+limit at that time, and solve again until the peak fits. Every problem on the way asks for less than
+all times together, so its bound is a bound of the whole, and if it has no answer, there is none.
 Copies too small to be part of a problem may still break the limit: then the excess is reserved at
 that time, and the bound stays that of the last problem without reserved bytes.
 """
 
 from __future__ import annotations
 
+import math
+import time
+
 from attrs import evolve
 
 import ilp_sharding
 from alpa_interchange import ShardingProblem, ShardingSolution
+from alpa_meta.coarse_solution import LARGE, Classes, solve_coarsely
 from alpa_meta.intra_op import Selection
-from alpa_meta.memory_profile import limited_problem
+from alpa_meta.memory_profile import extended_choice, limited_problem
 from alpa_meta.options import Options
+from alpa_meta.priced_memory import PricedMemory
 
 ROUNDS = 12  # of adding a time or reserving more; few are ever needed
+PRICING_SHARE = 0.3  # of the time, at most, for prices
 
 
-def solve(problem: ShardingProblem, options: Options) -> ShardingSolution:
-    """Return the solution of a selection problem."""
+def solve(
+    problem: ShardingProblem,
+    options: Options,
+    seconds: float = math.inf,
+    start: tuple[int, ...] | None = None,
+    classes: Classes | None = None,
+) -> ShardingSolution:
+    """Return the solution of a selection problem, found in `seconds` or less.
+
+    A large problem is solved by `classes` of alike strategies, if there are any.
+    """
+    if classes is not None and problem.edge_cost.size > LARGE:
+        until = time.perf_counter() + min(options.solver_seconds, seconds)
+
+        def part(smaller: ShardingProblem, seconds: float) -> ShardingSolution:
+            return solve(smaller, options, seconds)
+
+        return solve_coarsely(problem, classes, part, until)
     return ilp_sharding.solve(
-        problem, ilp_sharding.SolveOptions(deadline=options.solver_seconds, seed=options.seed)
+        problem,
+        ilp_sharding.SolveOptions(
+            deadline=max(min(options.solver_seconds, seconds), 0.0),
+            seed=options.seed,
+            warm_start=start,
+        ),
     )
 
 
@@ -35,44 +63,70 @@ def solve_within(
 ) -> ShardingSolution:
     """Return the solution whose memory peak is at most `limit` bytes, None for no limit.
 
-    `free` is the solution without a limit, if it is known. An infeasible solution has the least
-    limit that would do as `smallest_memory`, where known.
+    `free` is the solution without a limit, if it is known. The search under a limit ends after
+    `Options.solver_seconds` with the best choice known to fit. An infeasible solution has the least
+    limit that would do as `smallest_memory`, or what is proved of it from below.
     """
-    problem = selection.problem
-    found = free or solve(problem, options)
+    began = time.perf_counter()
+    found = free or solve(selection.problem, options, classes=selection.classes)
     if limit is None or found.choice is None:
         return found
-    seconds = 0.0 if free else found.seconds
-    bound, reserved = found.lower_bound, dict[int, float]()
-    excess = 0.0
-    for _ in range(ROUNDS):
-        assert found.choice is not None
-        peak = selection.memory.peak(found.choice)
-        excess = peak.total - limit
-        if excess <= 0:
-            if bound is None or found.objective is None:
-                return evolve(found, seconds=seconds)
-            bound = min(bound, found.objective)
-            status = "optimal" if found.objective <= bound else "feasible"
-            return evolve(found, lower_bound=bound, status=status, seconds=seconds)
-        if peak.time in reserved:
-            reserved[peak.time] += excess
-        else:
-            reserved[peak.time] = 0.0
-        limited = solve(limited_problem(problem, selection.memory, reserved, limit), options)
-        seconds += limited.seconds
-        if limited.choice is None:
-            least = limited.smallest_memory
-            return evolve(limited, seconds=seconds, smallest_memory=least)
-        if not any(reserved.values()):
-            bound = limited.lower_bound
-        found = evolve(limited, choice=limited.choice[: problem.num_nodes])
+    if selection.memory.peak(found.choice).total > limit:
+        found = _limited(selection, options, limit, found)
+    return evolve(found, seconds=time.perf_counter() - began)
+
+
+def _limited(
+    selection: Selection, options: Options, limit: float, free: ShardingSolution
+) -> ShardingSolution:
+    """Return the solution under a limit that the solution `free` breaks."""
+    problem, memory = selection.problem, selection.memory
+    until = time.perf_counter() + options.solver_seconds
+
+    def left() -> float:
+        return until - time.perf_counter()
+
+    def priced_solution(priced: ShardingProblem) -> ShardingSolution:
+        return solve(priced, options, left(), classes=selection.classes)
+
+    priced = PricedMemory(problem, memory, limit, priced_solution)
+    priced.search(free, time.perf_counter() + PRICING_SHARE * options.solver_seconds)
+    if priced.least_peak > limit:
+        return _without_choice(free, "infeasible", priced.least_peak)
+    choice, objective = priced.choice, priced.objective
+    bound = max(free.lower_bound or 0.0, priced.lower_bound)
+    reserved = dict.fromkeys(priced.times, 0.0)
+    large = selection.classes is not None and problem.edge_cost.size > LARGE
+    for _ in range(0 if large else ROUNDS):
+        plain = not any(reserved.values())
+        rows = limited_problem(problem, memory, reserved, limit)
+        start = choice and extended_choice(problem, memory, reserved, limit, choice)
+        found = solve(rows, options, left(), start)
+        if plain and found.status == "infeasible":
+            return _without_choice(free, "infeasible", found.smallest_memory)
+        if plain:
+            bound = max(bound, found.lower_bound or 0.0)
+        if found.choice is None or found.objective is None:
+            break
+        candidate = found.choice[: problem.num_nodes]
+        peak = memory.peak(candidate)
+        if peak.total <= limit:
+            if found.objective < objective:
+                choice, objective = candidate, found.objective
+            break
+        reserved[peak.time] = reserved.get(peak.time, 0.0) + (
+            peak.total - limit if peak.time in reserved else 0.0
+        )
+    if choice is None:
+        return _without_choice(free, "timed_out", None)
+    bound = min(bound, objective)
+    status = "optimal" if objective <= bound else "feasible"
+    return evolve(free, choice=choice, objective=objective, lower_bound=bound, status=status)
+
+
+def _without_choice(
+    free: ShardingSolution, status: str, smallest: float | None
+) -> ShardingSolution:
     return evolve(
-        found,
-        choice=None,
-        objective=None,
-        lower_bound=None,
-        status="infeasible",
-        smallest_memory=limit + excess,
-        seconds=seconds,
+        free, choice=None, objective=None, lower_bound=None, status=status, smallest_memory=smallest
     )

@@ -11,7 +11,7 @@ at which some choice peaked are made rows (`memory_limit.solve_within`).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from attrs import evolve, frozen
@@ -161,45 +161,92 @@ def limited_problem(
     copy, and the first are forbidden where the value comes in a spec that has to be converted.
     """
     times = sorted(reserved)
-    rows = [profile.row(time) for time in times]
-    table = np.stack([row for row, _ in rows])
-    always = table.min(axis=0)
-    counts = problem.num_strategies
-    first = np.concatenate([[0], np.cumsum(counts)])
-    added_counts, added_memory, live, edges, edge_cost = [], [], [], [], []
-    for number, (time, (row, fixed)) in enumerate(zip(times, rows, strict=True)):
-        added_counts.append(1)
-        added_memory.append(np.array([fixed + reserved[time]]))
-        live.append((number, number + 1))
-        excess = row - always
-        for node in np.flatnonzero(np.add.reduceat(excess, first[:-1]) > 0).tolist():
-            size = int(counts[node])
-            edges.append((node, len(counts) + len(added_counts)))
-            edge_cost.append(np.where(np.eye(size, dtype=bool), 0.0, np.inf).ravel())
-            added_counts.append(size)
-            added_memory.append(excess[first[node] : first[node + 1]])
-            live.append((number, number + 1))
-    for copy, start, stop in profile.copies_at(times, LEAST_COPY * limit):
-        sizes = copy.bytes.max(axis=0)
-        alike = np.where(np.eye(len(sizes), dtype=bool), 0.0, np.inf)
-        without = np.where(copy.bytes > 0, np.inf, 0.0)
-        added = len(counts) + len(added_counts)
-        edges += [(copy.first, added), (copy.second, added)]
-        edge_cost.append(np.hstack([without, np.zeros_like(without)]).ravel())
-        edge_cost.append(np.hstack([alike, alike]).ravel())
-        added_counts.append(2 * len(sizes))
-        added_memory.append(np.concatenate([np.zeros(len(sizes)), sizes]))
-        live.append((start, stop))
-    zeros = np.zeros(sum(added_counts))
+    always, added = _additions(problem, profile, times, limit)
+    edges, edge_cost = [], []
+    for number, one in enumerate(added):
+        for node, cost in one.edges:
+            edges.append((node, problem.num_nodes + number))
+            edge_cost.append(cost.ravel())
+    live = [(one.start, one.stop) for one in added]
+    memory = [
+        one.memory + (reserved[times[one.start]] if one.follows is None else 0.0) for one in added
+    ]
+    sizes = [len(one.memory) for one in added]
+    always_live = np.tile([[0, len(times)]], (problem.num_nodes, 1))
     return evolve(
         problem,
-        num_strategies=np.concatenate([counts, added_counts]),
-        node_cost=np.concatenate([problem.node_cost, zeros]),
-        node_memory=np.concatenate([always, *added_memory]),
-        live=np.concatenate([np.tile([[0, len(times)]], (len(counts), 1)), live]),
+        num_strategies=np.concatenate([problem.num_strategies, sizes]),
+        node_cost=np.concatenate([problem.node_cost, np.zeros(sum(sizes))]),
+        node_memory=np.concatenate([always, *memory]),
+        live=np.concatenate([always_live, live]),
         edges=np.concatenate([problem.edges.reshape(-1, 2), np.reshape(edges, (-1, 2))]),
         edge_cost=np.concatenate([problem.edge_cost, *edge_cost]),
         memory_limit=limit,
         node_names=(),
         strategy_names=(),
     )
+
+
+def extended_choice(
+    problem: ShardingProblem,
+    profile: MemoryProfile,
+    times: Collection[int],
+    limit: float,
+    choice: Sequence[int],
+) -> tuple[int, ...]:
+    """Return `choice` with what follows from it at the nodes that `limited_problem` adds."""
+    _, added = _additions(problem, profile, sorted(times), limit)
+    return (*choice, *(one.chosen(choice) for one in added))
+
+
+@frozen(eq=False)
+class _Addition:
+    """A node that a limited problem has more; it lives at the rows [start, stop).
+
+    It chooses as the node it `follows`, if any; or half its strategies are those of that node with
+    the `copy`.
+    """
+
+    memory: np.ndarray
+    start: int
+    stop: int
+    edges: tuple[tuple[int, np.ndarray], ...] = ()
+    follows: int | None = None
+    copy: Copy | None = None
+
+    def chosen(self, choice: Sequence[int]) -> int:
+        if self.follows is None:
+            return 0
+        chosen = choice[self.follows]
+        if self.copy is None or not self.copy.bytes[choice[self.copy.first], chosen]:
+            return chosen
+        return chosen + len(self.memory) // 2
+
+
+def _additions(
+    problem: ShardingProblem, profile: MemoryProfile, times: Sequence[int], limit: float
+) -> tuple[np.ndarray, list[_Addition]]:
+    """Return the bytes that strategies hold at all `times`, and the nodes for what is more."""
+    rows = [profile.row(time) for time in times]
+    always: np.ndarray = np.stack([row for row, _ in rows]).min(axis=0)
+    counts = problem.num_strategies
+    first = np.concatenate([[0], np.cumsum(counts)])
+    added = []
+    for number, (row, fixed) in enumerate(rows):
+        added.append(_Addition(np.array([fixed]), number, number + 1))
+        excess = row - always
+        for node in np.flatnonzero(np.add.reduceat(excess, first[:-1]) > 0).tolist():
+            alike = np.where(np.eye(int(counts[node]), dtype=bool), 0.0, np.inf)
+            held = excess[first[node] : first[node + 1]]
+            added.append(_Addition(held, number, number + 1, ((node, alike),), node))
+    for copy, start, stop in profile.copies_at(times, LEAST_COPY * limit):
+        sizes = copy.bytes.max(axis=0)
+        alike = np.where(np.eye(len(sizes), dtype=bool), 0.0, np.inf)
+        without = np.where(copy.bytes > 0, np.inf, 0.0)
+        edges = (
+            (copy.first, np.hstack([without, np.zeros_like(without)])),
+            (copy.second, np.hstack([alike, alike])),
+        )
+        memory = np.concatenate([np.zeros(len(sizes)), sizes])
+        added.append(_Addition(memory, start, stop, edges, copy.second, copy))
+    return always, added

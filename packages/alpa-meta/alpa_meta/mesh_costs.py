@@ -165,6 +165,11 @@ class MeshCosts:
             ]
         return self._matrices[key]
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the devices are XLA host devices."""
+        return self.model.device(self.host_group).platform == "cpu"
+
     def compute_seconds(self, kind: str, flops: float, bytes: float, dtype: str) -> float:
         """Return the seconds of an operator's part on one device.
 

@@ -3,6 +3,7 @@ programs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,7 +22,7 @@ from alpa_interchange import (
 from alpa_meta.candidates import (
     Outlook,
 )
-from alpa_meta.compat import name_stack
+from alpa_meta.compat import is_remat, name_stack, open_jaxpr, subjaxprs
 from alpa_meta.executor_choice import chosen_executor
 from alpa_meta.folding import fold_keys, layer_classes
 from alpa_meta.intra_op import Selection
@@ -60,15 +61,12 @@ def stage_sharding(
         if var in selection.sources
     }
     activations = {}
-    replicated: dict[str, None] = {}
     for eqn, phase in zip(selection.stage.eqns, selection.stage.phases, strict=True):
         name = eqn.primitive.name
         if phase == "forward" and name in ("dot_general", "conv_general_dilated", "scan"):
             activations[_label(eqn)] = selection.spec(eqn.outvars[0], choice)
-        if sharding_rule(eqn) is None and name not in ("scan", "while", "cond"):
-            if any(getattr(var.aval, "shape", ()) for var in eqn.outvars):
-                replicated[name] = None
     eqns = selection.stage.eqns
+    replicated = dict.fromkeys(_without_rule(eqns))
     chosen, freed = chosen_executor(
         executor,
         eqns,
@@ -90,6 +88,18 @@ def stage_sharding(
         executor=chosen,
         freed_ops=freed,
     )
+
+
+def _without_rule(eqns: Iterable[Any]) -> Iterator[str]:
+    """Yield the operators on arrays that have no sharding rule, those inside regions too."""
+    for eqn in eqns:
+        name = eqn.primitive.name
+        if name in ("scan", "while", "cond") or is_remat(eqn):
+            for _, body in subjaxprs(eqn):
+                yield from _without_rule(open_jaxpr(body).eqns)
+        elif sharding_rule(eqn) is None:
+            if any(getattr(var.aval, "shape", ()) for var in eqn.outvars):
+                yield name
 
 
 def _label(eqn: Any) -> str:

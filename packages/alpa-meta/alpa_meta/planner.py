@@ -301,7 +301,9 @@ def _meshes(outlook: Outlook, model: CostModel, options: Options) -> list[tuple[
             continue  # pipelines are planned with more microbatches
         most = max(options.max_mesh_axes, len(options.mesh_shape or ()))
         ordered = bool(options.pins or options.preset or options.mesh_shape)
-        for mesh in logical_meshes(model, submesh, most, options.axis_names, ordered):
+        # the order decides which axis is the minor one of a dim, which matters little; on the whole
+        # cluster no named parallelism is to find a mesh that the planner did not try
+        for mesh in logical_meshes(model, submesh, most, options.axis_names, ordered or whole):
             if options.mesh_shape in (None, mesh.shape):
                 found.append((submesh, mesh, whole))
     if not found:

@@ -27,6 +27,7 @@ from alpa_meta.compat import (
     subjaxprs,
     with_outer_name_stack,
 )
+from alpa_meta.shifts import merged_shifts
 
 _CALLS = frozenset(
     {
@@ -53,7 +54,10 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 
 
 def inline(jaxpr: Any) -> Any:
-    """Return `jaxpr` with every call equation replaced by its body and dead equations removed."""
+    """Return `jaxpr` with every call equation replaced by its body and dead equations removed.
+
+    Shifts along a dim become one operator each.
+    """
     source = closed(jaxpr)
     inner = open_jaxpr(source)
     constvars, values = list(inner.constvars), consts(source)
@@ -61,7 +65,7 @@ def inline(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     _inline_eqns(inner.eqns, env, eqns, constvars, values, None)
     outvars = [atom if isinstance(atom, Literal) else env[atom] for atom in inner.outvars]
-    eqns = live_eqns(eqns, outvars)
+    eqns = live_eqns(merged_shifts(eqns), outvars)
     flat = inner.replace(constvars=constvars, eqns=eqns, outvars=outvars)
     return ClosedJaxpr(flat, values)
 

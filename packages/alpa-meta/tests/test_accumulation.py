@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
+from two_matrices import BATCH, SHAPE, STATE, step
 
 from alpa_meta.accumulation import accumulation_of, crossing_values
 from alpa_meta.added_equations import jaxpr_of
@@ -13,20 +14,6 @@ from alpa_meta.errors import PlanError
 from alpa_meta.layering import assign_layers
 from alpa_meta.program import Step
 from alpa_meta.staging import assign_stages
-
-SHAPE = jax.ShapeDtypeStruct
-STATE = {"first": SHAPE((4, 4), jnp.float32), "second": SHAPE((4, 4), jnp.float32)}
-BATCH = SHAPE((8, 4), jnp.float32)
-
-
-def step(state, batch):
-    def loss(state):
-        errors = jnp.sum((jnp.tanh(batch @ state["first"]) @ state["second"]) ** 2, -1)
-        return errors.mean(), errors
-
-    (value, errors), gradients = jax.value_and_grad(loss, has_aux=True)(state)
-    updated = jax.tree.map(lambda w, g: w - g, state, gradients)
-    return updated, {"loss": value, "errors": errors, "worst": errors.max()}
 
 
 def accumulated(function, num_microbatches, state=STATE):

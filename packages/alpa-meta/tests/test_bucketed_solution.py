@@ -77,3 +77,20 @@ def test_where_latency_decides_nothing_is_sent_and_that_is_proven():
     found = solve_in_buckets(_selection(16, 1e-4), Options())
     assert found.gap == pytest.approx(0, abs=1e-6)
     assert not _selection(16, 1e-4).traffic.extra(found.choice)
+
+
+def test_prices_lie_between_the_share_of_a_bucket_and_sending_alone():
+    selection = _selection(64, 1e-6)
+    for choice in _sampled(selection, 50):
+        groups = selection.traffic.groups(choice)
+        prices = {
+            group: selection.traffic.beyond_shares(group, sizes) / sum(sizes)
+            for group, sizes in groups.items()
+        }
+        priced = selection.traffic.repriced(selection.problem, prices)
+        shared, alone = (
+            _seconds(problem, choice) for problem in (selection.problem, selection.alone)
+        )
+        assert shared * (1 - 1e-6) <= _seconds(priced, choice) <= alone * (1 + 1e-6)
+        more = sum(selection.traffic.extra(choice).values())
+        assert _seconds(priced, choice) <= (shared + more) * (1 + 1e-6)

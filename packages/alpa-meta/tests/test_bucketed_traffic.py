@@ -3,7 +3,12 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_interchange import ShardingSpec, SubmeshSpec
-from alpa_meta.bucketed_traffic import BucketedTraffic, completion_steps, late_values
+from alpa_meta.bucketed_traffic import (
+    BucketedTraffic,
+    completion_steps,
+    late_values,
+    sums_together,
+)
 from alpa_meta.compat import open_jaxpr
 from alpa_meta.mesh_costs import MeshCosts
 from alpa_meta.stage_problem import Source, StageEqns
@@ -46,6 +51,24 @@ def test_a_gradient_is_late_and_what_the_backward_pass_goes_on_with_is_not():
     transpose, gradient, further, scaled, _, sine, last = (e.outvars[0] for e in jaxpr.eqns)
     assert {gradient, scaled, last} <= late
     assert not {transpose, further, sine} & late
+
+
+def test_sums_at_the_same_depth_are_sent_together_and_no_others():
+    def forward(x):
+        mean, square = jnp.sum(x, 0), jnp.sum(x * x, 0)  # reduce_sum, mul, reduce_sum
+        further = jnp.sum(x * mean, 0)  # waits for the first: mul (after broadcast), reduce_sum
+        return square + further + jnp.max(x, 0)  # reduce_max is another reduction
+
+    jaxpr = open_jaxpr(jax.make_jaxpr(forward)(jnp.ones((4, 4))))
+    _, found = stage(forward, ["forward"] * len(jaxpr.eqns), jnp.ones((4, 4)))
+    together = sums_together(found, lambda eqn: eqn.primitive.name == "dot_general")
+    counts = [(eqn.primitive.name, together[id(eqn)]) for eqn in found.eqns if id(eqn) in together]
+    assert sorted(counts) == [
+        ("reduce_max", 1),
+        ("reduce_sum", 1),
+        ("reduce_sum", 2),
+        ("reduce_sum", 2),
+    ]
 
 
 def test_sums_are_scattered_before_the_rest_is_reduced():

@@ -29,7 +29,7 @@ def source(node, var):
     return Source(node, (ShardingSpec(((),) * len(shape)),), shape, 4.0 * var.aval.size)
 
 
-def leader(eqn, phase="forward", accumulated=(), state_nodes=(), order=None):
+def leader(eqn, phase="forward", accumulated=(), state_nodes=(), order=None, spread=()):
     """Return the operand `eqn` follows if operand k comes from node k."""
     scope = {var: source(node, var) for node, var in enumerate(eqn.invars)}
     return leading_operand(
@@ -40,6 +40,7 @@ def leader(eqn, phase="forward", accumulated=(), state_nodes=(), order=None):
         accumulated=accumulated,
         state_nodes=state_nodes,
         order={} if order is None else order,
+        spread=spread,
     )
 
 
@@ -54,6 +55,13 @@ def test_a_light_equation_follows_its_latest_operand():
     first, second = eqn.invars
     assert leader(eqn, order={first: 1, second: 2}) == 1
     assert leader(eqn, order={first: 2, second: 1}) == 0
+
+
+def test_a_light_equation_rather_follows_an_operand_that_was_not_broadcast():
+    eqn = equation(jax.lax.add, MATRIX, MATRIX)
+    first, second = eqn.invars
+    assert leader(eqn, order={first: 1, second: 2}, spread={second}) == 0
+    assert leader(eqn, order={first: 1, second: 2}, spread={first, second}) == 1
 
 
 def test_the_update_follows_state_and_no_accumulated_value():

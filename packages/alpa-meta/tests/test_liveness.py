@@ -86,3 +86,48 @@ def test_what_is_written_over_an_input_takes_no_memory():
     timeline.compute("dot_general", [], [new])
     timeline.replace(new)
     assert not timeline.spans()
+
+
+def test_buffers_that_begin_as_zeros_are_born_with_the_first_of_their_shape():
+    timeline, first, second, other = Timeline(), value(), value(), value(9.0)
+    for source in (first, other, second):
+        for _ in range(3):
+            timeline.advance("forward")
+        timeline.store_zeros(source)
+        timeline.hold([source])
+    found = spans(timeline)
+    assert found[id(first)] == (3, 4)
+    assert found[id(other)] == (6, 7)
+    assert found[id(second)] == (3, 10)
+
+
+def test_zeros_of_another_computation_are_other_zeros():
+    timeline, outside, inside = Timeline(), value(), value()
+    timeline.advance("forward")
+    timeline.store_zeros(outside)
+    outer = timeline.enter()
+    timeline.advance("forward")
+    timeline.store_zeros(inside)
+    timeline.leave(outer)
+    assert spans(timeline)[id(inside)] == (2, 3)
+
+
+def test_zeros_that_are_read_live_beside_the_buffers_made_from_them():
+    timeline, product, light, gradient, scattered = (
+        Timeline(),
+        value(),
+        value(),
+        value(4.0),
+        value(),
+    )
+    timeline.advance("forward")
+    timeline.compute("dot_general", [], [product])
+    timeline.advance("forward")
+    timeline.compute("max", [product], [light], reads_zero=True)
+    timeline.advance("backward")
+    timeline.compute("dot_general", [light], [gradient])
+    timeline.advance("backward")
+    timeline.compute("select_and_scatter_add", [gradient, light], [scattered])
+    found = [(span.source.bytes, span.start, span.stop) for span in timeline.spans()]
+    assert found.count((8.0, 2, 5)) == 3  # zeros, what is scattered into, and what max returns
+    assert (4.0 + 4.0 * 4, 4, 5) in found  # extremes and one position each

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_interchange import SubmeshSpec
+from alpa_interchange import ShardingSpec, SubmeshSpec
 from alpa_meta.compat import open_jaxpr
 from alpa_meta.mesh_costs import MeshCosts
 from alpa_meta.operator_seconds import operator_seconds
@@ -51,3 +51,51 @@ def test_a_maximum_over_a_sharded_dim_is_completed_inside_and_cheaper_in_a_bucke
     assert any(reduced)
     for inside, first, second in zip(reduced, alone, shared, strict=True):
         assert (second < first) == inside
+
+
+def test_on_a_cpu_cutting_few_output_channels_saves_less_than_cutting_the_batch():
+    model = CostModel(cluster("host:8", measure=False))
+    costs = MeshCosts(
+        model.logical_mesh(SubmeshSpec(num_hosts=1, devices_per_host=8), (8,), ("x",)), model
+    )
+    image, kernel = jnp.ones((16, 16, 16, 8)), jnp.ones((3, 3, 8, 8))
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def convolve(image, kernel):
+        return jax.lax.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", dimension_numbers=numbers
+        )
+
+    (eqn,) = open_jaxpr(jax.make_jaxpr(convolve)(image, kernel)).eqns
+    rule = sharding_rule(eqn)
+    strategies = costs.strategies(rule)
+    seconds = operator_seconds(costs, eqn, rule, strategies, late=False)
+    by_result = {one.results[0]: cost for one, cost in zip(strategies, seconds, strict=True)}
+    batch, channels, summed = (
+        by_result[spec]
+        for spec in (
+            ShardingSpec((("x",), (), (), ())),
+            ShardingSpec(((), (), (), ("x",))),
+            ShardingSpec(((), (), (), ()), ("x",)),
+        )
+    )
+    # patches: 16 * 16 * 16 positions x 3 * 3 pixels, each a cache line of 64 bytes
+    runs = 16 * 16 * 16 * 3 * 3
+    assert channels > runs * 64 / model.device().memory_bandwidth
+    assert summed > runs * 64 / model.device().memory_bandwidth
+    assert channels > 3 * batch
+
+
+def test_sums_sent_together_share_one_latency():
+    eqn, strategies = equation(lambda x: jax.lax.reduce_max(x, (0,)), jnp.ones((64, 64)))
+    rule = sharding_rule(eqn)
+    alone = operator_seconds(COSTS, eqn, rule, strategies, late=False)
+    three = operator_seconds(COSTS, eqn, rule, strategies, late=False, together=3)
+    for strategy, first, second in zip(strategies, alone, three, strict=True):
+        axes = tuple(
+            a for n, axes in strategy.assignment if rule.factor(n).kind == "reduction" for a in axes
+        )
+        local = 4.0 * 64 / MESH.size(tuple(a for dim in strategy.results[0].dims for a in dim))
+        saved = COSTS.collective_seconds("all-reduce", local, axes) if axes else 0.0
+        paid = COSTS.collective_seconds("all-reduce", 3 * local, axes) / 3 if axes else 0.0
+        assert first - second == pytest.approx(saved - paid)

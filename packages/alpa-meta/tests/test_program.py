@@ -3,18 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from counting_step import BATCH, STATE, step
 
 from alpa_meta.errors import PlanError
 from alpa_meta.program import Step
-
-SHAPE = jax.ShapeDtypeStruct
-STATE = {"w": SHAPE((4, 4), jnp.float32), "count": SHAPE((), jnp.int32)}
-BATCH = {"x": SHAPE((8, 4), jnp.float32)}
-
-
-def step(state, batch):
-    value, gradient = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state["w"])
-    return {"w": state["w"] - gradient, "count": state["count"] + 1}, {"loss": value}
 
 
 def test_inputs_have_the_paths_a_user_would_write_and_roles():

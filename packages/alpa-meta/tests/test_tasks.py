@@ -1,28 +1,14 @@
 """Tasks: which there are, what each mesh reads and writes, donation, outputs."""
 
-import jax
 import jax.numpy as jnp
 import pytest
+from two_matrices import BATCH, SHAPE, STATE, step
 
 from alpa_meta.accumulation import crossing_values
 from alpa_meta.layering import assign_layers
 from alpa_meta.program import Step
 from alpa_meta.staging import assign_stages
 from alpa_meta.tasks import build_tasks
-
-SHAPE = jax.ShapeDtypeStruct
-STATE = {"first": SHAPE((4, 4), jnp.float32), "second": SHAPE((4, 4), jnp.float32)}
-BATCH = SHAPE((8, 4), jnp.float32)
-
-
-def step(state, batch):
-    def loss(state):
-        errors = jnp.sum((jnp.tanh(batch @ state["first"]) @ state["second"]) ** 2, -1)
-        return errors.mean(), errors
-
-    (value, errors), gradients = jax.value_and_grad(loss, has_aux=True)(state)
-    updated = jax.tree.map(lambda w, g: w - g, state, gradients)
-    return updated, {"loss": value, "errors": errors, "worst": errors.max()}
 
 
 def by_products(eqns, inputs):

@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from alpa_meta.audit.demand import Demand, Payment, Supply, folded, less_note, loop_note, payable
+
+_MOVING = ("all-gather", "all-to-all", "collective-permute")
+"""Kinds that leave every element as it is."""
 
 
 def pay_by_name(groups: Sequence[Sequence[Demand]], supplies: Sequence[Supply]) -> None:
@@ -20,15 +25,18 @@ def pay_by_name(groups: Sequence[Sequence[Demand]], supplies: Sequence[Supply]) 
     `groups` are the tensors of each compiled collective. In this order, over all of them:
 
     1. one of its names, of the same bytes;
-    2. all of its names, if their bytes add up (sent in one buffer);
+    2. all of its names, or all of one of the buckets merged into it, if their bytes add up (sent
+       in one buffer);
     3. all-reduces of the same bytes along axes that together are the compiled one's, one of them
        its own (folded);
-    4. one of its names with more bytes, else all of them together (less data than planned).
+    4. one of its names with more bytes, else all of them together (less data than planned);
+    5. one of its names, of as many numbers, for truth values that are turned into numbers only when
+       they have arrived.
     """
     named: dict[str, list[Supply]] = {}
     for supply in supplies:
         named.setdefault(supply.planned.scope, []).append(supply)
-    for rule in (_equal, _all, _folded, _larger):
+    for rule in (_equal, _all, _folded, _larger, _truth):
         for group in groups:
             own = [one for name in group[0].names() for one in named.get(name, ())] if group else []
             for demand in sorted(group, key=lambda demand: -demand.compiled_bytes):
@@ -48,8 +56,10 @@ def _equal(demand: Demand, own: Sequence[Supply], _: Sequence[Supply]) -> Paymen
 
 def _all(demand: Demand, own: Sequence[Supply], _: Sequence[Supply]) -> Payment:
     fitting = payable(demand, own)
-    if len(fitting) > 1 and sum(supply.planned.bytes for supply in fitting) == demand.bytes:
-        return fitting, f"merged {len(fitting)}"
+    buckets = [[one for one in fitting if one.planned.scope in names] for names in demand.buckets()]
+    for together in (fitting, *buckets):
+        if len(together) > 1 and sum(one.planned.bytes for one in together) == demand.bytes:
+            return together, f"merged {len(together)}"
     return [], ""
 
 
@@ -67,6 +77,17 @@ def _larger(demand: Demand, own: Sequence[Supply], _: Sequence[Supply]) -> Payme
     if sum(one.planned.bytes for one in fitting) < demand.bytes:
         return [], ""
     return fitting, less_note(fitting, demand)
+
+
+def _truth(demand: Demand, own: Sequence[Supply], _: Sequence[Supply]) -> Payment:
+    if demand.compiled_dtype != "bool" or demand.kind not in _MOVING:
+        return [], ""
+    for supply in own:
+        planned = supply.planned
+        numbers = planned.bytes // jnp.dtype(planned.dtype).itemsize
+        if (planned.kind, supply.axes, numbers) == (demand.kind, demand.axes, demand.bytes):
+            return [supply], less_note([supply], demand)
+    return [], ""
 
 
 def deviation(demand: Demand, supplies: Sequence[Supply]) -> str:

@@ -13,6 +13,7 @@ from alpa_meta.audit.planned import PlannedCollective
 HALVES = ("bfloat16", "float16")
 
 _NAME = re.compile(r"[\w.\-]+")
+_BUCKET = re.compile(r"[\w.\-]+(?:\+[\w.\-]+)+")
 
 
 @define
@@ -67,6 +68,11 @@ class Demand:
     def names(self) -> tuple[str, ...]:
         """Return the name scopes the compiled op was emitted in."""
         return tuple(dict.fromkeys(_NAME.findall(self.op_name)))
+
+    def buckets(self) -> tuple[frozenset[str], ...]:
+        """Return the name scopes of each bucket in the compiled op: one tensor sent for several."""
+        found = dict.fromkeys(_BUCKET.findall(self.op_name))
+        return tuple(frozenset(bucket.split("+")) for bucket in found)
 
     def take(self, chosen: Sequence[Supply], note: str) -> None:
         """Spend what pays for the demand, if anything does, and note how."""

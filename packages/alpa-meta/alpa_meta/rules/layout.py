@@ -1,15 +1,13 @@
-"""Operators that move, repeat, cut or join elements without computing on them."""
+"""Operators that move or repeat elements without computing on them."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import numpy as np
 from jax import lax
 
 from alpa_interchange import ShardingRule
-from alpa_meta import compat
 from alpa_meta.rules.operator import (
     Dim,
     Factors,
@@ -142,48 +140,6 @@ def _run_iota(call: LocalCall) -> list[Any]:
     return [counted]
 
 
-def _whole_dims_rule(eqn: Any, whole: set[int]) -> ShardingRule:
-    """Return the rule of an operator that needs dims `whole` unsharded and passes the others."""
-    factors = Factors()
-    shape = result_shapes(eqn)[0]
-    rank = len(shape)
-    dims: list[Dim] = [() if d in whole else factors.new(shape[d]) for d in range(rank)]
-    operands = [dims if len(other) == rank else [()] * len(other) for other in operand_shapes(eqn)]
-    return factors.rule(operands, [dims] * len(eqn.outvars))
-
-
-def _slice_rule(eqn: Any) -> ShardingRule:
-    before, after = operand_shapes(eqn)[0], result_shapes(eqn)[0]
-    return _whole_dims_rule(eqn, {d for d in range(len(before)) if before[d] != after[d]})
-
-
-def _run_slice(call: LocalCall) -> list[Any]:
-    before, after = operand_shapes(call.eqn)[0], result_shapes(call.eqn)[0]
-    limits = [
-        local if before[d] == after[d] else call.eqn.params["limit_indices"][d]
-        for d, local in enumerate(call.operands[0].shape)
-    ]
-    return call.bind(limit_indices=tuple(limits))
-
-
-def _pad_rule(eqn: Any) -> ShardingRule:
-    padding = eqn.params["padding_config"]
-    return _whole_dims_rule(eqn, {d for d, amount in enumerate(padding) if any(amount)})
-
-
-def _pads_with_zero(eqn: Any) -> bool:
-    filler = eqn.invars[1]
-    return isinstance(filler, compat.Literal) and not np.any(filler.val)
-
-
-def _rev_rule(eqn: Any) -> ShardingRule:
-    return _whole_dims_rule(eqn, set(eqn.params["dimensions"]))
-
-
-def _concatenate_rule(eqn: Any) -> ShardingRule:
-    return _whole_dims_rule(eqn, {eqn.params["dimension"]})
-
-
 def _stack_rule(eqn: Any) -> ShardingRule:
     factors = Factors()
     dims = factors.each(operand_shapes(eqn)[0])
@@ -196,10 +152,6 @@ def _unstack_rule(eqn: Any) -> ShardingRule:
     dims = factors.each(result_shapes(eqn)[0])
     axis = eqn.params["axis"]
     return factors.rule([[*dims[:axis], (), *dims[axis:]]], [dims] * len(eqn.outvars))
-
-
-def _split_rule(eqn: Any) -> ShardingRule:
-    return _whole_dims_rule(eqn, {eqn.params["axis"]})
 
 
 def _bitcast_rule(eqn: Any) -> ShardingRule:
@@ -222,13 +174,8 @@ OPERATORS = {
     "squeeze": Operator(_squeeze_rule, linear=always_linear),
     "broadcast_in_dim": Operator(_broadcast_rule, _run_broadcast, always_linear),
     "iota": Operator(_iota_rule, _run_iota),
-    "slice": Operator(_slice_rule, _run_slice, always_linear),
-    "pad": Operator(_pad_rule, linear=_pads_with_zero),
-    "rev": Operator(_rev_rule, linear=always_linear),
-    "concatenate": Operator(_concatenate_rule, linear=always_linear),
     "stack": Operator(_stack_rule, linear=always_linear),
     "unstack": Operator(_unstack_rule, linear=always_linear),
-    "split": Operator(_split_rule),
     "bitcast_convert_type": Operator(_bitcast_rule),
     "empty": Operator(_empty_rule),
     "empty2": Operator(_empty_rule),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -157,6 +157,9 @@ def always_linear(eqn: Any) -> bool:
 
 RuleFunction = Callable[[Any], ShardingRule | None]
 LocalFunction = Callable[[LocalCall], list[Any]]
+ExchangeFunction = Callable[
+    [Any, Strategy, LogicalMesh], Iterable[tuple[str, float, tuple[str, ...]]]
+]
 
 
 @frozen
@@ -165,9 +168,12 @@ class Operator:
 
     `rule` maps an equation to its sharding rule (None: it runs replicated), `local` runs it on the
     parts a strategy leaves on each device, and `linear` says whether it is linear in its tensor
-    operands together, so that an unreduced sum may pass through it.
+    operands together, so that an unreduced sum may pass through it. `exchanges` yields the kind,
+    the bytes per device and the mesh axes of the collectives inside an operator under a strategy,
+    for the planner; None: what its rule says of permutation factors is enough.
     """
 
     rule: RuleFunction
     local: LocalFunction = run_unchanged
     linear: Callable[[Any], bool] = never_linear
+    exchanges: ExchangeFunction | None = None

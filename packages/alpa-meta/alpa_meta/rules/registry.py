@@ -13,6 +13,7 @@ from alpa_meta import compat
 from alpa_meta.rules import (
     contraction,
     convolution,
+    cutting,
     elementwise,
     indexing,
     layout,
@@ -36,6 +37,7 @@ _OPERATORS: dict[str, Operator] = {
     **contraction.OPERATORS,
     **convolution.OPERATORS,
     **layout.OPERATORS,
+    **cutting.OPERATORS,
     **indexing.OPERATORS,
     **reduction.OPERATORS,
     **ordering.OPERATORS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,6 +161,15 @@ class Collectives:
         """Return the value of the device `offset` positions before; zeros where there is none."""
         count = self._mesh.size(axes)
         pairs = [(here, here + offset) for here in range(count) if 0 <= here + offset < count]
+        return self.permute(value, axes, pairs, reason)
+
+    def permute(
+        self, value: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], reason: str
+    ) -> Any:
+        """Return the value of the device that sends to this one; zeros where none does.
+
+        `pairs` are sender and receiver, positions along `axes`, each at most once.
+        """
 
         def permute(x: Any) -> Any:
             return lax.ppermute(x, axes, pairs)

@@ -167,6 +167,49 @@ to_apply=%add, metadata={op_name="jit(step)/collective.0+collective.1/psum"}
     assert not account(plans[:1], compiled_collectives(text), SIZES).ok
 
 
+def test_buffers_that_were_merged_are_paid_for_each_by_its_own_collectives():
+    plans = [
+        PlannedCollective(
+            kind="all-reduce", axes=("y",), bytes=256, dtype="float32", scope=f"collective.{k}"
+        )
+        for k in range(4)
+    ]
+    text = """HloModule m, num_partitions=8
+
+ENTRY %main (p: f32[128], q: f32[128]) -> (f32[128], f32[128]) {
+  %p = f32[128]{0} parameter(0)
+  %q = f32[128]{0} parameter(1)
+  ROOT %r = (f32[128]{0}, f32[128]{0}) all-reduce(%p, %q), channel_id=1, \
+replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add, metadata={op_name="jit(step)/\
+(while/body/collective.0/collective.0+collective.2/psum:collective.1+collective.3/psum)"}
+}
+"""
+    report = account(plans, compiled_collectives(text), SIZES)
+    assert report.equal, report.text()
+    assert not account(plans[:3], compiled_collectives(text), SIZES).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "holds"),
+    [("all-gather", 64, True), ("all-gather", 128, False), ("all-reduce", 64, False)],
+)
+def test_truth_values_may_be_sent_before_they_become_numbers(kind, size, holds):
+    plan = PlannedCollective(
+        kind=kind, axes=("y",), bytes=256, dtype="float32", scope="collective.0"
+    )
+    text = f"""HloModule m, num_partitions=8
+
+ENTRY %main (p: pred[{size}]) -> pred[{size}] {{
+  %p = pred[{size}]{{0}} parameter(0)
+  ROOT %r = pred[{size}]{{0}} {kind}(%p), channel_id=1, \
+replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, dimensions={{0}}, \
+metadata={{op_name="jit(step)/collective.0/{kind}"}}
+}}
+"""
+    report = account([plan], compiled_collectives(text), SIZES)
+    assert report.ok is holds, report.text()
+
+
 def test_a_needed_collective_that_is_not_sent_shows_in_the_results(monkeypatch):
     jaxpr, _ = trace(lambda x, weight: (x @ weight,), SHAPE, WEIGHT)
     (eqn,) = compat.open_jaxpr(jaxpr).eqns

@@ -221,7 +221,9 @@ def planned() -> Callable[..., Any]:
         closed = inline(jax.make_jaxpr(function)(*args))
         (eqn,) = compat.open_jaxpr(closed).eqns
         strategy = next(s for s in strategies_of(eqn, mesh) if choice(s))
-        plan = JaxprPlan(strategy.operands, (strategy,), strategy.results)
+        places = [next(k for k, a in enumerate(eqn.invars) if a is v) for v in closed.jaxpr.invars]
+        inputs = tuple(strategy.operands[k] for k in places)
+        plan = JaxprPlan(inputs, (strategy,), strategy.results)
         return planned_collectives(closed, plan, mesh, Conversions(mesh, seconds))
 
     return collectives
