@@ -88,7 +88,7 @@ def test_auto_leaves_an_unregistered_operator_to_xla_where_it_would_be_gathered(
         parallel = alpa.parallelize(
             step, cluster="host:4", preset="dp", num_microbatches=1, executor=executor
         )
-        args = arguments(4096, 64)
+        args = arguments(16384, 64)  # enough bytes to outweigh the meeting of the devices
         same(step, parallel, args)
         plan = parallel.lower(*args).planned.plan
         audit = parallel.executable.audit()
