@@ -93,16 +93,16 @@ def planner_problems(shape: tuple[int, ...], num_layers: int) -> Iterator[Shardi
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from alpa_meta.candidates import input_pins
     from alpa_meta.corpus import gpt
-    from alpa_meta.intra_op import build
-    from alpa_meta.memory_profile import limited_problem
-    from alpa_meta.mesh_costs import MeshCosts
-    from alpa_meta.meshes import logical_meshes, whole_cluster
+    from alpa_meta.frontend.program import Step
+    from alpa_meta.inter_op.candidates import input_pins
+    from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
+    from alpa_meta.inter_op.stage_selection import stage_scope
+    from alpa_meta.intra_op.memory_profile import limited_problem
+    from alpa_meta.intra_op.mesh_costs import MeshCosts
+    from alpa_meta.intra_op.selection import build
     from alpa_meta.options import Options
-    from alpa_meta.planner import outlook_of
-    from alpa_meta.program import Step
-    from alpa_meta.stage_selection import stage_scope
+    from alpa_meta.planning.planner import outlook_of
     from cost_model import CostModel, cluster
 
     shapes = dict(gpt.SHAPES)

@@ -20,17 +20,17 @@ from attrs import define, field
 from rich.console import Console
 from rich.table import Table
 
-from alpa_meta.candidates import Outlook
-from alpa_meta.collection_pause import full_collections_paused
 from alpa_meta.corpus import NAMES, build
-from alpa_meta.intra_op import build as build_problem
-from alpa_meta.memory_limit import solve, solve_within
-from alpa_meta.mesh_costs import MeshCosts
-from alpa_meta.meshes import logical_meshes, usable_memory, whole_cluster
+from alpa_meta.frontend.program import Step
+from alpa_meta.inter_op.candidates import Outlook
+from alpa_meta.inter_op.meshes import logical_meshes, usable_memory, whole_cluster
+from alpa_meta.inter_op.stage_selection import stage_scope
+from alpa_meta.intra_op.memory_limit import solve, solve_within
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.selection import build as build_problem
 from alpa_meta.options import Options
-from alpa_meta.planner import outlook_of
-from alpa_meta.program import Step
-from alpa_meta.stage_selection import stage_scope
+from alpa_meta.planning.collection_pause import full_collections_paused
+from alpa_meta.planning.planner import outlook_of
 from cost_model import CostModel, cluster
 
 PASSES = ("trace", "program", "layers", "problem", "solve", "memory")

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import alpa_meta as alpa
-from alpa_meta.piecewise import PiecewiseArray
+from alpa_meta.execution.piecewise import PiecewiseArray
 
 LAYERS, WIDTH, BATCH = 6, 8, 8
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-4))

@@ -7,10 +7,10 @@ the planner proves to be near the best.
 from alpa_interchange import ParallelPlan
 from alpa_meta.api import Lowered, ParallelStep, local_cluster, parallelize
 from alpa_meta.errors import InfeasibleError, PlanError
-from alpa_meta.executable import Executable
+from alpa_meta.execution.executable import Executable
+from alpa_meta.execution.piecewise import PiecewiseArray
+from alpa_meta.frontend.phases import value_and_grad
 from alpa_meta.options import Options
-from alpa_meta.phases import value_and_grad
-from alpa_meta.piecewise import PiecewiseArray
 from alpa_meta.pinning import pin
 from alpa_meta.rules import register as sharding_rule
 

@@ -91,7 +91,7 @@ def compare(
 
 def priced(name: str, planned: Any) -> Compared:
     """Return what a plan is predicted to cost."""
-    from alpa_meta.executable import compile_task
+    from alpa_meta.execution.executable import compile_task
 
     plan = planned.plan
     sent = [0.0] * len(plan.shardings)

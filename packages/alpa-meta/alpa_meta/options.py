@@ -10,7 +10,7 @@ from attrs.validators import ge, in_, instance_of, optional
 
 from alpa_interchange import ParallelPlan
 from alpa_meta.errors import PlanError
-from alpa_meta.meshes import AXIS_NAMES
+from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.presets import check_preset
 
 Progress = Callable[[str, int, int], None]
@@ -51,10 +51,11 @@ class Options:
     shape; `axis_names` are the names of mesh axes that pins use. `dynamic_dims` marks the dims of
     the batch that may vary from call to call, as a pytree prefix of the batch (of the tuple of
     batch arguments if there are several) with a dim, a set of dims or None per leaf: batches that
-    differ in nothing else share their choices, without another search (`alpa_meta.shape_buckets`).
+    differ in nothing else share their choices, without another search
+    (`alpa_meta.planning.shape_buckets`).
     `executor` is what runs the stages: shard_map with the planned collectives, or sharding
     constraints with collectives of XLA's choice; "auto" takes the latter for a stage that would
-    gather operands for an operator without a sharding rule (`alpa_meta.executor_choice`).
+    gather operands for an operator without a sharding rule (`alpa_meta.planning.executor_choice`).
     """
 
     num_stages: int | None = field(default=None, validator=optional(ge(1)))

@@ -17,7 +17,7 @@ from alpa_meta.audit.numerics import Reference, single_device_reference
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.audit.target import parse_target, target_devices
 from alpa_meta.corpus import CorpusModel
-from alpa_meta.executable import CompiledTask, compile_task
+from alpa_meta.execution.executable import CompiledTask, compile_task
 from alpa_meta.options import Options
 
 SCHEDULED_SHARE = 0.8 * 0.95

@@ -13,13 +13,13 @@ from jax import lax
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
+from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import LocalCall, operator_of, sharding_rule
 from alpa_meta.rules.operator import shape_of
 from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.completion import complete, convert
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
-from alpa_meta.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 
 

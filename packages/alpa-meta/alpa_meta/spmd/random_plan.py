@@ -11,10 +11,10 @@ from attrs import frozen
 
 from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
 from alpa_meta import compat
+from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import linear_operands, sharding_rule
 from alpa_meta.rules.operator import shape_of
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
-from alpa_meta.trace import inline
 from ilp_sharding.spec_conversion import sharding_specs
 from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
 

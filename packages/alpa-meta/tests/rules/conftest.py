@@ -15,10 +15,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_interchange import LogicalMesh, MeshAxis, Strategy
 from alpa_meta import compat
+from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import linear_operands, sharding_rule
 from alpa_meta.rules.operator import shape_of
 from alpa_meta.spmd import JaxprPlan, planned_collectives, shard_map_program
-from alpa_meta.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
 

@@ -9,8 +9,8 @@ import pytest
 
 from alpa_meta import compat
 from alpa_meta.corpus import NAMES, build
+from alpa_meta.frontend.trace import trace
 from alpa_meta.rules import known_primitives, sharding_rule
-from alpa_meta.trace import trace
 
 REGIONS = {"scan", "while", "cond", "remat2", "checkpoint", "remat"}
 WITHOUT_RULE: dict[str, str] = {}

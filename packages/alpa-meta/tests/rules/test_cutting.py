@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 from alpa_interchange import LogicalMesh, MeshAxis
+from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import operator_of, sharding_rule
-from alpa_meta.trace import inline
 
 X = jnp.arange(1.0, 129.0).reshape(16, 8)
 

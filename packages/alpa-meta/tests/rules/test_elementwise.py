@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import sharding_rule
-from alpa_meta.trace import inline
 
 X = jax.random.normal(jax.random.key(0), (8, 4))
 Y = jax.random.normal(jax.random.key(1), (8, 4))

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import sharding_rule
-from alpa_meta.trace import inline
 
 X = jnp.arange(64.0).reshape(8, 8)
 

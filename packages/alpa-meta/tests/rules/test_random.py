@@ -4,9 +4,9 @@ import pytest
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec
 from alpa_meta import compat
+from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import sharding_rule
 from alpa_meta.spmd import JaxprPlan, shard_map_program
-from alpa_meta.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 from ilp_sharding.strategies import natural_strategies
 

@@ -6,8 +6,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from alpa_interchange import ShardingRule
+from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import Factors, linear_operands, register, sharding_rule
-from alpa_meta.trace import inline
 
 X = jnp.ones((4, 8))
 

@@ -2,8 +2,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import flops, traffic_bytes
-from alpa_meta.trace import inline
 
 
 def eqns(function, *args):

@@ -13,6 +13,7 @@ from attrs import frozen
 from jax.sharding import AxisType, Mesh
 
 from alpa_interchange import LogicalMesh, MeshAxis
+from alpa_meta.frontend.trace import inline
 from alpa_meta.spmd import (
     BucketLimits,
     JaxprPlan,
@@ -21,7 +22,6 @@ from alpa_meta.spmd import (
     random_plan,
     shard_map_program,
 )
-from alpa_meta.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 
 

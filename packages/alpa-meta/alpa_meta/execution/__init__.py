@@ -1,0 +1,1 @@
+"""From a plan to running tasks: what each mesh runs, how results meet, the compiled step."""

@@ -1,0 +1,148 @@
+"""How values leave the microbatches: which do, and how their parts become the batch's value.
+
+A value that the update or the result reads is added up over the microbatches in an accumulator
+(float32 or wider), whose sum is scaled by B^power (`batch.Scaling`): a mean loss is averaged, a
+summed loss summed. A maximum or minimum is combined as one, and values with one entry per example
+are joined along the dim of examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attrs import frozen
+from jax import lax
+
+from alpa_meta.compat import Literal, Var, is_drop
+from alpa_meta.errors import PlanError
+from alpa_meta.frontend.added_equations import equations_of
+from alpa_meta.frontend.batch import CONSTANT, Scaling
+from alpa_meta.frontend.program import Program
+from alpa_meta.inter_op.staging import Staging
+
+
+@frozen(eq=False)
+class Accumulation:
+    """The values that leave the microbatches, and the equations that carry them out.
+
+    `accumulators` maps a value to the variable of its total, `joined` to its dim of examples; with
+    one microbatch both are empty. `scaling` is the program's.
+    """
+
+    accumulators: Mapping[Any, Any]
+    joined: Mapping[Any, int]
+    scaling: Mapping[Any, Scaling]
+    num_microbatches: int
+
+    def first(self, value: Any, total: Any) -> list[Any]:
+        """Return equations for total = what the accumulation of `value` starts from."""
+        aval = self.accumulators[value].aval
+        start = _identity(self._extreme(value), aval.dtype)
+        return equations_of(lambda: lax.broadcast(start, aval.shape), [], [total])
+
+    def added(self, value: Any, following: Any) -> list[Any]:
+        """Return equations for following = accumulator + value in the accumulator's dtype (or the
+        larger or smaller of the two).
+        """
+        accumulator = self.accumulators[value]
+        extreme = self._extreme(value)
+        if extreme is not None:
+            combine = {"max": lax.max, "min": lax.min}[extreme]
+            return equations_of(combine, [accumulator, value], [following])
+        if accumulator.aval.dtype == value.aval.dtype:
+            return equations_of(jnp.add, [accumulator, value], [following])
+        dtype = accumulator.aval.dtype
+
+        def add(total: Any, part: Any) -> Any:
+            return total + lax.convert_element_type(part, dtype)
+
+        return equations_of(add, [accumulator, value], [following])
+
+    def scaled(self, value: Any) -> list[Any]:
+        """Return equations for value = accumulator * B^power in the value's dtype."""
+        scaling = self.scaling.get(value, CONSTANT)
+        power = scaling.power - (scaling.form != "reduced")
+        if scaling.form == "extreme":
+            power = 0
+        factor = float(self.num_microbatches) ** power
+        dtype = value.aval.dtype
+
+        def scale(total: Any) -> Any:
+            if jnp.issubdtype(dtype, jnp.floating):
+                scaled = total if power == 0 else total * factor
+            elif power == 0:
+                scaled = total
+            else:
+                scaled = total // self.num_microbatches
+            return lax.convert_element_type(scaled, dtype)
+
+        return equations_of(scale, [self.accumulators[value]], [value])
+
+    def _extreme(self, value: Any) -> str | None:
+        """Return "max" or "min" if that is how a value's microbatch parts combine, else None."""
+        scaling = self.scaling.get(value, CONSTANT)
+        return scaling.reduction if scaling.form == "extreme" else None
+
+
+def crossing_values(staging: Staging, program: Program) -> dict[Any, frozenset[int]]:
+    """Return the values of the microbatches that the update or the result needs.
+
+    Maps each to the stages of the update equations that read it.
+    """
+    inside = {
+        var
+        for eqn, phase in zip(staging.eqns, staging.phases, strict=True)
+        if phase != "update"
+        for var in eqn.outvars
+        if not is_drop(var)
+    }
+    readers: dict[Any, set[int]] = {}
+    for eqn, phase, stage in zip(staging.eqns, staging.phases, staging.stages, strict=True):
+        if phase == "update":
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal) and atom in inside:
+                    readers.setdefault(atom, set()).add(stage)
+    for atom in program.jaxpr.outvars:
+        if not isinstance(atom, Literal) and atom in inside:
+            readers.setdefault(atom, set())
+    return {var: frozenset(stages) for var, stages in readers.items()}
+
+
+def accumulation_of(program: Program, crossing: Mapping[Any, frozenset[int]]) -> Accumulation:
+    """Return how the `crossing_values` leave the microbatches; refuses an update that reads one
+    entry per example.
+    """
+    accumulators: dict[Any, Any] = {}
+    joined: dict[Any, int] = {}
+    for value, update_stages in crossing.items() if program.num_microbatches > 1 else ():
+        scaling = program.scaling.get(value, CONSTANT)
+        if scaling.form == "example":
+            if update_stages:
+                raise PlanError(
+                    "the update reads a value with one entry per example; with more than one "
+                    "microbatch the update may only read sums and means over the batch"
+                )
+            joined[value] = scaling.dim
+            continue
+        dtype = value.aval.dtype
+        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        if narrow and scaling.form != "extreme":
+            dtype = np.dtype(np.float32)
+        accumulators[value] = Var(jax.core.ShapedArray(value.aval.shape, dtype))
+    return Accumulation(accumulators, joined, program.scaling, program.num_microbatches)
+
+
+def _identity(extreme: str | None, dtype: Any) -> np.ndarray:
+    """Return the scalar an accumulation starts from: 0, or the least or greatest value."""
+    if extreme is None:
+        return np.zeros((), dtype)
+    if dtype == np.bool_:
+        return np.asarray(extreme == "min")
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(-np.inf if extreme == "max" else np.inf, dtype)
+    limits = np.iinfo(dtype)
+    return np.asarray(limits.min if extreme == "max" else limits.max, dtype)

@@ -1,0 +1,363 @@
+"""A planned step compiled for devices: one jitted program per task, run by a mesh runtime."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attrs import frozen
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
+from alpa_meta.audit.planned import PlannedCollective
+from alpa_meta.errors import PlanError
+from alpa_meta.execution.piecewise import parted, united
+from alpa_meta.execution.task_plan import task_plan
+from alpa_meta.execution.tasks import Task
+from alpa_meta.planning.chosen_plan import Planned
+from alpa_meta.spmd import (
+    HOST_BUCKETS,
+    JaxprPlan,
+    RegionPlan,
+    completed_plan,
+    constraint_program,
+    global_shape,
+    partition_spec,
+    planned_collectives,
+    shard_map_program,
+)
+
+if TYPE_CHECKING:
+    from alpa_meta.audit.executable import ExecutableAudit
+    from alpa_meta.audit.numerics import NumericsCheck
+from mesh_runtime import InProcessRuntime, TraceEvent
+from resharding.jax_executor import reshard
+
+
+@frozen(eq=False)
+class CompiledTask:
+    """One task ready to run: its jaxpr and plan, the logical mesh, and the jitted function."""
+
+    task: Task
+    closed: Any
+    plan: JaxprPlan
+    mesh: LogicalMesh
+    jax_mesh: Mesh | None
+    conversions: Any
+    function: Any  # jitted
+    executor: str = "shard_map"
+
+    def arguments(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the global shapes and shardings of the task's operands."""
+        shapes = []
+        for var, spec in zip(self.task.invars, self.plan.inputs, strict=True):
+            shape = global_shape(tuple(var.aval.shape), spec, self.mesh)
+            sharding = None
+            if self.jax_mesh is not None:
+                sharding = NamedSharding(self.jax_mesh, partition_spec(spec))
+            shapes.append(jax.ShapeDtypeStruct(shape, var.aval.dtype, sharding=sharding))
+        return shapes
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """Return the task compiled by XLA."""
+        return self.function.lower(*self.arguments()).compile()
+
+    @functools.cached_property
+    def planned(self) -> tuple[PlannedCollective, ...]:
+        """Return the collectives the plan prescribes for one run of the task."""
+        return planned_collectives(self.closed, self.plan, self.mesh, self.conversions)
+
+
+class Executable:
+    """A plan compiled for this process's devices. Call it with the flat inputs of the step."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        devices: Sequence[Any] | None = None,
+        trace: str = "none",
+        donate: bool = True,
+    ):
+        self.planned = planned
+        self.plan = planned.plan
+        devices = list(jax.devices() if devices is None else devices)
+        needed = 1 + max(d for sharding in self.plan.shardings for d in sharding.mesh.device_ids)
+        if needed > len(devices):
+            raise PlanError(
+                f"the plan is for {needed} devices of cluster {self.plan.cluster.name!r}, but this "
+                f"process has {len(devices)}; plan for the devices there are, or, on a CPU, start "
+                f"with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+            )
+        self.meshes = tuple(
+            Mesh(
+                np.array([devices[k] for k in sharding.mesh.device_ids]).reshape(
+                    sharding.mesh.logical.shape
+                ),
+                sharding.mesh.logical.axis_names,
+                axis_types=(AxisType.Auto,) * len(sharding.mesh.logical.axes),
+            )
+            for sharding in self.plan.shardings
+        )
+        self.tasks = {
+            task.spec.name: compile_task(planned, task, self.meshes[task.spec.mesh], donate)
+            for task in planned.tasks.tasks
+        }
+        self._runtime = InProcessRuntime(self.meshes, transfer=move, trace=trace)
+        self._runtime.load(
+            self.plan.schedule,
+            executables={name: task.function for name, task in self.tasks.items()},
+            shardings=self._shardings(),
+            outputs=self._output_names(),
+        )
+        self._where = self._input_places()
+
+    # ------------------------------------------------------------------ running
+
+    @functools.cached_property
+    def only_run(self) -> Instruction | None:
+        """The one instruction of a plan that runs one task once; None for other plans."""
+        runs = [i for program in self.plan.schedule.programs for i in program if i.kind != "free"]
+        return runs[0] if len(runs) == 1 and runs[0].kind == "run" else None
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the array leaves of the step's result for those of its arguments, in order."""
+        inputs = parted(self.planned.program, inputs)
+        buffers: dict[str, Any] = {}
+        placed = list(inputs)
+        seen: set[int] = set()
+        for k, leaf in enumerate(self.planned.program.inputs):
+            if leaf.path not in self._where:
+                continue
+            if leaf.role == "batch":
+                buffers.update(self._microbatches(leaf.path, inputs[k]))
+            else:
+                buffers[leaf.path] = placed[k] = self._placed(leaf.path, inputs[k], seen)
+        results = self._runtime.step(buffers)
+        outputs = [self._output(output, results, placed) for output in self.planned.tasks.outputs]
+        return united(self.planned.program, outputs)
+
+    def _placed(self, path: str, value: Any, seen: set[int]) -> Any:
+        """Return an input on its devices; one array given for two inputs is copied, as the step may
+        overwrite each. `seen` are the ids of the arrays met so far.
+        """
+        if isinstance(value, jax.Array):
+            if value.is_deleted():
+                raise PlanError(
+                    f"{path} was given away to an earlier step, which overwrote it; pass the state "
+                    "that step returned, or keep old states with Options(donate=False)"
+                )
+            if id(value) in seen:
+                value = jnp.copy(value)
+            seen.add(id(value))
+        sharding = self._where[path]
+        if isinstance(value, jax.Array) and value.sharding == sharding:
+            return value
+        return jax.device_put(value, sharding)
+
+    def _microbatches(self, path: str, value: Any) -> dict[str, Any]:
+        count = self.plan.num_microbatches
+        size = self.plan.program.batch_size
+        if np.shape(value)[0] != size:
+            raise PlanError(
+                f"{path} has {np.shape(value)[0]} examples, the plan is for batches of {size}; "
+                "plan again for the new batch size"
+            )
+        if count == 1:
+            once = path in self.planned.tasks.graph.per_step
+            return {path if once else f"{path}@0": value}
+        part = size // count
+        return {f"{path}@{k}": value[k * part : (k + 1) * part] for k in range(count)}
+
+    def _output(self, output: Any, results: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
+        if output.name is None:
+            return (
+                inputs[output.input] if output.input is not None else jnp.asarray(output.constant)
+            )
+        if output.concatenate is not None:
+            parts = [results[f"{output.name}@{k}"] for k in range(self.plan.num_microbatches)]
+            return jnp.concatenate(parts, axis=output.concatenate)
+        return results[output.name] if output.name in results else results[f"{output.name}@0"]
+
+    def _output_names(self) -> list[str]:
+        graph = self.planned.tasks.graph
+        per_step = set(graph.per_step)
+        names = []
+        for name in graph.outputs:
+            if name in per_step:
+                names.append(name)
+            else:
+                names += [f"{name}@{k}" for k in range(self.plan.num_microbatches)]
+        return names
+
+    # ------------------------------------------------------------------ where values live
+
+    def _shardings(self) -> list[dict[str, NamedSharding]]:
+        shardings: list[dict[str, NamedSharding]] = [{} for _ in self.meshes]
+        for compiled in self.tasks.values():
+            mesh = compiled.task.spec.mesh
+            for name, spec in zip(compiled.task.spec.inputs, compiled.plan.inputs, strict=True):
+                shardings[mesh].setdefault(name, self._sharding(mesh, spec))
+        graph = self.planned.tasks.graph
+        paths = {
+            leaf.path: var
+            for var, leaf in zip(
+                self.planned.program.jaxpr.invars, self.planned.program.inputs, strict=True
+            )
+        }
+        for name, home in zip(graph.inputs, graph.home, strict=True):
+            if name not in shardings[home]:
+                spec = ShardingSpec.replicated(len(paths[name].aval.shape))
+                shardings[home][name] = self._sharding(home, spec)
+        return shardings
+
+    def _sharding(self, mesh: int, spec: ShardingSpec) -> NamedSharding:
+        return NamedSharding(self.meshes[mesh], partition_spec(spec))
+
+    def _input_places(self) -> dict[str, NamedSharding]:
+        """Return the sharding each input has on its home mesh, for inputs that some task reads."""
+        graph = self.planned.tasks.graph
+        shardings = self._shardings()
+        read = {name for task in self.tasks.values() for name in task.task.spec.inputs}
+        return {
+            name: shardings[home][name]
+            for name, home in zip(graph.inputs, graph.home, strict=True)
+            if name in read
+        }
+
+    def input_sharding(self, path: str) -> NamedSharding | None:
+        """Return where an input lives; None if the step never reads it."""
+        return self._where.get(path)
+
+    # ------------------------------------------------------------------ looking inside
+
+    def trace(self, mode: str) -> None:
+        """Trace the steps from now on: "none", "ready" (asynchronous) or "blocking" (exact)."""
+        self._runtime.trace_mode = mode
+
+    @property
+    def tracing(self) -> bool:
+        """Whether steps are traced."""
+        return self._runtime.trace_mode != "none"
+
+    @property
+    def last_trace(self) -> tuple[TraceEvent, ...]:
+        """The executed instructions of the last step, if tracing is on."""
+        return self._runtime.trace
+
+    def compiled_texts(self) -> dict[str, str]:
+        """Return the compiled HLO text of every task."""
+        return {name: task.compiled.as_text() for name, task in self.tasks.items()}
+
+    def planned_collectives(self) -> dict[str, tuple[PlannedCollective, ...]]:
+        """Return the planned collectives of every task."""
+        return {name: task.planned for name, task in self.tasks.items()}
+
+    def logical_mesh(self, task: str) -> LogicalMesh:
+        """Return the logical mesh a task runs on."""
+        return self.tasks[task].mesh
+
+    def audit(self, numerics: NumericsCheck | None = None) -> ExecutableAudit:
+        """Return the audit of every compiled task: collectives against the plan, and memory.
+
+        `numerics`, if given, becomes part of the verdict; `ParallelStep.audit` makes it.
+        """
+        from alpa_meta.audit.executable import audit_tasks
+
+        platform = self.meshes[0].devices.flat[0].platform
+        backend = "cpu" if platform == "cpu" else "cuda"
+        return audit_tasks(self, self.tasks, self.planned, backend=backend, numerics=numerics)
+
+    def close(self) -> None:
+        """Drop the runtime's buffers."""
+        self._runtime.close()
+
+
+def move(array: jax.Array, sharding: Any) -> Any:
+    """Return `array` on another mesh: by a resharding plan on host devices, else by jax."""
+    host = sharding.mesh.devices.flat[0].platform == "cpu"
+    if host and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return reshard(array, sharding)
+    return jax.device_put(array, sharding)
+
+
+def compile_task(
+    planned: Planned, task: Task, jax_mesh: Mesh | None, donate: bool = True
+) -> CompiledTask:
+    """Return `task` as a jitted function on `jax_mesh` (None: for inspection only).
+
+    Without `donate`, inputs of the step are not overwritten.
+    """
+    stage = task.spec.mesh
+    selection = planned.selections[stage]
+    sharding = planned.plan.shardings[stage]
+    choice = sharding.solution.choice
+    if choice is None:
+        raise PlanError(f"stage {stage} of the plan has no sharding solution")
+    specs = _task_specs(planned, task, stage)
+    strategies: dict[int, Strategy | RegionPlan] = {
+        id(eqn): selection.strategy(k, choice) for k, eqn in enumerate(selection.stage.eqns)
+    }
+    plan = task_plan(task, specs, strategies)
+    closed = task.closed(planned.program)
+    mesh = sharding.mesh.logical
+    conversions = selection.costs.conversions
+    on_host = jax_mesh is not None and jax_mesh.devices.flat[0].platform == "cpu"
+    buckets = HOST_BUCKETS if on_host else None
+    if sharding.executor == "constraint":
+        plan = completed_plan(plan)
+        program = constraint_program(closed, plan, mesh)
+    else:
+        program = shard_map_program(closed, plan, mesh, conversions, buckets=buckets)
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        return tuple(program(*operands))
+
+    run.__name__ = task.spec.name.replace(".", "_")
+    kept = () if donate else {leaf.path for leaf in planned.program.inputs}
+    donated = tuple(
+        k for k, n in enumerate(task.spec.inputs) if n in task.spec.donated and n not in kept
+    )
+    options: dict[str, Any] = {"donate_argnums": donated}
+    if jax_mesh is not None:
+        options["in_shardings"] = tuple(
+            NamedSharding(jax_mesh, partition_spec(spec)) for spec in plan.inputs
+        )
+        options["out_shardings"] = tuple(
+            NamedSharding(jax_mesh, partition_spec(spec)) for spec in plan.outputs
+        )
+    function = jax.jit(run, **options)
+    return CompiledTask(
+        task, closed, plan, mesh, jax_mesh, conversions, function, sharding.executor
+    )
+
+
+def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingSpec]:
+    """Return the spec of every value at the border of a task, accumulators included.
+
+    New state leaves the task laid out as the state it replaces.
+    """
+    selection = planned.selections[stage]
+    choice = planned.plan.shardings[stage].solution.choice
+    assert choice is not None
+    value_of = {id(acc): value for value, acc in planned.tasks.accumulators.items()}
+    replaced = {new: old for new, old in selection.stage.carried if old in selection.sources}
+    specs: dict[Any, ShardingSpec] = {}
+
+    def spec(var: Any) -> ShardingSpec:
+        value = value_of.get(id(var), var)
+        return selection.spec(replaced.get(value, value), choice)
+
+    for var in (*task.invars, *task.outvars):
+        specs[var] = spec(var)
+    for position, value in task.follows.items():
+        specs[value] = spec(value)
+        for var in task.eqns[position].outvars:
+            if var not in selection.sources:
+                rank = len(getattr(var.aval, "shape", ()))
+                specs[var] = specs[value] if rank else ShardingSpec((), specs[value].partial)
+    return specs

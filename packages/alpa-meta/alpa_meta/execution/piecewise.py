@@ -1,0 +1,189 @@
+"""Arrays that live in pieces: the layers of a stacked parameter, each on its stage's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attrs import frozen
+
+from alpa_meta.frontend.program import Program
+
+
+class PiecewiseArray:
+    """A stacked array whose consecutive layers live apart, each piece on its stage's devices.
+
+    A step whose stages cut a scan over layers returns the stacked leaves of its state like this,
+    and takes them back. It is one leaf of a pytree, has the shape and dtype of the whole array, and
+    turns into it where it is asked to: `np.asarray(x)`, `jnp.asarray(x)`, `jax.device_get(x)`,
+    `step.gather(state)`. `pieces` are the jax arrays, `bounds` the layers where they meet.
+    """
+
+    def __init__(self, pieces: Sequence[Any], bounds: Sequence[int]) -> None:
+        self.pieces = tuple(pieces)
+        self.bounds = tuple(bounds)
+        lengths = [piece.shape[0] for piece in self.pieces]
+        if [0, *np.cumsum(lengths).tolist()] != list(self.bounds):
+            raise ValueError(
+                f"pieces of {lengths} layers must fill the bounds, got {list(self.bounds)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return (self.bounds[-1], *self.pieces[0].shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the whole array."""
+        return self.pieces[0].dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of the whole array."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the whole array."""
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole array."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def layers(self, start: int, stop: int) -> Any:
+        """Return the layers [start, stop): a piece as it is, else a new array on the host."""
+        for first, last, piece in zip(self.bounds, self.bounds[1:], self.pieces, strict=False):
+            if (first, last) == (start, stop):
+                return piece
+        return self.whole()[start:stop]
+
+    def whole(self) -> Any:
+        """Return the whole array on the host: numpy, or a key array for random keys."""
+        if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
+            words = [jax.device_get(jax.random.key_data(piece)) for piece in self.pieces]
+            impl = jax.random.key_impl(self.pieces[0])
+            return jax.random.wrap_key_data(jnp.concatenate(words), impl=impl)
+        return np.concatenate([np.asarray(piece) for piece in self.pieces])
+
+    def block_until_ready(self) -> PiecewiseArray:
+        """Return this array once its pieces are computed."""
+        for piece in self.pieces:
+            piece.block_until_ready()
+        return self
+
+    def is_deleted(self) -> bool:
+        """Return whether a step has overwritten a piece."""
+        return any(piece.is_deleted() for piece in self.pieces)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = np.asarray(self.whole())
+        return whole if dtype is None else whole.astype(dtype)
+
+    def __jax_array__(self) -> Any:
+        return jnp.asarray(self.whole())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.whole()[key]
+
+    def __len__(self) -> int:
+        return self.bounds[-1]
+
+    def __repr__(self) -> str:
+        return f"PiecewiseArray({self.dtype}{list(self.shape)}, cut at {list(self.bounds[1:-1])})"
+
+
+def gathered(tree: Any) -> Any:
+    """Return the tree with every array whole on the host; keys stay key arrays."""
+    return jax.tree.map(_on_host, tree)
+
+
+def _on_host(leaf: Any) -> Any:
+    if isinstance(leaf, PiecewiseArray):
+        return leaf.whole()
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        words = jax.device_get(jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+    return jax.device_get(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+@frozen
+class Piece:
+    """An input of a program: all of an array, or the layers [start, stop) of it."""
+
+    path: str
+    start: int | None = None
+    stop: int | None = None
+
+    def of(self, array: Any) -> Any:
+        """Return this piece of a whole or piecewise array."""
+        if self.start is None or self.stop is None:
+            return array.whole() if isinstance(array, PiecewiseArray) else array
+        if isinstance(array, PiecewiseArray):
+            return array.layers(self.start, self.stop)
+        return array[self.start : self.stop]
+
+
+@frozen
+class StateArray:
+    """An array of the user's state, and the pieces in which a program has it."""
+
+    pieces: tuple[Piece, ...]
+
+    def placed(self, array: Any, sharding_of: Callable[[str], Any]) -> Any:
+        """Return the array with each piece where `sharding_of` its path says (None: anywhere)."""
+        values = []
+        for piece in self.pieces:
+            sharding, value = sharding_of(piece.path), piece.of(array)
+            values.append(value if sharding is None else jax.device_put(value, sharding))
+        return self.united(values)
+
+    def united(self, values: Sequence[Any]) -> Any:
+        """Return the array made of its pieces."""
+        first = self.pieces[0]
+        if first.stop is None:
+            return values[0]
+        return PiecewiseArray(values, [0, *(piece.stop or 0 for piece in self.pieces)])
+
+
+def state_arrays(program: Program) -> tuple[StateArray, ...]:
+    """Return the arrays of the state that `program` trains, in the order of the user's leaves."""
+    found: dict[str, list[Piece]] = {}
+    parts = program.input_parts or [None] * len(program.inputs)
+    for leaf, part in zip(program.inputs, parts, strict=True):
+        if leaf.role == "state":
+            start, stop = (None, None) if part is None else (part.start, part.stop)
+            found.setdefault(leaf.leaf_path, []).append(Piece(leaf.path, start, stop))
+    return tuple(StateArray(tuple(pieces)) for pieces in found.values())
+
+
+def parted(program: Program, leaves: Sequence[Any]) -> list[Any]:
+    """Return the inputs of `program` for the array leaves of a call."""
+    if not program.input_parts:
+        return [
+            Piece(leaf.path).of(value) for leaf, value in zip(program.inputs, leaves, strict=True)
+        ]
+    return [
+        Piece(leaf.path, part.start, part.stop).of(leaves[part.leaf])
+        for leaf, part in zip(program.inputs, program.input_parts, strict=True)
+    ]
+
+
+def united(program: Program, results: Sequence[Any]) -> list[Any]:
+    """Return the leaves of the user's result for the outputs of `program`, stacked ones in
+    pieces."""
+    if not program.output_parts:
+        return list(results)
+    leaves: dict[int, list[Any]] = {}
+    pieces: dict[int, list[Piece]] = {}
+    for part, value in zip(program.output_parts, results, strict=True):
+        leaves.setdefault(part.leaf, []).append(value)
+        pieces.setdefault(part.leaf, []).append(Piece("", part.start, part.stop))
+    return [
+        StateArray(tuple(pieces[leaf])).united(values) for leaf, values in sorted(leaves.items())
+    ]

@@ -1,0 +1,1 @@
+"""From a user's step to a program: traced, inputs named, phases found, batches followed."""

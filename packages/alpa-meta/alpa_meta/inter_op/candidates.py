@@ -1,0 +1,289 @@
+"""What every layer range would cost on every submesh: the candidates of the stage DP.
+
+For each logical mesh the whole program is solved once as one selection problem; identical layers
+share their choice, so its cost splits into layers, and a range costs the sum of its layers. The
+chosen stages are solved again exactly, each with its own memory limit (`planner`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from attrs import evolve, frozen
+
+from alpa_interchange import (
+    LogicalMesh,
+    ShardingSolution,
+    StageCandidate,
+    SubmeshSpec,
+)
+from alpa_meta.errors import PlanError
+from alpa_meta.frontend.program import Program
+from alpa_meta.inter_op.layering import Layering
+from alpa_meta.inter_op.scan_cutting import CutProgram
+from alpa_meta.inter_op.stage_selection import (
+    StageCosts,
+    StageScope,
+    boundary_bytes,
+    solved_costs,
+    stage_scope,
+)
+from alpa_meta.inter_op.staging import Staging
+from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
+from alpa_meta.intra_op.memory_limit import solve, solve_within
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.selection import Selection, build
+from alpa_meta.options import Options
+from alpa_meta.pinning import Pin, pinned_inputs
+from alpa_meta.presets import preset_pins
+from cost_model import CostModel
+
+LIKELY_PRESETS = ("dp", "zero2", "zero3", "megatron", "2d")  # no plan is to cost more than these
+LEAN_WEIGHTS = (1.0, 20.0)  # weight of memory against time in the leaner solutions of a mesh
+
+
+@frozen(eq=False)
+class MeshSolution:
+    """The whole program solved on one logical mesh."""
+
+    submesh: SubmeshSpec
+    mesh: LogicalMesh
+    costs: StageCosts
+    solution: ShardingSolution
+    whole: bool  # the mesh is the whole cluster, its memory limit was part of the problem
+    scope: StageScope | None = None  # of a whole solution, with its problem
+    selection: Selection | None = None
+
+
+@frozen(eq=False)
+class Outlook:
+    """The program at one microbatch count, layered and staged as one stage.
+
+    Where its scans over layers are in pieces, so that stages may cut them, `cut` says which, and
+    `uncut` is the outlook with whole scans: what runs if there is one stage after all.
+    """
+
+    program: Program
+    staging: Staging
+    num_layers: int
+    cut: CutProgram | None = None
+    uncut: tuple[Outlook, Layering] | None = None
+
+
+def solve_mesh(
+    outlook: Outlook,
+    submesh: SubmeshSpec,
+    mesh: LogicalMesh,
+    model: CostModel,
+    memory: float,
+    whole: bool,
+    options: Options,
+) -> tuple[list[MeshSolution], float]:
+    """Return the solutions for one mesh, leaner ones where memory binds, and the bytes missing.
+
+    On the whole cluster the memory limit is a constraint; elsewhere it depends on the range, so
+    solutions that weigh memory more are added where the first one would not fit.
+    """
+    pins = input_pins(outlook.program, mesh, options)
+    scope = stage_scope(outlook.program, outlook.staging, 0, 1, pins, apart=not whole)
+    costs = MeshCosts(mesh, model, submesh.host_group)
+    selection = build(scope.eqns, costs, f"{submesh.num_devices} devices {mesh.shape}")
+    free = options.preset is None and not options.pins
+    names = LIKELY_PRESETS if free else ()
+    likely = (preset_pins(name, outlook.program, mesh) for name in names)
+    found = solve_in_buckets(selection, options, likely)
+    if found.choice is None:
+        if found.status == "infeasible":
+            return [], 0.0
+        raise PlanError(
+            f"no sharding was found on a mesh of {mesh.shape} within {options.solver_seconds} s; "
+            "raise Options.solver_seconds"
+        )
+    if whole:
+        return _solve_whole(outlook, submesh, scope, selection, found, memory, options)
+    first = solved_costs(scope, selection, found.choice, outlook.num_layers)
+    solutions = [MeshSolution(submesh, mesh, first, found, False, scope, selection)]
+    if _needed(first) > memory:
+        for weight in LEAN_WEIGHTS:
+            lean = _solve_lean(selection, found, weight, options)
+            if lean.choice is not None:
+                part = solved_costs(scope, selection, lean.choice, outlook.num_layers)
+                solutions.append(MeshSolution(submesh, mesh, part, lean, False))
+    return solutions, 0.0
+
+
+def _solve_whole(
+    outlook: Outlook,
+    submesh: SubmeshSpec,
+    scope: StageScope,
+    selection: Selection,
+    free: ShardingSolution,
+    memory: float,
+    options: Options,
+) -> tuple[list[MeshSolution], float]:
+    """Return the solution for the whole cluster that fits, or the bytes missing."""
+    found = solve_within(selection, options, memory, free)
+    if found.choice is None:
+        if found.smallest_memory is None:
+            assert free.choice is not None
+            return [], selection.memory.peak(free.choice).total - memory
+        return [], max(found.smallest_memory - memory, 1.0)
+    costs = solved_costs(scope, selection, found.choice, outlook.num_layers)
+    mesh = selection.costs.mesh
+    return [MeshSolution(submesh, mesh, costs, found, True, scope, selection)], 0.0
+
+
+def _solve_lean(
+    selection: Selection, first: ShardingSolution, weight: float, options: Options
+) -> ShardingSolution:
+    """Return the solution where memory has a price: `weight` times all seconds for all bytes."""
+    assert first.choice is not None and first.objective is not None
+    peak = selection.memory.peak(first.choice)
+    row, _ = selection.memory.row(peak.time)
+    price = weight * first.objective / max(peak.total, 1.0)
+    problem = selection.problem
+    return solve(evolve(problem, node_cost=problem.node_cost + price * row), options)
+
+
+def _needed(costs: StageCosts) -> float:
+    held = costs.state.sum() + costs.gradients.sum() + costs.activations.sum()
+    return float(held + costs.transient.max())
+
+
+def input_pins(program: Program, mesh: LogicalMesh, options: Options) -> dict[Any, Pin]:
+    """Return {variable: pin} of the preset and of the user's pins, which come first, on a mesh."""
+    preset = {} if options.preset is None else preset_pins(options.preset, program, mesh)
+    return preset | pinned_inputs(program, mesh, options.pins)
+
+
+def range_candidates(
+    outlook: Outlook,
+    solutions: Sequence[MeshSolution],
+    model: CostModel,
+    floor: bool = False,
+) -> list[StageCandidate]:
+    """Return a candidate per layer range and mesh solution.
+
+    With `floor`, seconds are replaced by proven least ones: the candidates of the bound's problem.
+    """
+    count = outlook.program.num_microbatches
+    crossing = boundary_bytes(outlook.program, outlook.staging, outlook.num_layers)
+    found = []
+    for number, solved in enumerate(solutions):
+        for start, stop in _ranges(outlook.num_layers, solved.whole):
+            found.append(
+                _candidate(solved, start, stop, count, crossing, model, f"{number}", floor)
+            )
+    return found
+
+
+def _ranges(num_layers: int, whole: bool) -> list[tuple[int, int]]:
+    if whole:
+        return [(0, num_layers)]
+    return [
+        (start, stop) for start in range(num_layers) for stop in range(start + 1, num_layers + 1)
+    ]
+
+
+def _candidate(
+    solved: MeshSolution,
+    start: int,
+    stop: int,
+    count: int,
+    crossing: np.ndarray,
+    model: CostModel,
+    key: str,
+    floor: bool,
+) -> StageCandidate:
+    costs, part = solved.costs, slice(start, stop)
+    forward, backward = costs.forward[part].sum() / count, costs.backward[part].sum() / count
+    update = costs.update[part].sum()
+    least = costs.floor[part].sum(axis=0)
+    bound = least[0] / count
+    held = _held(solved, part)
+    if solved.whole and solved.solution.lower_bound is not None:
+        bound = max(bound, (solved.solution.lower_bound - update) / count)
+        least[1] = update
+    if floor:
+        scale = min(1.0, bound / max(forward + backward, 1e-300))
+        forward, backward, update = forward * scale, backward * scale, least[1]
+    edge = 0.0
+    if stop < len(costs.forward) and not floor:
+        edge = float(model.transfer_seconds(crossing[stop - 1], solved.submesh, solved.submesh))
+    return StageCandidate(
+        layer_start=start,
+        layer_stop=stop,
+        submesh=solved.submesh,
+        logical=solved.mesh,
+        num_microbatches=count,
+        forward_seconds=float(forward),
+        backward_seconds=float(backward),
+        step_seconds=float(update),
+        state_bytes=0.0 if floor else held[0],
+        activation_bytes=0.0 if floor else held[1],
+        transient_bytes=0.0 if floor else held[2],
+        boundary_seconds=edge,
+        lower_bound_seconds=float(min(bound, forward + backward)),
+        key=key,
+    )
+
+
+def _held(solved: MeshSolution, part: slice) -> tuple[float, float, float]:
+    """Return the bytes of state and gradients, of a microbatch's activations, of temporaries.
+
+    Of the whole program at its peak; of a range of layers the most of each.
+    """
+    costs = solved.costs
+    if solved.whole:
+        state, gradients, activations, temporaries = costs.peak.bytes
+        return state + gradients, activations, temporaries
+    return (
+        float(costs.state[part].sum() + costs.gradients[part].sum()),
+        float(costs.activations[part].sum()),
+        float(costs.transient[part].max()),
+    )
+
+
+def exact_candidate(
+    scope: StageScope,
+    selection: Selection,
+    solution: ShardingSolution,
+    template: StageCandidate,
+    num_layers: int,
+) -> tuple[StageCandidate, StageCosts]:
+    """Return a chosen stage's candidate with the figures of its own exact solution."""
+    assert solution.choice is not None
+    costs = solved_costs(scope, selection, solution.choice, num_layers)
+    count = template.num_microbatches
+    state, gradients, activations, temporaries = costs.peak.bytes
+    candidate = evolve(
+        template,
+        forward_seconds=float(costs.forward.sum() / count),
+        backward_seconds=float(costs.backward.sum() / count),
+        step_seconds=float(costs.update.sum()),
+        state_bytes=state + gradients,
+        activation_bytes=activations / scope.eqns.in_flight,
+        transient_bytes=temporaries,
+        lower_bound_seconds=0.0,
+    )
+    return candidate, costs
+
+
+def microbatch_counts(batch: int, num_stages: int | None, given: int | None) -> list[int]:
+    """Return the microbatch counts to plan for: one, and what pipelines of likely depths want.
+
+    About four microbatches per stage fill a 1F1B pipeline to 80 %.
+    """
+    if given is not None:
+        return [given]
+    divisors = [count for count in range(1, batch + 1) if batch % count == 0]
+    if num_stages == 1:
+        return [1]
+    wanted = [8] if num_stages is None else [4 * num_stages, 2 * num_stages]
+    chosen = {max(d for d in divisors if d <= want) for want in wanted}
+    if num_stages is None:
+        chosen.add(1)
+    return sorted(chosen, key=lambda count: (math.log2(count), count))

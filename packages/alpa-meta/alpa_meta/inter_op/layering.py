@@ -1,0 +1,241 @@
+"""Which layer every equation of a step belongs to: forward by clustering, the rest by data flow.
+
+    forward   consecutive clusters of equal work and small boundaries (stage_dp.cluster_layers)
+    backward  the highest layer that is not above its cotangent's and that already has the forward
+              values it reads: cotangents flow down the layers
+    update    the layer of its largest operand: the optimiser follows its parameters
+
+Values that depend on no input (masks, zeros, iota) are cloned into every layer that reads them.
+Scalar equations of the update that depend on no layer, or on several, have no layer (None).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from alpa_meta.compat import Literal, Var, is_drop, subjaxprs
+from alpa_meta.frontend.program import Program
+
+
+@frozen(eq=False)
+class Layering:
+    """Equations in program order with their phase and layer, constants cloned where they are read.
+
+    `input_layers[k]` are the layers whose forward or backward pass reads input k.
+    """
+
+    eqns: tuple[Any, ...]
+    phases: tuple[str, ...]
+    layers: tuple[int | None, ...]
+    num_layers: int
+    input_layers: tuple[frozenset[int], ...]
+
+
+def tensor_bytes(atom: Any) -> float:
+    """Return the bytes of an array value; 8 for extended dtypes such as keys."""
+    aval = atom.aval
+    return float(math.prod(getattr(aval, "shape", ())) * getattr(aval.dtype, "itemsize", 8))
+
+
+def clustered_positions(program: Program) -> list[int]:
+    """Return the positions of the forward equations that are clustered into layers, in order."""
+    floating = _floating(program.jaxpr.eqns)
+    return [
+        k
+        for k, phase in enumerate(program.phases.of_eqn)
+        if phase == "forward" and k not in floating
+    ]
+
+
+def assign_layers(
+    program: Program, cluster: Callable[[Sequence[Any], Sequence[Any]], Sequence[int]]
+) -> Layering:
+    """Return the layering of `program`.
+
+    `cluster(forward_eqns, inputs)` gives the layer of each equation at `clustered_positions`.
+    """
+    jaxpr = program.jaxpr
+    eqns, phases = list(jaxpr.eqns), list(program.phases.of_eqn)
+    floating = _floating(eqns)
+    forward = clustered_positions(program)
+    clustered = cluster([eqns[k] for k in forward], jaxpr.invars) if forward else []
+    layers: list[int | None] = [None] * len(eqns)
+    for k, place in zip(forward, clustered, strict=True):
+        layers[k] = int(place)
+    num_layers = max((int(place) for place in clustered), default=0) + 1
+    held = _backward_layers(eqns, phases, layers, floating, num_layers, jaxpr.invars)
+    _update_layers(eqns, phases, layers, floating, held)
+    pairs = list(zip(layers, phases, strict=True))
+    eqns, labels = clone_into_readers(eqns, pairs, floating, jaxpr.outvars, (None, "update"))
+    layers, phases = [], []
+    for label in labels:
+        assert isinstance(label, tuple)
+        layers.append(label[0])
+        phases.append(label[1])
+    inputs = set(jaxpr.invars)
+    readers: dict[Any, set[int]] = {var: set() for var in inputs}
+    for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
+        if phase != "update" and layer is not None:
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal) and atom in inputs:
+                    readers[atom].add(layer)
+    return Layering(
+        tuple(eqns),
+        tuple(phases),
+        tuple(layers),
+        num_layers,
+        tuple(frozenset(readers[var]) for var in jaxpr.invars),
+    )
+
+
+def _floating(eqns: Sequence[Any]) -> set[int]:
+    """Return the equations that depend on no input and contain no region."""
+    free: set[Any] = set()
+    found = set()
+    for k, eqn in enumerate(eqns):
+        if eqn.effects or subjaxprs(eqn):
+            continue
+        if all(isinstance(atom, Literal) or atom in free for atom in eqn.invars):
+            found.add(k)
+            free.update(eqn.outvars)
+    return found
+
+
+def _backward_layers(
+    eqns: Sequence[Any],
+    phases: Sequence[str],
+    layers: list[int | None],
+    floating: set[int],
+    num_layers: int,
+    inputs: Sequence[Any],
+) -> dict[Any, int]:
+    """Assign layers to backward equations; return the layer of every value computed so far."""
+    home: dict[Any, int] = {}
+    available: dict[Any, set[int]] = {}
+    input_set = set(inputs)
+    for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
+        if phase != "forward" or layer is None:
+            continue
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and (atom in home or atom in input_set):
+                available.setdefault(atom, set()).add(layer)
+        for var in eqn.outvars:
+            if not is_drop(var):
+                home[var] = layer
+                available[var] = {layer}
+    cotangents: set[Any] = set()
+    for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True)):
+        if phase != "backward" or k in floating:
+            continue
+        read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        ceiling = min((home[a] for a in read if a in cotangents), default=num_layers - 1)
+        candidates = set(range(ceiling + 1))
+        residuals = [a for a in read if a not in cotangents and a in available]
+        for atom in residuals:
+            candidates &= available[atom]
+        if candidates:
+            layer = max(candidates)
+        else:
+            layer = max(
+                range(ceiling + 1),
+                key=lambda q: (sum(tensor_bytes(a) for a in residuals if q in available[a]), q),
+            )
+        layers[k] = layer
+        for var in eqn.outvars:
+            if not is_drop(var):
+                home[var] = layer
+                cotangents.add(var)
+    for var in inputs:
+        if available.get(var):
+            home[var] = min(available[var])
+    return home
+
+
+def _update_layers(
+    eqns: Sequence[Any],
+    phases: Sequence[str],
+    layers: list[int | None],
+    floating: set[int],
+    home: dict[Any, int],
+) -> None:
+    """Assign layers to the tensor equations of the update, following parameters and gradients."""
+    update = [k for k, phase in enumerate(phases) if phase == "update" and k not in floating]
+
+    def rank(atom: Any) -> int:
+        return len(getattr(atom.aval, "shape", ()))
+
+    changed = True
+    while changed:
+        changed = False
+        for k in update:
+            eqn = eqns[k]
+            known = [
+                atom
+                for atom in eqn.invars
+                if not isinstance(atom, Literal) and rank(atom) and atom in home
+            ]
+            tensors = [var for var in eqn.outvars if not is_drop(var)]
+            if known:
+                layer = home[max(known, key=tensor_bytes)]
+            elif layers[k] is None and any(var in home and rank(var) for var in tensors):
+                layer = home[next(var for var in tensors if var in home and rank(var))]
+            else:
+                continue
+            if layers[k] != layer:
+                layers[k] = layer
+                changed = True
+            for var in tensors:
+                if rank(var) and home.get(var) != layer:
+                    home[var] = layer
+                    changed = True
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal) and atom not in home and rank(atom):
+                    home[atom] = layer  # so that what computes it, or what else reads it, follows
+                    changed = True
+
+
+def clone_into_readers(
+    eqns: Sequence[Any],
+    labels: Sequence[Hashable],
+    cloned: set[int],
+    outvars: Sequence[Any],
+    output_label: Hashable,
+) -> tuple[list[Any], list[Hashable]]:
+    """Return (equations, labels) with one copy of each equation in `cloned` per label reading it.
+
+    Copies for different labels define different variables; program outputs are computed by the
+    copies labelled `output_label`.
+    """
+    producer = {var: k for k in cloned for var in eqns[k].outvars}
+    readers: dict[int, dict[Hashable, None]] = {k: {} for k in cloned}
+    outputs = {atom for atom in outvars if not isinstance(atom, Literal)}
+    for atom in outputs:
+        if atom in producer:
+            readers[producer[atom]][output_label] = None
+    for k in range(len(eqns) - 1, -1, -1):
+        wanted = readers[k] if k in cloned else {labels[k]: None}
+        for atom in eqns[k].invars:
+            if not isinstance(atom, Literal) and atom in producer:
+                readers[producer[atom]].update(wanted)
+    copies: dict[tuple[Any, Hashable], Any] = {}
+    result: list[Any] = []
+    result_labels: list[Hashable] = []
+    for k, eqn in enumerate(eqns):
+        for label in readers[k] if k in cloned else (labels[k],):
+            operands = [
+                atom if isinstance(atom, Literal) or atom not in producer else copies[atom, label]
+                for atom in eqn.invars
+            ]
+            defined = list(eqn.outvars)
+            if k in cloned:
+                for number, var in enumerate(eqn.outvars):
+                    named = is_drop(var) or label == output_label and var in outputs
+                    defined[number] = var if named else Var(var.aval)
+                    copies[var, label] = defined[number]
+            result.append(eqn.replace(invars=operands, outvars=defined))
+            result_labels.append(label)
+    return result, result_labels

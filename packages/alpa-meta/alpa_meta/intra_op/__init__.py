@@ -1,0 +1,1 @@
+"""The strategy of every operator of a stage: one selection problem, its costs, memory, solution."""

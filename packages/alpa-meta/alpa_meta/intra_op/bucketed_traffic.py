@@ -1,0 +1,280 @@
+"""Collectives that travel together: which those are, and what their buckets cost.
+
+Completions of gradients, conversions of state before its use, and everything in the update depend
+on no other collective in between, so they are sent in buckets (`spmd.bucketing`; XLA's combiners):
+a bucket costs one latency, not one per tensor. A selection problem is a sum over nodes and edges,
+which has no place for a cost shared by many, hence two prices:
+
+    in the problem     a tensor's share of a full bucket                  -> MeshCosts.bucketed
+                       its part of a bucket of sums that arise together   -> sums_together()
+    of the solution    the buckets of each kind and mesh axes, per phase  -> BucketedTraffic.extra()
+
+The first is never above the second, so a lower bound of the problem bounds the plan. A search is
+led to choices of few buckets by problems with other prices                 -> repriced()
+Approximations: members of a bucket are taken to be ready together, dtypes to travel together, and
+loops not to be unrolled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from attrs import evolve, field, frozen
+
+from alpa_interchange import LogicalMesh, ShardingProblem, ShardingRule, ShardingSpec, Strategy
+from alpa_meta.compat import Literal, is_drop, subjaxprs
+from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.stage_problem import Source, StageEqns
+from alpa_meta.spmd import HOST_BUCKETS
+
+Sent = tuple[str, float, tuple[str, ...]]
+"""A collective: kind, bytes of the larger side on one device, mesh axes."""
+
+
+def late_values(stage: StageEqns, heavy: Callable[[Any], bool]) -> frozenset[Any]:
+    """Return the values of the microbatches that nothing but the update and the result waits for.
+
+    Directly, or through equations of the backward pass whose results are such values and which are
+    not `heavy`: a contraction waits for its operands, so that the backward pass goes on.
+    """
+    waited_for: set[Any] = set()
+    late: set[Any] = set()
+    for eqn, phase in zip(reversed(stage.eqns), reversed(stage.phases), strict=True):
+        if phase == "update":
+            continue
+        outputs = [var for var in eqn.outvars if not is_drop(var)]
+        found = [var for var in outputs if var not in waited_for]
+        late.update(found)
+        waits = heavy(eqn) or bool(subjaxprs(eqn)) or phase == "forward"
+        if waits or len(found) < len(outputs):
+            waited_for.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+    return frozenset(late)
+
+
+def sums_together(stage: StageEqns, heavy: Callable[[Any], bool]) -> Mapping[int, int]:
+    """Return, by the id of an equation, how many small sums are sent with its own, itself included.
+
+    A light equation's sums wait for as many sums and `heavy` equations, one after the other, as
+    those of another (mean and mean square, say): then neither waits for the other, and where both
+    follow operands of one shape, their sums are over the same axes.
+    """
+    depth: dict[Any, int] = {}
+    rounds: dict[Any, list[int]] = {}
+    for eqn, phase in zip(stage.eqns, stage.phases, strict=True):
+        now = max((depth.get(a, 0) for a in eqn.invars if not isinstance(a, Literal)), default=0)
+        waits = heavy(eqn) or bool(subjaxprs(eqn))
+        if not waits and eqn.primitive.name.startswith("reduce_"):
+            waits = True
+            if all(tensor_bytes(var) <= HOST_BUCKETS.tensor for var in eqn.outvars):
+                operand = eqn.invars[0].aval
+                key = (phase, now, eqn.primitive.name, operand.shape, operand.dtype)
+                rounds.setdefault(key, []).append(id(eqn))
+        depth.update((var, now + waits) for var in eqn.outvars if not is_drop(var))
+    return {one: len(members) for members in rounds.values() for one in members}
+
+
+def completion_steps(
+    mesh: LogicalMesh, bytes: float, natural: ShardingSpec, final: ShardingSpec
+) -> Iterator[Sent]:
+    """Yield what completes partial sums of a tensor of `bytes` in all, from one spec to another.
+
+    Scattering comes first, because the rest then reduces less.
+    """
+    local = bytes / mesh.size(tuple(axis for dim in natural.dims for axis in dim))
+    scattered = []
+    for before, after in zip(natural.dims, final.dims, strict=True):
+        for axis in after[len(before) :]:
+            yield "reduce-scatter", local, (axis,)
+            local /= mesh.size((axis,))
+            scattered.append(axis)
+    left = tuple(a for a in natural.partial if a not in scattered and a not in final.partial)
+    if left:
+        yield "all-reduce", local, left
+
+
+def own_sums(eqn: Any, rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh) -> Iterator[Sent]:
+    """Yield the all-reduces of sums that an operator does not leave partial."""
+    reduced = [
+        axis
+        for name, axes in strategy.assignment
+        if rule.factor(name).kind == "reduction"
+        for axis in axes
+    ]
+    for var, result in zip(eqn.outvars, strategy.results, strict=True):
+        summed = tuple(axis for axis in reduced if axis not in result.partial)
+        if summed:
+            local = tensor_bytes(var) / mesh.size(tuple(a for dim in result.dims for a in dim))
+            yield "all-reduce", local, summed
+
+
+def surplus(priced: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """Return by how much `priced` exceeds `shared`, 0 where both are impossible."""
+    with np.errstate(invalid="ignore"):
+        found: np.ndarray = np.nan_to_num(np.maximum(priced - shared, 0.0), nan=0.0, posinf=0.0)
+    return found
+
+
+@frozen(kw_only=True)
+class Group:
+    """Collectives that share buckets: they run `times` a step in one phase."""
+
+    phase: str
+    times: float
+    kind: str
+    axes: tuple[str, ...]  # sorted
+
+
+@frozen(eq=False)
+class PricedCosts(MeshCosts):
+    """Costs by which a tensor in a bucket pays, beside its share, by the byte; without a price for
+    its kind and sorted axes, as much as alone."""
+
+    prices: Mapping[tuple[str, tuple[str, ...]], float] = field(factory=dict, kw_only=True)
+
+    def bucket_share_seconds(self, kind: str, bytes: float, axes: tuple[str, ...]) -> float:
+        alone = self.collective_seconds(kind, bytes, axes)
+        price = self.prices.get((kind, tuple(sorted(axes))))
+        if price is None:
+            return alone
+        return min(alone, super().bucket_share_seconds(kind, bytes, axes) + price * bytes)
+
+
+@frozen(eq=False)
+class BucketedTraffic:
+    """Every collective priced by its share of a bucket, as a function of the choice."""
+
+    costs: MeshCosts
+    _entries: list[tuple[str, float, Callable[[Sequence[int]], Iterator[Sent]]]] = field(
+        factory=list
+    )
+    _surcharges: list[tuple[tuple[str, float], int, int, Callable[[MeshCosts], np.ndarray]]] = (
+        field(factory=list)
+    )
+    _bytes: list[float] = field(factory=list)
+
+    @property
+    def most_bytes(self) -> float:
+        """Return bytes that no choice sends more of in buckets: three collectives per tensor."""
+        return 3.0 * math.fsum(self._bytes)
+
+    def add(
+        self,
+        phase: str,
+        times: float,
+        bytes: float,
+        sent: Callable[[Sequence[int]], Iterator[Sent]],
+    ) -> None:
+        """Note collectives of a tensor of `bytes` that run `times` a step in `phase`; `sent` names
+        them for a choice."""
+        self._entries.append((phase, times, sent))
+        self._bytes.append(bytes)
+
+    def surcharge(
+        self,
+        phase: str,
+        times: float,
+        first: int,
+        second: int,
+        seconds: Callable[[MeshCosts], np.ndarray],
+    ) -> None:
+        """Note [first, second] seconds by which sending a tensor in buckets of other costs exceeds
+        its share."""
+        self._surcharges.append(((phase, times), first, second, seconds))
+
+    def repriced(
+        self, problem: ShardingProblem, prices: Mapping[Group, float] | None = None
+    ) -> ShardingProblem:
+        """Return `problem` with every noted tensor paying `prices`, seconds per byte, beside its
+        share; as much as sent alone where its group has no price."""
+        by_run: dict[tuple[str, float], dict[tuple[str, tuple[str, ...]], float]] = {}
+        for group, price in (prices or {}).items():
+            by_run.setdefault((group.phase, group.times), {})[group.kind, group.axes] = price
+        costs = {
+            run: PricedCosts(
+                self.costs.mesh, self.costs.model, self.costs.host_group, prices=by_run.get(run, {})
+            )
+            for run in {run for run, *_ in self._surcharges}
+        }
+        counts = [int(count) for count in problem.num_strategies]
+        nodes = np.concatenate([[0], np.cumsum(counts)])
+        sizes = [counts[first] * counts[second] for first, second in problem.edges]
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        place = {(int(a), int(b)): int(k) for (a, b), k in zip(problem.edges, starts, strict=False)}
+        node_cost, edge_cost = problem.node_cost.copy(), problem.edge_cost.copy()
+        for run, first, second, seconds in self._surcharges:
+            more = seconds(costs[run])
+            if first == second:
+                node_cost[nodes[first] : nodes[first + 1]] += np.diagonal(more)
+                continue
+            if first > second:
+                first, second, more = second, first, more.T
+            start = place[first, second]
+            edge_cost[start : start + more.size] += more.ravel()
+        return evolve(problem, node_cost=node_cost, edge_cost=edge_cost)
+
+    def conversion(
+        self, phase: str, times: float, source: Source, node: int, wanted: Sequence[ShardingSpec]
+    ) -> None:
+        """Note the conversion of a value into the spec that `node` wants."""
+
+        def sent(choice: Sequence[int]) -> Iterator[Sent]:
+            assert source.node is not None
+            here, there = source.specs[choice[source.node]], wanted[choice[node]]
+            return self._conversion_steps(source, here, there)
+
+        self.add(phase, times, source.bytes, sent)
+
+    def _conversion_steps(
+        self, source: Source, here: ShardingSpec, there: ShardingSpec
+    ) -> Iterator[Sent]:
+        mesh = self.costs.mesh
+        local = source.bytes / mesh.size(tuple(axis for dim in here.dims for axis in dim))
+        for step in self.costs.bucketed.steps(source.shape, source.bytes, here, there):
+            size = mesh.size(step.axes)
+            if step.kind == "all-gather":
+                local *= size
+            if step.kind != "slice":
+                yield step.kind, local, step.axes
+            if step.kind in ("slice", "reduce-scatter"):
+                local /= size
+
+    def sums(
+        self, phase: str, times: float, natural: Source, node: int, finals: Sequence[ShardingSpec]
+    ) -> None:
+        """Note the completion of partial sums into the spec chosen at `node`."""
+
+        def sent(choice: Sequence[int]) -> Iterator[Sent]:
+            assert natural.node is not None
+            before, after = natural.specs[choice[natural.node]], finals[choice[node]]
+            return completion_steps(self.costs.mesh, natural.bytes, before, after)
+
+        self.add(phase, times, natural.bytes, sent)
+
+    def groups(self, choice: Sequence[int]) -> Mapping[Group, list[float]]:
+        """Return the bytes of each tensor that a choice sends in buckets."""
+        found: dict[Group, list[float]] = {}
+        for phase, times, sent in self._entries:
+            for kind, size, axes in sent(choice):
+                if size > 0 and self.costs.mesh.size(axes) > 1:
+                    axes = tuple(sorted(axes))
+                    group = Group(phase=phase, times=times, kind=kind, axes=axes)
+                    found.setdefault(group, []).append(size)
+        return found
+
+    def beyond_shares(self, group: Group, sizes: Sequence[float]) -> float:
+        """Return the seconds by which the buckets of a group exceed the shares, each time."""
+        kind, axes = group.kind, group.axes
+        shares = math.fsum(self.costs.bucket_share_seconds(kind, size, axes) for size in sizes)
+        return max(self.costs.bucketed_seconds(kind, sizes, axes) - shares, 0.0)
+
+    def extra(self, choice: Sequence[int]) -> Mapping[str, float]:
+        """Return, by phase, the seconds per step by which the buckets exceed the shares."""
+        found: dict[str, float] = {}
+        for group, sizes in self.groups(choice).items():
+            more = group.times * self.beyond_shares(group, sizes)
+            found[group.phase] = found.get(group.phase, 0.0) + more
+        return found

@@ -1,0 +1,396 @@
+"""The walk over a stage's equations that fills its selection problem (see `selection`).
+
+What an equation is given is elsewhere: an operand to follow (`light_equations`), what it costs
+(`operator_seconds`), the completion of its sums (`partial_sums`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from alpa_interchange import ShardingRule, ShardingSpec, Strategy
+from alpa_meta.compat import Literal, is_drop, is_remat
+from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.bucketed_traffic import (
+    BucketedTraffic,
+    Sent,
+    late_values,
+    own_sums,
+    sums_together,
+    surplus,
+)
+from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
+from alpa_meta.intra_op.light_equations import following_strategies, is_heavy, leading_operand
+from alpa_meta.intra_op.liveness import KINDS, Span, Timeline
+from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.operator_seconds import operator_seconds
+from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
+from alpa_meta.intra_op.regions import region_record
+from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
+from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
+from alpa_meta.rules import linear_operands, sharding_rule
+from alpa_meta.rules.operator import shape_of
+from ilp_sharding.problem_builder import ProblemBuilder
+
+_REGIONS = ("scan", "while", "cond")
+
+
+class Builder:
+    """Walks equations and fills a `ProblemBuilder`."""
+
+    def __init__(self, costs: MeshCosts, stage: StageEqns) -> None:
+        self.costs = costs
+        self.stage = stage
+        self.problem = ProblemBuilder()
+        self.sources: dict[Any, Source] = {}
+        self._eqn_costs: list[tuple[int, int, np.ndarray]] = []
+        self._eqn_edges: list[tuple[int, int, int, np.ndarray]] = []
+        self._position = -1
+        self._partial = may_stay_partial(stage)
+        self._order: dict[Any, int] = {}
+        self._spread: set[Any] = set()
+        self._seconds: dict[Hashable, np.ndarray] = {}
+        self._state_nodes: set[int] = set()
+        self._fixed = self.problem.node("fixed", "fixed", ["replicated"])
+        self._choices: dict[int, Sequence[ShardingSpec | Strategy]] = {}
+        self._constants: list[tuple[Source, int]] = []
+        self._copies: list[tuple[int, int, int, int, np.ndarray]] = []
+        self.timeline = Timeline(apart=bool(stage.kept))
+        self.times: list[int] = []  # at which each equation begins
+        self._late = late_values(stage, is_heavy)
+        self._together = sums_together(stage, is_heavy)
+        self._phase = "forward"
+        self.traffic = BucketedTraffic(costs)
+
+    def eqns(self) -> list[Record]:
+        """Return the records of the stage's equations, walked over in order."""
+        stage = self.stage
+        defined = {var for eqn in stage.eqns for var in eqn.outvars if not is_drop(var)}
+        records = []
+        for position, (eqn, phase, key) in enumerate(
+            zip(stage.eqns, stage.phases, stage.keys, strict=True)
+        ):
+            self._position, self._phase = position, phase
+            self.times.append(self.timeline.now + 1)
+            weight = 1.0 if phase == "update" else float(stage.num_microbatches)
+            for number, atom in enumerate(eqn.invars):
+                outside = not isinstance(atom, Literal) and atom not in defined
+                if outside and atom not in self.sources:
+                    input_key = None if key is None else ("input", key, number)
+                    self._input(atom, input_key)
+            records.append(self.equation(eqn, key, weight, self.sources, phase))
+        self._position, self._phase = -1, "update"
+        for new, old in stage.carried:
+            if new in self.sources and old in self.sources:
+                source = self.sources[old]
+                self.convert(self.sources[new], source.node, source.specs, 1.0)
+                self.timeline.replace(self.sources[new])
+        return records
+
+    def memory(self, num_strategies: Sequence[int]) -> MemoryProfile:
+        """Return the memory of the equations walked over, over time."""
+        last = self.timeline.now + 1
+        spans = [Span(source, 0, last, kind) for source, kind in self._constants]
+        copies = [Copy(*copy) for copy in self._copies]
+        return MemoryProfile(
+            [*spans, *self.timeline.spans()], copies, self.costs.mesh, num_strategies, last
+        )
+
+    def _input(self, var: Any, key: Hashable | None) -> None:
+        pinned = self.stage.pins.get(var)
+        if pinned is not None and key is not None:
+            key = (key, pinned)  # only inputs that are pinned alike share a node
+        node, source = self.value_node(var, key or ("input", id(var)), "input")
+        self.sources[var] = source
+        if var in self.stage.state:
+            self._state_nodes.add(node)
+            self._constants.append((source, KINDS.index("state")))
+        elif var in self.stage.received:
+            self.timeline.store(source)
+            self._keep_others(source)
+        if pinned is not None:
+            self._pin(source, pinned)
+
+    def _keep_others(self, source: Source) -> None:
+        """Count a value that the other microbatches in flight keep at the same time."""
+        copies = self.stage.in_flight - 1
+        if copies > 0:
+            kept = Source(source.node, source.specs, source.shape, source.bytes * copies)
+            self._constants.append((kept, KINDS.index("activations")))
+
+    def _pin(self, source: Source, pinned: Pin) -> None:
+        """Forbid the strategies under which a value is not as pinned."""
+        if source.node is not None:
+            allowed = [0.0 if pinned.allows(spec) else math.inf for spec in source.specs]
+            self.problem.add_cost(source.node, np.array(allowed))
+
+    def value_node(self, var: Any, key: Hashable, name: str) -> tuple[int, Source]:
+        """Return the node that chooses a value's spec, and the value's source."""
+        shape = shape_of(var)
+        specs = self.costs.specs(shape)
+        if len(specs) == 1:
+            return self._fixed, Source(self._fixed, specs, shape, tensor_bytes(var))
+        node = self._node(key, name, specs)
+        return node, Source(node, specs, shape, tensor_bytes(var))
+
+    def _node(self, key: Hashable, name: str, choices: Sequence[ShardingSpec | Strategy]) -> int:
+        """Return the node of `key`, which chooses one of these."""
+        node = self.problem.node(key, name, self.costs.names(choices))
+        self._choices.setdefault(node, choices)
+        return node
+
+    def classes(self, num_entries: int) -> Classes | None:
+        """Return classes of alike strategies, if a problem of so many edge entries needs them."""
+        axes = equal_axes(self.costs.mesh)
+        if axes is None or num_entries <= LARGE:
+            return None
+        found: dict[int, np.ndarray] = {}
+        classes = [np.zeros(1, dtype=np.int64)]  # of the fixed node
+        for node in range(1, len(self._choices) + 1):
+            choices = self._choices[node]
+            if id(choices) not in found:
+                found[id(choices)] = classes_of(choices, axes)
+            classes.append(found[id(choices)])
+        return classes
+
+    def end_loop(self, began: int, read: Sequence[Source]) -> None:
+        """Note that what a loop reads, and what was converted for it, lived until its end."""
+        self.timeline.hold(read)
+        for number in range(len(self._copies) - 1, -1, -1):
+            start, _, first, second, sizes = self._copies[number]
+            if start < began:
+                break
+            if start == began:
+                self._copies[number] = (start, self.timeline.now + 1, first, second, sizes)
+
+    def equation(
+        self, eqn: Any, key: Hashable | None, weight: float, scope: dict[Any, Source], phase: str
+    ) -> Record:
+        """Return the record of an equation that runs `weight` times a step; adds its results to
+        `scope`."""
+        key = key if key is not None else ("eqn", id(eqn))
+        self.timeline.advance(phase)
+        if eqn.primitive.name in _REGIONS or is_remat(eqn):
+            record = region_record(self, eqn, key, weight, scope, phase)
+        else:
+            record = self.operator(eqn, key, weight, scope, phase)
+            read = self._read(eqn, scope, phase)
+            zero = any(isinstance(atom, Literal) and _is_zero(atom.val) for atom in eqn.invars)
+            self.timeline.compute(eqn.primitive.name, read, record.results, zero)
+        for var, source in zip(eqn.outvars, record.results, strict=True):
+            if is_drop(var):
+                continue
+            scope[var] = source
+            self._order[var] = len(self._order)
+            if scope is self.sources:
+                if var in self.stage.pins:
+                    self._pin(source, self.stage.pins[var])
+                if var in self.stage.kept:
+                    self.timeline.hold([source])
+                    self._keep_others(source)
+                if var in self.stage.accumulated and self.stage.num_microbatches > 1:
+                    size = max(source.bytes, 4.0 * math.prod(source.shape))
+                    widened = Source(source.node, source.specs, source.shape, size)
+                    self._constants.append((widened, KINDS.index("gradients")))
+        return record
+
+    def _read(self, eqn: Any, scope: Mapping[Any, Source], phase: str) -> list[Source]:
+        """Return the values that an equation reads; the update reads accumulators instead."""
+        apart = phase == "update" and self.stage.num_microbatches > 1
+        return [
+            scope[atom]
+            for atom in eqn.invars
+            if not isinstance(atom, Literal)
+            and atom in scope
+            and not (apart and atom in self.stage.accumulated)
+        ]
+
+    def operator(
+        self, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
+    ) -> Record:
+        """Return the record of an equation that is no region: its node, its operands converted."""
+        rule = sharding_rule(eqn)
+        leader = None
+        if rule is not None:
+            leader = leading_operand(
+                eqn,
+                rule,
+                scope,
+                phase,
+                accumulated=self.stage.accumulated,
+                state_nodes=self._state_nodes,
+                order=self._order,
+                spread=self._spread,
+            )
+            if leader is not None:
+                followed = eqn.invars[leader]
+                wider = [v for v in eqn.outvars if tensor_bytes(v) > scope[followed].bytes]
+                self._spread.update(eqn.outvars if followed in self._spread else wider)
+        if rule is None:
+            whole = tuple(ShardingSpec.replicated(len(shape_of(a))) for a in eqn.invars)
+            results = tuple(ShardingSpec.replicated(len(shape_of(v))) for v in eqn.outvars)
+            strategies = self.costs.only(Strategy(assignment=(), operands=whole, results=results))
+        elif leader is not None:
+            source = scope[eqn.invars[leader]]
+            passes = all(var in self._partial for var in eqn.outvars) and linear_operands(eqn)
+            strategies = following_strategies(self.costs, rule, leader, source, passes)
+        else:
+            strategies = self.costs.strategies(rule)
+        if is_pin(eqn):
+            strategies = pinned_strategies(eqn, strategies, self.costs.mesh)
+            if not strategies:
+                raise UnfitPinError(
+                    f"no way to shard {eqn.primitive.name} of shape {shape_of(eqn.outvars[0])} is "
+                    "as pinned; leave the dims free that cannot be sharded"
+                )
+        if leader is not None:
+            node = source.node
+        elif len(strategies) == 1 and not any(spec.partial for spec in strategies[0].results):
+            node = self._fixed
+        else:
+            node = self._node(key, eqn.primitive.name, strategies)
+        assert node is not None
+        late = self._is_late(eqn)
+        together = self._together.get(id(eqn), 1)
+        known = (key, id(strategies), late, together)
+        if known not in self._seconds:
+            self._seconds[known] = operator_seconds(
+                self.costs, eqn, rule, strategies, late, together
+            )
+        if late and rule is not None:
+            self._note_sums(eqn, rule, node, strategies, weight)
+        self._add_cost(node, self._seconds[known] * weight)
+        columns = self.costs.columns(strategies)
+        for number, atom in enumerate(eqn.invars):
+            if not isinstance(atom, Literal) and atom in scope:
+                self.convert(
+                    scope[atom], node, columns.operands[number], weight, atom in self._late
+                )
+        outputs = tuple(
+            Source(node, columns.results[k], shape_of(var), tensor_bytes(var))
+            for k, var in enumerate(eqn.outvars)
+        )
+        if leader is None and len(outputs) == 1 and any(spec.partial for spec in outputs[0].specs):
+            completed = self._completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)
+            return Record(node, strategies, (), (completed,), completed=completed)
+        return Record(node, strategies, (), outputs)
+
+    def _completed(self, var: Any, natural: Source, key: Hashable, weight: float) -> Source:
+        """Return the source of an operator's result after its partial sums were completed."""
+        allowed = var in self._partial
+        late = self._phase == "update" or var in self._late
+        self.timeline.store(natural)  # beside its sum, for as long as it takes
+        finals, matrix = completions(self.costs, natural, allowed, late)
+        node = self._node((key, allowed), "sum", finals)
+        if late:
+            self.traffic.sums(self._phase, weight, natural, node, finals)
+            assert natural.node is not None
+
+            def more(costs: MeshCosts) -> np.ndarray:
+                _, priced = completions(costs, natural, allowed, late)
+                return surplus(priced, matrix) * weight
+
+            self.traffic.surcharge(self._phase, weight, natural.node, node, more)
+        self._add_edge(natural.node, node, matrix * weight)
+        return Source(node, finals, natural.shape, natural.bytes)
+
+    def _is_late(self, eqn: Any) -> bool:
+        """Return whether sums that `eqn` completes itself travel in buckets."""
+        if self._phase == "update":
+            return True
+        return all(is_drop(var) or var in self._late for var in eqn.outvars)
+
+    def _note_sums(
+        self,
+        eqn: Any,
+        rule: ShardingRule,
+        node: int,
+        strategies: Sequence[Strategy],
+        weight: float,
+    ) -> None:
+        """Note the sums that an equation completes itself, if they travel in buckets."""
+        if all(factor.kind != "reduction" for factor in rule.factors):
+            return
+
+        def sent(choice: Sequence[int]) -> Iterator[Sent]:
+            return own_sums(eqn, rule, strategies[choice[node]], self.costs.mesh)
+
+        self.traffic.add(self._phase, weight, sum(map(tensor_bytes, eqn.outvars)), sent)
+
+    def convert(
+        self,
+        source: Source,
+        node: int | None,
+        wanted: tuple[ShardingSpec, ...],
+        weight: float,
+        late: bool = False,
+    ) -> None:
+        """Add the cost of converting a value from its producer's specs to those wanted by `node`.
+
+        `late` values, state, and all values in the update travel in buckets.
+        """
+        if source.node in (None, self._fixed) or node is None or not source.shape:
+            return
+        in_buckets = late or self._phase == "update" or source.node in self._state_nodes
+        matrix = weight * self.costs.conversion_seconds(
+            source.shape, source.bytes, source.specs, wanted, in_buckets
+        )
+        if in_buckets and matrix.any():
+            self.traffic.conversion(self._phase, weight, source, node, wanted)
+            assert source.node is not None
+
+            def more(costs: MeshCosts) -> np.ndarray:
+                priced = costs.conversion_seconds(
+                    source.shape, source.bytes, source.specs, wanted, in_buckets=True
+                )
+                return surplus(weight * priced, matrix)
+
+            self.traffic.surcharge(self._phase, weight, source.node, node, more)
+        self._add_edge(source.node, node, matrix)
+        copies = self.costs.copied_bytes(source.shape, source.bytes, source.specs, wanted)
+        if copies is not None:
+            now = self.timeline.now
+            self._copies.append((now, now + 1, source.node, node, copies))
+
+    def _add_edge(self, first: int | None, second: int, matrix: np.ndarray) -> None:
+        assert first is not None
+        self.problem.add_edge(first, second, matrix)
+        if self._position >= 0:
+            self._eqn_edges.append((self._position, first, second, matrix))
+
+    def _add_cost(self, node: int, cost: np.ndarray) -> None:
+        self.problem.add_cost(node, cost)
+        if self._position >= 0:
+            self._eqn_costs.append((self._position, node, cost))
+
+    def costs_by_equation(
+        self, count: int
+    ) -> tuple[Callable[[Sequence[int]], np.ndarray], Callable[[], np.ndarray]]:
+        """Return functions for [equations] seconds per step: under a choice, and at the very
+        least."""
+        costs, edges = self._eqn_costs, self._eqn_edges
+
+        def by_equation(choice: Sequence[int]) -> np.ndarray:
+            seconds = np.zeros(count)
+            for position, node, cost in costs:
+                seconds[position] += cost[choice[node]]
+            for position, first, second, matrix in edges:
+                seconds[position] += matrix[choice[first], choice[second]]
+            return seconds
+
+        def least() -> np.ndarray:
+            seconds = np.zeros(count)
+            for position, _, cost in costs:
+                seconds[position] += cost.min()
+            return seconds
+
+        return by_equation, least
+
+
+def _is_zero(value: Any) -> bool:
+    return not np.any(np.asarray(value))

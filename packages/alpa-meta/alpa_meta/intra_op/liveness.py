@@ -1,0 +1,262 @@
+"""When the values of a stage hold memory, in the order of its equations.
+
+    stored   the result of a heavy operator: lives from its equation to its last reader
+    fused    an elementwise result: the compiler computes it inside its readers, so that it lives
+             only where a heavy operator reads it, or where computing it again would read more
+             bytes than it has; else its own operands live until its readers have run
+    alias    a reshape or the like: another name of its operand
+
+Time is counted in equations; the body of a loop is passed through once. A value that is last read
+by equation t lives at t; an elementwise result may take the place of one operand of its size.
+-> decided in `Timeline.spans`, after all equations are known.
+
+Buffers that begin as zeros (stacked results of scans, what a window's gradient is scattered into)
+are an exception: XLA keeps one zero broadcast of each shape, and copies it for everyone who writes
+into it in a single fused kernel. So all those of one shape are born with the first reader of its
+zeros (seen in `loop_broadcast_fusion` of GPU programs: 49 buffers of 24 layers of mamba).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from attrs import define, field, frozen
+
+from alpa_meta.intra_op.stage_problem import Source
+from alpa_meta.rules.elementwise import OPERATORS as ELEMENTWISE
+
+PHASES = ("forward", "backward", "update")
+KINDS = ("state", "gradients", "activations", "temporaries")
+REREAD = 1.0  # most bytes that are read again, in those of the value, where it is not stored
+_MOST_OPERANDS = 8  # of one fused computation
+
+_ALIASES = frozenset(
+    """
+    reshape squeeze expand_dims transpose bitcast_convert_type optimization_barrier name copy
+    copy_p device_put sharding_constraint alpa_pin stop_gradient random_wrap random_unwrap pvary
+    """.split()
+)
+_FUSED = frozenset(ELEMENTWISE) | frozenset(
+    "broadcast_in_dim iota slice pad rev concatenate select_n dynamic_slice".split()
+)
+
+
+@frozen(eq=False)
+class Span:
+    """The half-open time [start, stop) for which a value is held, and as what."""
+
+    source: Source
+    start: int
+    stop: int
+    kind: int  # in KINDS
+
+
+@define(eq=False)
+class _Read:
+    """One reader: when it is done with the value, and what it computes if it is fused."""
+
+    stop: int
+    phase: int
+    results: tuple[_Value, ...] = ()
+    heavy: bool = True
+
+
+@define(eq=False)
+class _Value:
+    source: Source
+    born: int
+    phase: int
+    form: str
+    operands: tuple[_Value, ...] = ()
+    reads: list[_Read] = field(factory=list)
+    stored: bool = True
+    stop: int = 0
+    last_phase: int = 0
+
+
+@define(eq=False)
+class _Zeros:
+    """The zeros of one shape in one computation: who writes into copies, who reads them."""
+
+    written: list[_Value] = field(factory=list)
+    times: list[int] = field(factory=list)  # at which elementwise operators read them
+    like: Source | None = None  # what such an operator makes
+
+
+@define(eq=False)
+class Timeline:
+    """Collects the values of equations as they are walked over, and their readers.
+
+    `apart`: the forward pass is a program of its own.
+    """
+
+    apart: bool = False
+    now: int = 0
+    phase: int = 0
+    _computation: int = 0  # of the body that is walked over
+    _num_computations: int = 1
+    _zeros: dict[tuple[object, ...], _Zeros] = field(factory=dict)
+    _values: list[_Value] = field(factory=list)
+    _of: dict[int, _Value] = field(factory=dict)  # by id of the source, which the value keeps
+
+    def advance(self, phase: str) -> None:
+        """Begin the next equation."""
+        self.now += 1
+        self.phase = PHASES.index(phase)
+
+    def store(self, source: Source, born: int | None = None) -> None:
+        """Note a value that is kept in memory from now, or from `born`, to its last reader."""
+        self._add(source, "stored", (), self.now if born is None else born)
+
+    def enter(self) -> int:
+        """Begin the body of a loop; return what `leave` takes to go back."""
+        outer, self._computation = self._computation, self._num_computations
+        self._num_computations += 1
+        return outer
+
+    def leave(self, outer: int) -> None:
+        """End the body of a loop."""
+        self._computation = outer
+
+    def store_zeros(self, source: Source, born: int | None = None) -> None:
+        """Note a value that begins as zeros, which are written over from now or from `born`."""
+        value = self._add(source, "stored", (), self.now if born is None else born)
+        self._zeros_like(source).written.append(value)
+
+    def _read_zeros(self, result: Source) -> None:
+        """Note that an elementwise operator reads zeros of the shape of its `result`."""
+        zeros = self._zeros_like(result)
+        zeros.times.append(self.now)
+        zeros.like = zeros.like or result
+
+    def _zeros_like(self, source: Source) -> _Zeros:
+        phase = self.phase if self.apart else 0
+        key = (self._computation, phase, source.shape, source.bytes)
+        return self._zeros.setdefault(key, _Zeros())
+
+    def alias(self, source: Source, of: Source) -> None:
+        """Note another name of the value `of`."""
+        operand = self._of.get(id(of))
+        if operand is not None and operand.source is not source:
+            value = self._add(source, "alias", (operand,), self.now)
+            operand.reads.append(_Read(self.now, self.phase, (value,), False))
+
+    def hold(self, sources: Sequence[Source]) -> None:
+        """Note that values are read, by something that needs them in memory."""
+        for source in sources:
+            if id(source) in self._of:
+                self._of[id(source)].reads.append(_Read(self.now + 1, self.phase))
+
+    def compute(
+        self,
+        name: str,
+        operands: Sequence[Source],
+        results: Sequence[Source],
+        reads_zero: bool = False,
+    ) -> None:
+        """Note the operator `name`, run now; `reads_zero`: an operand is the number 0."""
+        read = [self._of[id(source)] for source in operands if id(source) in self._of]
+        form = "alias" if name in _ALIASES else "fused" if name in _FUSED else "stored"
+        if form == "alias":
+            read = read[:1]
+        made = tuple(self._add(source, form, tuple(read), self.now) for source in results)
+        if reads_zero and form == "fused":
+            self._read_zeros(results[0])
+        if name == "select_and_scatter_add":
+            self._zeros_like(results[0]).written += made
+            self._add(_window_positions(operands[0]), "stored", (), self.now)
+        fuses = form != "stored" or name.startswith("reduce_")
+        replaced = form == "fused"
+        for value in read:
+            inside = replaced and bool(made) and value.source.bytes == made[0].source.bytes
+            stop = self.now if inside else self.now + 1
+            replaced = replaced and not inside
+            value.reads.append(_Read(stop, self.phase, made if form != "stored" else (), not fuses))
+
+    def replace(self, source: Source) -> None:
+        """Note that a value is written over an input: it takes no memory of its own."""
+        value = self._of.get(id(source))
+        if value is not None:
+            value.source = Source(source.node, source.specs, source.shape, 0.0)
+
+    def spans(self) -> list[Span]:
+        """Return when each value that is held in memory lives, kept state apart."""
+        needed = self._needed_in_memory()
+        self._decide(needed)
+        found = self._shared_zeros()
+        for value in reversed(self._values):
+            value.stop, value.last_phase = value.born + 1, value.phase
+            for read in value.reads:
+                stop, phase = read.stop, read.phase
+                for result in read.results:
+                    if not result.stored:
+                        stop = max(stop, result.stop)
+                        phase = max(phase, result.last_phase)
+                value.stop = max(value.stop, stop)
+                value.last_phase = max(value.last_phase, phase)
+            if value.stored and value.source.bytes:
+                found.append(Span(value.source, value.born, value.stop, _kind(value)))
+        return found[::-1]
+
+    def _shared_zeros(self) -> list[Span]:
+        """Return the zeros that are read beside being written over, and let all be born at once."""
+        found = []
+        for zeros in self._zeros.values():
+            if not zeros.written:
+                continue
+            times = [*zeros.times, *(value.born for value in zeros.written)]
+            for value in zeros.written:
+                value.reads.append(_Read(value.born + 1, value.phase))
+                value.born = min(times)
+            if zeros.like is not None:
+                kind = KINDS.index("temporaries")
+                found.append(Span(zeros.like, min(times), max(times) + 1, kind))
+        return found
+
+    def _add(self, source: Source, form: str, operands: tuple[_Value, ...], born: int) -> _Value:
+        value = _Value(source, born, self.phase, form, operands)
+        self._values.append(value)
+        self._of[id(source)] = value
+        return value
+
+    def _needed_in_memory(self) -> set[int]:
+        """Return the ids of the values that a heavy operator reads, by any name."""
+        needed: set[int] = set()
+        for value in reversed(self._values):
+            for read in value.reads:
+                if read.heavy or any(r.form == "alias" and id(r) in needed for r in read.results):
+                    needed.add(id(value))
+        return needed
+
+    def _decide(self, needed: set[int]) -> None:
+        """Set which values are stored."""
+        supports: dict[int, dict[int, float]] = {}
+        for value in self._values:
+            support: dict[int, float] = {}
+            for operand in value.operands:
+                support.update(supports[id(operand)])
+            size = value.source.bytes
+            if value.form == "stored":
+                value.stored = True
+            elif value.form == "alias":
+                value.stored = False
+            else:
+                again = len(value.reads) > 1 and sum(support.values()) > REREAD * size
+                value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
+            supports[id(value)] = {id(value): size} if value.stored else support
+
+
+def _window_positions(gradient: Source) -> Source:
+    """Return what XLA computes on GPUs before it scatters the gradient of a window's extreme: the
+    extremes and an int32 position per dim."""
+    size = gradient.bytes + 4.0 * math.prod(gradient.shape) * len(gradient.shape)
+    return Source(gradient.node, gradient.specs, gradient.shape, size)
+
+
+def _kind(value: _Value) -> int:
+    if value.last_phase == 2 and value.phase < 2:
+        return KINDS.index("gradients")
+    if value.last_phase == 1 and value.phase == 0:
+        return KINDS.index("activations")
+    return KINDS.index("temporaries")

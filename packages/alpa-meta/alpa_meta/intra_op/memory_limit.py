@@ -1,0 +1,132 @@
+"""Solves a stage's selection problem so that its memory peak stays under a limit.
+
+Prices on memory give a choice that fits, a bound and the times that matter (`priced_memory`).
+Rows are then made lazily: solve, find where memory peaks under the answer, forbid more than the
+limit at that time, and solve again until the peak fits. Every problem on the way asks for less than
+all times together, so its bound is a bound of the whole, and if it has no answer, there is none.
+Copies too small to be part of a problem may still break the limit: then the excess is reserved at
+that time, and the bound stays that of the last problem without reserved bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from attrs import evolve
+
+import ilp_sharding
+from alpa_interchange import ShardingProblem, ShardingSolution
+from alpa_meta.intra_op.coarse_solution import LARGE, Classes, solve_coarsely
+from alpa_meta.intra_op.memory_profile import extended_choice, limited_problem
+from alpa_meta.intra_op.priced_memory import PricedMemory
+from alpa_meta.intra_op.selection import Selection
+from alpa_meta.options import Options
+
+ROUNDS = 12  # of adding a time or reserving more; few are ever needed
+PRICING_SHARE = 0.3  # of the time, at most, for prices
+
+
+def solve(
+    problem: ShardingProblem,
+    options: Options,
+    seconds: float = math.inf,
+    start: tuple[int, ...] | None = None,
+    classes: Classes | None = None,
+) -> ShardingSolution:
+    """Return the solution of a selection problem, found in `seconds` or less.
+
+    A large problem is solved by `classes` of alike strategies, if there are any.
+    """
+    if classes is not None and problem.edge_cost.size > LARGE:
+        until = time.perf_counter() + min(options.solver_seconds, seconds)
+
+        def part(smaller: ShardingProblem, seconds: float) -> ShardingSolution:
+            return solve(smaller, options, seconds)
+
+        return solve_coarsely(problem, classes, part, until)
+    return ilp_sharding.solve(
+        problem,
+        ilp_sharding.SolveOptions(
+            deadline=max(min(options.solver_seconds, seconds), 0.0),
+            seed=options.seed,
+            warm_start=start,
+        ),
+    )
+
+
+def solve_within(
+    selection: Selection,
+    options: Options,
+    limit: float | None,
+    free: ShardingSolution | None = None,
+) -> ShardingSolution:
+    """Return the solution whose memory peak is at most `limit` bytes, None for no limit.
+
+    `free` is the solution without a limit, if it is known. The search under a limit ends after
+    `Options.solver_seconds` with the best choice known to fit. An infeasible solution has the least
+    limit that would do as `smallest_memory`, or what is proved of it from below.
+    """
+    began = time.perf_counter()
+    found = free or solve(selection.problem, options, classes=selection.classes)
+    if limit is None or found.choice is None:
+        return found
+    if selection.memory.peak(found.choice).total > limit:
+        found = _limited(selection, options, limit, found)
+    return evolve(found, seconds=time.perf_counter() - began)
+
+
+def _limited(
+    selection: Selection, options: Options, limit: float, free: ShardingSolution
+) -> ShardingSolution:
+    """Return the solution under a limit that the solution `free` breaks."""
+    problem, memory = selection.problem, selection.memory
+    until = time.perf_counter() + options.solver_seconds
+
+    def left() -> float:
+        return until - time.perf_counter()
+
+    def priced_solution(priced: ShardingProblem) -> ShardingSolution:
+        return solve(priced, options, left(), classes=selection.classes)
+
+    priced = PricedMemory(problem, memory, limit, priced_solution)
+    priced.search(free, time.perf_counter() + PRICING_SHARE * options.solver_seconds)
+    if priced.least_peak > limit:
+        return _without_choice(free, "infeasible", priced.least_peak)
+    choice, objective = priced.choice, priced.objective
+    bound = max(free.lower_bound or 0.0, priced.lower_bound)
+    reserved = dict.fromkeys(priced.times, 0.0)
+    large = selection.classes is not None and problem.edge_cost.size > LARGE
+    for _ in range(0 if large else ROUNDS):
+        plain = not any(reserved.values())
+        rows = limited_problem(problem, memory, reserved, limit)
+        start = choice and extended_choice(problem, memory, reserved, limit, choice)
+        found = solve(rows, options, left(), start)
+        if plain and found.status == "infeasible":
+            return _without_choice(free, "infeasible", found.smallest_memory)
+        if plain:
+            bound = max(bound, found.lower_bound or 0.0)
+        if found.choice is None or found.objective is None:
+            break
+        candidate = found.choice[: problem.num_nodes]
+        peak = memory.peak(candidate)
+        if peak.total <= limit:
+            if found.objective < objective:
+                choice, objective = candidate, found.objective
+            break
+        reserved[peak.time] = reserved.get(peak.time, 0.0) + (
+            peak.total - limit if peak.time in reserved else 0.0
+        )
+    if choice is None:
+        return _without_choice(free, "timed_out", None)
+    bound = min(bound, objective)
+    status = "optimal" if objective <= bound else "feasible"
+    return evolve(free, choice=choice, objective=objective, lower_bound=bound, status=status)
+
+
+def _without_choice(
+    free: ShardingSolution, status: str, smallest: float | None
+) -> ShardingSolution:
+    return evolve(
+        free, choice=None, objective=None, lower_bound=None, status=status, smallest_memory=smallest
+    )

@@ -1,0 +1,252 @@
+"""The memory of a stage over time, under a choice of strategies and as constraints on it.
+
+    usage(t) = sum over values that live at t of their bytes on a device under the choice
+             + converted copies at t, whose bytes depend on two choices at once
+
+The first sum is linear in the choice; a copy becomes so by a node of its own. Both can be a row of
+the selection problem at any time t (`limited_problem`). There are thousands of times, so only those
+at which some choice peaked are made rows (`memory_limit.solve_within`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+from attrs import evolve, frozen
+
+from alpa_interchange import LogicalMesh, ShardingProblem
+from alpa_meta.intra_op.liveness import KINDS, Span
+
+LEAST_COPY = 1e-3  # of the limit, from which a converted copy is part of a limited problem
+
+
+@frozen(eq=False)
+class Copy:
+    """A converted copy that lives over [start, stop): `bytes` [strategies of first, of second]."""
+
+    start: int
+    stop: int
+    first: int
+    second: int
+    bytes: np.ndarray
+
+
+@frozen
+class Peak:
+    """Where memory peaks under a choice: the time, and bytes per device by kind."""
+
+    time: int
+    bytes: tuple[float, ...]  # as KINDS; copies are temporaries
+
+    @property
+    def total(self) -> float:
+        """Bytes per device."""
+        return sum(self.bytes)
+
+    def by_kind(self) -> dict[str, float]:
+        """Return {kind: bytes}."""
+        return dict(zip(KINDS, self.bytes, strict=True))
+
+
+class MemoryProfile:
+    """Memory of the values of one stage on one mesh: when they live, bytes per strategy."""
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        copies: Sequence[Copy],
+        mesh: LogicalMesh,
+        num_strategies: Sequence[int],
+        num_times: int,
+    ) -> None:
+        self.num_times = num_times
+        self._counts = np.array([*num_strategies, 1], dtype=np.int64)
+        self._copies = tuple(copies)
+        tables: list[np.ndarray] = []
+        places: dict[tuple[int, float], int] = {}
+        fractions: dict[int, np.ndarray] = {}
+        length = 0
+        fixed = len(num_strategies)
+        node, offset = [], []
+        for span in spans:
+            source = span.source
+            kept = id(source.specs)
+            if (kept, source.bytes) not in places:
+                if kept not in fractions:
+                    sizes = [mesh.size(tuple(a for d in s.dims for a in d)) for s in source.specs]
+                    fractions[kept] = 1.0 / np.array(sizes, dtype=float)
+                tables.append(source.bytes * fractions[kept])
+                places[kept, source.bytes] = length
+                length += len(source.specs)
+            offset.append(places[kept, source.bytes])
+            node.append(fixed if source.node is None else source.node)
+        self._spans = tuple(spans)  # keeps the specs alive, whose ids are used above
+        self._table = np.concatenate(tables) if tables else np.zeros(0)
+        self._node = np.array(node, dtype=np.int64)
+        self._offset = np.array(offset, dtype=np.int64)
+        self._start = np.array([span.start for span in spans], dtype=np.int64)
+        self._stop = np.array([span.stop for span in spans], dtype=np.int64)
+        self._kind = np.array([span.kind for span in spans], dtype=np.int64)
+
+    def usage(self, choice: Sequence[int]) -> np.ndarray:
+        """Return [kinds, times] bytes per device under a choice; copies are temporaries."""
+        held = self._held(choice)
+        changes = np.zeros((len(KINDS), self.num_times + 1))
+        np.add.at(changes, (self._kind, self._start), held)
+        np.add.at(changes, (self._kind, np.minimum(self._stop, self.num_times)), -held)
+        usage: np.ndarray = np.cumsum(changes, axis=1)[:, :-1]
+        usage[KINDS.index("temporaries")] += self._copied(choice)
+        return usage
+
+    def peak(self, choice: Sequence[int]) -> Peak:
+        """Return where and what the most memory is under a choice."""
+        usage = self.usage(choice)
+        time = int(np.argmax(usage.sum(axis=0)))
+        return Peak(time, tuple(float(part) for part in usage[:, time]))
+
+    def row(self, time: int) -> tuple[np.ndarray, float]:
+        """Return [all strategies of all nodes] bytes at `time`, and the bytes of no node."""
+        live = np.flatnonzero((self._start <= time) & (time < self._stop))
+        first = np.concatenate([[0], np.cumsum(self._counts)])
+        row = np.zeros(int(first[-1]))
+        grouped: dict[tuple[int, int], int] = {}
+        for node, offset in zip(self._node[live].tolist(), self._offset[live].tolist()):
+            grouped[node, offset] = grouped.get((node, offset), 0) + 1
+        for (node, offset), count in grouped.items():
+            size = int(self._counts[node])
+            row[first[node] : first[node + 1]] += count * self._table[offset : offset + size]
+        for copy in self._copies:
+            if copy.first == copy.second and copy.start <= time < copy.stop:
+                row[first[copy.first] : first[copy.first + 1]] += np.diagonal(copy.bytes)
+        return row[:-1], float(row[-1])
+
+    def copies_at(self, times: Sequence[int], least: float) -> Iterator[tuple[Copy, int, int]]:
+        """Yield the copies of two different choices that may take `least` bytes or more at one of
+        the increasing `times`, and the range of those times that they live at.
+        """
+        for copy in self._copies:
+            start, stop = bisect_left(times, copy.start), bisect_left(times, copy.stop)
+            if start < stop and copy.first != copy.second and copy.bytes.max() >= least:
+                yield copy, start, stop
+
+    def _held(self, choice: Sequence[int]) -> np.ndarray:
+        chosen = np.array([*choice, 0], dtype=np.int64)
+        held: np.ndarray = self._table[self._offset + chosen[self._node]]
+        return held
+
+    def _copied(self, choice: Sequence[int]) -> np.ndarray:
+        changes = np.zeros(self.num_times + 1)
+        for copy in self._copies:
+            size = copy.bytes[choice[copy.first], choice[copy.second]]
+            if size:
+                changes[copy.start] += size
+                changes[min(copy.stop, self.num_times)] -= size
+        copied: np.ndarray = np.cumsum(changes)[:-1]
+        return copied
+
+
+def limited_problem(
+    problem: ShardingProblem,
+    profile: MemoryProfile,
+    reserved: Mapping[int, float],
+    limit: float,
+) -> ShardingProblem:
+    """Return `problem` with at most `limit` bytes at each of the times of `reserved`.
+
+    `reserved[t]` bytes are taken at t whatever is chosen. What a node holds at all times is its
+    own memory; what it holds more at one of them is that of an added node that must choose alike.
+    A copy is an added node too: its strategies are those of its reader, each without and with a
+    copy, and the first are forbidden where the value comes in a spec that has to be converted.
+    """
+    times = sorted(reserved)
+    always, added = _additions(problem, profile, times, limit)
+    edges, edge_cost = [], []
+    for number, one in enumerate(added):
+        for node, cost in one.edges:
+            edges.append((node, problem.num_nodes + number))
+            edge_cost.append(cost.ravel())
+    live = [(one.start, one.stop) for one in added]
+    memory = [
+        one.memory + (reserved[times[one.start]] if one.follows is None else 0.0) for one in added
+    ]
+    sizes = [len(one.memory) for one in added]
+    always_live = np.tile([[0, len(times)]], (problem.num_nodes, 1))
+    return evolve(
+        problem,
+        num_strategies=np.concatenate([problem.num_strategies, sizes]),
+        node_cost=np.concatenate([problem.node_cost, np.zeros(sum(sizes))]),
+        node_memory=np.concatenate([always, *memory]),
+        live=np.concatenate([always_live, live]),
+        edges=np.concatenate([problem.edges.reshape(-1, 2), np.reshape(edges, (-1, 2))]),
+        edge_cost=np.concatenate([problem.edge_cost, *edge_cost]),
+        memory_limit=limit,
+        node_names=(),
+        strategy_names=(),
+    )
+
+
+def extended_choice(
+    problem: ShardingProblem,
+    profile: MemoryProfile,
+    times: Collection[int],
+    limit: float,
+    choice: Sequence[int],
+) -> tuple[int, ...]:
+    """Return `choice` with what follows from it at the nodes that `limited_problem` adds."""
+    _, added = _additions(problem, profile, sorted(times), limit)
+    return (*choice, *(one.chosen(choice) for one in added))
+
+
+@frozen(eq=False)
+class _Addition:
+    """A node that a limited problem has more; it lives at the rows [start, stop).
+
+    It chooses as the node it `follows`, if any; or half its strategies are those of that node with
+    the `copy`.
+    """
+
+    memory: np.ndarray
+    start: int
+    stop: int
+    edges: tuple[tuple[int, np.ndarray], ...] = ()
+    follows: int | None = None
+    copy: Copy | None = None
+
+    def chosen(self, choice: Sequence[int]) -> int:
+        if self.follows is None:
+            return 0
+        chosen = choice[self.follows]
+        if self.copy is None or not self.copy.bytes[choice[self.copy.first], chosen]:
+            return chosen
+        return chosen + len(self.memory) // 2
+
+
+def _additions(
+    problem: ShardingProblem, profile: MemoryProfile, times: Sequence[int], limit: float
+) -> tuple[np.ndarray, list[_Addition]]:
+    """Return the bytes that strategies hold at all `times`, and the nodes for what is more."""
+    rows = [profile.row(time) for time in times]
+    always: np.ndarray = np.stack([row for row, _ in rows]).min(axis=0)
+    counts = problem.num_strategies
+    first = np.concatenate([[0], np.cumsum(counts)])
+    added = []
+    for number, (row, fixed) in enumerate(rows):
+        added.append(_Addition(np.array([fixed]), number, number + 1))
+        excess = row - always
+        for node in np.flatnonzero(np.add.reduceat(excess, first[:-1]) > 0).tolist():
+            alike = np.where(np.eye(int(counts[node]), dtype=bool), 0.0, np.inf)
+            held = excess[first[node] : first[node + 1]]
+            added.append(_Addition(held, number, number + 1, ((node, alike),), node))
+    for copy, start, stop in profile.copies_at(times, LEAST_COPY * limit):
+        sizes = copy.bytes.max(axis=0)
+        alike = np.where(np.eye(len(sizes), dtype=bool), 0.0, np.inf)
+        without = np.where(copy.bytes > 0, np.inf, 0.0)
+        edges = (
+            (copy.first, np.hstack([without, np.zeros_like(without)])),
+            (copy.second, np.hstack([alike, alike])),
+        )
+        memory = np.concatenate([np.zeros(len(sizes)), sizes])
+        added.append(_Addition(memory, start, stop, edges, copy.second, copy))
+    return always, added

@@ -1,0 +1,164 @@
+"""A choice that fits a memory limit, and a bound, by giving memory a price.
+
+    L(prices) = min_x [ cost(x) + sum_t price_t (usage_t(x) - limit) ]  <=  cost of what fits
+
+A byte's price is a cost of the node that holds it, a copy's of its edge, so that each value is one
+solution of a problem without limit. Prices follow the subgradient usage_t(x) - limit (Polyak's
+steps) until nothing is gained. Where no choice on the way fits, costs are left out: what remains
+looks for the least peak, and proves that nothing fits if even that is above the limit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from attrs import define, evolve, field
+
+from alpa_interchange import ShardingProblem, ShardingSolution
+from alpa_meta.intra_op.memory_profile import MemoryProfile
+
+STEPS = 60  # of the prices
+_PATIENCE = 5  # steps without gain before they are halved
+_SHORTEST = 0.02  # share of a whole step at which they end
+
+
+@define
+class PricedMemory:
+    """The search for prices; `choice` is the cheapest found that fits, None if none was found."""
+
+    problem: ShardingProblem
+    profile: MemoryProfile
+    limit: float
+    solve: Callable[[ShardingProblem], ShardingSolution]
+    choice: tuple[int, ...] | None = None
+    objective: float = math.inf
+    lower_bound: float = -math.inf
+    least_peak: float = 0.0  # proven: no choice peaks lower
+    _prices: dict[int, float] = field(factory=dict)
+    _rows: dict[int, tuple[np.ndarray, float]] = field(factory=dict)
+
+    @property
+    def times(self) -> tuple[int, ...]:
+        """The times at which some choice broke the limit, of those that had a price at the end."""
+        priced = tuple(at for at, price in self._prices.items() if price > 0)
+        return priced or tuple(self._prices)
+
+    def search(self, free: ShardingSolution, until: float) -> None:
+        """Search until a `time.perf_counter()`, beginning with the solution without a limit."""
+        self._raise_bound(free, until)
+        if self.choice is None:
+            self._find_least_peak(until)
+
+    def _raise_bound(self, free: ShardingSolution, until: float) -> None:
+        """Change prices towards the greatest bound."""
+        found, value, share, waited = free.choice, free.lower_bound or 0.0, 1.0, 0
+        for _ in range(STEPS):
+            if found is None:
+                return
+            usage = self._offer(found)
+            waited = 0 if value > self.lower_bound else waited + 1
+            self.lower_bound = max(self.lower_bound, value)
+            if waited == _PATIENCE:
+                share, waited = share / 2, 0
+            target = self.objective if self.choice else 1.05 * self._cost(found)
+            excess = {at: float(usage[at]) - self.limit for at in self._prices}
+            step = share * (target - value) / max(sum(part**2 for part in excess.values()), 1.0)
+            if step <= 0 or share < _SHORTEST or time.perf_counter() > until:
+                return
+            for at, part in excess.items():
+                self._prices[at] = max(0.0, self._prices[at] + step * part)
+            found, value = self._priced(self._prices)
+
+    def _find_least_peak(self, until: float) -> None:
+        """Look for a choice of the least peak, and prove by how much the limit is too small.
+
+        min_x sum_t w_t usage_t(x) over weights w of sum one is at most the peak of any choice; the
+        weights of the times with most usage grow.
+        """
+        weights = dict.fromkeys(self._prices, 1.0)
+        for _ in range(STEPS):
+            total = sum(weights.values())
+            shares = {at: weight / total for at, weight in weights.items()}
+            found, value = self._priced(shares, costs=0.0)
+            if found is None:
+                return
+            self.least_peak = max(self.least_peak, value + self.limit)
+            usage = self._offer(found)
+            if self.choice or self.least_peak > self.limit or time.perf_counter() > until:
+                return
+            for at in self._prices:
+                now = weights.get(at, total / len(weights))
+                weights[at] = now * math.exp(float(usage[at]) / self.limit - 1.0)
+
+    def _offer(self, choice: tuple[int, ...]) -> np.ndarray:
+        """Take `choice` if it fits and is the cheapest; else note when it peaks. Return [times]
+        bytes."""
+        usage: np.ndarray = self.profile.usage(choice).sum(axis=0)
+        peak = int(np.argmax(usage))
+        if usage[peak] > self.limit:
+            self._prices.setdefault(peak, 0.0)
+        elif self._cost(choice) < self.objective:
+            self.choice, self.objective = choice, self._cost(choice)
+        return usage
+
+    def _cost(self, choice: Sequence[int]) -> float:
+        return problem_cost(self.problem, choice)
+
+    def _priced(
+        self, prices: Mapping[int, float], costs: float = 1.0
+    ) -> tuple[tuple[int, ...] | None, float]:
+        """Return a minimiser and a lower bound of L, with this multiple of all `costs`."""
+        positive = {at: price for at, price in prices.items() if price > 0}
+        problem, constant = self._with_prices(positive, costs)
+        found = self.solve(problem)
+        if found.choice is None or found.lower_bound is None:
+            return None, -math.inf
+        return found.choice, found.lower_bound + constant
+
+    def _with_prices(
+        self, prices: Mapping[int, float], costs: float
+    ) -> tuple[ShardingProblem, float]:
+        node_cost, edge_cost = (
+            np.where(np.isfinite(cost), costs * np.nan_to_num(cost, posinf=0.0), cost)
+            for cost in (self.problem.node_cost, self.problem.edge_cost)
+        )
+        constant = 0.0
+        for at, price in prices.items():
+            if at not in self._rows:
+                self._rows[at] = self.profile.row(at)
+            row, fixed = self._rows[at]
+            node_cost += price * row
+            constant += price * (fixed - self.limit)
+        place = edge_places(self.problem)
+        times = sorted(prices)
+        for copy, start, stop in self.profile.copies_at(times, 0.0):
+            price = sum(prices[at] for at in times[start:stop])
+            first, second, sizes = copy.first, copy.second, copy.bytes
+            if first > second:
+                first, second, sizes = second, first, sizes.T
+            begin = place[first, second]
+            edge_cost[begin : begin + sizes.size] += price * sizes.ravel()
+        return evolve(self.problem, node_cost=node_cost, edge_cost=edge_cost), constant
+
+
+def edge_places(problem: ShardingProblem) -> dict[tuple[int, int], int]:
+    """Return {(first, second): where the costs of this edge begin in `edge_cost`}."""
+    counts = problem.num_strategies
+    edges = problem.edges.reshape(-1, 2)
+    starts = np.concatenate([[0], np.cumsum(counts[edges[:, 0]] * counts[edges[:, 1]])])
+    return {(int(a), int(b)): int(k) for (a, b), k in zip(edges, starts, strict=False)}
+
+
+def problem_cost(problem: ShardingProblem, choice: Sequence[int]) -> float:
+    """Return the seconds of a choice under `problem`."""
+    chosen = np.asarray(choice, dtype=np.int64)
+    counts = problem.num_strategies
+    nodes = np.concatenate([[0], np.cumsum(counts)])[:-1]
+    edges = problem.edges.reshape(-1, 2)
+    sizes = counts[edges[:, 0]] * counts[edges[:, 1]]
+    starts = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    places = starts + chosen[edges[:, 0]] * counts[edges[:, 1]] + chosen[edges[:, 1]]
+    return float(problem.node_cost[nodes + chosen].sum() + problem.edge_cost[places].sum())

@@ -1,0 +1,181 @@
+"""Regions in a selection problem: loops, conditionals and recomputation share the outer problem.
+
+A region's inputs are nodes of their own, converted once from outside; equations of its bodies count
+as often as they run; a carry has one spec, and so have the results of all branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from alpa_interchange import ShardingSpec
+from alpa_meta.compat import Literal, closed, is_remat, open_jaxpr, scan_counts, subjaxprs
+from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.stage_problem import Body, Record, Source
+from alpa_meta.rules.operator import shape_of
+
+if TYPE_CHECKING:
+    from alpa_meta.intra_op.builder import Builder
+
+
+def region_record(
+    builder: Builder, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
+) -> Record:
+    outer = [operand_source(atom, scope) for atom in eqn.invars]
+    bodies = [closed(body) for _, body in subjaxprs(eqn)]
+    name = eqn.primitive.name
+    if is_remat(eqn):
+        body = _body(builder, bodies[0], (key, "remat"), weight, outer, phase)
+        return Record(None, (), tuple(outer), body.outputs, (body,))
+    if name == "scan":
+        return _scan(builder, eqn, bodies[0], key, weight, outer, phase)
+    if name == "while":
+        return _while(builder, eqn, key, weight, outer, phase)
+    return _cond(builder, eqn, bodies, key, weight, outer, phase)
+
+
+def operand_source(atom: Any, scope: Mapping[Any, Source]) -> Source:
+    if not isinstance(atom, Literal) and atom in scope:
+        return scope[atom]
+    rank = len(shape_of(atom))
+    return Source(None, (ShardingSpec.replicated(rank),), shape_of(atom), tensor_bytes(atom))
+
+
+def _entry(
+    builder: Builder,
+    var: Any,
+    key: Hashable,
+    outer: Source,
+    weight: float,
+    stacked: int | None = None,
+) -> Source:
+    """Return the source of a region's input, converted once from the value outside."""
+    node, source = builder.value_node(var, key, "region input")
+    specs = source.stacked(stacked).specs if stacked is not None else source.specs
+    builder.convert(outer, node, specs, weight)
+    if outer.node is None:
+        return source
+    if stacked is None:
+        builder.timeline.alias(source, outer)
+    else:
+        builder.timeline.store(source)
+    return source
+
+
+def _body(
+    builder: Builder, body: Any, key: Hashable, weight: float, inputs: Sequence[Source], phase: str
+) -> Body:
+    jaxpr = open_jaxpr(body)
+    scope: dict[Any, Source] = dict(zip(jaxpr.invars, inputs, strict=True))
+    records = [
+        builder.equation(inner, (key, number), weight, scope, phase)
+        for number, inner in enumerate(jaxpr.eqns)
+    ]
+    outputs = tuple(operand_source(atom, scope) for atom in jaxpr.outvars)
+    return Body(body, tuple(inputs), outputs, tuple(records))
+
+
+def _scan(
+    builder: Builder,
+    eqn: Any,
+    body: Any,
+    key: Hashable,
+    weight: float,
+    outer: list[Source],
+    phase: str,
+) -> Record:
+    num_consts, num_carry, _ = scan_counts(eqn)
+    length = eqn.params["length"]
+    jaxpr = open_jaxpr(body)
+    inputs, operands = [], []
+    for number, (var, source) in enumerate(zip(jaxpr.invars, outer, strict=True)):
+        stacked = length if number >= num_consts + num_carry else None
+        entry = _entry(builder, var, (key, "in", number), source, weight, stacked)
+        inputs.append(entry)
+        operands.append(entry.stacked(length) if stacked is not None else entry)
+    began = builder.timeline.now
+    for carry in inputs[num_consts : num_consts + num_carry]:
+        builder.timeline.store(carry)
+    outer_body = builder.timeline.enter()
+    inner = _body(builder, body, (key, "body"), weight * length, inputs, phase)
+    builder.timeline.leave(outer_body)
+    carries = inputs[num_consts : num_consts + num_carry]
+    for carry, result in zip(carries, inner.outputs[:num_carry], strict=True):
+        builder.convert(result, carry.node, carry.specs, weight * length)
+    inner.outputs = (*carries, *inner.outputs[num_carry:])
+    results = (*carries, *(source.stacked(length) for source in inner.outputs[num_carry:]))
+    for result in results[num_carry:]:
+        builder.timeline.store_zeros(result, began)
+    builder.timeline.hold(inner.outputs)
+    builder.end_loop(began, [*outer[:num_consts], *outer[num_consts + num_carry :]])
+    return Record(None, (), tuple(operands), results, (inner,))
+
+
+def _while(
+    builder: Builder, eqn: Any, key: Hashable, weight: float, outer: list[Source], phase: str
+) -> Record:
+    params = eqn.params
+    cond, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    trips = weight * builder.costs.while_trips
+    variables = [
+        *open_jaxpr(cond).invars[:num_cond],
+        *open_jaxpr(body).invars,
+    ]
+    entries = [
+        _entry(builder, var, (key, "in", number), source, weight)
+        for number, (var, source) in enumerate(zip(variables, outer, strict=True))
+    ]
+    carries = entries[num_cond + num_body :]
+    began = builder.timeline.now
+    for carry in carries:
+        builder.timeline.store(carry)
+    tested = _body(builder, cond, (key, "cond"), trips, [*entries[:num_cond], *carries], phase)
+    tested.outputs = (_whole(open_jaxpr(cond).outvars[0]),)
+    outer_body = builder.timeline.enter()
+    inner = _body(builder, body, (key, "body"), trips, entries[num_cond:], phase)
+    builder.timeline.leave(outer_body)
+    for carry, result in zip(carries, inner.outputs, strict=True):
+        builder.convert(result, carry.node, carry.specs, trips)
+    builder.timeline.hold(inner.outputs)
+    inner.outputs = tuple(carries)
+    builder.end_loop(began, outer[: num_cond + num_body])
+    return Record(None, (), tuple(entries), tuple(carries), (tested, inner))
+
+
+def _whole(atom: Any) -> Source:
+    rank = len(shape_of(atom))
+    return Source(None, (ShardingSpec.replicated(rank),), shape_of(atom), tensor_bytes(atom))
+
+
+def _cond(
+    builder: Builder,
+    eqn: Any,
+    branches: Sequence[Any],
+    key: Hashable,
+    weight: float,
+    outer: list[Source],
+    phase: str,
+) -> Record:
+    entries = [
+        _entry(builder, var, (key, "in", number), source, weight)
+        for number, (var, source) in enumerate(
+            zip(open_jaxpr(branches[0]).invars, outer[1:], strict=True)
+        )
+    ]
+    results = tuple(
+        builder.value_node(var, (key, "out", number), "branch result")[1]
+        for number, var in enumerate(eqn.outvars)
+    )
+    for result in results:
+        builder.timeline.store(result)
+    bodies = []
+    for number, branch in enumerate(branches):
+        body = _body(builder, branch, (key, "branch", number), weight, entries, phase)
+        for result, produced in zip(results, body.outputs, strict=True):
+            builder.convert(produced, result.node, result.specs, weight)
+        body.outputs = results
+        bodies.append(body)
+    predicate = _whole(eqn.invars[0])
+    return Record(None, (), (predicate, *entries), results, tuple(bodies))

@@ -1,0 +1,181 @@
+"""The chosen stages solved exactly, each under its memory limit, and put together as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+import stage_dp
+from alpa_interchange import (
+    ParallelPlan,
+    PlacedStage,
+    ShardingSolution,
+    StageCandidate,
+    StagePlan,
+)
+from alpa_meta.execution.tasks import Tasks, build_tasks
+from alpa_meta.frontend.program import Program, Step
+from alpa_meta.inter_op.candidates import (
+    MeshSolution,
+    Outlook,
+    exact_candidate,
+    input_pins,
+)
+from alpa_meta.inter_op.layering import Layering
+from alpa_meta.inter_op.meshes import usable_memory
+from alpa_meta.inter_op.scan_stages import staged_program
+from alpa_meta.inter_op.stage_selection import stage_scope
+from alpa_meta.inter_op.staging import Staging, assign_stages
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.selection import Selection, build
+from alpa_meta.options import Options
+from alpa_meta.planning.plan_identity import problem_hash
+from alpa_meta.planning.plan_summary import (
+    layer_summaries,
+    program_summary,
+    provenance,
+    stage_sharding,
+)
+from cost_model import CostModel
+
+Choose = Callable[[StageCandidate, Selection, float], ShardingSolution]
+"""From a stage's candidate, its selection problem and a limit in bytes to a choice of
+strategies."""
+
+
+@frozen(eq=False)
+class Planned:
+    """A plan together with the program it is for, ready to be compiled."""
+
+    plan: ParallelPlan
+    program: Program
+    staging: Staging
+    selections: tuple[Selection, ...]
+    tasks: Tasks
+
+
+def stage_selection(
+    program: Program,
+    staging: Staging,
+    stage: int,
+    candidate: StageCandidate,
+    in_flight: int,
+    model: CostModel,
+    options: Options,
+) -> tuple[Any, Selection]:
+    pins = input_pins(program, candidate.logical, options)
+    scope = stage_scope(program, staging, stage, in_flight, pins)
+    costs = MeshCosts(candidate.logical, model, candidate.submesh.host_group)
+    return scope, build(scope.eqns, costs, f"stage {stage}")
+
+
+def finish(
+    stage_plan: StagePlan,
+    outlook: Outlook,
+    layering: Layering,
+    bound: float,
+    step: Step,
+    model: CostModel,
+    options: Options,
+    choose: Choose,
+    solutions: Sequence[MeshSolution] = (),
+) -> Planned | float:
+    """Return the plan with every stage solved exactly, or the bytes missing if one does not fit.
+
+    `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`). A
+    single stage's problem is taken from `solutions` where it was built already.
+    """
+    cluster = model.cluster
+    cuts = [stage.candidate.layer_start for stage in stage_plan.stages[1:]]
+    if not cuts and outlook.uncut is not None:
+        outlook, layering = outlook.uncut
+        stage_plan = _over_all_layers(stage_plan, outlook.num_layers)
+    program, staging = chosen_stages(outlook, layering, cuts)
+    selections, shardings, stages, peaks = [], [], [], []
+    solved: dict[str, ShardingSolution] = {}
+    for stage, placed in enumerate(stage_plan.stages):
+        options.progress("stages", stage, len(stage_plan.stages))
+        in_flight = stage_plan.in_flight[stage]
+        built = None if cuts else whole_solution(placed.candidate, solutions)
+        if built is not None and built.scope is not None and built.selection is not None:
+            scope, selection = built.scope, built.selection
+        else:
+            scope, selection = stage_selection(
+                program, staging, stage, placed.candidate, in_flight, model, options
+            )
+        limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
+        key = problem_hash(selection) + repr(selection.problem.node_cost.sum())
+        if key not in solved:
+            solved[key] = choose(placed.candidate, selection, limit)
+        solution = solved[key]
+        if solution.choice is None:
+            return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
+        candidate, costs = exact_candidate(
+            scope, selection, solution, placed.candidate, outlook.num_layers
+        )
+        selections.append(selection)
+        memory = costs.peak.by_kind()
+        shardings.append(
+            stage_sharding(program, placed, selection, solution, memory, options.executor)
+        )
+        stages.append(PlacedStage(candidate=candidate, device_ids=placed.device_ids))
+        peaks.append(sum(memory.values()))
+    options.progress("stages", len(stages), len(stages))
+    seconds = stage_dp.step_seconds([stage.candidate for stage in stages], stage_plan.schedule)
+    exact = evolve(
+        stage_plan,
+        stages=tuple(stages),
+        step_seconds=seconds,
+        lower_bound=min(bound, seconds),
+        peak_bytes=tuple(peaks),
+    )
+    tasks = build_tasks(program, staging)
+    schedule = stage_dp.emit(
+        tasks.graph,
+        stage_plan.schedule,
+        stage_plan.num_microbatches,
+        warmups=stage_plan.in_flight if stage_plan.schedule == "adaptive" else None,
+    )
+    plan = ParallelPlan(
+        program=program_summary(program, step),
+        cluster=cluster,
+        layers=layer_summaries(outlook, layering),
+        stage_plan=exact,
+        shardings=tuple(shardings),
+        schedule=schedule,
+        step_seconds=seconds,
+        lower_bound=min(bound, seconds),
+        provenance=provenance(),
+    )
+    return Planned(plan, program, staging, tuple(selections), tasks)
+
+
+def chosen_stages(
+    outlook: Outlook, layering: Layering, cuts: Sequence[int]
+) -> tuple[Program, Staging]:
+    """Return the program that runs when the layers are cut into stages at `cuts`, and its
+    staging."""
+    if outlook.cut is not None:
+        return staged_program(outlook.cut, layering, cuts)
+    if not cuts:
+        return outlook.program, outlook.staging
+    return outlook.program, assign_stages(layering, cuts, outlook.program.jaxpr.outvars)
+
+
+def _over_all_layers(plan: StagePlan, num_layers: int) -> StagePlan:
+    """Return a plan of one stage over another number of layers."""
+    (stage,) = plan.stages
+    candidate = evolve(stage.candidate, layer_start=0, layer_stop=num_layers)
+    return evolve(plan, stages=(evolve(stage, candidate=candidate),))
+
+
+def whole_solution(
+    candidate: StageCandidate, solutions: Sequence[MeshSolution]
+) -> MeshSolution | None:
+    """Return the solution of the whole program on the whole cluster that `candidate` stands
+    for."""
+    return next(
+        (found for found in solutions if found.whole and found.mesh == candidate.logical), None
+    )

@@ -1,0 +1,165 @@
+"""What a plan says about the program, its layers and each stage, for people and for other
+programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_interchange import (
+    DeviceMesh,
+    InputSummary,
+    Layer,
+    PlacedStage,
+    ProgramSummary,
+    ShardingSolution,
+    StageSharding,
+)
+from alpa_meta.compat import is_remat, name_stack, open_jaxpr, subjaxprs
+from alpa_meta.frontend.program import Program, Step
+from alpa_meta.inter_op.candidates import (
+    Outlook,
+)
+from alpa_meta.inter_op.layering import Layering, tensor_bytes
+from alpa_meta.inter_op.stage_selection import boundary_bytes
+from alpa_meta.intra_op.folding import fold_keys, layer_classes
+from alpa_meta.intra_op.selection import Selection
+from alpa_meta.planning.executor_choice import chosen_executor
+from alpa_meta.planning.plan_identity import fingerprint, problem_hash
+from alpa_meta.rules import flops, sharding_rule
+
+_PACKAGES = (
+    "alpa-meta",
+    "alpa-interchange",
+    "cost-model",
+    "ilp-sharding",
+    "stage-dp",
+    "resharding",
+    "mesh-runtime",
+    "jax",
+)
+
+
+def stage_sharding(
+    program: Program,
+    placed: PlacedStage,
+    selection: Selection,
+    solution: ShardingSolution,
+    memory: dict[str, float],
+    executor: str = "auto",
+) -> StageSharding:
+    """Return how a stage runs under its solution; `executor` is `Options.executor`."""
+    choice = solution.choice
+    assert choice is not None
+    state = {
+        leaf.path: selection.spec(var, choice)
+        for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True)
+        if var in selection.sources
+    }
+    activations = {}
+    for eqn, phase in zip(selection.stage.eqns, selection.stage.phases, strict=True):
+        name = eqn.primitive.name
+        if phase == "forward" and name in ("dot_general", "conv_general_dilated", "scan"):
+            activations[_label(eqn)] = selection.spec(eqn.outvars[0], choice)
+    eqns = selection.stage.eqns
+    replicated = dict.fromkeys(_without_rule(eqns))
+    chosen, freed = chosen_executor(
+        executor,
+        eqns,
+        (selection.strategy(k, choice) for k in range(len(eqns))),
+        {var: selection.spec(var, choice) for var in selection.sources},
+    )
+    return StageSharding(
+        mesh=DeviceMesh(
+            submesh=placed.candidate.submesh,
+            logical=placed.candidate.logical,
+            device_ids=placed.device_ids,
+        ),
+        solution=solution,
+        problem_hash=problem_hash(selection),
+        state_specs=state,
+        activation_specs=activations,
+        memory=memory,
+        replicated_ops=tuple(name for name in replicated if name not in freed),
+        executor=chosen,
+        freed_ops=freed,
+    )
+
+
+def _without_rule(eqns: Iterable[Any]) -> Iterator[str]:
+    """Yield the operators on arrays that have no sharding rule, those inside regions too."""
+    for eqn in eqns:
+        name = eqn.primitive.name
+        if name in ("scan", "while", "cond") or is_remat(eqn):
+            for _, body in subjaxprs(eqn):
+                yield from _without_rule(open_jaxpr(body).eqns)
+        elif sharding_rule(eqn) is None:
+            if any(getattr(var.aval, "shape", ()) for var in eqn.outvars):
+                yield name
+
+
+def _label(eqn: Any) -> str:
+    scope = name_stack(eqn).replace("jvp(", "").replace("transpose(", "").replace(")", "")
+    shape = ",".join(map(str, eqn.outvars[0].aval.shape))
+    return f"{scope or 'step'} {eqn.primitive.name}[{shape}]"
+
+
+def program_summary(program: Program, step: Step) -> ProgramSummary:
+    inputs = []
+    for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
+        shape = tuple(var.aval.shape)
+        if leaf.role == "batch":
+            shape = (step.batch_size, *shape[1:])
+        inputs.append(
+            InputSummary(path=leaf.path, shape=shape, dtype=str(leaf.aval.dtype), role=leaf.role)
+        )
+    return ProgramSummary(
+        fingerprint=fingerprint(program),
+        inputs=tuple(inputs),
+        num_ops=len(program.jaxpr.eqns),
+        batch_size=step.batch_size,
+        phases_from=program.phases.recognised_by,
+    )
+
+
+def layer_summaries(outlook: Outlook, layering: Layering) -> tuple[Layer, ...]:
+    count = outlook.num_layers
+    work = np.zeros((count, 2))
+    for eqn, phase, layer in zip(layering.eqns, layering.phases, layering.layers, strict=True):
+        if layer is not None and phase != "update":
+            work[layer, phase == "backward"] += flops(eqn)
+    keys = fold_keys(layering.eqns, layering.phases, layering.layers)
+    classes = layer_classes(keys, layering.layers, count)
+    parameters = np.zeros(count)
+    for var, leaf, readers in zip(
+        outlook.program.jaxpr.invars, outlook.program.inputs, layering.input_layers, strict=True
+    ):
+        if leaf.role == "state" and readers:
+            parameters[min(readers)] += tensor_bytes(var)
+    crossing = boundary_bytes(outlook.program, outlook.staging, count)
+    return tuple(
+        Layer(
+            index=k,
+            equivalence_class=classes[k],
+            forward_flops=float(work[k, 0]),
+            backward_flops=float(work[k, 1]),
+            parameter_bytes=float(parameters[k]),
+            boundary_bytes=float(crossing[k]),
+        )
+        for k in range(count)
+    )
+
+
+def provenance() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "source"
+    versions["jax"] = jax.__version__
+    return versions

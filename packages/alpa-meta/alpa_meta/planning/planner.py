@@ -1,0 +1,424 @@
+"""The planner: from a step and a cluster to a parallel plan with a proven bound.
+
+trace at each microbatch count -> layers -> selection problems on every logical mesh (candidates)
+-> stage DP -> the chosen stages solved again exactly, each under its memory limit -> schedule
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from attrs import evolve, frozen
+
+import stage_dp
+from alpa_interchange import (
+    ClusterSpec,
+    DeviceGroup,
+    ParallelPlan,
+    ShardingSolution,
+    StageCandidate,
+    StagePlan,
+    StageProblem,
+)
+from alpa_meta.compat import Literal
+from alpa_meta.errors import InfeasibleError, PlanError
+from alpa_meta.execution.tasks import build_tasks
+from alpa_meta.frontend.program import Program, Step
+from alpa_meta.inter_op.candidates import (
+    MeshSolution,
+    Outlook,
+    microbatch_counts,
+    range_candidates,
+    solve_mesh,
+)
+from alpa_meta.inter_op.layering import Layering, assign_layers, clustered_positions, tensor_bytes
+from alpa_meta.inter_op.meshes import logical_meshes, submeshes, usable_memory
+from alpa_meta.inter_op.scan_stages import cut_evenly
+from alpa_meta.inter_op.staging import assign_stages
+from alpa_meta.intra_op.folding import eqn_signature
+from alpa_meta.intra_op.memory_limit import solve_within
+from alpa_meta.intra_op.selection import Selection
+from alpa_meta.options import Options
+from alpa_meta.pinning import UnfitPinError, pinned_axes
+from alpa_meta.planning.chosen_plan import (
+    Planned,
+    chosen_stages,
+    finish,
+    stage_selection,
+    whole_solution,
+)
+from alpa_meta.planning.collection_pause import full_collections_paused
+from alpa_meta.planning.executor_choice import with_executor
+from alpa_meta.planning.plan_identity import check_choice, check_program, problem_hash
+from alpa_meta.rules import flops
+from cost_model import CostModel, calibrated_model
+
+
+@frozen(eq=False)
+class _Search:
+    """The candidates at one microbatch count, and the stage plan found among them."""
+
+    outlook: Outlook
+    layering: Layering
+    solutions: tuple[MeshSolution, ...]
+    problem: StageProblem
+    bound: float
+
+
+def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
+    """Return the fastest plan found for `step` on `cluster` that fits its memory.
+
+    Raises InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad
+    input. Where nothing fits and the number of microbatches is free, larger numbers are tried.
+    """
+    with full_collections_paused():
+        return _make_plan(step, cluster, options)
+
+
+def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
+    failed: InfeasibleError | None = None
+    counts = _counts(step, options)
+    while counts:
+        try:
+            return _plan_with(counts, step, cluster, options)
+        except InfeasibleError as error:
+            if failed is None or error.missing_bytes < failed.missing_bytes:
+                failed = error
+        counts = _larger_counts(max(counts), step, options)
+    assert failed is not None
+    raise failed
+
+
+def _larger_counts(tried: int, step: Step, options: Options) -> list[int]:
+    """Return the next numbers of microbatches to try for their smaller activations."""
+    if options.num_microbatches is not None or (options.exact and step.inexact):
+        return []
+    larger = [
+        count for count in range(4 * tried, step.batch_size + 1) if step.batch_size % count == 0
+    ]
+    return larger[:1]
+
+
+def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Options) -> Planned:
+    model = calibrated_model(cluster)
+    searches: list[_Search] = []
+    missing: list[float] = []
+    outlooks = []
+    divided: set[int] = set()  # outlooks with whole scans beside one with scans in pieces
+    for number, count in enumerate(counts):
+        options.progress("trace", number, len(counts))
+        outlooks.append(outlook_of(step.program(count), options))
+        if _may_cut(count, cluster, options):
+            pieces = outlook_in_pieces(step.program(count), options)
+            if pieces is not None:
+                divided.add(id(outlooks[-1][0]))
+                outlooks.append(pieces)
+    options.progress("trace", len(counts), len(counts))
+    jobs = [
+        (outlook, work)
+        for outlook, _ in outlooks
+        for work in _meshes(outlook, model, options)
+        if work[2] or id(outlook) not in divided  # its stages are cut from the program in pieces
+        if not work[2] or outlook.cut is None
+    ]
+    axes = pinned_axes(outlooks[0][0].program, options.pins, [mesh for _, (_, mesh, _) in jobs])
+    jobs = [job for job in jobs if axes <= set(job[1][1].axis_names)] or jobs
+    unfit: UnfitPinError | None = None
+    solved: dict[int, list[MeshSolution]] = {id(outlook): [] for outlook, _ in outlooks}
+    whole_fits = False
+    for number, (outlook, (submesh, mesh, whole)) in enumerate(jobs):
+        options.progress("plan", number, len(jobs) + 1)
+        if whole and whole_fits and outlook.program.num_microbatches > min(counts):
+            continue  # more microbatches on one mesh only save memory, which is not needed
+        limit = usable_memory(cluster, submesh.host_group, options.memory)
+        try:
+            found, lacking = solve_mesh(outlook, submesh, mesh, model, limit, whole, options)
+        except UnfitPinError as error:
+            unfit = error
+            continue
+        solved[id(outlook)] += found
+        whole_fits = whole_fits or bool(whole and found)
+        if lacking:
+            missing.append(lacking)
+    for outlook, layering in outlooks:
+        if solved[id(outlook)]:
+            searches.append(
+                _search(outlook, layering, tuple(solved[id(outlook)]), model, cluster, options)
+            )
+    if unfit is not None and not searches:
+        raise unfit
+    planned = _best(searches, missing, step, cluster, model, options)
+    options.progress("plan", len(jobs) + 1, len(jobs) + 1)
+    return planned
+
+
+def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
+    """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
+    outlook, layering = staged_outlook(step, plan, options)
+    program, staging = chosen_stages(outlook, layering, plan.layer_cuts)
+    check_program(plan, program, step)
+    model = calibrated_model(plan.cluster)
+    selections = []
+    for stage, sharding in enumerate(plan.shardings):
+        candidate = plan.stage_plan.stages[stage].candidate
+        selection = stage_selection(
+            program, staging, stage, candidate, plan.stage_plan.in_flight[stage], model, options
+        )[1]
+        if problem_hash(selection) != sharding.problem_hash:
+            raise PlanError(
+                f"stage {stage} of the plan was made from other sharding rules or strategies than "
+                f"this version enumerates (it was written by {dict(plan.provenance)}); plan again"
+            )
+        check_choice(selection, sharding.solution.choice, stage)
+        selections.append(selection)
+    tasks = build_tasks(program, staging)
+    plan = with_executor(plan, options.executor)
+    return Planned(plan, program, staging, tuple(selections), tasks)
+
+
+def _counts(step: Step, options: Options) -> list[int]:
+    batch = step.batch_size
+    counts = microbatch_counts(batch, options.num_stages, options.num_microbatches)
+    if not options.exact:
+        return counts
+    inexact = {count: _inexact_with(step, count) for count in counts if count > 1}
+    given = options.num_microbatches
+    if given is not None and inexact.get(given):
+        raise PlanError(
+            f"{given} microbatches would change the result: {inexact[given][0]}; use "
+            "num_microbatches=1, or Options(exact=False) to accept it"
+        )
+    return [count for count in counts if not inexact.get(count)] or [1]
+
+
+def _inexact_with(step: Step, count: int) -> tuple[str, ...]:
+    """Return why `count` microbatches would change the result; a step may be written for one
+    size."""
+    try:
+        return step.program(count).inexact
+    except PlanError:
+        raise
+    except (TypeError, ValueError) as error:
+        return (f"the step only takes batches of {step.batch_size} ({error})",)
+
+
+def outlook_of(
+    program: Program,
+    options: Options,
+    num_layers: int | None = None,
+    like: Program | None = None,
+) -> tuple[Outlook, Layering]:
+    """Return the program in layers, and as one stage.
+
+    `like` is a program of the same structure at other sizes: its layers are kept.
+    """
+    source = like or program
+    wanted = num_layers or options.num_layers
+    if wanted is None and options.num_stages and options.num_stages > 1:
+        wanted = _at_least(source, options.num_stages)
+    forward = [source.jaxpr.eqns[k] for k in clustered_positions(source)]
+    clustered = stage_dp.cluster_layers(_sequence(forward), wanted).layer_of_op if forward else ()
+    layering = assign_layers(program, lambda eqns, inputs: clustered)
+    staging = assign_stages(layering, [], program.jaxpr.outvars)
+    return Outlook(program, staging, layering.num_layers), layering
+
+
+def outlook_in_pieces(
+    program: Program,
+    options: Options,
+    num_layers: int | None = None,
+    like: Program | None = None,
+) -> tuple[Outlook, Layering] | None:
+    """Return the program with its scans over layers in pieces, None if it has none."""
+    cut = cut_evenly(program)
+    if cut is None:
+        return None
+    outlook, layering = outlook_of(cut.program, options, num_layers, like)
+    return evolve(outlook, cut=cut, uncut=outlook_of(program, options)), layering
+
+
+def staged_outlook(
+    step: Step, plan: ParallelPlan, options: Options, like: Program | None = None
+) -> tuple[Outlook, Layering]:
+    """Return the layers of `step` that the stages of `plan` are cut from (`like`: `outlook_of`)."""
+    program = step.program(plan.num_microbatches)
+    count = len(plan.layers)
+    found = None
+    if plan.num_stages > 1:
+        found = outlook_in_pieces(program, options, count, like)
+    return found or outlook_of(program, options, count, like)
+
+
+def _may_cut(num_microbatches: int, cluster: ClusterSpec, options: Options) -> bool:
+    """Return whether plans with several stages are searched."""
+    if options.num_stages is not None:
+        return options.num_stages > 1
+    return cluster.num_devices > 1 and (num_microbatches > 1 or len(cluster.host_groups) > 1)
+
+
+def _at_least(program: Program, num_stages: int) -> int | None:
+    """Return a number of layers if fewer than `num_stages` would be chosen, else None."""
+    forward = [
+        eqn
+        for eqn, phase in zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True)
+        if phase == "forward"
+    ]
+    chosen = stage_dp.cluster_layers(_sequence(forward)).num_layers
+    return None if chosen >= num_stages else num_stages
+
+
+def _sequence(eqns: Any) -> stage_dp.OpSequence:
+    number: dict[Any, int] = {}
+
+    def of(var: Any) -> int:
+        return number.setdefault(var, len(number))
+
+    operands = [[of(a) for a in eqn.invars if not isinstance(a, Literal)] for eqn in eqns]
+    results = [[of(var) for var in eqn.outvars] for eqn in eqns]
+    return stage_dp.OpSequence(
+        flops=[float(flops(eqn)) for eqn in eqns],
+        operands=operands,
+        results=results,
+        value_bytes={place: tensor_bytes(var) for var, place in number.items()},
+        signatures=[eqn_signature(eqn) for eqn in eqns],
+    )
+
+
+def _meshes(outlook: Outlook, model: CostModel, options: Options) -> list[tuple[Any, Any, bool]]:
+    """Return (submesh, logical mesh, whether it is the whole cluster) to solve on."""
+    cluster = model.cluster
+    found = []
+    single = outlook.program.num_microbatches == 1
+    for submesh in submeshes(cluster):
+        whole = submesh.num_devices == cluster.num_devices
+        if options.num_stages == 1 and not whole and len(cluster.host_groups) == 1:
+            continue
+        if options.num_stages is not None and options.num_stages > 1:
+            if submesh.num_devices > cluster.num_devices - options.num_stages + 1:
+                continue
+        elif options.num_stages is None and single and not whole and cluster.num_devices > 1:
+            continue  # pipelines are planned with more microbatches
+        most = max(options.max_mesh_axes, len(options.mesh_shape or ()))
+        ordered = bool(options.pins or options.preset or options.mesh_shape)
+        # the order decides which axis is the minor one of a dim, which matters little; on the whole
+        # cluster no named parallelism is to find a mesh that the planner did not try
+        for mesh in logical_meshes(model, submesh, most, options.axis_names, ordered or whole):
+            if options.mesh_shape in (None, mesh.shape):
+                found.append((submesh, mesh, whole))
+    if not found:
+        raise PlanError(
+            f"no logical mesh is left to plan for: num_stages={options.num_stages}, "
+            f"mesh_shape={options.mesh_shape}, {cluster.num_devices} devices in {cluster.name!r}"
+        )
+    return found
+
+
+def device_groups(cluster: ClusterSpec, options: Options) -> tuple[DeviceGroup, ...]:
+    """Return the hosts that stages are cut from, with the memory that plans may use."""
+    return tuple(
+        DeviceGroup(
+            num_hosts=group.num_hosts,
+            devices_per_host=group.devices_per_host,
+            memory=usable_memory(cluster, number, options.memory),
+        )
+        for number, group in enumerate(cluster.host_groups)
+    )
+
+
+def _search(
+    outlook: Outlook,
+    layering: Layering,
+    solutions: tuple[MeshSolution, ...],
+    model: CostModel,
+    cluster: ClusterSpec,
+    options: Options,
+) -> _Search:
+    problem = StageProblem(
+        num_layers=outlook.num_layers,
+        device_groups=device_groups(cluster, options),
+        candidates=tuple(range_candidates(outlook, solutions, model)),
+        schedules=(options.schedule,),
+        num_stages=options.num_stages,
+    )
+    floors = evolve(
+        problem, candidates=tuple(range_candidates(outlook, solutions, model, floor=True))
+    )
+    try:
+        bound = stage_dp.solve_stages(floors).lower_bound
+    except ValueError:
+        bound = 0.0
+    return _Search(outlook, layering, solutions, problem, bound)
+
+
+def _best(
+    searches: list[_Search],
+    missing: list[float],
+    step: Step,
+    cluster: ClusterSpec,
+    model: CostModel,
+    options: Options,
+) -> Planned:
+    chosen: list[tuple[float, StagePlan, _Search]] = []
+    remedies: list[str] = []
+    for search in searches:
+        try:
+            plan = stage_dp.solve_stages(search.problem)
+        except stage_dp.InfeasibleError as error:
+            missing.append(error.missing_bytes)
+            remedies.append(str(error))
+            continue
+        chosen.append((plan.step_seconds, plan, search))
+    chosen.sort(key=lambda item: item[0])
+    bound = min((search.bound for search in searches), default=0.0)
+    while chosen:
+        _, plan, search = chosen.pop(0)
+
+        def choose(
+            candidate: StageCandidate, selection: Selection, memory: float, search: _Search = search
+        ) -> ShardingSolution:
+            known = whole_solution(candidate, search.solutions)
+            return known.solution if known else solve_within(selection, options, memory)
+
+        outlook, layering = search.outlook, search.layering
+        planned = finish(
+            plan, outlook, layering, bound, step, model, options, choose, search.solutions
+        )
+        if isinstance(planned, Planned):
+            return planned
+        missing.append(planned)
+        rest = _without(search.problem, plan)
+        if rest is not None:
+            try:
+                again = stage_dp.solve_stages(rest)
+            except stage_dp.InfeasibleError as error:
+                missing.append(error.missing_bytes)
+            else:
+                chosen.append((again.step_seconds, again, evolve(search, problem=rest)))
+                chosen.sort(key=lambda item: item[0])
+    raise _infeasible(missing, remedies, cluster, options)
+
+
+def _without(problem: StageProblem, plan: StagePlan) -> StageProblem | None:
+    """Return the problem without the candidates of a plan that turned out not to fit."""
+    used = {stage.candidate for stage in plan.stages}
+    left = tuple(c for c in problem.candidates if c not in used)
+    return evolve(problem, candidates=left) if left else None
+
+
+def _infeasible(
+    missing: list[float], remedies: list[str], cluster: ClusterSpec, options: Options
+) -> InfeasibleError:
+    least = min((bytes for bytes in missing if bytes > 0), default=0.0)
+    limit = usable_memory(cluster, 0, options.memory)
+    if options.num_microbatches is None or options.num_microbatches == 1:
+        remedy = "cut the batch into more microbatches (num_microbatches)"
+    else:
+        remedy = "recompute activations (jax.checkpoint) or use a smaller batch"
+    detail = f" ({remedies[0]})" if remedies and not least else ""
+    return InfeasibleError(
+        f"no plan fits the memory: each device has {limit:,.0f} bytes for the program and lacks at "
+        f"least {math.ceil(least):,} more on cluster {cluster.name!r}; cheapest remedy: {remedy}, "
+        f"or use more devices{detail}",
+        least,
+    )

@@ -1,0 +1,127 @@
+"""Calls like an earlier one go straight to the program, and every other call the long way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_meta as alpa
+from alpa_meta.execution.executable import Executable
+
+
+def step(state, batch):
+    def loss(weights):
+        return jnp.mean((state["activation"](batch @ weights["a"]) @ weights["b"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state["weights"])
+    weights = jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], gradients)
+    return {**state, "weights": weights, "count": state["count"] + 1}, {"loss": value, "one": 1.0}
+
+
+def made(seed=0):
+    """Return a state with a leaf that is no array and one that is never read, and a batch."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    weights = {name: jax.random.normal(k, (8, 8)) for name, k in zip("ab", keys)}
+    state = {"activation": jnp.tanh, "count": jnp.int32(3), "unread": keys[0], "weights": weights}
+    return state, np.asarray(jax.random.normal(keys[2], (16, 8)))
+
+
+def agree(actual, expected):
+    """Return whether results agree, leaves that are no arrays by identity."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    return all(
+        np.allclose(np.asarray(one), np.asarray(other), rtol=1e-5)
+        if hasattr(one, "dtype") and not jnp.issubdtype(one.dtype, jax.dtypes.prng_key)
+        else callable(one) or hasattr(one, "dtype") or one == other
+        for one, other in pairs
+    )
+
+
+@pytest.fixture
+def long_way(monkeypatch):
+    """Return a list that grows by one with every call that goes the long way."""
+    calls = []
+    plain = Executable.__call__
+
+    def counted(self, inputs):
+        calls.append(self)
+        return plain(self, inputs)
+
+    monkeypatch.setattr(Executable, "__call__", counted)
+    return calls
+
+
+def parallel(**options):
+    return alpa.parallelize(step, cluster="host:4", num_stages=1, num_microbatches=1, **options)
+
+
+def test_the_second_call_like_the_first_goes_straight_to_the_program(long_way):
+    running, (state, batch) = parallel(), made()
+    expected, _ = made()
+    for number in range(3):
+        state, metrics = running(state, batch)
+        expected, reference = step(expected, batch)
+        assert agree((state, metrics), (expected, reference)), number
+    assert state["activation"] is jnp.tanh
+    assert int(state["count"]) == 6
+    assert len(long_way) == 1
+
+
+def test_arrays_elsewhere_are_placed(long_way):
+    running = parallel()
+    results = []
+    for _ in range(2):
+        state, batch = made()
+        results.append(running(jax.device_get(state), jax.device_put(batch, jax.devices()[1])))
+    assert agree(*results)
+    assert len(long_way) == 1
+
+
+def test_one_array_for_two_inputs_is_copied(long_way):
+    running = parallel()
+    state, batch = made()
+    running(*made())
+    shared = jnp.array(state["weights"]["a"])
+    state["weights"] = {"a": shared, "b": shared}
+    expected = step(state, batch)
+    assert agree(running(state, batch), expected)
+
+
+def test_state_that_was_given_away_is_refused_with_the_reason(long_way):
+    running, (state, batch) = parallel(), made()
+    state, _ = running(state, batch)
+    running(state, batch)
+    with pytest.raises(alpa.PlanError, match="given away to an earlier step"):
+        running(state, batch)
+
+
+def test_state_is_kept_where_the_plan_does_not_donate(long_way):
+    running, (state, batch) = parallel(donate=False), made()
+    state, _ = running(state, batch)
+    assert agree(running(state, batch), running(state, batch))
+    assert len(long_way) == 1
+
+
+def test_another_shape_another_leaf_or_tracing_goes_the_long_way(long_way):
+    running = parallel()
+    state, batch = made()
+    assert agree(running(made()[0], batch), step(state, batch))
+    assert agree(running(made()[0], batch[:8]), step(state, batch[:8]))
+    assert running.plan.program.batch_size == 8
+    assert agree(running(made()[0], batch[:8]), step(state, batch[:8]))
+    assert len(long_way) == 2
+    running.executable.trace("blocking")
+    running(made()[0], batch[:8])
+    assert len(long_way) == 3
+    assert running.last_trace
+    running.executable.trace("none")
+    with pytest.raises(alpa.PlanError, match="another structure"):
+        running({**made()[0], "activation": jnp.sin}, batch[:8])
+
+
+def test_a_step_of_several_tasks_has_no_direct_call(long_way):
+    running = alpa.parallelize(step, cluster="host:4", num_stages=1, num_microbatches=2)
+    state, batch = made()
+    for _ in range(2):
+        state, _ = running(state, batch)
+    assert len(long_way) == 2

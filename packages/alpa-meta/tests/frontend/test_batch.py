@@ -1,0 +1,102 @@
+"""How values scale with the batch, found from two traces."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_meta.compat import Literal, open_jaxpr
+from alpa_meta.frontend.batch import CONSTANT, MIXED, Scaling, batch_scaling
+from alpa_meta.frontend.trace import trace
+
+WEIGHT = jax.ShapeDtypeStruct((3, 4), jnp.float32)
+
+
+def result_scaling(function, *, size=2):
+    """Return the scaling of function(weight [3, 4], x [batch, 3])."""
+
+    def traced(batch):
+        return trace(function, WEIGHT, jax.ShapeDtypeStruct((batch, 3), jnp.float32))[0]
+
+    small = traced(size)
+    known = batch_scaling(small, traced(2 * size), [CONSTANT, Scaling("example", 0, 0)])
+    (result,) = open_jaxpr(small).outvars
+    return CONSTANT if isinstance(result, Literal) else known[result]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda w, x: (x @ w).sum(), Scaling("reduced", 0)),
+        (lambda w, x: (x @ w).sum(0), Scaling("reduced", 0)),
+        (lambda w, x: (x @ w).mean(), Scaling("reduced", -1)),
+        (lambda w, x: 3 * (x @ w).mean() - x.mean(), Scaling("reduced", -1)),
+        (lambda w, x: (x @ w).mean() * w.sum(), Scaling("reduced", -1)),
+        (lambda w, x: (x @ w).mean() + w.sum(), Scaling("reduced", -1)),
+        (lambda w, x: x @ w, Scaling("example", 0, 0)),
+        (lambda w, x: (x @ w).T, Scaling("example", 0, 1)),
+        (lambda w, x: (x @ w).max(1), Scaling("example", 0, 0)),
+        (lambda w, x: w * 2, Scaling("constant")),
+        (lambda w, x: w.sum() * x.shape[0], Scaling("constant", 1)),
+        (lambda w, x: x.max(), Scaling("extreme", reduction="max")),
+        (lambda w, x: x.min(0)[None], Scaling("extreme", reduction="min")),
+        (lambda w, x: (x > 0).any(), Scaling("extreme", reduction="max")),
+        (lambda w, x: (x > 0).all(), Scaling("extreme", reduction="min")),
+        (lambda w, x: jnp.sum(x > 0), Scaling("reduced", 0)),
+    ],
+)
+def test_values_get_the_form_and_the_power_of_n_they_have(function, expected):
+    assert result_scaling(function) == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, x: x.sum() + w.sum(),
+        lambda w, x: (x**2).sum() / x.sum(),
+        lambda w, x: jnp.sqrt((x**2).mean()),
+        lambda w, x: (x - x.mean(0)).sum(),
+        lambda w, x: x.sum() + x.mean(),
+        lambda w, x: x.max(0).sum(),
+        lambda w, x: -x.max(),
+        lambda w, x: jnp.sort(x, axis=0)[0, 0],
+        lambda w, x: jnp.cumsum(x, axis=0),
+        lambda w, x: x * jnp.arange(x.shape[0])[:, None],
+        lambda w, x: jax.random.normal(jax.random.key(0), x.shape),
+        lambda w, x: x[::-1][0],
+        lambda w, x: (x * x.shape[0] ** 0.5).sum(),
+    ],
+)
+def test_what_depends_on_how_examples_are_cut_is_mixed(function):
+    assert result_scaling(function) == MIXED
+
+
+def test_gradients_of_a_mean_are_means_and_of_a_sum_are_sums():
+    def loss(reduce):
+        return lambda w, x: jax.grad(lambda w: reduce(jnp.tanh(x @ w) ** 2))(w)
+
+    assert result_scaling(loss(jnp.mean)) == Scaling("reduced", -1)
+    assert result_scaling(loss(jnp.sum)) == Scaling("reduced", 0)
+
+
+def test_a_loop_over_layers_keeps_the_batch_dim():
+    def function(w, x):
+        square = w @ w.T
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ square), c.sum()), x, None, length=3)[0]
+
+    assert result_scaling(function) == Scaling("example", 0, 0)
+
+
+def test_a_recomputed_block_scales_as_its_body_does():
+    assert result_scaling(jax.checkpoint(lambda w, x: (x @ w).mean())) == Scaling("reduced", -1)
+
+
+def test_a_branch_that_depends_on_the_data_is_mixed():
+    def function(w, x):
+        return jax.lax.cond(x.sum() > 0, lambda: x.sum(), lambda: 2 * x.sum())
+
+    assert result_scaling(function) == MIXED
+
+
+def test_literals_that_are_no_numbers_do_not_disturb():
+    assert result_scaling(lambda w, x: jnp.where(x > 0, x, jnp.nan).sum()).form == "reduced"
+    assert result_scaling(lambda w, x: jnp.where(x > 0, x, -jnp.inf).max()).form == "extreme"

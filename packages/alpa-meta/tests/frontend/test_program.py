@@ -1,0 +1,51 @@
+"""The user's step as a flat program: paths, aliases, microbatches, refusals."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from counting_step import BATCH, STATE, step
+
+from alpa_meta.errors import PlanError
+from alpa_meta.frontend.program import Step
+
+
+def test_inputs_have_the_paths_a_user_would_write_and_roles():
+    program = Step(step, (STATE, BATCH)).program(1)
+    assert [(leaf.path, leaf.role) for leaf in program.inputs] == [
+        ("state['count']", "state"),
+        ("state['w']", "state"),
+        ("batch['x']", "batch"),
+    ]
+    assert program.aliases == (0, 1, None)
+    assert program.outputs == ("[0]['count']", "[0]['w']", "[1]['loss']")
+
+
+def test_a_microbatch_is_a_part_of_the_batch():
+    flat = Step(step, (STATE, BATCH))
+    assert flat.batch_size == 8
+    assert flat.program(4).jaxpr.invars[2].aval.shape == (2, 4)
+    assert flat.program(4) is flat.program(4)
+    with pytest.raises(PlanError, match="which 3 microbatches do not divide"):
+        flat.program(3)
+
+
+def test_leaves_that_are_no_arrays_are_kept_and_given_back():
+    def apply(state, batch):
+        function, weight = state
+        gradient = jax.grad(lambda w: function(batch @ w).mean())(weight)
+        return (function, weight - gradient)
+
+    flat = Step(apply, ((jnp.tanh, STATE["w"]), BATCH["x"]))
+    tree, kept, arrays, _ = flat.output_tree
+    assert kept == (jnp.tanh, None)
+    assert arrays == (False, True)
+
+
+def test_a_call_of_another_structure_is_refused():
+    flat = Step(step, (STATE, BATCH))
+    with pytest.raises(PlanError, match="another structure of arguments"):
+        flat.flatten(({"w": STATE["w"]}, BATCH))
+
+
+def test_the_signature_names_every_input():
+    assert Step(step, (STATE, BATCH)).program(1).signature()[1] == ("state['w']", (4, 4), "float32")

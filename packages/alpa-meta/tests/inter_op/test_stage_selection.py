@@ -1,0 +1,129 @@
+"""The selection problem of a stage, and what a choice costs and holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alpa_meta.frontend.program import Step
+from alpa_meta.inter_op.candidates import microbatch_counts
+from alpa_meta.inter_op.layering import assign_layers
+from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
+from alpa_meta.inter_op.stage_selection import boundary_bytes, solved_costs, stage_scope
+from alpa_meta.inter_op.staging import assign_stages
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.selection import build
+from cost_model import CostModel, cluster
+from ilp_sharding import solve
+
+SHAPE = jax.ShapeDtypeStruct
+WIDTH, BATCH, LAYERS = 8, 16, 3
+
+
+def step(weights, batch):
+    def loss(weights):
+        x = batch
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x**2)
+
+    gradients = jax.grad(loss)(weights)
+    return [w - g for w, g in zip(weights, gradients)], None
+
+
+def by_products(eqns, inputs):
+    layers, layer = [], -1
+    for eqn in eqns:
+        layer += eqn.primitive.name == "dot_general"
+        layers.append(max(layer, 0))
+    return layers
+
+
+def staged(num_stages=1, num_microbatches=1):
+    weights = [SHAPE((WIDTH, WIDTH), jnp.float32)] * LAYERS
+    program = Step(step, (weights, SHAPE((BATCH, WIDTH), jnp.float32))).program(num_microbatches)
+    layering = assign_layers(program, by_products)
+    cuts = list(range(1, num_stages))
+    return program, assign_stages(layering, cuts, program.jaxpr.outvars)
+
+
+def selection(scope, devices=4):
+    model = CostModel(cluster(f"host:{devices}"))
+    (mesh,) = logical_meshes(model, whole_cluster(model.cluster), 1)
+    return build(scope.eqns, MeshCosts(mesh, model), "test")
+
+
+def test_the_scope_of_a_stage_names_its_state_residuals_and_what_leaves_it():
+    program, staging = staged(2, 2)
+    first = stage_scope(program, staging, 0, 2)
+    assert len(first.eqns.state) == 1
+    assert len(first.boundary_out) == 1
+    assert first.residuals
+    assert first.eqns.kept == first.residuals
+    assert first.eqns.in_flight == 2
+    whole = stage_scope(*staged(), 0, 1)
+    assert len(whole.eqns.state) == LAYERS
+    assert not whole.boundary_out
+    assert not whole.eqns.kept  # one program: the compiler stores what it wants
+
+
+def test_inner_layers_share_their_nodes():
+    scope = stage_scope(*staged(), 0, 1)
+    found = selection(scope)
+    products = [name for name in found.problem.node_names if name == "dot_general"]
+    assert len(products) < 3 * LAYERS
+
+
+def test_the_replicated_choice_holds_everything_and_communicates_nothing():
+    scope = stage_scope(*staged(), 0, 1)
+    found = selection(scope)
+    choice = [0] * found.problem.num_nodes
+    costs = solved_costs(scope, found, choice, LAYERS)
+    assert costs.state.sum() == LAYERS * WIDTH * WIDTH * 4
+    assert costs.state.tolist() == [WIDTH * WIDTH * 4] * LAYERS
+    for var in scope.eqns.state:
+        assert found.spec(var, choice).dims == ((), ())
+
+
+def test_seconds_by_layer_add_up_to_the_objective():
+    scope = stage_scope(*staged(), 0, 1)
+    found = selection(scope)
+    solution = solve(found.problem)
+    costs = solved_costs(scope, found, solution.choice, LAYERS)
+    total = costs.forward.sum() + costs.backward.sum() + costs.update.sum()
+    assert total <= solution.objective * (1 + 1e-9)
+    assert (costs.floor.sum() <= total * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_a_choice_never_beats_its_floor(devices):
+    scope = stage_scope(*staged(), 0, 1)
+    found = selection(scope, devices)
+    generator = np.random.default_rng(0)
+    for _ in range(5):
+        choice = [int(generator.integers(count)) for count in found.problem.num_strategies]
+        costs = solved_costs(scope, found, choice, LAYERS)
+        spent = costs.forward + costs.backward + costs.update
+        assert (spent >= costs.floor.sum(1) - 1e-15).all()
+
+
+def test_between_layers_one_activation_crosses():
+    program, staging = staged()
+    crossing = boundary_bytes(program, staging, LAYERS)
+    assert crossing[:-1].tolist() == [BATCH * WIDTH * 4] * (LAYERS - 1)
+    assert crossing[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "stages", "given", "expected"),
+    [
+        (16, 1, None, [1]),
+        (16, 2, None, [4, 8]),
+        (16, None, None, [1, 8]),
+        (12, 2, None, [4, 6]),
+        (7, 2, None, [1, 7]),
+        (16, 2, 16, [16]),
+    ],
+)
+def test_pipelines_are_planned_with_enough_microbatches_to_fill(batch, stages, given, expected):
+    assert microbatch_counts(batch, stages, given) == expected

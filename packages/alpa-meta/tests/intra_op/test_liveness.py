@@ -1,0 +1,133 @@
+"""When values hold memory: lifetimes, fusion, and lifetimes of what fused readers read."""
+
+from alpa_interchange import ShardingSpec
+from alpa_meta.intra_op.liveness import Timeline
+from alpa_meta.intra_op.stage_problem import Source
+
+
+def value(size=8.0):
+    return Source(0, (ShardingSpec(((),)),), (int(size),), size)
+
+
+def spans(timeline):
+    return {id(span.source): (span.start, span.stop) for span in timeline.spans()}
+
+
+def test_a_stored_value_lives_to_its_last_reader():
+    timeline, first, second = Timeline(), value(), value()
+    timeline.advance("forward")
+    timeline.compute("dot_general", [], [first])
+    timeline.advance("forward")
+    timeline.compute("dot_general", [first], [second])
+    timeline.advance("forward")
+    timeline.compute("dot_general", [first, second], [value()])
+    found = spans(timeline)
+    assert found[id(first)] == (1, 4)
+    assert found[id(second)] == (2, 4)
+
+
+def test_an_elementwise_value_is_not_stored_and_its_operand_waits_for_its_readers():
+    timeline, product, light = Timeline(), value(), value()
+    timeline.advance("forward")
+    timeline.compute("dot_general", [], [product])
+    timeline.advance("forward")
+    timeline.compute("tanh", [product], [light])
+    for _ in range(3):
+        timeline.advance("forward")
+    timeline.compute("reduce_sum", [light], [value(1.0)])
+    found = spans(timeline)
+    assert id(light) not in found
+    assert found[id(product)] == (1, 6)
+
+
+def test_an_elementwise_value_that_a_heavy_operator_reads_takes_its_operands_place():
+    timeline, product, light = Timeline(), value(), value()
+    timeline.advance("forward")
+    timeline.compute("dot_general", [], [product])
+    timeline.advance("forward")
+    timeline.compute("tanh", [product], [light])
+    timeline.advance("forward")
+    timeline.compute("dot_general", [light], [value()])
+    found = spans(timeline)
+    assert found[id(product)] == (1, 2)
+    assert found[id(light)] == (2, 4)
+
+
+def test_a_sum_of_two_tensors_that_is_read_twice_is_stored_one_read_once_is_not():
+    for readers, stored in ((1, False), (2, True)):
+        timeline, one, two, total = Timeline(), value(), value(), value()
+        for source in (one, two):
+            timeline.advance("forward")
+            timeline.compute("dot_general", [], [source])
+        timeline.advance("forward")
+        timeline.compute("add", [one, two], [total])
+        for _ in range(readers):
+            timeline.advance("forward")
+            timeline.compute("reduce_sum", [total], [value(1.0)])
+        assert (id(total) in spans(timeline)) is stored
+
+
+def test_a_name_of_a_value_keeps_the_value():
+    timeline, product, name = Timeline(), value(), value()
+    timeline.advance("forward")
+    timeline.compute("dot_general", [], [product])
+    timeline.advance("forward")
+    timeline.compute("reshape", [product], [name])
+    timeline.advance("backward")
+    timeline.compute("dot_general", [name], [value()])
+    found = spans(timeline)
+    assert id(name) not in found
+    assert found[id(product)] == (1, 4)
+
+
+def test_what_is_written_over_an_input_takes_no_memory():
+    timeline, new = Timeline(), value()
+    timeline.advance("update")
+    timeline.compute("dot_general", [], [new])
+    timeline.replace(new)
+    assert not timeline.spans()
+
+
+def test_buffers_that_begin_as_zeros_are_born_with_the_first_of_their_shape():
+    timeline, first, second, other = Timeline(), value(), value(), value(9.0)
+    for source in (first, other, second):
+        for _ in range(3):
+            timeline.advance("forward")
+        timeline.store_zeros(source)
+        timeline.hold([source])
+    found = spans(timeline)
+    assert found[id(first)] == (3, 4)
+    assert found[id(other)] == (6, 7)
+    assert found[id(second)] == (3, 10)
+
+
+def test_zeros_of_another_computation_are_other_zeros():
+    timeline, outside, inside = Timeline(), value(), value()
+    timeline.advance("forward")
+    timeline.store_zeros(outside)
+    outer = timeline.enter()
+    timeline.advance("forward")
+    timeline.store_zeros(inside)
+    timeline.leave(outer)
+    assert spans(timeline)[id(inside)] == (2, 3)
+
+
+def test_zeros_that_are_read_live_beside_the_buffers_made_from_them():
+    timeline, product, light, gradient, scattered = (
+        Timeline(),
+        value(),
+        value(),
+        value(4.0),
+        value(),
+    )
+    timeline.advance("forward")
+    timeline.compute("dot_general", [], [product])
+    timeline.advance("forward")
+    timeline.compute("max", [product], [light], reads_zero=True)
+    timeline.advance("backward")
+    timeline.compute("dot_general", [light], [gradient])
+    timeline.advance("backward")
+    timeline.compute("select_and_scatter_add", [gradient, light], [scattered])
+    found = [(span.source.bytes, span.start, span.stop) for span in timeline.spans()]
+    assert found.count((8.0, 2, 5)) == 3  # zeros, what is scattered into, and what max returns
+    assert (4.0 + 4.0 * 4, 4, 5) in found  # extremes and one position each

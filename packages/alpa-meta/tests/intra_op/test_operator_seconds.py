@@ -1,0 +1,101 @@
+"""What an operator costs under each strategy: a device's part, and the collectives inside."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_interchange import ShardingSpec, SubmeshSpec
+from alpa_meta.compat import open_jaxpr
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.operator_seconds import operator_seconds
+from alpa_meta.rules import flops, sharding_rule, traffic_bytes
+from cost_model import CostModel, cluster
+
+MODEL = CostModel(cluster("h100:8"))
+MESH = MODEL.logical_mesh(SubmeshSpec(num_hosts=1, devices_per_host=8), (2, 4), ("x", "y"))
+COSTS = MeshCosts(MESH, MODEL)
+
+
+def equation(function, *args):
+    """Return the only equation of `function`, and its strategies."""
+    (eqn,) = open_jaxpr(jax.make_jaxpr(function)(*args)).eqns
+    return eqn, COSTS.strategies(sharding_rule(eqn))
+
+
+def test_a_product_costs_a_devices_share_of_its_work():
+    eqn, strategies = equation(jnp.dot, jnp.ones((64, 64)), jnp.ones((64, 64)))
+    seconds = operator_seconds(COSTS, eqn, sharding_rule(eqn), strategies, late=False)
+    for strategy, found in zip(strategies, seconds, strict=True):
+        shards = MESH.size(tuple(a for _, axes in strategy.assignment for a in axes))
+        work, traffic = flops(eqn) / shards, traffic_bytes(eqn) / shards
+        assert found == pytest.approx(COSTS.compute_seconds("matmul", work, traffic, "float32"))
+
+
+def test_an_operator_without_a_rule_is_computed_whole_on_every_device():
+    eqn, strategies = equation(jnp.tanh, jnp.ones((64, 64)))
+    whole = [one for one in strategies if not one.assignment]
+    (seconds,) = operator_seconds(COSTS, eqn, None, whole, late=False)
+    assert seconds == pytest.approx(
+        COSTS.compute_seconds("elementwise", 0.0, traffic_bytes(eqn), "float32")
+    )
+
+
+def test_a_maximum_over_a_sharded_dim_is_completed_inside_and_cheaper_in_a_bucket():
+    eqn, strategies = equation(lambda x: jax.lax.reduce_max(x, (0,)), jnp.ones((64, 64)))
+    rule = sharding_rule(eqn)
+    alone = operator_seconds(COSTS, eqn, rule, strategies, late=False)
+    shared = operator_seconds(COSTS, eqn, rule, strategies, late=True)
+    reduced = [
+        any(rule.factor(name).kind == "reduction" for name, _ in s.assignment) for s in strategies
+    ]
+    assert any(reduced)
+    for inside, first, second in zip(reduced, alone, shared, strict=True):
+        assert (second < first) == inside
+
+
+def test_on_a_cpu_cutting_few_output_channels_saves_less_than_cutting_the_batch():
+    model = CostModel(cluster("host:8", measure=False))
+    costs = MeshCosts(
+        model.logical_mesh(SubmeshSpec(num_hosts=1, devices_per_host=8), (8,), ("x",)), model
+    )
+    image, kernel = jnp.ones((16, 16, 16, 8)), jnp.ones((3, 3, 8, 8))
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def convolve(image, kernel):
+        return jax.lax.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", dimension_numbers=numbers
+        )
+
+    (eqn,) = open_jaxpr(jax.make_jaxpr(convolve)(image, kernel)).eqns
+    rule = sharding_rule(eqn)
+    strategies = costs.strategies(rule)
+    seconds = operator_seconds(costs, eqn, rule, strategies, late=False)
+    by_result = {one.results[0]: cost for one, cost in zip(strategies, seconds, strict=True)}
+    batch, channels, summed = (
+        by_result[spec]
+        for spec in (
+            ShardingSpec((("x",), (), (), ())),
+            ShardingSpec(((), (), (), ("x",))),
+            ShardingSpec(((), (), (), ()), ("x",)),
+        )
+    )
+    # patches: 16 * 16 * 16 positions x 3 * 3 pixels, each a cache line of 64 bytes
+    runs = 16 * 16 * 16 * 3 * 3
+    assert channels > runs * 64 / model.device().memory_bandwidth
+    assert summed > runs * 64 / model.device().memory_bandwidth
+    assert channels > 3 * batch
+
+
+def test_sums_sent_together_share_one_latency():
+    eqn, strategies = equation(lambda x: jax.lax.reduce_max(x, (0,)), jnp.ones((64, 64)))
+    rule = sharding_rule(eqn)
+    alone = operator_seconds(COSTS, eqn, rule, strategies, late=False)
+    three = operator_seconds(COSTS, eqn, rule, strategies, late=False, together=3)
+    for strategy, first, second in zip(strategies, alone, three, strict=True):
+        axes = tuple(
+            a for n, axes in strategy.assignment if rule.factor(n).kind == "reduction" for a in axes
+        )
+        local = 4.0 * 64 / MESH.size(tuple(a for dim in strategy.results[0].dims for a in dim))
+        saved = COSTS.collective_seconds("all-reduce", local, axes) if axes else 0.0
+        paid = COSTS.collective_seconds("all-reduce", 3 * local, axes) / 3 if axes else 0.0
+        assert first - second == pytest.approx(saved - paid)

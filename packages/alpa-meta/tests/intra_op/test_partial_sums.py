@@ -1,0 +1,79 @@
+"""Sums left partial: which values may stay so, and what their completion costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alpa_interchange import ShardingSpec, SubmeshSpec
+from alpa_meta.compat import open_jaxpr
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
+from alpa_meta.intra_op.stage_problem import Source, StageEqns
+from cost_model import CostModel, cluster
+
+MODEL = CostModel(cluster("h100:8"))
+MESH = MODEL.logical_mesh(SubmeshSpec(num_hosts=1, devices_per_host=8), (2, 4), ("x", "y"))
+PARTIAL = ShardingSpec(((), ()), ("y",))
+SUMS = Source(0, (PARTIAL,), (8, 8), 256.0)
+
+
+def backward(x, cotangent, w):
+    transposed = x.T
+    gradient = transposed @ cotangent
+    scaled = gradient * 2.0  # linear: sums may pass
+    squared = (cotangent @ w) ** 2
+    return scaled, squared
+
+
+def stage(num_microbatches):
+    """Return the equations of `backward`, and those whose result is accumulated."""
+    a = jnp.ones((4, 4))
+    jaxpr = open_jaxpr(jax.make_jaxpr(backward)(a, a, a))
+    found = StageEqns(
+        eqns=jaxpr.eqns,
+        phases=["backward"] * len(jaxpr.eqns),
+        keys=[None] * len(jaxpr.eqns),
+        state=frozenset(),
+        carried=[],
+        kept=frozenset(),
+        accumulated=frozenset(jaxpr.outvars),
+        num_microbatches=num_microbatches,
+    )
+    return jaxpr, found
+
+
+def test_accumulated_values_may_stay_partial_only_with_several_microbatches():
+    assert not may_stay_partial(stage(1)[1])
+    jaxpr, found = stage(4)
+    assert set(jaxpr.outvars) <= may_stay_partial(found)
+
+
+def test_sums_stay_partial_through_linear_operators_only():
+    jaxpr, found = stage(4)
+    products = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    gradient, before_the_square = products
+    allowed = may_stay_partial(found)
+    assert gradient in allowed
+    assert before_the_square not in allowed
+
+
+def test_sums_are_completed_unless_they_may_stay():
+    costs = MeshCosts(MESH, MODEL)
+    finals, seconds = completions(costs, SUMS, allowed=False, late=False)
+    assert not any(spec.partial for spec in finals)
+    whole = seconds[0, finals.index(ShardingSpec(((), ())))]
+    assert whole == pytest.approx(costs.collective_seconds("all-reduce", 256.0, ("y",)))
+    scattered = seconds[0, finals.index(ShardingSpec((("y",), ())))]
+    assert scattered < whole
+    staying, free = completions(costs, SUMS, allowed=True, late=False)
+    assert free[0, staying.index(PARTIAL)] == 0.0
+
+
+def test_sums_in_buckets_cost_their_share():
+    costs = MeshCosts(MESH, MODEL)
+    _, alone = completions(costs, SUMS, allowed=False, late=False)
+    finals, shared = completions(costs, SUMS, allowed=False, late=True)
+    assert np.all(shared <= alone)
+    share = costs.bucket_share_seconds("all-reduce", 256.0, ("y",))
+    assert shared[0, finals.index(ShardingSpec(((), ())))] == pytest.approx(share)

@@ -1,0 +1,119 @@
+"""The selection problem of a stage: nodes, folding, costs and memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ilp_sharding
+from alpa_interchange import LogicalMesh, MeshAxis
+from alpa_meta.frontend.program import Step
+from alpa_meta.inter_op.layering import assign_layers
+from alpa_meta.inter_op.stage_selection import stage_scope
+from alpa_meta.inter_op.staging import assign_stages
+from alpa_meta.intra_op.memory_limit import solve_within
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.selection import build
+from alpa_meta.options import Options
+from cost_model import CostModel, cluster
+
+MESH = LogicalMesh(
+    axes=(
+        MeshAxis(name="x", size=2, bandwidth=1e9, latency=1e-6),
+        MeshAxis(name="y", size=4, bandwidth=1e9, latency=1e-6),
+    )
+)
+
+
+def _step(weights, batch):
+    def loss(weights):
+        hidden = batch
+        for weight in weights:
+            hidden = jnp.tanh(hidden @ weight)
+        return jnp.mean(hidden**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def _selection(num_layers, mesh=MESH, num_microbatches=1):
+    weights = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * num_layers
+    batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    program = Step(_step, (weights, batch)).program(num_microbatches)
+
+    def cut_at_products(eqns, inputs):
+        layers, layer = [], -1
+        for eqn in eqns:
+            layer += eqn.primitive.name == "dot_general"
+            layers.append(max(layer, 0))
+        return layers
+
+    layering = assign_layers(program, cut_at_products)
+    staging = assign_stages(layering, [], program.jaxpr.outvars)
+    scope = stage_scope(program, staging, 0, 1)
+    costs = MeshCosts(mesh, CostModel(cluster("h100:8")))
+    return program, scope, build(scope.eqns, costs, "test")
+
+
+def test_the_choice_costs_what_its_equations_cost():
+    _, _, selection = _selection(3)
+    solution = ilp_sharding.solve(selection.problem)
+    assert solution.status == "optimal"
+    by_equation = selection.node_layer_cost(solution.choice)
+    carried = solution.objective - by_equation.sum()
+    assert carried >= -1e-12  # what is left is the conversion of new state to the old one's layout
+    assert selection.least_cost().sum() <= by_equation.sum() + 1e-12
+
+
+def test_inner_layers_of_a_chain_share_their_nodes():
+    sizes = [_selection(count)[2].problem.num_nodes for count in (6, 12)]
+    assert sizes[0] == sizes[1]
+
+
+def test_state_memory_is_its_bytes_over_the_devices_that_shard_it():
+    program, _, selection = _selection(1)
+    weight = program.jaxpr.invars[0]
+    source = selection.sources[weight]
+    offsets = np.concatenate([[0], np.cumsum(selection.problem.num_strategies)])
+    row, _ = selection.memory.row(0)
+    memory = row[offsets[source.node] : offsets[source.node + 1]]
+    for spec, held in zip(source.specs, memory, strict=True):
+        assert held == 16 * 16 * 4 / MESH.size(tuple(a for dim in spec.dims for a in dim))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
+def test_a_memory_limit_is_kept(share):
+    _, _, selection = _selection(4)
+    whole = selection.memory.peak([0] * selection.problem.num_nodes).total
+    solution = solve_within(selection, Options(), share * whole)
+    if solution.choice is None:
+        assert solution.status == "infeasible"
+        assert solution.smallest_memory is None or solution.smallest_memory > share * whole
+    else:
+        assert selection.memory.peak(solution.choice).total <= share * whole
+        assert len(solution.choice) == selection.problem.num_nodes
+        assert solution.lower_bound <= solution.objective
+
+
+def test_every_equation_gets_a_strategy_whose_operands_match_its_ranks():
+    _, scope, selection = _selection(2)
+    solution = ilp_sharding.solve(selection.problem)
+    for position, eqn in enumerate(scope.eqns.eqns):
+        strategy = selection.strategy(position, solution.choice)
+        ranks = [len(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
+        assert [len(spec.dims) for spec in strategy.operands] == ranks
+
+
+def test_gradients_may_stay_partial_only_with_several_microbatches():
+    def partial_specs(count):
+        _, scope, selection = _selection(2, num_microbatches=count)
+        return {
+            spec
+            for var in scope.eqns.accumulated
+            if var in selection.sources
+            for spec in selection.sources[var].specs
+            if spec.partial
+        }
+
+    assert not partial_specs(1)
+    assert partial_specs(4)

@@ -1,0 +1,74 @@
+"""The planner: bounds, memory, saved plans."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_interchange import ParallelPlan, from_json, to_json
+from alpa_meta.errors import InfeasibleError, PlanError
+from alpa_meta.frontend.program import Step
+from alpa_meta.options import Options
+from alpa_meta.planning.plan_identity import problem_hash
+from alpa_meta.planning.planner import make_plan, restore
+from cost_model import cluster
+
+
+def _step(weights, batch):
+    def loss(weights):
+        return jnp.mean(jnp.tanh(batch @ weights["up"]) @ weights["down"] ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+WEIGHTS = {
+    "up": jax.ShapeDtypeStruct((32, 64), jnp.float32),
+    "down": jax.ShapeDtypeStruct((64, 32), jnp.float32),
+}
+BATCH = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+
+
+def _plan(**options):
+    return make_plan(Step(_step, (WEIGHTS, BATCH)), cluster("h100:8"), Options(**options))
+
+
+def test_a_plan_is_never_below_its_bound():
+    for settings in ({}, {"num_stages": 2}, {"num_microbatches": 4, "num_stages": 1}):
+        plan = _plan(**settings).plan
+        assert 0 < plan.lower_bound <= plan.step_seconds
+        assert plan.gap >= 0
+
+
+def test_a_single_stage_is_proved_up_to_its_alternatives():
+    plan = _plan(num_stages=1).plan
+    assert plan.gap == pytest.approx(0, abs=1e-9)
+
+
+def test_memory_that_nothing_fits_says_what_is_missing():
+    with pytest.raises(InfeasibleError, match="lacks at least") as caught:
+        _plan(memory=1024.0)
+    assert caught.value.missing_bytes > 0
+
+
+def test_less_memory_shards_more():
+    roomy = _plan(num_stages=1, num_microbatches=1).plan.shardings[0].memory
+    limit = sum(roomy.values()) - 0.4 * roomy["state"]
+    tight = _plan(num_stages=1, num_microbatches=1, memory=limit).plan.shardings[0].memory
+    assert sum(tight.values()) <= limit < sum(roomy.values())
+
+
+def test_a_written_plan_is_restored_without_searching():
+    planned = _plan(num_stages=2)
+    plan = from_json(to_json(planned.plan), ParallelPlan)
+    again = restore(Step(_step, (WEIGHTS, BATCH)), plan, Options())
+    assert [problem_hash(s) for s in again.selections] == [
+        problem_hash(s) for s in planned.selections
+    ]
+
+
+def test_a_plan_for_other_shapes_is_refused_with_the_difference():
+    plan = _plan(num_stages=1).plan
+    other = {**WEIGHTS, "up": jax.ShapeDtypeStruct((32, 128), jnp.float32)}
+    other["down"] = jax.ShapeDtypeStruct((128, 32), jnp.float32)
+    with pytest.raises(PlanError, match=r"float32\[32,64\].*float32\[32,128\]"):
+        restore(Step(_step, (other, BATCH)), plan, Options())
