@@ -200,7 +200,8 @@ def _branch(worker: Worker, dual: DualAscent) -> None:
         bound = tree.step(worker.cutoff())
         worker.raise_bound(min(bound, worker.board.best))
         if tree.done:
-            worker.board.raise_bound(0, worker.board.best, finished=True)
+            if bound > worker.cutoff():
+                worker.board.raise_bound(0, worker.board.best, finished=True)
             return
         if tree.steps % 20 == 0:
             primal.construct(dual.backward, dual.price)

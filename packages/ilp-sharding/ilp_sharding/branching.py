@@ -70,7 +70,7 @@ class Branching:
         while self._heap and self._heap[0][0] > cutoff:
             heapq.heappop(self._heap)
         if not self._heap:
-            return math.inf
+            return self.bound
         bound, _, parent = heapq.heappop(self._heap)
         self.steps += 1
         groups = self._split(parent)
