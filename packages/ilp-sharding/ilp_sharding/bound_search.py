@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ilp_sharding.branching import Branching
-from ilp_sharding.dominance import simplified
+from ilp_sharding.dominance import simplified, without_dominated
 from ilp_sharding.dual import DualAscent
 from ilp_sharding.hub_branching import HubTree
 from ilp_sharding.integer_program import IntegerProgram
@@ -116,8 +116,9 @@ def _fix(worker: Worker, dual: DualAscent) -> TableGraph | None:
         active &= bound + reduced <= cutoff
     if active.sum() > 0.98 * len(active):
         return dual.graph
+    smaller = simplified(dual.graph, active)
     small = len(dual.graph.tables.entry) < _DOMINANCE_ENTRIES
-    return simplified(dual.graph, active, dominate=small)
+    return without_dominated(smaller) if small else smaller
 
 
 def _close(worker: Worker, graph: TableGraph | None) -> None:
@@ -177,7 +178,7 @@ def _branch_hubs(worker: Worker, dual: DualAscent, seconds: float) -> None:
 
 def _settle(worker: Worker, dual: DualAscent, active: np.ndarray, seconds: float) -> None:
     """Raise memory multipliers anew with the `active` strategies only, and offer a choice."""
-    graph = simplified(dual.graph, active, dominate=False)
+    graph = simplified(dual.graph, active)
     if graph is None or not graph.num_nodes:
         return
     dual = dual.carried(graph)

@@ -50,7 +50,7 @@ class _State:
             return
         first = self.active_seen == 0
         self.active_seen, active = newer
-        smaller = simplified(self.graph, active[self.names], dominate=False)
+        smaller = simplified(self.graph, active[self.names])
         if smaller is None or not smaller.num_nodes:
             return
         x = self.primal.x

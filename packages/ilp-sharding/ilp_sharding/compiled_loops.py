@@ -87,14 +87,14 @@ def _loaded(name: str) -> bool:
 
 def _run(name: str) -> None:
     """Call the loops of the module `name` on a small problem."""
-    from ilp_sharding.dominance import simplified
+    from ilp_sharding.dominance import simplified, without_dominated
     from ilp_sharding.dual import DualAscent
     from ilp_sharding.hub_branching import HubTree
 
     graph = _sample()
     dual = DualAscent(graph)
     if name == "dominance":
-        simplified(graph)
+        without_dominated(simplified(graph))
         return
     dual.step(math.inf)
     dual.reduced(1)

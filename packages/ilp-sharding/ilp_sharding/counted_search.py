@@ -26,7 +26,7 @@ def search_rounds(
     """Search the reduced `network` into `search` for `rounds` rounds or until a proof."""
     load("messages", "dominance", "moves", "neighbourhood")
     # not needed, and slow to import, where problems are solved directly
-    from ilp_sharding.dominance import simplified
+    from ilp_sharding.dominance import simplified, without_dominated
     from ilp_sharding.dual import DualAscent
     from ilp_sharding.neighbourhood import search_neighbourhoods
     from ilp_sharding.primal import PrimalSearch
@@ -34,7 +34,7 @@ def search_rounds(
     slack: np.ndarray = np.zeros(0)
     if memory is not None:
         slack = memory.slack + (0.0 if exact_memory(search.instance) else memory.tolerance())
-    graph = simplified(table_graph(network, memory, slack))
+    graph = without_dominated(simplified(table_graph(network, memory, slack)))
     if graph is None or _settled(network, search, graph):
         raise NoAssignment
     dual, primal = DualAscent(graph), PrimalSearch(graph, search.seed)
@@ -61,7 +61,7 @@ def search_rounds(
         active = bound + reduced <= search.cutoff()
         if np.count_nonzero(active) > _SHRINKING * len(active):
             continue
-        smaller = simplified(graph, active, dominate=False)
+        smaller = simplified(graph, active)
         if smaller is None or _settled(network, search, smaller):
             raise NoAssignment
         kept = None if primal.x is None else smaller.lower(graph.lift(primal.x))

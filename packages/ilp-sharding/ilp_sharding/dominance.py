@@ -12,13 +12,17 @@ neighbouring time with no more slack has at least the usage of every strategy ->
 
 from __future__ import annotations
 
+import math
+import time
+
 import numpy as np
 from attrs import evolve
 from numba import njit
 
 from ilp_sharding.table_graph import Rows, TableGraph, Tables, make_rows
 
-_WORK = 2e9  # elementary steps a pass of dominance may take
+_WORK = 2e9  # elementary steps a pass of dominance may take,
+_WORK_PER_SECOND = 2e8  # about
 
 
 @njit(cache=True)
@@ -308,21 +312,12 @@ def drop_times(graph: TableGraph) -> TableGraph:
     return evolve(graph, rows=final, base_time=graph.base_time[binding[kept]])
 
 
-def simplified(
-    graph: TableGraph,
-    active: np.ndarray | None = None,
-    *,
-    dominate: bool = True,
-    work: float = _WORK,
-) -> TableGraph | None:
-    """Return `graph` reduced to `active` [strategies] and by the rules above, until none applies.
+def simplified(graph: TableGraph, active: np.ndarray | None = None) -> TableGraph | None:
+    """Return `graph` reduced to `active` [strategies] that some choice within the limit can use.
 
-    None if some node has no strategy left. Without `dominate` no choice that fits is lost; with it,
-    for every choice lost one at most as expensive is kept. `work` limits the first pass of
-    dominance (elementary steps, about 2e8 a second), and each later one to half of the one before.
+    No such choice is lost. None if some node has no strategy left.
     """
-    if active is None:
-        active = np.ones(graph.num_strategies, bool)
+    active = np.ones(graph.num_strategies, bool) if active is None else active
     while True:
         if not drop_unsupported(graph.tables, active):
             return None
@@ -330,12 +325,24 @@ def simplified(
         oversized = drop_oversized(graph.tables.offset, graph.rows, active, margin)
         if oversized < 0:
             return None
-        if oversized:
-            continue
-        if not active.all():
-            graph = graph.restricted(active)
-        graph = drop_times(graph)
+        if not oversized:
+            return drop_times(graph if active.all() else graph.restricted(active))
+
+
+def without_dominated(graph: TableGraph | None, until: float = math.inf) -> TableGraph | None:
+    """Return the simplified `graph` without strategies that another one replaces at no cost.
+
+    Passes go on until one finds nothing, or `time.perf_counter()` passes `until`. None as in
+    `simplified`.
+    """
+    seconds = until - time.perf_counter()
+    work = min(_WORK_PER_SECOND * max(seconds, 0.0), _WORK)
+    while graph is not None and work > 0:
         active = np.ones(graph.num_strategies, bool)
-        if not dominate or not remove_dominated(graph.tables, graph.rows, active, work):
-            return graph
+        if not remove_dominated(graph.tables, graph.rows, active, work):
+            break
+        graph = simplified(graph, active)
+        if time.perf_counter() > until:
+            break
         work *= 0.5
+    return graph

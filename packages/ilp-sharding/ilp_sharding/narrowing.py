@@ -158,9 +158,9 @@ def _within(pairs: list[tuple[float, np.ndarray]], cutoff: float) -> np.ndarray:
 def _restricted(graph: TableGraph, active: np.ndarray) -> TableGraph | None:
     """Return `graph` with the `active` strategies only, None if some node has none."""
     if graph.num_times and graph.num_nodes:
-        from ilp_sharding.dominance import simplified
+        from ilp_sharding.dominance import simplified, without_dominated
 
-        return simplified(graph, active)
+        return without_dominated(simplified(graph, active))
     if graph.num_nodes and not np.logical_or.reduceat(active, graph.tables.offset[:-1]).all():
         return None
     return graph.restricted(active)

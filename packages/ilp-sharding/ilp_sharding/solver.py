@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from attrs import evolve
@@ -46,6 +47,8 @@ LARGE_TABLES = 2e7  # table entries on, workers start while the problem is still
 WORKER_SECONDS = 1.5  # that a worker process needs before it finds anything
 FIRST_SECONDS = 0.01  # that the greedy pass may take whatever the deadline
 GRAPH_SECONDS = 4e-6  # per node and edge, to begin a reduction
+REDUCTION_SECONDS = 1.5e-5  # and to do it
+FIRST_SHARE = 0.2  # of the time, that the reduction may take before a first choice is looked for
 SWEEP_SECONDS = 1.0  # for sweeps in numpy where worker processes follow
 
 CUT_SECONDS = 4e-8  # per table entry, to forbid what the first choice excludes,
@@ -121,30 +124,57 @@ def _search(
             )
 
         search.report = report
-    try:
-        first = search.until if options.deadline >= FIRST_SECONDS else began + FIRST_SECONDS
-        if options.warm_start is not None:
-            repaired = repaired_choice(instance, options.warm_start, first)
-            if repaired is not None:
-                search.offer(repaired, "start")
-        start, bound, impossible = greedy_start(instance, first)
-        search.infeasible = impossible and exact_memory(instance)
-        if bound == math.inf:
-            raise NoAssignment
-        if start is not None:
-            search.offer(start, "start")
-        search.raise_bound(bound, "start")
-        if search.closed:
-            return search
-        _solve_reduced(instance, search, options)
-    except NoAssignment:
-        if search.choice is None:
-            search.infeasible = True
-        else:
-            search.raise_bound(search.objective, "reduction")
-    except OutOfTime:
-        pass
+    first = search.until if options.deadline >= FIRST_SECONDS else began + FIRST_SECONDS
+    with WorkerPool(options.num_workers, options.seed) as workers:
+        try:
+            if _large(instance) and search.seconds > WORKER_SECONDS and options.rounds is None:
+                workers.start(search.seconds)
+            if options.warm_start is not None:
+                _offer_repaired(instance, search, options.warm_start, first)
+            # while workers load, the reduction comes first, if there is time enough for both
+            later = workers.started and _reduction_seconds(instance) < FIRST_SHARE * search.seconds
+            if not later:
+                _offer_first(instance, search, first)
+            if not search.closed:
+                _solve_reduced(instance, search, options, workers, later)
+        except NoAssignment:
+            if search.choice is None:
+                search.infeasible = True
+            else:
+                search.raise_bound(search.objective, "reduction")
+        except OutOfTime:
+            pass
     return search
+
+
+def _offer_repaired(
+    instance: Instance, search: Search, previous: Sequence[int], until: float
+) -> None:
+    """Offer the choice `previous`, repaired."""
+    repaired = repaired_choice(instance, previous, until)
+    if repaired is not None:
+        search.offer(repaired, "start")
+
+
+def _offer_first(instance: Instance, search: Search, until: float) -> None:
+    """Offer the choice and bound of a pass over the nodes."""
+    start, bound, impossible = greedy_start(instance, until)
+    search.infeasible = impossible and exact_memory(instance)
+    if bound == math.inf:
+        raise NoAssignment
+    if start is not None:
+        search.offer(start, "start")
+    search.raise_bound(bound, "start")
+
+
+def _reduction_seconds(instance: Instance) -> float:
+    """Return about how long the reductions take."""
+    ends = instance.num_nodes + len(instance.edges)
+    return REDUCTION_SECONDS * ends + CUT_SECONDS * len(instance.table)
+
+
+def _large(instance: Instance) -> bool:
+    return instance.num_nodes > LARGE_NODES or len(instance.table) > LARGE_TABLES
 
 
 def _closing_seconds(instance: Instance, deadline: float) -> float:
@@ -154,64 +184,65 @@ def _closing_seconds(instance: Instance, deadline: float) -> float:
     return min(0.1 * deadline, 2e-6 * (instance.num_nodes + len(instance.edges)))
 
 
-def _solve_reduced(instance: Instance, search: Search, options: SolveOptions) -> None:
-    """Reduce and solve: directly if the graph is narrow or small, else with worker processes."""
-    workers = None
-    try:
-        large = instance.num_nodes > LARGE_NODES or len(instance.table) > LARGE_TABLES
-        if large and search.seconds > WORKER_SECONDS and options.rounds is None:
-            workers = WorkerPool(options.num_workers, options.seed, search.seconds)
-        if search.seconds < GRAPH_SECONDS * (instance.num_nodes + len(instance.edges)):
-            raise OutOfTime
-        if CUT_SECONDS * len(instance.table) < 0.1 * search.seconds:
-            instance = instance.without(search.objective)
-        network = Network(instance)
-        network.reduce(search.until)
-        if search.late:
-            raise OutOfTime
-        nodes = network.open_nodes()
-        sizes = {i: len(network.cost[i]) for i in nodes}
-        elimination = Elimination(nodes, sizes, network.tables, ELIMINATION_WORK)
-        if search.late:
-            raise OutOfTime
-        memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
-        if search.infeasible:
+def _solve_reduced(
+    instance: Instance, search: Search, options: SolveOptions, workers: WorkerPool, later: bool
+) -> None:
+    """Reduce and solve: directly if the graph is narrow or small, else with worker processes.
+
+    `later`: a first choice has not been looked for.
+    """
+    if search.seconds < GRAPH_SECONDS * (instance.num_nodes + len(instance.edges)):
+        raise OutOfTime
+    large = _large(instance)
+    if CUT_SECONDS * len(instance.table) < 0.1 * search.seconds:
+        instance = instance.without(search.objective)
+    network = Network(instance)
+    network.reduce(search.until)
+    if search.late:
+        raise OutOfTime
+    nodes = network.open_nodes()
+    sizes = {i: len(network.cost[i]) for i in nodes}
+    elimination = Elimination(nodes, sizes, network.tables, ELIMINATION_WORK)
+    if search.late:
+        raise OutOfTime
+    memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
+    if search.infeasible:
+        _smallest_memory(network, search, memory)
+        return
+    tables = table_entries(network)
+    eliminable = elimination.complete
+    eliminable &= ELIMINATION_SECONDS * elimination.work < search.seconds
+    if search.choice is None and not large:
+        if memory is not None or not eliminable or elimination.work > QUICK_WORK:
+            _first_choice(network, search, memory)
+    dense = 0.0 if memory is None else memory.num_times * float(memory.offset[-1])
+    program = tables < PROGRAM_TABLES and PROGRAM_SECONDS * tables < search.seconds
+    if (eliminable or program) and dense < DENSE_USAGE:
+        if solve_direct(network, search, elimination if eliminable else None, memory):
+            return
+        if memory is not None:
+            memory = MemoryProfile(instance, network)
+    alone = memory is None or search.seconds < WORKER_SECONDS  # no workers would follow
+    alone |= options.rounds is not None
+    small = tables < (NARROWING_TABLES if alone else LIMITED_TABLES)
+    if not workers.started and tables < NARROWING_TABLES and dense < DENSE_USAGE:
+        inside = NARROWING_SECONDS * tables < search.seconds
+        if not (inside and ready(search.seconds, *needed_loops(memory))):
+            _swept(network, search, memory)
+        elif small and _narrowed(network, search, memory):
             _smallest_memory(network, search, memory)
             return
-        tables = table_entries(network)
-        eliminable = elimination.complete
-        eliminable &= ELIMINATION_SECONDS * elimination.work < search.seconds
-        if search.choice is None and not large:
-            if memory is not None or not eliminable or elimination.work > QUICK_WORK:
-                _first_choice(network, search, memory)
-        dense = 0.0 if memory is None else memory.num_times * float(memory.offset[-1])
-        program = tables < PROGRAM_TABLES and PROGRAM_SECONDS * tables < search.seconds
-        if (eliminable or program) and dense < DENSE_USAGE:
-            if solve_direct(network, search, elimination if eliminable else None, memory):
-                return
-            if memory is not None:
-                memory = MemoryProfile(instance, network)
-        alone = memory is None or search.seconds < WORKER_SECONDS  # no workers would follow
-        alone |= options.rounds is not None
-        small = tables < (NARROWING_TABLES if alone else LIMITED_TABLES)
-        if workers is None and tables < NARROWING_TABLES and dense < DENSE_USAGE:
-            inside = NARROWING_SECONDS * tables < search.seconds
-            if not (inside and ready(search.seconds, *needed_loops(memory))):
-                _swept(network, search, memory)
-            elif small and _narrowed(network, search, memory):
-                _smallest_memory(network, search, memory)
-                return
-        if options.rounds is not None:
-            search_rounds(network, memory, search, options.rounds)
-            return
-        if workers is None and search.seconds < WORKER_SECONDS:
-            return
-        workers = workers or WorkerPool(options.num_workers, options.seed, search.seconds)
-        workers.solve(network, memory, search)
-        _smallest_memory(network, search, memory)
-    finally:
-        if workers is not None:
-            workers.close()
+    if options.rounds is not None:
+        search_rounds(network, memory, search, options.rounds)
+        return
+    if not workers.started and search.seconds < WORKER_SECONDS:
+        return
+    workers.start(search.seconds)
+    workers.hand_over(network, memory, search)
+    if later:
+        _offer_first(instance, search, search.until)
+    workers.collect(network, search)
+    _smallest_memory(network, search, memory)
 
 
 def _smallest_memory(network: Network, search: Search, memory: MemoryProfile | None) -> None:

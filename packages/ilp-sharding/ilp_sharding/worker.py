@@ -1,5 +1,10 @@
-"""A worker process of the search: `python -m ilp_sharding.worker DIRECTORY INDEX COUNT SEED
-SECONDS`.
+"""The worker processes of the search.
+
+`python -m ilp_sharding.worker DIRECTORY FIRST LAST COUNT SEED SECONDS` runs workers FIRST to
+LAST - 1 of COUNT.
+
+Several are forked from one process once numba is loaded, as that takes longer than many a problem.
+They end when that process reads the end of its standard input -> _fork().
 
 Worker 0 raises the bound: multipliers and messages, fixing of strategies by reduced cost, branching
 or the integer program once the problem is small. The other workers look for better choices with the
@@ -10,43 +15,63 @@ from __future__ import annotations
 
 import math
 import os
+import select
+import shutil
+import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
 from ilp_sharding.blackboard import Board, load_graph
-from ilp_sharding.dominance import simplified
+from ilp_sharding.dominance import simplified, without_dominated
 from ilp_sharding.table_graph import TableGraph
 
-_DOMINANCE_WORK = 1e7  # elementary steps of dominance per second that is left: a twentieth of it
+_POLL_SECONDS = 0.005
+_DOMINANCE_SHARE = 0.05  # of the time
 
 
 class Worker:
     """The state both kinds of worker share: base graph, present graph, board, deadline."""
 
-    def __init__(self, directory: Path, index: int, count: int, seed: int, until: float) -> None:
+    def __init__(
+        self,
+        board: Board,
+        index: int,
+        seed: int,
+        until: float,
+        base: TableGraph,
+        graph: TableGraph,
+    ) -> None:
+        self.board, self.base = board, base
         self.index, self.seed, self.until = index, seed + 7919 * index, until
-        base = load_graph(directory)
-        self.base = base
-        self.board = Board(directory, base.num_nodes, base.num_strategies, count)
         self.integral = bool(
             np.array_equal(base.tables.cost, np.rint(base.tables.cost))
             and _whole(base.tables.entry)
             and float(base.constant).is_integer()
         )
-        # dominance takes seconds on the largest graphs: worker 0 does it, for a twentieth of the
-        # time, and publishes what is left
-        seconds = max(until - time.perf_counter(), 0.0)
-        work = min(_DOMINANCE_WORK * seconds, 2e9)
-        graph = simplified(base, dominate=index == 0, work=work)
-        if graph is None:
-            self.board.raise_bound(index, math.inf, finished=True)
-            raise SystemExit(0)
         self.graph = graph
-        if index == 0:
-            self.publish_active(graph)
+
+    def leave_out_dominated(self) -> bool:
+        """Reduce and publish the graph for a share of the time; return whether a choice is left.
+
+        This takes seconds on the largest graphs, so worker 0 does it for all.
+        """
+        smaller = without_dominated(self.graph, self.slice(_DOMINANCE_SHARE * self.seconds))
+        if smaller is None:
+            self.board.raise_bound(self.index, math.inf, finished=True)
+            return False
+        self.graph = smaller
+        self.publish_active(smaller)
+        return True
+
+    @property
+    def seconds(self) -> float:
+        """The time left."""
+        return max(self.until - time.perf_counter(), 0.0)
 
     @property
     def late(self) -> bool:
@@ -98,26 +123,86 @@ def _whole(entries: np.ndarray) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one worker; return the exit status."""
-    directory, index, count, seed, seconds = arguments
-    started = time.perf_counter()
-    parent = os.getppid()
-    folder = Path(directory)
-    # compiled loops load while the parent still reduces the problem
+    """Run workers; return the exit status. What they share goes when the parent did."""
+    directory, first, last, count, seed, seconds = arguments
+    until = time.perf_counter() + float(seconds)
+    try:
+        return _serve(Path(directory), range(int(first), int(last)), int(count), int(seed), until)
+    finally:
+        if _parent_left():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _serve(folder: Path, indices: range, count: int, seed: int, until: float) -> int:
+    """Run the workers `indices` of `count` once the problem is there; return the exit status."""
+    # numba loads while the parent still reduces the problem: the import, and a first compiled loop
     from ilp_sharding.bound_search import search_bounds
     from ilp_sharding.choice_search import search_choices
+    from ilp_sharding.neighbourhood import seed_random
 
+    seed_random(0)
     while not (folder / "ready").exists():
-        if os.getppid() != parent or not folder.exists():
+        if _parent_left() or not folder.exists():
             return 1
-        time.sleep(0.005)
-    worker = Worker(folder, int(index), int(count), int(seed), started + float(seconds))
-    if worker.index == 0:
-        search_bounds(worker)
-    else:
-        search_choices(worker)
+        time.sleep(_POLL_SECONDS)
+    base = load_graph(folder)
+    board = Board(folder, base.num_nodes, base.num_strategies, count)
+    graph = simplified(base)
+    if graph is None:
+        board.raise_bound(0, math.inf, finished=True)
+        return 0
+
+    def run(index: int) -> None:
+        worker = Worker(board, index, seed, until, base, graph)
+        if index:
+            search_choices(worker)
+        elif worker.leave_out_dominated():
+            search_bounds(worker)
+
+    if hasattr(os, "fork"):
+        return _fork(indices, run)
+    for index in indices:
+        run(index)
     return 0
 
 
+def _parent_left() -> bool:
+    """Return whether standard input ended: the parent is gone, or wants no more."""
+    return hasattr(os, "fork") and bool(select.select([sys.stdin], [], [], 0.0)[0])
+
+
+def _fork(indices: Iterable[int], run: Callable[[int], None]) -> int:
+    """Run every worker in a fork of this process; return the worst exit status.
+
+    They are killed once standard input ends.
+    """
+    children = []
+    for index in indices:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                run(index)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    worst = 0
+    while children:
+        if _parent_left():
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        for child in list(children):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                children.remove(child)
+                worst = max(worst, abs(os.waitstatus_to_exitcode(status)))
+        time.sleep(_POLL_SECONDS)
+    return worst
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    os._exit(main(sys.argv[1:]))  # numba takes a while to leave otherwise

@@ -25,16 +25,35 @@ from ilp_sharding.network import Network
 from ilp_sharding.table_graph import table_graph
 
 _POLL_SECONDS = 0.01
+_FORKS = hasattr(os, "fork")
 
 
 class WorkerPool:
-    """Worker processes that wait for a problem; `close` ends them and removes what they share."""
+    """Worker processes that wait for a problem; leaving its context ends them and removes what they
+    share.
+    """
 
-    def __init__(self, count: int, seed: int, seconds: float) -> None:
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed = count, seed
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    @property
+    def started(self) -> bool:
+        return bool(self.processes)
+
+    def start(self, seconds: float) -> None:
+        """Start the processes, if they are not, for a search of `seconds` from now."""
+        if self.started:
+            return
         shared = Path("/dev/shm")
         root = shared if shared.is_dir() and os.access(shared, os.W_OK) else None
         self.directory = Path(tempfile.mkdtemp(prefix="ilp-sharding-", dir=root))
-        self.count = count
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
@@ -47,33 +66,39 @@ class WorkerPool:
             environment.setdefault("NUMBA_CACHE_DIR", str(self.directory / "loops"))
         self._errors = (self.directory / "errors.txt").open("w+b")
         limit = seconds if math.isfinite(seconds) else 1e9
+        groups = (
+            [(0, self.count)] if _FORKS else [(index, index + 1) for index in range(self.count)]
+        )
         self.processes = [
             subprocess.Popen(
                 [
                     *(sys.executable, "-m", "ilp_sharding.worker", str(self.directory)),
-                    *(str(index), str(count), str(seed), repr(limit)),
+                    *(str(first), str(last), str(self.count), str(self.seed), repr(limit)),
                 ],
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
             )
-            for index in range(count)
+            for first, last in groups
         ]
 
-    def solve(self, network: Network, memory: MemoryProfile | None, search: Search) -> None:
-        """Search the reduced `network` into `search` until a proof or the deadline."""
+    def hand_over(self, network: Network, memory: MemoryProfile | None, search: Search) -> None:
+        """Let the workers search the reduced `network`."""
         tolerance = 0.0
         if memory is not None and not exact_memory(search.instance):
             tolerance = memory.tolerance()
         slack = np.zeros(0) if memory is None else memory.slack + tolerance
         base = table_graph(network, memory, slack)
-        nodes = network.open_nodes()
-        board = Board(self.directory, base.num_nodes, base.num_strategies, self.count, create=True)
+        sizes = base.num_nodes, base.num_strategies, self.count
+        self._board = Board(self.directory, *sizes, create=True)
+        store_graph(self.directory, base)
+
+    def collect(self, network: Network, search: Search) -> None:
+        """Take what the workers find in `network` into `search` until a proof or the deadline."""
+        board, nodes = self._board, network.open_nodes()
         if search.choice is not None and math.isfinite(search.objective):
             board.raise_target(search.objective)
-        store_graph(self.directory, base)
-        del base  # hundreds of MB that only the workers need
         known = math.inf
         while not search.late:
             for objective, worker in board.offers():
@@ -101,10 +126,14 @@ class WorkerPool:
                     return  # they came to their deadline first, or found that there is no choice
             time.sleep(_POLL_SECONDS)
 
-    def close(self) -> None:
-        """End the processes and remove what they share."""
+    def _close(self) -> None:
+        if not self.started:
+            return
         for process in self.processes:
-            process.kill()
+            if _FORKS and process.stdin is not None:
+                process.stdin.close()  # the end of their input ends the forks
+            else:
+                process.kill()
         for process in self.processes:
             process.wait()
         self._errors.close()

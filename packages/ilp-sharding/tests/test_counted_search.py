@@ -14,7 +14,7 @@ from ilp_sharding.network import Network, NoAssignment
 
 @pytest.mark.parametrize("limit", [None, 1500.0])
 def test_two_searches_of_as_many_rounds_are_alike(wide_problem, limit, monkeypatch):
-    monkeypatch.setattr("ilp_sharding.solver.WorkerPool", None)
+    monkeypatch.setattr("ilp_sharding.solver.WorkerPool.start", None)
     problem = wide_problem(0, nodes=120, limit=limit)
     first, second = (solve(problem, SolveOptions(rounds=3)) for _ in range(2))
     assert evolve(first, seconds=0.0) == evolve(second, seconds=0.0)

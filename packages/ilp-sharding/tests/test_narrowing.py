@@ -74,6 +74,6 @@ def test_wide_planner_problems_are_proved_without_worker_processes(monkeypatch):
     sizes = dict(enumerate([24] * 300))
     network = Network(Instance.of(problem, SolveOptions()))
     assert Elimination(range(300), sizes, network.tables, 1e8).complete is False
-    monkeypatch.setattr("ilp_sharding.solver.WorkerPool", None)
+    monkeypatch.setattr("ilp_sharding.solver.WorkerPool.start", None)
     solution = solve(problem, SolveOptions(deadline=60.0))
     assert solution.status == "optimal"

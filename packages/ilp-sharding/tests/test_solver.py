@@ -166,7 +166,7 @@ def test_short_deadlines_give_valid_answers(wide_problem, deadline):
 def test_short_deadlines_hold_and_bring_a_bound(wide_problem, monkeypatch, deadline):
     # the solver's clock counts CPU seconds here, so that other work on the machine does not matter
     monkeypatch.setattr(time, "perf_counter", time.process_time)
-    monkeypatch.setattr("ilp_sharding.solver.WorkerPool", None)  # too late for processes
+    monkeypatch.setattr("ilp_sharding.solver.WorkerPool.start", None)  # too late for processes
     problems = [wide_problem(2, limit=2500.0), wide_problem(3), _follow_me(200, 32, 1)]
     problems.append(attrs.evolve(problems[2], node_memory=np.ones(200 * 32), memory_limit=1.0))
     for problem in problems:
@@ -193,7 +193,7 @@ def test_an_answer_at_a_deadline_is_as_good_as_the_greedy_start(wide_problem, li
 
 
 def test_a_limit_that_nothing_keeps_is_proved_without_worker_processes(wide_problem, monkeypatch):
-    monkeypatch.setattr("ilp_sharding.solver.WorkerPool", None)
+    monkeypatch.setattr("ilp_sharding.solver.WorkerPool.start", None)
     problem = wide_problem(5)
     least = int(problem.node_memory.reshape(60, 12).min(1).sum())
     solution = solve(attrs.evolve(problem, memory_limit=least - 1))
