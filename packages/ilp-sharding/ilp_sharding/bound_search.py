@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ilp_sharding.worker import Worker
 
 _DOMINANCE_ENTRIES = 3e5  # table entries up to which dominance is quick enough to repeat
+_PAUSE = 2.0  # times as long as growing the last choice took, before the next
 _MOVING = 0.2  # while a slice gains more than this share of the gap, the ascent is not disturbed
 _SETTLED = 1e-4  # share of a full step below which multipliers hardly move any more
 _FIRST_DIVE = 10  # steps of hub branching before the first choice is made,
@@ -45,14 +46,14 @@ def search_bounds(worker: Worker) -> None:
         worker.board.raise_bound(0, graph.constant, finished=True)
         return
     dual = DualAscent(graph)
-    primal = PrimalSearch(graph, worker.seed)
+    growth = _Growth()
     seconds = max(worker.until - time.perf_counter(), 0.1)
     last_size = graph.num_strategies
     fixed_gap = math.inf
     stalled = branched = 0
     while not worker.late:
         before = dual.best
-        _ascend(worker, dual, primal, max(0.02 * seconds, 0.1))
+        _ascend(worker, dual, growth, max(0.02 * seconds, 0.1))
         gap = worker.board.best - dual.best
         if math.isinf(gap):
             continue
@@ -69,7 +70,6 @@ def search_bounds(worker: Worker) -> None:
         if smaller.num_strategies < 0.97 * last_size:
             last_size = smaller.num_strategies
             dual = dual.carried(smaller)
-            primal = PrimalSearch(smaller, worker.seed)
             worker.publish_active(smaller)
             stalled = 0
             continue
@@ -91,7 +91,7 @@ def _stalled(count: int, gained: float, gap: float) -> int:
     return count + 1 if gained < 0.02 * gap else 0
 
 
-def _ascend(worker: Worker, dual: DualAscent, primal: PrimalSearch, seconds: float) -> None:
+def _ascend(worker: Worker, dual: DualAscent, growth: _Growth, seconds: float) -> None:
     """Raise multipliers for a slice of time, then grow a choice and publish."""
     end = worker.slice(seconds)
     while time.perf_counter() < end:
@@ -102,9 +102,28 @@ def _ascend(worker: Worker, dual: DualAscent, primal: PrimalSearch, seconds: flo
     prices = np.zeros(worker.base.num_strategies)
     prices[worker.base_strategies(dual.graph)] = dual.price
     worker.board.publish_prices(prices)
-    primal.construct(dual.decoded(), dual.price, rounds=6, polish=10)
-    if primal.x is not None:
-        worker.offer(primal.graph, primal.x, primal.cost)
+    growth.grow(worker, dual)
+
+
+class _Growth:
+    """Choices grown from messages, for a share of the time: the first ones take the longest, and
+    the later ones are the better.
+    """
+
+    def __init__(self) -> None:
+        self.ended, self.lasted = 0.0, 0.0
+
+    def grow(self, worker: Worker, dual: DualAscent) -> None:
+        """Grow a choice from the messages of `dual` and offer it, unless the last was just now."""
+        began = time.perf_counter()
+        if began - self.ended < _PAUSE * self.lasted:
+            return
+        primal = PrimalSearch(dual.graph, worker.seed + dual.steps)
+        primal.construct(dual.decoded(), dual.price, rounds=6, polish=10)
+        if primal.x is not None:
+            worker.offer(primal.graph, primal.x, primal.cost)
+        self.ended = time.perf_counter()
+        self.lasted = self.ended - began
 
 
 def _fix(worker: Worker, dual: DualAscent) -> TableGraph | None:
