@@ -39,7 +39,8 @@ PROGRAM_SECONDS = 3e-6  # per table entry, to hand it to HiGHS
 _PEAK_SECONDS = 2e-5  # per row of a table, to hand the smallest peak to HiGHS
 _MOVE_SECONDS = 1e-4  # for one move of a repair, and
 _MOVE_ENTRY_SECONDS = 3e-9  # per entry of the usage
-DENSE_USAGE = 3e7  # entries of the dense [times, strategies] usage
+DENSE_USAGE = 3e7  # entries of the dense [times, strategies] usage,
+DENSE_SECONDS = 3e-8  # and per entry, to make it and find the binding times
 
 
 @define

@@ -19,6 +19,7 @@ from ilp_sharding.array_sweeps import swept_start
 from ilp_sharding.compiled_loops import ready
 from ilp_sharding.counted_search import search_rounds
 from ilp_sharding.direct import (
+    DENSE_SECONDS,
     DENSE_USAGE,
     ELIMINATION_SECONDS,
     ELIMINATION_WORK,
@@ -217,7 +218,8 @@ def _solve_reduced(
             _first_choice(network, search, memory)
     dense = 0.0 if memory is None else memory.num_times * float(memory.offset[-1])
     program = tables < PROGRAM_TABLES and PROGRAM_SECONDS * tables < search.seconds
-    if (eliminable or program) and dense < DENSE_USAGE:
+    direct = dense < DENSE_USAGE and DENSE_SECONDS * dense < search.seconds
+    if (eliminable or program) and direct:
         if solve_direct(network, search, elimination if eliminable else None, memory):
             return
         if memory is not None:
