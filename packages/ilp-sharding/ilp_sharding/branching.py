@@ -3,18 +3,17 @@
 A node of the tree forbids some strategies (infinite cost) and has a bound from a few steps of the
 multiplier ascent, started from its parent's multipliers. The open tree node of least bound is
 split: the graph node whose average minimiser mixes strategies of the most different memory price is
-divided into its cheap and its expensive strategies -> Branching.step(). The least bound of the open
-tree nodes, or the cutoff if that is less, bounds all choices -> Branching.bound.
+divided into its cheap and its expensive strategies -> Branching.step().
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 
 import numpy as np
 from attrs import define
 
+from ilp_sharding.best_first import BestFirst
 from ilp_sharding.dual import DualAscent
 
 _STEPS = 20  # of ascent per tree node: short ones, as the parent's multipliers are nearly right
@@ -33,14 +32,13 @@ class _Open:
     messages: tuple[np.ndarray, np.ndarray]
 
 
-class Branching:
+class Branching(BestFirst[_Open]):
     """A tree of restrictions of the graph of `dual`, whose bound is the root's."""
 
     def __init__(self, dual: DualAscent, steps_per_node: int = _STEPS) -> None:
         self.dual = dual
         dual.patience = _PATIENCE
         self.steps_per_node = steps_per_node
-        self.steps = 0
         dual.restore()
         graph = dual.graph
         assert dual.mixture is not None
@@ -50,32 +48,18 @@ class Branching:
             mixture=dual.mixture.copy(),
             messages=(dual.to_first.copy(), dual.to_second.copy()),
         )
-        self._count = 0
-        self._heap: list[tuple[float, int, _Open]] = [(dual.best, 0, root)]
-        self._closed = math.inf
+        super().__init__(dual.best, root)
         self._owner = np.repeat(np.arange(graph.num_nodes), np.diff(graph.tables.offset))
-
-    @property
-    def done(self) -> bool:
-        """Whether no tree node below the cutoff is open."""
-        return not self._heap
-
-    @property
-    def bound(self) -> float:
-        """The bound on every choice, as far as below the cutoffs used so far."""
-        return min(self._heap[0][0] if self._heap else math.inf, self._closed)
 
     def step(self, cutoff: float) -> float:
         """Split the open tree node of least bound; return the bound on every choice."""
-        while self._heap and self._heap[0][0] > cutoff:
-            heapq.heappop(self._heap)
-        if not self._heap:
+        taken = self.take(cutoff)
+        if taken is None:
             return self.bound
-        bound, _, parent = heapq.heappop(self._heap)
-        self.steps += 1
+        bound, parent = taken
         groups = self._split(parent)
         if groups is None:
-            self._closed = min(self._closed, bound)
+            self.keep(bound)
             return self.bound
         node, cheap = groups
         offset = self.dual.graph.tables.offset
@@ -85,8 +69,7 @@ class Branching:
             forbidden[start:stop] |= ~keep
             child_bound, child = self._explore(parent, forbidden, max(bound, -math.inf), cutoff)
             if child_bound <= cutoff:
-                self._count += 1
-                heapq.heappush(self._heap, (child_bound, self._count, child))
+                self.add(child_bound, child)
         return self.bound
 
     def _split(self, tree_node: _Open) -> tuple[int, np.ndarray] | None:

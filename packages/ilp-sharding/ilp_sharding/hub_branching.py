@@ -9,7 +9,7 @@ together, memory prices kept                                                  ->
 Which hub: a few candidates are tried, those whose splits have raised the bound most, and others yet
 untried by influence (open strategies x neighbours); the one whose least child is highest is kept.
 What a trial or a reduced cost shows to be no better than the cutoff is forbidden below the tree
-node. The least bound of the open tree nodes bounds all choices below the cutoffs  -> HubTree.bound
+node.
 
 Choices follow by diving from the tree node of least bound: the hub whose strategies differ most in
 cost, as the messages tell, is settled, messages are swept again, and so on until all hubs are
@@ -18,7 +18,6 @@ settled. What is left is a graph where memory prices can rise anew              
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
 
@@ -26,6 +25,7 @@ import numpy as np
 from attrs import define
 
 from ilp_sharding import messages
+from ilp_sharding.best_first import BestFirst
 from ilp_sharding.dual import DualAscent
 
 _HUB = 4.0  # times the mean number of neighbours is what a hub has at least
@@ -46,43 +46,28 @@ class _Open:
     messages: tuple[np.ndarray, np.ndarray]
 
 
-class HubTree:
+class HubTree(BestFirst[_Open]):
     """A tree of restrictions of the graph of `dual`, under its best multipliers."""
 
     def __init__(self, dual: DualAscent) -> None:
         self.dual = dual
         dual.restore()
         graph = dual.graph
-        self.steps = 0
         self._priced = dual.priced(dual.multipliers)
         self._bar = 4.0 * dual.largest  # cost of forbidden strategies: finite, so messages stay so
         self._degree = np.diff(graph.tables.incident_offset)
         self.hubs = np.flatnonzero(self._degree >= _HUB * self._degree.mean())
         self._gain: dict[int, float] = {}  # average rise of the least child of a hub's splits
-        self._count = 0
         self._kept_bytes = 0
         root = _Open(np.zeros(graph.num_strategies, bool), self._messages())
-        self._heap: list[tuple[float, int, _Open]] = [(dual.best, 0, root)]
-        self._closed = math.inf
-
-    @property
-    def done(self) -> bool:
-        """Whether no tree node below the cutoff is open."""
-        return not self._heap
-
-    @property
-    def bound(self) -> float:
-        """The bound on every choice, as far as below the cutoffs used so far."""
-        return min(self._heap[0][0] if self._heap else math.inf, self._closed)
+        super().__init__(dual.best, root)
 
     def step(self, cutoff: float) -> float:
         """Split the open tree node of least bound; return the bound on every choice."""
-        while self._heap and self._heap[0][0] > cutoff:
-            heapq.heappop(self._heap)
-        if not self._heap:
+        taken = self.take(cutoff)
+        if taken is None:
             return self.bound
-        self.steps += 1
-        bound, _, parent = heapq.heappop(self._heap)
+        bound, parent = taken
         forbidden = parent.forbidden.copy()
         bound = max(bound, self._swept(forbidden, parent.messages, _SWEEPS, cutoff))
         if bound > cutoff:
@@ -95,7 +80,7 @@ class HubTree:
             for hub in self._candidates(forbidden)
         }
         if not trials:
-            self._closed = min(self._closed, bound)
+            self.keep(bound)
             return self.bound
         least = {
             hub: min((child for child, _ in children), default=math.inf)
@@ -110,18 +95,17 @@ class HubTree:
             start = parent.messages
         self._kept_bytes += start[0].nbytes + start[1].nbytes
         for child, barred in best:
-            self._count += 1
-            heapq.heappush(self._heap, (child, self._count, _Open(barred, start)))
+            self.add(child, _Open(barred, start))
         return self.bound
 
     def dive(self, cutoff: float, late: Callable[[], bool]) -> tuple[float, np.ndarray] | None:
         """Return (bound, which strategies stay) when all hubs are settled below the tree node of
         least bound; None if the bound passes `cutoff`, `late` came first or no tree node is open.
         """
-        if not self._heap:
+        node = self.least()
+        if node is None:
             return None
         dual, tables = self.dual, self.dual.graph.tables
-        node = self._heap[0][2]
         bound = self._swept(node.forbidden, node.messages, _SWEEPS, math.inf)
         forbidden = node.forbidden.copy()
         waiting = np.zeros(dual.graph.num_nodes, bool)

@@ -154,6 +154,21 @@ def test_branching_ends_with_a_proof(random_problem):
                 break
 
 
+def test_branching_claims_no_proof_by_leaves_below_the_cutoff(random_problem):
+    leaves = 0
+    for seed, graph, costs in _graphs(random_problem, 150):
+        best = min(costs.values(), default=np.inf)
+        dual = DualAscent(graph)
+        dual.step(np.inf)
+        tree = Branching(dual, steps_per_node=1)  # too few for leaves beyond the limit to show it
+        cutoff = best + 10.0 if costs else 1e9
+        while not tree.done:
+            tree.step(cutoff)
+            assert tree.bound <= best, seed
+        leaves += tree.bound < best
+    assert leaves > 10
+
+
 def test_the_integer_program_finds_the_optimum(random_problem):
     for seed, graph, costs in _graphs(random_problem, 150):
         program = IntegerProgram.of_graph(graph, cutoff=np.inf, seed=0)
