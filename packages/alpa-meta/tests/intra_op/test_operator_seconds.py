@@ -54,23 +54,8 @@ def test_a_maximum_over_a_sharded_dim_is_completed_inside_and_cheaper_in_a_bucke
 
 
 def test_on_a_cpu_cutting_few_output_channels_saves_less_than_cutting_the_batch():
-    model = CostModel(cluster("host:8", measure=False))
-    costs = MeshCosts(
-        model.logical_mesh(SubmeshSpec(num_hosts=1, devices_per_host=8), (8,), ("x",)), model
-    )
-    image, kernel = jnp.ones((16, 16, 16, 8)), jnp.ones((3, 3, 8, 8))
-    numbers = ("NHWC", "HWIO", "NHWC")
-
-    def convolve(image, kernel):
-        return jax.lax.conv_general_dilated(
-            image, kernel, (1, 1), "SAME", dimension_numbers=numbers
-        )
-
-    (eqn,) = open_jaxpr(jax.make_jaxpr(convolve)(image, kernel)).eqns
-    rule = sharding_rule(eqn)
-    strategies = costs.strategies(rule)
-    seconds = operator_seconds(costs, eqn, rule, strategies, late=False)
-    by_result = {one.results[0]: cost for one, cost in zip(strategies, seconds, strict=True)}
+    costs = _host_costs()
+    by_result = _convolutions(costs, jnp.ones((16, 16, 16, 8)), jnp.ones((3, 3, 8, 8)), groups=1)
     batch, channels, summed = (
         by_result[spec]
         for spec in (
@@ -81,9 +66,44 @@ def test_on_a_cpu_cutting_few_output_channels_saves_less_than_cutting_the_batch(
     )
     # patches: 16 * 16 * 16 positions x 3 * 3 pixels, each a cache line of 64 bytes
     runs = 16 * 16 * 16 * 3 * 3
-    assert channels > runs * 64 / model.device().memory_bandwidth
-    assert summed > runs * 64 / model.device().memory_bandwidth
+    assert channels > runs * 64 / costs.model.device().memory_bandwidth
+    assert summed > runs * 64 / costs.model.device().memory_bandwidth
     assert channels > 3 * batch
+
+
+@pytest.mark.parametrize("groups", [16, 32])
+def test_on_a_cpu_many_groups_of_a_convolution_stay_on_a_device(groups):
+    image, kernel = jnp.ones((16, 8, 8, groups)), jnp.ones((3, 3, 1, groups))
+    by_result = _convolutions(_host_costs(), image, kernel, groups)
+    batch = by_result[ShardingSpec((("x",), (), (), ()))]
+    channels = by_result[ShardingSpec(((), (), (), ("x",)))]
+    assert channels > 1.5 * batch if groups == 32 else channels == pytest.approx(batch, rel=0.1)
+
+
+def _host_costs():
+    model = CostModel(cluster("host:8", measure=False))
+    submesh = SubmeshSpec(num_hosts=1, devices_per_host=8)
+    return MeshCosts(model.logical_mesh(submesh, (8,), ("x",)), model)
+
+
+def _convolutions(costs, image, kernel, groups):
+    """Return {result: seconds} of the strategies of a convolution."""
+
+    def convolve(image, kernel):
+        return jax.lax.conv_general_dilated(
+            image,
+            kernel,
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    (eqn,) = open_jaxpr(jax.make_jaxpr(convolve)(image, kernel)).eqns
+    rule = sharding_rule(eqn)
+    strategies = costs.strategies(rule)
+    seconds = operator_seconds(costs, eqn, rule, strategies, late=False)
+    return {one.results[0]: cost for one, cost in zip(strategies, seconds, strict=True)}
 
 
 def test_sums_sent_together_share_one_latency():
