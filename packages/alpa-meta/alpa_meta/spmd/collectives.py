@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
+import numpy as np
 from attrs import evolve, field, frozen
 from jax import lax
 
@@ -168,13 +169,18 @@ class Collectives:
     ) -> Any:
         """Return the value of the device that sends to this one; zeros where none does.
 
-        `pairs` are sender and receiver, positions along `axes`, each at most once.
+        `pairs` are sender and receiver, positions along `axes`, each at most once. It is noted
+        under the axes that some pair moves along.
         """
 
         def permute(x: Any) -> Any:
             return lax.ppermute(x, axes, pairs)
 
-        return self._emit("collective-permute", axes, permute, value, reason)
+        shape = tuple(self._mesh.size((axis,)) for axis in axes)
+        places = np.stack(np.unravel_index(np.array(pairs, int).reshape(-1, 2), shape), axis=-1)
+        moved = (places[:, 0] != places[:, 1]).any(axis=0)
+        used = tuple(axis for axis, moves in zip(axes, moved, strict=True) if moves)
+        return self._emit("collective-permute", used or axes, permute, value, reason)
 
     def _emit(
         self,

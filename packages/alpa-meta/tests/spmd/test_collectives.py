@@ -47,6 +47,19 @@ def test_a_shift_moves_to_the_next_device_and_leaves_zeros_behind():
     np.testing.assert_array_equal(moved, [0, 1, 2, 3, 4, 5, 6, 7])
 
 
+@pytest.mark.parametrize(("offset", "moved"), [(1, ("x", "y")), (4, ("x",))])
+def test_a_shift_is_noted_under_the_axes_it_moves_along(offset, moved):
+    log = CollectiveLog()
+    collectives = Collectives(MESH, log)
+    axes = ("x", "y")
+
+    def shift(part):
+        return collectives.shift(part, axes, offset, "test")
+
+    on_devices(shift, jnp.arange(8), PartitionSpec(axes), PartitionSpec(axes))
+    assert {one.axes for one in log.all()} == {moved}
+
+
 def test_keys_and_flags_travel_too():
     collectives = Collectives(MESH)
     keys = jax.random.split(jax.random.key(0), 8)
