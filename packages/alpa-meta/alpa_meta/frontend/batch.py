@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,19 @@ from attrs import evolve, frozen
 from alpa_meta.compat import (
     Literal,
     closed,
+    consts,
     is_drop,
     is_remat,
     open_jaxpr,
     scan_counts,
     subjaxprs,
+)
+from alpa_meta.frontend.places import (
+    adds_to_operand,
+    order_survives,
+    same_constant,
+    selects_examples,
+    sums_survive,
 )
 from alpa_meta.rules import sharding_rule
 
@@ -64,7 +73,13 @@ _SUM = {
     "scatter-add",
     "dynamic_update_slice",
 }
-_INDICES = {"scatter-add": (1,), "select_n": (0,), "dynamic_update_slice": range(2, 16)}
+_INDICES = {
+    "gather": range(1, 2),
+    "dynamic_slice": range(1, 16),
+    "scatter-add": range(1, 2),
+    "select_n": range(1),
+    "dynamic_update_slice": range(2, 16),
+}
 _LINEAR = {
     "neg",
     "transpose",
@@ -87,6 +102,9 @@ _LINEAR = {
     "real",
     "imag",
     "complex",
+    "conj",
+    "fft",
+    "tile",
     "reduce_window_sum",
     "select_and_scatter_add",
     "stop_gradient",
@@ -127,7 +145,9 @@ def _follow(
 ) -> list[Scaling]:
     first, second = open_jaxpr(small), open_jaxpr(large)
     known.update(zip(first.invars, inputs, strict=True))
-    known.update((var, CONSTANT) for var in first.constvars)
+    closed_over = zip_longest(consts(small), consts(large))
+    for var, (one, other) in zip(first.constvars, closed_over, strict=False):
+        known[var] = CONSTANT if same_constant(one, other) else MIXED
     matching = len(first.eqns) == len(second.eqns)
     for position, eqn in enumerate(first.eqns):
         twin = second.eqns[position] if matching else None
@@ -154,10 +174,11 @@ def _follow(
 def _read(atom: Any, twin: Any, known: dict[Any, Scaling]) -> Scaling:
     if not isinstance(atom, Literal):
         return known.get(atom, MIXED)
-    value = np.asarray(atom.val)
-    if value.ndim or not isinstance(twin, Literal):
+    if not isinstance(twin, Literal):
         return CONSTANT
-    other = np.asarray(twin.val)
+    if np.ndim(atom.val):
+        return CONSTANT if same_constant(atom.val, twin.val) else MIXED
+    value, other = np.asarray(atom.val), np.asarray(twin.val)
     if value.dtype.kind not in "iuf" and value.dtype.name != "bfloat16":
         return CONSTANT
     one, two = float(value), float(other)
@@ -195,7 +216,7 @@ def _results(
         return [MIXED] * count
     zero = name in _LINEAR | _PRODUCT and any(operand.zero for operand in operands[:1])
     if any(operand.form in ("reduced", "extreme") for operand in operands):
-        return _from_reduced(name, operands, power, count)
+        return _from_reduced(eqn, operands, power)
     batch_factors = set()
     for operand, dims, atom in zip(operands, rule.operands, eqn.invars, strict=True):
         if operand.form != "example":
@@ -210,7 +231,9 @@ def _results(
         return [MIXED] * count
     factor = batch_factors.pop()
     kind = rule.factor(factor)
-    if kind.kind in ("replicate", "permutation"):
+    if kind.kind in ("replicate", "permutation") or selects_examples(name, rule, factor):
+        return [MIXED] * count
+    if adds_to_operand(name, rule, factor) and not operands[0].zero:
         return [MIXED] * count
     for operand, dims in zip(operands, rule.operands, strict=True):
         holds = any(factor in dim for dim in dims)
@@ -218,10 +241,10 @@ def _results(
             return [MIXED] * count
     results = []
     for dims, growing in zip(rule.results, grows, strict=True):
-        home = [dim for dim, names in enumerate(dims) if names and names[0] == factor]
-        if home:
+        home = tuple(dim for dim, names in enumerate(dims) if names and names[0] == factor)
+        if home and home == growing:
             results.append(Scaling("example", power, home[0], zero))
-        elif growing:
+        elif home or growing:
             results.append(MIXED)
         elif kind.kind == "reduction" and kind.reduction == "add":
             results.append(Scaling("reduced", power))
@@ -267,13 +290,17 @@ def _positional(eqn: Any, dim: int) -> bool:
     return eqn.primitive.name != "iota" or bool(eqn.params["dimension"] == dim)
 
 
-def _from_reduced(name: str, operands: list[Scaling], power: int, count: int) -> list[Scaling]:
+def _from_reduced(eqn: Any, operands: list[Scaling], power: int) -> list[Scaling]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
     forms = {operand.form for operand in operands if not operand.zero}
     if "example" in forms or "extreme" in forms and len(forms) > 1:
         return [MIXED] * count
     if forms <= {"extreme"}:
-        kept = operands[0] if name in _ORDER_KEEPING and len(operands) == 1 else MIXED
-        return [kept] * count
+        keeps = name in _ORDER_KEEPING and len(operands) == 1 and order_survives(eqn)
+        return [operands[0] if keeps else MIXED] * count
+    at_sums = any(operands[k].form == "reduced" for k in _INDICES.get(name, ()) if k < len(operands))
+    if at_sums or not sums_survive(eqn):
+        return [MIXED] * count
     num_reduced = sum(operand.form == "reduced" for operand in operands)
     sums = name in _SUM and all(
         operand.zero or operand.form == "reduced"
@@ -323,10 +350,27 @@ def _region(
         ]
         return [_join(results) for results in zip(*branches, strict=True)]
     if name == "while":
-        if all(operand.form == "constant" for operand in operands):
-            return [CONSTANT] * len(eqn.outvars)
-        return [MIXED] * len(eqn.outvars)
+        return _while(eqn, twin, operands, known)
     return _scan(eqn, twin, bodies[0], twins[0], operands, known)
+
+
+def _while(
+    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling]
+) -> list[Scaling]:
+    """Return the scaling of a loop of unknown length: constant if all of it is, mixed otherwise."""
+    num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    carry = operands[num_test + num_body :]
+    given = {
+        "cond_jaxpr": [*operands[:num_test], *carry],
+        "body_jaxpr": operands[num_test:],
+    }
+    results = [
+        result
+        for body, values in given.items()
+        for result in _follow(closed(eqn.params[body]), closed(twin.params[body]), values, known)
+    ]
+    plain = all(one.form == "constant" and one.power == 0 for one in (*operands, *results))
+    return [CONSTANT if plain else MIXED] * len(eqn.outvars)
 
 
 def _scan(
