@@ -3,8 +3,10 @@
     L(prices) = min_x [ cost(x) + sum_t price_t (usage_t(x) - limit) ]  <=  cost of what fits
 
 A byte's price is a cost of the node that holds it, a copy's of its edge, so that each value is one
-solution of a problem without limit. Prices follow the subgradient usage_t(x) - limit (Polyak's
-steps) until nothing is gained. Where no choice on the way fits, costs are left out: what remains
+solution of a problem without limit. Every x found is a plane above L, cost(x) + sum_t price_t
+(usage_t(x) - limit); the next prices are those of the highest point below all planes (Kelley 1960),
+or halfway there from the best prices after a step without gain, until the bound is close to that
+height. Where no choice on the way fits, costs are left out: what remains
 looks for the least peak, and proves that nothing fits if even that is above the limit.
 """
 
@@ -21,8 +23,8 @@ from alpa_interchange import ShardingProblem, ShardingSolution
 from alpa_meta.intra_op.memory_profile import MemoryProfile
 
 STEPS = 60  # of the prices
-_PATIENCE = 5  # steps without gain before they are halved
-_SHORTEST = 0.02  # share of a whole step at which they end
+_CLOSE = 1e-4  # share of the highest point that a bound may stay below it
+_DEAREST = 10.0  # times the costs: the highest price of the whole limit
 
 
 @define
@@ -54,23 +56,51 @@ class PricedMemory:
 
     def _raise_bound(self, free: ShardingSolution, until: float) -> None:
         """Change prices towards the greatest bound."""
-        found, value, share, waited = free.choice, free.lower_bound or 0.0, 1.0, 0
+        found, value = free.choice, free.lower_bound or 0.0
+        best: Mapping[int, float] = {}
+        planes: list[tuple[float, np.ndarray]] = []
         for _ in range(STEPS):
             if found is None:
                 return
             usage = self._offer(found)
-            waited = 0 if value > self.lower_bound else waited + 1
-            self.lower_bound = max(self.lower_bound, value)
-            if waited == _PATIENCE:
-                share, waited = share / 2, 0
-            target = self.objective if self.choice else 1.05 * self._cost(found)
-            excess = {at: float(usage[at]) - self.limit for at in self._prices}
-            step = share * (target - value) / max(sum(part**2 for part in excess.values()), 1.0)
-            if step <= 0 or share < _SHORTEST or time.perf_counter() > until:
-                return
-            for at, part in excess.items():
-                self._prices[at] = max(0.0, self._prices[at] + step * part)
+            planes.append((self._cost(found), usage))
+            halfway = value <= self.lower_bound
+            if not halfway:
+                self.lower_bound, best = value, dict(self._prices)
+            top, prices = self._highest(planes)
+            enough = top - self.lower_bound <= _CLOSE * abs(top)
+            if enough or self.objective <= self.lower_bound or time.perf_counter() > until:
+                break
+            share = 0.5 if halfway else 1.0
+            for at, price in prices.items():
+                self._prices[at] = best.get(at, 0.0) + share * (price - best.get(at, 0.0))
             found, value = self._priced(self._prices)
+        self._prices = {at: best.get(at, 0.0) for at in self._prices}
+
+    def _highest(
+        self, planes: Sequence[tuple[float, np.ndarray]]
+    ) -> tuple[float, dict[int, float]]:
+        """Return (height, prices) of the highest point below all `planes`, (cost, usage) of
+        choices.
+
+        The whole limit is priced at `_DEAREST` times the costs at most.
+        """
+        from scipy.optimize import linprog  # slow to import, and rarely needed
+
+        times = list(self._prices)
+        scale = max(abs(cost) for cost, _ in planes) or 1.0
+        excess = np.array([usage[times] / self.limit - 1.0 for _, usage in planes])
+        costs = np.array([cost for cost, _ in planes]) / scale
+        found = linprog(
+            c=np.append(np.zeros(len(times)), -1.0),
+            A_ub=np.column_stack([-excess, np.ones(len(planes))]),
+            b_ub=costs,
+            bounds=[(0.0, _DEAREST)] * len(times) + [(None, None)],
+        )
+        if not found.success:
+            return self.lower_bound, {}
+        prices = found.x[:-1] * scale / self.limit
+        return float(found.x[-1] * scale), dict(zip(times, prices.tolist(), strict=True))
 
     def _find_least_peak(self, until: float) -> None:
         """Look for a choice of the least peak, and prove by how much the limit is too small.
