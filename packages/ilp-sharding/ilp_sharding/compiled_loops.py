@@ -15,7 +15,7 @@ import importlib
 import math
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -48,9 +48,15 @@ def ready(seconds: float, *names: str) -> bool:
         return True
     if seconds < _LOADING_SECONDS:
         return False
-    marks = {name: _mark(name) for name in missing}
-    absent = [name for name, mark in marks.items() if mark is None or not mark.exists()]
-    return seconds >= _LOADING_SECONDS + sum(_COMPILING_SECONDS[name] for name in absent)
+    return seconds >= _LOADING_SECONDS + sum(
+        _COMPILING_SECONDS[name] for name in uncompiled(missing)
+    )
+
+
+def uncompiled(names: Iterable[str] = tuple(_LAST)) -> list[str]:
+    """Return those of the modules `names` whose loops are not known to be in the cache."""
+    marks = {name: _mark(name) for name in names}
+    return [name for name, mark in marks.items() if mark is None or not mark.exists()]
 
 
 def load(*names: str) -> None:
@@ -92,19 +98,20 @@ def _run(name: str) -> None:
     from ilp_sharding.hub_branching import HubTree
 
     graph = _sample()
-    dual = DualAscent(graph)
     if name == "dominance":
         without_dominated(simplified(graph))
-        return
-    dual.step(math.inf)
-    dual.reduced(1)
-    HubTree(dual).dive(math.inf, lambda: False)
-    start = dual.decoded()
-    if name in ("moves", "neighbourhood"):
+    elif name == "messages":
+        dual = DualAscent(graph)
+        dual.step(math.inf)
+        dual.reduced(1)
+        HubTree(dual).dive(math.inf, lambda: False)
+        dual.decoded()
+    else:
         from ilp_sharding.primal import PrimalSearch
 
+        start, free = np.zeros(graph.num_nodes, np.int64), np.zeros(graph.num_strategies)
         primal = PrimalSearch(graph, 0)
-        primal.construct(start, dual.price, polish=2 if name == "neighbourhood" else 0)
+        primal.construct(start, free, polish=2 if name == "neighbourhood" else 0)
 
 
 def _sample() -> TableGraph:

@@ -22,15 +22,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from ilp_sharding.blackboard import Board, load_graph
+from ilp_sharding.compiled_loops import load, uncompiled
 from ilp_sharding.dominance import simplified, without_dominated
 from ilp_sharding.table_graph import TableGraph
 
+Job = TypeVar("Job")
+
 _POLL_SECONDS = 0.005
+_LOOPS = (("messages", "dominance"), ("moves", "neighbourhood"))  # to compile at the same time
 _DOMINANCE_SHARE = 0.05  # of the time
 
 
@@ -141,6 +147,10 @@ def _serve(folder: Path, indices: range, count: int, seed: int, until: float) ->
     from ilp_sharding.neighbourhood import seed_random
 
     seed_random(0)
+    if hasattr(os, "fork"):
+        if uncompiled():
+            _fork(_LOOPS, lambda names: load(*names))
+        load(*chain(*_LOOPS))
     while not (folder / "ready").exists():
         if _parent_left() or not folder.exists():
             return 1
@@ -171,18 +181,18 @@ def _parent_left() -> bool:
     return hasattr(os, "fork") and bool(select.select([sys.stdin], [], [], 0.0)[0])
 
 
-def _fork(indices: Iterable[int], run: Callable[[int], None]) -> int:
-    """Run every worker in a fork of this process; return the worst exit status.
+def _fork(jobs: Iterable[Job], run: Callable[[Job], None]) -> int:
+    """Run every job in a fork of this process; return the worst exit status.
 
     They are killed once standard input ends.
     """
     children = []
-    for index in indices:
+    for job in jobs:
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                run(index)
+                run(job)
                 status = 0
             except BaseException:
                 traceback.print_exc()
