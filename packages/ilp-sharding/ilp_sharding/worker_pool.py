@@ -79,6 +79,7 @@ class WorkerPool:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
+                start_new_session=True,  # a signal to the caller's group must not come between
             )
             for first, last in groups
         ]
