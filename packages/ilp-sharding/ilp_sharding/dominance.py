@@ -21,6 +21,7 @@ from numba import njit
 
 from ilp_sharding.table_graph import Rows, TableGraph, Tables, make_rows
 
+_BLOCK = 64  # times whose least is taken at once
 _WORK = 2e9  # elementary steps a pass of dominance may take,
 _WORK_PER_SECOND = 2e8  # about
 
@@ -169,28 +170,71 @@ def drop_unsupported(tables: Tables, active: np.ndarray) -> bool:
 
 
 @njit(cache=True)
+def _change_times(rows: Rows, begin: int, end: int, out: np.ndarray) -> int:
+    """Write the different times of the changes `begin` to `end` in order; return how many."""
+    count = 0
+    for p in range(begin, end):
+        time = rows.time[p]
+        place = count
+        while place > 0 and out[place - 1] > time:
+            place -= 1
+        if place > 0 and out[place - 1] == time:
+            continue
+        for q in range(count, place, -1):
+            out[q] = out[q - 1]
+        out[place] = time
+        count += 1
+    return count
+
+
+@njit(cache=True)
+def _block_minima(values: np.ndarray) -> np.ndarray:
+    """Return the least of every `_BLOCK` values in a row."""
+    result = np.full(len(values) // _BLOCK + 1, np.inf)
+    for t in range(len(values)):
+        result[t // _BLOCK] = min(result[t // _BLOCK], values[t])
+    return result
+
+
+@njit(cache=True)
+def _least(values: np.ndarray, blocks: np.ndarray, start: int, stop: int) -> float:
+    """Return the least of `values[start:stop]`, whole blocks of it taken from `blocks`."""
+    least = np.inf
+    t = start
+    while t < stop:
+        if t % _BLOCK == 0 and t + _BLOCK <= stop:
+            least = min(least, blocks[t // _BLOCK])
+            t += _BLOCK
+        else:
+            least = min(least, values[t])
+            t += 1
+    return least
+
+
+@njit(cache=True)
 def least_usage(offset: np.ndarray, rows: Rows, active: np.ndarray) -> np.ndarray:
     """Return the sum over nodes of the least usage [times] of any of their active strategies."""
     num_times = len(rows.slack)
     changes = np.zeros(num_times + 1)
+    times = np.empty(num_times + 1, np.int64)
     for i in range(len(offset) - 1):
         begin, end = rows.start[offset[i]], rows.start[offset[i + 1]]
         if begin == end:
             continue
-        times = np.unique(rows.time[begin:end])
-        low = np.full(len(times), np.inf)
+        count = _change_times(rows, begin, end, times)
+        low = np.full(count, np.inf)
         for v in range(offset[i], offset[i + 1]):
             if not active[v]:
                 continue
             total = 0.0
             p = rows.start[v]
-            for s in range(len(times)):
+            for s in range(count):
                 if p < rows.start[v + 1] and rows.time[p] == times[s]:
                     total += rows.change[p]
                     p += 1
                 low[s] = min(low[s], total)
         before = 0.0
-        for s in range(len(times)):
+        for s in range(count):
             changes[times[s]] += low[s] - before
             before = low[s]
     return np.cumsum(changes)[:num_times]
@@ -204,8 +248,10 @@ def drop_oversized(offset: np.ndarray, rows: Rows, active: np.ndarray, margin: f
     """
     num_times = len(rows.slack)
     cleared = 0
+    times = np.empty(num_times + 1, np.int64)
     while True:
         room = rows.slack - least_usage(offset, rows, active)
+        blocks = _block_minima(room)
         if num_times and np.min(room) < -margin:
             return -1
         before = cleared
@@ -213,8 +259,7 @@ def drop_oversized(offset: np.ndarray, rows: Rows, active: np.ndarray, margin: f
             begin, end = rows.start[offset[i]], rows.start[offset[i + 1]]
             if begin == end:
                 continue
-            times = np.unique(rows.time[begin:end])
-            count = len(times)
+            count = _change_times(rows, begin, end, times)
             low = np.full(count, np.inf)
             tight = np.full(count, np.inf)
             usage = np.zeros((offset[i + 1] - offset[i], count))
@@ -230,8 +275,7 @@ def drop_oversized(offset: np.ndarray, rows: Rows, active: np.ndarray, margin: f
                         low[s] = min(low[s], total)
             for s in range(count):
                 stop = times[s + 1] if s + 1 < count else num_times
-                for t in range(times[s], stop):
-                    tight[s] = min(tight[s], room[t])
+                tight[s] = _least(room, blocks, times[s], stop)
             left = 0
             for v in range(offset[i], offset[i + 1]):
                 if not active[v]:
@@ -253,22 +297,23 @@ def largest_usage(offset: np.ndarray, rows: Rows) -> np.ndarray:
     """Return the sum over nodes of the largest usage [times] of any of their strategies."""
     num_times = len(rows.slack)
     changes = np.zeros(num_times + 1)
+    times = np.empty(num_times + 1, np.int64)
     for i in range(len(offset) - 1):
         begin, end = rows.start[offset[i]], rows.start[offset[i + 1]]
         if begin == end:
             continue
-        times = np.unique(rows.time[begin:end])
-        top = np.zeros(len(times))
+        count = _change_times(rows, begin, end, times)
+        top = np.zeros(count)
         for v in range(offset[i], offset[i + 1]):
             total = 0.0
             p = rows.start[v]
-            for s in range(len(times)):
+            for s in range(count):
                 if p < rows.start[v + 1] and rows.time[p] == times[s]:
                     total += rows.change[p]
                     p += 1
                 top[s] = max(top[s], total)
         before = 0.0
-        for s in range(len(times)):
+        for s in range(count):
             changes[times[s]] += top[s] - before
             before = top[s]
     return np.cumsum(changes)[:num_times]
