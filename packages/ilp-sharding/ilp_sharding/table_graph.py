@@ -103,7 +103,7 @@ class TableGraph:
         counts = (
             np.add.reduceat(active.astype(np.int64), offset[:-1]) if self.num_nodes else offset[:0]
         )
-        open_node = counts > 1
+        open_node, whole = counts > 1, counts == np.diff(offset)
         owner = np.repeat(np.arange(self.num_nodes), np.diff(offset))
         lone = np.flatnonzero(active & ~open_node[owner])
         settled = self.settled.copy()
@@ -119,12 +119,12 @@ class TableGraph:
             shape = (offset[a + 1] - offset[a], offset[b + 1] - offset[b])
             table = tables.entry[tables.entry_offset[e] : tables.entry_offset[e + 1]].reshape(shape)
             if open_node[a] and open_node[b]:
-                keep_a, keep_b = (
-                    active[offset[a] : offset[a + 1]],
-                    active[offset[b] : offset[b + 1]],
-                )
+                if not whole[a]:
+                    table = table[active[offset[a] : offset[a + 1]]]
+                if not whole[b]:
+                    table = table[:, active[offset[b] : offset[b + 1]]]
                 ends.append((int(new_node[a]), int(new_node[b])))
-                pieces.append(table[keep_a][:, keep_b])
+                pieces.append(table)
             elif open_node[a]:
                 cost[offset[a] : offset[a + 1]] += table[:, only[b]]
             elif open_node[b]:
