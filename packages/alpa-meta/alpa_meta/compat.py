@@ -1,6 +1,7 @@
 """Everything that differs between the supported jax versions (0.10.2 and newer), in one place.
 
-Only public modules are used: `jax`, `jax.core`, `jax.extend`, `jax.interpreters`.
+Only public modules are used: `jax`, `jax.core`, `jax.experimental`, `jax.extend`,
+`jax.interpreters`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 
 ClosedJaxpr = jex.ClosedJaxpr
@@ -83,6 +85,17 @@ def call_body(eqn: Any) -> Any | None:
     return jax.make_jaxpr(expand)(*(atom.aval for atom in eqn.invars))
 
 
+def linear_solve(eqn: Any) -> tuple[Any, list[Any]]:
+    """Return what a `custom_linear_solve` equation runs: the solver's ClosedJaxpr, its operands.
+
+    The products and the transposed solver beside it are there to be differentiated.
+    """
+    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    first = lengths.matvec + lengths.vecmat
+    solver = eqn.invars[first : first + lengths.solve]
+    return closed(jaxprs.solve), [*solver, *eqn.invars[sum(lengths) :]]
+
+
 def scan_counts(eqn: Any) -> tuple[int, int, int]:
     """Return (constants, carries, scanned inputs) of a `scan` equation.
 
@@ -118,6 +131,11 @@ def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) 
     with manager:
         outputs = eqn.primitive.bind(*values, **bound)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def row_major(value: Any) -> Any:
+    """Return `value`, which the compiler must store with its dims in order, the first outermost."""
+    return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
 
 
 def name_stack(eqn: Any) -> str:

@@ -105,8 +105,8 @@ def _demands(one: CompiledCollective, axes: tuple[str, ...] | None, backend: str
 
 def _widened(one: CompiledCollective, dtype: str, backend: str) -> tuple[bool, ...]:
     """Return the widths to try: False as compiled, True as 16-bit floats sent as float32."""
-    if one.promoted:
-        return (True,)
+    if one.promoted:  # what is merged into it may have been float32 before
+        return (True,) if len(one.parts) == 1 else (True, False)
     return (False, True) if backend == "cpu" and dtype == "float32" else (False,)
 
 
@@ -118,11 +118,11 @@ def _line(
 ) -> AuditLine:
     paid = tuple(planned for demand in demands for planned in demand.paid)
     unpaid = [demand for demand in demands if not demand.paid]
-    widened = bool(demands) and all(demand.narrow for demand in demands if demand.paid)
+    widened = sum(demand.compiled_bytes for demand in demands if demand.paid and demand.narrow)
     notes = [note for demand in demands for note in demand.notes]
     if len(demands) > 1:
         notes.insert(0, f"merged {len(demands)}")
-    if paid and widened:
+    if widened:
         notes.append("16-bit floats sent as float32 by the CPU backend, counted at 16 bits")
     wrong = [] if named is None else [deviation(demand, named) for demand in unpaid]
     return AuditLine(
@@ -130,7 +130,7 @@ def _line(
         axes=axes,
         planned=paid,
         unplanned_bytes=one.bytes if axes is None else sum(d.compiled_bytes for d in unpaid),
-        widened=bool(paid) and widened,
+        widened=widened / one.bytes if widened else 0.0,
         notes=tuple(dict.fromkeys(notes)),
         deviation="; ".join(dict.fromkeys(wrong)),
     )

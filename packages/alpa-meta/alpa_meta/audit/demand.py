@@ -10,7 +10,7 @@ from attrs import define, field
 
 from alpa_meta.audit.planned import PlannedCollective
 
-HALVES = ("bfloat16", "float16")
+HALVES = ("bfloat16", "float16", "int16")
 
 _NAME = re.compile(r"[\w.\-]+")
 _BUCKET = re.compile(r"[\w.\-]+(?:\+[\w.\-]+)+")

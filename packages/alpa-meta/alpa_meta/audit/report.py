@@ -22,16 +22,16 @@ class AuditLine:
     """One compiled collective and the planned ones that account for it.
 
     `axes` is None where its groups are lines of no mesh axes; `unplanned_bytes` of its result are
-    accounted for by nothing. `widened` marks 16-bit floats that the CPU backend sends as float32.
-    `notes` name what XLA did to the planned collectives, `deviation` how it differs from the one it
-    was emitted as.
+    accounted for by nothing. `widened` is the share of its bytes that are 16-bit floats, which the
+    CPU backend sends as float32. `notes` name what XLA did to the planned collectives, `deviation`
+    how it differs from the one it was emitted as.
     """
 
     compiled: CompiledCollective
     axes: tuple[str, ...] | None
     planned: tuple[PlannedCollective, ...]
     unplanned_bytes: int
-    widened: bool = False
+    widened: float = 0.0
     notes: tuple[str, ...] = ()
     deviation: str = ""
 
@@ -96,7 +96,7 @@ class AuditReport:
     @property
     def compiled_bytes(self) -> float:
         """Bytes one device sends in the compiled program, widened floats at 16 bits."""
-        return sum(line.compiled.link_bytes / (2 if line.widened else 1) for line in self.lines)
+        return sum(line.compiled.link_bytes * (1 - line.widened / 2) for line in self.lines)
 
     @property
     def ratio(self) -> float:

@@ -298,8 +298,8 @@ def _from_reduced(eqn: Any, operands: list[Scaling], power: int) -> list[Scaling
     if forms <= {"extreme"}:
         keeps = name in _ORDER_KEEPING and len(operands) == 1 and order_survives(eqn)
         return [operands[0] if keeps else MIXED] * count
-    at_sums = any(operands[k].form == "reduced" for k in _INDICES.get(name, ()) if k < len(operands))
-    if at_sums or not sums_survive(eqn):
+    indices = [operand for k, operand in enumerate(operands) if k in _INDICES.get(name, ())]
+    if not sums_survive(eqn) or any(operand.form == "reduced" for operand in indices):
         return [MIXED] * count
     num_reduced = sum(operand.form == "reduced" for operand in operands)
     sums = name in _SUM and all(

@@ -150,7 +150,8 @@ class Step:
             raise PlanError(
                 "the arrays of the batch must agree in their first dim, got "
                 + ", ".join(f"{path}: {size}" for path, size in sizes.items())
-                + "; name the batch arguments with batch_argnums"
+                + "; pass those of another size as an argument of their own and name the arguments "
+                "of the batch with batch_argnums"
             )
         if not sizes:
             raise PlanError(

@@ -1,9 +1,9 @@
 """From a user's step function to one flat jaxpr.
 
-`inline` substitutes the bodies of call equations (jit, custom_jvp, custom_vjp, ...) and keeps the
-name stack of the call in front of each inlined equation, so that it still shows which equations
-belong to the forward and the backward pass. Loops, conditionals, recomputation regions and opaque
-kernels stay single equations, their bodies inlined in turn.
+`inline` substitutes the bodies of call equations (jit, custom_jvp, custom_vjp, linear solves, ...)
+and keeps the name stack of the call in front of each inlined equation, so that it still shows which
+equations belong to the forward and the backward pass. Loops, conditionals, recomputation regions
+and opaque kernels stay single equations, their bodies inlined in turn.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from alpa_meta.compat import (
     consts,
     is_drop,
     is_remat,
+    linear_solve,
     open_jaxpr,
     subjaxprs,
     with_outer_name_stack,
@@ -36,6 +37,8 @@ _CALLS = frozenset(
         "closed_call",
         "core_call",
         "call",
+        "composite",
+        "custom_vmap_call",
         "custom_jvp_call",
         "custom_vjp_call",
         "custom_vjp_call_jaxpr",
@@ -96,18 +99,18 @@ def _inline_eqns(
         name = eqn.primitive.name
         bodies = subjaxprs(eqn)
         here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
-        body = call_body(eqn) if name in _CALLS else None
+        body, operands = _called(eqn)
         if body is not None:
             inner = open_jaxpr(body)
-            if len(inner.invars) != len(eqn.invars):
+            if len(inner.invars) != len(operands):
                 raise ValueError(
-                    f"cannot inline {name!r}: it has {len(eqn.invars)} operands, but its body "
+                    f"cannot inline {name!r}: it has {len(operands)} operands, but its body "
                     f"takes {len(inner.invars)}"
                 )
             scope: dict[Any, Any] = {}
             for var, value in zip(inner.constvars, consts(body), strict=True):
                 scope[var] = _constant(var, value, constvars, values)
-            scope.update(zip(inner.invars, map(read, eqn.invars), strict=True))
+            scope.update(zip(inner.invars, map(read, operands), strict=True))
             _inline_eqns(inner.eqns, scope, eqns, constvars, values, here)
             for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
                 env[var] = atom if isinstance(atom, Literal) else scope[atom]
@@ -125,6 +128,14 @@ def _inline_eqns(
         eqns.append(
             eqn.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, **replacement)
         )
+
+
+def _called(eqn: Any) -> tuple[Any | None, list[Any]]:
+    """Return the body of a call and its operands; no body if `eqn` is not to be inlined."""
+    name = eqn.primitive.name
+    if name == "custom_linear_solve":
+        return linear_solve(eqn)
+    return call_body(eqn) if name in _CALLS else None, list(eqn.invars)
 
 
 def _constant(var: Any, value: Any, constvars: list[Any], values: list[Any]) -> Any:

@@ -124,6 +124,23 @@ def _run_broadcast(call: LocalCall) -> list[Any]:
     return [lax.broadcast_in_dim(call.operands[0], call.result_shape(0), places)]
 
 
+def _tile_rule(eqn: Any) -> ShardingRule:
+    """Return the rule of a repetition: whole copies, or dims that are not repeated, are sharded."""
+    factors = Factors()
+    shape = operand_shapes(eqn)[0]
+    dims = factors.each(shape)
+    copies = [factors.new(count) for count in eqn.params["reps"]]
+    return factors.rule([dims], [[copy + dim for copy, dim in zip(copies, dims, strict=True)]])
+
+
+def _run_tile(call: LocalCall) -> list[Any]:
+    reps = [
+        count * call.shards(call.operand_axes(0, d)) // call.shards(call.result_axes(0, d))
+        for d, count in enumerate(call.eqn.params["reps"])
+    ]
+    return call.bind(reps=tuple(reps))
+
+
 def _iota_rule(eqn: Any) -> ShardingRule:
     factors = Factors()
     dims = factors.each(result_shapes(eqn)[0])
@@ -173,6 +190,7 @@ OPERATORS = {
     "transpose": Operator(_transpose_rule, linear=always_linear),
     "squeeze": Operator(_squeeze_rule, linear=always_linear),
     "broadcast_in_dim": Operator(_broadcast_rule, _run_broadcast, always_linear),
+    "tile": Operator(_tile_rule, _run_tile, always_linear),
     "iota": Operator(_iota_rule, _run_iota),
     "stack": Operator(_stack_rule, linear=always_linear),
     "unstack": Operator(_unstack_rule, linear=always_linear),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from alpa_interchange import ShardingRule
+from alpa_meta import compat
 from alpa_meta.rules.operator import (
     Dim,
     Factors,
+    LocalCall,
     Operator,
     always_linear,
     operand_shapes,
@@ -69,7 +71,16 @@ def _fourier_rule(eqn: Any) -> ShardingRule:
     return factors.rule([dims], [dims])
 
 
+def _run_fourier(call: LocalCall) -> list[Any]:
+    """Return the transform of the local part, stored row-major as XLA's CPU transform needs it.
+
+    XLA may store it in the order that a collective before or after prefers, and then not run it.
+    """
+    (operand,) = call.operands
+    return [compat.row_major(value) for value in call.bind([compat.row_major(operand)])]
+
+
 OPERATORS = {name: Operator(_batched_rule) for name in _CORE_RANKS} | {
     "triangular_solve": Operator(_triangular_solve_rule),
-    "fft": Operator(_fourier_rule, linear=always_linear),
+    "fft": Operator(_fourier_rule, _run_fourier, always_linear),
 }

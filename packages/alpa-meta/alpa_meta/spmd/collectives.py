@@ -18,6 +18,7 @@ from jax import lax
 from alpa_interchange import LogicalMesh
 from alpa_meta import compat
 from alpa_meta.audit.planned import PlannedCollective
+from alpa_meta.spmd.order_keys import from_order_keys, order_keys
 
 _SCOPE = re.compile(r"collective(?:\.\d+)+")  # as CollectiveLog names them
 
@@ -144,7 +145,11 @@ class Collectives:
         return self._emit("all-to-all", axes, exchange, value, reason)
 
     def all_reduce(self, value: Any, axes: tuple[str, ...], reduction: str, reason: str) -> Any:
-        """Return the combination over devices: "add", "max", "min", "and" or "or"."""
+        """Return the combination over devices: "add", "max", "min", "and" or "or".
+
+        Backends lose NaNs in all-reduces of floats by "max" or "min", so integers of the same order
+        are sent for these.
+        """
         combine: Any = {
             "add": lax.psum,
             "max": lax.pmax,
@@ -156,6 +161,10 @@ class Collectives:
         def reduce(x: Any) -> Any:
             return combine(x, axes)
 
+        if reduction in ("max", "min") and jnp.issubdtype(value.dtype, jnp.floating):
+            keys = order_keys(value, nan_last=reduction == "max")
+            keys = self._emit("all-reduce", axes, reduce, keys, reason)
+            return from_order_keys(keys, value.dtype)
         return self._emit("all-reduce", axes, reduce, value, reason)
 
     def shift(self, value: Any, axes: tuple[str, ...], offset: int, reason: str) -> Any:

@@ -205,6 +205,19 @@ def test_bfloat16_widened_by_the_cpu_backend_is_counted_at_16_bits():
     assert not account(plan, collectives, AXES, backend="cuda").ok
 
 
+def test_what_the_cpu_backend_merges_into_a_widened_sum_is_counted_at_its_own_width():
+    def body(x):
+        return lax.psum(x, "model"), lax.psum(x.astype(jnp.float32)[:4], "model")
+
+    collectives = compiled(body, jax.ShapeDtypeStruct((16, 32), jnp.bfloat16))
+    plan = [
+        planned("all-reduce", ("model",), KB // 2, "bfloat16"),
+        planned("all-reduce", ("model",), KB // 2, "float32"),
+    ]
+    assert account(plan, collectives, AXES).equal
+    assert not account(plan[:1], collectives, AXES).ok
+
+
 def test_float32_is_not_paid_for_by_bfloat16_of_a_quarter_of_its_bytes():
     collectives = compiled(lambda x: lax.psum(x, "model"))
     plan = [planned("all-reduce", ("model",), KB // 4, "bfloat16")]

@@ -2,13 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 from alpa_meta.compat import Literal, open_jaxpr
 from alpa_meta.frontend.batch import CONSTANT, MIXED, Scaling, batch_scaling
 from alpa_meta.frontend.trace import trace
 
 WEIGHT = jax.ShapeDtypeStruct((3, 4), jnp.float32)
+
+
+def place(x):
+    """Return a place from 0 to 1 for each example."""
+    return (x[:, 0] > 0).astype(jnp.int32)
 
 
 def result_scaling(function, *, size=2):
@@ -42,6 +49,12 @@ def result_scaling(function, *, size=2):
         (lambda w, x: (x > 0).any(), Scaling("extreme", reduction="max")),
         (lambda w, x: (x > 0).all(), Scaling("extreme", reduction="min")),
         (lambda w, x: jnp.sum(x > 0), Scaling("reduced", 0)),
+        (lambda w, x: jnp.fft.fft(x / x.shape[0]).real.sum(), Scaling("reduced", -1)),
+        (lambda w, x: jnp.tile(x / x.shape[0], (1, 2)).sum(), Scaling("reduced", -1)),
+        (lambda w, x: jnp.zeros(3).at[place(x)].add(x[:, 0]), Scaling("reduced", 0)),
+        (lambda w, x: w[0].at[place(x)].max(x[:, 0]), Scaling("extreme", reduction="max")),
+        (lambda w, x: x.max().astype(jnp.int32), Scaling("extreme", reduction="max")),
+        (lambda w, x: w.sum() * jnp.asarray(np.arange(3.0)).sum(), Scaling("constant")),
     ],
 )
 def test_values_get_the_form_and_the_power_of_n_they_have(function, expected):
@@ -64,6 +77,23 @@ def test_values_get_the_form_and_the_power_of_n_they_have(function, expected):
         lambda w, x: jax.random.normal(jax.random.key(0), x.shape),
         lambda w, x: x[::-1][0],
         lambda w, x: (x * x.shape[0] ** 0.5).sum(),
+        # examples picked by their place in the batch
+        lambda w, x: lax.dynamic_index_in_dim(x, 0),
+        lambda w, x: lax.dynamic_update_slice(x, jnp.zeros((1, 3)), (0, 0)).sum(),
+        lambda w, x: x.reshape(2, -1, 3).sum(1).max(0),
+        lambda w, x: jnp.broadcast_to(x[:, :1], (x.shape[0], x.shape[0])).sum(),
+        # sums that begin with something, are rounded down, or say where to read
+        lambda w, x: w[0].at[place(x)].add(x[:, 0]),
+        lambda w, x: x.sum().astype(jnp.int32),
+        lambda w, x: (x > 0).sum().astype(bool),
+        lambda w, x: x.max().astype(bool),
+        lambda w, x: lax.div((x > 0).sum(), 2),
+        lambda w, x: lax.dynamic_slice(
+            w, (jnp.sum(x > 0, dtype=jnp.uint32), jnp.uint32(0)), (1, 4)
+        ),
+        # made to the size of the batch
+        lambda w, x: w.sum() * jnp.asarray(np.linspace(0, 1, x.shape[0])).sum(),
+        lambda w, x: lax.while_loop(lambda c: c < x.shape[0], lambda c: c + 1, 0),
     ],
 )
 def test_what_depends_on_how_examples_are_cut_is_mixed(function):

@@ -29,6 +29,19 @@ def test_a_microbatch_is_a_part_of_the_batch():
         flat.program(3)
 
 
+def test_arrays_of_another_first_dim_are_passed_as_an_argument_of_their_own():
+    def graph_step(w, nodes, edges):
+        return w - jnp.zeros((8, 4)).at[edges].add(nodes[edges]).sum(0)
+
+    def as_one(w, graph):
+        return graph_step(w, graph["nodes"], graph["edges"])
+
+    w, nodes, edges = jnp.ones(4), jnp.ones((8, 4)), jnp.zeros(24, jnp.int32)
+    with pytest.raises(PlanError, match="an argument of their own"):
+        _ = Step(as_one, (w, {"nodes": nodes, "edges": edges})).batch_size
+    assert Step(graph_step, (w, nodes, edges), batch_argnums=(1,)).batch_size == 8
+
+
 def test_leaves_that_are_no_arrays_are_kept_and_given_back():
     def apply(state, batch):
         function, weight = state

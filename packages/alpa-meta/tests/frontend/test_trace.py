@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.custom_batching import custom_vmap
 
 from alpa_meta.compat import consts, name_stack, open_jaxpr, subjaxprs
 from alpa_meta.frontend.trace import inline, live_eqns, trace
@@ -37,6 +38,42 @@ def test_calls_are_replaced_by_their_bodies():
     expected = jax.value_and_grad(nested)(x)
     for got, want in zip(run(closed, x), expected, strict=True):
         assert np.allclose(got, want)
+
+
+@custom_vmap
+def tripled(x):
+    return 3 * x
+
+
+tripled.def_vmap(lambda size, batched, x: (3 * x, batched[0]))
+
+
+def composed(x):
+    return jax.lax.composite(lambda x, *, by: x * by, "test.scaled")(x, by=2.0) + tripled(x)
+
+
+def test_calls_that_only_name_or_batch_their_body_are_replaced_by_it():
+    x = jnp.arange(3.0)
+    closed, _ = trace(composed, x)
+    assert {"composite", "custom_vmap_call"}.isdisjoint(names(closed))
+    np.testing.assert_allclose(run(closed, x)[0], 5 * x)
+
+
+@pytest.mark.parametrize(
+    "solve",
+    [
+        lambda a, b: jnp.linalg.solve(a, b),
+        lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: a @ x, b, maxiter=20)[0],
+    ],
+)
+def test_linear_solves_are_replaced_by_their_solvers_forward_and_transposed(solve):
+    a = jnp.array([[3.0, 1.0], [1.0, 2.0]])
+    b = jnp.array([1.0, -1.0])
+    function = jax.value_and_grad(lambda a, b: (solve(a, b) ** 2).sum(), argnums=(0, 1))
+    closed, _ = trace(function, a, b)
+    assert "custom_linear_solve" not in names(closed)
+    for got, want in zip(run(closed, a, b), jax.tree.leaves(function(a, b)), strict=True):
+        assert np.allclose(got, want, rtol=1e-5)
 
 
 def test_inlined_equations_still_show_that_they_were_transposed():

@@ -20,6 +20,7 @@ NOT_OPERATORS = {
     "closed_call",
     "custom_jvp_call",
     "custom_lin",
+    "custom_linear_solve",
     "custom_vjp_call",
     "eval_jaxpr",
     "jit",
@@ -28,8 +29,6 @@ NOT_OPERATORS = {
     "cond",
     "remat2",
     "checkpoint",
-    # an opaque region around a solver the user wrote: it runs whole
-    "custom_linear_solve",
     # collectives and per-device values, which exist inside shard_map only
     "all_gather",
     "all_to_all",

@@ -65,6 +65,16 @@ def moves(x):
     )
 
 
+def test_copies_of_a_repeated_dim_are_shared_out_and_other_dims_are_parallel(check):
+    def twice(x):
+        return jnp.tile(x, (1, 4))
+
+    assert rule_of(twice, X) == "a b -> a (c b)"
+    checked = check(twice, (X,), mesh_shape=(2, 2), count=8)
+    assert checked["tile"] == 8
+    assert check(lambda x: jnp.tile(x, (4, 2)), (X[:1, :0],), count=8)["tile"] > 0
+
+
 def test_elements_move_within_their_shards(check):
     done = check(moves, (X,), mesh_shape=(2, 4), count=4)
     names = "broadcast_in_dim transpose iota concatenate pad split rev slice"

@@ -47,6 +47,19 @@ def test_a_shift_moves_to_the_next_device_and_leaves_zeros_behind():
     np.testing.assert_array_equal(moved, [0, 1, 2, 3, 4, 5, 6, 7])
 
 
+@pytest.mark.parametrize(("reduction", "expected"), [("max", [7, np.nan]), ("min", [0, np.nan])])
+def test_nans_win_when_extremes_are_taken_over_devices(reduction, expected):
+    collectives = Collectives(MESH)
+    value = jnp.arange(8.0)[:, None] * jnp.ones(2)
+    found = on_devices(
+        lambda part: collectives.all_reduce(part, ("x", "y"), reduction, "test"),
+        value.at[3, 1].set(jnp.nan),
+        PartitionSpec(("x", "y")),
+        PartitionSpec(),
+    )
+    np.testing.assert_array_equal(found[0], expected)
+
+
 @pytest.mark.parametrize(("offset", "moved"), [(1, ("x", "y")), (4, ("x",))])
 def test_a_shift_is_noted_under_the_axes_it_moves_along(offset, moved):
     log = CollectiveLog()

@@ -6,7 +6,9 @@ from jax import lax
 from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.audit.account import account
 from alpa_meta.audit.hlo import compiled_collectives
+from alpa_meta.rules import sharding_rule
 from alpa_meta.spmd import JaxprPlan
+from ilp_sharding.strategies import enumerate_strategies
 
 KEY = jax.random.key(0)
 
@@ -181,3 +183,16 @@ def test_an_unreduced_sum_leaves_the_program_as_one_part_per_device(run):
     found = run(lambda x: x.sum(), (jnp.arange(8.0),), (4,), plan=plan)
     assert found.actual[0].tolist() == [1.0, 5.0, 9.0, 13.0]
     assert found.planned == ()
+
+
+def test_a_transform_runs_before_its_parts_are_gathered_along_an_inner_dim(run, same):
+    split, whole = ShardingSpec(((), ("x",), ())), ShardingSpec(((), (), ()))
+
+    def plan(closed, mesh):
+        (eqn,) = closed.jaxpr.eqns
+        strategies = enumerate_strategies(sharding_rule(eqn), mesh)
+        chosen = next(s for s in strategies if s.results == (split,))
+        return JaxprPlan((split,), (chosen,), (whole,))
+
+    value = normal(9, 4, 8, 8).astype(jnp.complex64)
+    same(run(lambda x: (lax.fft(x, "fft", (8,)),), (value,), (4,), plan=plan))
