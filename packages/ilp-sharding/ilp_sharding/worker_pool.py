@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from ilp_sharding.network import Network
 from ilp_sharding.table_graph import table_graph
 
 _POLL_SECONDS = 0.01
+_PARTING_SECONDS = 0.03
 _FORKS = hasattr(os, "fork")
 
 
@@ -136,7 +138,12 @@ class WorkerPool:
             else:
                 process.kill()
         for process in self.processes:
-            process.wait()
+            try:
+                process.wait(_PARTING_SECONDS)
+            except subprocess.TimeoutExpired:  # it is still loading, or letting go of much memory
+                if _FORKS:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         self._errors.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
