@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ilp_sharding.dual import DualAscent
 
 NARROWING_TABLES = 2e7  # table entries up to which sweeps in this process are quick
-_GUESSES = (1e-9, 1e-7, 1e-5, 1e-4, 1e-3, 4e-3, 1.6e-2)  # relative rise over the bound
+_GUESSES = (1e-9, 1e-5, 1e-3, 4e-3, 1.6e-2)  # relative rise over the bound
 _FEW_STRATEGIES = (
     1000  # the first guess leaves no more, where memory keeps the bound from being met
 )
@@ -47,6 +47,7 @@ _LABELS = 1e6  # labels times rows of all steps together
 _MULTIPLES = np.array([[0.5], [0.8], [1.0], [1.25], [2.0]])  # of the multipliers that bound labels
 _REST_WORK = 2e8  # table entries of an elimination of what is left
 _MORE, _FEW_TABLES = 1.3, 1000  # how much larger a last step may be than the next one
+_TIGHT_TABLES = 5000  # table entries from which on messages are swept once more in what is left
 _SWEEPS = 60  # of messages without memory rows
 _STEPS = 400  # of multipliers with them
 _POLISH = 100  # ball moves of a first choice, and
@@ -120,6 +121,8 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
             size = 0 if rest is None else len(rest.tables.entry)
             if whole is not None and len(whole.tables.entry) <= _MORE * size + _FEW_TABLES:
                 rest, cutoff = whole, search.cutoff()
+        if rest is not None and len(rest.tables.entry) > _TIGHT_TABLES and not rest.num_times:
+            rest = _tightened(rest, cutoff, dual)
         if rest is None:
             search.raise_bound(cutoff, "narrowing")
         elif not _solve_rest(network, nodes, search, rest, cutoff, dual):
@@ -164,6 +167,14 @@ def _restricted(graph: TableGraph, active: np.ndarray) -> TableGraph | None:
     if graph.num_nodes and not np.logical_or.reduceat(active, graph.tables.offset[:-1]).all():
         return None
     return graph.restricted(active)
+
+
+def _tightened(rest: TableGraph, cutoff: float, dual: DualAscent) -> TableGraph | None:
+    """Return `rest` without what messages in it alone show to cost more than `cutoff`."""
+    inner = dual.carried(rest)
+    for _ in range(_SWEEPS // 2):
+        inner.step(cutoff)
+    return _restricted(rest, _within(inner.reduced(3), cutoff))
 
 
 def _solve_rest(
