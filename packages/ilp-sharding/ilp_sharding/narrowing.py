@@ -110,6 +110,7 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
         if np.count_nonzero(_within(pairs, guesses[1])) > graph.num_nodes + _FEW_STRATEGIES:
             break
         guesses.pop(0)
+    known, whole = math.inf, None
     for guess in guesses:
         if search.late:
             return False
@@ -117,7 +118,9 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
         rest = _restricted(graph, _within(pairs, cutoff))
         if cutoff < search.cutoff() < math.inf and not search.late:
             # where a better choice than the known one needs little more, look for that at once
-            whole = _restricted(graph, _within(pairs, search.cutoff()))
+            if search.cutoff() != known:
+                known = search.cutoff()
+                whole = _restricted(graph, _within(pairs, known))
             size = 0 if rest is None else len(rest.tables.entry)
             if whole is not None and len(whole.tables.entry) <= _MORE * size + _FEW_TABLES:
                 rest, cutoff = whole, search.cutoff()
