@@ -220,6 +220,9 @@ def _solve_reduced(
     program = tables < PROGRAM_TABLES and PROGRAM_SECONDS * tables < search.seconds
     direct = dense < DENSE_USAGE and DENSE_SECONDS * dense < search.seconds
     if (eliminable or program) and direct:
+        if later:  # the time may end before the program does
+            _offer_first(instance, search, search.until)
+            later = False
         if solve_direct(network, search, elimination if eliminable else None, memory):
             return
         if memory is not None:
