@@ -19,12 +19,11 @@ import math
 import time
 from collections.abc import Callable
 
-import highspy
 import numpy as np
 from attrs import define, field
 
+from ilp_sharding.cutting_planes import highest_point
 from ilp_sharding.elimination import Elimination, OutOfTime
-from ilp_sharding.highs_run import run_until
 from ilp_sharding.instance import Instance
 from ilp_sharding.integer_program import IntegerProgram, smallest_peak
 from ilp_sharding.local_moves import LocalMoves
@@ -314,32 +313,15 @@ def _master(
     """Return (value, prices [rows]) maximising the least plane over 0 <= prices <= step_limit /
     unit.
     """
-    origin = planes[0][0]
-    level = max(step_limit, 1e-300)
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(rows) + 1, len(planes)
-    lp.sense_ = highspy.ObjSense.kMaximize
-    lp.col_cost_ = np.concatenate([[1.0], np.zeros(len(rows))])
-    lp.col_lower_ = np.concatenate([[-highspy.kHighsInf], np.zeros(len(rows))])
-    top = search.objective
-    ceiling = (top - origin) / level if math.isfinite(top) else highspy.kHighsInf
-    lp.col_upper_ = np.concatenate([[ceiling], np.ones(len(rows))])
-    matrix = np.array([np.concatenate([[1.0], -plane[1][rows] / unit[rows]]) for plane in planes])
-    lp.row_lower_ = np.full(len(planes), -highspy.kHighsInf)
-    lp.row_upper_ = np.array([(plane[0] - origin) / level for plane in planes])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    width = len(rows) + 1
-    lp.a_matrix_.start_ = np.arange(0, width * len(planes) + 1, width, dtype=np.int32)
-    lp.a_matrix_.index_ = np.tile(np.arange(width, dtype=np.int32), len(planes))
-    lp.a_matrix_.value_ = matrix.ravel()
-    highs = highspy.Highs()  # type: ignore[no-untyped-call]
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("threads", 1)
-    highs.passModel(lp)
-    if not run_until(highs, search.until):
-        raise OutOfTime
-    solution = np.asarray(highs.getSolution().col_value)
-    return origin + float(solution[0]) * level, np.maximum(solution[1:], 0.0) * level / unit[rows]
+    origin, level = planes[0][0], max(step_limit, 1e-300)
+    height, prices = highest_point(
+        np.array([(value - origin) / level for value, _ in planes]),
+        np.array([slope[rows] / unit[rows] for _, slope in planes]),
+        most=1.0,
+        ceiling=(search.objective - origin) / level,
+        until=search.until,
+    )
+    return origin + height * level, prices * level / unit[rows]
 
 
 def fix_strategies(

@@ -59,6 +59,7 @@ QUICK_WORK = 1e6  # table entries of an elimination that is as quick as a first 
 LIMITED_TABLES = 5e5  # table entries up to which `narrow` is tried with a memory limit,
 LIMITED_SHARE = 0.5  # for this share of the time,
 FREE_SHARE = 0.2  # and this share of that without the limit
+ROUNDS = 100  # of a search in this process before workers start, if time does not end it
 
 
 def solve(problem: ShardingProblem, options: SolveOptions | None = None) -> ShardingSolution:
@@ -234,7 +235,9 @@ def _solve_reduced(
         inside = NARROWING_SECONDS * tables < search.seconds
         if not (inside and ready(search.seconds, *needed_loops(memory))):
             _swept(network, search, memory)
-        elif small and _narrowed(network, search, memory):
+        elif small and (
+            _narrowed(network, search, memory) or _searched_here(network, search, memory)
+        ):
             _smallest_memory(network, search, memory)
             return
     if options.rounds is not None:
@@ -288,6 +291,23 @@ def _narrowed(network: Network, search: Search, memory: MemoryProfile | None) ->
         return False
     finally:
         search.until = until
+
+
+def _searched_here(network: Network, search: Search, memory: MemoryProfile | None) -> bool:
+    """Return whether rounds in this process end the search in less time than workers take to
+    load."""
+    if not search.programs or search.seconds < 2.0 * WORKER_SECONDS:
+        return False
+    until = search.until
+    search.until = time.perf_counter() + WORKER_SECONDS
+    try:
+        search_rounds(network, memory, search, ROUNDS)
+    except NoAssignment:
+        search.infeasible = search.choice is None
+        search.raise_bound(search.objective, "search")
+    finally:
+        search.until = until
+    return search.closed or search.infeasible
 
 
 def _free_optimum_fits(network: Network, search: Search, memory: MemoryProfile) -> bool:

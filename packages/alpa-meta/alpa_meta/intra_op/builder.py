@@ -337,25 +337,37 @@ class Builder:
         if source.node in (None, self._fixed) or node is None or not source.shape:
             return
         in_buckets = late or self._phase == "update" or source.node in self._state_nodes
-        matrix = weight * self.costs.conversion_seconds(
-            source.shape, source.bytes, source.specs, wanted, in_buckets
+        found = self.costs.conversion(
+            source.shape, source.bytes, source.specs, wanted, in_buckets, source.node == node
         )
-        if in_buckets and matrix.any():
-            self.traffic.conversion(self._phase, weight, source, node, wanted)
-            assert source.node is not None
-
-            def more(costs: MeshCosts) -> np.ndarray:
-                priced = costs.conversion_seconds(
-                    source.shape, source.bytes, source.specs, wanted, in_buckets=True
-                )
-                return surplus(weight * priced, matrix)
-
-            self.traffic.surcharge(self._phase, weight, source.node, node, more)
-        self._add_edge(source.node, node, matrix)
-        copies = self.costs.copied_bytes(source.shape, source.bytes, source.specs, wanted)
-        if copies is not None:
+        if found.seconds is not None:
+            matrix = weight * found.seconds
+            self._add_edge(source.node, node, matrix)
+            if in_buckets:
+                self._note_conversion(source, node, wanted, weight, matrix)
+        if found.copied is not None:
             now = self.timeline.now
-            self._copies.append((now, now + 1, source.node, node, copies))
+            self._copies.append((now, now + 1, source.node, node, found.copied))
+
+    def _note_conversion(
+        self,
+        source: Source,
+        node: int,
+        wanted: tuple[ShardingSpec, ...],
+        weight: float,
+        matrix: np.ndarray,
+    ) -> None:
+        """Note a conversion that travels in buckets, and what it costs more in others."""
+        assert source.node is not None
+        self.traffic.conversion(self._phase, weight, source, node, wanted)
+
+        def more(costs: MeshCosts) -> np.ndarray:
+            priced = costs.conversion_seconds(
+                source.shape, source.bytes, source.specs, wanted, in_buckets=True
+            )
+            return surplus(weight * priced, matrix)
+
+        self.traffic.surcharge(self._phase, weight, source.node, node, more)
 
     def _add_edge(self, first: int | None, second: int, matrix: np.ndarray) -> None:
         assert first is not None

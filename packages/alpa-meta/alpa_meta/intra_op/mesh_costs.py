@@ -25,6 +25,14 @@ class Columns:
 
 
 @frozen(eq=False)
+class Conversion:
+    """What the conversion of a value takes, [sources, targets]; None where no pair takes any."""
+
+    seconds: np.ndarray | None
+    copied: np.ndarray | None  # bytes per device of the copy it makes
+
+
+@frozen(eq=False)
 class MeshCosts:
     """A logical mesh and what compute and communication cost on it."""
 
@@ -39,7 +47,7 @@ class MeshCosts:
     _strategies: dict[int, tuple[Strategy, ...]] = field(factory=dict, repr=False)
     _matrices: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
     _specs: dict[tuple[int, ...], tuple[ShardingSpec, ...]] = field(factory=dict, repr=False)
-    _copies: dict[Hashable, np.ndarray | None] = field(factory=dict, repr=False)
+    _conversions: dict[Hashable, Conversion] = field(factory=dict, repr=False)
     _names: dict[int, tuple[Any, list[str]]] = field(factory=dict, repr=False)
     _columns: dict[int, tuple[Any, Columns]] = field(factory=dict, repr=False)
     _only: dict[Strategy, tuple[Strategy, ...]] = field(factory=dict, repr=False)
@@ -119,24 +127,30 @@ class MeshCosts:
             self._numbers[id(value)] = known
         return known[1]
 
-    def copied_bytes(
+    def conversion(
         self,
         shape: tuple[int, ...],
         bytes: float,
         sources: tuple[ShardingSpec, ...],
         targets: tuple[ShardingSpec, ...],
-    ) -> np.ndarray | None:
-        """Return [sources, targets] bytes per device of the copy that a conversion makes.
+        in_buckets: bool,
+        alike: bool,
+    ) -> Conversion:
+        """Return what a conversion takes, remembered; `alike`: source and target have one number.
 
-        None where none of them communicates: a part of what is there already takes no memory.
+        A part of what is there already takes no memory.
         """
-        key = (shape, bytes, self.number(sources), self.number(targets))
-        if key not in self._copies:
-            seconds = self.conversion_seconds(shape, bytes, sources, targets)
-            sends = np.isfinite(seconds) & (seconds > 1e-12 + 1e-17 * bytes)
+        key = (shape, bytes, self.number(sources), self.number(targets), in_buckets, alike)
+        known = self._conversions.get(key)
+        if known is None:
+            seconds = self.conversion_seconds(shape, bytes, sources, targets, in_buckets)
+            alone = self.conversion_seconds(shape, bytes, sources, targets)
+            sends = np.isfinite(alone) & (alone > 1e-12 + 1e-17 * bytes)
             sizes = [self.mesh.size(tuple(a for dim in s.dims for a in dim)) for s in targets]
-            self._copies[key] = sends * (bytes / np.array(sizes)) if sends.any() else None
-        return self._copies[key]
+            copied = sends * (bytes / np.array(sizes))
+            known = Conversion(*(_unless_zero(one, alike) for one in (seconds, copied)))
+            self._conversions[key] = known
+        return known
 
     def strategies(self, rule: ShardingRule) -> tuple[Strategy, ...]:
         """Return all strategies of a rule on the mesh with sums left partial, remembered."""
@@ -180,3 +194,8 @@ class MeshCosts:
         return float(
             self.model.compute_seconds(flops, bytes, dtype, kind, host_group=self.host_group)
         )
+
+
+def _unless_zero(matrix: np.ndarray, alike: bool) -> np.ndarray | None:
+    reached = np.diagonal(matrix) if alike else matrix
+    return matrix if reached.any() else None

@@ -21,6 +21,7 @@ from attrs import define, evolve, field
 
 from alpa_interchange import ShardingProblem, ShardingSolution
 from alpa_meta.intra_op.memory_profile import MemoryProfile
+from ilp_sharding.cutting_planes import highest_point
 
 STEPS = 60  # of the prices
 _CLOSE = 1e-4  # share of the highest point that a bound may stay below it
@@ -85,22 +86,15 @@ class PricedMemory:
 
         The whole limit is priced at `_DEAREST` times the costs at most.
         """
-        from scipy.optimize import linprog  # slow to import, and rarely needed
-
         times = list(self._prices)
         scale = max(abs(cost) for cost, _ in planes) or 1.0
-        excess = np.array([usage[times] / self.limit - 1.0 for _, usage in planes])
-        costs = np.array([cost for cost, _ in planes]) / scale
-        found = linprog(
-            c=np.append(np.zeros(len(times)), -1.0),
-            A_ub=np.column_stack([-excess, np.ones(len(planes))]),
-            b_ub=costs,
-            bounds=[(0.0, _DEAREST)] * len(times) + [(None, None)],
+        height, prices = highest_point(
+            np.array([cost for cost, _ in planes]) / scale,
+            np.array([usage[times] / self.limit - 1.0 for _, usage in planes]),
+            _DEAREST,
         )
-        if not found.success:
-            return self.lower_bound, {}
-        prices = found.x[:-1] * scale / self.limit
-        return float(found.x[-1] * scale), dict(zip(times, prices.tolist(), strict=True))
+        priced = prices * scale / self.limit
+        return height * scale, dict(zip(times, priced.tolist(), strict=True))
 
     def _find_least_peak(self, until: float) -> None:
         """Look for a choice of the least peak, and prove by how much the limit is too small.
