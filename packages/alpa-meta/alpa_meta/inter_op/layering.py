@@ -225,6 +225,11 @@ def clone_into_readers(
     result: list[Any] = []
     result_labels: list[Hashable] = []
     for k, eqn in enumerate(eqns):
+        reads = any(not isinstance(atom, Literal) and atom in producer for atom in eqn.invars)
+        if k not in cloned and not reads:
+            result.append(eqn)  # the same object, of which much is remembered
+            result_labels.append(labels[k])
+            continue
         for label in readers[k] if k in cloned else (labels[k],):
             operands = [
                 atom if isinstance(atom, Literal) or atom not in producer else copies[atom, label]

@@ -50,7 +50,7 @@ class Builder:
         self.sources: dict[Any, Source] = {}
         self._eqn_costs: list[tuple[int, int, np.ndarray]] = []
         self._eqn_edges: list[tuple[int, int, int, np.ndarray]] = []
-        self._position = -1
+        self._position = 0
         self._partial = may_stay_partial(stage)
         self._order: dict[Any, int] = {}
         self._spread: set[Any] = set()
@@ -70,7 +70,12 @@ class Builder:
     def eqns(self) -> list[Record]:
         """Return the records of the stage's equations, walked over in order."""
         stage = self.stage
-        defined = {var for eqn in stage.eqns for var in eqn.outvars if not is_drop(var)}
+        defined = {
+            var: position
+            for position, eqn in enumerate(stage.eqns)
+            for var in eqn.outvars
+            if not is_drop(var)
+        }
         records = []
         for position, (eqn, phase, key) in enumerate(
             zip(stage.eqns, stage.phases, stage.keys, strict=True)
@@ -84,10 +89,11 @@ class Builder:
                     input_key = None if key is None else ("input", key, number)
                     self._input(atom, input_key)
             records.append(self.equation(eqn, key, weight, self.sources, phase))
-        self._position, self._phase = -1, "update"
+        self._phase = "update"
         for new, old in stage.carried:
             if new in self.sources and old in self.sources:
                 source = self.sources[old]
+                self._position = defined.get(new, 0)
                 self.convert(self.sources[new], source.node, source.specs, 1.0)
                 self.timeline.replace(self.sources[new])
         return records
@@ -372,13 +378,11 @@ class Builder:
     def _add_edge(self, first: int | None, second: int, matrix: np.ndarray) -> None:
         assert first is not None
         self.problem.add_edge(first, second, matrix)
-        if self._position >= 0:
-            self._eqn_edges.append((self._position, first, second, matrix))
+        self._eqn_edges.append((self._position, first, second, matrix))
 
     def _add_cost(self, node: int, cost: np.ndarray) -> None:
         self.problem.add_cost(node, cost)
-        if self._position >= 0:
-            self._eqn_costs.append((self._position, node, cost))
+        self._eqn_costs.append((self._position, node, cost))
 
     def costs_by_equation(
         self, count: int

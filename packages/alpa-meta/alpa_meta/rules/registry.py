@@ -83,8 +83,8 @@ def sharding_rule(eqn: Any) -> ShardingRule | None:
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     key = (
         eqn.primitive.name,
-        tuple((shape_of(a), str(getattr(a.aval, "dtype", ""))) for a in eqn.invars),
-        tuple((shape_of(v), str(getattr(v.aval, "dtype", ""))) for v in eqn.outvars),
+        tuple((shape_of(a), getattr(a.aval, "dtype", None)) for a in eqn.invars),
+        tuple((shape_of(v), getattr(v.aval, "dtype", None)) for v in eqn.outvars),
         params,
     )
     try:

@@ -55,14 +55,17 @@ def _selection(num_layers, mesh=MESH, num_microbatches=1):
     return program, scope, build(scope.eqns, costs, "test")
 
 
-def test_the_choice_costs_what_its_equations_cost():
+def test_a_choice_costs_what_its_equations_cost():
     _, _, selection = _selection(3)
-    solution = ilp_sharding.solve(selection.problem)
+    problem = selection.problem
+    solution = ilp_sharding.solve(problem)
     assert solution.status == "optimal"
-    by_equation = selection.node_layer_cost(solution.choice)
-    carried = solution.objective - by_equation.sum()
-    assert carried >= -1e-12  # what is left is the conversion of new state to the old one's layout
-    assert selection.least_cost().sum() <= by_equation.sum() + 1e-12
+    random = np.random.default_rng(0)
+    others = [random.integers(problem.num_strategies).tolist() for _ in range(5)]
+    for choice in (solution.choice, *others):
+        by_equation = selection.node_layer_cost(choice).sum()
+        assert by_equation == pytest.approx(ilp_sharding.check(problem, choice).cost)
+        assert selection.least_cost().sum() <= by_equation + 1e-12
 
 
 def test_inner_layers_of_a_chain_share_their_nodes():
