@@ -5,7 +5,7 @@ difference in an element near zero is measured on the scale the leaf's rounding 
 An optimiser that divides by the gradient's magnitude (Adam) turns rounding of a gradient near zero
 into a full step: whatever the order of a sum, some elements differ by much. So a difference is
 judged by the step itself: `sensitivity` is how far the single-device step moves when every input is
-changed by a relative rounding error, and a parallel step may differ by a small multiple of that.
+changed by a relative rounding error and narrow floats round otherwise, and a parallel step may differ by a small multiple of that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
+
+from alpa_meta.audit.narrow_rounding import rounded_otherwise
 
 BASE_ULPS = 64.0
 """Ulps that are let pass whatever the sensitivity: the rounding of one long reduction."""
@@ -120,13 +122,14 @@ def sensitivity(
 ) -> dict[str, float]:
     """Return the ulps each leaf of `step(*arguments)` moves when its inputs are rounded otherwise.
 
-    Every floating element of the arguments is multiplied by 1 + e, e = -eps, 0 or eps at random;
-    the largest movement of `num_samples` draws is taken.
+    Every floating element of the arguments is multiplied by 1 + e, e = -eps, 0 or eps at random,
+    and so is every result on the way in fewer than 32 bits (`narrow_rounding`); the largest
+    movement of `num_samples` draws is taken.
     """
     reference = step(*arguments)
     moved: dict[str, float] = {}
-    for sample_key in jax.random.split(key, num_samples):
-        changed = step(*_perturb(arguments, sample_key))
+    for seed, sample_key in enumerate(jax.random.split(key, num_samples)):
+        changed = rounded_otherwise(step, arguments, seed)(*_perturb(arguments, sample_key))
         for path, ulps in tree_differences(changed, reference).items():
             moved[path] = max(moved.get(path, 0.0), ulps)
     return moved
