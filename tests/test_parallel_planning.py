@@ -10,6 +10,7 @@ import pytest
 
 import alpa_meta as alpa
 from alpa_interchange.document import from_json, load, save, to_json
+from alpa_meta.report.plan_table import plan_summary
 
 SIZE, BATCH = 16, 8
 QUICK = {"num_stages": 1, "max_mesh_axes": 1, "cluster": "host:4"}
@@ -140,25 +141,61 @@ def test_a_step_without_a_gradient_is_refused():
         alpa.parallelize(evaluate, **QUICK).plan_for(_params(), _batch())
 
 
-def test_a_step_without_a_batch_is_refused():
+def test_a_step_without_a_batch_runs_but_not_in_microbatches():
     def step(params):
         return jax.tree.map(
             lambda p, g: p - g, params, jax.grad(lambda p: (p["up"] ** 2).sum())(params)
         )
 
-    with pytest.raises(alpa.PlanError, match="batch_argnums"):
-        alpa.parallelize(step, **QUICK).plan_for(_params())
+    assert alpa.parallelize(step, **QUICK, donate=False).audit(_params()).ok
+    with pytest.raises(alpa.PlanError, match="looks like a batch .*with batch_argnums"):
+        alpa.parallelize(step, **QUICK, num_microbatches=2).plan_for(_params())
 
 
-def test_batches_that_disagree_in_size_are_refused():
-    batch = {"x": jnp.ones((8, SIZE)), "y": jnp.ones((4, SIZE))}
+def _noisy_step(params, batch):
+    def loss(params):
+        weighted = _loss(params, batch) * batch["weight"].mean()
+        return weighted + (jnp.tanh(batch["noise"] @ params["up"]) ** 2).mean()
 
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def _uneven_batch(size=8):
+    return {**_batch(size), "noise": jnp.ones((12, SIZE)), "weight": jnp.arange(3.0)}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_stages": 2}, {"preset": "zero3"}])
+def test_a_batch_without_a_common_first_dim_is_taken_whole(options):
+    parallel = alpa.parallelize(_noisy_step, cluster="host:4", max_mesh_axes=1, **options)
+    assert parallel.audit(_params(), _uneven_batch()).ok
+    plan = parallel.plan
+    assert (plan.num_microbatches, plan.program.batch_size) == (1, None)
+    assert "one microbatch: the arrays of the batch differ in their first" in plan_summary(plan)
+    saved = from_json(to_json(plan), alpa.ParallelPlan)
+    assert saved == plan
+    assert alpa.parallelize(_noisy_step, plan=saved).plan_for(_params(), _uneven_batch()) == plan
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_batch_without_a_common_first_dim_is_not_cut(exact):
+    parallel = alpa.parallelize(_noisy_step, **QUICK, num_microbatches=2, exact=exact)
+    with pytest.raises(alpa.PlanError) as refusal:
+        parallel.plan_for(_params(), _uneven_batch())
+    for part in ("batch['noise'] float32[12, 16]", "batch['weight'] float32[3]", "batch_argnums"):
+        assert part in str(refusal.value)
+
+
+def test_the_plan_says_why_other_numbers_of_microbatches_were_refused():
     def step(params, batch):
-        gradients = jax.grad(lambda p: _loss(p, {**batch, "y": 0.0}) + batch["y"].sum())(params)
+        scale = batch["x"].std()
+        gradients = jax.grad(lambda p: _loss(p, batch) * scale)(params)
         return jax.tree.map(lambda p, g: p - g, params, gradients)
 
-    with pytest.raises(alpa.PlanError, match=r"batch\['x'\]: 8, batch\['y'\]: 4"):
-        alpa.parallelize(step, **QUICK).plan_for(_params(), batch)
+    plan = alpa.parallelize(step, cluster="host:4", max_mesh_axes=1).plan_for(_params(), _batch())
+    assert plan.num_microbatches == 1
+    assert "mixes examples of the batch" in plan.program.uncut
+    assert not alpa.parallelize(step, **QUICK).plan_for(_params(), _batch()).program.uncut
 
 
 @pytest.mark.parametrize("num_microbatches", [1, None])
@@ -187,6 +224,18 @@ def test_a_mesh_that_the_devices_do_not_make_is_refused():
 def test_more_stages_than_devices_are_refused():
     with pytest.raises(alpa.PlanError, match="num_stages=5, .* 4 devices"):
         alpa.parallelize(_step, cluster="host:4", num_stages=5).plan_for(_params(), _batch())
+
+
+def test_more_stages_than_layers_are_refused():
+    def step(params, batch):
+        def descend(params, _):
+            gradients = jax.grad(_loss)(params, batch)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), None
+
+        return jax.lax.scan(descend, params, None, length=3)[0]
+
+    with pytest.raises(alpa.PlanError, match="2 stages .* more than 1; use num_stages=1"):
+        alpa.parallelize(step, cluster="host:4", num_stages=2).plan_for(_params(), _batch())
 
 
 def test_a_step_that_was_never_called_has_no_plan():

@@ -72,9 +72,12 @@ def _with_metrics(params, batch):
 
     (value, auxiliary), gradients = jax.value_and_grad(loss, has_aux=True)(params)
     predicted = auxiliary.pop("predicted")
-    hits = jnp.argmax(predicted, -1) == jnp.argmax(batch["y"], -1)
+    chosen, right = jnp.argmax(predicted, -1), jnp.argmax(batch["y"], -1)
+    hits = chosen == right
     metrics = {
         **auxiliary,
+        "confusion": jnp.zeros((SIZE, SIZE), int).at[right, chosen].add(1),
+        "clean": errors_of(params, {**batch, "x": jnp.sign(batch["x"])}).mean(),
         "loss": value,
         "accuracy": hits.mean(),
         "hits": hits.sum(),
@@ -279,6 +282,28 @@ def test_work_on_examples_after_the_update_needs_whole_batches(agrees):
     agrees(_step_with_later_loss, make_params(), BATCHES, **{**PIPELINE, "num_microbatches": 1})
     with pytest.raises(alpa.PlanError, match="works on the examples of the batch after the update"):
         alpa.parallelize(_step_with_later_loss, **PARTS).plan_for(make_params(), BATCHES[0])
+
+
+def test_epochs_of_parts_of_a_permuted_batch_inside_the_step(agrees):
+    def step(state, batch):
+        key, now = jax.random.split(state["key"])
+
+        def descend_on(params, part):
+            value, gradients = jax.value_and_grad(mean_loss)(params, part)
+            return descend(params, gradients), value
+
+        def epoch(params, key):
+            order = jax.random.permutation(key, len(batch["x"]))
+            parts = jax.tree.map(lambda a: a[order].reshape(2, -1, SIZE), batch)
+            return jax.lax.scan(descend_on, params, parts)
+
+        params, losses = jax.lax.scan(epoch, state["params"], jax.random.split(now, 3))
+        return {"params": params, "key": key}, losses
+
+    state = {"params": make_params(), "key": jax.random.key(0)}
+    agrees(step, state, BATCHES, **QUICK)
+    with pytest.raises(alpa.PlanError, match="2 microbatches would change the result"):
+        alpa.parallelize(step, **PARTS).plan_for(state, BATCHES[0])
 
 
 def test_a_counter_of_examples_counts_the_whole_batch(agrees):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ Literal = jex.Literal
 Var = jex.Var
 _DropVar = getattr(jex, "DropVar", None)
 
+_INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
+_MOST_FRAMES = 100
 _REMAT = ("remat", "remat2", "checkpoint")
 
 
@@ -51,7 +54,8 @@ def consts(jaxpr: Any) -> list[Any]:
     return list(getattr(jaxpr, "consts", ()) or ())
 
 
-def subjaxprs(eqn: Any) -> list[tuple[str, Any]]:
+@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
+def subjaxprs(eqn: Any) -> tuple[tuple[str, Any], ...]:
     """Return the (parameter name, jaxpr) pairs inside the parameters of `eqn`, in order."""
     found: list[tuple[str, Any]] = []
 
@@ -64,7 +68,7 @@ def subjaxprs(eqn: Any) -> list[tuple[str, Any]]:
 
     for name, value in eqn.params.items():
         visit(name, value)
-    return found
+    return tuple(found)
 
 
 def call_body(eqn: Any) -> Any | None:
@@ -145,11 +149,16 @@ def name_stack(eqn: Any) -> str:
 
 
 def source_line(eqn: Any) -> str:
-    """Return file:line of the user's code behind an equation, or an empty string."""
+    """Return file:line of the user's code behind an equation, or an empty string.
+
+    That is the innermost call outside of installed packages, if there is one.
+    """
     try:
-        return str(source_info_util.summarize(eqn.source_info))
+        frames = source_info_util.summarize(eqn.source_info, num_frames=_MOST_FRAMES).split("\n")
     except (AttributeError, TypeError):
         return ""
+    own = [frame for frame in frames if not _INSTALLED.search(frame)]
+    return str((own or frames)[-1])
 
 
 def with_outer_name_stack(eqn: Any, outer: Any) -> Any:

@@ -42,8 +42,9 @@ class Options:
     """Options of `parallelize`. None means: the planner chooses.
 
     `memory` is bytes per device that the plan may use (default: what the cluster says).
-    `batch_argnums` are the arguments that are split along their first dim (default: array arguments
-    that are not returned as new state); `static_argnums` are not traced. `plan` runs a given plan.
+    `batch_argnums` are the arguments that microbatches split along their first dim (default: array
+    arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
+    given plan.
     `exact` refuses microbatches for a step whose result would change with them (batch statistics,
     random numbers shaped by the batch). `pins` fixes input shardings: path -> PartitionSpec-like
     tuple, for all logical meshes that have the named axes. `preset` plans under the constraints of

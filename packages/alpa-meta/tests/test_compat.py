@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from alpa_meta.compat import (
     bind,
@@ -12,6 +13,7 @@ from alpa_meta.compat import (
     is_remat,
     open_jaxpr,
     scan_counts,
+    source_line,
     subjaxprs,
 )
 
@@ -73,3 +75,8 @@ def test_binding_an_equation_runs_it():
             values = [jnp.ones(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
             results = bind(eqn, values)
             assert [np.shape(r) for r in results] == [var.aval.shape for var in eqn.outvars]
+
+
+def test_the_place_of_an_operation_inside_an_installed_package_is_the_users_call():
+    eqn = eqn_of(lambda x: optax.global_norm(x), jnp.ones(3), primitive="sqrt")
+    assert "test_compat.py" in source_line(eqn)

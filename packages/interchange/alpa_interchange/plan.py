@@ -30,13 +30,18 @@ class InputSummary:
 
 @frozen(kw_only=True)
 class ProgramSummary:
-    """What identifies the step a plan was made for. `fingerprint` is a hash of its operations."""
+    """What identifies the step a plan was made for. `fingerprint` is a hash of its operations.
+
+    `batch_size` is None where the arrays of the batch have no common first dim. `uncut` says why
+    the planner took the batch whole, if it was not free to cut it into microbatches.
+    """
 
     fingerprint: str
     inputs: tuple[InputSummary, ...]
     num_ops: int
-    batch_size: int
+    batch_size: int | None
     phases_from: str = "name stack"  # how forward and backward were told apart
+    uncut: str = ""
 
 
 @frozen(kw_only=True)

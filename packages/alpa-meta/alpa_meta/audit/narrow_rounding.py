@@ -1,10 +1,10 @@
 """A step whose narrow floats round otherwise: what other orders and fusions do to bfloat16.
 
 What another order of a float32 sum does shows when inputs are changed by a rounding error. In a
-step of mixed precision it does not: master parameters so changed are mostly cast to the same bfloat16 numbers. But a
-compiler that fuses otherwise rounds every intermediate otherwise, and a sum over devices adds
-rounded parts. So every narrow result is multiplied by 1 + e, e = -eps, 0 or eps at random (Monte
-Carlo arithmetic, Parker 1997), in the bodies of loops too.
+step of mixed precision it does not: master parameters so changed are mostly cast to the same
+bfloat16 numbers. But a compiler that fuses otherwise rounds every intermediate otherwise, and a sum
+over devices adds rounded parts. So every narrow result is multiplied by 1 + e, e = -eps, 0 or eps
+at random (Monte Carlo arithmetic, Parker 1997), in the bodies of loops too.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ difference in an element near zero is measured on the scale the leaf's rounding 
 An optimiser that divides by the gradient's magnitude (Adam) turns rounding of a gradient near zero
 into a full step: whatever the order of a sum, some elements differ by much. So a difference is
 judged by the step itself: `sensitivity` is how far the single-device step moves when every input is
-changed by a relative rounding error and narrow floats round otherwise, and a parallel step may differ by a small multiple of that.
+changed by a relative rounding error and narrow floats round otherwise, and a parallel step may
+differ by a small multiple of that.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.execution.piecewise import parted, united
 from alpa_meta.execution.task_plan import task_plan
 from alpa_meta.execution.tasks import Task
+from alpa_meta.frontend.program import Leaf
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import (
     HOST_BUCKETS,
@@ -134,7 +135,7 @@ class Executable:
             if leaf.path not in self._where:
                 continue
             if leaf.role == "batch":
-                buffers.update(self._microbatches(leaf.path, inputs[k]))
+                buffers.update(self._microbatches(leaf, inputs[k]))
             else:
                 buffers[leaf.path] = placed[k] = self._placed(leaf.path, inputs[k], seen)
         results = self._runtime.step(buffers)
@@ -159,9 +160,9 @@ class Executable:
             return value
         return jax.device_put(value, sharding)
 
-    def _microbatches(self, path: str, value: Any) -> dict[str, Any]:
+    def _microbatches(self, leaf: Leaf, value: Any) -> dict[str, Any]:
+        path, size = leaf.path, leaf.aval.shape[0]
         count = self.plan.num_microbatches
-        size = self.plan.program.batch_size
         if np.shape(value)[0] != size:
             raise PlanError(
                 f"{path} has {np.shape(value)[0]} examples, the plan is for batches of {size}; "

@@ -1,7 +1,7 @@
 """How every value of a training step scales with the batch, found from the program alone.
 
-The step is traced at batch sizes b and 2b; both jaxprs have the same equations, and what differs
-tells which dims and which literals grow with the batch. Following the batch dim through the
+The step is traced at two batch sizes; both jaxprs have the same equations, and what differs tells
+which dims and which literals grow with the batch. Following the batch dim through the
 sharding rules then gives each value one of these forms:
 
     constant  does not depend on the batch's data
@@ -129,19 +129,21 @@ _EXTREMES = {"max": "max", "or": "max", "min": "min", "and": "min"}
 _POSITIONAL = {"iota", "random_bits", "random_split", "rng_bit_generator", "threefry2x32"}
 
 
-def batch_scaling(small: Any, large: Any, inputs: Sequence[Scaling]) -> dict[Any, Scaling]:
+def batch_scaling(
+    small: Any, large: Any, inputs: Sequence[Scaling], ratio: float = 2
+) -> dict[Any, Scaling]:
     """Return the scaling of every variable of `small`, the jaxpr at batch size b.
 
-    `large` is the same step at 2b, `inputs` the scalings of its inputs. When the two programs do
-    not correspond, every value that is not an input is mixed.
+    `large` is the same step at `ratio` times b, `inputs` the scalings of its inputs. When the two
+    programs do not correspond, every value that is not an input is mixed.
     """
     known: dict[Any, Scaling] = {}
-    _follow(small, large, inputs, known)
+    _follow(small, large, inputs, known, ratio)
     return known
 
 
 def _follow(
-    small: Any, large: Any, inputs: Sequence[Scaling], known: dict[Any, Scaling]
+    small: Any, large: Any, inputs: Sequence[Scaling], known: dict[Any, Scaling], ratio: float
 ) -> list[Scaling]:
     first, second = open_jaxpr(small), open_jaxpr(large)
     known.update(zip(first.invars, inputs, strict=True))
@@ -157,21 +159,22 @@ def _follow(
             results = [MIXED] * len(eqn.outvars)
         else:
             operands = [
-                _read(atom, other, known)
+                _read(atom, other, known, ratio)
                 for atom, other in zip(eqn.invars, twin.invars, strict=True)
             ]
-            results = _results(eqn, twin, operands, known)
+            results = _results(eqn, twin, operands, known, ratio)
         known.update(
             (var, result)
             for var, result in zip(eqn.outvars, results, strict=True)
             if not is_drop(var)
         )
     return [
-        _read(atom, other, known) for atom, other in zip(first.outvars, second.outvars, strict=True)
+        _read(atom, other, known, ratio)
+        for atom, other in zip(first.outvars, second.outvars, strict=True)
     ]
 
 
-def _read(atom: Any, twin: Any, known: dict[Any, Scaling]) -> Scaling:
+def _read(atom: Any, twin: Any, known: dict[Any, Scaling], ratio: float) -> Scaling:
     if not isinstance(atom, Literal):
         return known.get(atom, MIXED)
     if not isinstance(twin, Literal):
@@ -186,19 +189,19 @@ def _read(atom: Any, twin: Any, known: dict[Any, Scaling]) -> Scaling:
         return Scaling("constant", zero=one == 0.0)
     if one == 0.0 or two / one <= 0.0:
         return MIXED
-    power = math.log2(two / one)
+    power = math.log(two / one, ratio)
     return Scaling("constant", power=round(power)) if abs(power - round(power)) < 1e-3 else MIXED
 
 
 def _results(
-    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling]
+    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
 ) -> list[Scaling]:
     name = eqn.primitive.name
     count = len(eqn.outvars)
     if any(operand.form == "mixed" for operand in operands):
         return [MIXED] * count
     if name in ("scan", "while", "cond") or is_remat(eqn):
-        return _region(eqn, twin, operands, known)
+        return _region(eqn, twin, operands, known, ratio)
     grows = [
         _growing_dims(var, other) for var, other in zip(eqn.outvars, twin.outvars, strict=True)
     ]
@@ -334,28 +337,29 @@ def _power(name: str, operands: list[Scaling]) -> int | None:
 
 
 def _region(
-    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling]
+    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
 ) -> list[Scaling]:
     name = eqn.primitive.name
     bodies = [closed(body) for _, body in subjaxprs(eqn)]
     twins = [closed(body) for _, body in subjaxprs(twin)]
     if is_remat(eqn):
-        return _follow(bodies[0], twins[0], operands, known)
+        return _follow(bodies[0], twins[0], operands, known, ratio)
     if name == "cond":
         predicate, *rest = operands
         if predicate.form != "constant":
             return [MIXED] * len(eqn.outvars)
         branches = [
-            _follow(body, other, rest, known) for body, other in zip(bodies, twins, strict=True)
+            _follow(body, other, rest, known, ratio)
+            for body, other in zip(bodies, twins, strict=True)
         ]
         return [_join(results) for results in zip(*branches, strict=True)]
     if name == "while":
-        return _while(eqn, twin, operands, known)
-    return _scan(eqn, twin, bodies[0], twins[0], operands, known)
+        return _while(eqn, twin, operands, known, ratio)
+    return _scan(eqn, twin, bodies[0], twins[0], operands, known, ratio)
 
 
 def _while(
-    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling]
+    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
 ) -> list[Scaling]:
     """Return the scaling of a loop of unknown length: constant if all of it is, mixed otherwise."""
     num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -367,14 +371,22 @@ def _while(
     results = [
         result
         for body, values in given.items()
-        for result in _follow(closed(eqn.params[body]), closed(twin.params[body]), values, known)
+        for result in _follow(
+            closed(eqn.params[body]), closed(twin.params[body]), values, known, ratio
+        )
     ]
     plain = all(one.form == "constant" and one.power == 0 for one in (*operands, *results))
     return [CONSTANT if plain else MIXED] * len(eqn.outvars)
 
 
 def _scan(
-    eqn: Any, twin: Any, body: Any, other: Any, operands: list[Scaling], known: dict[Any, Scaling]
+    eqn: Any,
+    twin: Any,
+    body: Any,
+    other: Any,
+    operands: list[Scaling],
+    known: dict[Any, Scaling],
+    ratio: float,
 ) -> list[Scaling]:
     if eqn.params["length"] != twin.params["length"]:
         return [MIXED] * len(eqn.outvars)
@@ -382,7 +394,7 @@ def _scan(
     carry = list(operands[num_consts : num_consts + num_carry])
     xs = [_shifted(operand, -1) for operand in operands[num_consts + num_carry :]]
     for _ in range(num_carry + 2):
-        results = _follow(body, other, [*operands[:num_consts], *carry, *xs], known)
+        results = _follow(body, other, [*operands[:num_consts], *carry, *xs], known, ratio)
         joined = [_join(pair) for pair in zip(carry, results[:num_carry], strict=True)]
         if joined == carry:
             break

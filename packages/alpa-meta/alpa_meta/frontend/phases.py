@@ -4,7 +4,8 @@ The backward pass is recognised by the name stacks jax leaves on equations (`tra
 the rest follows from data flow, so that it holds whatever the order of equations:
 
     backward  tagged as transposed, or fed by a backward value and by the batch's examples
-    forward   feeds a backward equation, works on the batch's examples, or divides by their number
+    forward   feeds a backward equation, works on the batch's examples before any gradient is known
+              or feeds such work, or divides by their number
     update    everything else: runs once per step, on accumulated gradients
 
 `gradient_marker` (inserted by `alpa.value_and_grad`) says the same explicitly: whatever the marked
@@ -21,7 +22,7 @@ import jax.extend.core as jex
 from attrs import frozen
 from jax.interpreters import ad, batching, mlir
 
-from alpa_meta.compat import Literal, is_drop, name_stack, subjaxprs
+from alpa_meta.compat import Literal, is_drop, name_stack, open_jaxpr, subjaxprs
 from alpa_meta.errors import PlanError
 from alpa_meta.frontend.batch import Scaling
 
@@ -71,24 +72,30 @@ def classify(eqns: Sequence[Any], scaling: Mapping[Any, Scaling]) -> Phases:
         )
     producer = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)}
     normalising = {k for k, eqn in enumerate(eqns) if _divides_by_batch(eqn, scaling)}
-    roots = (set(marked) if marked else tagged) | normalising
-    ancestors = _ancestors(eqns, producer, roots)
+    gradients = set(marked) if marked else tagged
+    early = {k for k, eqn in enumerate(eqns) if _per_example(eqn, scaling)}
+    early -= _descendants(eqns, producer, gradients)
+    ancestors = _ancestors(eqns, producer, gradients | normalising | early)
     phases: list[str] = []
     for k, eqn in enumerate(eqns):
         sources = {phases[producer[a]] for a in eqn.invars if _known(a, producer)}
-        per_example = any(
-            scaling[a].form == "example"
-            for a in eqn.invars
-            if not isinstance(a, Literal) and a in scaling
-        )
         inside = k in ancestors or k in tagged and not marked
         if k in tagged and inside:
             phases.append("backward")
-        elif inside or per_example and "update" not in sources:
+        elif inside or _per_example(eqn, scaling) and "update" not in sources:
             phases.append("backward" if "backward" in sources else "forward")
         else:
             phases.append("update")
     return Phases(tuple(phases), "marker" if marked else "name stack")
+
+
+def _per_example(eqn: Any, scaling: Mapping[Any, Scaling]) -> bool:
+    """Return whether an equation works on the batch's examples."""
+    return any(
+        scaling[atom].form == "example"
+        for atom in eqn.invars
+        if not isinstance(atom, Literal) and atom in scaling
+    )
 
 
 def _divides_by_batch(eqn: Any, scaling: Mapping[Any, Scaling]) -> bool:
@@ -113,10 +120,19 @@ def _known(atom: Any, producer: Mapping[Any, int]) -> bool:
 
 
 def _is_transposed(eqn: Any) -> bool:
-    if "transpose" in name_stack(eqn):
+    """Return whether jax marked an equation, or one inside it, as a step of a backward pass."""
+    if "transpose(" in name_stack(eqn):
         return True
-    bodies = [getattr(body, "jaxpr", body) for _, body in subjaxprs(eqn)]
-    return any("transpose" in name_stack(inner) for body in bodies for inner in body.eqns)
+    bodies = [open_jaxpr(body) for _, body in subjaxprs(eqn)]
+    return any(_is_transposed(inner) for body in bodies for inner in body.eqns)
+
+
+def _descendants(eqns: Sequence[Any], producer: Mapping[Any, int], roots: set[int]) -> set[int]:
+    found = set(roots)
+    for k, eqn in enumerate(eqns):
+        if any(_known(atom, producer) and producer[atom] in found for atom in eqn.invars):
+            found.add(k)
+    return found
 
 
 def _ancestors(eqns: Sequence[Any], producer: Mapping[Any, int], roots: set[int]) -> set[int]:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from alpa_meta.compat import open_jaxpr
 from alpa_meta.errors import PlanError
@@ -22,7 +21,7 @@ from alpa_meta.frontend.arguments import (
     is_array,
 )
 from alpa_meta.frontend.batch import CONSTANT, MIXED, Scaling, batch_scaling
-from alpa_meta.frontend.exactness import inexact_reasons
+from alpa_meta.frontend.exactness import divergence, inexact_reasons
 from alpa_meta.frontend.example_dims import example_dims
 from alpa_meta.frontend.normalisation import (
     with_constants_in_update,
@@ -139,27 +138,40 @@ class Step:
         return self._programs[num_microbatches]
 
     @functools.cached_property
-    def batch_size(self) -> int:
-        """Return the number of examples: the common first dim of the batch arguments."""
-        sizes = {
-            name: np.shape(leaf)[0]
-            for (name, leaf), is_batch in zip(self._named_arrays, self._batch, strict=True)
-            if is_batch
-        }
-        if len(set(sizes.values())) > 1:
-            raise PlanError(
-                "the arrays of the batch must agree in their first dim, got "
-                + ", ".join(f"{path}: {size}" for path, size in sizes.items())
-                + "; pass those of another size as an argument of their own and name the arguments "
-                "of the batch with batch_argnums"
-            )
-        if not sizes:
-            raise PlanError(
+    def batch_size(self) -> int | None:
+        """The number of examples: the common first dim of the batch arguments, None without one."""
+        sizes = {leaf.aval.shape[0] for leaf in self.leaves if leaf.role == "batch"}
+        return int(sizes.pop()) if len(sizes) == 1 else None
+
+    @functools.cached_property
+    def microbatch_counts(self) -> tuple[int, ...]:
+        """The numbers of equal parts that the batch can be cut into."""
+        size = self.batch_size or 1
+        return tuple(count for count in range(1, size + 1) if size % count == 0)
+
+    @functools.cached_property
+    def uncut(self) -> str:
+        """Why the batch can only be taken whole, for want of a common first dim; else empty."""
+        if self.batch_size is not None:
+            return ""
+        members: dict[int, list[Leaf]] = {}
+        for leaf in self.leaves:
+            if leaf.role == "batch":
+                members.setdefault(leaf.aval.shape[0], []).append(leaf)
+        if not members:
+            return (
                 "no argument of the step looks like a batch (arrays that are not returned as new "
                 "state); name the batch arguments with batch_argnums"
             )
-        (size,) = set(sizes.values())
-        return int(size)
+        sizes = ", ".join(
+            f"{alike[0].path} {alike[0].aval.dtype}{list(alike[0].aval.shape)}"
+            + (f" (and {len(alike) - 1} more of {size})" if len(alike) > 1 else "")
+            for size, alike in members.items()
+        )
+        return (
+            f"the arrays of the batch differ in their first dim: {sizes}; pass those that are not "
+            "cut as arguments of their own, and name the arguments to cut with batch_argnums"
+        )
 
     @functools.cached_property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -217,16 +229,29 @@ class Step:
     @functools.cached_property
     def inexact(self) -> tuple[str, ...]:
         """Why cutting the batch would change the result, empty if it would not."""
+        if self.batch_size is None:
+            return (self.uncut,)
         whole = self.program(1)
-        scaling, _ = _scaling(self, self.batch_size, self._roles[0])
+        scaling, _ = _scaling(self, self.batch_size, self.batch_size)
         return inexact_reasons(whole.jaxpr, whole.phases, scaling)
 
     def traced(self, batch: int | None) -> tuple[Any, Any]:
-        """Return (flat jaxpr, output description) with `batch` examples; None: as called."""
+        """Return (flat jaxpr, output description) with `batch` examples; None: as called.
+
+        Raises PlanError if the step does not take so many.
+        """
         whole = batch is None or (batch == self.batch_size and not self._weak_batch)
         key = -1 if batch is None or whole else batch
         if key not in self._traces:
-            self._traces[key] = _trace(self, None if whole else batch)
+            try:
+                self._traces[key] = _trace(self, None if whole else batch)
+            except Exception as error:
+                if whole:
+                    raise
+                raise PlanError(
+                    f"the step takes batches of {self.batch_size} examples, but not of {batch}, so "
+                    f"that its batch cannot be cut (use num_microbatches=1): {error}"
+                ) from error
         return self._traces[key]
 
 
@@ -262,57 +287,84 @@ def _trace(step: Step, batch: int | None) -> tuple[Any, Any]:
 
 
 def _program(step: Step, num_microbatches: int) -> Program:
-    if step.batch_size % num_microbatches:
-        divisors = [d for d in range(1, step.batch_size + 1) if step.batch_size % d == 0]
-        raise PlanError(
-            f"the batch has {step.batch_size} examples, which {num_microbatches} microbatches do "
-            f"not divide; use one of {divisors[:16]} microbatches or another batch size"
-        )
-    size = step.batch_size // num_microbatches
-    closed, (_, _, _, paths) = step.traced(size)
-    roles, aliases = step._roles
-    scaling, pairs = _scaling(step, size, roles) if num_microbatches > 1 else _uncut(step, closed)
+    if num_microbatches > 1:
+        return _cut_program(step, num_microbatches)
+    closed, _ = step.traced(step.batch_size)
+    dims = example_dims(closed, [0 if is_batch else None for is_batch in step._batch])
+    scaling = {var: Scaling("example", 0, dim) for var, dim in dims.items()}
     phases = classify(open_jaxpr(closed).eqns, scaling)
-    if num_microbatches > 1:
-        whole = step.traced(step.batch_size)[0]
-        closed = with_whole_literals(closed, whole, phases.of_eqn, pairs)
     closed, kept = without_markers(closed, phases.of_eqn)
-    if num_microbatches > 1:
-        closed, kept = with_constants_in_update(closed, kept, scaling)
-    phases = Phases(kept, phases.recognised_by)
-    jaxpr = open_jaxpr(closed)
+    return _made(step, closed, evolve(phases, of_eqn=kept), scaling, 1)
+
+
+def _cut_program(step: Step, num_microbatches: int) -> Program:
+    size = _microbatch_size(step, num_microbatches)
+    closed, whole = step.traced(size)[0], step.traced(size * num_microbatches)[0]
+    scaling, pairs = _scaling(step, size, size * num_microbatches)
+    phases = classify(open_jaxpr(closed).eqns, scaling)
+    cut = with_whole_literals(closed, whole, phases.of_eqn, pairs)
+    cut, kept = without_markers(cut, phases.of_eqn)
+    cut, kept = with_constants_in_update(cut, kept, scaling)
+    phases = evolve(phases, of_eqn=kept)
+    inexact = inexact_reasons(open_jaxpr(cut), phases, scaling)
+    # of one example, jax leaves sums out, which is no other program
+    if inexact and size > 1 and (place := divergence(closed, whole)):
+        inexact = (
+            f"the step is another program for {size} examples than for {step.batch_size}: they "
+            f"differ from {place} on",
+        )
+    return _made(step, cut, phases, scaling, num_microbatches, inexact)
+
+
+def _made(
+    step: Step,
+    closed: Any,
+    phases: Phases,
+    scaling: Mapping[Any, Scaling],
+    num_microbatches: int,
+    inexact: tuple[str, ...] = (),
+) -> Program:
+    _, _, _, paths = step.output_tree
     return Program(
         closed=closed,
         inputs=step.leaves,
         outputs=paths,
-        aliases=aliases,
+        aliases=step._roles[1],
         phases=phases,
         scaling=scaling,
         num_microbatches=num_microbatches,
-        inexact=inexact_reasons(jaxpr, phases, scaling) if num_microbatches > 1 else (),
+        inexact=inexact,
     )
 
 
-def _uncut(step: Step, closed: Any) -> tuple[dict[Any, Scaling], dict[int, int]]:
-    """Return the scaling of the values of a whole batch as far as one microbatch needs it."""
-    dims = example_dims(closed, [0 if is_batch else None for is_batch in step._batch])
-    return {var: Scaling("example", 0, dim) for var, dim in dims.items()}, {}
+def _microbatch_size(step: Step, num_microbatches: int) -> int:
+    if step.batch_size is None:
+        raise PlanError(
+            f"{num_microbatches} microbatches need a batch to cut, but {step.uncut}; or use "
+            "num_microbatches=1"
+        )
+    if step.batch_size % num_microbatches:
+        raise PlanError(
+            f"the batch has {step.batch_size} examples, which {num_microbatches} microbatches do "
+            f"not divide; use one of {list(step.microbatch_counts[:16])} microbatches or another "
+            "batch size"
+        )
+    return step.batch_size // num_microbatches
 
 
-def _scaling(
-    step: Step, size: int, roles: Sequence[str]
-) -> tuple[dict[Any, Scaling], dict[int, int]]:
-    """Return the batch scaling of every variable of the program of `size` examples, and which
-    equation of a larger program each of its equations is, by position.
+def _scaling(step: Step, size: int, whole: int) -> tuple[dict[Any, Scaling], dict[int, int]]:
+    """Return the batch scaling of every variable of the program of `size` examples, of `whole`, and
+    which equation of a larger program each of its equations is, by position.
     """
-    given = [Scaling("example", 0, 0) if role == "batch" else CONSTANT for role in roles]
+    given = [Scaling("example", 0, 0) if is_batch else CONSTANT for is_batch in step._batch]
     own = step.traced(size)[0]
     followed = max(size, 2)
+    larger = whole if whole > followed else 2 * followed
     try:
-        small, large = step.traced(followed)[0], step.traced(2 * followed)[0]
-    except (TypeError, ValueError):  # the step is written for one batch size: nothing is known
+        small, large = step.traced(followed)[0], step.traced(larger)[0]
+    except PlanError:  # the step is written for one batch size: nothing is known
         return _unknown_scaling(open_jaxpr(own), given), {}
-    found = batch_scaling(small, large, given)
+    found = batch_scaling(small, large, given, larger / followed)
     if size < followed:
         matched = scaling_of_one(own, small, found)
         return matched or (batch_scaling(own, small, given), {})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 from alpa_interchange import (
     ParallelPlan,
 )
 from alpa_meta.errors import PlanError
-from alpa_meta.frontend.program import Program, Step
+from alpa_meta.frontend.program import Program
 from alpa_meta.intra_op.selection import Selection
 
 
@@ -29,13 +30,9 @@ def check_choice(selection: Selection, choice: tuple[int, ...] | None, stage: in
             )
 
 
-def check_program(plan: ParallelPlan, program: Program, step: Step) -> None:
+def check_program(plan: ParallelPlan, program: Program) -> None:
     """Raise PlanError with a readable diff unless `plan` was made for `program`."""
-    ours = {leaf.path: (tuple(leaf.aval.shape), str(leaf.aval.dtype)) for leaf in program.inputs}
-    for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
-        if leaf.role == "batch":
-            shape = (step.batch_size, *var.aval.shape[1:])
-            ours[leaf.path] = (shape, str(leaf.aval.dtype))
+    ours = {path: (shape, dtype) for path, shape, dtype in program.signature()}
     theirs = {item.path: (item.shape, item.dtype) for item in plan.program.inputs}
     lines = []
     for path in sorted(set(ours) | set(theirs)):
@@ -68,8 +65,9 @@ def _typed(value: tuple[tuple[int, ...], str] | None) -> str:
 def fingerprint(program: Program) -> str:
     """Return a hash of the program's operations and types."""
     digest = hashlib.sha256()
+    text = functools.cache(str)
     for eqn in program.jaxpr.eqns:
-        types = [str(getattr(atom, "aval", atom)) for atom in (*eqn.invars, *eqn.outvars)]
+        types = [text(getattr(atom, "aval", atom)) for atom in (*eqn.invars, *eqn.outvars)]
         digest.update(f"{eqn.primitive.name} {types}\n".encode())
     return digest.hexdigest()
 

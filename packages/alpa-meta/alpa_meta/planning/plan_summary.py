@@ -109,17 +109,12 @@ def _label(eqn: Any) -> str:
 
 
 def program_summary(program: Program, step: Step) -> ProgramSummary:
-    inputs = []
-    for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
-        shape = tuple(var.aval.shape)
-        if leaf.role == "batch":
-            shape = (step.batch_size, *shape[1:])
-        inputs.append(
-            InputSummary(path=leaf.path, shape=shape, dtype=str(leaf.aval.dtype), role=leaf.role)
-        )
     return ProgramSummary(
         fingerprint=fingerprint(program),
-        inputs=tuple(inputs),
+        inputs=tuple(
+            InputSummary(path=path, shape=shape, dtype=dtype, role=leaf.role)
+            for leaf, (path, shape, dtype) in zip(program.inputs, program.signature(), strict=True)
+        ),
         num_ops=len(program.jaxpr.eqns),
         batch_size=step.batch_size,
         phases_from=program.phases.recognised_by,

@@ -78,10 +78,12 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     failed: InfeasibleError | None = None
-    counts = _counts(step, options)
+    counts, uncut = _counts(step, options)
     while counts:
         try:
-            return _plan_with(counts, step, cluster, options)
+            planned = _plan_with(counts, step, cluster, options)
+            program = evolve(planned.plan.program, uncut=uncut)
+            return evolve(planned, plan=evolve(planned.plan, program=program))
         except InfeasibleError as error:
             if failed is None or error.missing_bytes < failed.missing_bytes:
                 failed = error
@@ -94,10 +96,7 @@ def _larger_counts(tried: int, step: Step, options: Options) -> list[int]:
     """Return the next numbers of microbatches to try for their smaller activations."""
     if options.num_microbatches is not None or (options.exact and step.inexact):
         return []
-    larger = [
-        count for count in range(4 * tried, step.batch_size + 1) if step.batch_size % count == 0
-    ]
-    return larger[:1]
+    return [count for count in step.microbatch_counts if count >= 4 * tried][:1]
 
 
 def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Options) -> Planned:
@@ -115,6 +114,12 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
                 divided.add(id(outlooks[-1][0]))
                 outlooks.append(pieces)
     options.progress("trace", len(counts), len(counts))
+    most = max(outlook.num_layers for outlook, _ in outlooks)
+    if options.num_stages is not None and options.num_stages > most:
+        raise PlanError(
+            f"{options.num_stages} stages need as many layers, but the forward pass of the step "
+            f"cannot be cut into more than {most}; use num_stages={most}"
+        )
     jobs = [
         (outlook, work)
         for outlook, _ in outlooks
@@ -157,7 +162,7 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
     outlook, layering = staged_outlook(step, plan, options)
     program, staging = chosen_stages(outlook, layering, plan.layer_cuts)
-    check_program(plan, program, step)
+    check_program(plan, program)
     model = calibrated_model(plan.cluster)
     selections = []
     for stage, sharding in enumerate(plan.shardings):
@@ -177,30 +182,29 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     return Planned(plan, program, staging, tuple(selections), tasks)
 
 
-def _counts(step: Step, options: Options) -> list[int]:
-    batch = step.batch_size
-    counts = microbatch_counts(batch, options.num_stages, options.num_microbatches)
-    if not options.exact:
-        return counts
-    inexact = {count: _inexact_with(step, count) for count in counts if count > 1}
+def _counts(step: Step, options: Options) -> tuple[list[int], str]:
+    """Return the numbers of microbatches to plan for, and why only one if others were refused."""
     given = options.num_microbatches
-    if given is not None and inexact.get(given):
+    counts = microbatch_counts(step.batch_size or 1, options.num_stages, given)
+    if given is None:
+        refusals = {count: _refusal(step, count, options) for count in counts if count > 1}
+        exact = [count for count in counts if not refusals.get(count)] or [1]
+        return exact, step.uncut or next(iter(refusals.values()), "") if exact == [1] else ""
+    if given > 1 and options.exact and step.program(given).inexact:
         raise PlanError(
-            f"{given} microbatches would change the result: {inexact[given][0]}; use "
+            f"{given} microbatches would change the result: {step.program(given).inexact[0]}; use "
             "num_microbatches=1, or Options(exact=False) to accept it"
         )
-    return [count for count in counts if not inexact.get(count)] or [1]
+    return counts, ""
 
 
-def _inexact_with(step: Step, count: int) -> tuple[str, ...]:
-    """Return why `count` microbatches would change the result; a step may be written for one
-    size."""
+def _refusal(step: Step, count: int, options: Options) -> str:
+    """Return why the planner may not cut the batch into `count` parts, empty if it may."""
     try:
-        return step.program(count).inexact
-    except PlanError:
-        raise
-    except (TypeError, ValueError) as error:
-        return (f"the step only takes batches of {step.batch_size} ({error})",)
+        reasons = step.program(count).inexact
+    except PlanError as error:
+        return str(error)
+    return reasons[0] if options.exact and reasons else ""
 
 
 def outlook_of(
@@ -264,7 +268,7 @@ def _at_least(program: Program, num_stages: int) -> int | None:
         for eqn, phase in zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True)
         if phase == "forward"
     ]
-    chosen = stage_dp.cluster_layers(_sequence(forward)).num_layers
+    chosen = stage_dp.cluster_layers(_sequence(forward)).num_layers if forward else 0
     return None if chosen >= num_stages else num_stages
 
 

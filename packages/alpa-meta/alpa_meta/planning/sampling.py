@@ -89,8 +89,7 @@ def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -
 def _exact_counts(step: Step) -> list[int]:
     if step.inexact:
         return [1]
-    divisors = [count for count in range(1, step.batch_size + 1) if step.batch_size % count == 0]
-    return [count for count in divisors if not step.program(count).inexact]
+    return [count for count in step.microbatch_counts if not step.program(count).inexact]
 
 
 def _submeshes(

@@ -182,10 +182,10 @@ def taken_over(planned: Planned, known: Step, step: Step, options: Options) -> P
     """
     plan = planned.plan
     count = plan.num_microbatches
-    if step.batch_size % count:
-        raise MisfitError(
-            f"the plan has {count} microbatches, which do not divide {step.batch_size} examples"
-        )
+    if count not in step.microbatch_counts:
+        size = step.batch_size
+        why = f"which do not divide {size} examples" if size else f"but {step.uncut}"
+        raise MisfitError(f"the plan has {count} microbatches, {why}")
     program = step.program(count)
     if options.exact and count > 1 and program.inexact:
         raise MisfitError(f"{count} microbatches would change the result: {program.inexact[0]}")

@@ -42,7 +42,7 @@ def executor_text(stage: int, sharding: StageSharding) -> str:
 
 
 def plan_summary(plan: ParallelPlan) -> str:
-    """Return the plan in four lines."""
+    """Return the plan in four lines, and one more where the batch could not be cut."""
     program = plan.program
     stages, microbatches = plan.num_stages, plan.num_microbatches
     peak = max(sharding.peak_bytes for sharding in plan.shardings)
@@ -52,12 +52,13 @@ def plan_summary(plan: ParallelPlan) -> str:
         if plan.lower_bound
         else "proven: nothing, this plan was not searched for"
     )
+    batch = "" if program.batch_size is None else f", batch of {program.batch_size}"
+    uncut = f"one microbatch: {program.uncut}\n" if program.uncut else ""
     return (
-        f"program: {program.num_ops} operations, {counted(len(plan.layers), 'layer')}, "
-        f"batch of {program.batch_size}\n"
+        f"program: {program.num_ops} operations, {counted(len(plan.layers), 'layer')}{batch}\n"
         f"plan: {counted(stages, 'stage')}, "
         f"{counted(microbatches, 'microbatch', 'microbatches')}, "
-        f"schedule {plan.stage_plan.schedule}\n"
+        f"schedule {plan.stage_plan.schedule}\n{uncut}"
         f"predicted: {format_seconds(plan.step_seconds)} per step, at most {format_bytes(peak)} "
         f"per device\n{proven}"
     )

@@ -82,3 +82,27 @@ def test_the_marked_gradient_is_the_gradient():
     assert jnp.allclose(got[0], expected[0])
     assert jnp.allclose(got[1], expected[1])
     assert jax.vmap(value_and_grad(loss), (None, 0))(weight, batch[None])[1].shape == (1, 4, 4)
+
+
+def test_a_gradient_is_found_inside_nested_loops():
+    def step(weight, batch):
+        def epoch(weight, _):
+            def descend(weight, part):
+                return weight - jax.grad(loss)(weight, part), None
+
+            return jax.lax.scan(descend, weight, batch.reshape(2, 4, 4))
+
+        return jax.lax.scan(epoch, weight, None, length=3)[0]
+
+    assert "scan" in phases_by_primitive(program(step))["backward"]
+
+
+def test_a_scope_named_after_a_transposition_is_no_backward_pass():
+    def step(weight, batch):
+        def named(w):
+            with jax.named_scope("conv_transpose_1"):
+                return loss(w, batch)
+
+        return weight - jax.grad(named)(weight)
+
+    assert "dot_general" in phases_by_primitive(program(step))["forward"]

@@ -29,17 +29,35 @@ def test_a_microbatch_is_a_part_of_the_batch():
         flat.program(3)
 
 
-def test_arrays_of_another_first_dim_are_passed_as_an_argument_of_their_own():
+def test_arrays_of_another_first_dim_are_passed_as_an_argument_of_their_own_to_be_cut():
     def graph_step(w, nodes, edges):
-        return w - jnp.zeros((8, 4)).at[edges].add(nodes[edges]).sum(0)
+        return w - jax.grad(lambda w: (nodes[edges] @ w).sum())(w)
 
     def as_one(w, graph):
         return graph_step(w, graph["nodes"], graph["edges"])
 
     w, nodes, edges = jnp.ones(4), jnp.ones((8, 4)), jnp.zeros(24, jnp.int32)
-    with pytest.raises(PlanError, match="an argument of their own"):
-        _ = Step(as_one, (w, {"nodes": nodes, "edges": edges})).batch_size
-    assert Step(graph_step, (w, nodes, edges), batch_argnums=(1,)).batch_size == 8
+    whole = Step(as_one, (w, {"nodes": nodes, "edges": edges}))
+    assert (whole.batch_size, whole.microbatch_counts) == (None, (1,))
+    assert whole.inexact == (whole.uncut,)
+    assert [leaf.role for leaf in whole.program(1).inputs] == ["state", "batch", "batch"]
+    sizes = r"graph\['edges'\] int32\[24\], graph\['nodes'\] float32\[8, 4\]; pass those"
+    with pytest.raises(PlanError, match=f"^2 microbatches .* differ in their first dim: {sizes}"):
+        whole.program(2)
+    apart = Step(graph_step, (w, nodes, edges), batch_argnums=(1,))
+    assert (apart.batch_size, apart.microbatch_counts) == (8, (1, 2, 4, 8))
+
+
+def test_a_step_written_for_one_batch_size_is_not_cut():
+    def cached(state, batch):
+        if len(batch["x"]) != 8:
+            raise LookupError("only eight")
+        return step(state, batch)
+
+    flat = Step(cached, (STATE, BATCH))
+    assert flat.program(1).num_microbatches == 1
+    with pytest.raises(PlanError, match=r"of 8 examples, but not of 4.*=1\): only eight"):
+        flat.program(2)
 
 
 def test_leaves_that_are_no_arrays_are_kept_and_given_back():

@@ -18,7 +18,7 @@ def test_arguments_may_be_named_as_the_batch():
 
     weight = SHAPE((4, 4), jnp.float32)
     with pytest.raises(PlanError, match="no argument of the step looks like a batch"):
-        Step(backwards, (weight, weight)).program(1)
+        Step(backwards, (weight, weight)).program(2)
     named = Step(backwards, (weight, weight), batch_argnums=(0,)).program(1)
     assert [leaf.role for leaf in named.inputs] == ["batch", "state"]
 

@@ -25,6 +25,11 @@ def step(weight, batch):
     return weight - gradient, value
 
 
+def step_with_weights(weight, batch):
+    weight, value = step(weight, batch)
+    return weight, (value, batch["w"].sum())
+
+
 def batch(examples=4, length=6, features=8):
     shapes = {"x": (examples, length, features), "y": (examples, 8)}
     return {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
@@ -102,6 +107,22 @@ def test_a_batch_of_another_number_of_microbatches_is_planned_afresh():
     with pytest.warns(UserWarning, match="2 microbatches, which do not divide 3 examples"):
         restored.plan_for(WEIGHT, batch(3))
     assert parallel.plan_for(WEIGHT, batch(3)).program.batch_size == 3
+
+
+def test_a_batch_without_a_common_first_dim_shares_choices_in_marked_dims(searches):
+    parallel = alpa.parallelize(
+        step_with_weights, **FIXED, dynamic_dims={"x": 0, "y": 0, "w": None}
+    )
+    weights = np.ones(3, np.float32)
+    plans = [parallel.plan_for(WEIGHT, {**batch(n), "w": weights}) for n in (4, 8)]
+    assert len(searches) == 1
+    assert [plan.program.batch_size for plan in plans] == [None, None]
+    cut = alpa.parallelize(step_with_weights, **FIXED, num_microbatches=2).plan_for(
+        WEIGHT, {**batch(), "w": np.ones(4, np.float32)}
+    )
+    restored = alpa.parallelize(step_with_weights, plan=cut, dynamic_dims=0)
+    with pytest.warns(UserWarning, match="2 microbatches, but the arrays of the batch differ in"):
+        restored.plan_for(WEIGHT, {**batch(), "w": weights})
 
 
 def test_a_batch_that_needs_more_memory_than_there_is_is_refused():
