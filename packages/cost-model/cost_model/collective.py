@@ -12,7 +12,7 @@ a few lines: one per algorithm. With n devices on an axis of bandwidth b and hop
     one hop     permute, send-receive        a + B/b
     hierarchy   all-reduce over two axes = reduce-scatter over the faster, all-reduce over the
                 slower of 1/n of the bytes, all-gather over the faster     -> _nested()
-    meeting     any kind                     n a + (as a ring) B/b         -> _meeting()
+    meeting     any kind                     n a + (as a ring) B/b         -> _envelope()
 
 Devices that share a host's memory and cores (XLA host devices) do none of the first: the threads of
 all n devices wait for the last, then each reads what the others wrote. What counts is that they
@@ -65,7 +65,7 @@ def collective_seconds(
     `bytes` is a number or an array; COLLECTIVE_BYTES says which buffer it measures. No bytes or
     one device take no time. `meeting` says that the devices are threads of one process.
     """
-    lines = _meeting(kind, axes) if meeting else _envelope(kind, axes)
+    lines = _envelope(kind, axes, meeting)
     if isinstance(bytes, np.ndarray):
         times = [latency + bytes * slope for latency, slope in lines]
         return np.where(bytes > 0, functools.reduce(np.minimum, times), 0.0)
@@ -119,36 +119,23 @@ def bucket_share_seconds(
 
 
 @functools.lru_cache(maxsize=65536)
-def _meeting(kind: str, axes: tuple[MeshAxis, ...]) -> tuple[Line, ...]:
-    _check_kind(kind)
+def _envelope(kind: str, axes: tuple[MeshAxis, ...], meeting: bool = False) -> tuple[Line, ...]:
+    """Return the (latency, seconds per byte) of which the least is the time at some size."""
+    if kind not in COLLECTIVE_BYTES:
+        raise ValueError(f"collective kind must be one of {tuple(COLLECTIVE_BYTES)}, got {kind!r}")
     axes = tuple(axis for axis in axes if axis.size > 1)
     if not axes:
         return ((0.0, 0.0),)
     size = math.prod(axis.size for axis in axes)
-    slowest = min(axes, key=lambda axis: axis.bandwidth)
-    _, per_byte = _lines(kind, size, slowest.bandwidth, 0.0)[0]
-    return ((size * max(axis.latency for axis in axes), per_byte),)
-
-
-@functools.lru_cache(maxsize=65536)
-def _envelope(kind: str, axes: tuple[MeshAxis, ...]) -> tuple[Line, ...]:
-    _check_kind(kind)
-    axes = tuple(axis for axis in axes if axis.size > 1)
-    if not axes:
-        return ((0.0, 0.0),)
-    size = math.prod(axis.size for axis in axes)
-    slowest = min(axes, key=lambda axis: axis.bandwidth)
+    bandwidth = min(axis.bandwidth for axis in axes)
     latency = max(axis.latency for axis in axes)
-    lines = _lines(kind, size, slowest.bandwidth, latency)
+    lines = _lines(kind, size, bandwidth, latency)
+    if meeting:
+        return ((size * latency, lines[0][1]),)
     if len(axes) > 1:
         lines += _nested(kind, axes)
     useful = [line for line in lines if not any(_beats(other, line) for other in lines)]
     return tuple(dict.fromkeys(useful))
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in COLLECTIVE_BYTES:
-        raise ValueError(f"collective kind must be one of {tuple(COLLECTIVE_BYTES)}, got {kind!r}")
 
 
 def _beats(one: Line, other: Line) -> bool:

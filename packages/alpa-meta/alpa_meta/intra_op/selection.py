@@ -19,7 +19,6 @@ the problem (`memory_limit`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,11 +50,6 @@ class Selection:
     memory: MemoryProfile
     times: Sequence[int]  # of the memory, at which each equation begins
     classes: Classes | None = None  # of strategies that differ by the use of equal axes only
-
-    @functools.cached_property
-    def alone(self) -> ShardingProblem:
-        """Return the problem in which no collectives travel together."""
-        return self.traffic.repriced(self.problem)
 
     def spec(self, var: Any, choice: Sequence[int]) -> ShardingSpec:
         """Return the sharding spec of `var` under a choice of strategies."""
