@@ -134,7 +134,7 @@ def reference_of_program(jaxpr: Any, arguments: Sequence[Any]) -> Reference:
 
 
 def single_device(jaxpr: Any) -> Callable[..., Any]:
-    """Return the function of flat arrays that runs `jaxpr` on one device."""
+    """Return the function of flat arrays that runs `jaxpr` on one device; it can be traced."""
     device = jax.devices("cpu")[0]
 
     def whole(*values: Any) -> Any:
@@ -144,6 +144,8 @@ def single_device(jaxpr: Any) -> Callable[..., Any]:
 
     @functools.wraps(whole)
     def on_one(*values: Any) -> Any:
+        if any(isinstance(value, jax.core.Tracer) for value in values):
+            return whole(*values)
         return run(*(jax.device_put(value, device) for value in values))
 
     return on_one
