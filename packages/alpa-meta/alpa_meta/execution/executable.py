@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.piecewise import parted, united
+from alpa_meta.execution.second_gathers import with_second_gathers
 from alpa_meta.execution.task_plan import task_plan
 from alpa_meta.execution.tasks import Task
 from alpa_meta.frontend.program import Leaf
@@ -304,7 +305,10 @@ def compile_task(
         id(eqn): selection.strategy(k, choice) for k, eqn in enumerate(selection.stage.eqns)
     }
     plan = task_plan(task, specs, strategies)
-    closed = task.closed(planned.program)
+    eqns = task.eqns
+    if sharding.executor != "constraint":
+        eqns, plan = _with_second_gathers(planned, task, plan)
+    closed = evolve(task, eqns=eqns).closed(planned.program)
     mesh = sharding.mesh.logical
     conversions = selection.costs.conversions
     on_host = jax_mesh is not None and jax_mesh.devices.flat[0].platform == "cpu"
@@ -335,6 +339,15 @@ def compile_task(
     return CompiledTask(
         task, closed, plan, mesh, jax_mesh, conversions, function, sharding.executor
     )
+
+
+def _with_second_gathers(
+    planned: Planned, task: Task, plan: JaxprPlan
+) -> tuple[tuple[Any, ...], JaxprPlan]:
+    stage = planned.selections[task.spec.mesh].stage
+    phase_of = {id(eqn): phase for eqn, phase in zip(stage.eqns, stage.phases, strict=True)}
+    phases = [phase_of.get(id(eqn), "update") for eqn in task.eqns]
+    return with_second_gathers(task.eqns, plan, task.invars, stage.state, phases)
 
 
 def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingSpec]:

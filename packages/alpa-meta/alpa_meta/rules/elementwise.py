@@ -17,6 +17,7 @@ from alpa_meta.rules.operator import (
     always_linear,
     operand_shapes,
     result_shapes,
+    run_barrier,
     run_identity,
     run_unchanged,
 )
@@ -33,8 +34,7 @@ _NAMES = """
 """.split()
 
 _IDENTITIES = """
-    optimization_barrier name device_put sharding_constraint mesh_cast reshard pvary
-    layout_constraint alpa_pin
+    name device_put sharding_constraint mesh_cast reshard pvary layout_constraint alpa_pin
 """.split()
 
 _LINEAR_TWO = ("add", "add_any", "sub")
@@ -92,8 +92,10 @@ def _linear(eqn: Any) -> bool:
     return False
 
 
-OPERATORS = {name: Operator(elementwise_rule, run_unchanged, _linear) for name in _NAMES} | {
-    name: Operator(_each_alone, run_identity, always_linear) for name in _IDENTITIES
+OPERATORS = {
+    **{name: Operator(elementwise_rule, run_unchanged, _linear) for name in _NAMES},
+    **{name: Operator(_each_alone, run_identity, always_linear) for name in _IDENTITIES},
+    "optimization_barrier": Operator(_each_alone, run_barrier, always_linear),
 }
 
 _SCALAR_OPERATIONS = frozenset(

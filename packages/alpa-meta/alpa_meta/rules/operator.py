@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+import numpy as np
 from attrs import frozen
+from jax import lax
 
 from alpa_interchange import Factor, LogicalMesh, ShardingRule, Strategy
 from alpa_meta import compat
@@ -143,6 +146,21 @@ def run_whole(call: LocalCall) -> list[Any]:
 def run_identity(call: LocalCall) -> list[Any]:
     """Return the local operands as they are."""
     return list(call.operands)
+
+
+def run_barrier(call: LocalCall) -> list[Any]:
+    """Return the local operands behind an optimisation barrier."""
+    return behind_barrier(call.operands)
+
+
+def behind_barrier(values: Sequence[Any]) -> list[Any]:
+    """Return `values` behind an optimisation barrier; keys of random generators pass by."""
+    plain = [k for k, value in enumerate(values) if jnp.issubdtype(value.dtype, np.generic)]
+    held = lax.optimization_barrier(tuple(jnp.asarray(values[k]) for k in plain))
+    result = list(values)
+    for k, value in zip(plain, held, strict=True):
+        result[k] = value
+    return result
 
 
 def never_linear(eqn: Any) -> bool:

@@ -15,7 +15,7 @@ from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
 from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import LocalCall, operator_of, sharding_rule
-from alpa_meta.rules.operator import shape_of
+from alpa_meta.rules.operator import behind_barrier, shape_of
 from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.completion import complete, convert
@@ -165,7 +165,7 @@ class Walk(ABC):
         _check_specs(eqn, "results", plan.results, body.outputs)
         prevented = eqn.params.get("prevent_cse", True)
         if any(prevented) if isinstance(prevented, (tuple, list)) else prevented:
-            operands = _behind_barrier(operands)
+            operands = behind_barrier(operands)
         return self.run(inline(eqn.params["jaxpr"]), body, operands)
 
     def _scan(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
@@ -268,16 +268,6 @@ class _OnDevice(Walk):
 def _literal(atom: Any) -> Any:
     """Return the value of a literal, with the type the equation was traced with."""
     return np.asarray(atom.val, dtype=atom.aval.dtype)
-
-
-def _behind_barrier(values: Sequence[Any]) -> list[Any]:
-    """Return `values` behind an optimisation barrier; keys of random generators pass by."""
-    plain = [k for k, value in enumerate(values) if jnp.issubdtype(value.dtype, np.generic)]
-    held = lax.optimization_barrier(tuple(jnp.asarray(values[k]) for k in plain))
-    result = list(values)
-    for k, value in zip(plain, held, strict=True):
-        result[k] = value
-    return result
 
 
 def _unstacked(spec: ShardingSpec) -> ShardingSpec:
