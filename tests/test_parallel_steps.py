@@ -47,6 +47,20 @@ def test_means_sums_and_decay_terms_are_scaled_right_under_microbatches(agrees, 
     agrees(_step_of(loss), make_params(), BATCHES, **options)
 
 
+@pytest.mark.parametrize("options", [{}, PARTS, PIPELINE, {**PARTS, "num_microbatches": 8}])
+def test_labels_looked_up_row_by_row(agrees, options):
+    def loss(params, batch):
+        logp = jax.nn.log_softmax(predict(params, batch["x"]))
+        return -logp[jnp.arange(len(logp)), jnp.argmax(batch["y"], axis=1)].mean()
+
+    options = {**QUICK, **options}
+    agrees(_step_of(loss), make_params(), BATCHES, **options)
+    if options["num_stages"] == 1:
+        step = agrees(_step_of(loss), make_params(), BATCHES, **options, preset="dp")
+        planned = step.executable.planned_collectives().values()
+        assert {one.kind for task in planned for one in task} <= {"all-reduce"}
+
+
 def test_a_sum_and_a_decay_term_are_refused_under_microbatches_with_the_reason():
     def loss(params, batch):
         return _sum_loss(params, batch) + 1e-2 * jnp.sum(params["up"] ** 2)

@@ -1,0 +1,190 @@
+"""Lookups at a row's own place, which programs write with `jnp.arange`: one batching dim instead.
+
+`logp[jnp.arange(B), labels]` reads row b at `labels[b]`, but is traced to a gather at the computed
+places (b, labels[b]), as if a row could be read for any other. A dim of the operand that is indexed
+by the place along a batch dim of the indices is batched with it, as in `jnp.take_along_axis`:
+
+    gather(x, concatenate([iota, i]))   is   gather(x, i), the rows of x and of i one batching dim
+
+and the same for every scatter, a gather's gradient among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attrs import frozen
+
+from alpa_meta.compat import Literal, Var
+
+_GATHER = ("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
+_SCATTER = (
+    "scatter_dims_to_operand_dims",
+    "inserted_window_dims",
+    "scatter_indices_batching_dims",
+)
+_SAME_DIMS = ("convert_element_type", "copy", "copy_p", "select_n")
+_UNIT_DIMS = ("reshape", "squeeze", "expand_dims")
+
+
+@frozen(eq=False)
+class _Origins:
+    """Where values come from: {variable: its equation}, {variable: the constant closed over}."""
+
+    eqns: Mapping[Any, Any]
+    constants: Mapping[Any, Any]
+
+    def eqn(self, atom: Any) -> Any | None:
+        return None if isinstance(atom, Literal) else self.eqns.get(atom)
+
+    def constant(self, atom: Any) -> Any | None:
+        """Return the array that `atom` is, if it is closed over and can be read here."""
+        value = None if isinstance(atom, Literal) else self.constants.get(atom)
+        return None if isinstance(value, jax.Array) and not value.is_fully_addressable else value
+
+
+def batched_lookups(eqns: Sequence[Any], constants: Mapping[Any, Any]) -> list[Any]:
+    """Return the equations with what is indexed by its own place turned into batching dims.
+
+    `constants`: {variable: value} of what the equations close over.
+    """
+    names = [eqn.primitive.name for eqn in eqns]
+    lookups = {k for k, name in enumerate(names) if name == "gather" or name.startswith("scatter")}
+    if not lookups:
+        return list(eqns)
+    origins = _Origins({var: eqn for eqn in eqns for var in eqn.outvars}, constants)
+    found: list[Any] = []
+    for k, eqn in enumerate(eqns):
+        found += _batched(eqn, origins) if k in lookups else [eqn]
+    return found
+
+
+def _batched(eqn: Any, origins: _Origins) -> list[Any]:
+    """Return a gather or scatter without the index columns that are places, and its indices."""
+    operand, indices = eqn.invars[:2]
+    numbers, join = eqn.params["dimension_numbers"], origins.eqn(indices)
+    indexed, left_out, batching = _GATHER if eqn.primitive.name == "gather" else _SCATTER
+    dims, vector_dim = getattr(numbers, indexed), indices.aval.ndim - 1
+    if join is None or join.primitive.name != "concatenate":
+        return [eqn]
+    if join.params["dimension"] != vector_dim or len(join.invars) != len(dims):
+        return [eqn]
+    pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, batching), strict=True))
+    kept = []
+    for dim, column in zip(dims, join.invars, strict=True):
+        place = _place_dim(column, origins)
+        if (
+            dim in getattr(numbers, left_out)
+            and place not in (None, vector_dim, *pairs.values())
+            and indices.aval.shape[place] == operand.aval.shape[dim]
+        ):
+            pairs[dim] = place
+        else:
+            kept.append((dim, column))
+    if not kept:  # some index has to be left
+        del pairs[dims[-1]]
+        kept = [(dims[-1], join.invars[-1])]
+    if len(kept) == len(dims):
+        return [eqn]
+    operand_dims, index_dims = zip(*sorted(pairs.items()), strict=True)
+    replaced = {
+        indexed: tuple(dim for dim, _ in kept),
+        left_out: tuple(dim for dim in getattr(numbers, left_out) if dim not in pairs),
+        "operand_batching_dims": operand_dims,
+        batching: index_dims,
+    }
+    params = {
+        **eqn.params,
+        "dimension_numbers": numbers._replace(**replaced),
+        "indices_are_sorted": False,
+    }
+    columns = [column for _, column in kept]
+    added = []
+    if len(columns) > 1:
+        joined = Var(indices.aval.update(shape=(*indices.aval.shape[:-1], len(columns))))
+        added = [join.replace(invars=columns, outvars=[joined])]
+        columns = [joined]
+    return [*added, eqn.replace(invars=[operand, *columns, *eqn.invars[2:]], params=params)]
+
+
+def _place_dim(atom: Any, origins: _Origins) -> int | None:
+    """Return the dim along which each element of a value is its own place, if one is found."""
+    path: list[Any] = []
+    while (source := _carried(origins.eqn(atom), origins)) is not None:
+        path.append(origins.eqn(atom))
+        atom = source
+    dim = _counted_dim(atom, origins)
+    for eqn in reversed(path):
+        dim = None if dim is None else _carried_dim(eqn, dim)
+        if dim is not None and not _holds_places(eqn.outvars[0].aval, dim):
+            return None
+    return dim
+
+
+def _carried(eqn: Any | None, origins: _Origins) -> Any | None:
+    """Return the operand whose elements an equation hands on, perhaps along other dims."""
+    if eqn is None:
+        return None
+    name = eqn.primitive.name
+    if name == "select_n":
+        return eqn.invars[1] if _keeps_first(eqn, origins) else None
+    return eqn.invars[0] if name in (*_SAME_DIMS, *_UNIT_DIMS, "broadcast_in_dim") else None
+
+
+def _keeps_first(eqn: Any, origins: _Origins) -> bool:
+    """Return whether a selection is of the first case only, provided that is nowhere negative.
+
+    So are indices from the end of a dim brought inside: select_n(i < 0, i, i + size).
+    """
+    which, first = eqn.invars[:2]
+    always = origins.constant(which)
+    if always is not None:
+        return always.dtype == np.bool_ and not np.any(always)
+    test = origins.eqn(which)
+    if test is None or test.primitive.name != "lt" or test.invars[0] is not first:
+        return False
+    zero = test.invars[1]
+    return isinstance(zero, Literal) and bool(np.all(zero.val == 0))
+
+
+def _counted_dim(atom: Any, origins: _Origins) -> int | None:
+    """Return the dim along which an iota or an equal constant counts; None for other values."""
+    eqn, value = origins.eqn(atom), origins.constant(atom)
+    if eqn is not None and eqn.primitive.name == "iota":
+        dim = int(eqn.params["dimension"])
+    elif value is not None and 1 <= value.ndim and value.size == max(value.shape):
+        dim = value.shape.index(value.size)
+        if value.dtype.kind not in "iu" or np.any(np.ravel(value) != np.arange(value.size)):
+            return None
+    else:
+        return None
+    return dim if _holds_places(atom.aval, dim) else None
+
+
+def _holds_places(aval: Any, dim: int) -> bool:
+    """Return whether the type holds every place along `dim` exactly, without going round."""
+    if not jnp.issubdtype(aval.dtype, jnp.integer):
+        return False
+    info = jnp.iinfo(aval.dtype)  # type: ignore[no-untyped-call]
+    return bool(aval.shape[dim] - 1 <= info.max)
+
+
+def _carried_dim(eqn: Any, dim: int) -> int | None:
+    """Return where an equation moves the whole dim `dim` of the operand that it carries."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _SAME_DIMS:
+        return dim
+    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if name == "broadcast_in_dim":
+        place = int(params["broadcast_dimensions"][dim])
+        return place if target[place] == source[dim] else None
+    if name == "reshape" and params.get("dimensions") is not None:
+        return None
+    before, after = ([d for d, size in enumerate(s) if size != 1] for s in (source, target))
+    if dim not in before or [source[d] for d in before] != [target[d] for d in after]:
+        return None
+    return after[before.index(dim)]
