@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+import perceptron
 import pytest
 
 import alpa_meta as alpa
@@ -12,20 +12,9 @@ WEIGHTS = [jnp.full((32, 32), 0.05 + 0.01 * k) for k in range(3)]
 BATCH = jnp.linspace(-1.0, 1.0, 1024 * 32).reshape(1024, 32)
 
 
-def train_step(weights, batch):
-    def loss(weights):
-        hidden = batch
-        for weight in weights:
-            hidden = jnp.tanh(hidden @ weight)
-        return jnp.mean(hidden**2)
-
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
-
-
 def _step(preset, **options):
     return alpa.parallelize(
-        train_step, cluster="host:8", num_stages=1, mesh_shape=(8,), preset=preset, **options
+        perceptron.step, cluster="host:8", num_stages=1, mesh_shape=(8,), preset=preset, **options
     )
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import perceptron
 import pytest
 
 import ilp_sharding
@@ -25,21 +26,10 @@ MESH = LogicalMesh(
 )
 
 
-def _step(weights, batch):
-    def loss(weights):
-        hidden = batch
-        for weight in weights:
-            hidden = jnp.tanh(hidden @ weight)
-        return jnp.mean(hidden**2)
-
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
-
-
 def _selection(num_layers, mesh=MESH, num_microbatches=1):
     weights = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * num_layers
     batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    program = Step(_step, (weights, batch)).program(num_microbatches)
+    program = Step(perceptron.step, (weights, batch)).program(num_microbatches)
 
     def cut_at_products(eqns, inputs):
         layers, layer = [], -1
