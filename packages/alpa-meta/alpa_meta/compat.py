@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 
@@ -32,6 +33,11 @@ _REMAT = ("remat", "remat2", "checkpoint")
 def is_drop(var: Any) -> bool:
     """Return whether `var` is an equation output that nobody reads."""
     return _DropVar is not None and isinstance(var, _DropVar)
+
+
+def is_plain(var: Any) -> bool:
+    """Return whether `var` is an array of a numpy dtype, as keys, tokens and references are not."""
+    return isinstance(getattr(var.aval, "dtype", None), np.dtype)
 
 
 def is_remat(eqn: Any) -> bool:

@@ -28,6 +28,7 @@ def search_rounds(
     # not needed, and slow to import, where problems are solved directly
     from ilp_sharding.dominance import simplified, without_dominated
     from ilp_sharding.dual import DualAscent
+    from ilp_sharding.narrowing import solve_rest
     from ilp_sharding.neighbourhood import search_neighbourhoods
     from ilp_sharding.primal import PrimalSearch
 
@@ -38,6 +39,7 @@ def search_rounds(
     if graph is None or _settled(network, search, graph):
         raise NoAssignment
     dual, primal = DualAscent(graph), PrimalSearch(graph, search.seed)
+    nodes = network.open_nodes()
     for _ in range(rounds):
         for _ in range(_STEPS):
             dual.step(search.objective)
@@ -63,6 +65,8 @@ def search_rounds(
             continue
         smaller = simplified(graph, active)
         if smaller is None or _settled(network, search, smaller):
+            raise NoAssignment
+        if solve_rest(network, nodes, search, smaller, search.cutoff(), dual):
             raise NoAssignment
         kept = None if primal.x is None else smaller.lower(graph.lift(primal.x))
         graph, dual, primal = smaller, dual.carried(smaller), PrimalSearch(smaller, search.seed)

@@ -128,7 +128,7 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
             rest = _tightened(rest, cutoff, dual)
         if rest is None:
             search.raise_bound(cutoff, "narrowing")
-        elif not _solve_rest(network, nodes, search, rest, cutoff, dual):
+        elif not solve_rest(network, nodes, search, rest, cutoff, dual):
             return False
         if search.objective <= cutoff:
             search.lower_bound = search.objective
@@ -180,7 +180,7 @@ def _tightened(rest: TableGraph, cutoff: float, dual: DualAscent) -> TableGraph 
     return _restricted(rest, _within(inner.reduced(3), cutoff))
 
 
-def _solve_rest(
+def solve_rest(
     network: Network,
     nodes: list[int],
     search: Search,

@@ -305,13 +305,13 @@ def compile_task(
         id(eqn): selection.strategy(k, choice) for k, eqn in enumerate(selection.stage.eqns)
     }
     plan = task_plan(task, specs, strategies)
+    on_host = jax_mesh is not None and jax_mesh.devices.flat[0].platform == "cpu"
     eqns = task.eqns
-    if sharding.executor != "constraint":
+    if sharding.executor != "constraint" and not on_host:
         eqns, plan = _with_second_gathers(planned, task, plan)
     closed = evolve(task, eqns=eqns).closed(planned.program)
     mesh = sharding.mesh.logical
     conversions = selection.costs.conversions
-    on_host = jax_mesh is not None and jax_mesh.devices.flat[0].platform == "cpu"
     buckets = HOST_BUCKETS if on_host else None
     if sharding.executor == "constraint":
         plan = completed_plan(plan)
@@ -347,7 +347,7 @@ def _with_second_gathers(
     stage = planned.selections[task.spec.mesh].stage
     phase_of = {id(eqn): phase for eqn, phase in zip(stage.eqns, stage.phases, strict=True)}
     phases = [phase_of.get(id(eqn), "update") for eqn in task.eqns]
-    return with_second_gathers(task.eqns, plan, task.invars, stage.state, phases)
+    return with_second_gathers(task.eqns, plan, task.invars, phases)
 
 
 def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingSpec]:

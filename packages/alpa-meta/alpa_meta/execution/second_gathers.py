@@ -1,57 +1,54 @@
-"""State that is converted for the forward pass is converted again for the backward pass.
+"""What is gathered for the forward pass is gathered again for the backward pass.
 
-A plan that keeps a parameter in pieces pays for gathering it at each of its readers, and holds it
-whole only there (FSDP; ZeRO stage 3, Rajbhandari et al. 2020). Where one program runs both passes,
-a gather for both is one expression: computed once, the whole parameter would be held in between.
-So what follows the forward pass reads such state from behind a barrier, which also waits for the
-forward pass.
+A plan that keeps a parameter in pieces (FSDP; ZeRO stage 3, Rajbhandari et al. 2020) or an
+activation (sequence parallelism; Korthikanti et al. 2022) pays for gathering it in each pass, and
+holds it whole only there. Where one program runs both passes, a gather for both is one expression:
+computed once, the whole value would be held in between. So what follows the forward pass reads such
+values from behind a barrier, which also waits for the forward pass. Not on host devices, where XLA
+drops barriers and merges the gathers again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 
 from alpa_interchange import ShardingSpec, Strategy
-from alpa_meta.compat import Literal, Var, is_drop
+from alpa_meta.compat import Literal, Var, is_drop, is_plain
 from alpa_meta.frontend.added_equations import equations_of
 from alpa_meta.spmd import JaxprPlan
 
 
 def with_second_gathers(
-    eqns: Sequence[Any],
-    plan: JaxprPlan,
-    invars: Sequence[Any],
-    state: Collection[Any],
-    phases: Sequence[str],
+    eqns: Sequence[Any], plan: JaxprPlan, invars: Sequence[Any], phases: Sequence[str]
 ) -> tuple[tuple[Any, ...], JaxprPlan]:
     """Return the equations of a task and their plan, with a barrier where the forward pass ends.
 
-    `state` are the inputs concerned, `phases` those of the equations.
+    `phases` are those of the equations.
     """
     specs = dict(zip(invars, plan.inputs, strict=True))
-    converted: set[tuple[Any, ShardingSpec]] = set()
+    gathered: set[tuple[Any, ShardingSpec]] = set()
     again: dict[Any, None] = {}
     last, position = None, len(eqns)
     for k, (eqn, step, phase) in enumerate(zip(eqns, plan.strategies, phases, strict=True)):
         for atom, spec in zip(eqn.invars, step.operands, strict=True):
-            if isinstance(atom, Literal) or atom not in state or spec == specs[atom]:
+            if isinstance(atom, Literal) or atom not in specs or not _gathers(specs[atom], spec):
                 continue
             if phase == "forward":
-                converted.add((atom, spec))
-            elif (atom, spec) in converted:
+                gathered.add((atom, spec))
+            elif (atom, spec) in gathered:
                 again[atom] = None
                 position = min(position, k)
-    for eqn, step, phase in list(zip(eqns, plan.strategies, phases, strict=True))[:position]:
-        for var, spec in zip(eqn.outvars, step.results, strict=True):
-            if phase == "forward" and not is_drop(var) and _is_plain(var):
-                last, specs[var] = var, spec
+        if position == len(eqns):
+            for var, spec in zip(eqn.outvars, step.results, strict=True):
+                if not is_drop(var) and is_plain(var):
+                    specs[var] = spec
+                    last = var if phase == "forward" else last
     if not again or last is None:
         return tuple(eqns), plan
-    held = [last, *again]
+    held = list(dict.fromkeys([last, *again]))
     fresh = [Var(var.aval) for var in held]
     added = equations_of(lambda *values: lax.optimization_barrier(values), held, fresh)
     kept = tuple(specs[var] for var in held)
@@ -65,11 +62,13 @@ def with_second_gathers(
     return (*eqns[:position], *added, *rest), JaxprPlan(plan.inputs, strategies, plan.outputs)
 
 
+def _gathers(held: ShardingSpec, wanted: ShardingSpec) -> bool:
+    """Return whether some dim is wanted along fewer axes than it is held along."""
+    pairs = zip(held.dims, wanted.dims, strict=True)
+    return any(axis not in more for less, more in pairs for axis in less)
+
+
 def _reading(eqn: Any, renamed: dict[Any, Any]) -> Any:
     """Return an equation that reads the renamed values."""
     atoms = [atom if isinstance(atom, Literal) else renamed.get(atom, atom) for atom in eqn.invars]
     return eqn.replace(invars=atoms)
-
-
-def _is_plain(var: Any) -> bool:
-    return isinstance(getattr(var.aval, "dtype", None), np.dtype)

@@ -30,6 +30,7 @@ from alpa_meta.frontend.normalisation import (
 )
 from alpa_meta.frontend.phases import Phases, classify
 from alpa_meta.frontend.roles import input_roles
+from alpa_meta.frontend.shared_reads import with_shared_reads
 from alpa_meta.frontend.single_example import scaling_of_one
 from alpa_meta.frontend.trace import trace
 
@@ -325,13 +326,15 @@ def _made(
     inexact: tuple[str, ...] = (),
 ) -> Program:
     _, _, _, paths = step.output_tree
+    known = dict(scaling)
+    closed, of_eqn = with_shared_reads(closed, phases.of_eqn, known)
     return Program(
         closed=closed,
         inputs=step.leaves,
         outputs=paths,
         aliases=step._roles[1],
-        phases=phases,
-        scaling=scaling,
+        phases=evolve(phases, of_eqn=of_eqn),
+        scaling=known,
         num_microbatches=num_microbatches,
         inexact=inexact,
     )

@@ -11,9 +11,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from attrs import frozen
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Literal, is_drop, is_remat
+from alpa_meta.frontend.shared_reads import is_shared_read
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import (
     BucketedTraffic,
@@ -24,7 +26,7 @@ from alpa_meta.intra_op.bucketed_traffic import (
     surplus,
 )
 from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
-from alpa_meta.intra_op.light_equations import following_strategies, is_heavy, leading_operand
+from alpa_meta.intra_op.light_equations import following_strategies, leading_operand
 from alpa_meta.intra_op.liveness import KINDS, Span, Timeline
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -33,11 +35,23 @@ from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
 from alpa_meta.intra_op.regions import region_record
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
-from alpa_meta.rules import linear_operands, sharding_rule
+from alpa_meta.rules import is_heavy, linear_operands, sharding_rule
 from alpa_meta.rules.operator import shape_of
 from ilp_sharding.problem_builder import ProblemBuilder
 
 _REGIONS = ("scan", "while", "cond")
+
+
+@frozen(eq=False)
+class _Operator:
+    """What an operator chooses from; `seconds` per step and strategy."""
+
+    rule: ShardingRule | None
+    leader: int | None
+    node: int
+    strategies: tuple[Strategy, ...]
+    seconds: np.ndarray
+    late: bool  # sums that it completes travel in buckets
 
 
 class Builder:
@@ -54,12 +68,14 @@ class Builder:
         self._partial = may_stay_partial(stage)
         self._order: dict[Any, int] = {}
         self._spread: set[Any] = set()
-        self._seconds: dict[Hashable, np.ndarray] = {}
+        self._operators: dict[Hashable, _Operator] = {}
+        self._matrices: dict[tuple[int, float], np.ndarray] = {}
         self._state_nodes: set[int] = set()
         self._fixed = self.problem.node("fixed", "fixed", ["replicated"])
         self._choices: dict[int, Sequence[ShardingSpec | Strategy]] = {}
         self._constants: list[tuple[Source, int]] = []
         self._copies: list[tuple[int, int, int, int, np.ndarray]] = []
+        self._copy_of: dict[Any, int] = {}  # what is read for several: its place in the copies
         self.timeline = Timeline(apart=bool(stage.kept))
         self.times: list[int] = []  # at which each equation begins
         self._late = late_values(stage, is_heavy)
@@ -168,11 +184,15 @@ class Builder:
         """Note that what a loop reads, and what was converted for it, lived until its end."""
         self.timeline.hold(read)
         for number in range(len(self._copies) - 1, -1, -1):
-            start, _, first, second, sizes = self._copies[number]
-            if start < began:
+            if self._copies[number][0] < began:
                 break
-            if start == began:
-                self._copies[number] = (start, self.timeline.now + 1, first, second, sizes)
+            if self._copies[number][0] == began:
+                self._hold_copy(number)
+
+    def _hold_copy(self, number: int) -> None:
+        """Note that a converted copy lives until now."""
+        start, _, first, second, sizes = self._copies[number]
+        self._copies[number] = (start, self.timeline.now + 1, first, second, sizes)
 
     def equation(
         self, eqn: Any, key: Hashable | None, weight: float, scope: dict[Any, Source], phase: str
@@ -188,6 +208,9 @@ class Builder:
             read = self._read(eqn, scope, phase)
             zero = any(isinstance(atom, Literal) and _is_zero(atom.val) for atom in eqn.invars)
             self.timeline.compute(eqn.primitive.name, read, record.results, zero)
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and atom in self._copy_of:
+                self._hold_copy(self._copy_of[atom])
         for var, source in zip(eqn.outvars, record.results, strict=True):
             if is_drop(var):
                 continue
@@ -220,63 +243,26 @@ class Builder:
         self, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
     ) -> Record:
         """Return the record of an equation that is no region: its node, its operands converted."""
-        rule = sharding_rule(eqn)
-        leader = None
-        if rule is not None:
-            leader = leading_operand(
-                eqn,
-                rule,
-                scope,
-                phase,
-                accumulated=self.stage.accumulated,
-                state_nodes=self._state_nodes,
-                order=self._order,
-                spread=self._spread,
-            )
-            if leader is not None:
-                followed = eqn.invars[leader]
-                wider = [v for v in eqn.outvars if tensor_bytes(v) > scope[followed].bytes]
-                self._spread.update(eqn.outvars if followed in self._spread else wider)
-        if rule is None:
-            whole = tuple(ShardingSpec.replicated(len(shape_of(a))) for a in eqn.invars)
-            results = tuple(ShardingSpec.replicated(len(shape_of(v))) for v in eqn.outvars)
-            strategies = self.costs.only(Strategy(assignment=(), operands=whole, results=results))
-        elif leader is not None:
-            source = scope[eqn.invars[leader]]
-            passes = all(var in self._partial for var in eqn.outvars) and linear_operands(eqn)
-            strategies = following_strategies(self.costs, rule, leader, source, passes)
-        else:
-            strategies = self.costs.strategies(rule)
-        if is_pin(eqn):
-            strategies = pinned_strategies(eqn, strategies, self.costs.mesh)
-            if not strategies:
-                raise UnfitPinError(
-                    f"no way to shard {eqn.primitive.name} of shape {shape_of(eqn.outvars[0])} is "
-                    "as pinned; leave the dims free that cannot be sharded"
-                )
+        found = self._found(eqn, key, weight, scope, phase)
+        rule, leader, node, strategies = found.rule, found.leader, found.node, found.strategies
         if leader is not None:
-            node = source.node
-        elif len(strategies) == 1 and not any(spec.partial for spec in strategies[0].results):
-            node = self._fixed
-        else:
-            node = self._node(key, eqn.primitive.name, strategies)
-        assert node is not None
-        late = self._is_late(eqn)
-        together = self._together.get(id(eqn), 1)
-        known = (key, id(strategies), late, together)
-        if known not in self._seconds:
-            self._seconds[known] = operator_seconds(
-                self.costs, eqn, rule, strategies, late, together
-            )
-        if late and rule is not None:
+            followed = eqn.invars[leader]
+            wider = [v for v in eqn.outvars if tensor_bytes(v) > scope[followed].bytes]
+            self._spread.update(eqn.outvars if followed in self._spread else wider)
+        if found.late and rule is not None:
             self._note_sums(eqn, rule, node, strategies, weight)
-        self._add_cost(node, self._seconds[known] * weight)
+        self._add_cost(node, found.seconds)
         columns = self.costs.columns(strategies)
+        num_copies = len(self._copies)
         for number, atom in enumerate(eqn.invars):
             if not isinstance(atom, Literal) and atom in scope:
                 self.convert(
                     scope[atom], node, columns.operands[number], weight, atom in self._late
                 )
+        if is_shared_read(eqn):
+            self._copy_of.pop(eqn.outvars[0], None)  # a body may be walked over more than once
+            if len(self._copies) > num_copies:
+                self._copy_of[eqn.outvars[0]] = num_copies
         outputs = tuple(
             Source(node, columns.results[k], shape_of(var), tensor_bytes(var))
             for k, var in enumerate(eqn.outvars)
@@ -285,6 +271,79 @@ class Builder:
             completed = self._completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)
             return Record(node, strategies, (), (completed,), completed=completed)
         return Record(node, strategies, (), outputs)
+
+    def _found(
+        self, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
+    ) -> _Operator:
+        """Return what an operator chooses from, remembered for equal ones that read alike."""
+        late, together = self._is_late(eqn), self._together.get(id(eqn), 1)
+        read = [None if isinstance(atom, Literal) else scope.get(atom) for atom in eqn.invars]
+        alike = (
+            key,
+            weight,
+            late,
+            together,
+            tuple(None if s is None else (s.node, self.costs.number(s.specs)) for s in read),
+            tuple(
+                s is not None and a in self.stage.accumulated
+                for a, s in zip(eqn.invars, read, strict=True)
+            ),
+            tuple((v in self._partial, v in self.stage.accumulated) for v in eqn.outvars),
+        )
+        known = self._operators.get(alike)
+        if known is None:
+            rule = sharding_rule(eqn)
+            leader = self._leader(eqn, rule, scope, phase)
+            strategies = self._strategies(eqn, rule, leader, scope)
+            if leader is not None:
+                node = scope[eqn.invars[leader]].node
+            elif len(strategies) == 1 and not any(spec.partial for spec in strategies[0].results):
+                node = self._fixed
+            else:
+                node = self._node(key, eqn.primitive.name, strategies)
+            assert node is not None
+            seconds = operator_seconds(self.costs, eqn, rule, strategies, late, together)
+            known = _Operator(rule, leader, node, strategies, seconds * weight, late)
+            self._operators[alike] = known
+        return known
+
+    def _leader(
+        self, eqn: Any, rule: ShardingRule | None, scope: dict[Any, Source], phase: str
+    ) -> int | None:
+        """Return the operand that an equation follows, if any."""
+        if rule is None:
+            return None
+        return leading_operand(
+            eqn,
+            rule,
+            scope,
+            phase,
+            accumulated=self.stage.accumulated,
+            state_nodes=self._state_nodes,
+            order=self._order,
+            spread=self._spread,
+        )
+
+    def _strategies(
+        self, eqn: Any, rule: ShardingRule | None, leader: int | None, scope: dict[Any, Source]
+    ) -> tuple[Strategy, ...]:
+        """Return the strategies of an equation; UnfitPinError if it is a pin that allows none."""
+        if rule is None:
+            whole = tuple(ShardingSpec.replicated(len(shape_of(a))) for a in eqn.invars)
+            results = tuple(ShardingSpec.replicated(len(shape_of(v))) for v in eqn.outvars)
+            return self.costs.only(Strategy(assignment=(), operands=whole, results=results))
+        if leader is not None:
+            passes = all(var in self._partial for var in eqn.outvars) and linear_operands(eqn)
+            return following_strategies(self.costs, rule, leader, scope[eqn.invars[leader]], passes)
+        strategies = self.costs.strategies(rule)
+        if is_pin(eqn):
+            strategies = pinned_strategies(eqn, strategies, self.costs.mesh)
+            if not strategies:
+                raise UnfitPinError(
+                    f"no way to shard {eqn.primitive.name} of shape {shape_of(eqn.outvars[0])} is "
+                    "as pinned; leave the dims free that cannot be sharded"
+                )
+        return strategies
 
     def _completed(self, var: Any, natural: Source, key: Hashable, weight: float) -> Source:
         """Return the source of an operator's result after its partial sums were completed."""
@@ -347,7 +406,9 @@ class Builder:
             source.shape, source.bytes, source.specs, wanted, in_buckets, source.node == node
         )
         if found.seconds is not None:
-            matrix = weight * found.seconds
+            matrix = self._matrices.get((id(found), weight))
+            if matrix is None:
+                matrix = self._matrices[id(found), weight] = weight * found.seconds
             self._add_edge(source.node, node, matrix)
             if in_buckets:
                 self._note_conversion(source, node, wanted, weight, matrix)

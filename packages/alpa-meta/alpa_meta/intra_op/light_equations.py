@@ -12,28 +12,12 @@ from typing import Any
 
 from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Literal
+from alpa_meta.frontend.shared_reads import is_shared_read
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
 from alpa_meta.pinning import is_pin
+from alpa_meta.rules import is_heavy
 from ilp_sharding.strategies import shardable_factors
-
-_HEAVY = (
-    "dot_general",
-    "ragged_dot_general",
-    "conv_general_dilated",
-    "gather",
-    "scatter",
-    "random_bits",
-    "cumsum",
-    "cumlogsumexp",
-    "cummax",
-    "cumprod",
-)
-
-
-def is_heavy(eqn: Any) -> bool:
-    """Return whether an equation chooses its own strategy instead of following an operand."""
-    return bool(eqn.primitive.name.startswith(_HEAVY))
 
 
 def leading_operand(
@@ -54,7 +38,7 @@ def leading_operand(
     result is accumulated, or that reads an accumulated value in the update, has its own node, so
     that reductions are placed there. `order` numbers the values as they were computed.
     """
-    if is_heavy(eqn) or is_pin(eqn):
+    if is_heavy(eqn) or is_pin(eqn) or is_shared_read(eqn):
         return None
     if eqn.primitive.name.startswith("reduce_") and any(var in accumulated for var in eqn.outvars):
         return None

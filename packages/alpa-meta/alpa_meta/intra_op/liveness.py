@@ -34,7 +34,8 @@ _MOST_OPERANDS = 8  # of one fused computation
 _ALIASES = frozenset(
     """
     reshape squeeze expand_dims transpose bitcast_convert_type optimization_barrier name copy
-    copy_p device_put sharding_constraint alpa_pin stop_gradient random_wrap random_unwrap pvary
+    copy_p device_put sharding_constraint alpa_pin alpa_read stop_gradient random_wrap random_unwrap
+    pvary
     """.split()
 )
 _FUSED = frozenset(ELEMENTWISE) | frozenset(

@@ -1,10 +1,11 @@
 """Intra-operator planning: the equations of a stage as one strategy-selection problem on one mesh.
 
-Nodes: every heavy equation (its strategies come from its sharding rule), and every input and
-loop-carried value (its strategies are all sharding specs). A light equation (elementwise, layout)
-follows one operand (`light_equations`): it shares that operand's node and takes the sharding it
-finds. Edges: what it costs to convert a value from the spec its producer leaves it in to the one
-its reader wants. Costs are seconds per training step:
+Nodes: every heavy equation (its strategies come from its sharding rule), and every input, every
+loop-carried value and every value that several read (`shared_reads`), whose strategies are all
+sharding specs. A light equation (elementwise, layout) follows one operand (`light_equations`): it
+shares that operand's node and takes the sharding it finds. Edges: what it costs to convert a value
+from the spec its producer leaves it in to the one its reader wants. Costs are seconds per training
+step:
 
     node   compute on one device's part + collectives inside the operator  -> operator_seconds
     edge   completion of the sums an operator leaves partial               -> partial_sums

@@ -6,6 +6,7 @@ its local form. A new operator is one entry, or a call of `register`.
 
 from alpa_meta.rules.operator import Factors, LocalCall, Operator
 from alpa_meta.rules.registry import (
+    is_heavy,
     known_primitives,
     linear_operands,
     operator_of,
@@ -19,6 +20,7 @@ __all__ = [
     "LocalCall",
     "Operator",
     "flops",
+    "is_heavy",
     "known_primitives",
     "linear_operands",
     "operator_of",

@@ -34,7 +34,7 @@ _NAMES = """
 """.split()
 
 _IDENTITIES = """
-    name device_put sharding_constraint mesh_cast reshard pvary layout_constraint alpa_pin
+    name device_put sharding_constraint mesh_cast reshard pvary layout_constraint alpa_pin alpa_read
 """.split()
 
 _LINEAR_TWO = ("add", "add_any", "sub")

@@ -45,6 +45,18 @@ _OPERATORS: dict[str, Operator] = {
     **random.OPERATORS,
     **linalg.OPERATORS,
 }
+_HEAVY = (
+    "dot_general",
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "gather",
+    "scatter",
+    "random_bits",
+    "cumsum",
+    "cumlogsumexp",
+    "cummax",
+    "cumprod",
+)
 _UNKNOWN = Operator(elementwise.unknown_rule)
 
 
@@ -72,6 +84,11 @@ def known_primitives() -> frozenset[str]:
 def operator_of(eqn: Any) -> Operator:
     """Return the table entry of an equation's primitive."""
     return _OPERATORS.get(eqn.primitive.name, _UNKNOWN)
+
+
+def is_heavy(eqn: Any) -> bool:
+    """Return whether an equation chooses its own strategy instead of following an operand."""
+    return bool(eqn.primitive.name.startswith(_HEAVY))
 
 
 @lru_cache(maxsize=1 << 17)  # equations compare by identity

@@ -14,7 +14,7 @@ _FREE = frozenset(
     """
     reshape squeeze broadcast_in_dim iota bitcast_convert_type copy optimization_barrier name
     device_put sharding_constraint mesh_cast reshard pvary layout_constraint stop_gradient
-    random_wrap random_unwrap random_clone empty empty2 axis_index alpa_pin
+    random_wrap random_unwrap random_clone empty empty2 axis_index alpa_pin alpa_read
     """.split()
 )
 """Operators that XLA folds into their readers, or that move nothing."""

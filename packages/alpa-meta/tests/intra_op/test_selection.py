@@ -9,6 +9,7 @@ import pytest
 import ilp_sharding
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.frontend.program import Step
+from alpa_meta.frontend.shared_reads import is_shared_read
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.staging import assign_stages
@@ -26,10 +27,10 @@ MESH = LogicalMesh(
 )
 
 
-def _selection(num_layers, mesh=MESH, num_microbatches=1):
+def _selection(num_layers, mesh=MESH, num_microbatches=1, step=perceptron.step):
     weights = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * num_layers
     batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    program = Step(perceptron.step, (weights, batch)).program(num_microbatches)
+    program = Step(step, (weights, batch)).program(num_microbatches)
 
     def cut_at_products(eqns, inputs):
         layers, layer = [], -1
@@ -110,3 +111,32 @@ def test_gradients_may_stay_partial_only_with_several_microbatches():
 
     assert not partial_specs(1)
     assert partial_specs(4)
+
+
+def test_what_is_read_for_several_is_held_until_the_last_has_read_it():
+    def step(weights, batch):
+        def loss(weights):
+            hidden = jnp.tanh(batch)
+            return jnp.mean(jnp.tanh(hidden @ weights[0]) * (hidden @ weights[1]))
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(jnp.subtract, weights, gradients), value
+
+    _, scope, selection = _selection(2, step=step)
+    eqns = scope.eqns.eqns
+    first = next(k for k, eqn in enumerate(eqns) if is_shared_read(eqn))
+    readers = [k for k, eqn in enumerate(eqns) if eqns[first].outvars[0] in eqn.invars]
+    value, read = (selection.sources[v] for v in (eqns[first].invars[0], eqns[first].outvars[0]))
+    whole = [not any(spec.dims) for spec in read.specs].index(True)
+    rows = [spec.dims == (("x", "y"), ()) for spec in read.specs].index(True)
+    choice = [0] * selection.problem.num_nodes
+    choice[value.node] = value.specs.index(read.specs[rows])
+    usage = {}
+    for name in (rows, whole):
+        choice[read.node] = name
+        usage[name] = selection.memory.usage(choice).sum(axis=0)
+    more = usage[whole] - usage[rows]
+    for k in range(first, readers[-1] + 1):  # in rows, each reader that wants it whole copies it
+        expected = 0 if k in readers else 16 * 16 * 4
+        assert more[selection.times[k]] == pytest.approx(expected)
+    assert readers[-1] > readers[0] + 1
