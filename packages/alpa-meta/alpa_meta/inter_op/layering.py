@@ -12,7 +12,7 @@ Scalar equations of the update that depend on no layer, or on several, have no l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -43,7 +43,10 @@ def tensor_bytes(atom: Any) -> float:
 
 def clustered_positions(program: Program) -> list[int]:
     """Return the positions of the forward equations that are clustered into layers, in order."""
-    floating = _floating(program.jaxpr.eqns)
+    return _clustered(program, _floating(program.jaxpr.eqns))
+
+
+def _clustered(program: Program, floating: Collection[int]) -> list[int]:
     return [
         k
         for k, phase in enumerate(program.phases.of_eqn)
@@ -61,7 +64,7 @@ def assign_layers(
     jaxpr = program.jaxpr
     eqns, phases = list(jaxpr.eqns), list(program.phases.of_eqn)
     floating = _floating(eqns)
-    forward = clustered_positions(program)
+    forward = _clustered(program, floating)
     clustered = cluster([eqns[k] for k in forward], jaxpr.invars) if forward else []
     layers: list[int | None] = [None] * len(eqns)
     for k, place in zip(forward, clustered, strict=True):
@@ -168,34 +171,39 @@ def _update_layers(
     def rank(atom: Any) -> int:
         return len(getattr(atom.aval, "shape", ()))
 
-    changed = True
-    while changed:
-        changed = False
+    touching: dict[Any, list[int]] = {}
+    for k in update:
+        for atom in (*eqns[k].invars, *eqns[k].outvars):
+            if not isinstance(atom, Literal) and rank(atom):
+                touching.setdefault(atom, []).append(k)
+    pending = set(update)
+
+    def settle(var: Any, layer: int) -> None:
+        home[var] = layer
+        pending.update(touching.get(var, ()))
+
+    while pending:
         for k in update:
+            if k not in pending:
+                continue
+            pending.discard(k)
             eqn = eqns[k]
-            known = [
-                atom
-                for atom in eqn.invars
-                if not isinstance(atom, Literal) and rank(atom) and atom in home
-            ]
-            tensors = [var for var in eqn.outvars if not is_drop(var)]
+            read = [atom for atom in eqn.invars if not isinstance(atom, Literal) and rank(atom)]
+            made = [var for var in eqn.outvars if not is_drop(var) and rank(var)]
+            known = [atom for atom in read if atom in home]
             if known:
                 layer = home[max(known, key=tensor_bytes)]
-            elif layers[k] is None and any(var in home and rank(var) for var in tensors):
-                layer = home[next(var for var in tensors if var in home and rank(var))]
+            elif layers[k] is None and any(var in home for var in made):
+                layer = home[next(var for var in made if var in home)]
             else:
                 continue
-            if layers[k] != layer:
-                layers[k] = layer
-                changed = True
-            for var in tensors:
-                if rank(var) and home.get(var) != layer:
-                    home[var] = layer
-                    changed = True
-            for atom in eqn.invars:
-                if not isinstance(atom, Literal) and atom not in home and rank(atom):
-                    home[atom] = layer  # so that what computes it, or what else reads it, follows
-                    changed = True
+            layers[k] = layer
+            for var in made:
+                if home.get(var) != layer:
+                    settle(var, layer)
+            for atom in read:
+                if atom not in home:
+                    settle(atom, layer)  # so that what computes it, or what else reads it, follows
 
 
 def clone_into_readers(

@@ -35,7 +35,7 @@ from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
 from alpa_meta.intra_op.regions import region_record
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
-from alpa_meta.rules import is_heavy, linear_operands, sharding_rule
+from alpa_meta.rules import is_heavy, linear_operands, operator_signature, sharding_rule
 from alpa_meta.rules.operator import shape_of
 from ilp_sharding.problem_builder import ProblemBuilder
 
@@ -52,6 +52,7 @@ class _Operator:
     strategies: tuple[Strategy, ...]
     seconds: np.ndarray
     late: bool  # sums that it completes travel in buckets
+    partial: bool  # sums may be left to be completed
 
 
 class Builder:
@@ -68,6 +69,7 @@ class Builder:
         self._partial = may_stay_partial(stage)
         self._order: dict[Any, int] = {}
         self._spread: set[Any] = set()
+        self._seconds: dict[Hashable, np.ndarray] = {}
         self._operators: dict[Hashable, _Operator] = {}
         self._matrices: dict[tuple[int, float], np.ndarray] = {}
         self._state_nodes: set[int] = set()
@@ -267,7 +269,7 @@ class Builder:
             Source(node, columns.results[k], shape_of(var), tensor_bytes(var))
             for k, var in enumerate(eqn.outvars)
         )
-        if leader is None and len(outputs) == 1 and any(spec.partial for spec in outputs[0].specs):
+        if leader is None and len(outputs) == 1 and found.partial:
             completed = self._completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)
             return Record(node, strategies, (), (completed,), completed=completed)
         return Record(node, strategies, (), outputs)
@@ -302,8 +304,13 @@ class Builder:
             else:
                 node = self._node(key, eqn.primitive.name, strategies)
             assert node is not None
-            seconds = operator_seconds(self.costs, eqn, rule, strategies, late, together)
-            known = _Operator(rule, leader, node, strategies, seconds * weight, late)
+            priced = (operator_signature(eqn), id(strategies), late, together)
+            if priced not in self._seconds:
+                found = operator_seconds(self.costs, eqn, rule, strategies, late, together)
+                self._seconds[priced] = found
+            seconds = self._seconds[priced] * weight
+            partial = any(spec.partial for strategy in strategies for spec in strategy.results)
+            known = _Operator(rule, leader, node, strategies, seconds, late, partial)
             self._operators[alike] = known
         return known
 

@@ -10,6 +10,7 @@ from alpa_meta.rules.registry import (
     known_primitives,
     linear_operands,
     operator_of,
+    operator_signature,
     register,
     sharding_rule,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "known_primitives",
     "linear_operands",
     "operator_of",
+    "operator_signature",
     "register",
     "sharding_rule",
     "traffic_bytes",

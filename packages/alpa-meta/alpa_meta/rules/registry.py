@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -97,6 +97,15 @@ def sharding_rule(eqn: Any) -> ShardingRule | None:
 
     The rule has an entry for every operand, literals included.
     """
+    signature = operator_signature(eqn)
+    return _rule_of(signature) if isinstance(signature, _Signature) else _computed(eqn)
+
+
+def operator_signature(eqn: Any) -> Hashable:
+    """Return what is equal for equations of one primitive, types and parameters.
+
+    The equation itself where its parameters cannot be compared.
+    """
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     key = (
         eqn.primitive.name,
@@ -105,10 +114,9 @@ def sharding_rule(eqn: Any) -> ShardingRule | None:
         params,
     )
     try:
-        hash(key)
+        return _Signature(eqn, key)
     except TypeError:
-        return _computed(eqn)
-    return _rule_of(_Signature(eqn, key))
+        return eqn  # type: ignore[no-any-return]
 
 
 def linear_operands(eqn: Any) -> bool:
