@@ -15,7 +15,7 @@ from alpa_meta.api import parallelize
 from alpa_meta.audit.executable import ExecutableAudit, audit_tasks
 from alpa_meta.audit.numerics import Reference, single_device_reference
 from alpa_meta.audit.planned import PlannedCollective
-from alpa_meta.audit.target import parse_target, target_devices
+from alpa_meta.audit.target import compiler_options, parse_target, target_devices
 from alpa_meta.corpus import CorpusModel
 from alpa_meta.execution.executable import CompiledTask, compile_task
 from alpa_meta.options import Options
@@ -66,7 +66,12 @@ def audit_planned(
     devices = target_devices(target, num_devices)
     meshes = [_mesh(devices, sharding.mesh) for sharding in planned.plan.shardings]
     tasks = {
-        task.spec.name: compile_task(planned, task, meshes[task.spec.mesh])
+        task.spec.name: compile_task(
+            planned,
+            task,
+            meshes[task.spec.mesh],
+            compiler_options=compiler_options(devices[0].platform),
+        )
         for task in planned.tasks.tasks
     }
     return audit_tasks(_Tasks(tasks), tasks, planned, backend="cuda")

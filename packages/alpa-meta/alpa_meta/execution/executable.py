@@ -288,11 +288,15 @@ def move(array: jax.Array, sharding: Any) -> Any:
 
 
 def compile_task(
-    planned: Planned, task: Task, jax_mesh: Mesh | None, donate: bool = True
+    planned: Planned,
+    task: Task,
+    jax_mesh: Mesh | None,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> CompiledTask:
     """Return `task` as a jitted function on `jax_mesh` (None: for inspection only).
 
-    Without `donate`, inputs of the step are not overwritten.
+    Without `donate`, inputs of the step are not overwritten. `compiler_options` are XLA's.
     """
     stage = task.spec.mesh
     selection = planned.selections[stage]
@@ -328,6 +332,8 @@ def compile_task(
         k for k, n in enumerate(task.spec.inputs) if n in task.spec.donated and n not in kept
     )
     options: dict[str, Any] = {"donate_argnums": donated}
+    if compiler_options:
+        options["compiler_options"] = dict(compiler_options)
     if jax_mesh is not None:
         options["in_shardings"] = tuple(
             NamedSharding(jax_mesh, partition_spec(spec)) for spec in plan.inputs
