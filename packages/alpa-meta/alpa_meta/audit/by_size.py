@@ -15,6 +15,7 @@ dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from alpa_meta.audit.demand import Demand, Payment, Supply, folded, less_note, loop_note, payable
@@ -26,7 +27,8 @@ MAX_SUMS = 100_000
 def pay_by_size(
     demands: Sequence[Demand], supplies: Sequence[Supply], *, less_data: bool = True
 ) -> None:
-    """Fill `paid` of every demand that can be paid, strictest rule first, largest demand first.
+    """Fill `paid` of every demand that can be paid, strictest rule first, largest and most often run
+    demand first.
 
     Without `less_data`, the last rule is left out.
     """
@@ -34,7 +36,9 @@ def pay_by_size(
     attempts = [(narrow, rule) for narrow in (False, True) for rule in exact]
     if less_data:
         attempts += [(False, _with_less_data), (True, _with_less_data)]
-    largest_first = sorted(demands, key=lambda demand: -demand.compiled_bytes)
+    largest_first = sorted(
+        demands, key=lambda demand: (-demand.compiled_bytes, -(demand.trips or math.inf))
+    )
     for narrow, rule in attempts:
         for demand in largest_first:
             if demand.paid or narrow not in demand.widened:
@@ -52,10 +56,12 @@ def _equal(demand: Demand, supplies: Sequence[Supply]) -> Payment:
 
 
 def _equal_in_another_loop(demand: Demand, supplies: Sequence[Supply]) -> Payment:
-    for supply in payable(demand, supplies):
-        if supply.planned.bytes == demand.bytes:
-            return [supply], loop_note(supply.planned, demand)
-    return [], ""
+    equal = [one for one in payable(demand, supplies) if one.planned.bytes == demand.bytes]
+    if not equal:
+        return [], ""
+    # of a loop that XLA peeled or unrolled, what the longest part leaves pays for the rest
+    supply = min(equal, key=lambda one: math.inf if one.left is None else one.left)
+    return [supply], loop_note(supply.planned, demand)
 
 
 def _added_up(demand: Demand, supplies: Sequence[Supply]) -> Payment:
