@@ -27,8 +27,8 @@ MAX_SUMS = 100_000
 def pay_by_size(
     demands: Sequence[Demand], supplies: Sequence[Supply], *, less_data: bool = True
 ) -> None:
-    """Fill `paid` of every demand that can be paid, strictest rule first, largest and most often run
-    demand first.
+    """Fill `paid` of every demand that can be paid, strictest rule first, then the largest and most
+    often run demand.
 
     Without `less_data`, the last rule is left out.
     """

@@ -15,10 +15,12 @@ from alpa_meta.api import parallelize
 from alpa_meta.audit.executable import ExecutableAudit, audit_tasks
 from alpa_meta.audit.numerics import Reference, single_device_reference
 from alpa_meta.audit.planned import PlannedCollective
-from alpa_meta.audit.target import compiler_options, parse_target, target_devices
+from alpa_meta.audit.target import CUBLAS, NO_TILES, parse_target, target_devices
 from alpa_meta.corpus import CorpusModel
 from alpa_meta.execution.executable import CompiledTask, compile_task
+from alpa_meta.execution.tasks import Task
 from alpa_meta.options import Options
+from alpa_meta.planning.chosen_plan import Planned
 
 SCHEDULED_SHARE = 0.8 * 0.95
 """Of a GPU's memory, what XLA's scheduler keeps to (xla/service/gpu/gpu_hlo_schedule.cc). Below, it
@@ -66,15 +68,22 @@ def audit_planned(
     devices = target_devices(target, num_devices)
     meshes = [_mesh(devices, sharding.mesh) for sharding in planned.plan.shardings]
     tasks = {
-        task.spec.name: compile_task(
-            planned,
-            task,
-            meshes[task.spec.mesh],
-            compiler_options=compiler_options(devices[0].platform),
-        )
+        task.spec.name: _compiled(planned, task, meshes[task.spec.mesh])
         for task in planned.tasks.tasks
     }
     return audit_tasks(_Tasks(tasks), tasks, planned, backend="cuda")
+
+
+def _compiled(planned: Planned, task: Task, mesh: Mesh) -> CompiledTask:
+    """Return a task compiled for GPUs that are not there."""
+    found = compile_task(planned, task, mesh)
+    try:
+        found.compiled  # noqa: B018  (compiles)
+    except jax.errors.JaxRuntimeError as error:
+        if NO_TILES not in str(error):
+            raise
+        return compile_task(planned, task, mesh, compiler_options=CUBLAS)
+    return found
 
 
 def audit_on_host(

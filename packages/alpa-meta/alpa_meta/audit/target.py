@@ -25,14 +25,20 @@ from alpa_meta.errors import PlanError
 COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cpu": {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
-        "gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+        "gpu": {"xla_gpu_autotune_level": 0},
     }
 )
 """Per platform, those that make audits cheap. CPU code is only run to compare results, and its
 collectives are fixed before code is generated; without the fusion emitters, which newer XLA no
 longer lets one turn off, code is generated about six times as fast. Autotuning on GPUs would
-measure kernels on a device; without it, XLA of jax 0.10.2 finds no tiles for some matrix products
-(f32[1576, 768] for one), which are left to cuBLAS."""
+measure kernels on a device."""
+
+CUBLAS = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
+"""Options for GPU programs with matrix products that XLA finds no tiles for where it cannot
+autotune, as XLA of jax 0.10.2 with f32[1576, 768]: all are left to cuBLAS."""
+
+NO_TILES = "Couldn't find output tile sizes"
+"""What XLA says of such a program."""
 
 SOUND = MappingProxyType({"xla_backend_optimization_level": 0})
 """Options under which a difference in results counts: without the fusion emitters, XLA of jax

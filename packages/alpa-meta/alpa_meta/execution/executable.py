@@ -16,7 +16,7 @@ from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.piecewise import parted, united
-from alpa_meta.execution.second_gathers import with_second_gathers
+from alpa_meta.execution.second_gathers import WORTH, with_second_gathers
 from alpa_meta.execution.task_plan import task_plan
 from alpa_meta.execution.tasks import Task
 from alpa_meta.frontend.program import Leaf
@@ -353,7 +353,9 @@ def _with_second_gathers(
     stage = planned.selections[task.spec.mesh].stage
     phase_of = {id(eqn): phase for eqn, phase in zip(stage.eqns, stage.phases, strict=True)}
     phases = [phase_of.get(id(eqn), "update") for eqn in task.eqns]
-    return with_second_gathers(task.eqns, plan, task.invars, phases)
+    mesh = planned.plan.shardings[task.spec.mesh].mesh.logical
+    least = WORTH * planned.plan.stage_plan.peak_bytes[task.spec.mesh]
+    return with_second_gathers(task.eqns, plan, task.invars, phases, mesh, least)
 
 
 def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingSpec]:

@@ -5,7 +5,8 @@ activation (sequence parallelism; Korthikanti et al. 2022) pays for gathering it
 holds it whole only there. Where one program runs both passes, a gather for both is one expression:
 computed once, the whole value would be held in between. So what follows the forward pass reads such
 values from behind a barrier, which also waits for the forward pass. Not on host devices, where XLA
-drops barriers and merges the gathers again.
+drops barriers and merges the gathers again, nor where all together are a small share of the stage's
+memory: a barrier is in the way of XLA's scheduler.
 """
 
 from __future__ import annotations
@@ -15,22 +16,32 @@ from typing import Any
 
 from jax import lax
 
-from alpa_interchange import ShardingSpec, Strategy
+from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.compat import Literal, Var, is_drop, is_plain
 from alpa_meta.frontend.added_equations import equations_of
+from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.spmd import JaxprPlan
+
+WORTH = 0.05
+"""Of a stage's memory, what values gathered for both passes must take for a barrier."""
 
 
 def with_second_gathers(
-    eqns: Sequence[Any], plan: JaxprPlan, invars: Sequence[Any], phases: Sequence[str]
+    eqns: Sequence[Any],
+    plan: JaxprPlan,
+    invars: Sequence[Any],
+    phases: Sequence[str],
+    mesh: LogicalMesh,
+    least: float = 0.0,
 ) -> tuple[tuple[Any, ...], JaxprPlan]:
     """Return the equations of a task and their plan, with a barrier where the forward pass ends.
 
-    `phases` are those of the equations.
+    `phases` are those of the equations; without a barrier, what is gathered for both passes would
+    have to take `least` bytes per device.
     """
     specs = dict(zip(invars, plan.inputs, strict=True))
     gathered: set[tuple[Any, ShardingSpec]] = set()
-    again: dict[Any, None] = {}
+    again: dict[Any, float] = {}  # bytes per device
     last, position = None, len(eqns)
     for k, (eqn, step, phase) in enumerate(zip(eqns, plan.strategies, phases, strict=True)):
         for atom, spec in zip(eqn.invars, step.operands, strict=True):
@@ -39,14 +50,15 @@ def with_second_gathers(
             if phase == "forward":
                 gathered.add((atom, spec))
             elif (atom, spec) in gathered:
-                again[atom] = None
+                axes = tuple(axis for dim in spec.dims for axis in dim)
+                again[atom] = tensor_bytes(atom) / mesh.size(axes)
                 position = min(position, k)
         if position == len(eqns):
             for var, spec in zip(eqn.outvars, step.results, strict=True):
                 if not is_drop(var) and is_plain(var):
                     specs[var] = spec
                     last = var if phase == "forward" else last
-    if not again or last is None:
+    if not again or last is None or sum(again.values()) < least:
         return tuple(eqns), plan
     held = list(dict.fromkeys([last, *again]))
     fresh = [Var(var.aval) for var in held]
