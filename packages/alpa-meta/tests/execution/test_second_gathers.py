@@ -58,3 +58,8 @@ def test_an_activation_in_pieces_is_gathered_for_each_pass():
     weight = jnp.ones((32, 32))
     assert _gathers(step, weight, BATCH) == (3, 1)  # for both products, and for the mean
     assert step.audit(weight, BATCH).equal
+
+
+def test_what_is_a_small_share_of_memory_is_gathered_once(monkeypatch):
+    monkeypatch.setattr("alpa_meta.execution.executable.WORTH", 1.0)
+    assert _gathers(_step("zero3", num_microbatches=1), WEIGHTS, BATCH) == (3, 0)
