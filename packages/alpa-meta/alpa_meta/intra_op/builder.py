@@ -66,7 +66,7 @@ class Builder:
         self._eqn_costs: list[tuple[int, int, np.ndarray]] = []
         self._eqn_edges: list[tuple[int, int, int, np.ndarray]] = []
         self._position = 0
-        self._partial = may_stay_partial(stage)
+        self.partial = may_stay_partial(stage)
         self._order: dict[Any, int] = {}
         self._spread: set[Any] = set()
         self._seconds: dict[Hashable, np.ndarray] = {}
@@ -270,7 +270,8 @@ class Builder:
             for k, var in enumerate(eqn.outvars)
         )
         if leader is None and len(outputs) == 1 and found.partial:
-            completed = self._completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)
+            self.timeline.store(outputs[0])  # beside its sum, for as long as it takes
+            completed = self.completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)
             return Record(node, strategies, (), (completed,), completed=completed)
         return Record(node, strategies, (), outputs)
 
@@ -290,7 +291,7 @@ class Builder:
                 s is not None and a in self.stage.accumulated
                 for a, s in zip(eqn.invars, read, strict=True)
             ),
-            tuple((v in self._partial, v in self.stage.accumulated) for v in eqn.outvars),
+            tuple((v in self.partial, v in self.stage.accumulated) for v in eqn.outvars),
         )
         known = self._operators.get(alike)
         if known is None:
@@ -340,8 +341,12 @@ class Builder:
             results = tuple(ShardingSpec.replicated(len(shape_of(v))) for v in eqn.outvars)
             return self.costs.only(Strategy(assignment=(), operands=whole, results=results))
         if leader is not None:
-            passes = all(var in self._partial for var in eqn.outvars) and linear_operands(eqn)
-            return following_strategies(self.costs, rule, leader, scope[eqn.invars[leader]], passes)
+            leaves = all(var in self.partial for var in eqn.outvars)
+            passes = leaves and linear_operands(eqn)
+            followed = scope[eqn.invars[leader]]
+            return following_strategies(
+                self.costs, rule, leader, followed, passes=passes, leaves=leaves
+            )
         strategies = self.costs.strategies(rule)
         if is_pin(eqn):
             strategies = pinned_strategies(eqn, strategies, self.costs.mesh)
@@ -352,11 +357,10 @@ class Builder:
                 )
         return strategies
 
-    def _completed(self, var: Any, natural: Source, key: Hashable, weight: float) -> Source:
-        """Return the source of an operator's result after its partial sums were completed."""
-        allowed = var in self._partial
+    def completed(self, var: Any, natural: Source, key: Hashable, weight: float) -> Source:
+        """Return the source of a result, `var`, after its partial sums were completed."""
+        allowed = var in self.partial
         late = self._phase == "update" or var in self._late
-        self.timeline.store(natural)  # beside its sum, for as long as it takes
         finals, matrix = completions(self.costs, natural, allowed, late)
         node = self._node((key, allowed), "sum", finals)
         if late:
@@ -370,6 +374,17 @@ class Builder:
             self.traffic.surcharge(self._phase, weight, natural.node, node, more)
         self._add_edge(natural.node, node, matrix * weight)
         return Source(node, finals, natural.shape, natural.bytes)
+
+    def hold_completion(self, natural: Source, completed: Source) -> None:
+        """Count sums that leave a region beside what they are completed from, while they are."""
+        now = self.timeline.now
+        self.timeline.hold([natural])
+        assert natural.node is not None and completed.node is not None
+        mesh = self.costs.mesh
+        parts = [mesh.size(tuple(a for dim in s.dims for a in dim)) for s in completed.specs]
+        sends = [[before != after for after in completed.specs] for before in natural.specs]
+        copied = np.array(sends) * (natural.bytes / np.array(parts))
+        self._copies.append((now, now + 1, natural.node, completed.node, copied))
 
     def _is_late(self, eqn: Any) -> bool:
         """Return whether sums that `eqn` completes itself travel in buckets."""

@@ -63,16 +63,23 @@ def leading_operand(
 
 
 def following_strategies(
-    costs: MeshCosts, rule: ShardingRule, leader: int, source: Source, passes: bool
+    costs: MeshCosts,
+    rule: ShardingRule,
+    leader: int,
+    source: Source,
+    *,
+    passes: bool = False,
+    leaves: bool = False,
 ) -> tuple[Strategy, ...]:
     """Return the strategy under each spec of the operand that is followed, remembered.
 
     Partial sums go through an equation that `passes` them on, and are completed before any other.
+    One that `leaves` its own sums to be completed behind its region does so under every spec.
     """
-    key = (costs.number(rule), leader, passes, costs.number(source.specs))
+    key = (costs.number(rule), leader, passes, leaves, costs.number(source.specs))
     if key not in costs.followed:
         found = {
-            spec: _followed(costs.mesh, rule, leader, spec, passes)
+            spec: _followed(costs.mesh, rule, leader, spec, passes, leaves)
             for spec in dict.fromkeys(source.specs)
         }
         costs.followed[key] = tuple(found[spec] for spec in source.specs)
@@ -80,7 +87,12 @@ def following_strategies(
 
 
 def _followed(
-    mesh: LogicalMesh, rule: ShardingRule, leader: int, spec: ShardingSpec, passes: bool
+    mesh: LogicalMesh,
+    rule: ShardingRule,
+    leader: int,
+    spec: ShardingSpec,
+    passes: bool,
+    leaves: bool,
 ) -> Strategy:
     shardable = _shardable(rule)
     assignment: dict[str, tuple[str, ...]] = {}
@@ -91,9 +103,16 @@ def _followed(
                 axes = axes[:-1]
             if axes:
                 assignment[dim[0]] = axes
-    partial = spec.partial if passes else ()
+    passed = spec.partial if passes else ()
+    own = {
+        axis
+        for name, axes in assignment.items()
+        if leaves and rule.factor(name).kind == "reduction" and rule.factor(name).reduction == "add"
+        for axis in axes
+    }
+    left = tuple(axis for axis in mesh.axis_names if axis in own or axis in passed)
 
-    def sharded(dims: tuple[tuple[str, ...], ...]) -> ShardingSpec:
+    def sharded(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> ShardingSpec:
         return ShardingSpec(
             tuple(tuple(a for name in dim for a in assignment.get(name, ())) for dim in dims),
             partial,
@@ -101,8 +120,8 @@ def _followed(
 
     return Strategy(
         assignment=tuple(sorted(assignment.items())),
-        operands=tuple(sharded(dims) for dims in rule.operands),
-        results=tuple(sharded(dims) for dims in rule.results),
+        operands=tuple(sharded(dims, passed) for dims in rule.operands),
+        results=tuple(sharded(dims, left) for dims in rule.results),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,29 +25,43 @@ def may_stay_partial(stage: StageEqns) -> frozenset[Any]:
     """
     if stage.num_microbatches == 1:
         return frozenset()
-    allowed: set[Any] = set()
-    blocked: set[Any] = set()
-    for eqn, phase in zip(reversed(stage.eqns), reversed(stage.phases), strict=True):
-        if phase == "update":
-            continue
+    before_update = [
+        eqn for eqn, phase in zip(stage.eqns, stage.phases, strict=True) if phase != "update"
+    ]
+    return _reaching(before_update, stage.accumulated)
+
+
+def may_leave_partial(jaxpr: Any, leaving: Collection[int]) -> frozenset[Any]:
+    """Return the values of a region's body that may remain unreduced sums until its end.
+
+    The outputs numbered in `leaving`, and values that reach them through linear operators only.
+    """
+    seeds: set[Any] = set()
+    read: set[Any] = set()
+    for number, atom in enumerate(jaxpr.outvars):
+        if not isinstance(atom, Literal):
+            (seeds if number in leaving else read).add(atom)
+    return _reaching(jaxpr.eqns, seeds, read)
+
+
+def _reaching(
+    eqns: Sequence[Any], seeds: Collection[Any], read: Collection[Any] = ()
+) -> frozenset[Any]:
+    """Return the `seeds` that nothing else reads, and what reaches them through linear operators
+    only; `read` values are read by others."""
+    allowed, blocked = set(seeds), set(read)
+    for eqn in reversed(eqns):
         outputs = [var for var in eqn.outvars if not is_drop(var)]
-        for var in outputs:
-            if var in stage.accumulated and var not in blocked:
-                allowed.add(var)
         passes = (
             bool(outputs)
-            and all(var in allowed for var in outputs)
+            and all(var in allowed and var not in blocked for var in outputs)
             and not subjaxprs(eqn)
             and linear_operands(eqn)
         )
         for atom in eqn.invars:
             if isinstance(atom, Literal) or not shape_of(atom):
                 continue
-            if passes and atom not in blocked:
-                allowed.add(atom)
-            else:
-                blocked.add(atom)
-                allowed.discard(atom)
+            (allowed if passes else blocked).add(atom)
     return frozenset(allowed - blocked)
 
 

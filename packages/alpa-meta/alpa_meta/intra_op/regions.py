@@ -1,17 +1,27 @@
 """Regions in a selection problem: loops, conditionals and recomputation share the outer problem.
 
 A region's inputs are nodes of their own, converted once from outside; equations of its bodies count
-as often as they run; a carry has one spec, and so have the results of all branches.
+as often as they run; a carry has one spec, and so have the results of all branches. Sums may leave
+a scan or a recomputation unreduced: those of all trips are completed at once behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from alpa_interchange import ShardingSpec
-from alpa_meta.compat import Literal, closed, is_remat, open_jaxpr, scan_counts, subjaxprs
+from alpa_meta.compat import (
+    Literal,
+    closed,
+    is_drop,
+    is_remat,
+    open_jaxpr,
+    scan_counts,
+    subjaxprs,
+)
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.partial_sums import may_leave_partial
 from alpa_meta.intra_op.stage_problem import Body, Record, Source
 from alpa_meta.rules.operator import shape_of
 
@@ -26,8 +36,10 @@ def region_record(
     bodies = [closed(body) for _, body in subjaxprs(eqn)]
     name = eqn.primitive.name
     if is_remat(eqn):
-        body = _body(builder, bodies[0], (key, "remat"), weight, outer, phase)
-        return Record(None, (), tuple(outer), body.outputs, (body,))
+        leaving = range(len(eqn.outvars))
+        body = _body(builder, bodies[0], (key, "remat"), weight, outer, phase, leaving)
+        results = _completed(builder, eqn, body.outputs, key, weight, phase)
+        return Record(None, (), tuple(outer), results, (body,))
     if name == "scan":
         return _scan(builder, eqn, bodies[0], key, weight, outer, phase)
     if name == "while":
@@ -63,15 +75,46 @@ def _entry(
     return source
 
 
+def _completed(
+    builder: Builder,
+    eqn: Any,
+    natural: Sequence[Source],
+    key: Hashable,
+    weight: float,
+    phase: str,
+) -> tuple[Source, ...]:
+    """Return the sources of a region's results after sums that left its body were completed."""
+    results = list(natural)
+    for number, (var, source) in enumerate(zip(eqn.outvars, natural, strict=True)):
+        if is_drop(var) or not any(spec.partial for spec in source.specs):
+            continue
+        done = builder.completed(var, source, (key, "sum", number), weight)
+        builder.hold_completion(source, done)
+        builder.timeline.advance(phase)
+        builder.timeline.store(done)
+        results[number] = done
+    return tuple(results)
+
+
 def _body(
-    builder: Builder, body: Any, key: Hashable, weight: float, inputs: Sequence[Source], phase: str
+    builder: Builder,
+    body: Any,
+    key: Hashable,
+    weight: float,
+    inputs: Sequence[Source],
+    phase: str,
+    leaving: Collection[int] = (),
 ) -> Body:
+    """Return a region's body; the outputs numbered in `leaving` may be unreduced sums."""
     jaxpr = open_jaxpr(body)
     scope: dict[Any, Source] = dict(zip(jaxpr.invars, inputs, strict=True))
+    outside = builder.partial
+    builder.partial = may_leave_partial(jaxpr, leaving)
     records = [
         builder.equation(inner, (key, number), weight, scope, phase)
         for number, inner in enumerate(jaxpr.eqns)
     ]
+    builder.partial = outside
     outputs = tuple(operand_source(atom, scope) for atom in jaxpr.outvars)
     return Body(body, tuple(inputs), outputs, tuple(records))
 
@@ -98,7 +141,8 @@ def _scan(
     for carry in inputs[num_consts : num_consts + num_carry]:
         builder.timeline.store(carry)
     outer_body = builder.timeline.enter()
-    inner = _body(builder, body, (key, "body"), weight * length, inputs, phase)
+    leaving = range(num_carry, len(eqn.outvars))
+    inner = _body(builder, body, (key, "body"), weight * length, inputs, phase, leaving)
     builder.timeline.leave(outer_body)
     carries = inputs[num_consts : num_consts + num_carry]
     for carry, result in zip(carries, inner.outputs[:num_carry], strict=True):
@@ -109,6 +153,7 @@ def _scan(
         builder.timeline.store_zeros(result, began)
     builder.timeline.hold(inner.outputs)
     builder.end_loop(began, [*outer[:num_consts], *outer[num_consts + num_carry :]])
+    results = _completed(builder, eqn, results, key, weight, phase)
     return Record(None, (), tuple(operands), results, (inner,))
 
 

@@ -9,6 +9,7 @@ from attrs import define, field, frozen
 
 from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.pinning import Pin
+from alpa_meta.spmd import stacked
 
 
 @frozen(eq=False)
@@ -21,15 +22,9 @@ class Source:
     shape: tuple[int, ...]
     bytes: float
 
-    def inside_loop(self) -> Source:
-        """Return the source of one slice along the leading dim."""
-        specs = tuple(ShardingSpec(spec.dims[1:], spec.partial) for spec in self.specs)
-        count = max(self.shape[0], 1)
-        return Source(self.node, specs, self.shape[1:], self.bytes / count)
-
     def stacked(self, length: int) -> Source:
         """Return the source of `length` of these values stacked along a new leading dim."""
-        specs = tuple(ShardingSpec(((), *spec.dims), spec.partial) for spec in self.specs)
+        specs = tuple(map(stacked, self.specs))
         return Source(self.node, specs, (length, *self.shape), self.bytes * length)
 
 

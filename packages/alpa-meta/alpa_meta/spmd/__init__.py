@@ -4,7 +4,7 @@ from alpa_meta.spmd.bucketing import HOST_BUCKETS, BucketLimits
 from alpa_meta.spmd.collectives import CollectiveLog, Collectives
 from alpa_meta.spmd.constraint_program import completed_plan, constraint_program
 from alpa_meta.spmd.evaluation import evaluate, run_local
-from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
+from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
 from alpa_meta.spmd.program import (
     abstract_mesh,
     global_shape,
@@ -33,4 +33,5 @@ __all__ = [
     "random_plan",
     "run_local",
     "shard_map_program",
+    "stacked",
 ]

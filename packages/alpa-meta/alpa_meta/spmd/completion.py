@@ -32,23 +32,42 @@ def complete(
             reduced[factor.reduction] = reduced.get(factor.reduction, ()) + axes
     if not reduced:
         return value
-    sums = reduced.pop("add", ())
-    scattered: list[str] = []
-    for dim, (factors, axes) in enumerate(zip(rule.results[result], final.dims, strict=True)):
-        natural = tuple(axis for name in factors for axis in strategy.axes(name))
-        if axes[: len(natural)] != natural or any(a not in sums for a in axes[len(natural) :]):
-            raise ValueError(
-                f"a strategy's result spec must extend its natural one by summed axes: dim {dim} "
-                f"is naturally over {natural}, the sums are over {sums}, the spec is {final}"
-            )
-        for axis in axes[len(natural) :]:
-            value = collectives.reduce_scatter(value, (axis,), dim, f"sum of {reason}")
-            scattered.append(axis)
-    left = tuple(axis for axis in sums if axis not in scattered and axis not in final.partial)
-    if left:
-        value = collectives.all_reduce(value, left, "add", f"sum of {reason}")
+    dims = tuple(
+        tuple(axis for name in factors for axis in strategy.axes(name))
+        for factors in rule.results[result]
+    )
+    natural = ShardingSpec(dims, reduced.pop("add", ()))
+    value = complete_sums(value, natural, final, collectives, reason)
     for reduction, axes in reduced.items():
         value = collectives.all_reduce(value, axes, reduction, f"{reduction} of {reason}")
+    return value
+
+
+def complete_sums(
+    value: Any,
+    natural: ShardingSpec,
+    final: ShardingSpec,
+    collectives: Collectives,
+    reason: str,
+) -> Any:
+    """Return a local value of spec `natural` with its sums completed to the spec `final`."""
+    scattered: list[str] = []
+    for dim, (before, after) in enumerate(zip(natural.dims, final.dims, strict=True)):
+        added = after[len(before) :]
+        if after[: len(before)] != before or any(axis not in natural.partial for axis in added):
+            raise ValueError(
+                f"the result of {reason!r} must extend its natural spec by summed axes: dim {dim} "
+                f"is naturally over {before}, the sums are over {natural.partial}, the spec is "
+                f"{final}"
+            )
+        for axis in added:
+            value = collectives.reduce_scatter(value, (axis,), dim, f"sum of {reason}")
+            scattered.append(axis)
+    left = tuple(
+        axis for axis in natural.partial if axis not in scattered and axis not in final.partial
+    )
+    if left:
+        value = collectives.all_reduce(value, left, "add", f"sum of {reason}")
     return value
 
 

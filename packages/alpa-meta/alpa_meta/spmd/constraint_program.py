@@ -89,6 +89,9 @@ class _Constrained(Walk):
     def region(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         return self._constrained(super().region(eqn, plan, operands), plan.results)
 
+    def completed(self, value: Any, natural: ShardingSpec, final: ShardingSpec, reason: str) -> Any:
+        return value  # constrained with the other results of its region
+
     def convert(
         self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
     ) -> Any:

@@ -18,8 +18,8 @@ from alpa_meta.rules import LocalCall, operator_of, sharding_rule
 from alpa_meta.rules.operator import behind_barrier, shape_of
 from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
-from alpa_meta.spmd.completion import complete, convert
-from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
+from alpa_meta.spmd.completion import complete, complete_sums, convert
+from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
 from ilp_sharding.spec_conversion import Conversions
 
 
@@ -81,6 +81,10 @@ class Walk(ABC):
         self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
     ) -> Any:
         """Return the value of `atom`, which has the spec `source`, in the spec `target`."""
+
+    @abstractmethod
+    def completed(self, value: Any, natural: ShardingSpec, final: ShardingSpec, reason: str) -> Any:
+        """Return the result of a region that left its body as `natural`, its sums completed."""
 
     def bucketed(self, closed: Any, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
         """Run a whole program or the body of a loop, with its collectives in buckets."""
@@ -162,11 +166,24 @@ class Walk(ABC):
         """Run the body behind a barrier, so that XLA does not merge it with the first run."""
         (body,) = plan.bodies
         _check_specs(eqn, "operands", plan.operands, body.inputs)
-        _check_specs(eqn, "results", plan.results, body.outputs)
         prevented = eqn.params.get("prevent_cse", True)
         if any(prevented) if isinstance(prevented, (tuple, list)) else prevented:
             operands = behind_barrier(operands)
-        return self.run(inline(eqn.params["jaxpr"]), body, operands)
+        results = self.run(inline(eqn.params["jaxpr"]), body, operands)
+        return self._all_completed(eqn, results, body.outputs, plan.results)
+
+    def _all_completed(
+        self,
+        eqn: Any,
+        results: Sequence[Any],
+        natural: Sequence[ShardingSpec],
+        final: Sequence[ShardingSpec],
+    ) -> list[Any]:
+        reason = eqn.primitive.name
+        return [
+            value if before == after else self.completed(value, before, after, reason)
+            for value, before, after in zip(results, natural, final, strict=True)
+        ]
 
     def _scan(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         num_consts, num_carry, _ = compat.scan_counts(eqn)
@@ -174,9 +191,10 @@ class Walk(ABC):
         (body,) = plan.bodies
         unstacked = (*plan.operands[:first_x], *map(_unstacked, plan.operands[first_x:]))
         _check_specs(eqn, "operands", unstacked, body.inputs)
-        results = (*plan.results[:num_carry], *map(_unstacked, plan.results[num_carry:]))
-        _check_specs(eqn, "results", results, body.outputs)
-        _check_specs(eqn, "carries", plan.operands[num_consts:first_x], results[:num_carry])
+        carried = plan.operands[num_consts:first_x]
+        _check_specs(eqn, "carries", carried, body.outputs[:num_carry])
+        _check_specs(eqn, "results", plan.results[:num_carry], carried)
+        natural = [*carried, *map(stacked, body.outputs[num_carry:])]
         inner, length = inline(eqn.params["jaxpr"]), eqn.params["length"]
         log = self.collectives.body(max(length, 1))
 
@@ -193,7 +211,7 @@ class Walk(ABC):
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
         )
-        return [*carry, *ys]
+        return self._all_completed(eqn, [*carry, *ys], natural, plan.results)
 
     def _while(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -256,6 +274,9 @@ class _OnDevice(Walk):
             else complete(value, rule, strategy, k, self.collectives, name)
             for k, (var, value) in enumerate(zip(eqn.outvars, natural, strict=True))
         ]
+
+    def completed(self, value: Any, natural: ShardingSpec, final: ShardingSpec, reason: str) -> Any:
+        return complete_sums(value, natural, final, self.collectives, reason)
 
     def convert(
         self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str

@@ -25,9 +25,16 @@ class RegionPlan:
     """How a region (scan, while, cond, recomputation) runs: its border specs, its bodies' plans.
 
     `bodies` are (body,) for scan and recomputation, (cond, body) for while, the branches for cond.
-    A carry has one spec, and the leading dim of scanned inputs and outputs is never sharded.
+    A carry has one spec, and the leading dim of scanned inputs is never sharded. Where a body of a
+    scan or recomputation leaves a sum unreduced, `results` have it after its completion, behind the
+    region.
     """
 
     operands: tuple[ShardingSpec, ...]
     results: tuple[ShardingSpec, ...]
     bodies: tuple[JaxprPlan, ...]
+
+
+def stacked(spec: ShardingSpec) -> ShardingSpec:
+    """Return the spec of values of this spec stacked along a new leading dim."""
+    return ShardingSpec(((), *spec.dims), spec.partial)

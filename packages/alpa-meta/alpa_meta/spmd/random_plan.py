@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -14,9 +14,9 @@ from alpa_meta import compat
 from alpa_meta.frontend.trace import inline
 from alpa_meta.rules import linear_operands, sharding_rule
 from alpa_meta.rules.operator import shape_of
-from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
+from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
 from ilp_sharding.spec_conversion import sharding_specs
-from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
+from ilp_sharding.strategies import StrategyOptions, completed_specs, enumerate_strategies
 
 
 def random_plan(closed: Any, mesh: LogicalMesh, seed: int) -> JaxprPlan:
@@ -45,8 +45,13 @@ class _Draw:
         return self.random.choice(sharding_specs(shape, self.mesh))
 
     def plan(
-        self, closed: Any, inputs: Sequence[ShardingSpec], outputs: Sequence[ShardingSpec]
+        self,
+        closed: Any,
+        inputs: Sequence[ShardingSpec],
+        outputs: Sequence[ShardingSpec],
+        leaving: Collection[int] = (),
     ) -> JaxprPlan:
+        """Return a plan; the outputs numbered in `leaving` may be sums as they arise."""
         jaxpr = compat.open_jaxpr(closed)
         specs: dict[Any, ShardingSpec] = dict(zip(jaxpr.invars, inputs, strict=True))
         specs.update((v, ShardingSpec.replicated(len(shape_of(v)))) for v in jaxpr.constvars)
@@ -58,7 +63,12 @@ class _Draw:
             else:
                 steps.append(self.strategy(eqn, specs))
             specs.update(zip(eqn.outvars, steps[-1].results, strict=True))
-        return JaxprPlan(tuple(inputs), tuple(steps), tuple(outputs))
+        last = list(outputs)
+        for number in leaving:
+            atom = jaxpr.outvars[number]
+            if not isinstance(atom, compat.Literal) and specs[atom].partial:
+                last[number] = self.random.choice([specs[atom], outputs[number]])
+        return JaxprPlan(tuple(inputs), tuple(steps), tuple(last))
 
     def strategy(self, eqn: Any, specs: dict[Any, ShardingSpec]) -> Strategy:
         rule = sharding_rule(eqn)
@@ -86,7 +96,7 @@ class _Draw:
         name = eqn.primitive.name
         operands, results = list(self.specs(eqn.invars)), list(self.specs(eqn.outvars))
         if name == "scan":
-            return self._scan(eqn, operands, results)
+            return self._scan(eqn)
         if name == "while":
             return self._while(eqn, operands)
         if name == "cond":
@@ -96,22 +106,28 @@ class _Draw:
                 for branch in eqn.params["branches"]
             )
             return RegionPlan(tuple(operands), tuple(results), bodies)
-        body = self.plan(inline(eqn.params["jaxpr"]), operands, results)
-        return RegionPlan(tuple(operands), tuple(results), (body,))
+        leaving = range(len(results))
+        body = self.plan(inline(eqn.params["jaxpr"]), operands, results, leaving)
+        return RegionPlan(tuple(operands), self.completed(eqn, body.outputs), (body,))
 
-    def _scan(
-        self, eqn: Any, operands: list[ShardingSpec], results: list[ShardingSpec]
-    ) -> RegionPlan:
+    def completed(self, eqn: Any, natural: Sequence[ShardingSpec]) -> tuple[ShardingSpec, ...]:
+        """Return the specs of a region's results with some of their sums completed."""
+        return tuple(
+            self.random.choice(completed_specs(spec, shape_of(var), self.mesh, True))
+            for var, spec in zip(eqn.outvars, natural, strict=True)
+        )
+
+    def _scan(self, eqn: Any) -> RegionPlan:
         num_consts, num_carry, _ = compat.scan_counts(eqn)
         first_x = num_consts + num_carry
         jaxpr = inline(eqn.params["jaxpr"])
         inner = compat.open_jaxpr(jaxpr)
         inputs, outputs = list(self.specs(inner.invars)), list(self.specs(inner.outvars))
         outputs[:num_carry] = inputs[num_consts:first_x]
-        operands = inputs[:first_x] + [_stacked(spec) for spec in inputs[first_x:]]
-        results = outputs[:num_carry] + [_stacked(spec) for spec in outputs[num_carry:]]
-        body = self.plan(jaxpr, inputs, outputs)
-        return RegionPlan(tuple(operands), tuple(results), (body,))
+        operands = inputs[:first_x] + [stacked(spec) for spec in inputs[first_x:]]
+        body = self.plan(jaxpr, inputs, outputs, leaving=range(num_carry, len(outputs)))
+        natural = [*inputs[num_consts:first_x], *map(stacked, body.outputs[num_carry:])]
+        return RegionPlan(tuple(operands), self.completed(eqn, natural), (body,))
 
     def _while(self, eqn: Any, operands: list[ShardingSpec]) -> RegionPlan:
         num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -121,7 +137,3 @@ class _Draw:
         )
         body = self.plan(inline(eqn.params["body_jaxpr"]), operands[num_test:], carried)
         return RegionPlan(tuple(operands), tuple(carried), (test, body))
-
-
-def _stacked(spec: ShardingSpec) -> ShardingSpec:
-    return ShardingSpec(((), *spec.dims), spec.partial)

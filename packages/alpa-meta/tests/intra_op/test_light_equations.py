@@ -76,7 +76,7 @@ def test_the_result_is_sharded_as_the_operand_that_is_followed(passes):
     eqn = equation(jnp.transpose, MATRIX)
     specs = (ShardingSpec((("x",), ("y",))), ShardingSpec(((), ("x",)), ("y",)))
     followed = Source(0, specs, (4, 8), 128.0)
-    found = following_strategies(COSTS, sharding_rule(eqn), 0, followed, passes)
+    found = following_strategies(COSTS, sharding_rule(eqn), 0, followed, passes=passes)
     assert [strategy.results[0].dims for strategy in found] == [(("y",), ("x",)), (("x",), ())]
     assert [strategy.results[0].partial for strategy in found] == [(), ("y",) if passes else ()]
 
@@ -84,5 +84,17 @@ def test_the_result_is_sharded_as_the_operand_that_is_followed(passes):
 def test_axes_that_do_not_divide_a_dim_are_dropped():
     eqn = equation(jnp.tanh, jnp.ones((6, 8)))
     followed = Source(0, (ShardingSpec((("x", "y"), ())),), (6, 8), 192.0)
-    (found,) = following_strategies(COSTS, sharding_rule(eqn), 0, followed, False)
+    (found,) = following_strategies(COSTS, sharding_rule(eqn), 0, followed)
     assert found.results[0].dims == (("x",), ())
+
+
+def test_a_reduction_may_leave_its_own_sums_beside_those_it_passes_on():
+    eqn = equation(lambda x: jax.lax.reduce_sum(x, (0,)), MATRIX)
+    specs = (ShardingSpec((("x",), ())), ShardingSpec((("x",), ()), ("y",)))
+    followed = Source(0, specs, (4, 8), 128.0)
+    rule = sharding_rule(eqn)
+    (alone, passed) = following_strategies(COSTS, rule, 0, followed, passes=True, leaves=True)
+    assert alone.results == (ShardingSpec(((),), ("x",)),)
+    assert passed.results == (ShardingSpec(((),), ("x", "y")),)
+    completed = following_strategies(COSTS, rule, 0, followed)
+    assert all(strategy.results == (ShardingSpec(((),)),) for strategy in completed)

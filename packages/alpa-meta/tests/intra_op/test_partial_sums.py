@@ -8,7 +8,7 @@ import pytest
 from alpa_interchange import ShardingSpec, SubmeshSpec
 from alpa_meta.compat import open_jaxpr
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
+from alpa_meta.intra_op.partial_sums import completions, may_leave_partial, may_stay_partial
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from cost_model import CostModel, cluster
 
@@ -56,6 +56,22 @@ def test_sums_stay_partial_through_linear_operators_only():
     allowed = may_stay_partial(found)
     assert gradient in allowed
     assert before_the_square not in allowed
+
+
+def test_sums_leave_a_body_through_outputs_that_nothing_in_it_reads():
+    def body(x, w):
+        product = x @ w
+        read = x @ w.T
+        return jnp.tanh(read), product.T * 2.0, read
+
+    a = jnp.ones((4, 4))
+    jaxpr = open_jaxpr(jax.make_jaxpr(body)(a, a))
+    product, read = (e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "dot_general")
+    carry, scaled, _ = jaxpr.outvars
+    leaving = may_leave_partial(jaxpr, range(1, 3))
+    assert {product, scaled} <= leaving
+    assert not leaving & {carry, read}
+    assert not may_leave_partial(jaxpr, range(0)) & {product, scaled, carry, read}
 
 
 def test_sums_are_completed_unless_they_may_stay():
