@@ -1,8 +1,9 @@
 """Cheapest ways to change a tensor's sharding inside one mesh.
 
-A sharding spec is a state; one collective (or a free local slice) leads to another state:
+A sharding spec is a state; one collective (or a free local step) leads to another state:
 
     slice           append a mesh axis to a dim that was whole on it        free
+    mask            make a whole value a sum of itself and zeros            free
     all-gather      drop the minor axis of a dim                            output bytes
     all-to-all      move the minor axis of one dim to the end of another    local bytes
     all-reduce      finish a sum over partial axes                          local bytes
@@ -25,6 +26,9 @@ from attrs import field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingSpec
 
+FREE = ("slice", "mask")
+"""The steps that send nothing."""
+
 CollectiveSeconds = Callable[[str, float, tuple[str, ...]], float]
 """(kind, bytes, mesh axes) -> seconds; bytes are those of the larger side of the collective."""
 
@@ -34,7 +38,7 @@ class ConversionStep:
     """One step of a conversion. `dim` is gathered, scattered or sliced; all-to-all moves to
     `to_dim`."""
 
-    kind: str  # "slice", "all-gather", "all-to-all", "all-reduce", "reduce-scatter"
+    kind: str  # "slice", "mask", "all-gather", "all-to-all", "all-reduce", "reduce-scatter"
     axes: tuple[str, ...]
     dim: int = -1
     to_dim: int = -1
@@ -88,6 +92,17 @@ class ConversionTable:
         self._moves = list(_by_arrival(least))
         self._paths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
+    def _number(self, spec: ShardingSpec) -> int:
+        """Return the number of a state; ValueError if no tensor of this shape has this spec."""
+        number = self._index.get(spec)
+        if number is None:
+            raise ValueError(
+                "a spec must have one entry per dim, name axes of the mesh "
+                f"{self._mesh.axis_names} once each, none of size one, and divide the dims "
+                f"evenly; got {spec}"
+            )
+        return number
+
     def _from(self, starts: Collection[int]) -> None:
         """Find the cheapest paths from these states: [states] seconds and last state before."""
         missing = np.array([start for start in dict.fromkeys(starts) if start not in self._paths])
@@ -111,27 +126,24 @@ class ConversionTable:
             self._paths[start] = cost[:, row].copy(), before[:, row].copy()
 
     def seconds(self, source: ShardingSpec, target: ShardingSpec) -> float:
-        """Return the least seconds from `source` to `target`; inf when it cannot be done."""
+        """Return the least seconds from `source` to `target`."""
         return float(self.matrix([source], [target])[0, 0])
 
     def matrix(
         self, sources: Sequence[ShardingSpec], targets: Sequence[ShardingSpec]
     ) -> np.ndarray:
         """Return [sources, targets] least seconds."""
-        rows = [self._index[spec] for spec in sources]
-        columns = [self._index[spec] for spec in targets]
+        rows, columns = list(map(self._number, sources)), list(map(self._number, targets))
         self._from(rows)
         return np.array([self._paths[row][0][columns] for row in rows]).reshape(
             len(rows), len(columns)
         )
 
     def steps(self, source: ShardingSpec, target: ShardingSpec) -> tuple[ConversionStep, ...]:
-        """Return the steps of a cheapest conversion; ValueError if there is none."""
-        start, here = self._index[source], self._index[target]
+        """Return the steps of a cheapest conversion."""
+        start, here = self._number(source), self._number(target)
         self._from([start])
-        cost, before = self._paths[start]
-        if not math.isfinite(cost[here]):
-            raise ValueError(f"no conversion leads from {source} to {target}")
+        _, before = self._paths[start]
         path = []
         while here != start:
             path.append(self._steps[int(before[here]), here])
@@ -233,6 +245,9 @@ def _moves(state: ShardingSpec, mesh: LogicalMesh) -> Iterator[tuple[ConversionS
     def with_dim(dim: int, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         return dims[:dim] + (axes,) + dims[dim + 1 :]
 
+    for axis in free:
+        summed = tuple(sorted((*partial, axis), key=mesh.axis_names.index))
+        yield ConversionStep("mask", (axis,)), ShardingSpec(dims, summed)
     for dim, axes in enumerate(dims):
         for axis in free:
             step = ConversionStep("slice", (axis,), dim)
@@ -258,7 +273,7 @@ def _moves(state: ShardingSpec, mesh: LogicalMesh) -> Iterator[tuple[ConversionS
 def _step_seconds(
     step: ConversionStep, local: float, mesh: LogicalMesh, seconds: CollectiveSeconds
 ) -> float:
-    if step.kind == "slice":
+    if step.kind in FREE:
         return local * 1e-18  # free, but never preferred to doing nothing
     moved = local * mesh.size(step.axes) if step.kind == "all-gather" else local
     return seconds(step.kind, moved, step.axes)

@@ -64,10 +64,16 @@ def test_costs_grow_with_what_is_moved(table):
     assert table.seconds(spec(". .", "x"), spec(". .")) == pytest.approx(256 * 1.1)
 
 
-def test_a_sum_cannot_be_undone(table):
-    assert math.isinf(table.seconds(spec(". ."), spec(". .", "x")))
-    with pytest.raises(ValueError, match="no conversion leads"):
-        table.steps(spec(". ."), spec(". .", "x"))
+def test_a_whole_value_becomes_a_sum_of_itself_and_zeros_for_free(table):
+    assert table.seconds(spec(". ."), spec(". .", "x")) < 1e-12
+    (step,) = table.steps(spec(". ."), spec(". .", "x"))
+    assert (step.kind, step.axes) == ("mask", ("x",))
+
+
+@pytest.mark.parametrize("wrong", ["w .", "x"])
+def test_a_spec_that_the_tensor_cannot_have_is_refused(table, wrong):
+    with pytest.raises(ValueError, match="a spec must have one entry per dim"):
+        table.steps(spec(". ."), spec(wrong))
 
 
 def test_the_triangle_inequality_holds_between_all_specs(table):

@@ -30,6 +30,7 @@ from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.spmd import HOST_BUCKETS
+from ilp_sharding.spec_conversion import FREE
 
 Sent = tuple[str, float, tuple[str, ...]]
 """A collective: kind, bytes of the larger side on one device, mesh axes."""
@@ -237,7 +238,7 @@ class BucketedTraffic:
             size = mesh.size(step.axes)
             if step.kind == "all-gather":
                 local *= size
-            if step.kind != "slice":
+            if step.kind not in FREE:
                 yield step.kind, local, step.axes
             if step.kind in ("slice", "reduce-scatter"):
                 local /= size

@@ -153,10 +153,13 @@ class Builder:
             allowed = [0.0 if pinned.allows(spec) else math.inf for spec in source.specs]
             self.problem.add_cost(source.node, np.array(allowed))
 
-    def value_node(self, var: Any, key: Hashable, name: str) -> tuple[int, Source]:
-        """Return the node that chooses a value's spec, and the value's source."""
+    def value_node(
+        self, var: Any, key: Hashable, name: str, summed: bool = False
+    ) -> tuple[int, Source]:
+        """Return the node that chooses a value's spec, and the value's source; a value that is
+        `summed` may also be an unreduced sum."""
         shape = shape_of(var)
-        specs = self.costs.specs(shape)
+        specs = self.costs.summed_specs(shape) if summed else self.costs.specs(shape)
         if len(specs) == 1:
             return self._fixed, Source(self._fixed, specs, shape, tensor_bytes(var))
         node = self._node(key, name, specs)

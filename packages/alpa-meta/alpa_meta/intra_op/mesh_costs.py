@@ -4,6 +4,7 @@ remembered."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ class MeshCosts:
     _strategies: dict[int, tuple[Strategy, ...]] = field(factory=dict, repr=False)
     _matrices: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
     _specs: dict[tuple[int, ...], tuple[ShardingSpec, ...]] = field(factory=dict, repr=False)
+    _summed_specs: dict[tuple[int, ...], tuple[ShardingSpec, ...]] = field(factory=dict, repr=False)
     _conversions: dict[Hashable, Conversion] = field(factory=dict, repr=False)
     _names: dict[int, tuple[Any, list[str]]] = field(factory=dict, repr=False)
     _columns: dict[int, tuple[Any, Columns]] = field(factory=dict, repr=False)
@@ -88,6 +90,19 @@ class MeshCosts:
         if shape not in self._specs:
             self._specs[shape] = sharding_specs(shape, self.mesh)
         return self._specs[shape]
+
+    def summed_specs(self, shape: tuple[int, ...]) -> tuple[ShardingSpec, ...]:
+        """Return the sharding specs of tensors of `shape`, also of unreduced sums, remembered."""
+        if shape not in self._summed_specs:
+            names = [axis.name for axis in self.mesh.axes if axis.size > 1]
+            self._summed_specs[shape] = tuple(
+                ShardingSpec(spec.dims, left)
+                for spec in self.specs(shape)
+                for count in range(len(names) + 1)
+                for left in itertools.combinations(names, count)
+                if not any(axis in dim for dim in spec.dims for axis in left)
+            )
+        return self._summed_specs[shape]
 
     def names(self, choices: Sequence[Any]) -> list[str]:
         """Return specs or strategies as text, remembered for as long as they are the same
@@ -145,7 +160,7 @@ class MeshCosts:
         if known is None:
             seconds = self.conversion_seconds(shape, bytes, sources, targets, in_buckets)
             alone = self.conversion_seconds(shape, bytes, sources, targets)
-            sends = np.isfinite(alone) & (alone > 1e-12 + 1e-17 * bytes)
+            sends = alone > 1e-12 + 1e-17 * bytes
             sizes = [self.mesh.size(tuple(a for dim in s.dims for a in dim)) for s in targets]
             copied = sends * (bytes / np.array(sizes))
             known = Conversion(*(_unless_zero(one, alike) for one in (seconds, copied)))

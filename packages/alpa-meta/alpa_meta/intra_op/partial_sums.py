@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from alpa_interchange import ShardingSpec
-from alpa_meta.compat import Literal, is_drop, subjaxprs
+from alpa_meta.compat import Literal, closed, is_drop, open_jaxpr, scan_counts, subjaxprs
 from alpa_meta.intra_op.bucketed_traffic import completion_steps
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
@@ -42,6 +42,30 @@ def may_leave_partial(jaxpr: Any, leaving: Collection[int]) -> frozenset[Any]:
         if not isinstance(atom, Literal):
             (seeds if number in leaving else read).add(atom)
     return _reaching(jaxpr.eqns, seeds, read)
+
+
+def summed_carries(eqn: Any) -> frozenset[int]:
+    """Return the numbers of a scan's carries that may remain unreduced sums until its end.
+
+    Those that a body only adds to, and passes on to such carries or to scanned outputs.
+    """
+    num_consts, num_carry, _ = scan_counts(eqn)
+    jaxpr = open_jaxpr(closed(eqn.params["jaxpr"]))
+    carried = jaxpr.invars[num_consts : num_consts + num_carry]
+    made = {var for inner in jaxpr.eqns for var in inner.outvars}
+    found = {
+        number
+        for number, (outer, after) in enumerate(
+            zip(eqn.invars[num_consts:], jaxpr.outvars[:num_carry], strict=False)
+        )
+        if not isinstance(outer, Literal) and not isinstance(after, Literal) and after in made
+    }
+    size = -1
+    while len(found) != size:
+        size = len(found)
+        allowed = may_leave_partial(jaxpr, {*found, *range(num_carry, len(jaxpr.outvars))})
+        found = {n for n in found if carried[n] in allowed and jaxpr.outvars[n] in allowed}
+    return frozenset(found)
 
 
 def _reaching(

@@ -21,7 +21,7 @@ from alpa_meta.compat import (
     subjaxprs,
 )
 from alpa_meta.inter_op.layering import tensor_bytes
-from alpa_meta.intra_op.partial_sums import may_leave_partial
+from alpa_meta.intra_op.partial_sums import may_leave_partial, summed_carries
 from alpa_meta.intra_op.stage_problem import Body, Record, Source
 from alpa_meta.rules.operator import shape_of
 
@@ -61,9 +61,10 @@ def _entry(
     outer: Source,
     weight: float,
     stacked: int | None = None,
+    summed: bool = False,
 ) -> Source:
     """Return the source of a region's input, converted once from the value outside."""
-    node, source = builder.value_node(var, key, "region input")
+    node, source = builder.value_node(var, key, "region input", summed)
     specs = source.stacked(stacked).specs if stacked is not None else source.specs
     builder.convert(outer, node, specs, weight)
     if outer.node is None:
@@ -131,17 +132,18 @@ def _scan(
     num_consts, num_carry, _ = scan_counts(eqn)
     length = eqn.params["length"]
     jaxpr = open_jaxpr(body)
-    inputs, operands = [], []
+    inputs, operands, summed = [], [], summed_carries(eqn)
     for number, (var, source) in enumerate(zip(jaxpr.invars, outer, strict=True)):
         stacked = length if number >= num_consts + num_carry else None
-        entry = _entry(builder, var, (key, "in", number), source, weight, stacked)
+        is_summed = number - num_consts in summed
+        entry = _entry(builder, var, (key, "in", number), source, weight, stacked, is_summed)
         inputs.append(entry)
         operands.append(entry.stacked(length) if stacked is not None else entry)
     began = builder.timeline.now
     for carry in inputs[num_consts : num_consts + num_carry]:
         builder.timeline.store(carry)
     outer_body = builder.timeline.enter()
-    leaving = range(num_carry, len(eqn.outvars))
+    leaving = {*summed, *range(num_carry, len(eqn.outvars))}
     inner = _body(builder, body, (key, "body"), weight * length, inputs, phase, leaving)
     builder.timeline.leave(outer_body)
     carries = inputs[num_consts : num_consts + num_carry]

@@ -118,6 +118,10 @@ class Collectives:
         size = value.shape[dim] // self._mesh.size(axes)
         return lax.dynamic_slice_in_dim(value, self.index(axes) * size, size, dim)
 
+    def first_only(self, value: Any, axes: tuple[str, ...]) -> Any:
+        """Return `value` on the first device along `axes`, zeros on others; nothing is sent."""
+        return jnp.where(self.index(axes) == 0, value, jnp.zeros_like(value))
+
     def all_gather(self, value: Any, axes: tuple[str, ...], dim: int, reason: str) -> Any:
         """Return the devices' parts joined along `dim`."""
 

@@ -87,6 +87,8 @@ def convert(
     for step in conversions.steps(shape, bytes, source, target):
         if step.kind == "slice":
             value = collectives.part(value, step.axes, step.dim)
+        elif step.kind == "mask":
+            value = collectives.first_only(value, step.axes)
         elif step.kind == "all-gather":
             value = collectives.all_gather(value, step.axes, step.dim, reason)
         elif step.kind == "all-to-all":

@@ -193,7 +193,6 @@ class Walk(ABC):
         _check_specs(eqn, "operands", unstacked, body.inputs)
         carried = plan.operands[num_consts:first_x]
         _check_specs(eqn, "carries", carried, body.outputs[:num_carry])
-        _check_specs(eqn, "results", plan.results[:num_carry], carried)
         natural = [*carried, *map(stacked, body.outputs[num_carry:])]
         inner, length = inline(eqn.params["jaxpr"]), eqn.params["length"]
         log = self.collectives.body(max(length, 1))

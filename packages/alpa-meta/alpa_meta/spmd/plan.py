@@ -26,8 +26,8 @@ class RegionPlan:
 
     `bodies` are (body,) for scan and recomputation, (cond, body) for while, the branches for cond.
     A carry has one spec, and the leading dim of scanned inputs is never sharded. Where a body of a
-    scan or recomputation leaves a sum unreduced, `results` have it after its completion, behind the
-    region.
+    scan or recomputation leaves a sum unreduced, be it a carry, `results` have it after its
+    completion, behind the region.
     """
 
     operands: tuple[ShardingSpec, ...]

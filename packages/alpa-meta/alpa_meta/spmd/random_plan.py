@@ -7,6 +7,7 @@ import random
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from attrs import frozen
 
 from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
@@ -110,6 +111,15 @@ class _Draw:
         body = self.plan(inline(eqn.params["jaxpr"]), operands, results, leaving)
         return RegionPlan(tuple(operands), self.completed(eqn, body.outputs), (body,))
 
+    def summed(self, atom: Any, spec: ShardingSpec) -> ShardingSpec:
+        """Return `spec`, or that of an unreduced sum over an axis that it does not use."""
+        used = {axis for dim in spec.dims for axis in dim}
+        idle = [axis.name for axis in self.mesh.axes if axis.size > 1 and axis.name not in used]
+        numbers = shape_of(atom) and jnp.issubdtype(atom.aval.dtype, jnp.number)
+        if not idle or not numbers or self.random.random() < 0.5:
+            return spec
+        return ShardingSpec(spec.dims, (self.random.choice(idle),))
+
     def completed(self, eqn: Any, natural: Sequence[ShardingSpec]) -> tuple[ShardingSpec, ...]:
         """Return the specs of a region's results with some of their sums completed."""
         return tuple(
@@ -123,6 +133,11 @@ class _Draw:
         jaxpr = inline(eqn.params["jaxpr"])
         inner = compat.open_jaxpr(jaxpr)
         inputs, outputs = list(self.specs(inner.invars)), list(self.specs(inner.outvars))
+        for number, after in enumerate(inner.outvars[:num_carry]):
+            if not any(
+                isinstance(a, compat.Literal) for a in (eqn.invars[num_consts + number], after)
+            ):
+                inputs[num_consts + number] = self.summed(after, inputs[num_consts + number])
         outputs[:num_carry] = inputs[num_consts:first_x]
         operands = inputs[:first_x] + [stacked(spec) for spec in inputs[first_x:]]
         body = self.plan(jaxpr, inputs, outputs, leaving=range(num_carry, len(outputs)))

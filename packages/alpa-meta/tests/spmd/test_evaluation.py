@@ -65,6 +65,14 @@ def scan_loss(params, x):
     return jnp.mean(x**2) + norms.mean()
 
 
+def repeated_loss(params, x):
+    def again(carry, row):
+        return (jnp.tanh(carry[0] @ params["w"]) + row, carry[1] + carry[0] @ params["w"]), None
+
+    (x, total), _ = lax.scan(again, (x[0], jnp.zeros_like(x[0])), x[1:])
+    return jnp.mean(x**2 + total)
+
+
 def moe_loss(params, x):
     logits = x @ params["router"]
     gates, experts = lax.top_k(jax.nn.softmax(logits), 2)
@@ -101,6 +109,10 @@ PROGRAMS = {
         descend(scan_loss),
         ({"w": normal(1, 4, 8, 8)}, normal(2, 8, 8)),
     ),
+    "sums carried by a loop": (
+        descend(repeated_loss),
+        ({"w": normal(1, 8, 8)}, normal(2, 4, 8, 8)),
+    ),
     "experts": (
         descend(moe_loss),
         (
@@ -111,7 +123,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("seed", "name"), enumerate(PROGRAMS))
+@pytest.mark.parametrize(("seed", "name"), list(enumerate(PROGRAMS)))
 def test_a_training_step_is_right_whatever_its_plan(run, same, name, seed):
     function, args = PROGRAMS[name]
     found = run(function, args, ((2, 2, 2), (4, 2))[seed % 2], seed=seed)

@@ -4,7 +4,8 @@ from jax import lax
 
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.frontend.trace import inline
-from alpa_meta.spmd import RegionPlan, random_plan
+from alpa_meta.spmd import RegionPlan, random_plan, stacked
+from ilp_sharding.strategies import completed_specs
 
 MESH = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=2)))
 
@@ -26,12 +27,19 @@ def test_a_seed_gives_one_plan_and_seeds_differ():
     assert len(set(plans)) == 6
 
 
-def test_carries_keep_their_spec_and_the_stacked_dim_stays_whole():
-    for seed in range(20):
+def test_carries_keep_their_spec_and_sums_are_completed_behind_the_loop():
+    left = set()
+    for seed in range(40):
         plan = random_plan(CLOSED, MESH, seed)
         (region,) = [step for step in plan.strategies if isinstance(step, RegionPlan)]
-        assert region.operands[0] == region.results[0] == region.bodies[0].outputs[0]
-        assert region.operands[1].dims[0] == () and region.results[1].dims[0] == ()
+        (body,) = region.bodies
+        assert region.operands[0] == body.inputs[0] == body.outputs[0]
+        assert region.operands[1].dims[0] == ()
+        for number, result in enumerate(region.results):
+            natural = stacked(body.outputs[number]) if number else body.outputs[number]
+            assert result in completed_specs(natural, ((8, 8), (3,))[number], MESH, True)
+            left.update((number, axis) for axis in natural.partial)
+    assert left == {(0, "x"), (0, "y"), (1, "x"), (1, "y")}
 
 
 def test_sums_are_sometimes_left_open_and_passed_through():
