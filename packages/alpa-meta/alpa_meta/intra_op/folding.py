@@ -8,7 +8,7 @@ from typing import Any
 
 from alpa_meta.compat import Literal, dtype_name, is_drop, subjaxprs
 from alpa_meta.pinning import is_pin, pinned_spec
-from alpa_meta.rules import sharding_rule
+from alpa_meta.rules import rule_number
 
 
 def fold_keys(
@@ -48,16 +48,15 @@ def layer_classes(
 
 def eqn_signature(eqn: Any) -> Hashable:
     """Return what an equation does, up to the values it works on: primitive, rule and types."""
-    types = tuple(_type(atom) for atom in eqn.invars), tuple(_type(var) for var in eqn.outvars)
     bodies = subjaxprs(eqn)
     if bodies:
         inner = tuple(
             eqn_signature(sub) for _, body in bodies for sub in getattr(body, "jaxpr", body).eqns
         )
-        return eqn.primitive.name, types, eqn.params.get("length"), inner
+        return eqn.primitive.name, _types(eqn), eqn.params.get("length"), inner
     if is_pin(eqn):
-        return eqn.primitive.name, types, str(pinned_spec(eqn))
-    return eqn.primitive.name, types, sharding_rule(eqn)
+        return eqn.primitive.name, _types(eqn), str(pinned_spec(eqn))
+    return rule_number(eqn)
 
 
 def _signature(eqns: Sequence[Any], phases: Sequence[str]) -> Hashable:
@@ -78,6 +77,10 @@ def _signature(eqns: Sequence[Any], phases: Sequence[str]) -> Hashable:
             if not is_drop(var):
                 place[var] = (k, number)
     return tuple(parts)
+
+
+def _types(eqn: Any) -> Hashable:
+    return tuple(_type(atom) for atom in eqn.invars), tuple(_type(var) for var in eqn.outvars)
 
 
 def _type(atom: Any) -> tuple[tuple[int, ...], str]:

@@ -12,6 +12,7 @@ from alpa_meta.rules.registry import (
     operator_of,
     operator_signature,
     register,
+    rule_number,
     sharding_rule,
 )
 from alpa_meta.rules.work import flops, traffic_bytes
@@ -27,6 +28,7 @@ __all__ = [
     "operator_of",
     "operator_signature",
     "register",
+    "rule_number",
     "sharding_rule",
     "traffic_bytes",
 ]

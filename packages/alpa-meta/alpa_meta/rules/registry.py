@@ -74,6 +74,7 @@ def register(
     _OPERATORS[primitive_name] = Operator(rule, local, linear)
     _rule_of.cache_clear()
     sharding_rule.cache_clear()
+    _number_of.cache_clear()
 
 
 def known_primitives() -> frozenset[str]:
@@ -101,6 +102,12 @@ def sharding_rule(eqn: Any) -> ShardingRule | None:
     return _rule_of(signature) if isinstance(signature, _Signature) else _computed(eqn)
 
 
+def rule_number(eqn: Any) -> int:
+    """Return a number that is equal for equations of one primitive, types and rule."""
+    return _number_of(operator_signature(eqn))
+
+
+@lru_cache(maxsize=1 << 17)
 def operator_signature(eqn: Any) -> Hashable:
     """Return what is equal for equations of one primitive, types and parameters.
 
@@ -155,6 +162,16 @@ class _Signature:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Signature) and self.key == other.key
+
+
+@lru_cache(maxsize=1 << 14)
+def _number_of(signature: Hashable) -> int:
+    eqn: Any = getattr(signature, "eqn", signature)
+    types = [tuple(str(atom.aval) for atom in atoms) for atoms in (eqn.invars, eqn.outvars)]
+    return _NUMBERS.setdefault((eqn.primitive.name, *types, sharding_rule(eqn)), len(_NUMBERS))
+
+
+_NUMBERS: dict[Hashable, int] = {}
 
 
 @lru_cache(maxsize=4096)
