@@ -17,6 +17,7 @@ states. -> implemented in `ConversionTable`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -75,26 +76,21 @@ class ConversionTable:
         seconds: CollectiveSeconds,
     ) -> None:
         self._mesh = mesh
-        self._states = list(_states(tuple(shape), mesh))
-        self._index = {state: number for number, state in enumerate(self._states)}
-        self._steps: dict[tuple[int, int], ConversionStep] = {}
-        least: dict[tuple[int, int], float] = {}
-        for start, state in enumerate(self._states):
-            local = bytes / mesh.size(tuple(axis for dim in state.dims for axis in dim))
-            for step, reached in _moves(state, mesh):
-                stop = self._index.get(reached)
-                if stop is None:
-                    continue
-                weight = _step_seconds(step, local, mesh, seconds)
-                if weight < least.get((start, stop), math.inf):
-                    least[start, stop] = weight
-                    self._steps[start, stop] = step
-        self._moves = list(_by_arrival(least))
+        self._graph = _graph(tuple(shape), mesh)
+        weights = np.array(
+            [
+                _step_seconds(step, share * bytes, mesh, seconds)
+                for step, share in self._graph.priced
+            ]
+        )
+        self._moves = [
+            (starts, stops, weights[which]) for starts, stops, which in self._graph.moves
+        ]
         self._paths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def _number(self, spec: ShardingSpec) -> int:
         """Return the number of a state; ValueError if no tensor of this shape has this spec."""
-        number = self._index.get(spec)
+        number = self._graph.index.get(spec)
         if number is None:
             raise ValueError(
                 "a spec must have one entry per dim, name axes of the mesh "
@@ -109,7 +105,7 @@ class ConversionTable:
         if not len(missing):
             return
         rows = np.arange(len(missing))
-        cost = np.full((len(self._states), len(missing)), np.inf)
+        cost = np.full((len(self._graph.index), len(missing)), np.inf)
         before = np.full(cost.shape, -1)
         cost[missing, rows] = 0.0
         changed = True
@@ -146,26 +142,54 @@ class ConversionTable:
         _, before = self._paths[start]
         path = []
         while here != start:
-            path.append(self._steps[int(before[here]), here])
+            path.append(self._graph.steps[int(before[here]), here])
             here = int(before[here])
         return tuple(path[::-1])
 
 
-def _by_arrival(
-    moves: Mapping[tuple[int, int], float],
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (sources, targets, seconds) of moves in groups that reach no state twice."""
-    groups: list[list[tuple[int, int, float]]] = []
+@frozen(eq=False)
+class _Graph:
+    """The states of tensors that the same axes divide, and the steps between them.
+
+    `moves` are arrays of (starts, stops, places in `priced`) that reach no state twice; `priced`
+    are the steps that differ in what they cost, each with the share of a tensor that one device
+    has before it.
+    """
+
+    index: Mapping[ShardingSpec, int]
+    steps: Mapping[tuple[int, int], ConversionStep]
+    moves: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
+    priced: Sequence[tuple[ConversionStep, float]]
+
+
+@functools.lru_cache(maxsize=4096)
+def _graph(shape: tuple[int, ...], mesh: LogicalMesh) -> _Graph:
+    index = {state: number for number, state in enumerate(_states(shape, mesh))}
+    steps: dict[tuple[int, int], ConversionStep] = {}
+    places: dict[tuple[str, tuple[str, ...], float], int] = {}
+    priced: list[tuple[ConversionStep, float]] = []
+    groups: list[list[tuple[int, int, int]]] = []
     arrivals: dict[int, int] = {}
-    for (start, stop), weight in moves.items():
-        number = arrivals.get(stop, 0)
-        arrivals[stop] = number + 1
-        if number == len(groups):
-            groups.append([])
-        groups[number].append((start, stop, weight))
+    for state, start in index.items():
+        share = 1 / mesh.size(tuple(axis for dim in state.dims for axis in dim))
+        for step, reached in _moves(state, mesh):
+            stop = index.get(reached)
+            if stop is None:
+                continue
+            steps[start, stop] = step
+            place = places.setdefault((step.kind, step.axes, share), len(places))
+            if place == len(priced):
+                priced.append((step, share))
+            number = arrivals.get(stop, 0)
+            arrivals[stop] = number + 1
+            if number == len(groups):
+                groups.append([])
+            groups[number].append((start, stop, place))
+    moves = []
     for group in groups:
-        sources, targets, weights = zip(*group, strict=True)
-        yield np.array(sources), np.array(targets), np.array(weights)
+        starts, stops, which = zip(*group, strict=True)
+        moves.append((np.array(starts), np.array(stops), np.array(which)))
+    return _Graph(index, steps, moves, priced)
 
 
 @frozen

@@ -18,11 +18,11 @@ loops not to be unrolled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingProblem, ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Literal, is_drop, subjaxprs
@@ -144,6 +144,19 @@ class PricedCosts(MeshCosts):
         return min(alone, super().bucket_share_seconds(kind, bytes, axes) + price * bytes)
 
 
+@define(eq=False)
+class _Surcharge:
+    """What sending a tensor costs by shares and in buckets of other costs, for `count` equal
+    ones."""
+
+    run: tuple[str, float]  # phase, times
+    first: int
+    second: int
+    shared: np.ndarray
+    priced: Callable[[MeshCosts], np.ndarray]
+    count: int = 0
+
+
 @frozen(eq=False)
 class BucketedTraffic:
     """Every collective priced by its share of a bucket, as a function of the choice."""
@@ -152,9 +165,7 @@ class BucketedTraffic:
     _entries: list[tuple[str, float, Callable[[Sequence[int]], Iterator[Sent]]]] = field(
         factory=list
     )
-    _surcharges: list[tuple[tuple[str, float], int, int, Callable[[MeshCosts], np.ndarray]]] = (
-        field(factory=list)
-    )
+    _surcharges: dict[Hashable, _Surcharge] = field(factory=dict)
     _bytes: list[float] = field(factory=list)
 
     @property
@@ -180,11 +191,16 @@ class BucketedTraffic:
         times: float,
         first: int,
         second: int,
-        seconds: Callable[[MeshCosts], np.ndarray],
+        shared: np.ndarray,
+        priced: Callable[[MeshCosts], np.ndarray],
     ) -> None:
-        """Note [first, second] seconds by which sending a tensor in buckets of other costs exceeds
-        its share."""
-        self._surcharges.append(((phase, times), first, second, seconds))
+        """Note [first, second] seconds of sending a tensor by its share of a bucket, `shared`, and
+        in buckets of other costs, each of the `times`. The same `shared` means the same `priced`.
+        """
+        key = (phase, times, first, second, id(shared))
+        if key not in self._surcharges:
+            self._surcharges[key] = _Surcharge((phase, times), first, second, shared, priced)
+        self._surcharges[key].count += 1
 
     def repriced(
         self, problem: ShardingProblem, prices: Mapping[Group, float] | None = None
@@ -198,7 +214,7 @@ class BucketedTraffic:
             run: PricedCosts(
                 self.costs.mesh, self.costs.model, self.costs.host_group, prices=by_run.get(run, {})
             )
-            for run in {run for run, *_ in self._surcharges}
+            for run in {one.run for one in self._surcharges.values()}
         }
         counts = [int(count) for count in problem.num_strategies]
         nodes = np.concatenate([[0], np.cumsum(counts)])
@@ -206,8 +222,9 @@ class BucketedTraffic:
         starts = np.concatenate([[0], np.cumsum(sizes)])
         place = {(int(a), int(b)): int(k) for (a, b), k in zip(problem.edges, starts, strict=False)}
         node_cost, edge_cost = problem.node_cost.copy(), problem.edge_cost.copy()
-        for run, first, second, seconds in self._surcharges:
-            more = seconds(costs[run])
+        for one in self._surcharges.values():
+            first, second = one.first, one.second
+            more = one.count * one.run[1] * surplus(one.priced(costs[one.run]), one.shared)
             if first == second:
                 node_cost[nodes[first] : nodes[first + 1]] += np.diagonal(more)
                 continue

@@ -23,7 +23,6 @@ from alpa_meta.intra_op.bucketed_traffic import (
     late_values,
     own_sums,
     sums_together,
-    surplus,
 )
 from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
 from alpa_meta.intra_op.light_equations import following_strategies, leading_operand
@@ -370,11 +369,10 @@ class Builder:
             self.traffic.sums(self._phase, weight, natural, node, finals)
             assert natural.node is not None
 
-            def more(costs: MeshCosts) -> np.ndarray:
-                _, priced = completions(costs, natural, allowed, late)
-                return surplus(priced, matrix) * weight
+            def priced(costs: MeshCosts) -> np.ndarray:
+                return completions(costs, natural, allowed, late)[1]
 
-            self.traffic.surcharge(self._phase, weight, natural.node, node, more)
+            self.traffic.surcharge(self._phase, weight, natural.node, node, matrix, priced)
         self._add_edge(natural.node, node, matrix * weight)
         return Source(node, finals, natural.shape, natural.bytes)
 
@@ -436,7 +434,7 @@ class Builder:
                 matrix = self._matrices[id(found), weight] = weight * found.seconds
             self._add_edge(source.node, node, matrix)
             if in_buckets:
-                self._note_conversion(source, node, wanted, weight, matrix)
+                self._note_conversion(source, node, wanted, weight, found.seconds)
         if found.copied is not None:
             now = self.timeline.now
             self._copies.append((now, now + 1, source.node, node, found.copied))
@@ -447,19 +445,18 @@ class Builder:
         node: int,
         wanted: tuple[ShardingSpec, ...],
         weight: float,
-        matrix: np.ndarray,
+        seconds: np.ndarray,
     ) -> None:
-        """Note a conversion that travels in buckets, and what it costs more in others."""
+        """Note a conversion that travels in buckets, and what it costs in others."""
         assert source.node is not None
         self.traffic.conversion(self._phase, weight, source, node, wanted)
 
-        def more(costs: MeshCosts) -> np.ndarray:
-            priced = costs.conversion_seconds(
+        def priced(costs: MeshCosts) -> np.ndarray:
+            return costs.conversion_seconds(
                 source.shape, source.bytes, source.specs, wanted, in_buckets=True
             )
-            return surplus(weight * priced, matrix)
 
-        self.traffic.surcharge(self._phase, weight, source.node, node, more)
+        self.traffic.surcharge(self._phase, weight, source.node, node, seconds, priced)
 
     def _add_edge(self, first: int | None, second: int, matrix: np.ndarray) -> None:
         assert first is not None
