@@ -18,7 +18,7 @@ loops not to be unrolled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +42,31 @@ def late_values(stage: StageEqns, heavy: Callable[[Any], bool]) -> frozenset[Any
     Directly, or through equations of the backward pass whose results are such values and which are
     not `heavy`: a contraction waits for its operands, so that the backward pass goes on.
     """
-    waited_for: set[Any] = set()
+    before_update = [
+        (eqn, phase)
+        for eqn, phase in zip(stage.eqns, stage.phases, strict=True)
+        if phase != "update"
+    ]
+    return _late(before_update, set(), heavy)
+
+
+def late_in_body(
+    jaxpr: Any, late: Collection[int], phase: str, heavy: Callable[[Any], bool]
+) -> frozenset[Any]:
+    """Return the values of a recomputation that only its `late` outputs, by number, wait for."""
+    waited_for = {
+        atom
+        for number, atom in enumerate(jaxpr.outvars)
+        if number not in late and not isinstance(atom, Literal)
+    }
+    return _late([(eqn, phase) for eqn in jaxpr.eqns], waited_for, heavy)
+
+
+def _late(
+    eqns: Sequence[tuple[Any, str]], waited_for: set[Any], heavy: Callable[[Any], bool]
+) -> frozenset[Any]:
     late: set[Any] = set()
-    for eqn, phase in zip(reversed(stage.eqns), reversed(stage.phases), strict=True):
-        if phase == "update":
-            continue
+    for eqn, phase in reversed(eqns):
         outputs = [var for var in eqn.outvars if not is_drop(var)]
         found = [var for var in outputs if var not in waited_for]
         late.update(found)

@@ -79,7 +79,7 @@ class Builder:
         self._copy_of: dict[Any, int] = {}  # what is read for several: its place in the copies
         self.timeline = Timeline(apart=bool(stage.kept))
         self.times: list[int] = []  # at which each equation begins
-        self._late = late_values(stage, is_heavy)
+        self.late = late_values(stage, is_heavy)
         self._together = sums_together(stage, is_heavy)
         self._phase = "forward"
         self.traffic = BucketedTraffic(costs)
@@ -260,9 +260,7 @@ class Builder:
         num_copies = len(self._copies)
         for number, atom in enumerate(eqn.invars):
             if not isinstance(atom, Literal) and atom in scope:
-                self.convert(
-                    scope[atom], node, columns.operands[number], weight, atom in self._late
-                )
+                self.convert(scope[atom], node, columns.operands[number], weight, atom in self.late)
         if is_shared_read(eqn):
             self._copy_of.pop(eqn.outvars[0], None)  # a body may be walked over more than once
             if len(self._copies) > num_copies:
@@ -362,7 +360,7 @@ class Builder:
     def completed(self, var: Any, natural: Source, key: Hashable, weight: float) -> Source:
         """Return the source of a result, `var`, after its partial sums were completed."""
         allowed = var in self.partial
-        late = self._phase == "update" or var in self._late
+        late = self._phase == "update" or var in self.late
         finals, matrix = completions(self.costs, natural, allowed, late)
         node = self._node((key, allowed), "sum", finals)
         if late:
@@ -391,7 +389,7 @@ class Builder:
         """Return whether sums that `eqn` completes itself travel in buckets."""
         if self._phase == "update":
             return True
-        return all(is_drop(var) or var in self._late for var in eqn.outvars)
+        return all(is_drop(var) or var in self.late for var in eqn.outvars)
 
     def _note_sums(
         self,

@@ -21,8 +21,10 @@ from alpa_meta.compat import (
     subjaxprs,
 )
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.bucketed_traffic import late_in_body
 from alpa_meta.intra_op.partial_sums import may_leave_partial, summed_carries
 from alpa_meta.intra_op.stage_problem import Body, Record, Source
+from alpa_meta.rules import is_heavy
 from alpa_meta.rules.operator import shape_of
 
 if TYPE_CHECKING:
@@ -36,8 +38,11 @@ def region_record(
     bodies = [closed(body) for _, body in subjaxprs(eqn)]
     name = eqn.primitive.name
     if is_remat(eqn):
-        leaving = range(len(eqn.outvars))
-        body = _body(builder, bodies[0], (key, "remat"), weight, outer, phase, leaving)
+        leaving, late = (
+            [number for number, var in enumerate(eqn.outvars) if var in found]
+            for found in (builder.partial, builder.late)
+        )
+        body = _body(builder, bodies[0], (key, "remat"), weight, outer, phase, leaving, late)
         results = _completed(builder, eqn, body.outputs, key, weight, phase)
         return Record(None, (), tuple(outer), results, (body,))
     if name == "scan":
@@ -105,17 +110,23 @@ def _body(
     inputs: Sequence[Source],
     phase: str,
     leaving: Collection[int] = (),
+    late: Collection[int] = (),
 ) -> Body:
-    """Return a region's body; the outputs numbered in `leaving` may be unreduced sums."""
+    """Return a region's body.
+
+    The outputs numbered in `leaving` may be unreduced sums, and nothing but the update waits for
+    those in `late`.
+    """
     jaxpr = open_jaxpr(body)
     scope: dict[Any, Source] = dict(zip(jaxpr.invars, inputs, strict=True))
-    outside = builder.partial
+    outside = builder.partial, builder.late
     builder.partial = may_leave_partial(jaxpr, leaving)
+    builder.late = late_in_body(jaxpr, late, phase, is_heavy)
     records = [
         builder.equation(inner, (key, number), weight, scope, phase)
         for number, inner in enumerate(jaxpr.eqns)
     ]
-    builder.partial = outside
+    builder.partial, builder.late = outside
     outputs = tuple(operand_source(atom, scope) for atom in jaxpr.outvars)
     return Body(body, tuple(inputs), outputs, tuple(records))
 

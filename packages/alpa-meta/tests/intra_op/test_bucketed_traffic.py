@@ -7,6 +7,7 @@ from alpa_meta.compat import open_jaxpr
 from alpa_meta.intra_op.bucketed_traffic import (
     BucketedTraffic,
     completion_steps,
+    late_in_body,
     late_values,
     sums_together,
 )
@@ -51,6 +52,22 @@ def test_a_gradient_is_late_and_what_the_backward_pass_goes_on_with_is_not():
     transpose, gradient, further, scaled, _, sine, last = (e.outvars[0] for e in jaxpr.eqns)
     assert {gradient, scaled, last} <= late
     assert not {transpose, further, sine} & late
+
+
+def test_in_a_recomputation_late_is_what_only_its_late_outputs_wait_for():
+    def body(x, cotangent, w):
+        return (x.T @ cotangent) * 2.0, cotangent @ w
+
+    a = jnp.ones((4, 4))
+    jaxpr = open_jaxpr(jax.make_jaxpr(body)(a, a, a))
+    transpose, gradient, scaled, further = (eqn.outvars[0] for eqn in jaxpr.eqns)
+
+    def heavy(eqn):
+        return eqn.primitive.name == "dot_general"
+
+    assert late_in_body(jaxpr, [0], "backward", heavy) == {gradient, scaled}
+    assert late_in_body(jaxpr, [0, 1], "backward", heavy) == {gradient, scaled, further}
+    assert not late_in_body(jaxpr, [], "backward", heavy)
 
 
 def test_sums_at_the_same_depth_are_sent_together_and_no_others():
