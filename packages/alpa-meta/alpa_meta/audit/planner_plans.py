@@ -24,9 +24,9 @@ from alpa_meta.planning.chosen_plan import Planned
 
 SCHEDULED_SHARE = 0.8 * 0.95
 """Of a GPU's memory, what XLA's scheduler keeps to (xla/service/gpu/gpu_hlo_schedule.cc). Below, it
-trades idle memory for overlap: of gpt-remat at small it keeps the operands of all weight gradients
-to the end, 1.41 x the bytes predicted, on an H100, and 1.06 x on a GPU that has no more than those.
-So a plan is compiled for a GPU with as much memory as the plan says it needs."""
+trades idle memory for overlap: of gpt-remat at small on H100s it keeps the operands of all weight
+gradients to the end. So a plan is compiled for a GPU with as much memory as the plan says it needs.
+"""
 
 
 @frozen
