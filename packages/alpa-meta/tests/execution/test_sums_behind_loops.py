@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from descent import descend
 
 import alpa_meta as alpa
 
@@ -33,14 +34,6 @@ def repeated_layer(weights, batch):
         return layer(hidden, weights)
 
     return jnp.mean(jax.lax.scan(again, batch, None, 6)[0] ** 2)
-
-
-def descend(loss):
-    def step(weights, batch):
-        value, gradients = jax.value_and_grad(loss)(weights, batch)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
-
-    return step
 
 
 def accumulating_step(weights, batch):

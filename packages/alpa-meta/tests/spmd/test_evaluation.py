@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from descent import descend
 from jax import lax
 
 from alpa_interchange import ShardingSpec, Strategy
@@ -15,14 +16,6 @@ KEY = jax.random.key(0)
 
 def normal(number, *shape):
     return jax.random.normal(jax.random.fold_in(KEY, number), shape) / 2
-
-
-def descend(loss):
-    def step(params, batch):
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-    return step
 
 
 def mlp_loss(params, batch):
