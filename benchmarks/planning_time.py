@@ -31,7 +31,7 @@ from alpa_meta.intra_op.memory_limit import solve, solve_within
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build as build_problem
 from alpa_meta.options import Options
-from alpa_meta.planning.collection_pause import full_collections_paused
+from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.planner import outlook_of
 from cost_model import CostModel, cluster
 
@@ -68,7 +68,7 @@ def measure(
     alone = _seconds_of_jax(model)
     jax.clear_caches()
     gc.collect()
-    with full_collections_paused():
+    with collections_paused():
         clock = _Clock()
         step = Step(model.train_step, (state, batch))
         step.traced(None)
@@ -101,7 +101,7 @@ def _seconds_of_jax(model: CorpusModel) -> float:
     """Return the CPU seconds that jax needs to trace the step."""
     jax.clear_caches()
     gc.collect()
-    with full_collections_paused():
+    with collections_paused():
         clock = _Clock()
         jax.make_jaxpr(model.train_step)(model.state, model.batch)
         clock.lap("jax")

@@ -48,7 +48,7 @@ from alpa_meta.planning.chosen_plan import (
     stage_selection,
     whole_solution,
 )
-from alpa_meta.planning.collection_pause import full_collections_paused
+from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.plan_identity import check_choice, check_program, problem_hash
 from alpa_meta.rules import flops
@@ -72,7 +72,7 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     Raises InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad
     input. Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
-    with full_collections_paused():
+    with collections_paused():
         return _make_plan(step, cluster, options)
 
 
