@@ -51,7 +51,7 @@ COLLECTIVE_BYTES: Mapping[str, str] = {
 
 BUCKET_BYTES = float(25 << 20)
 """Most bytes of collectives sent together: the default of PyTorch's DistributedDataParallel (Li et
-al., VLDB 2020, section 3.2.3); XLA's combiners on GPUs take 30 MiB."""
+al., VLDB 2020, section 3.2.3). XLA's combiners on GPUs take 30 MiB of results by default."""
 
 Line = tuple[float, float]  # seconds, seconds per byte
 _TREE = 0.6  # share of the ring's bandwidth; keeps fitted rings best above a few MB, as NCCL tunes

@@ -15,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.errors import PlanError
+from alpa_meta.execution.combiners import combiner_options
+from alpa_meta.execution.own_constants import with_own_constants
 from alpa_meta.execution.piecewise import parted, united
 from alpa_meta.execution.second_gathers import WORTH, with_second_gathers
 from alpa_meta.execution.task_plan import task_plan
@@ -312,7 +314,7 @@ def compile_task(
     on_host = jax_mesh is not None and jax_mesh.devices.flat[0].platform == "cpu"
     eqns = task.eqns
     if sharding.executor != "constraint" and not on_host:
-        eqns, plan = _with_second_gathers(planned, task, plan)
+        eqns, plan = with_own_constants(*_with_second_gathers(planned, task, plan))
     closed = evolve(task, eqns=eqns).closed(planned.program)
     mesh = sharding.mesh.logical
     conversions = selection.costs.conversions
@@ -332,8 +334,11 @@ def compile_task(
         k for k, n in enumerate(task.spec.inputs) if n in task.spec.donated and n not in kept
     )
     options: dict[str, Any] = {"donate_argnums": donated}
-    if compiler_options:
-        options["compiler_options"] = dict(compiler_options)
+    chosen = dict(compiler_options or {})
+    if jax_mesh is not None and jax_mesh.devices.flat[0].platform == "gpu":
+        chosen = {**combiner_options(mesh), **chosen}
+    if chosen:
+        options["compiler_options"] = chosen
     if jax_mesh is not None:
         options["in_shardings"] = tuple(
             NamedSharding(jax_mesh, partition_spec(spec)) for spec in plan.inputs

@@ -1,0 +1,45 @@
+"""A constant that a scatter writes over stays apart from equal constants.
+
+The gradient of a lookup is a scatter into zeros as large as the table. XLA makes one array of all
+equal constants, those that only elementwise operators read included: on GPUs an optimiser's
+`where(ok, update, 0)` then reads the array that the scatters copy, and XLA updates all tables that
+read it in one kernel, for which it holds copies of them all. So what a scatter writes over is made
+from a number behind a barrier. Not on host devices, where XLA drops barriers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from alpa_interchange import ShardingSpec, Strategy
+from alpa_meta.compat import Literal, Var
+from alpa_meta.frontend.added_equations import equations_of
+from alpa_meta.spmd import JaxprPlan
+
+_SCALAR = Strategy(assignment=(), operands=(ShardingSpec(()),), results=(ShardingSpec(()),))
+
+
+def with_own_constants(eqns: Sequence[Any], plan: JaxprPlan) -> tuple[tuple[Any, ...], JaxprPlan]:
+    """Return the equations of a task and their plan, with a barrier before each such constant."""
+    written = {
+        eqn.invars[0]
+        for eqn in eqns
+        if eqn.primitive.name.startswith("scatter") and not isinstance(eqn.invars[0], Literal)
+    }
+    found: list[Any] = []
+    steps: list[Any] = []
+    for eqn, step in zip(eqns, plan.strategies, strict=True):
+        filled = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+        if filled and eqn.outvars[0] in written:
+            number = eqn.invars[0]
+            own = Var(number.aval)
+            (barrier,) = equations_of(lax.optimization_barrier, [Var(number.aval)], [own])
+            found.append(barrier.replace(invars=[number]))
+            steps.append(_SCALAR)
+            eqn = eqn.replace(invars=[own, *eqn.invars[1:]])
+        found.append(eqn)
+        steps.append(step)
+    return tuple(found), JaxprPlan(plan.inputs, tuple(steps), plan.outputs)
