@@ -64,7 +64,10 @@ def assert_close(got: Any, expected: Any, tolerance: float = FLOAT32_TOLERANCE) 
             assert np.array_equal(left, right), f"{name}: {left} instead of {right}"
             continue
         scale = max(float(np.abs(right).max(initial=0.0)), 1e-30)
-        error = float(np.abs(left.astype(np.float64) - right).max(initial=0.0)) / scale
+        error = (
+            float(np.abs(left.astype(np.result_type(right, np.float64)) - right).max(initial=0.0))
+            / scale
+        )
         assert error <= tolerance, f"{name} differs by {error:.2e} of its largest element"
 
 

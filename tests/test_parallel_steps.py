@@ -47,6 +47,30 @@ def test_means_sums_and_decay_terms_are_scaled_right_under_microbatches(agrees, 
     agrees(_step_of(loss), make_params(), BATCHES, **options)
 
 
+@pytest.mark.parametrize("options", [QUICK, PARTS, PIPELINE], ids=["whole", "parts", "two stages"])
+def test_complex_parameters_of_a_linear_recurrence(agrees, options):
+    def combine(first, second):
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    def loss(params, batch):
+        inputs = batch["x"][:, None] * jnp.linspace(0.5, 1.0, 6)[:, None] @ params["in"]
+        decays = jnp.broadcast_to(jnp.exp(-jnp.exp(params["decay"])), inputs.shape)
+        _, states = jax.lax.associative_scan(combine, (decays, inputs), axis=1)
+        return jnp.mean(((states @ params["out"]).real.mean(1) - batch["y"]) ** 2)
+
+    def step(params, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        return descend(params, jax.tree.map(jnp.conj, gradients)), {"loss": value}
+
+    turns = jnp.exp(1j * jnp.arange(SIZE * 8.0))
+    params = {
+        "in": 0.3 * turns.reshape(SIZE, 8),
+        "decay": jnp.linspace(-1.0, 0.5, 8) + 1j * jnp.linspace(0.1, 2.0, 8),
+        "out": 0.3 * jnp.conj(turns).reshape(8, SIZE),
+    }
+    agrees(step, params, BATCHES, **options)
+
+
 @pytest.mark.parametrize("options", [{}, PARTS, PIPELINE, {**PARTS, "num_microbatches": 8}])
 def test_labels_looked_up_row_by_row(agrees, options):
     def loss(params, batch):
@@ -185,6 +209,20 @@ def test_static_arguments_choose_the_program(close):
         _run_both(step, (make_params(), BATCHES[0], kind), close, static_argnums=(2,), **PARTS)
 
 
+def test_statistics_of_a_mapped_model_over_its_batch(agrees):
+    def loss(params, batch):
+        def one(x):  # as equinox' BatchNorm
+            hidden = x @ params["up"]
+            mean = jax.lax.pmean(hidden, "batch")
+            variance = jax.lax.pmean((hidden - mean) ** 2, "batch")
+            return jnp.tanh((hidden - mean) * jax.lax.rsqrt(variance + 1e-3)) @ params["down"]
+
+        return jnp.mean((jax.vmap(one, axis_name="batch")(batch["x"]) - batch["y"]) ** 2)
+
+    step = agrees(_step_of(loss), make_params(), BATCHES, **QUICK, preset="dp")
+    assert not any(stage.replicated_ops for stage in step.plan.shardings)
+
+
 def test_batch_statistics_need_whole_batches(agrees):
     def step(state, batch):
         def loss(params):
@@ -209,6 +247,35 @@ def test_batch_statistics_need_whole_batches(agrees):
     agrees(step, state, BATCHES, **QUICK)
     with pytest.raises(alpa.PlanError, match="mixes examples of the batch"):
         alpa.parallelize(step, **PARTS).plan_for(state, BATCHES[0])
+
+
+@pytest.mark.parametrize("options", [QUICK, PARTS], ids=["whole", "parts"])
+def test_a_fixed_point_with_its_own_gradient(agrees, options):
+    def trips(body, start):
+        return jax.lax.fori_loop(0, 12, lambda _, value: body(value), start)
+
+    @jax.custom_vjp
+    def fixed_point(weight, x):
+        return trips(lambda value: jnp.tanh(value @ weight + x), jnp.zeros_like(x))
+
+    def forward(weight, x):
+        value = fixed_point(weight, x)
+        return value, (weight, x, value)
+
+    def backward(kept, cotangent):
+        weight, x, value = kept
+        _, of_value = jax.vjp(lambda value: jnp.tanh(value @ weight + x), value)
+        total = trips(lambda total: cotangent + of_value(total)[0], cotangent)
+        _, of_inputs = jax.vjp(lambda weight, x: jnp.tanh(value @ weight + x), weight, x)
+        return of_inputs(total)
+
+    fixed_point.defvjp(forward, backward)
+
+    def loss(params, batch):
+        out = fixed_point(0.1 * params["up"] @ params["down"], batch["x"])
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    agrees(_step_of(loss), make_params(), BATCHES, **options)
 
 
 def test_a_step_that_returns_only_its_state(close):

@@ -72,7 +72,7 @@ class Accumulation:
         dtype = value.aval.dtype
 
         def scale(total: Any) -> Any:
-            if jnp.issubdtype(dtype, jnp.floating):
+            if jnp.issubdtype(dtype, jnp.inexact):
                 scaled = total if power == 0 else total * factor
             elif power == 0:
                 scaled = total

@@ -17,8 +17,9 @@ mean loss (power -1) is averaged and a summed loss (power 0) is summed.
 
 from __future__ import annotations
 
+import cmath
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -182,14 +183,15 @@ def _read(atom: Any, twin: Any, known: dict[Any, Scaling], ratio: float) -> Scal
     if np.ndim(atom.val):
         return CONSTANT if same_constant(atom.val, twin.val) else MIXED
     value, other = np.asarray(atom.val), np.asarray(twin.val)
-    if value.dtype.kind not in "iuf" and value.dtype.name != "bfloat16":
+    if value.dtype.kind not in "iufc" and value.dtype.name != "bfloat16":
         return CONSTANT
-    one, two = float(value), float(other)
-    if one == two or not (math.isfinite(one) and math.isfinite(two)):
+    one, two = complex(value), complex(other)
+    if one == two or not (cmath.isfinite(one) and cmath.isfinite(two)):
         return Scaling("constant", zero=one == 0.0)
-    if one == 0.0 or two / one <= 0.0:
+    growth = two / one if one else 0j
+    if growth.imag or growth.real <= 0.0:
         return MIXED
-    power = math.log(two / one, ratio)
+    power = math.log(growth.real, ratio)
     return Scaling("constant", power=round(power)) if abs(power - round(power)) < 1e-3 else MIXED
 
 
@@ -311,6 +313,7 @@ def _from_reduced(eqn: Any, operands: list[Scaling], power: int) -> list[Scaling
         if position not in _INDICES.get(name, ())
     )
     scales = name in {"mul", "dot_general"} and num_reduced == 1
+    scales |= name == "triangular_solve" and operands[0].form == "constant"
     divides = name == "div" and num_reduced == 1 and operands[0].form == "reduced"
     if sums or scales or divides or name in _LINEAR:
         return [Scaling("reduced", power)] * count
@@ -324,6 +327,8 @@ def _power(name: str, operands: list[Scaling]) -> int | None:
         return sum(powers)
     if name == "div":
         return powers[0] - powers[1]
+    if name == "triangular_solve":
+        return powers[1] if powers[0] == 0 else None
     if name in _SUM or name in _LINEAR:
         live = {operand.power for operand in operands if not operand.zero}
         if name in _LINEAR:
@@ -361,22 +366,40 @@ def _region(
 def _while(
     eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
 ) -> list[Scaling]:
-    """Return the scaling of a loop of unknown length: constant if all of it is, mixed otherwise."""
+    """Return the scaling of a loop's carries: all mixed unless every microbatch makes the same
+    number of trips."""
     num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    carry = operands[num_test + num_body :]
-    given = {
-        "cond_jaxpr": [*operands[:num_test], *carry],
-        "body_jaxpr": operands[num_test:],
-    }
-    results = [
-        result
-        for body, values in given.items()
-        for result in _follow(
-            closed(eqn.params[body]), closed(twin.params[body]), values, known, ratio
-        )
-    ]
-    plain = all(one.form == "constant" and one.power == 0 for one in (*operands, *results))
-    return [CONSTANT if plain else MIXED] * len(eqn.outvars)
+    test_consts, body_consts = operands[:num_test], operands[num_test : num_test + num_body]
+
+    def follow(name: str, values: list[Scaling]) -> list[Scaling]:
+        body, other = closed(eqn.params[name]), closed(twin.params[name])
+        return _follow(body, other, values, known, ratio)
+
+    carry, _ = _settled(
+        lambda carry: follow("body_jaxpr", [*body_consts, *carry]),
+        operands[num_test + num_body :],
+    )
+    (proceeds,) = follow("cond_jaxpr", [*test_consts, *carry])
+    return carry if proceeds.form == "constant" else [MIXED] * len(carry)
+
+
+def _settled(
+    follow: Callable[[list[Scaling]], list[Scaling]], carry: Sequence[Scaling]
+) -> tuple[list[Scaling], list[Scaling]]:
+    """Return the scaling of a loop's carries, which a further trip keeps, and of its other results.
+
+    `follow` returns the results of a trip, the carries first.
+    """
+    carry = list(carry)
+    while True:
+        results = follow(carry)
+        joined = [_join(pair) for pair in zip(carry, results[: len(carry)], strict=True)]
+        if joined == carry:
+            return carry, results[len(carry) :]
+        carry = [
+            one if one == before or before.form == "constant" or before.zero else MIXED
+            for before, one in zip(carry, joined, strict=True)
+        ]
 
 
 def _scan(
@@ -391,15 +414,12 @@ def _scan(
     if eqn.params["length"] != twin.params["length"]:
         return [MIXED] * len(eqn.outvars)
     num_consts, num_carry, _ = scan_counts(eqn)
-    carry = list(operands[num_consts : num_consts + num_carry])
     xs = [_shifted(operand, -1) for operand in operands[num_consts + num_carry :]]
-    for _ in range(num_carry + 2):
-        results = _follow(body, other, [*operands[:num_consts], *carry, *xs], known, ratio)
-        joined = [_join(pair) for pair in zip(carry, results[:num_carry], strict=True)]
-        if joined == carry:
-            break
-        carry = joined
-    return [*carry, *(_shifted(result, +1) for result in results[num_carry:])]
+    carry, ys = _settled(
+        lambda carry: _follow(body, other, [*operands[:num_consts], *carry, *xs], known, ratio),
+        operands[num_consts : num_consts + num_carry],
+    )
+    return [*carry, *(_shifted(result, +1) for result in ys)]
 
 
 def _shifted(scaling: Scaling, by: int) -> Scaling:

@@ -72,3 +72,32 @@ def test_a_reordered_sum_agrees_and_a_missing_term_differs():
     assert numerics_check(good, step, (x,), jax.random.key(1)).ok
     check = numerics_check(bad, step, (x,), jax.random.key(1))
     assert not check.ok and "DIFFERS from one device in 0 of 1 leaves" in check.text()
+
+
+def _noise(x):
+    """The gradient of a bias before a normalisation, and its square: zero but for rounding."""
+
+    def loss(bias, x):
+        values = x + bias
+        centred = values - values.mean(0)
+        return jnp.sum(jnp.sin(jnp.arange(4096.0))[:, None] * centred / jnp.std(values, 0))
+
+    gradient = jax.grad(loss)(jnp.zeros(4), x)
+    return {"gradient": gradient, "moment": gradient**2, "mean": x.mean(0)}
+
+
+def test_a_result_that_is_nothing_but_rounding_may_be_other_rounding():
+    x = 3.0 + jax.random.normal(jax.random.key(0), (4096, 4))
+    expected = _noise(x)
+    scale = float(jnp.abs(expected["gradient"]).max())
+    other = 20 * scale * jnp.ones(4)
+    found = {**expected, "gradient": other, "moment": other**2}
+    assert numerics_check(found, _noise, (x,), jax.random.key(1)).ok
+    wrong = {**expected, "gradient": jnp.full(4, 0.1), "moment": jnp.full(4, 0.01)}
+    assert not numerics_check(wrong, _noise, (x,), jax.random.key(1)).ok
+
+
+def test_complex_parameters_are_rounded_otherwise_too():
+    x = jnp.exp(1j * jnp.linspace(0.0, 6.0, 64))
+    step = jax.jit(lambda x: {"sum": (x**3).sum()})
+    assert 0 < sensitivity(step, (x,), jax.random.key(0))["['sum']"] < 1e3

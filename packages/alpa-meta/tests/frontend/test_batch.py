@@ -18,6 +18,13 @@ def place(x):
     return (x[:, 0] > 0).astype(jnp.int32)
 
 
+def _solved(w, rhs):
+    matrix = jnp.tril(w[:, :3]) + 2 * jnp.eye(3)
+    return lax.linalg.triangular_solve(
+        matrix, rhs[..., None] if rhs.ndim == 1 else rhs, left_side=True, lower=True
+    )
+
+
 def result_scaling(function, *, size=2):
     """Return the scaling of function(weight [3, 4], x [batch, 3])."""
 
@@ -55,6 +62,10 @@ def result_scaling(function, *, size=2):
         (lambda w, x: w[0].at[place(x)].max(x[:, 0]), Scaling("extreme", reduction="max")),
         (lambda w, x: x.max().astype(jnp.int32), Scaling("extreme", reduction="max")),
         (lambda w, x: w.sum() * jnp.asarray(np.arange(3.0)).sum(), Scaling("constant")),
+        (lambda w, x: jnp.pad(x * (1 + 1j), ((0, 0), (1, 2))), Scaling("example", 0, 0)),
+        (lambda w, x: (x * (1 + 1j)).mean(), Scaling("reduced", -1)),
+        (lambda w, x: _solved(w, x.mean(0)), Scaling("reduced", -1)),
+        (lambda w, x: _solved(w, x.T), Scaling("example", 0, 1)),
     ],
 )
 def test_values_get_the_form_and_the_power_of_n_they_have(function, expected):
@@ -114,6 +125,33 @@ def test_a_loop_over_layers_keeps_the_batch_dim():
         return jax.lax.scan(lambda c, _: (jnp.tanh(c @ square), c.sum()), x, None, length=3)[0]
 
     assert result_scaling(function) == Scaling("example", 0, 0)
+
+
+def test_a_fixed_point_iteration_keeps_the_batch_dim():
+    def trips(w, x, limit):
+        def body(carry):
+            value, count = carry
+            return jnp.tanh(value @ (w @ w.T) + x), count + 1
+
+        return lax.while_loop(lambda c: limit(c), body, (jnp.zeros_like(x), 0))[0]
+
+    by_count = result_scaling(lambda w, x: trips(w, x, lambda c: c[1] < 20))
+    assert by_count == Scaling("example", 0, 0)
+    # a microbatch may stop before another
+    assert result_scaling(lambda w, x: trips(w, x, lambda c: (c[0] < 1).all())) == MIXED
+
+
+def test_sums_that_turn_up_in_later_trips_are_found():
+    def loop(w, x):
+        def body(carry):
+            first, second, third, count = carry
+            return second, third, first + x.sum(), count + 1
+
+        zero = jnp.zeros(())
+        return lax.while_loop(lambda c: c[-1] < 7, body, (zero, zero, zero, 0))[0]
+
+    assert result_scaling(loop) == Scaling("reduced", 0)
+    assert result_scaling(lambda w, x: loop(w, x * loop(w, x))) == MIXED
 
 
 def test_a_recomputed_block_scales_as_its_body_does():

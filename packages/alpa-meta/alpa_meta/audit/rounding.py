@@ -1,10 +1,14 @@
-"""A step whose narrow floats round otherwise: what other orders and fusions do to bfloat16.
+"""A step whose floats round otherwise: what other orders and fusions do to its results.
 
-What another order of a float32 sum does shows when inputs are changed by a rounding error. In a
-step of mixed precision it does not: master parameters so changed are mostly cast to the same
+What another order of a float32 sum does mostly shows when inputs are changed by a rounding error.
+In a step of mixed precision it does not: master parameters so changed are mostly cast to the same
 bfloat16 numbers. But a compiler that fuses otherwise rounds every intermediate otherwise, and a sum
-over devices adds rounded parts. So every narrow result is multiplied by 1 + e, e = -eps, 0 or eps
-at random (Monte Carlo arithmetic, Parker 1997), in the bodies of loops too.
+over devices adds rounded parts. Nor does it show in a result that is nothing but rounding, as the
+gradient of a bias before a normalisation: an error of the mean is that of every example. So every
+result narrower than some number of bits is multiplied by 1 + e, e = -eps, 0 or eps at random (Monte
+Carlo arithmetic, Parker 1997), in the bodies of loops too. Where that is every float, sums and
+contractions also add up from the other end: an error of their own results would be too small where
+terms cancel.
 """
 
 from __future__ import annotations
@@ -19,46 +23,46 @@ from jax import lax
 from alpa_meta import compat
 from alpa_meta.frontend.trace import inline
 
-_NARROW_BITS = 32  # floats of fewer bits are narrow
+NARROW, ALL = 32, 65  # floats of fewer bits are changed
 _BODIES = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",)}
 
 
-def rounds_narrowly(jaxpr: Any) -> bool:
-    """Return whether any result in `jaxpr` is a float of fewer than 32 bits."""
+def rounds(jaxpr: Any, bits: int) -> bool:
+    """Return whether any result in `jaxpr` is a float of fewer than `bits` bits."""
     for eqn in compat.open_jaxpr(jaxpr).eqns:
-        if any(_is_narrow(var.aval) for var in eqn.outvars):
+        if any(_is_float(var.aval, bits) for var in eqn.outvars):
             return True
-        if any(rounds_narrowly(body) for _, body in compat.subjaxprs(eqn)):
+        if any(rounds(body, bits) for _, body in compat.subjaxprs(eqn)):
             return True
     return False
 
 
 def rounded_otherwise(
-    step: Callable[..., Any], arguments: Sequence[Any], seed: int
+    step: Callable[..., Any], arguments: Sequence[Any], seed: int, bits: int = NARROW
 ) -> Callable[..., Any]:
-    """Return `step` with narrow results changed by signs drawn from `seed`; itself if it has
-    none."""
+    """Return `step` with floats of fewer than `bits` bits changed by signs drawn from `seed`;
+    itself if it has none."""
     traced, shapes = jax.make_jaxpr(step, return_shape=True)(*arguments)
     program = inline(traced)
-    if not rounds_narrowly(program):
+    if not rounds(program, bits):
         return step
 
     @jax.jit
     def changed(*values: Any) -> Any:
-        results = _run(program, jax.tree.leaves(values), _Rounding(seed))
+        results = _run(program, jax.tree.leaves(values), _Rounding(seed, bits))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return changed
 
 
 class _Rounding:
-    """Changes narrow values, each by signs of its own."""
+    """Changes floats of fewer than `bits` bits, each by signs of its own."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed, self._count = seed * 2**16, 0
+    def __init__(self, seed: int, bits: int) -> None:
+        self._seed, self._count, self.bits = seed * 2**16, 0, bits
 
     def __call__(self, value: Any) -> Any:
-        if not _is_narrow(value):
+        if not _is_float(value, self.bits):
             return value
         self._count += 1
         info: Any = jnp.finfo
@@ -74,11 +78,12 @@ def _signs(value: Any, number: int) -> Any:
     return signs.reshape(value.shape)
 
 
-def _is_narrow(value: Any) -> bool:
+def _is_float(value: Any, bits: int) -> bool:
+    """Return whether `value` is of a float dtype of fewer than `bits` bits."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
-    return bool(dtype.itemsize * 8 < _NARROW_BITS)
+    return bool(dtype.itemsize * 8 < bits)
 
 
 def _run(program: Any, values: Sequence[Any], rounding: _Rounding) -> list[Any]:
@@ -93,16 +98,31 @@ def _run(program: Any, values: Sequence[Any], rounding: _Rounding) -> list[Any]:
         params = dict(eqn.params)
         for name in ("jaxpr",) if compat.is_remat(eqn) else _BODIES.get(eqn.primitive.name, ()):
             params[name] = _changed_body(params[name], rounding)
-        results = compat.bind(eqn, [read(atom) for atom in eqn.invars], params)
+        operands = [read(atom) for atom in eqn.invars]
+        if rounding.bits == ALL:
+            operands = _from_the_end(eqn, operands)
+        results = compat.bind(eqn, operands, params)
         scope.update(zip(eqn.outvars, map(rounding, results), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def _from_the_end(eqn: Any, operands: list[Any]) -> list[Any]:
+    """Return the operands of a sum or contraction with what is summed in reverse."""
+    if eqn.primitive.name == "reduce_sum":
+        summed = [eqn.params["axes"]]
+    elif eqn.primitive.name == "dot_general":
+        summed = list(eqn.params["dimension_numbers"][0])
+    else:
+        return operands
+    pairs = zip(operands, summed, strict=True)
+    return list(lax.optimization_barrier([lax.rev(value, tuple(dims)) for value, dims in pairs]))
+
+
 def _changed_body(body: Any, rounding: _Rounding) -> Any:
-    """Return a body, or several, whose narrow results are changed; the same in every trip."""
+    """Return a body, or several, whose results are changed; the same in every trip."""
     if isinstance(body, (tuple, list)):
         return tuple(_changed_body(one, rounding) for one in body)
-    if not rounds_narrowly(body):
+    if not rounds(body, rounding.bits):
         return body
     inputs = [var.aval for var in compat.open_jaxpr(body).invars]
     made = jax.make_jaxpr(lambda *values: _run(body, values, rounding))(*inputs)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from alpa_meta.audit.narrow_rounding import rounded_otherwise, rounds_narrowly
 from alpa_meta.audit.numerics import numerics_check, sensitivity
+from alpa_meta.audit.rounding import ALL, NARROW, rounded_otherwise, rounds
 
 X = jnp.linspace(1.0, 2.0, 256).reshape(16, 16)
 
@@ -48,7 +48,8 @@ def test_a_step_of_float32_is_left_as_it_is():
     def step(x):
         return jnp.sin(x)
 
-    assert not rounds_narrowly(jax.make_jaxpr(step)(X))
+    program = jax.make_jaxpr(step)(X)
+    assert not rounds(program, NARROW) and rounds(program, ALL)
     assert rounded_otherwise(step, (X,), 0) is step
 
 
