@@ -70,13 +70,16 @@ _SUM = {
     "add_any",
     "select_n",
     "concatenate",
+    "stack",
     "pad",
+    "scatter",
     "scatter-add",
     "dynamic_update_slice",
 }
 _INDICES = {
     "gather": range(1, 2),
     "dynamic_slice": range(1, 16),
+    "scatter": range(1, 2),
     "scatter-add": range(1, 2),
     "select_n": range(1),
     "dynamic_update_slice": range(2, 16),
@@ -100,6 +103,7 @@ _LINEAR = {
     "reduce_precision",
     "optimization_barrier",
     "split",
+    "unstack",
     "real",
     "imag",
     "complex",
@@ -329,14 +333,11 @@ def _power(name: str, operands: list[Scaling]) -> int | None:
         return powers[0] - powers[1]
     if name == "triangular_solve":
         return powers[1] if powers[0] == 0 else None
-    if name in _SUM or name in _LINEAR:
-        live = {operand.power for operand in operands if not operand.zero}
-        if name in _LINEAR:
-            live = {powers[0]} if powers else {0}
-        if name == "select_n":
-            live = {operand.power for operand in operands[1:] if not operand.zero}
-        if name == "scatter-add":
-            live = {operands[i].power for i in (0, 2) if not operands[i].zero}
+    if name in _LINEAR:
+        return powers[0] if powers else 0
+    if name in _SUM:
+        indices = _INDICES.get(name, ())
+        live = {one.power for k, one in enumerate(operands) if not one.zero and k not in indices}
         return live.pop() if len(live) == 1 else (0 if not live else None)
     return 0 if not any(powers) else None
 

@@ -18,6 +18,10 @@ def place(x):
     return (x[:, 0] > 0).astype(jnp.int32)
 
 
+def _written(x):
+    return lax.fori_loop(0, 3, lambda k, y: y.at[:, k].set(2 * x[:, k]), jnp.zeros_like(x))
+
+
 def _solved(w, rhs):
     matrix = jnp.tril(w[:, :3]) + 2 * jnp.eye(3)
     return lax.linalg.triangular_solve(
@@ -64,6 +68,13 @@ def result_scaling(function, *, size=2):
         (lambda w, x: w.sum() * jnp.asarray(np.arange(3.0)).sum(), Scaling("constant")),
         (lambda w, x: jnp.pad(x * (1 + 1j), ((0, 0), (1, 2))), Scaling("example", 0, 0)),
         (lambda w, x: (x * (1 + 1j)).mean(), Scaling("reduced", -1)),
+        (lambda w, x: sum(jnp.unstack(x / x.shape[0], axis=1)), Scaling("example", -1, 0)),
+        (lambda w, x: sum(jnp.unstack(x.mean(0))), Scaling("reduced", -1)),
+        (lambda w, x: jnp.stack([x, x], 1) / x.shape[0], Scaling("example", -1, 0)),
+        (lambda w, x: (x / x.shape[0]).at[:, 1].set(0.0).sum(), Scaling("reduced", -1)),
+        (lambda w, x: x.mean(0).at[1].set(0.0), Scaling("reduced", -1)),
+        (lambda w, x: x.mean(0).at[1].set(1.0), MIXED),
+        (lambda w, x: _written(x / x.shape[0]), Scaling("example", -1, 0)),
         (lambda w, x: _solved(w, x.mean(0)), Scaling("reduced", -1)),
         (lambda w, x: _solved(w, x.T), Scaling("example", 0, 1)),
     ],
