@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
 from jax import lax
 
-from alpa_meta.compat import open_jaxpr
+from alpa_meta.frontend.replacement import replacement
 
 _REDUCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
@@ -31,6 +30,4 @@ def unmapped_reductions(eqns: Sequence[Any]) -> Iterator[Any]:
             continue
         reduce = functools.partial(_REDUCTIONS[eqn.primitive.name], axes=axes)
         for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
-            shape = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
-            (made,) = open_jaxpr(jax.make_jaxpr(reduce)(shape)).eqns
-            yield made.replace(invars=[operand], outvars=[result], source_info=eqn.source_info)
+            yield from replacement(reduce, [operand], result, eqn)

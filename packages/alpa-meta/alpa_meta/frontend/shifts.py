@@ -10,7 +10,7 @@ that the dim would be gathered in between; of the merged operator only the edges
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ import numpy as np
 from attrs import frozen
 from jax import lax
 
-from alpa_meta.compat import Literal, Var, is_drop
+from alpa_meta.compat import Literal, is_drop
+from alpa_meta.frontend.replacement import replacement
 
 _MOST_PARTS = 3
 
@@ -144,22 +145,4 @@ def _merged_join(eqn: Any, cuts: Mapping[Any, _Cut]) -> list[Any]:
             result = lax.select(places < stop, part, result)
         return result
 
-    return _traced(joined, sources, eqn)
-
-
-def _traced(function: Callable[..., Any], operands: Sequence[Any], eqn: Any) -> list[Any]:
-    """Return the equations of `function` of `operands`, in place of `eqn`, which has one result."""
-    jaxpr = jax.make_jaxpr(function)(*(atom.aval for atom in operands)).jaxpr
-    known: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-    known[jaxpr.outvars[0]] = eqn.outvars[0]
-    for inner in jaxpr.eqns:
-        for var in inner.outvars:
-            known.setdefault(var, Var(var.aval))
-    return [
-        inner.replace(
-            invars=[a if isinstance(a, Literal) else known[a] for a in inner.invars],
-            outvars=[known[var] for var in inner.outvars],
-            source_info=eqn.source_info,
-        )
-        for inner in jaxpr.eqns
-    ]
+    return replacement(joined, sources, eqn.outvars[0], eqn)

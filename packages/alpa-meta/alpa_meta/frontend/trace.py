@@ -31,6 +31,7 @@ from alpa_meta.compat import (
 from alpa_meta.frontend.lookups import batched_lookups
 from alpa_meta.frontend.mapped_reductions import unmapped_reductions
 from alpa_meta.frontend.shifts import merged_shifts
+from alpa_meta.frontend.whole_slices import without_whole_dims
 
 _CALLS = frozenset(
     {
@@ -62,7 +63,7 @@ def inline(jaxpr: Any) -> Any:
     """Return `jaxpr` with every call equation replaced by its body and dead equations removed.
 
     Shifts along a dim become one operator each, rows looked up at their own place one batching
-    dim, and collectives over dims of `jax.vmap` reductions.
+    dim, and collectives over dims of `jax.vmap` reductions; what is read whole is not indexed.
     """
     source = closed(jaxpr)
     inner = open_jaxpr(source)
@@ -71,7 +72,7 @@ def inline(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     _inline_eqns(inner.eqns, env, eqns, constvars, values, None)
     outvars = [atom if isinstance(atom, Literal) else env[atom] for atom in inner.outvars]
-    eqns = list(unmapped_reductions(eqns))
+    eqns = list(without_whole_dims(unmapped_reductions(eqns)))
     eqns = batched_lookups(eqns, dict(zip(constvars, values, strict=True)))
     eqns = live_eqns(merged_shifts(eqns), outvars)
     flat = inner.replace(constvars=constvars, eqns=eqns, outvars=outvars)
