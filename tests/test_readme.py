@@ -1,4 +1,4 @@
-"""The README's example prints what the README says it prints."""
+"""The README's example prints what the README says it prints; links lead somewhere."""
 
 import os
 import re
@@ -14,11 +14,11 @@ def _blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_example_prints_what_the_readme_shows():
-    example, printed = _blocks("python")[0], _blocks("text")[0]
+def _run(*arguments):
+    """Return what a program prints that chooses its own number of devices."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     found = subprocess.run(
-        [sys.executable, "-c", example],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -26,7 +26,18 @@ def test_the_example_prints_what_the_readme_shows():
         check=False,
     )
     assert found.returncode == 0, found.stderr
-    assert found.stdout == printed
+    return found.stdout
+
+
+def test_the_example_prints_what_the_readme_shows():
+    example, printed = _blocks("python")[0], _blocks("text")[0]
+    assert _run("-c", example) == printed
+
+
+def test_a_kernel_with_a_rule_runs_on_parts_as_planned():
+    text = _run(str(ROOT / "examples" / "own_kernel.py"))
+    assert "operators on whole arrays: none" in text
+    assert text.splitlines()[-1].startswith("the program is its plan")
 
 
 def test_the_example_is_the_file_in_examples():

@@ -90,6 +90,9 @@ class ExecutableAudit:
             found.append(self.numerics.text())
         return "\n".join([*found, self.summary()])
 
+    def __str__(self) -> str:
+        return self.text()
+
     def __rich__(self) -> Group:
         parts: list[Text | Group] = []
         for task, report in self._tasks():

@@ -49,6 +49,7 @@ def test_one_task_with_an_unplanned_collective_fails_the_executable():
     assert not found.ok and found.exit_status == 1
     assert "1 UNPLANNED: 2 tasks" in found.summary()
     assert "backward\n" in found.text() and "UNPLANNED" in found.text()
+    assert str(found) == found.text()
     shown = StringIO()
     found.print(Console(file=shown, width=140))
     assert "UNPLANNED" in shown.getvalue()
