@@ -208,6 +208,8 @@ def _results(
         return [MIXED] * count
     if name in ("scan", "while", "cond") or is_remat(eqn):
         return _region(eqn, twin, operands, known, ratio)
+    if any(operands[k].power for k in _places(eqn)):
+        return [MIXED] * count  # another place in every microbatch
     grows = [
         _growing_dims(var, other) for var, other in zip(eqn.outvars, twin.outvars, strict=True)
     ]
@@ -263,6 +265,17 @@ def _results(
         else:
             results.append(MIXED)
     return results
+
+
+def _places(eqn: Any) -> list[int]:
+    """Return which operands say where another is read or written: not those of dims taken whole."""
+    name = eqn.primitive.name
+    places = [k for k in _INDICES.get(name, ()) if k < len(eqn.invars)]
+    if name not in ("dynamic_slice", "dynamic_update_slice"):
+        return places
+    taken = eqn.outvars[0] if name == "dynamic_slice" else eqn.invars[1]
+    sizes = zip(taken.aval.shape, eqn.invars[0].aval.shape, strict=True)
+    return [k for k, (size, whole) in zip(places, sizes, strict=True) if size < whole]
 
 
 def _mean_plus_constant(operands: list[Scaling]) -> bool:

@@ -74,6 +74,12 @@ def result_scaling(function, *, size=2):
         (lambda w, x: (x / x.shape[0]).at[:, 1].set(0.0).sum(), Scaling("reduced", -1)),
         (lambda w, x: x.mean(0).at[1].set(0.0), Scaling("reduced", -1)),
         (lambda w, x: x.mean(0).at[1].set(1.0), MIXED),
+        (lambda w, x: lax.dynamic_slice(w, (jnp.int32(x.shape[0] // 2), 0), (1, 4)), MIXED),
+        (
+            lambda w, x: lax.dynamic_update_slice(x, x[:, :1], (0, jnp.int32(x.shape[0] // 2))),
+            MIXED,
+        ),
+        (lambda w, x: w[x.shape[0] // 2], MIXED),
         (lambda w, x: _written(x / x.shape[0]), Scaling("example", -1, 0)),
         (lambda w, x: _solved(w, x.mean(0)), Scaling("reduced", -1)),
         (lambda w, x: _solved(w, x.T), Scaling("example", 0, 1)),
