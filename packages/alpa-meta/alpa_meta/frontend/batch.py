@@ -208,8 +208,8 @@ def _results(
         return [MIXED] * count
     if name in ("scan", "while", "cond") or is_remat(eqn):
         return _region(eqn, twin, operands, known, ratio)
-    if any(operands[k].power for k in _places(eqn)):
-        return [MIXED] * count  # another place in every microbatch
+    if any(operands[k].power for k in _places(eqn)) or not _same_operator(eqn, twin):
+        return [MIXED] * count  # another place, or another operator, in every microbatch
     grows = [
         _growing_dims(var, other) for var, other in zip(eqn.outvars, twin.outvars, strict=True)
     ]
@@ -265,6 +265,28 @@ def _results(
         else:
             results.append(MIXED)
     return results
+
+
+def _same_operator(eqn: Any, twin: Any) -> bool:
+    """Return whether numbers in the parameters of two equations are the same, but for the batch:
+    `w[x.shape[0] // 2]` and `w ** x.shape[0]` are not."""
+    growing = set(_growing_dims(eqn.invars[0], twin.invars[0])) if eqn.invars else set()
+    grows = any(map(_growing_dims, (*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars)))
+    for name, value in eqn.params.items():
+        other = twin.params[name]
+        if isinstance(value, int | float) and value != other:
+            return False
+        if not isinstance(value, tuple) or not isinstance(other, tuple) or value == other:
+            continue
+        if not all(isinstance(one, int | tuple) for one in (*value, *other)):
+            continue
+        if not grows:
+            return False
+        by_dim = eqn.primitive.name in ("slice", "pad")
+        pairs = enumerate(zip(value, other, strict=True)) if by_dim else ()
+        if any(one != two for dim, (one, two) in pairs if dim not in growing):
+            return False
+    return True
 
 
 def _places(eqn: Any) -> list[int]:

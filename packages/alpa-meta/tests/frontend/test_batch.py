@@ -80,6 +80,8 @@ def result_scaling(function, *, size=2):
             MIXED,
         ),
         (lambda w, x: w[x.shape[0] // 2], MIXED),
+        (lambda w, x: (x @ w) ** x.shape[0], MIXED),
+        (lambda w, x: jnp.pad(x, ((0, 0), (x.shape[0], 4 - x.shape[0])))[:, :3], MIXED),
         (lambda w, x: _written(x / x.shape[0]), Scaling("example", -1, 0)),
         (lambda w, x: _solved(w, x.mean(0)), Scaling("reduced", -1)),
         (lambda w, x: _solved(w, x.T), Scaling("example", 0, 1)),
