@@ -274,7 +274,7 @@ def _same_operator(eqn: Any, twin: Any) -> bool:
     grows = any(map(_growing_dims, (*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars)))
     for name, value in eqn.params.items():
         other = twin.params[name]
-        if isinstance(value, int | float) and value != other:
+        if isinstance(value, int) and value != other:
             return False
         if not isinstance(value, tuple) or not isinstance(other, tuple) or value == other:
             continue
