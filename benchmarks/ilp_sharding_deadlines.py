@@ -94,7 +94,6 @@ def planner_problems(shape: tuple[int, ...], num_layers: int) -> Iterator[Shardi
 
     jax.config.update("jax_platforms", "cpu")
     from alpa_meta.corpus import gpt
-    from alpa_meta.frontend.program import Step
     from alpa_meta.inter_op.candidates import input_pins
     from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
     from alpa_meta.inter_op.stage_selection import stage_scope
@@ -103,6 +102,7 @@ def planner_problems(shape: tuple[int, ...], num_layers: int) -> Iterator[Shardi
     from alpa_meta.intra_op.selection import build
     from alpa_meta.options import Options
     from alpa_meta.planning.planner import outlook_of
+    from alpa_meta.step.program import Step
     from cost_model import CostModel, cluster
 
     shapes = dict(gpt.SHAPES)

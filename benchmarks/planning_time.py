@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from alpa_meta.corpus import NAMES, CorpusModel, build
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.meshes import logical_meshes, usable_memory, whole_cluster
 from alpa_meta.inter_op.stage_selection import stage_scope
@@ -33,6 +32,7 @@ from alpa_meta.intra_op.selection import build as build_problem
 from alpa_meta.options import Options
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.planner import outlook_of
+from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 
 PASSES = ("trace", "program", "layers", "problem", "solve", "memory")

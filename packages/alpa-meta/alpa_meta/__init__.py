@@ -9,10 +9,10 @@ from alpa_meta.api import Lowered, ParallelStep, local_cluster, parallelize
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.piecewise import PiecewiseArray
-from alpa_meta.frontend.phases import value_and_grad
+from alpa_meta.operators import register as sharding_rule
 from alpa_meta.options import Options
 from alpa_meta.pinning import pin
-from alpa_meta.rules import register as sharding_rule
+from alpa_meta.step.phases import value_and_grad
 
 __all__ = [
     "Executable",

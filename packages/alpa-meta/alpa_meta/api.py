@@ -17,13 +17,13 @@ from alpa_meta.errors import PlanError
 from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
 from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.piecewise import Piece, PiecewiseArray, gathered, state_arrays
-from alpa_meta.frontend.arguments import abstract_leaf, is_array
-from alpa_meta.frontend.program import Program, Step
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
+from alpa_meta.step.arguments import abstract_leaf, is_array
+from alpa_meta.step.program import Program, Step
 from cost_model import cluster as cluster_by_name
 
 

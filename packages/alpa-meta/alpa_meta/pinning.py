@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.compat import source_line, subjaxprs
 from alpa_meta.errors import PlanError
-from alpa_meta.frontend.program import Program
+from alpa_meta.step.program import Program
 
 _FREE: Any = PartitionSpec.UNCONSTRAINED
 

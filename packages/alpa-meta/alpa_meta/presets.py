@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec
 from alpa_interchange import LogicalMesh
 from alpa_meta.compat import Literal
 from alpa_meta.errors import PlanError
-from alpa_meta.frontend.program import Program
 from alpa_meta.pinning import Pin
+from alpa_meta.step.program import Program
 
 PRESETS = ("2d", "dp", "expert", "fsdp", "megatron", "megatron-sp", "zero2", "zero3")
 """The names of the presets."""

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.corpus import build
 from alpa_meta.errors import PlanError
-from alpa_meta.frontend.program import Step
 from alpa_meta.options import Options
 from alpa_meta.pinning import Pin
 from alpa_meta.presets import PRESETS, preset_pins, preset_specs
+from alpa_meta.step.program import Step
 
 MESH = {"data": 2, "model": 4}
 

@@ -12,8 +12,8 @@ from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.audit.numerics import Reference
 from alpa_meta.audit.program import ProgramAudit, audit_program, reference_of_program
 from alpa_meta.corpus import CorpusModel
-from alpa_meta.frontend.trace import trace
 from alpa_meta.spmd import random_plan
+from alpa_meta.step.trace import trace
 from ilp_sharding.spec_conversion import Conversions
 
 BANDWIDTH = 1e10

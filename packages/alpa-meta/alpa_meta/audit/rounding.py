@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_meta import compat
-from alpa_meta.frontend.trace import inline
+from alpa_meta.step.trace import inline
 
 NARROW, ALL = 32, 65  # floats of fewer bits are changed
 _BODIES = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",)}

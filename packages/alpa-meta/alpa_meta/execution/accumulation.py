@@ -19,10 +19,10 @@ from jax import lax
 
 from alpa_meta.compat import Literal, Var, is_drop
 from alpa_meta.errors import PlanError
-from alpa_meta.frontend.added_equations import equations_of
-from alpa_meta.frontend.batch import CONSTANT, Scaling
-from alpa_meta.frontend.program import Program
 from alpa_meta.inter_op.staging import Staging
+from alpa_meta.microbatch.scaling import CONSTANT, Scaling
+from alpa_meta.passes.added_equations import equations_of
+from alpa_meta.step.program import Program
 
 
 @frozen(eq=False)

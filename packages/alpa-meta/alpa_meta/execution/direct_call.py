@@ -16,8 +16,8 @@ import numpy as np
 from attrs import frozen
 
 from alpa_meta.execution.executable import Executable
-from alpa_meta.frontend.arguments import is_array
-from alpa_meta.frontend.program import Step
+from alpa_meta.step.arguments import is_array
+from alpa_meta.step.program import Step
 from mesh_runtime import Pace
 
 NOT_DIRECT = object()

@@ -21,7 +21,6 @@ from alpa_meta.execution.piecewise import parted, united
 from alpa_meta.execution.second_gathers import WORTH, with_second_gathers
 from alpa_meta.execution.task_plan import task_plan
 from alpa_meta.execution.tasks import Task
-from alpa_meta.frontend.program import Leaf
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import (
     HOST_BUCKETS,
@@ -34,6 +33,7 @@ from alpa_meta.spmd import (
     planned_collectives,
     shard_map_program,
 )
+from alpa_meta.step.program import Leaf
 
 if TYPE_CHECKING:
     from alpa_meta.audit.executable import ExecutableAudit

@@ -16,7 +16,7 @@ from jax import lax
 
 from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.compat import Literal, Var
-from alpa_meta.frontend.added_equations import equations_of
+from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.spmd import JaxprPlan
 
 _SCALAR = Strategy(assignment=(), operands=(ShardingSpec(()),), results=(ShardingSpec(()),))

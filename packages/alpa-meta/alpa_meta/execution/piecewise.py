@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
 
-from alpa_meta.frontend.program import Program
+from alpa_meta.step.program import Program
 
 
 class PiecewiseArray:

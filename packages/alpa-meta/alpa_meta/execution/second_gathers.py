@@ -18,8 +18,8 @@ from jax import lax
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.compat import Literal, Var, is_drop, is_plain
-from alpa_meta.frontend.added_equations import equations_of
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.spmd import JaxprPlan
 
 WORTH = 0.05

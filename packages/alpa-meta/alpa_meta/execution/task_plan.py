@@ -9,7 +9,7 @@ from typing import Any
 from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.compat import Literal
 from alpa_meta.execution.tasks import Task
-from alpa_meta.rules import sharding_rule
+from alpa_meta.operators import sharding_rule
 from alpa_meta.spmd import JaxprPlan, RegionPlan
 
 

@@ -17,9 +17,9 @@ from attrs import evolve, field, frozen
 from alpa_interchange import TaskGraph, TaskSpec
 from alpa_meta.compat import ClosedJaxpr, Literal, Var, is_drop
 from alpa_meta.execution.accumulation import accumulation_of, crossing_values
-from alpa_meta.frontend.added_equations import jaxpr_of
-from alpa_meta.frontend.program import Program
 from alpa_meta.inter_op.staging import Staging
+from alpa_meta.passes.added_equations import jaxpr_of
+from alpa_meta.step.program import Program
 
 
 @frozen(eq=False)

@@ -21,7 +21,6 @@ from alpa_interchange import (
     SubmeshSpec,
 )
 from alpa_meta.errors import PlanError
-from alpa_meta.frontend.program import Program
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.scan_cutting import CutProgram
 from alpa_meta.inter_op.stage_selection import (
@@ -39,6 +38,7 @@ from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.options import Options
 from alpa_meta.pinning import Pin, pinned_inputs
 from alpa_meta.presets import preset_pins
+from alpa_meta.step.program import Program
 from cost_model import CostModel
 
 LIKELY_PRESETS = ("dp", "zero2", "zero3", "megatron", "2d")  # no plan is to cost more than these

@@ -18,7 +18,7 @@ from typing import Any
 from attrs import frozen
 
 from alpa_meta.compat import Literal, Var, is_drop, subjaxprs
-from alpa_meta.frontend.program import Program
+from alpa_meta.step.program import Program
 
 
 @frozen(eq=False)

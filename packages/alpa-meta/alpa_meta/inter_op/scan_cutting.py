@@ -22,10 +22,6 @@ from attrs import evolve, frozen
 from jax import lax
 
 from alpa_meta.compat import ClosedJaxpr, Literal, Var, consts, is_drop, scan_counts
-from alpa_meta.frontend.added_equations import equations_of
-from alpa_meta.frontend.batch import CONSTANT
-from alpa_meta.frontend.phases import Phases
-from alpa_meta.frontend.program import Leaf, Part, Program
 from alpa_meta.inter_op.stacks import (
     Passage,
     Stack,
@@ -34,6 +30,10 @@ from alpa_meta.inter_op.stacks import (
     stacked_inputs,
     stacked_outputs,
 )
+from alpa_meta.microbatch.scaling import CONSTANT
+from alpa_meta.passes.added_equations import equations_of
+from alpa_meta.step.phases import Phases
+from alpa_meta.step.program import Leaf, Part, Program
 
 _COMBINE = {
     "add": jnp.add,

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from alpa_meta.compat import is_drop
-from alpa_meta.frontend.program import Program
 from alpa_meta.inter_op.layering import Layering, assign_layers, clustered_positions
 from alpa_meta.inter_op.scan_cutting import CutProgram, Origin, cut_scans
 from alpa_meta.inter_op.stacks import Stack, even_bounds, is_cuttable, stacked_inputs, stacks_of
 from alpa_meta.inter_op.staging import Staging, assign_stages
+from alpa_meta.step.program import Program
 
 
 def cut_evenly(program: Program) -> CutProgram | None:

@@ -21,9 +21,9 @@ from attrs import frozen
 
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import Literal, is_drop, scan_counts
-from alpa_meta.frontend.program import Program
-from alpa_meta.rules import flops, operator_of, sharding_rule
-from alpa_meta.rules.operator import run_identity, run_unchanged, shape_of
+from alpa_meta.operators import flops, operator_of, sharding_rule
+from alpa_meta.operators.operator import run_identity, run_unchanged, shape_of
+from alpa_meta.step.program import Program
 
 LEAST_SHARE = 0.05  # of the forward work, below which a scan stays whole
 MOST_PIECES = 16  # a stack is cut into at most so many, more would only make planning slow

@@ -11,7 +11,6 @@ from attrs import frozen
 
 from alpa_meta.compat import Literal, is_drop
 from alpa_meta.execution.accumulation import crossing_values
-from alpa_meta.frontend.program import Program
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.intra_op.folding import fold_keys
@@ -21,6 +20,7 @@ from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.pinning import Pin
+from alpa_meta.step.program import Program
 
 
 @frozen(eq=False)

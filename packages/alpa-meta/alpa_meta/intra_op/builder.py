@@ -15,7 +15,6 @@ from attrs import frozen
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Literal, is_drop, is_remat
-from alpa_meta.frontend.shared_reads import is_shared_read
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import (
     BucketedTraffic,
@@ -33,9 +32,10 @@ from alpa_meta.intra_op.operator_seconds import operator_seconds
 from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
 from alpa_meta.intra_op.regions import region_record
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
+from alpa_meta.operators import is_heavy, linear_operands, operator_signature, sharding_rule
+from alpa_meta.operators.operator import shape_of
+from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
-from alpa_meta.rules import is_heavy, linear_operands, operator_signature, sharding_rule
-from alpa_meta.rules.operator import shape_of
 from ilp_sharding.problem_builder import ProblemBuilder
 
 _REGIONS = ("scan", "while", "cond")

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from alpa_meta.compat import Literal, dtype_name, is_drop, subjaxprs
+from alpa_meta.operators import rule_number
 from alpa_meta.pinning import is_pin, pinned_spec
-from alpa_meta.rules import rule_number
 
 
 def fold_keys(

@@ -12,11 +12,11 @@ from typing import Any
 
 from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Literal
-from alpa_meta.frontend.shared_reads import is_shared_read
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
+from alpa_meta.operators import is_heavy
+from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import is_pin
-from alpa_meta.rules import is_heavy
 from ilp_sharding.strategies import shardable_factors
 
 

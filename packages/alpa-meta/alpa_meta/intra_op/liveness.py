@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from attrs import define, field, frozen
 
 from alpa_meta.intra_op.stage_problem import Source
-from alpa_meta.rules.elementwise import OPERATORS as ELEMENTWISE
+from alpa_meta.operators.elementwise import OPERATORS as ELEMENTWISE
 
 PHASES = ("forward", "backward", "update")
 KINDS = ("state", "gradients", "activations", "temporaries")

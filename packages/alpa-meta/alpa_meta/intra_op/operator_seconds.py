@@ -12,7 +12,7 @@ from alpa_meta.compat import dtype_name
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import Sent, own_sums
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.rules import flops, operator_of, sharding_rule, traffic_bytes
+from alpa_meta.operators import flops, operator_of, sharding_rule, traffic_bytes
 
 _CACHE_LINE = 64.0  # bytes
 _MATMULS = {"dot_general": "matmul", "ragged_dot_general": "matmul"}

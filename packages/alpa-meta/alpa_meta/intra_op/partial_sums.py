@@ -13,8 +13,8 @@ from alpa_meta.compat import Literal, closed, is_drop, open_jaxpr, scan_counts, 
 from alpa_meta.intra_op.bucketed_traffic import completion_steps
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
-from alpa_meta.rules import linear_operands
-from alpa_meta.rules.operator import shape_of
+from alpa_meta.operators import linear_operands
+from alpa_meta.operators.operator import shape_of
 from ilp_sharding.strategies import completed_specs
 
 

@@ -24,8 +24,8 @@ from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import late_in_body
 from alpa_meta.intra_op.partial_sums import may_leave_partial, summed_carries
 from alpa_meta.intra_op.stage_problem import Body, Record, Source
-from alpa_meta.rules import is_heavy
-from alpa_meta.rules.operator import shape_of
+from alpa_meta.operators import is_heavy
+from alpa_meta.operators.operator import shape_of
 
 if TYPE_CHECKING:
     from alpa_meta.intra_op.builder import Builder

@@ -16,7 +16,6 @@ from alpa_interchange import (
     StagePlan,
 )
 from alpa_meta.execution.tasks import Tasks, build_tasks
-from alpa_meta.frontend.program import Program, Step
 from alpa_meta.inter_op.candidates import (
     MeshSolution,
     Outlook,
@@ -38,6 +37,7 @@ from alpa_meta.planning.plan_summary import (
     provenance,
     stage_sharding,
 )
+from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
 Choose = Callable[[StageCandidate, Selection, float], ShardingSolution]

@@ -18,7 +18,7 @@ from attrs import evolve
 
 from alpa_interchange import ParallelPlan, ShardingSpec, Strategy
 from alpa_meta import compat
-from alpa_meta.rules import known_primitives, sharding_rule
+from alpa_meta.operators import known_primitives, sharding_rule
 from alpa_meta.spmd import RegionPlan
 
 _REGIONS = ("scan", "while", "cond")

@@ -9,8 +9,8 @@ from alpa_interchange import (
     ParallelPlan,
 )
 from alpa_meta.errors import PlanError
-from alpa_meta.frontend.program import Program
 from alpa_meta.intra_op.selection import Selection
+from alpa_meta.step.program import Program
 
 
 def check_choice(selection: Selection, choice: tuple[int, ...] | None, stage: int) -> None:

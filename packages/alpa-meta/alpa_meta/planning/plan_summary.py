@@ -20,7 +20,6 @@ from alpa_interchange import (
     StageSharding,
 )
 from alpa_meta.compat import is_remat, name_stack, open_jaxpr, subjaxprs
-from alpa_meta.frontend.program import Program, Step
 from alpa_meta.inter_op.candidates import (
     Outlook,
 )
@@ -28,9 +27,10 @@ from alpa_meta.inter_op.layering import Layering, tensor_bytes
 from alpa_meta.inter_op.stage_selection import boundary_bytes
 from alpa_meta.intra_op.folding import fold_keys, layer_classes
 from alpa_meta.intra_op.selection import Selection
+from alpa_meta.operators import flops, sharding_rule
 from alpa_meta.planning.executor_choice import chosen_executor
 from alpa_meta.planning.plan_identity import fingerprint, problem_hash
-from alpa_meta.rules import flops, sharding_rule
+from alpa_meta.step.program import Program, Step
 
 _PACKAGES = (
     "alpa-meta",

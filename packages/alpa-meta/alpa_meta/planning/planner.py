@@ -24,7 +24,6 @@ from alpa_interchange import (
 from alpa_meta.compat import Literal
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.tasks import build_tasks
-from alpa_meta.frontend.program import Program, Step
 from alpa_meta.inter_op.candidates import (
     MeshSolution,
     Outlook,
@@ -39,6 +38,7 @@ from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.intra_op.folding import eqn_signature
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.selection import Selection
+from alpa_meta.operators import flops
 from alpa_meta.options import Options
 from alpa_meta.pinning import UnfitPinError, pinned_axes
 from alpa_meta.planning.chosen_plan import (
@@ -51,7 +51,7 @@ from alpa_meta.planning.chosen_plan import (
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.plan_identity import check_choice, check_program, problem_hash
-from alpa_meta.rules import flops
+from alpa_meta.step.program import Program, Step
 from cost_model import CostModel, calibrated_model
 
 

@@ -23,12 +23,12 @@ from alpa_interchange import (
     SubmeshSpec,
 )
 from alpa_meta.errors import PlanError
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.meshes import logical_meshes, submeshes
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
 from alpa_meta.planning.planner import device_groups, outlook_in_pieces, outlook_of
+from alpa_meta.step.program import Step
 from cost_model import CostModel
 
 

@@ -24,13 +24,13 @@ import ilp_sharding
 from alpa_interchange import ParallelPlan, ShardingSolution, StageCandidate
 from alpa_meta.compat import Literal, open_jaxpr, subjaxprs
 from alpa_meta.errors import PlanError
-from alpa_meta.frontend.program import Program, Step
 from alpa_meta.inter_op.meshes import usable_memory
 from alpa_meta.inter_op.scan_stages import cut_evenly
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
 from alpa_meta.planning.planner import staged_outlook
+from alpa_meta.step.program import Program, Step
 from cost_model import calibrated_model
 
 _LOG = logging.getLogger("alpa_meta")

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
-from alpa_meta.rules import sharding_rule
-from alpa_meta.rules.operator import shape_of
+from alpa_meta.operators import sharding_rule
+from alpa_meta.operators.operator import shape_of
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.evaluation import Scope, Walk, run_local
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan

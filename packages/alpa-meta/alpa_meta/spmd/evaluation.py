@@ -13,13 +13,13 @@ from jax import lax
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
-from alpa_meta.frontend.trace import inline
-from alpa_meta.rules import LocalCall, operator_of, sharding_rule
-from alpa_meta.rules.operator import behind_barrier, shape_of
+from alpa_meta.operators import LocalCall, operator_of, sharding_rule
+from alpa_meta.operators.operator import behind_barrier, shape_of
 from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.completion import complete, complete_sums, convert
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
+from alpa_meta.step.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from alpa_interchange import LogicalMesh, ShardingSpec
 from alpa_meta import compat
 from alpa_meta.audit.planned import PlannedCollective
-from alpa_meta.rules.operator import shape_of
+from alpa_meta.operators.operator import shape_of
 from alpa_meta.spmd.bucketing import BucketLimits
 from alpa_meta.spmd.collectives import CollectiveLog, Collectives
 from alpa_meta.spmd.evaluation import evaluate

@@ -12,10 +12,10 @@ from attrs import frozen
 
 from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
 from alpa_meta import compat
-from alpa_meta.frontend.trace import inline
-from alpa_meta.rules import linear_operands, sharding_rule
-from alpa_meta.rules.operator import shape_of
+from alpa_meta.operators import linear_operands, sharding_rule
+from alpa_meta.operators.operator import shape_of
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
+from alpa_meta.step.trace import inline
 from ilp_sharding.spec_conversion import sharding_specs
 from ilp_sharding.strategies import StrategyOptions, completed_specs, enumerate_strategies
 

@@ -16,9 +16,9 @@ from alpa_meta.audit.account import account
 from alpa_meta.audit.hlo import compiled_collectives
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.audit.program import audit_program, compile_plan
-from alpa_meta.frontend.trace import trace
-from alpa_meta.rules import sharding_rule
+from alpa_meta.operators import sharding_rule
 from alpa_meta.spmd import JaxprPlan, planned_collectives, random_plan
+from alpa_meta.step.trace import trace
 from ilp_sharding.spec_conversion import Conversions
 
 SIZES = {"x": 2, "y": 4}

@@ -14,7 +14,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 from alpa_meta.corpus.model import deterministic_model
-from alpa_meta.rules import Factors, register
+from alpa_meta.operators import Factors, register
 from jax.interpreters import mlir
 
 

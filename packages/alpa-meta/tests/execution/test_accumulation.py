@@ -10,10 +10,10 @@ from two_matrices import BATCH, SHAPE, STATE, step
 from alpa_meta.compat import ClosedJaxpr, Var
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.accumulation import accumulation_of, crossing_values
-from alpa_meta.frontend.added_equations import jaxpr_of
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.staging import assign_stages
+from alpa_meta.passes.added_equations import jaxpr_of
+from alpa_meta.step.program import Step
 
 
 def accumulated(function, num_microbatches, state=STATE):

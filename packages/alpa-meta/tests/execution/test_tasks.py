@@ -6,9 +6,9 @@ from two_matrices import BATCH, SHAPE, STATE, step
 
 from alpa_meta.execution.accumulation import crossing_values
 from alpa_meta.execution.tasks import build_tasks
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.staging import assign_stages
+from alpa_meta.step.program import Step
 
 
 def by_products(eqns, inputs):

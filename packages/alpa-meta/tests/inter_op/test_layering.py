@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.layering import assign_layers, clone_into_readers, tensor_bytes
+from alpa_meta.step.program import Step
 
 SHAPE = jax.ShapeDtypeStruct
 DEPTH = 3

@@ -7,9 +7,9 @@ import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.scan_cutting import cut_scans
 from alpa_meta.inter_op.stacks import stacks_of
+from alpa_meta.step.program import Step
 
 LAYERS, WIDTH = 5, 4
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))

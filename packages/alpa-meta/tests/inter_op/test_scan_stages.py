@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import alpa_meta as alpa
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.meshes import logical_meshes, submeshes
 from alpa_meta.inter_op.scan_stages import cut_evenly, staged_program
 from alpa_meta.inter_op.stage_selection import stage_scope
@@ -14,6 +13,7 @@ from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
 from alpa_meta.options import Options
 from alpa_meta.planning.planner import outlook_in_pieces
+from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 
 WIDTH = 8

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from alpa_meta.frontend.program import Step
-from alpa_meta.frontend.trace import trace
 from alpa_meta.inter_op.stacks import even_bounds, passages, stacks_of
+from alpa_meta.step.program import Step
+from alpa_meta.step.trace import trace
 
 LAYERS, WIDTH = 6, 4
 PARAMS = {"w": np.ones((LAYERS, WIDTH, WIDTH), np.float32), "head": np.ones(WIDTH, np.float32)}

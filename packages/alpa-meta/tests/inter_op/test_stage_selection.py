@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.candidates import microbatch_counts
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
@@ -13,6 +12,7 @@ from alpa_meta.inter_op.stage_selection import boundary_bytes, solved_costs, sta
 from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
+from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 from ilp_sharding import solve
 

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.staging import HUB, assign_stages
+from alpa_meta.step.program import Step
 
 SHAPE = jax.ShapeDtypeStruct
 WEIGHT, BATCH = SHAPE((4, 4), jnp.float32), SHAPE((6, 4), jnp.float32)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from alpa_interchange import LogicalMesh, MeshAxis
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.staging import assign_stages
@@ -14,6 +13,7 @@ from alpa_meta.intra_op.bucketed_solution import least_extra, solve_in_buckets
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
 from alpa_meta.options import Options
+from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 
 

@@ -9,7 +9,7 @@ from alpa_meta.compat import open_jaxpr
 from alpa_meta.intra_op.light_equations import following_strategies, is_heavy, leading_operand
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
-from alpa_meta.rules import sharding_rule
+from alpa_meta.operators import sharding_rule
 from cost_model import CostModel, cluster
 
 MODEL = CostModel(cluster("h100:8"))

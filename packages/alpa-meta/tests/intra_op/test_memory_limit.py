@@ -8,13 +8,13 @@ import pytest
 
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.corpus import build as corpus_model
-from alpa_meta.frontend.program import Step
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.intra_op.memory_limit import solve, solve_within
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
 from alpa_meta.options import Options
 from alpa_meta.planning.planner import make_plan, outlook_of
+from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 from ilp_sharding import check
 

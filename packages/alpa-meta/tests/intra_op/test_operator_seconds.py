@@ -8,7 +8,7 @@ from alpa_interchange import ShardingSpec, SubmeshSpec
 from alpa_meta.compat import open_jaxpr
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.operator_seconds import operator_seconds
-from alpa_meta.rules import flops, sharding_rule, traffic_bytes
+from alpa_meta.operators import flops, sharding_rule, traffic_bytes
 from cost_model import CostModel, cluster
 
 MODEL = CostModel(cluster("h100:8"))

@@ -8,8 +8,6 @@ import pytest
 
 import ilp_sharding
 from alpa_interchange import LogicalMesh, MeshAxis
-from alpa_meta.frontend.program import Step
-from alpa_meta.frontend.shared_reads import is_shared_read
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.staging import assign_stages
@@ -17,6 +15,8 @@ from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
 from alpa_meta.options import Options
+from alpa_meta.passes.shared_reads import is_shared_read
+from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 
 MESH = LogicalMesh(

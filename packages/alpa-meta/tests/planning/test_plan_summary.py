@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_meta.frontend.program import Step
 from alpa_meta.options import Options
 from alpa_meta.planning.planner import make_plan
+from alpa_meta.step.program import Step
 from cost_model import cluster
 
 SHAPE = jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -6,10 +6,10 @@ import pytest
 
 from alpa_interchange import ParallelPlan, from_json, to_json
 from alpa_meta.errors import InfeasibleError, PlanError
-from alpa_meta.frontend.program import Step
 from alpa_meta.options import Options
 from alpa_meta.planning.plan_identity import problem_hash
 from alpa_meta.planning.planner import make_plan, restore
+from alpa_meta.step.program import Step
 from cost_model import cluster
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import alpa_meta as alpa
 from alpa_meta import api
-from alpa_meta.frontend.program import Step
 from alpa_meta.planning.shape_buckets import marked_dims, structural_difference
+from alpa_meta.step.program import Step
 
 WEIGHT = np.eye(8, dtype=np.float32)
 FIXED = {"cluster": "host:2", "num_stages": 1, "mesh_shape": (2,)}

@@ -13,7 +13,6 @@ from attrs import frozen
 from jax.sharding import AxisType, Mesh
 
 from alpa_interchange import LogicalMesh, MeshAxis
-from alpa_meta.frontend.trace import inline
 from alpa_meta.spmd import (
     BucketLimits,
     JaxprPlan,
@@ -22,6 +21,7 @@ from alpa_meta.spmd import (
     random_plan,
     shard_map_program,
 )
+from alpa_meta.step.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 
 

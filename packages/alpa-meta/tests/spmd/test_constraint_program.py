@@ -7,7 +7,6 @@ from jax.sharding import AxisType, Mesh
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
 from alpa_meta import compat
-from alpa_meta.frontend.trace import inline
 from alpa_meta.spmd import (
     JaxprPlan,
     completed_plan,
@@ -16,6 +15,7 @@ from alpa_meta.spmd import (
     random_plan,
 )
 from alpa_meta.spmd.constraint_program import free_variables
+from alpa_meta.step.trace import inline
 
 MESH = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=2)))
 KEY = jax.random.key(0)

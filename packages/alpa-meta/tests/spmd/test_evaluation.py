@@ -7,7 +7,7 @@ from jax import lax
 from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.audit.account import account
 from alpa_meta.audit.hlo import compiled_collectives
-from alpa_meta.rules import sharding_rule
+from alpa_meta.operators import sharding_rule
 from alpa_meta.spmd import JaxprPlan
 from ilp_sharding.strategies import enumerate_strategies
 

@@ -6,7 +6,6 @@ from jax.sharding import PartitionSpec
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
 from alpa_meta.audit.hlo import compiled_collectives
-from alpa_meta.frontend.trace import inline
 from alpa_meta.spmd import (
     JaxprPlan,
     RegionPlan,
@@ -17,6 +16,7 @@ from alpa_meta.spmd import (
     random_plan,
     shard_map_program,
 )
+from alpa_meta.step.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 
 MESH = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=4)))

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_interchange import LogicalMesh, MeshAxis
-from alpa_meta.frontend.trace import inline
 from alpa_meta.spmd import RegionPlan, random_plan, stacked
+from alpa_meta.step.trace import inline
 from ilp_sharding.strategies import completed_specs
 
 MESH = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=2)))

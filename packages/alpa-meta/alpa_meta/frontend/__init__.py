@@ -1,1 +1,0 @@
-"""From a user's step to a program: traced, inputs named, phases found, batches followed."""

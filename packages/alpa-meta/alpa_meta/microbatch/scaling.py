@@ -1,0 +1,485 @@
+"""How every value of a training step scales with the batch, found from the program alone.
+
+The step is traced at two batch sizes; both jaxprs have the same equations, and what differs tells
+which dims and which literals grow with the batch. Following the batch dim through the
+sharding rules then gives each value one of these forms:
+
+    constant  does not depend on the batch's data
+    example   has a batch dim; every slice along it depends on its own examples only
+    reduced   a sum over examples of example values, times N^power (N: examples in the batch)
+    extreme   a maximum or minimum over examples
+    mixed     anything else (batch statistics, ratios of sums, random numbers shaped by the batch)
+
+A step cut into B microbatches is exact when no mixed value crosses from the microbatches to the
+update: a reduced value of the whole batch is the sum of the microbatch values times B^power, so a
+mean loss (power -1) is averaged and a summed loss (power 0) is summed.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from attrs import evolve, frozen
+
+from alpa_meta.compat import (
+    Literal,
+    closed,
+    consts,
+    is_drop,
+    is_remat,
+    open_jaxpr,
+    scan_counts,
+    subjaxprs,
+)
+from alpa_meta.microbatch.places import (
+    adds_to_operand,
+    order_survives,
+    same_constant,
+    selects_examples,
+    sums_survive,
+)
+from alpa_meta.operators import sharding_rule
+
+
+@frozen
+class Scaling:
+    """Form of a value, the power of N in it, and the batch dim of an example value.
+
+    `reduction` is "max" or "min" for an extreme.
+    """
+
+    form: str
+    power: int = 0
+    dim: int = -1
+    zero: bool = False  # identically zero: agrees with every power
+    reduction: str = "add"
+
+
+CONSTANT = Scaling("constant")
+MIXED = Scaling("mixed")
+
+_PRODUCT = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
+_SUM = {
+    "add",
+    "sub",
+    "add_any",
+    "select_n",
+    "concatenate",
+    "stack",
+    "pad",
+    "scatter",
+    "scatter-add",
+    "dynamic_update_slice",
+}
+_INDICES = {
+    "gather": range(1, 2),
+    "dynamic_slice": range(1, 16),
+    "scatter": range(1, 2),
+    "scatter-add": range(1, 2),
+    "select_n": range(1),
+    "dynamic_update_slice": range(2, 16),
+}
+_LINEAR = {
+    "neg",
+    "transpose",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "reduce_sum",
+    "copy",
+    "copy_p",
+    "slice",
+    "dynamic_slice",
+    "gather",
+    "rev",
+    "cumsum",
+    "reduce_precision",
+    "optimization_barrier",
+    "split",
+    "unstack",
+    "real",
+    "imag",
+    "complex",
+    "conj",
+    "fft",
+    "tile",
+    "reduce_window_sum",
+    "select_and_scatter_add",
+    "stop_gradient",
+    "name",
+    "sharding_constraint",
+    "alpa_pin",
+}
+_ORDER_KEEPING = {
+    "transpose",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "slice",
+    "rev",
+    "stop_gradient",
+}
+_EXTREMES = {"max": "max", "or": "max", "min": "min", "and": "min"}
+_POSITIONAL = {"iota", "random_bits", "random_split", "rng_bit_generator", "threefry2x32"}
+
+
+def batch_scaling(
+    small: Any, large: Any, inputs: Sequence[Scaling], ratio: float = 2
+) -> dict[Any, Scaling]:
+    """Return the scaling of every variable of `small`, the jaxpr at batch size b.
+
+    `large` is the same step at `ratio` times b, `inputs` the scalings of its inputs. When the two
+    programs do not correspond, every value that is not an input is mixed.
+    """
+    known: dict[Any, Scaling] = {}
+    _follow(small, large, inputs, known, ratio)
+    return known
+
+
+def _follow(
+    small: Any, large: Any, inputs: Sequence[Scaling], known: dict[Any, Scaling], ratio: float
+) -> list[Scaling]:
+    first, second = open_jaxpr(small), open_jaxpr(large)
+    known.update(zip(first.invars, inputs, strict=True))
+    closed_over = zip_longest(consts(small), consts(large))
+    for var, (one, other) in zip(first.constvars, closed_over, strict=False):
+        known[var] = CONSTANT if same_constant(one, other) else MIXED
+    matching = len(first.eqns) == len(second.eqns)
+    for position, eqn in enumerate(first.eqns):
+        twin = second.eqns[position] if matching else None
+        if twin is not None and twin.primitive is not eqn.primitive:
+            twin = None
+        if twin is None:
+            results = [MIXED] * len(eqn.outvars)
+        else:
+            operands = [
+                _read(atom, other, known, ratio)
+                for atom, other in zip(eqn.invars, twin.invars, strict=True)
+            ]
+            results = _results(eqn, twin, operands, known, ratio)
+        known.update(
+            (var, result)
+            for var, result in zip(eqn.outvars, results, strict=True)
+            if not is_drop(var)
+        )
+    return [
+        _read(atom, other, known, ratio)
+        for atom, other in zip(first.outvars, second.outvars, strict=True)
+    ]
+
+
+def _read(atom: Any, twin: Any, known: dict[Any, Scaling], ratio: float) -> Scaling:
+    if not isinstance(atom, Literal):
+        return known.get(atom, MIXED)
+    if not isinstance(twin, Literal):
+        return CONSTANT
+    if np.ndim(atom.val):
+        return CONSTANT if same_constant(atom.val, twin.val) else MIXED
+    value, other = np.asarray(atom.val), np.asarray(twin.val)
+    if value.dtype.kind not in "iufc" and value.dtype.name != "bfloat16":
+        return CONSTANT
+    one, two = complex(value), complex(other)
+    if one == two or not (cmath.isfinite(one) and cmath.isfinite(two)):
+        return Scaling("constant", zero=one == 0.0)
+    growth = two / one if one else 0j
+    if growth.imag or growth.real <= 0.0:
+        return MIXED
+    power = math.log(growth.real, ratio)
+    return Scaling("constant", power=round(power)) if abs(power - round(power)) < 1e-3 else MIXED
+
+
+def _results(
+    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
+) -> list[Scaling]:
+    name = eqn.primitive.name
+    count = len(eqn.outvars)
+    if any(operand.form == "mixed" for operand in operands):
+        return [MIXED] * count
+    if name in ("scan", "while", "cond") or is_remat(eqn):
+        return _region(eqn, twin, operands, known, ratio)
+    if any(operands[k].power for k in _places(eqn)) or not _same_operator(eqn, twin):
+        return [MIXED] * count  # another place, or another operator, in every microbatch
+    grows = [
+        _growing_dims(var, other) for var, other in zip(eqn.outvars, twin.outvars, strict=True)
+    ]
+    if all(operand.form == "constant" for operand in operands):
+        return _from_constants(eqn, operands, grows)
+    if name == "alpa_gradient":
+        return operands
+    rule = sharding_rule(eqn)
+    if rule is None:
+        return [MIXED] * count
+    if name in ("add", "sub", "add_any") and _mean_plus_constant(operands):
+        return [Scaling("reduced", -1)]
+    power = _power(name, operands)
+    if power is None:
+        return [MIXED] * count
+    zero = name in _LINEAR | _PRODUCT and any(operand.zero for operand in operands[:1])
+    if any(operand.form in ("reduced", "extreme") for operand in operands):
+        return _from_reduced(eqn, operands, power)
+    batch_factors = set()
+    for operand, dims, atom in zip(operands, rule.operands, eqn.invars, strict=True):
+        if operand.form != "example":
+            continue
+        if not dims[operand.dim]:
+            size_one = atom.aval.shape[operand.dim] == 1
+            if not size_one:
+                return [MIXED] * count
+            continue
+        batch_factors.add(dims[operand.dim][0])
+    if len(batch_factors) != 1:
+        return [MIXED] * count
+    factor = batch_factors.pop()
+    kind = rule.factor(factor)
+    if kind.kind in ("replicate", "permutation") or selects_examples(name, rule, factor):
+        return [MIXED] * count
+    if adds_to_operand(name, rule, factor) and not operands[0].zero:
+        return [MIXED] * count
+    for operand, dims in zip(operands, rule.operands, strict=True):
+        holds = any(factor in dim for dim in dims)
+        if holds and operand.form == "constant" and not operand.zero:
+            return [MIXED] * count
+    results = []
+    for dims, growing in zip(rule.results, grows, strict=True):
+        home = tuple(dim for dim, names in enumerate(dims) if names and names[0] == factor)
+        if home and home == growing:
+            results.append(Scaling("example", power, home[0], zero))
+        elif home or growing:
+            results.append(MIXED)
+        elif kind.kind == "reduction" and kind.reduction == "add":
+            results.append(Scaling("reduced", power))
+        elif kind.kind == "reduction" and kind.reduction in ("max", "min", "and", "or"):
+            extreme = Scaling("extreme", reduction=_EXTREMES[kind.reduction])
+            results.append(extreme if power == 0 else MIXED)
+        else:
+            results.append(MIXED)
+    return results
+
+
+def _same_operator(eqn: Any, twin: Any) -> bool:
+    """Return whether numbers in the parameters of two equations are the same, but for the batch:
+    `w[x.shape[0] // 2]` and `w ** x.shape[0]` are not."""
+    growing = set(_growing_dims(eqn.invars[0], twin.invars[0])) if eqn.invars else set()
+    grows = any(map(_growing_dims, (*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars)))
+    for name, value in eqn.params.items():
+        other = twin.params[name]
+        if isinstance(value, int) and value != other:
+            return False
+        if not isinstance(value, tuple) or not isinstance(other, tuple) or value == other:
+            continue
+        if not all(isinstance(one, int | tuple) for one in (*value, *other)):
+            continue
+        if not grows:
+            return False
+        by_dim = eqn.primitive.name in ("slice", "pad")
+        pairs = enumerate(zip(value, other, strict=True)) if by_dim else ()
+        if any(one != two for dim, (one, two) in pairs if dim not in growing):
+            return False
+    return True
+
+
+def _places(eqn: Any) -> list[int]:
+    """Return which operands say where another is read or written: not those of dims taken whole."""
+    name = eqn.primitive.name
+    places = [k for k in _INDICES.get(name, ()) if k < len(eqn.invars)]
+    if name not in ("dynamic_slice", "dynamic_update_slice"):
+        return places
+    taken = eqn.outvars[0] if name == "dynamic_slice" else eqn.invars[1]
+    sizes = zip(taken.aval.shape, eqn.invars[0].aval.shape, strict=True)
+    return [k for k, (size, whole) in zip(places, sizes, strict=True) if size < whole]
+
+
+def _mean_plus_constant(operands: list[Scaling]) -> bool:
+    """Return whether a mean over the batch meets a constant: the average of such sums is exact."""
+    kinds = {(operand.form, operand.power) for operand in operands}
+    return kinds == {("reduced", -1), ("constant", 0)}
+
+
+def _growing_dims(var: Any, twin: Any) -> tuple[int, ...]:
+    one, two = getattr(var.aval, "shape", ()), getattr(twin.aval, "shape", ())
+    return tuple(dim for dim, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+
+
+def _from_constants(
+    eqn: Any, operands: list[Scaling], grows: list[tuple[int, ...]]
+) -> list[Scaling]:
+    name = eqn.primitive.name
+    power = _power(name, operands)
+    if power is None:
+        return [MIXED] * len(grows)
+    zero = bool(operands) and operands[0].zero and name in _LINEAR
+    results = []
+    for growing in grows:
+        if not growing:
+            results.append(Scaling("constant", power, zero=zero))
+        elif len(growing) > 1 or name in _POSITIONAL and _positional(eqn, growing[0]):
+            results.append(MIXED)
+        else:
+            results.append(Scaling("example", power, growing[0], zero))
+    return results
+
+
+def _positional(eqn: Any, dim: int) -> bool:
+    return eqn.primitive.name != "iota" or bool(eqn.params["dimension"] == dim)
+
+
+def _from_reduced(eqn: Any, operands: list[Scaling], power: int) -> list[Scaling]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    forms = {operand.form for operand in operands if not operand.zero}
+    if "example" in forms or "extreme" in forms and len(forms) > 1:
+        return [MIXED] * count
+    if forms <= {"extreme"}:
+        keeps = name in _ORDER_KEEPING and len(operands) == 1 and order_survives(eqn)
+        return [operands[0] if keeps else MIXED] * count
+    indices = [operand for k, operand in enumerate(operands) if k in _INDICES.get(name, ())]
+    if not sums_survive(eqn) or any(operand.form == "reduced" for operand in indices):
+        return [MIXED] * count
+    num_reduced = sum(operand.form == "reduced" for operand in operands)
+    sums = name in _SUM and all(
+        operand.zero or operand.form == "reduced"
+        for position, operand in enumerate(operands)
+        if position not in _INDICES.get(name, ())
+    )
+    scales = name in {"mul", "dot_general"} and num_reduced == 1
+    scales |= name == "triangular_solve" and operands[0].form == "constant"
+    divides = name == "div" and num_reduced == 1 and operands[0].form == "reduced"
+    if sums or scales or divides or name in _LINEAR:
+        return [Scaling("reduced", power)] * count
+    return [MIXED] * count
+
+
+def _power(name: str, operands: list[Scaling]) -> int | None:
+    """Return the power of N of the result, or None when operands of unlike powers are combined."""
+    powers = [operand.power for operand in operands]
+    if name in _PRODUCT:
+        return sum(powers)
+    if name == "div":
+        return powers[0] - powers[1]
+    if name == "triangular_solve":
+        return powers[1] if powers[0] == 0 else None
+    if name in _LINEAR:
+        return powers[0] if powers else 0
+    if name in _SUM:
+        indices = _INDICES.get(name, ())
+        live = {one.power for k, one in enumerate(operands) if not one.zero and k not in indices}
+        return live.pop() if len(live) == 1 else (0 if not live else None)
+    return 0 if not any(powers) else None
+
+
+def _region(
+    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
+) -> list[Scaling]:
+    name = eqn.primitive.name
+    bodies = [closed(body) for _, body in subjaxprs(eqn)]
+    twins = [closed(body) for _, body in subjaxprs(twin)]
+    if is_remat(eqn):
+        return _follow(bodies[0], twins[0], operands, known, ratio)
+    if name == "cond":
+        predicate, *rest = operands
+        if predicate.form != "constant":
+            return [MIXED] * len(eqn.outvars)
+        branches = [
+            _follow(body, other, rest, known, ratio)
+            for body, other in zip(bodies, twins, strict=True)
+        ]
+        return [_join(results) for results in zip(*branches, strict=True)]
+    if name == "while":
+        return _while(eqn, twin, operands, known, ratio)
+    return _scan(eqn, twin, bodies[0], twins[0], operands, known, ratio)
+
+
+def _while(
+    eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
+) -> list[Scaling]:
+    """Return the scaling of a loop's carries: all mixed unless every microbatch makes the same
+    number of trips."""
+    num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    test_consts, body_consts = operands[:num_test], operands[num_test : num_test + num_body]
+
+    def follow(name: str, values: list[Scaling]) -> list[Scaling]:
+        body, other = closed(eqn.params[name]), closed(twin.params[name])
+        return _follow(body, other, values, known, ratio)
+
+    carry, _ = _settled(
+        lambda carry: follow("body_jaxpr", [*body_consts, *carry]),
+        operands[num_test + num_body :],
+    )
+    (proceeds,) = follow("cond_jaxpr", [*test_consts, *carry])
+    return carry if proceeds.form == "constant" else [MIXED] * len(carry)
+
+
+def _settled(
+    follow: Callable[[list[Scaling]], list[Scaling]], carry: Sequence[Scaling]
+) -> tuple[list[Scaling], list[Scaling]]:
+    """Return the scaling of a loop's carries, which a further trip keeps, and of its other results.
+
+    `follow` returns the results of a trip, the carries first.
+    """
+    carry = list(carry)
+    while True:
+        results = follow(carry)
+        joined = [_join(pair) for pair in zip(carry, results[: len(carry)], strict=True)]
+        if joined == carry:
+            return carry, results[len(carry) :]
+        carry = [
+            one if one == before or before.form == "constant" or before.zero else MIXED
+            for before, one in zip(carry, joined, strict=True)
+        ]
+
+
+def _scan(
+    eqn: Any,
+    twin: Any,
+    body: Any,
+    other: Any,
+    operands: list[Scaling],
+    known: dict[Any, Scaling],
+    ratio: float,
+) -> list[Scaling]:
+    if eqn.params["length"] != twin.params["length"]:
+        return [MIXED] * len(eqn.outvars)
+    num_consts, num_carry, _ = scan_counts(eqn)
+    xs = [_shifted(operand, -1) for operand in operands[num_consts + num_carry :]]
+    carry, ys = _settled(
+        lambda carry: _follow(body, other, [*operands[:num_consts], *carry, *xs], known, ratio),
+        operands[num_consts : num_consts + num_carry],
+    )
+    return [*carry, *(_shifted(result, +1) for result in ys)]
+
+
+def _shifted(scaling: Scaling, by: int) -> Scaling:
+    if scaling.form != "example":
+        return scaling
+    return MIXED if scaling.dim + by < 0 else evolve(scaling, dim=scaling.dim + by)
+
+
+def _join(scalings: Sequence[Scaling]) -> Scaling:
+    """Return the scaling that covers all of `scalings`: where control flow meets."""
+    live = [scaling for scaling in scalings if not scaling.zero] or list(scalings)
+    joined = live[0]
+    for scaling in live[1:]:
+        if scaling == joined:
+            continue
+        forms = {scaling.form, joined.form}
+        if forms == {"constant", "example"} and scaling.power == joined.power:
+            joined = scaling if scaling.form == "example" else joined
+        elif forms == {"constant", "reduced"}:
+            return MIXED
+        else:
+            return MIXED
+    if joined.form == "constant":
+        for scaling in scalings:
+            if scaling.zero and scaling.form == "example":
+                return scaling
+    return evolve(joined, zero=all(scaling.zero for scaling in scalings))

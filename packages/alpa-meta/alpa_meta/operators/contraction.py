@@ -1,0 +1,126 @@
+"""Products that sum over shared dims: dot_general and ragged_dot_general."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from alpa_interchange import ShardingRule
+from alpa_meta.operators.operator import (
+    Dim,
+    Factors,
+    LocalCall,
+    Operator,
+    operand_shapes,
+)
+
+
+def _dot_dims(
+    factors: Factors, shapes: list[tuple[int, ...]], dimension_numbers: Any
+) -> tuple[list[Dim], list[Dim], list[Dim]]:
+    """Return the dims of both operands and of the result: batch, left free, right free."""
+    (left_contracting, right_contracting), (left_batch, right_batch) = dimension_numbers
+    left: list[Dim | None] = [None] * len(shapes[0])
+    right: list[Dim | None] = [None] * len(shapes[1])
+    result: list[Dim] = []
+    for a, b in zip(left_batch, right_batch):
+        left[a] = right[b] = factors.new(shapes[0][a])
+        result.append(left[a] or ())
+    for a, b in zip(left_contracting, right_contracting):
+        left[a] = right[b] = factors.new(shapes[0][a], "reduction")
+    for dims, shape in ((left, shapes[0]), (right, shapes[1])):
+        for position, dim in enumerate(dims):
+            if dim is None:
+                dims[position] = factors.new(shape[position])
+                result.append(dims[position] or ())
+    return [dim or () for dim in left], [dim or () for dim in right], result
+
+
+def _dot_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    left, right, result = _dot_dims(factors, operand_shapes(eqn), eqn.params["dimension_numbers"])
+    return factors.rule([left, right], [result])
+
+
+def _run_dot(call: LocalCall) -> list[Any]:
+    return call.bind(out_sharding=None) if "out_sharding" in call.eqn.params else call.bind()
+
+
+def _ragged_rule(eqn: Any) -> ShardingRule | None:
+    """Return the rule of a grouped product whose ragged dim is cut by `group_sizes`.
+
+    Rows of the ragged dim may be sharded: each device counts how many of its rows fall into each
+    group. Groups (experts) may be sharded too: each device multiplies the rows of its groups, and
+    the results, zero elsewhere, are summed; a result per group stays where its group is.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    shapes = operand_shapes(eqn)
+    if eqn.params.get("group_offset") is not None or len(shapes) != 3 or len(shapes[2]) != 1:
+        return None
+    ((left_contracting, right_contracting), (left_batch, right_batch)) = (
+        numbers.dot_dimension_numbers
+    )
+    (ragged,) = numbers.lhs_ragged_dimensions
+    if ragged in left_batch:
+        return None
+    factors = Factors()
+    left: list[Dim | None] = [None] * len(shapes[0])
+    right: list[Dim | None] = [None] * len(shapes[1])
+    result: list[Dim] = []
+    for a, b in zip(left_batch, right_batch):
+        left[a] = right[b] = factors.new(shapes[0][a])
+        result.append(left[a] or ())
+    for a, b in zip(left_contracting, right_contracting):
+        left[a] = right[b] = factors.new(shapes[0][a], "reduction")
+    for group in numbers.rhs_group_dimensions:
+        right[group] = factors.new(shapes[1][group], "reduction")
+    for dims, shape in ((left, shapes[0]), (right, shapes[1])):
+        for position, dim in enumerate(dims):
+            if dim is None:
+                dims[position] = factors.new(shape[position])
+                result.append(dims[position] or ())
+    if ragged in left_contracting:
+        result.insert(0, factors.new(shapes[2][0]))
+    if len(result) != len(eqn.outvars[0].aval.shape):
+        return None
+    return factors.rule([[dim or () for dim in left], [dim or () for dim in right], [()]], [result])
+
+
+def _run_ragged(call: LocalCall) -> list[Any]:
+    numbers = call.eqn.params["ragged_dot_dimension_numbers"]
+    (ragged,) = numbers.lhs_ragged_dimensions
+    (left_contracting, right_contracting), (left_batch, _) = numbers.dot_dimension_numbers
+    per_group = ragged in left_contracting
+    left, right, sizes = call.operands
+    axes = call.operand_axes(0, ragged)
+    if axes:
+        rows = left.shape[ragged]
+        first = (call.index(axes) * rows).astype(sizes.dtype)
+        stops = jnp.cumsum(sizes)
+        clipped = jnp.clip(stops - first, 0, rows) - jnp.clip(stops - sizes - first, 0, rows)
+        sizes = clipped.astype(sizes.dtype)
+    groups = numbers.rhs_group_dimensions
+    axes = call.result_axes(0, 0) if per_group else call.operand_axes(1, groups[0])
+    if not axes:
+        return call.bind([left, right, sizes])
+    count = sizes.shape[0] // call.shards(axes)
+    first = call.index(axes) * count
+    before = jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0).sum()
+    sizes = lax.dynamic_slice_in_dim(sizes, first, count)
+    left = jnp.roll(left, -before, ragged)
+    if per_group:
+        paired = right_contracting[list(left_contracting).index(ragged)]
+        return call.bind([left, jnp.roll(right, -before, paired), sizes])
+    (product,) = call.bind([left, right, sizes])
+    fixed = {*left_contracting, *left_batch}
+    dim = len(left_batch) + sum(d not in fixed for d in range(ragged))
+    own = lax.broadcasted_iota(sizes.dtype, product.shape, dim) < sizes.sum()
+    return [jnp.roll(jnp.where(own, product, jnp.zeros_like(product)), before, dim)]
+
+
+OPERATORS = {
+    "dot_general": Operator(_dot_rule, _run_dot),
+    "ragged_dot_general": Operator(_ragged_rule, _run_ragged),
+}

@@ -1,0 +1,190 @@
+"""Operators that cut, pad, join or reverse along dims of their operands.
+
+A dim that the operator leaves alone is parallel. One that it cuts, pads, joins or reverses may be
+sharded where the number of devices divides its size in every operand and result: the devices then
+exchange the pieces that they need (`rules.moves`). Taking every n-th element, or putting zeros
+between elements, moves none where the sizes are those of n elements for one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alpa_interchange import LogicalMesh, ShardingRule, Strategy
+from alpa_meta import compat
+from alpa_meta.operators.moves import Piece, Run, exchanges, move, pieces, reversal
+from alpa_meta.operators.operator import (
+    Dim,
+    Factors,
+    LocalCall,
+    Operator,
+    always_linear,
+    operand_shapes,
+    result_shapes,
+)
+
+
+def _tensors(eqn: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the operands, but for the value that is padded with."""
+    shapes = operand_shapes(eqn)
+    return shapes[:1] if eqn.primitive.name == "pad" else shapes
+
+
+def _moving_dims(eqn: Any) -> set[int]:
+    """Return the dims along which elements change their place."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "rev":
+        return set(params["dimensions"])
+    if name == "concatenate":
+        return {params["dimension"]}
+    if name == "split":
+        return {params["axis"]}
+    if name == "pad":
+        return {d for d, amount in enumerate(params["padding_config"]) if any(amount)}
+    before, after = operand_shapes(eqn)[0], result_shapes(eqn)[0]
+    return {d for d in range(len(before)) if before[d] != after[d]}
+
+
+def _spacing(eqn: Any, dim: int) -> tuple[int, int]:
+    """Return the first place and the distance of the elements taken out, or padded with zeros."""
+    if eqn.primitive.name == "pad":
+        low, _, between = eqn.params["padding_config"][dim]
+        return int(low), int(between) + 1
+    if eqn.primitive.name == "slice":
+        strides = eqn.params["strides"]
+        return int(eqn.params["start_indices"][dim]), int(strides[dim]) if strides else 1
+    return 0, 1
+
+
+def _sizes(eqn: Any, dim: int) -> tuple[list[int], list[int]]:
+    """Return the sizes of `dim` in the operands and in the results."""
+    return [shape[dim] for shape in _tensors(eqn)], [shape[dim] for shape in result_shapes(eqn)]
+
+
+def _rule(eqn: Any) -> ShardingRule:
+    factors, moving = Factors(), _moving_dims(eqn)
+    keys = jnp.issubdtype(eqn.outvars[0].aval.dtype, jax.dtypes.prng_key)
+    operands: list[list[Dim]] = [[] for _ in _tensors(eqn)]
+    results: list[list[Dim]] = [[] for _ in eqn.outvars]
+    for d in range(len(_tensors(eqn)[0])):
+        before, after = _sizes(eqn, d)
+        sizes = before + after
+        first, distance = _spacing(eqn, d)
+        shared, kind = min(sizes), "parallel"
+        if d in moving and (keys or shared == 0):
+            shared = 1
+        elif d in moving and distance == 1:
+            shared, kind = math.gcd(*sizes), "permutation"
+        elif d in moving and not (max(sizes) == shared * distance and 0 <= first < distance):
+            shared = 1
+        dim = factors.new(shared, kind)
+        for size, dims in zip(sizes, operands + results, strict=True):
+            dims.append(dim + factors.new(size // shared, "replicate") if dim else ())
+    scalars: list[list[Dim]] = [[]] * (len(eqn.invars) - len(operands))
+    return factors.rule(operands + scalars, results)
+
+
+def _run(call: LocalCall) -> list[Any]:
+    eqn, name = call.eqn, call.eqn.primitive.name
+    sharded = {d: call.operand_axes(0, d) for d in sorted(_moving_dims(eqn))}
+    across = [d for d, axes in sharded.items() if axes and _spacing(eqn, d)[1] == 1]
+    filler = call.operands[1] if name == "pad" else 0
+    if name in ("concatenate", "split") and across:
+        values = [list(call.operands)] * len(eqn.outvars)
+    else:
+        values = [[value] for value in _run_alone(call, across)]
+    for d in across:
+        axes, count, sizes = sharded[d], call.shards(sharded[d]), _sizes(eqn, d)[1]
+        values = [
+            [move(call, parts, axes, d, moved, size // count, filler)]
+            for parts, moved, size in zip(values, _pieces(eqn, d, count), sizes, strict=True)
+        ]
+    return [value for (value,) in values]
+
+
+def _run_alone(call: LocalCall, across: list[int]) -> list[Any]:
+    """Return what a device makes of its parts alone, elements along dims `across` left in place."""
+    name, params = call.eqn.primitive.name, call.eqn.params
+    if name == "pad":
+        config = [
+            (0, 0, 0) if d in across else amount
+            for d, amount in enumerate(params["padding_config"])
+        ]
+        return call.bind(padding_config=tuple(config))
+    if name == "slice":
+        starts, stops = list(params["start_indices"]), list(params["limit_indices"])
+        (value, *_), moving = call.operands, _moving_dims(call.eqn)
+        for d, size in enumerate(value.shape):
+            if d not in moving or call.operand_axes(0, d):
+                stops[d] = size
+            if d in across:
+                starts[d] = 0
+        return call.bind(start_indices=tuple(starts), limit_indices=tuple(stops))
+    return call.bind()
+
+
+def _pieces(eqn: Any, dim: int, count: int) -> list[tuple[Piece, ...]]:
+    """Return per result the pieces that `count` devices exchange along `dim`."""
+    before, after = _sizes(eqn, dim)
+    if eqn.primitive.name == "rev":
+        return [reversal(before[0], count)]
+    return [
+        pieces(tuple(runs), tuple(before), size, count)
+        for runs, size in zip(_runs(eqn, dim), after, strict=True)
+    ]
+
+
+def _runs(eqn: Any, dim: int) -> list[list[Run]]:
+    """Return per result the runs of the operands that it consists of along `dim`."""
+    before, after = _sizes(eqn, dim)
+    if eqn.primitive.name == "concatenate":
+        places = itertools.accumulate(before, initial=0)
+        return [[Run(k, 0, size, place) for k, (size, place) in enumerate(zip(before, places))]]
+    if eqn.primitive.name == "split":
+        places = itertools.accumulate(after, initial=0)
+        return [[Run(0, place, size, 0)] for size, place in zip(after, places)]
+    if eqn.primitive.name == "slice":
+        return [[Run(0, _spacing(eqn, dim)[0], after[0], 0)]]
+    low, high, _ = map(int, eqn.params["padding_config"][dim])
+    kept = before[0] + min(low, 0) + min(high, 0)
+    return [[Run(0, max(-low, 0), kept, max(low, 0))]]
+
+
+def _exchanges(
+    eqn: Any, strategy: Strategy, mesh: LogicalMesh
+) -> Iterator[tuple[str, float, tuple[str, ...]]]:
+    """Yield kind, bytes per device and mesh axes of each collective."""
+    for d in _moving_dims(eqn):
+        axes = strategy.operands[0].dims[d]
+        if not axes or _spacing(eqn, d)[1] != 1:
+            continue
+        before, after = _sizes(eqn, d)
+        count = mesh.size(axes)
+        for moved, var, spec in zip(
+            _pieces(eqn, d, count), eqn.outvars, strategy.results, strict=True
+        ):
+            others = tuple(a for e, names in enumerate(spec.dims) if e != d for a in names)
+            each = math.prod(var.aval.shape) // var.aval.shape[d] / mesh.size(others)
+            for kind, elements in exchanges(moved, sum(before) // count, count):
+                yield kind, each * elements * var.aval.dtype.itemsize, axes
+
+
+def _pads_with_zero(eqn: Any) -> bool:
+    filler = eqn.invars[1]
+    return isinstance(filler, compat.Literal) and not np.any(filler.val)
+
+
+OPERATORS = {
+    "slice": Operator(_rule, _run, always_linear, _exchanges),
+    "pad": Operator(_rule, _run, _pads_with_zero, _exchanges),
+    "rev": Operator(_rule, _run, always_linear, _exchanges),
+    "concatenate": Operator(_rule, _run, always_linear, _exchanges),
+    "split": Operator(_rule, _run, exchanges=_exchanges),
+}

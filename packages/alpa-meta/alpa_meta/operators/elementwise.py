@@ -1,0 +1,154 @@
+"""Operators that act on each element alone, and the test that recognises unknown ones."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_interchange import ShardingRule
+from alpa_meta import compat
+from alpa_meta.operators.operator import (
+    Factors,
+    Operator,
+    always_linear,
+    operand_shapes,
+    result_shapes,
+    run_barrier,
+    run_identity,
+    run_unchanged,
+)
+
+_NAMES = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc
+    exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to
+    lgamma log log1p log2 logistic lt lt_to max min mul ne neg nextafter not one_minus_square or
+    polygamma polynomial population_count pow real reduce_precision regularized_incomplete_beta rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh threefry2x32 xor zeta
+    random_seed random_fold_in random_clone
+""".split()
+
+_IDENTITIES = """
+    name device_put sharding_constraint mesh_cast reshard pvary layout_constraint alpa_pin alpa_read
+""".split()
+
+_LINEAR_TWO = ("add", "add_any", "sub")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def elementwise_rule(eqn: Any) -> ShardingRule | None:
+    """Return the rule of an operator whose operands have the result's shape or broadcast to it.
+
+    A scalar operand applies to every element; a dim of size one stretches along the result's.
+    None when shapes do not fit this pattern.
+    """
+    shape = result_shapes(eqn)[0]
+    if any(other != shape for other in result_shapes(eqn)):
+        return None
+    factors = Factors()
+    dims = factors.each(shape)
+    operands = []
+    for operand in operand_shapes(eqn):
+        if len(operand) not in (0, len(shape)):
+            return None
+        if any(size not in (1, whole) for size, whole in zip(operand, shape)):
+            return None
+        operands.append(
+            [dim if size == whole else () for dim, size, whole in zip(dims, operand, shape)]
+        )
+    return factors.rule(operands, [dims] * len(eqn.outvars))
+
+
+def _each_alone(eqn: Any) -> ShardingRule:
+    """Return the rule of an operator that maps operand k to result k, of any shapes."""
+    factors = Factors()
+    dims = [factors.each(shape) for shape in operand_shapes(eqn)]
+    return factors.rule(dims, dims)
+
+
+def _linear(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    if name in ("neg", "copy", "copy_p"):
+        return True
+    literal = [isinstance(atom, compat.Literal) for atom in eqn.invars]
+    if name in _LINEAR_TWO:
+        left, right = operand_shapes(eqn)
+        return left == right and not any(literal)
+    if name == "mul":
+        return any(literal)
+    if name == "div":
+        return literal[1] and np.issubdtype(eqn.outvars[0].aval.dtype, np.floating)
+    if name == "convert_element_type":
+        source, target = str(eqn.invars[0].aval.dtype), str(eqn.outvars[0].aval.dtype)
+        if source not in _FLOATS or target not in _FLOATS:
+            return False
+        wider = jax.numpy.promote_types(source, target) == np.dtype(target)
+        return bool(wider)
+    return False
+
+
+OPERATORS = {
+    **{name: Operator(elementwise_rule, run_unchanged, _linear) for name in _NAMES},
+    **{name: Operator(_each_alone, run_identity, always_linear) for name in _IDENTITIES},
+    "optimization_barrier": Operator(_each_alone, run_barrier, always_linear),
+}
+
+_SCALAR_OPERATIONS = frozenset(
+    """
+    abs add and atan2 cbrt ceil clamp compare complex constant convert cosine count_leading_zeros
+    divide exponential exponential_minus_one floor imag is_finite log log_plus_one logistic maximum
+    minimum multiply negate not or popcnt power real remainder round_nearest_afz round_nearest_even
+    rsqrt select shift_left shift_right_arithmetic shift_right_logical sign sine sqrt subtract tan
+    tanh xor return broadcast_in_dim reduce_precision
+    acos acosh asin asinh atan atanh bessel_i1e broadcast_add broadcast_compare conj cosh digamma
+    erf erf_inv erfc is_inf is_neg_inf is_pos_inf lgamma next_after polygamma sinh square zeta
+    """.split()
+)
+
+
+def unknown_rule(eqn: Any) -> ShardingRule | None:
+    """Return the elementwise rule of a primitive in no table, if its lowering shows it to be one.
+
+    The primitive is lowered on its own; it is elementwise if all it becomes are elementwise
+    operations of the compiler. So operators that later versions of jax add need no entry.
+    """
+    if compat.subjaxprs(eqn) or eqn.effects or not eqn.outvars:
+        return None
+    rule = elementwise_rule(eqn)
+    if rule is None or not rule.factors:
+        return None
+    avals = tuple((aval.shape, aval.dtype) for aval in (atom.aval for atom in eqn.invars))
+    return rule if _lowers_elementwise(_Lowering(eqn, (eqn.primitive.name, avals))) else None
+
+
+class _Lowering:
+    """An equation compared by its key, so that each signature is lowered once."""
+
+    def __init__(self, eqn: Any, key: tuple[Any, ...]) -> None:
+        self.eqn, self.key = eqn, key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Lowering) and self.key == other.key
+
+
+@lru_cache(maxsize=1024)
+def _lowers_elementwise(lowering: _Lowering) -> bool:
+    eqn = lowering.eqn
+    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    try:
+        text = jax.jit(lambda *values: compat.bind(eqn, values)).lower(*shapes).as_text()
+    except Exception:  # a primitive may refuse to lower for this platform in any way it likes
+        return False
+    found = re.findall(r"(?:stablehlo|chlo)\.(\w+)", text)
+    if re.search(r"custom_call|\bcall @", text) or not found:
+        return False
+    broadcast_of_tensor = re.search(r"stablehlo\.broadcast_in_dim %\S+, dims = \[\d", text)
+    return not broadcast_of_tensor and all(name in _SCALAR_OPERATIONS for name in found)

@@ -1,0 +1,200 @@
+"""Operators that move or repeat elements without computing on them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax import lax
+
+from alpa_interchange import ShardingRule
+from alpa_meta.operators.operator import (
+    Dim,
+    Factors,
+    LocalCall,
+    Operator,
+    always_linear,
+    operand_shapes,
+    result_shapes,
+)
+
+
+def reshape_dims(
+    factors: Factors, source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[list[Dim], list[Dim]]:
+    """Return the dims of both sides of a reshape, as products of shared factors.
+
+    Both sides are read from the major end; the common divisor of what is left of a dim on each side
+    is a shared factor. Where the rest does not divide, it is cut into factors of its own that stay
+    whole, until both sides cover the same number of elements again.
+    """
+    left: list[Dim] = [()] * len(source)
+    right: list[Dim] = [()] * len(target)
+    if math.prod(source) == 0:
+        return left, right
+    sides = (_Side(source, left), _Side(target, right))
+    while not (sides[0].done and sides[1].done):
+        a, b = sides
+        common = math.gcd(a.rest, b.rest)
+        if common > 1:
+            dim = factors.new(common)
+            a.take(common, dim)
+            b.take(common, dim)
+        else:
+            covered = [1, 1]
+            while covered[0] == 1 or covered[0] != covered[1]:
+                smaller = 0 if covered[0] <= covered[1] else 1
+                side = sides[smaller]
+                covered[smaller] *= side.rest
+                side.take(side.rest, factors.new(side.rest, "replicate"))
+    return left, right
+
+
+class _Side:
+    """One side of a reshape, read from the major end."""
+
+    def __init__(self, shape: tuple[int, ...], dims: list[Dim]) -> None:
+        self._shape, self._dims, self._position, self.rest = shape, dims, -1, 1
+        self._advance()
+
+    def _advance(self) -> None:
+        while self.rest == 1 and self._position + 1 < len(self._shape):
+            self._position += 1
+            self.rest = self._shape[self._position]
+
+    @property
+    def done(self) -> bool:
+        return self.rest == 1 and self._position + 1 >= len(self._shape)
+
+    def take(self, size: int, dim: Dim) -> None:
+        self._dims[self._position] += dim
+        self.rest //= size
+        self._advance()
+
+
+def _reshape_rule(eqn: Any) -> ShardingRule:
+    """Return the rule of a reshape; `dimensions` is the order in which it reads dims."""
+    factors = Factors()
+    shape = operand_shapes(eqn)[0]
+    order = _reading_order(eqn)
+    read, right = reshape_dims(factors, tuple(shape[d] for d in order), result_shapes(eqn)[0])
+    left: list[Dim] = [()] * len(shape)
+    for d, dim in zip(order, read):
+        left[d] = dim
+    return factors.rule([left], [right])
+
+
+def _reading_order(eqn: Any) -> tuple[int, ...]:
+    order = eqn.params.get("dimensions")
+    return tuple(range(len(operand_shapes(eqn)[0]))) if order is None else tuple(order)
+
+
+def _run_reshape(call: LocalCall) -> list[Any]:
+    read = lax.transpose(call.operands[0], _reading_order(call.eqn))
+    return [lax.reshape(read, call.result_shape(0))]
+
+
+def _transpose_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(operand_shapes(eqn)[0])
+    return factors.rule([dims], [[dims[d] for d in eqn.params["permutation"]]])
+
+
+def _squeeze_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(operand_shapes(eqn)[0])
+    dropped = {d % max(len(dims), 1) for d in eqn.params["dimensions"]}
+    return factors.rule([dims], [[dim for d, dim in enumerate(dims) if d not in dropped]])
+
+
+def _broadcast_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    (shape,), operands = result_shapes(eqn), operand_shapes(eqn)
+    dims = factors.each(shape)
+    first = [
+        dims[place] if size == shape[place] else ()
+        for size, place in zip(operands[0], eqn.params["broadcast_dimensions"])
+    ]
+    rest: list[list[Dim]] = [[()] * len(other) for other in operands[1:]]
+    return factors.rule([first, *rest], [dims])
+
+
+def _run_broadcast(call: LocalCall) -> list[Any]:
+    places = call.eqn.params["broadcast_dimensions"]
+    return [lax.broadcast_in_dim(call.operands[0], call.result_shape(0), places)]
+
+
+def _tile_rule(eqn: Any) -> ShardingRule:
+    """Return the rule of a repetition: whole copies, or dims that are not repeated, are sharded."""
+    factors = Factors()
+    shape = operand_shapes(eqn)[0]
+    dims = factors.each(shape)
+    copies = [factors.new(count) for count in eqn.params["reps"]]
+    return factors.rule([dims], [[copy + dim for copy, dim in zip(copies, dims, strict=True)]])
+
+
+def _run_tile(call: LocalCall) -> list[Any]:
+    reps = [
+        count * call.shards(call.operand_axes(0, d)) // call.shards(call.result_axes(0, d))
+        for d, count in enumerate(call.eqn.params["reps"])
+    ]
+    return call.bind(reps=tuple(reps))
+
+
+def _iota_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(result_shapes(eqn)[0])
+    return factors.rule([[()] * len(shape) for shape in operand_shapes(eqn)], [dims])
+
+
+def _run_iota(call: LocalCall) -> list[Any]:
+    dtype, dim = call.eqn.params["dtype"], call.eqn.params["dimension"]
+    shape = call.result_shape(0)
+    counted = lax.broadcasted_iota(dtype, shape, dim)
+    axes = call.result_axes(0, dim)
+    if axes:
+        counted = counted + (call.index(axes) * shape[dim]).astype(dtype)
+    return [counted]
+
+
+def _stack_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(operand_shapes(eqn)[0])
+    axis = eqn.params["axis"]
+    return factors.rule([dims] * len(eqn.invars), [[*dims[:axis], (), *dims[axis:]]])
+
+
+def _unstack_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    dims = factors.each(result_shapes(eqn)[0])
+    axis = eqn.params["axis"]
+    return factors.rule([[*dims[:axis], (), *dims[axis:]]], [dims] * len(eqn.outvars))
+
+
+def _bitcast_rule(eqn: Any) -> ShardingRule:
+    """Return the rule of a reinterpretation: a narrower type adds a minor dim, a wider drops it."""
+    before, after = operand_shapes(eqn)[0], result_shapes(eqn)[0]
+    factors = Factors()
+    shared = factors.each(before if len(before) < len(after) else after)
+    left = shared + [()] * (len(before) - len(shared))
+    right = shared + [()] * (len(after) - len(shared))
+    return factors.rule([left], [right])
+
+
+def _empty_rule(eqn: Any) -> ShardingRule:
+    return Factors().rule([], [[()] * len(shape) for shape in result_shapes(eqn)])
+
+
+OPERATORS = {
+    "reshape": Operator(_reshape_rule, _run_reshape, always_linear),
+    "transpose": Operator(_transpose_rule, linear=always_linear),
+    "squeeze": Operator(_squeeze_rule, linear=always_linear),
+    "broadcast_in_dim": Operator(_broadcast_rule, _run_broadcast, always_linear),
+    "tile": Operator(_tile_rule, _run_tile, always_linear),
+    "iota": Operator(_iota_rule, _run_iota),
+    "stack": Operator(_stack_rule, linear=always_linear),
+    "unstack": Operator(_unstack_rule, linear=always_linear),
+    "bitcast_convert_type": Operator(_bitcast_rule),
+    "empty": Operator(_empty_rule),
+    "empty2": Operator(_empty_rule),
+}

@@ -1,0 +1,116 @@
+"""A value that several operators read, each in a sharding of its own choice, is read once for all.
+
+Where two or more such operators of one pass read a value, an operator `alpa_read` is put in front
+of the first, which does nothing; they read its result. So the planner may choose one sharding for
+all of them: the value is converted once, is priced once, and takes memory until the last has read
+it. The gradient of a matrix product's result, say, is read by the products for both its operands.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from alpa_meta.compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Var,
+    consts,
+    is_plain,
+    is_remat,
+    open_jaxpr,
+)
+from alpa_meta.microbatch.scaling import Scaling
+from alpa_meta.operators import is_heavy
+from alpa_meta.operators.operator import shape_of
+
+_read_p = Primitive("alpa_read")
+_read_p.def_impl(lambda x: x)
+_read_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_read_p, lambda _, x: [x])
+
+
+def is_shared_read(eqn: Any) -> bool:
+    """Return whether an equation only reads a value on behalf of several others."""
+    return eqn.primitive is _read_p
+
+
+def with_shared_reads(
+    closed: Any, phases: Sequence[str], scaling: dict[Any, Scaling]
+) -> tuple[Any, tuple[str, ...]]:
+    """Return the program and its phases with shared reads; their scaling is added to `scaling`."""
+    jaxpr = open_jaxpr(closed)
+    pairs = list(_shared(jaxpr.eqns, phases, scaling))
+    eqns = [eqn for eqn, _ in pairs]
+    return ClosedJaxpr(jaxpr.replace(eqns=eqns), consts(closed)), tuple(p for _, p in pairs)
+
+
+def _shared(
+    eqns: Sequence[Any], phases: Iterable[str], scaling: dict[Any, Scaling]
+) -> Iterator[tuple[Any, str]]:
+    """Yield equations with shared reads among them, and their phases."""
+    pairs = list(zip(eqns, phases, strict=True))
+    readers = Counter((var, phase) for eqn, phase in pairs for var in _choosing(eqn))
+    shared: dict[tuple[Any, str], Any] = {}
+    for eqn, phase in pairs:
+        for var in _choosing(eqn):
+            if readers[var, phase] > 1 and (var, phase) not in shared:
+                result = shared[var, phase] = Var(var.aval)
+                yield _read(var, result, eqn), phase
+                if var in scaling:
+                    scaling[result] = scaling[var]
+        if _is_loop(eqn) or is_remat(eqn):
+            eqn = eqn.replace(params={k: _in_bodies(value) for k, value in eqn.params.items()})
+        if _chooses(eqn):
+            eqn = eqn.replace(
+                invars=[
+                    a if isinstance(a, Literal) else shared.get((a, phase), a) for a in eqn.invars
+                ]
+            )
+        yield eqn, phase
+
+
+def _choosing(eqn: Any) -> Iterator[Any]:
+    """Yield the variables that an equation reads in shardings of its own choice."""
+    if _chooses(eqn):
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and shape_of(atom) and is_plain(atom):
+                yield atom
+
+
+def _chooses(eqn: Any) -> bool:
+    return is_heavy(eqn) or _is_loop(eqn)
+
+
+def _is_loop(eqn: Any) -> bool:
+    return eqn.primitive.name in ("scan", "while", "cond")
+
+
+def _read(var: Any, result: Any, reader: Any) -> Any:
+    return _template().replace(invars=[var], outvars=[result], source_info=reader.source_info)
+
+
+@functools.lru_cache(maxsize=1)
+def _template() -> Any:
+    (eqn,) = open_jaxpr(jax.make_jaxpr(_read_p.bind)(0.0)).eqns
+    return eqn
+
+
+def _in_bodies(value: Any) -> Any:
+    """Return a parameter of a region with shared reads in the bodies it holds."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_in_bodies(item) for item in value)
+    if not isinstance(value, (ClosedJaxpr, Jaxpr)):
+        return value
+    jaxpr = open_jaxpr(value)
+    eqns = [eqn for eqn, _ in _shared(jaxpr.eqns, repeat("", len(jaxpr.eqns)), {})]
+    replaced = jaxpr.replace(eqns=eqns)
+    return ClosedJaxpr(replaced, consts(value)) if isinstance(value, ClosedJaxpr) else replaced

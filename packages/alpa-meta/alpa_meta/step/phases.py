@@ -1,0 +1,145 @@
+"""Which equations of a training step are forward, backward and update.
+
+The backward pass is recognised by the name stacks jax leaves on equations (`transpose(jvp(...))`);
+the rest follows from data flow, so that it holds whatever the order of equations:
+
+    backward  tagged as transposed, or fed by a backward value and by the batch's examples
+    forward   feeds a backward equation, works on the batch's examples before any gradient is known
+              or feeds such work, or divides by their number
+    update    everything else: runs once per step, on accumulated gradients
+
+`gradient_marker` (inserted by `alpa.value_and_grad`) says the same explicitly: whatever the marked
+gradients depend on is forward or backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from attrs import frozen
+from jax.interpreters import ad, batching, mlir
+
+from alpa_meta.compat import Literal, is_drop, name_stack, open_jaxpr, subjaxprs
+from alpa_meta.errors import PlanError
+from alpa_meta.microbatch.scaling import Scaling
+
+gradient_marker = jex.Primitive("alpa_gradient")
+gradient_marker.def_impl(lambda x: x)
+gradient_marker.def_abstract_eval(lambda x: x)
+ad.deflinear2(gradient_marker, lambda cotangent, _: [cotangent])
+batching.primitive_batchers[gradient_marker] = lambda args, dims: (
+    gradient_marker.bind(*args),
+    dims[0],
+)
+mlir.register_lowering(gradient_marker, lambda _, x: [x])
+
+
+def value_and_grad(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return jax.value_and_grad(function, ...) with its gradients marked for the planner.
+
+    Plain `jax.value_and_grad` is recognised too; use this form where recognition cannot be sure,
+    such as second-order derivatives.
+    """
+    inner = jax.value_and_grad(function, *args, **kwargs)
+
+    def marked(*inputs: Any, **keywords: Any) -> Any:
+        value, gradients = inner(*inputs, **keywords)
+        return value, jax.tree.map(gradient_marker.bind, gradients)
+
+    return marked
+
+
+@frozen
+class Phases:
+    """Phase per equation, and how it was recognised ("marker" or "name stack")."""
+
+    of_eqn: tuple[str, ...]
+    recognised_by: str
+
+
+def classify(eqns: Sequence[Any], scaling: Mapping[Any, Scaling]) -> Phases:
+    """Return the phase of each equation; PlanError if the step computes no gradient."""
+    marked = [k for k, eqn in enumerate(eqns) if eqn.primitive is gradient_marker]
+    tagged = {k for k, eqn in enumerate(eqns) if _is_transposed(eqn)}
+    if not marked and not tagged:
+        raise PlanError(
+            "no gradient was found in the step: none of its "
+            f"{len(eqns)} operations comes from jax.grad or jax.value_and_grad; "
+            "differentiate the loss inside the step, with jax.value_and_grad or alpa.value_and_grad"
+        )
+    producer = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)}
+    normalising = {k for k, eqn in enumerate(eqns) if _divides_by_batch(eqn, scaling)}
+    gradients = set(marked) if marked else tagged
+    early = {k for k, eqn in enumerate(eqns) if _per_example(eqn, scaling)}
+    early -= _descendants(eqns, producer, gradients)
+    ancestors = _ancestors(eqns, producer, gradients | normalising | early)
+    phases: list[str] = []
+    for k, eqn in enumerate(eqns):
+        sources = {phases[producer[a]] for a in eqn.invars if _known(a, producer)}
+        inside = k in ancestors or k in tagged and not marked
+        if k in tagged and inside:
+            phases.append("backward")
+        elif inside or _per_example(eqn, scaling) and "update" not in sources:
+            phases.append("backward" if "backward" in sources else "forward")
+        else:
+            phases.append("update")
+    return Phases(tuple(phases), "marker" if marked else "name stack")
+
+
+def _per_example(eqn: Any, scaling: Mapping[Any, Scaling]) -> bool:
+    """Return whether an equation works on the batch's examples."""
+    return any(
+        scaling[atom].form == "example"
+        for atom in eqn.invars
+        if not isinstance(atom, Literal) and atom in scaling
+    )
+
+
+def _divides_by_batch(eqn: Any, scaling: Mapping[Any, Scaling]) -> bool:
+    """Return whether an equation turns a sum over the batch into one scaled by the batch size.
+
+    Its constant is that of one microbatch, so it belongs before the accumulation.
+    """
+    powers = {
+        scaling[atom].power
+        for atom in eqn.invars
+        if not isinstance(atom, Literal) and atom in scaling and scaling[atom].form == "reduced"
+    }
+    return any(
+        scaling[var].form == "reduced" and powers and scaling[var].power not in powers
+        for var in eqn.outvars
+        if var in scaling
+    )
+
+
+def _known(atom: Any, producer: Mapping[Any, int]) -> bool:
+    return not isinstance(atom, Literal) and atom in producer
+
+
+def _is_transposed(eqn: Any) -> bool:
+    """Return whether jax marked an equation, or one inside it, as a step of a backward pass."""
+    if "transpose(" in name_stack(eqn):
+        return True
+    bodies = [open_jaxpr(body) for _, body in subjaxprs(eqn)]
+    return any(_is_transposed(inner) for body in bodies for inner in body.eqns)
+
+
+def _descendants(eqns: Sequence[Any], producer: Mapping[Any, int], roots: set[int]) -> set[int]:
+    found = set(roots)
+    for k, eqn in enumerate(eqns):
+        if any(_known(atom, producer) and producer[atom] in found for atom in eqn.invars):
+            found.add(k)
+    return found
+
+
+def _ancestors(eqns: Sequence[Any], producer: Mapping[Any, int], roots: set[int]) -> set[int]:
+    found, pending = set(roots), list(roots)
+    while pending:
+        for atom in eqns[pending.pop()].invars:
+            if _known(atom, producer) and producer[atom] not in found:
+                found.add(producer[atom])
+                pending.append(producer[atom])
+    return found

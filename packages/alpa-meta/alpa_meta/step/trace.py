@@ -1,0 +1,172 @@
+"""From a user's step function to one flat jaxpr.
+
+`inline` substitutes the bodies of call equations (jit, custom_jvp, custom_vjp, linear solves, ...)
+and keeps the name stack of the call in front of each inlined equation, so that it still shows which
+equations belong to the forward and the backward pass. Loops, conditionals, recomputation regions
+and opaque kernels stay single equations, their bodies inlined in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from alpa_meta.compat import (
+    ClosedJaxpr,
+    Literal,
+    Var,
+    call_body,
+    closed,
+    consts,
+    is_drop,
+    is_remat,
+    linear_solve,
+    open_jaxpr,
+    subjaxprs,
+    with_outer_name_stack,
+)
+from alpa_meta.passes.lookups import batched_lookups
+from alpa_meta.passes.mapped_reductions import unmapped_reductions
+from alpa_meta.passes.shifts import merged_shifts
+from alpa_meta.passes.whole_slices import without_whole_dims
+
+_CALLS = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "call",
+        "composite",
+        "custom_vmap_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "eval_jaxpr",
+        "custom_lin",
+        "call_hi_primitive",
+    }
+)
+_REGIONS = frozenset({"scan", "while", "cond"})
+
+
+def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Return (inlined ClosedJaxpr, output shape tree) of `function` on abstract `args`."""
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return inline(jaxpr), shapes
+
+
+def inline(jaxpr: Any) -> Any:
+    """Return `jaxpr` with every call equation replaced by its body and dead equations removed.
+
+    Shifts along a dim become one operator each, rows looked up at their own place one batching
+    dim, and collectives over dims of `jax.vmap` reductions; what is read whole is not indexed.
+    """
+    source = closed(jaxpr)
+    inner = open_jaxpr(source)
+    constvars, values = list(inner.constvars), consts(source)
+    env: dict[Any, Any] = {var: var for var in [*inner.invars, *constvars]}
+    eqns: list[Any] = []
+    _inline_eqns(inner.eqns, env, eqns, constvars, values, None)
+    outvars = [atom if isinstance(atom, Literal) else env[atom] for atom in inner.outvars]
+    eqns = list(without_whole_dims(unmapped_reductions(eqns)))
+    eqns = batched_lookups(eqns, dict(zip(constvars, values, strict=True)))
+    eqns = live_eqns(merged_shifts(eqns), outvars)
+    flat = inner.replace(constvars=constvars, eqns=eqns, outvars=outvars)
+    return ClosedJaxpr(flat, values)
+
+
+def live_eqns(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """Return the equations that some output needs, or that have effects, in order."""
+    needed = {atom for atom in outvars if not isinstance(atom, Literal)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(var in needed for var in eqn.outvars):
+            kept.append(eqn)
+            needed.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+    return kept[::-1]
+
+
+def _inline_eqns(
+    source: Sequence[Any],
+    env: dict[Any, Any],
+    eqns: list[Any],
+    constvars: list[Any],
+    values: list[Any],
+    stack: Any,
+) -> None:
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else env[atom]
+
+    for eqn in source:
+        name = eqn.primitive.name
+        bodies = subjaxprs(eqn)
+        here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
+        body, operands = _called(eqn)
+        if body is not None:
+            inner = open_jaxpr(body)
+            if len(inner.invars) != len(operands):
+                raise ValueError(
+                    f"cannot inline {name!r}: it has {len(operands)} operands, but its body "
+                    f"takes {len(inner.invars)}"
+                )
+            scope: dict[Any, Any] = {}
+            for var, value in zip(inner.constvars, consts(body), strict=True):
+                scope[var] = _constant(var, value, constvars, values)
+            scope.update(zip(inner.invars, map(read, operands), strict=True))
+            _inline_eqns(inner.eqns, scope, eqns, constvars, values, here)
+            for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
+                env[var] = atom if isinstance(atom, Literal) else scope[atom]
+            continue
+        outvars = []
+        for var in eqn.outvars:
+            fresh = var if is_drop(var) else Var(var.aval)
+            outvars.append(fresh)
+            if not is_drop(var):
+                env[var] = fresh
+        params = _inlined_params(eqn) if bodies and (name in _REGIONS or is_remat(eqn)) else None
+        replacement: dict[str, Any] = {} if params is None else {"params": params}
+        if stack is not None:
+            replacement["source_info"] = with_outer_name_stack(eqn, stack)
+        eqns.append(
+            eqn.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, **replacement)
+        )
+
+
+def _called(eqn: Any) -> tuple[Any | None, list[Any]]:
+    """Return the body of a call and its operands; no body if `eqn` is not to be inlined."""
+    name = eqn.primitive.name
+    if name == "custom_linear_solve":
+        return linear_solve(eqn)
+    return call_body(eqn) if name in _CALLS else None, list(eqn.invars)
+
+
+def _constant(var: Any, value: Any, constvars: list[Any], values: list[Any]) -> Any:
+    if np.ndim(value) == 0 and not isinstance(value, jax.Array):
+        return Literal(value, var.aval)
+    fresh = Var(var.aval)
+    constvars.append(fresh)
+    values.append(value)
+    return fresh
+
+
+def _inlined_params(eqn: Any) -> dict[str, Any]:
+    params = dict(eqn.params)
+    for name, value in params.items():
+        if isinstance(value, (tuple, list)):
+            params[name] = type(value)(_inlined_body(item) for item in value)
+        else:
+            params[name] = _inlined_body(value)
+    return params
+
+
+def _inlined_body(value: Any) -> Any:
+    if isinstance(value, ClosedJaxpr):
+        return inline(value)
+    if type(value).__name__ == "Jaxpr":
+        flat = inline(value)
+        return value if consts(flat) else open_jaxpr(flat)
+    return value
