@@ -1,8 +1,8 @@
 """What keeps a value from being a sum over examples, or a value per example: operators that select
-examples by their place in the batch, and conversions that do not add up.
+examples by their place in the batch, or add to what is there.
 
 `x[0]` of a batch is one example, of every microbatch another one; `table.at[i].add(1)` starts from
-the table in every microbatch; the integer part of a sum is not the sum of the integer parts.
+the table in every microbatch.
 """
 
 from __future__ import annotations
@@ -14,50 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_interchange import ShardingRule
-
-_READS = ("gather", "dynamic_slice")
-_WRITTEN = {"dynamic_update_slice": 1} | {
-    f"scatter{name}": 2 for name in ("", "-add", "-sub", "-mul", "-min", "-max", "_add")
-}
-"""The operand that is written, by the name of the operator."""
+from alpa_meta.operators import Operator
 
 
-def selects_examples(name: str, rule: ShardingRule, factor: str) -> bool:
+def selects_examples(operator: Operator, rule: ShardingRule, factor: str) -> bool:
     """Return whether an operator reads or writes at places along the batch, its `factor`.
 
     A read of one element at a time is a reduction over what devices hold, but no sum over examples;
     what is written along the batch must bring a value for each example.
     """
-    if name in _READS:
-        return rule.factor(factor).kind == "reduction"
-    written = _WRITTEN.get(name)
-    return written is not None and all(factor not in dim for dim in rule.operands[written])
+    if operator.written is not None:
+        return all(factor not in dim for dim in rule.operands[operator.written])
+    return operator.indices is not None and rule.factor(factor).kind == "reduction"
 
 
-def adds_to_operand(name: str, rule: ShardingRule, factor: str) -> bool:
+def adds_to_operand(operator: Operator, rule: ShardingRule, factor: str) -> bool:
     """Return whether sums over the batch, its `factor`, are added to the first operand."""
     kind = rule.factor(factor)
-    return name in _WRITTEN and (kind.kind, kind.reduction) == ("reduction", "add")
-
-
-def sums_survive(eqn: Any) -> bool:
-    """Return whether sums of parts are converted or divided to parts of the sum."""
-    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    if eqn.primitive.name == "convert_element_type":
-        floored = jnp.issubdtype(source, jnp.inexact) and jnp.issubdtype(target, jnp.integer)
-        return target != np.bool_ and not floored
-    return eqn.primitive.name != "div" or bool(jnp.issubdtype(target, jnp.inexact))
-
-
-def order_survives(eqn: Any) -> bool:
-    """Return whether the largest stays the largest, and the smallest the smallest, if converted."""
-    if eqn.primitive.name != "convert_element_type":
-        return True
-    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    if np.bool_ in (source, target):
-        return bool(source == np.bool_)
-    signs_lost = jnp.issubdtype(target, jnp.unsignedinteger)
-    return not signs_lost or bool(jnp.issubdtype(source, jnp.unsignedinteger))
+    return operator.written is not None and (kind.kind, kind.reduction) == ("reduction", "add")
 
 
 def same_constant(one: Any, other: Any) -> bool:

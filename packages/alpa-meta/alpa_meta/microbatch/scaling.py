@@ -36,14 +36,9 @@ from alpa_meta.compat import (
     scan_counts,
     subjaxprs,
 )
-from alpa_meta.microbatch.places import (
-    adds_to_operand,
-    order_survives,
-    same_constant,
-    selects_examples,
-    sums_survive,
-)
-from alpa_meta.operators import sharding_rule
+from alpa_meta.microbatch.places import adds_to_operand, same_constant, selects_examples
+from alpa_meta.operators import Operator, operator_of, sharding_rule
+from alpa_meta.operators.operator import Groups
 
 
 @frozen
@@ -63,75 +58,7 @@ class Scaling:
 CONSTANT = Scaling("constant")
 MIXED = Scaling("mixed")
 
-_PRODUCT = {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"}
-_SUM = {
-    "add",
-    "sub",
-    "add_any",
-    "select_n",
-    "concatenate",
-    "stack",
-    "pad",
-    "scatter",
-    "scatter-add",
-    "dynamic_update_slice",
-}
-_INDICES = {
-    "gather": range(1, 2),
-    "dynamic_slice": range(1, 16),
-    "scatter": range(1, 2),
-    "scatter-add": range(1, 2),
-    "select_n": range(1),
-    "dynamic_update_slice": range(2, 16),
-}
-_LINEAR = {
-    "neg",
-    "transpose",
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "convert_element_type",
-    "reduce_sum",
-    "copy",
-    "copy_p",
-    "slice",
-    "dynamic_slice",
-    "gather",
-    "rev",
-    "cumsum",
-    "reduce_precision",
-    "optimization_barrier",
-    "split",
-    "unstack",
-    "real",
-    "imag",
-    "complex",
-    "conj",
-    "fft",
-    "tile",
-    "reduce_window_sum",
-    "select_and_scatter_add",
-    "stop_gradient",
-    "name",
-    "sharding_constraint",
-    "alpa_pin",
-}
-_ORDER_KEEPING = {
-    "transpose",
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "slice",
-    "rev",
-    "stop_gradient",
-}
 _EXTREMES = {"max": "max", "or": "max", "min": "min", "and": "min"}
-_POSITIONAL = {"iota", "random_bits", "random_split", "rng_bit_generator", "threefry2x32"}
 
 
 def batch_scaling(
@@ -202,32 +129,34 @@ def _read(atom: Any, twin: Any, known: dict[Any, Scaling], ratio: float) -> Scal
 def _results(
     eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
 ) -> list[Scaling]:
-    name = eqn.primitive.name
+    name, operator = eqn.primitive.name, operator_of(eqn)
     count = len(eqn.outvars)
     if any(operand.form == "mixed" for operand in operands):
         return [MIXED] * count
     if name in ("scan", "while", "cond") or is_remat(eqn):
         return _region(eqn, twin, operands, known, ratio)
-    if any(operands[k].power for k in _places(eqn)) or not _same_operator(eqn, twin):
+    places = operator.indices(eqn) if operator.indices else ()
+    if any(operands[k].power for k in places) or not _same_operator(eqn, twin):
         return [MIXED] * count  # another place, or another operator, in every microbatch
+    if operator.passes_on:
+        return operands
     grows = [
         _growing_dims(var, other) for var, other in zip(eqn.outvars, twin.outvars, strict=True)
     ]
     if all(operand.form == "constant" for operand in operands):
-        return _from_constants(eqn, operands, grows)
-    if name == "alpa_gradient":
-        return operands
+        return _from_constants(eqn, operator, operands, grows)
     rule = sharding_rule(eqn)
     if rule is None:
         return [MIXED] * count
-    if name in ("add", "sub", "add_any") and _mean_plus_constant(operands):
-        return [Scaling("reduced", -1)]
-    power = _power(name, operands)
+    groups = operator.linear_groups(eqn)
+    if len(groups) == 1 and len(groups[0]) == len(operands) and _mean_plus_constant(operands):
+        return [Scaling("reduced", -1)] * count
+    power = _power(operator, groups, operands)
     if power is None:
         return [MIXED] * count
-    zero = name in _LINEAR | _PRODUCT and any(operand.zero for operand in operands[:1])
+    zero = _is_zero(groups, operands)
     if any(operand.form in ("reduced", "extreme") for operand in operands):
-        return _from_reduced(eqn, operands, power)
+        return _from_reduced(eqn, operator, groups, operands, power)
     batch_factors = set()
     for operand, dims, atom in zip(operands, rule.operands, eqn.invars, strict=True):
         if operand.form != "example":
@@ -242,9 +171,9 @@ def _results(
         return [MIXED] * count
     factor = batch_factors.pop()
     kind = rule.factor(factor)
-    if kind.kind in ("replicate", "permutation") or selects_examples(name, rule, factor):
+    if kind.kind in ("replicate", "permutation") or selects_examples(operator, rule, factor):
         return [MIXED] * count
-    if adds_to_operand(name, rule, factor) and not operands[0].zero:
+    if adds_to_operand(operator, rule, factor) and not operands[0].zero:
         return [MIXED] * count
     for operand, dims in zip(operands, rule.operands, strict=True):
         holds = any(factor in dim for dim in dims)
@@ -282,22 +211,11 @@ def _same_operator(eqn: Any, twin: Any) -> bool:
             continue
         if not grows:
             return False
-        by_dim = eqn.primitive.name in ("slice", "pad")
+        by_dim = operator_of(eqn).params_by_dim
         pairs = enumerate(zip(value, other, strict=True)) if by_dim else ()
         if any(one != two for dim, (one, two) in pairs if dim not in growing):
             return False
     return True
-
-
-def _places(eqn: Any) -> list[int]:
-    """Return which operands say where another is read or written: not those of dims taken whole."""
-    name = eqn.primitive.name
-    places = [k for k in _INDICES.get(name, ()) if k < len(eqn.invars)]
-    if name not in ("dynamic_slice", "dynamic_update_slice"):
-        return places
-    taken = eqn.outvars[0] if name == "dynamic_slice" else eqn.invars[1]
-    sizes = zip(taken.aval.shape, eqn.invars[0].aval.shape, strict=True)
-    return [k for k, (size, whole) in zip(places, sizes, strict=True) if size < whole]
 
 
 def _mean_plus_constant(operands: list[Scaling]) -> bool:
@@ -312,69 +230,64 @@ def _growing_dims(var: Any, twin: Any) -> tuple[int, ...]:
 
 
 def _from_constants(
-    eqn: Any, operands: list[Scaling], grows: list[tuple[int, ...]]
+    eqn: Any, operator: Operator, operands: list[Scaling], grows: list[tuple[int, ...]]
 ) -> list[Scaling]:
-    name = eqn.primitive.name
-    power = _power(name, operands)
+    groups = operator.linear_groups(eqn)
+    power = _power(operator, groups, operands)
     if power is None:
         return [MIXED] * len(grows)
-    zero = bool(operands) and operands[0].zero and name in _LINEAR
+    zero = _is_zero(groups, operands)
     results = []
     for growing in grows:
         if not growing:
             results.append(Scaling("constant", power, zero=zero))
-        elif len(growing) > 1 or name in _POSITIONAL and _positional(eqn, growing[0]):
+        elif len(growing) > 1 or operator.positional(eqn, growing[0]):
             results.append(MIXED)
         else:
             results.append(Scaling("example", power, growing[0], zero))
     return results
 
 
-def _positional(eqn: Any, dim: int) -> bool:
-    return eqn.primitive.name != "iota" or bool(eqn.params["dimension"] == dim)
-
-
-def _from_reduced(eqn: Any, operands: list[Scaling], power: int) -> list[Scaling]:
-    name, count = eqn.primitive.name, len(eqn.outvars)
+def _from_reduced(
+    eqn: Any, operator: Operator, groups: Groups, operands: list[Scaling], power: int
+) -> list[Scaling]:
+    """Return the scaling of results of sums over the batch, or of extremes, and of constants."""
+    count = len(eqn.outvars)
     forms = {operand.form for operand in operands if not operand.zero}
     if "example" in forms or "extreme" in forms and len(forms) > 1:
         return [MIXED] * count
     if forms <= {"extreme"}:
-        keeps = name in _ORDER_KEEPING and len(operands) == 1 and order_survives(eqn)
+        keeps = len(operands) == 1 and operator.order_survives(eqn)
         return [operands[0] if keeps else MIXED] * count
-    indices = [operand for k, operand in enumerate(operands) if k in _INDICES.get(name, ())]
-    if not sums_survive(eqn) or any(operand.form == "reduced" for operand in indices):
-        return [MIXED] * count
-    num_reduced = sum(operand.form == "reduced" for operand in operands)
-    sums = name in _SUM and all(
-        operand.zero or operand.form == "reduced"
-        for position, operand in enumerate(operands)
-        if position not in _INDICES.get(name, ())
-    )
-    scales = name in {"mul", "dot_general"} and num_reduced == 1
-    scales |= name == "triangular_solve" and operands[0].form == "constant"
-    divides = name == "div" and num_reduced == 1 and operands[0].form == "reduced"
-    if sums or scales or divides or name in _LINEAR:
-        return [Scaling("reduced", power)] * count
-    return [MIXED] * count
+    reduced = {k for k, operand in enumerate(operands) if operand.form == "reduced"}
+    in_one = [
+        group
+        for group in groups
+        if reduced <= set(group) and all(k in reduced or operands[k].zero for k in group)
+    ]
+    return [Scaling("reduced", power) if in_one and operator.sums_survive(eqn) else MIXED] * count
 
 
-def _power(name: str, operands: list[Scaling]) -> int | None:
+def _power(operator: Operator, groups: Groups, operands: list[Scaling]) -> int | None:
     """Return the power of N of the result, or None when operands of unlike powers are combined."""
-    powers = [operand.power for operand in operands]
-    if name in _PRODUCT:
-        return sum(powers)
-    if name == "div":
-        return powers[0] - powers[1]
-    if name == "triangular_solve":
-        return powers[1] if powers[0] == 0 else None
-    if name in _LINEAR:
-        return powers[0] if powers else 0
-    if name in _SUM:
-        indices = _INDICES.get(name, ())
-        live = {one.power for k, one in enumerate(operands) if not one.zero and k not in indices}
-        return live.pop() if len(live) == 1 else (0 if not live else None)
-    return 0 if not any(powers) else None
+    total, rest = 0, set(range(len(operands)))
+    for group in groups:
+        live = {operands[k].power for k in group if not operands[k].zero}
+        if len(live) > 1:
+            return None
+        total += sum(live)
+        rest.difference_update(group)
+    for k in operator.inverse_in:
+        total -= operands[k].power
+        rest.discard(k)
+    if operator.indices is None and any(operands[k].power for k in rest):
+        return None
+    return total
+
+
+def _is_zero(groups: Groups, operands: list[Scaling]) -> bool:
+    """Return whether a result is zero, as all operands of one group are."""
+    return any(all(operands[k].zero for k in group) for group in groups)
 
 
 def _region(

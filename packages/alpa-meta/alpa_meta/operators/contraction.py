@@ -121,6 +121,6 @@ def _run_ragged(call: LocalCall) -> list[Any]:
 
 
 OPERATORS = {
-    "dot_general": Operator(_dot_rule, _run_dot),
-    "ragged_dot_general": Operator(_ragged_rule, _run_ragged),
+    "dot_general": Operator(_dot_rule, _run_dot, linear_in=((0,), (1,))),
+    "ragged_dot_general": Operator(_ragged_rule, _run_ragged, linear_in=((0,), (1,))),
 }

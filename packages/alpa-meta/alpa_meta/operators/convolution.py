@@ -141,4 +141,4 @@ def _local_groups(call: LocalCall) -> tuple[int, int]:
     return (feature // shards, batch) if feature > 1 else (feature, batch // shards)
 
 
-OPERATORS = {"conv_general_dilated": Operator(_rule, _run)}
+OPERATORS = {"conv_general_dilated": Operator(_rule, _run, linear_in=((0,), (1,)))}

@@ -8,6 +8,7 @@ between elements, moves none where the sizes are those of n elements for one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -21,11 +22,14 @@ from alpa_interchange import LogicalMesh, ShardingRule, Strategy
 from alpa_meta import compat
 from alpa_meta.operators.moves import Piece, Run, exchanges, move, pieces, reversal
 from alpa_meta.operators.operator import (
+    FIRST,
     Dim,
     Factors,
     LocalCall,
     Operator,
+    always,
     always_linear,
+    jointly,
     operand_shapes,
     result_shapes,
 )
@@ -181,10 +185,13 @@ def _pads_with_zero(eqn: Any) -> bool:
     return isinstance(filler, compat.Literal) and not np.any(filler.val)
 
 
+_cut = functools.partial(Operator, _rule, _run, exchanges=_exchanges)
+
+
 OPERATORS = {
-    "slice": Operator(_rule, _run, always_linear, _exchanges),
-    "pad": Operator(_rule, _run, _pads_with_zero, _exchanges),
-    "rev": Operator(_rule, _run, always_linear, _exchanges),
-    "concatenate": Operator(_rule, _run, always_linear, _exchanges),
-    "split": Operator(_rule, _run, exchanges=_exchanges),
+    "slice": _cut(linear=always_linear, linear_in=FIRST, order_survives=always, params_by_dim=True),
+    "pad": _cut(linear=_pads_with_zero, linear_in=jointly, params_by_dim=True),
+    "rev": _cut(linear=always_linear, linear_in=FIRST, order_survives=always),
+    "concatenate": _cut(linear=always_linear, linear_in=jointly),
+    "split": _cut(linear_in=FIRST),
 }

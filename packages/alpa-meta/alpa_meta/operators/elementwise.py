@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from alpa_interchange import ShardingRule
 from alpa_meta import compat
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.operator import (
+    FIRST,
     Factors,
+    Groups,
     Operator,
+    always,
     always_linear,
+    jointly,
     operand_shapes,
     result_shapes,
     run_barrier,
@@ -35,6 +42,7 @@ _NAMES = """
 
 _IDENTITIES = """
     name device_put sharding_constraint mesh_cast reshard pvary layout_constraint alpa_pin alpa_read
+    alpa_gradient
 """.split()
 
 _LINEAR_TWO = ("add", "add_any", "sub")
@@ -92,10 +100,56 @@ def _linear(eqn: Any) -> bool:
     return False
 
 
+def _chosen(eqn: JaxprEqn) -> Groups:
+    """Return the group of the cases that a selection chooses from."""
+    return (tuple(range(1, len(eqn.invars))),)
+
+
+def _conversion_adds_up(eqn: JaxprEqn) -> bool:
+    """Return whether converted parts of a sum add up to the converted sum: not if they are floored,
+    nor as truth values."""
+    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    floored = jnp.issubdtype(source, jnp.inexact) and jnp.issubdtype(target, jnp.integer)
+    return target != np.bool_ and not floored
+
+
+def _conversion_keeps_order(eqn: JaxprEqn) -> bool:
+    """Return whether the largest stays the largest, and the smallest the smallest, if converted."""
+    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if np.bool_ in (source, target):
+        return bool(source == np.bool_)
+    signs_lost = jnp.issubdtype(target, jnp.unsignedinteger)
+    return not signs_lost or bool(jnp.issubdtype(source, jnp.unsignedinteger))
+
+
+def _divides_exactly(eqn: JaxprEqn) -> bool:
+    return bool(jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact))
+
+
+_each = functools.partial(Operator, elementwise_rule, run_unchanged, _linear)
+
 OPERATORS = {
-    **{name: Operator(elementwise_rule, run_unchanged, _linear) for name in _NAMES},
-    **{name: Operator(_each_alone, run_identity, always_linear) for name in _IDENTITIES},
-    "optimization_barrier": Operator(_each_alone, run_barrier, always_linear),
+    **{name: _each() for name in _NAMES},
+    **{
+        name: _each(linear_in=FIRST) for name in ("neg", "reduce_precision", "real", "imag", "conj")
+    },
+    **{name: _each(linear_in=jointly) for name in ("add", "sub", "add_any", "complex")},
+    **{
+        name: _each(linear_in=FIRST, order_survives=always)
+        for name in ("copy", "copy_p", "stop_gradient")
+    },
+    "mul": _each(linear_in=((0,), (1,))),
+    "div": _each(linear_in=FIRST, inverse_in=(1,), sums_survive=_divides_exactly),
+    "select_n": _each(linear_in=_chosen, indices=lambda _: (0,)),
+    "convert_element_type": _each(
+        linear_in=FIRST, sums_survive=_conversion_adds_up, order_survives=_conversion_keeps_order
+    ),
+    "threefry2x32": _each(positional=always),
+    **{
+        name: Operator(_each_alone, run_identity, always_linear, passes_on=True)
+        for name in _IDENTITIES
+    },
+    "optimization_barrier": Operator(_each_alone, run_barrier, always_linear, passes_on=True),
 }
 
 _SCALAR_OPERATIONS = frozenset(

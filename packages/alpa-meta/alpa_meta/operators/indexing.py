@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,13 +11,16 @@ import numpy as np
 from jax import lax
 
 from alpa_interchange import ShardingRule
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.operator import (
+    FIRST,
     Dim,
     Factors,
     LocalCall,
     Operator,
     operand_shapes,
     result_shapes,
+    shape_of,
 )
 
 _SCATTER_REDUCTIONS = {
@@ -312,11 +316,47 @@ def _run_dynamic_update_slice(call: LocalCall) -> list[Any]:
     return call.bind([operand, update, *starts])
 
 
+def _indices(_: JaxprEqn) -> tuple[int, ...]:
+    """Return the operand of a gather or scatter that holds its indices."""
+    return (1,)
+
+
+def _read_starts(eqn: JaxprEqn) -> list[int]:
+    return _starts(1, shape_of(eqn.outvars[0]), shape_of(eqn.invars[0]))
+
+
+def _written_starts(eqn: JaxprEqn) -> list[int]:
+    return _starts(2, shape_of(eqn.invars[1]), shape_of(eqn.invars[0]))
+
+
+def _starts(first: int, sizes: Sequence[int], whole: Sequence[int]) -> list[int]:
+    """Return the operands, from `first` on one per dim, that are starts of dims not taken whole."""
+    return [first + d for d, size in enumerate(sizes) if size < whole[d]]
+
+
+def _scatter(name: str) -> Operator:
+    linear = not name.endswith(("mul", "min", "max"))
+    return Operator(
+        _scatter_rule,
+        _run_scatter,
+        linear_in=((0, 2),) if linear else (),
+        indices=_indices,
+        written=2,
+    )
+
+
 OPERATORS = {
-    "gather": Operator(_gather_rule, _run_gather),
-    "dynamic_slice": Operator(_dynamic_slice_rule, _run_dynamic_slice),
-    "dynamic_update_slice": Operator(_dynamic_update_slice_rule, _run_dynamic_update_slice),
+    "gather": Operator(_gather_rule, _run_gather, linear_in=FIRST, indices=_indices),
+    "dynamic_slice": Operator(
+        _dynamic_slice_rule, _run_dynamic_slice, linear_in=FIRST, indices=_read_starts
+    ),
+    "dynamic_update_slice": Operator(
+        _dynamic_update_slice_rule,
+        _run_dynamic_update_slice,
+        linear_in=((0, 1),),
+        indices=_written_starts,
+        written=1,
+    ),
 } | {
-    name: Operator(_scatter_rule, _run_scatter)
-    for name in (*_SCATTER_REDUCTIONS, "scatter", "scatter-mul", "scatter_mul")
+    name: _scatter(name) for name in (*_SCATTER_REDUCTIONS, "scatter", "scatter-mul", "scatter_mul")
 }

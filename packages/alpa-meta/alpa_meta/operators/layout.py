@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 from jax import lax
 
 from alpa_interchange import ShardingRule
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.operator import (
+    FIRST,
     Dim,
     Factors,
     LocalCall,
     Operator,
+    always,
     always_linear,
+    jointly,
     operand_shapes,
     result_shapes,
 )
@@ -185,15 +190,23 @@ def _empty_rule(eqn: Any) -> ShardingRule:
     return Factors().rule([], [[()] * len(shape) for shape in result_shapes(eqn)])
 
 
+def _counts(eqn: JaxprEqn, dim: int) -> bool:
+    """Return whether an iota counts along `dim`."""
+    return bool(eqn.params["dimension"] == dim)
+
+
+_moved = functools.partial(Operator, linear=always_linear, linear_in=FIRST, order_survives=always)
+
+
 OPERATORS = {
-    "reshape": Operator(_reshape_rule, _run_reshape, always_linear),
-    "transpose": Operator(_transpose_rule, linear=always_linear),
-    "squeeze": Operator(_squeeze_rule, linear=always_linear),
-    "broadcast_in_dim": Operator(_broadcast_rule, _run_broadcast, always_linear),
-    "tile": Operator(_tile_rule, _run_tile, always_linear),
-    "iota": Operator(_iota_rule, _run_iota),
-    "stack": Operator(_stack_rule, linear=always_linear),
-    "unstack": Operator(_unstack_rule, linear=always_linear),
+    "reshape": _moved(_reshape_rule, _run_reshape),
+    "transpose": _moved(_transpose_rule),
+    "squeeze": _moved(_squeeze_rule),
+    "broadcast_in_dim": _moved(_broadcast_rule, _run_broadcast),
+    "tile": Operator(_tile_rule, _run_tile, always_linear, linear_in=FIRST),
+    "iota": Operator(_iota_rule, _run_iota, positional=_counts),
+    "stack": Operator(_stack_rule, linear=always_linear, linear_in=jointly),
+    "unstack": Operator(_unstack_rule, linear=always_linear, linear_in=FIRST),
     "bitcast_convert_type": Operator(_bitcast_rule),
     "empty": Operator(_empty_rule),
     "empty2": Operator(_empty_rule),

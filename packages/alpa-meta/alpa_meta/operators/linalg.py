@@ -7,6 +7,7 @@ from typing import Any
 from alpa_interchange import ShardingRule
 from alpa_meta import compat
 from alpa_meta.operators.operator import (
+    FIRST,
     Dim,
     Factors,
     LocalCall,
@@ -81,6 +82,6 @@ def _run_fourier(call: LocalCall) -> list[Any]:
 
 
 OPERATORS = {name: Operator(_batched_rule) for name in _CORE_RANKS} | {
-    "triangular_solve": Operator(_triangular_solve_rule),
-    "fft": Operator(_fourier_rule, _run_fourier, always_linear),
+    "triangular_solve": Operator(_triangular_solve_rule, linear_in=((1,),)),
+    "fft": Operator(_fourier_rule, _run_fourier, always_linear, linear_in=FIRST),
 }

@@ -12,6 +12,7 @@ from jax import lax
 
 from alpa_interchange import Factor, LogicalMesh, ShardingRule, Strategy
 from alpa_meta import compat
+from alpa_meta.compat import JaxprEqn
 
 if TYPE_CHECKING:
     from alpa_meta.spmd.collectives import Collectives
@@ -173,6 +174,28 @@ def always_linear(eqn: Any) -> bool:
     return True
 
 
+def never(*_: Any) -> bool:
+    """Return False."""
+    return False
+
+
+def always(*_: Any) -> bool:
+    """Return True."""
+    return True
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""Groups of operands: multilinear in the groups, and linear in the operands of one together."""
+
+FIRST: Groups = ((0,),)
+"""Linear in the first operand, the others held."""
+
+
+def jointly(eqn: JaxprEqn) -> Groups:
+    """Return the group of all operands."""
+    return (tuple(range(len(eqn.invars))),)
+
+
 RuleFunction = Callable[[Any], ShardingRule | None]
 LocalFunction = Callable[[LocalCall], list[Any]]
 ExchangeFunction = Callable[
@@ -189,9 +212,35 @@ class Operator:
     operands together, so that an unreduced sum may pass through it. `exchanges` yields the kind,
     the bytes per device and the mesh axes of the collectives inside an operator under a strategy,
     for the planner; None: what its rule says of permutation factors is enough.
+
+    How results follow the batch, beside what the factors of the rule say of the batch dim:
+
+    linear_in    groups of operands it is multilinear in; jointly linear in those of one group
+    inverse_in   operands it is homogeneous of degree -1 in, as a quotient is in its divisor
+    indices      the operands that say where others are read or written, but for dims taken whole;
+                 None: it has none
+    written      the operand that is written into the first, None: none is
+    sums_survive whether the result of sums is the sum of the results in its types, where linear
+    order_survives  whether a largest (smallest) operand gives the largest (smallest) result
+    positional   whether results differ by their place along a dim, beside what the operands hold
+    params_by_dim   whether tuples among its parameters hold one number per dim of the operand
+    passes_on    whether result k is operand k
     """
 
     rule: RuleFunction
     local: LocalFunction = run_unchanged
     linear: Callable[[Any], bool] = never_linear
     exchanges: ExchangeFunction | None = None
+    linear_in: Groups | Callable[[JaxprEqn], Groups] = ()
+    inverse_in: tuple[int, ...] = ()
+    indices: Callable[[JaxprEqn], Sequence[int]] | None = None
+    written: int | None = None
+    sums_survive: Callable[[JaxprEqn], bool] = always
+    order_survives: Callable[[JaxprEqn], bool] = never
+    positional: Callable[[JaxprEqn, int], bool] = never
+    params_by_dim: bool = False
+    passes_on: bool = False
+
+    def linear_groups(self, eqn: JaxprEqn) -> Groups:
+        """Return the groups of operands that `eqn` is multilinear in."""
+        return self.linear_in(eqn) if callable(self.linear_in) else self.linear_in

@@ -9,10 +9,12 @@ from jax import lax
 
 from alpa_interchange import ShardingRule
 from alpa_meta.operators.operator import (
+    FIRST,
     Dim,
     Factors,
     LocalCall,
     Operator,
+    always_linear,
     operand_shapes,
     result_shapes,
 )
@@ -87,14 +89,11 @@ def _top_k_rule(eqn: Any) -> ShardingRule:
     return factors.rule([dims], [dims] * len(result_shapes(eqn)))
 
 
-def _running_sum(eqn: Any) -> bool:
-    return bool(eqn.primitive.name == "cumsum")
-
-
 OPERATORS = {
-    name: Operator(_prefix_rule, _run_prefix, _running_sum)
-    for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+    name: Operator(_prefix_rule, _run_prefix)
+    for name in ("cumprod", "cummax", "cummin", "cumlogsumexp")
 } | {
+    "cumsum": Operator(_prefix_rule, _run_prefix, always_linear, linear_in=FIRST),
     "sort": Operator(_ordered_rule),
     "top_k": Operator(_top_k_rule),
     "approx_top_k": Operator(_ordered_rule),

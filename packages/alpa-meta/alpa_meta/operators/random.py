@@ -24,6 +24,7 @@ from alpa_meta.operators.operator import (
     Factors,
     LocalCall,
     Operator,
+    always,
     operand_shapes,
     result_shapes,
     run_whole,
@@ -109,11 +110,11 @@ def _uniform_rule(eqn: Any) -> ShardingRule:
 
 
 OPERATORS = {
-    "random_bits": Operator(_draw_rule, _run_bits),
-    "random_split": Operator(_draw_rule, _run_draw),
+    "random_bits": Operator(_draw_rule, _run_bits, positional=always),
+    "random_split": Operator(_draw_rule, _run_draw, positional=always),
     "random_gamma": Operator(_draw_rule, _run_draw),
     "random_wrap": Operator(_wrap_rule),
     "random_unwrap": Operator(_wrap_rule),
-    "rng_bit_generator": Operator(_generator_rule, run_whole),
+    "rng_bit_generator": Operator(_generator_rule, run_whole, positional=always),
     "rng_uniform": Operator(_uniform_rule),
 }

@@ -10,6 +10,7 @@ from jax import lax
 
 from alpa_interchange import ShardingRule
 from alpa_meta.operators.operator import (
+    FIRST,
     Dim,
     Factors,
     LocalCall,
@@ -116,7 +117,10 @@ def extreme(dtype: Any, *, lowest: bool) -> Any:
 
 OPERATORS = {
     name: Operator(
-        _reduce_rule, _run_reduce, always_linear if name == "reduce_sum" else never_linear
+        _reduce_rule,
+        _run_reduce,
+        always_linear if name == "reduce_sum" else never_linear,
+        linear_in=FIRST if name == "reduce_sum" else (),
     )
     for name in _COMBINATIONS
 } | {

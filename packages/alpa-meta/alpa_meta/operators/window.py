@@ -7,6 +7,7 @@ from typing import Any
 from alpa_interchange import ShardingRule
 from alpa_meta.operators.halo import exchange
 from alpa_meta.operators.operator import (
+    FIRST,
     Dim,
     Factors,
     LocalCall,
@@ -127,9 +128,10 @@ OPERATORS = {
         _window_rule,
         _run_window,
         always_linear if name == "reduce_window_sum" else never_linear,
+        linear_in=FIRST if name == "reduce_window_sum" else (),
     )
     for name in ("reduce_window_max", "reduce_window_min", "reduce_window_sum", "reduce_window")
 } | {
-    "select_and_scatter_add": Operator(_scatter_rule),
-    "select_and_gather_add": Operator(_gather_rule),
+    "select_and_scatter_add": Operator(_scatter_rule, linear_in=FIRST),
+    "select_and_gather_add": Operator(_gather_rule, linear_in=FIRST),
 }

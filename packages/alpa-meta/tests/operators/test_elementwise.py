@@ -1,9 +1,11 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from alpa_meta.operators import sharding_rule
+from alpa_meta.operators import operator_of, sharding_rule
 from alpa_meta.step.trace import inline
 
 X = jax.random.normal(jax.random.key(0), (8, 4))
@@ -60,3 +62,31 @@ def test_an_unknown_primitive_is_elementwise_if_its_lowering_is():
     assert sharding_rule(made("test_rotate", lambda x: jnp.roll(x, 1, 0))) is None
     assert sharding_rule(made("test_center", lambda x: x - x.mean())) is None
     assert sharding_rule(made("test_index", lambda x: x * jnp.arange(4.0))) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "sums", "order"),
+    [
+        ("float32", "bfloat16", True, True),
+        ("int32", "float32", True, True),
+        ("float32", "int32", False, True),
+        ("float32", "uint32", False, False),
+        ("int32", "bool", False, False),
+        ("bool", "int32", True, True),
+        ("uint8", "uint32", True, True),
+    ],
+)
+def test_conversions_keep_sums_and_order_or_not(source, target, sums, order):
+    convert = functools.partial(lax.convert_element_type, new_dtype=target)
+    eqn = first(convert, jax.ShapeDtypeStruct((), source))
+    assert (operator_of(eqn).sums_survive(eqn), operator_of(eqn).order_survives(eqn)) == (
+        sums,
+        order,
+    )
+
+
+def test_quotients_of_integers_do_not_add_up():
+    whole = first(lambda x: lax.div(x, 2), jax.ShapeDtypeStruct((), "int32"))
+    real = first(lambda x: lax.div(x, 2.0), jax.ShapeDtypeStruct((), "float32"))
+    assert not operator_of(whole).sums_survive(whole)
+    assert operator_of(real).sums_survive(real)
