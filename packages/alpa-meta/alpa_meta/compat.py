@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,6 @@ _DropVar = getattr(jex, "DropVar", None)
 
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _MOST_FRAMES = 100
-_REMAT = ("remat", "remat2", "checkpoint")
 
 
 def is_drop(var: Any) -> bool:
@@ -38,11 +38,6 @@ def is_drop(var: Any) -> bool:
 def is_plain(var: Any) -> bool:
     """Return whether `var` is an array of a numpy dtype, as keys, tokens and references are not."""
     return isinstance(getattr(var.aval, "dtype", None), np.dtype)
-
-
-def is_remat(eqn: Any) -> bool:
-    """Return whether `eqn` is a recomputation region (jax.checkpoint)."""
-    return eqn.primitive.name in _REMAT
 
 
 def closed(jaxpr: Any) -> Any:
@@ -129,6 +124,22 @@ def scan_counts(eqn: Any) -> tuple[int, int, int]:
         num_ys += 1
     num_carry = len(eqn.outvars) - num_ys
     return len(eqn.invars) - num_xs - num_carry, num_carry, num_xs
+
+
+def kernel_name(eqn: JaxprEqn) -> str:
+    """Return the name of the kernel of a Pallas call."""
+    return str(eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", ""))
+
+
+def cost_estimate(eqn: JaxprEqn) -> Any | None:
+    """Return the `pl.CostEstimate` that a Pallas call was made with, if any."""
+    return eqn.params.get("cost_estimate")
+
+
+def num_programs(eqn: JaxprEqn) -> int:
+    """Return how many programs of its kernel a Pallas call runs; 1 where that is not known."""
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
+    return math.prod(size for size in grid if isinstance(size, int))
 
 
 def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:

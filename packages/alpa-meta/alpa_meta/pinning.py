@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.compat import source_line, subjaxprs
 from alpa_meta.errors import PlanError
+from alpa_meta.operators.elementwise import constrains_sharding
 from alpa_meta.step.program import Program
 
 _FREE: Any = PartitionSpec.UNCONSTRAINED
@@ -108,12 +109,12 @@ def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) 
 
 def is_pin(eqn: Any) -> bool:
     """Return whether an equation only says how its operand is to be sharded."""
-    return eqn.primitive.name in ("alpa_pin", "sharding_constraint")
+    return eqn.primitive is _pin_p or constrains_sharding(eqn)
 
 
 def pinned_spec(eqn: Any) -> tuple[Any, ...] | None:
     """Return the entries of the spec that a pinning equation asks for, None if it names no axes."""
-    if eqn.primitive.name == "alpa_pin":
+    if eqn.primitive is _pin_p:
         return tuple(eqn.params["spec"])
     spec = getattr(eqn.params["sharding"], "spec", None)
     if spec is None:

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_meta import compat
+from alpa_meta.operators import operator_of, sharding_rule
+from alpa_meta.operators.regions import with_bodies
 from alpa_meta.step.trace import inline
 
 NARROW, ALL = 32, 65  # floats of fewer bits are changed
-_BODIES = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",)}
 
 
 def rounds(jaxpr: Any, bits: int) -> bool:
@@ -95,9 +96,7 @@ def _run(program: Any, values: Sequence[Any], rounding: _Rounding) -> list[Any]:
         return atom.val if isinstance(atom, compat.Literal) else scope[atom]
 
     for eqn in jaxpr.eqns:
-        params = dict(eqn.params)
-        for name in ("jaxpr",) if compat.is_remat(eqn) else _BODIES.get(eqn.primitive.name, ()):
-            params[name] = _changed_body(params[name], rounding)
+        params = with_bodies(eqn, lambda body: _changed_body(body, rounding), tests=False).params
         operands = [read(atom) for atom in eqn.invars]
         if rounding.bits == ALL:
             operands = _from_the_end(eqn, operands)
@@ -108,22 +107,20 @@ def _run(program: Any, values: Sequence[Any], rounding: _Rounding) -> list[Any]:
 
 def _from_the_end(eqn: Any, operands: list[Any]) -> list[Any]:
     """Return the operands of a sum or contraction with what is summed in reverse."""
-    if eqn.primitive.name == "reduce_sum":
-        summed = [eqn.params["axes"]]
-    elif eqn.primitive.name == "dot_general":
-        summed = list(eqn.params["dimension_numbers"][0])
-    else:
+    rule = sharding_rule(eqn)
+    if rule is None or not operator_of(eqn).reorders:
         return operands
-    pairs = zip(operands, summed, strict=True)
-    return list(lax.optimization_barrier([lax.rev(value, tuple(dims)) for value, dims in pairs]))
+    added = {f.name for f in rule.factors if f.kind == "reduction" and f.reduction == "add"}
+    reversed_ = [
+        lax.rev(value, [d for d, names in enumerate(dims) if added.intersection(names)])
+        for value, dims in zip(operands, rule.operands, strict=True)
+    ]
+    return list(lax.optimization_barrier(reversed_))
 
 
-def _changed_body(body: Any, rounding: _Rounding) -> Any:
-    """Return a body, or several, whose results are changed; the same in every trip."""
-    if isinstance(body, (tuple, list)):
-        return tuple(_changed_body(one, rounding) for one in body)
+def _changed_body(body: compat.ClosedJaxpr, rounding: _Rounding) -> compat.ClosedJaxpr:
+    """Return a body whose results are changed; the same in every trip."""
     if not rounds(body, rounding.bits):
         return body
     inputs = [var.aval for var in compat.open_jaxpr(body).invars]
-    made = jax.make_jaxpr(lambda *values: _run(body, values, rounding))(*inputs)
-    return made if isinstance(body, compat.ClosedJaxpr) else compat.open_jaxpr(made)
+    return jax.make_jaxpr(lambda *values: _run(body, values, rounding))(*inputs)

@@ -15,24 +15,28 @@ from typing import Any
 from jax import lax
 
 from alpa_interchange import ShardingSpec, Strategy
-from alpa_meta.compat import Literal, Var
+from alpa_meta.compat import JaxprEqn, Literal, Var
+from alpa_meta.operators import operator_of
 from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.spmd import JaxprPlan
 
 _SCALAR = Strategy(assignment=(), operands=(ShardingSpec(()),), results=(ShardingSpec(()),))
 
 
+def _scatters(eqn: JaxprEqn) -> bool:
+    operator = operator_of(eqn)
+    return operator.written is not None and bool(operator.heavy)
+
+
 def with_own_constants(eqns: Sequence[Any], plan: JaxprPlan) -> tuple[tuple[Any, ...], JaxprPlan]:
     """Return the equations of a task and their plan, with a barrier before each such constant."""
     written = {
-        eqn.invars[0]
-        for eqn in eqns
-        if eqn.primitive.name.startswith("scatter") and not isinstance(eqn.invars[0], Literal)
+        eqn.invars[0] for eqn in eqns if _scatters(eqn) and not isinstance(eqn.invars[0], Literal)
     }
     found: list[Any] = []
     steps: list[Any] = []
     for eqn, step in zip(eqns, plan.strategies, strict=True):
-        filled = eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+        filled = operator_of(eqn).layout and isinstance(eqn.invars[0], Literal)
         if filled and eqn.outvars[0] in written:
             number = eqn.invars[0]
             own = Var(number.aval)

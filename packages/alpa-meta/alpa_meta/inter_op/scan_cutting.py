@@ -27,6 +27,7 @@ from alpa_meta.inter_op.stacks import (
     Stack,
     is_cuttable,
     passages,
+    resized,
     stacked_inputs,
     stacked_outputs,
 )
@@ -246,7 +247,7 @@ class _Cutter:
             piece = eqn.replace(
                 invars=[operand[k] for operand in operands],
                 outvars=[result[k] for result in results],
-                params=_resized(eqn, stop - start),
+                params=resized(eqn, stop - start),
             )
             self._add(piece, phase, Origin(number, "piece", start, stop), movable=True)
         if passage.reduction is not None:
@@ -322,19 +323,6 @@ class _Cutter:
             return atom
         _, phase = self.home.get(atom, (0, "update"))
         return self._whole(atom, len(self.program.jaxpr.eqns), phase)
-
-
-def _resized(eqn: Any, length: int) -> dict[str, Any]:
-    """Return the parameters of an operation on a piece of `length` layers."""
-    params = dict(eqn.params)
-    name = eqn.primitive.name
-    if name == "broadcast_in_dim":
-        params["shape"] = (length, *params["shape"][1:])
-    elif name == "reshape":
-        params["new_sizes"] = (length, *params["new_sizes"][1:])
-    elif name == "slice":
-        params["limit_indices"] = (length, *params["limit_indices"][1:])
-    return params
 
 
 def _moved(entries: Sequence[_Entry]) -> list[_Entry]:

@@ -22,18 +22,13 @@ from attrs import frozen
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import Literal, is_drop, scan_counts
 from alpa_meta.operators import flops, operator_of, sharding_rule
-from alpa_meta.operators.operator import run_identity, run_unchanged, shape_of
+from alpa_meta.operators.operator import shape_of
+from alpa_meta.operators.regions import is_control_flow, is_scan
 from alpa_meta.step.program import Program
 
 LEAST_SHARE = 0.05  # of the forward work, below which a scan stays whole
 MOST_PIECES = 16  # a stack is cut into at most so many, more would only make planning slow
 
-_ADJUSTED = frozenset(  # run on pieces as they are, or with the piece's size in a parameter
-    {
-        *("broadcast_in_dim", "reshape", "slice", "dot_general"),
-        *("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"),
-    }
-)
 _REDUCTIONS = frozenset({"add", "max", "min", "and", "or"})
 
 
@@ -82,7 +77,7 @@ def stacks_of(program: Program) -> tuple[Stack, ...]:
 
 def is_cuttable(eqn: Any) -> bool:
     """Return whether an equation is a scan over stacked inputs that can run in pieces."""
-    if eqn.primitive.name != "scan" or eqn.effects or eqn.params["length"] < 2:
+    if not is_scan(eqn) or eqn.effects or eqn.params["length"] < 2:
         return False
     scanned = stacked_inputs(eqn)
     return bool(scanned) and not any(isinstance(atom, Literal) for atom in scanned)
@@ -113,10 +108,7 @@ class Passage:
 
 def passages(eqn: Any) -> Iterator[Passage]:
     """Yield the ways in which an operation can run piece by piece along dim 0 of its values."""
-    name = eqn.primitive.name
-    if eqn.effects or name in ("scan", "while", "cond"):
-        return
-    if operator_of(eqn).local not in (run_unchanged, run_identity) and name not in _ADJUSTED:
+    if eqn.effects or is_control_flow(eqn) or not operator_of(eqn).runs_in_pieces:
         return
     rule = sharding_rule(eqn)
     if rule is None:
@@ -126,6 +118,12 @@ def passages(eqn: Any) -> Iterator[Passage]:
         found = _passage(eqn, rule, factor)
         if found is not None:
             yield found
+
+
+def resized(eqn: Any, length: int) -> dict[str, Any]:
+    """Return the parameters of an operation on a piece of `length` layers."""
+    adjusted = operator_of(eqn).piece_params
+    return dict(eqn.params) if adjusted is None else adjusted(eqn, length)
 
 
 def _passage(eqn: Any, rule: ShardingRule, factor: str) -> Passage | None:
@@ -158,7 +156,7 @@ def _having(sides: Sequence[Sequence[Sequence[str]]], factor: str) -> frozenset[
 
 def _carriers(eqn: Any) -> Iterator[list[Any]]:
     """Yield the variables whose dims 0 an equation joins."""
-    if eqn.primitive.name == "scan":
+    if is_scan(eqn):
         if is_cuttable(eqn):
             yield [*stacked_inputs(eqn), *stacked_outputs(eqn)]
         return

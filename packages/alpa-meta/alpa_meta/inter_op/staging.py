@@ -15,6 +15,7 @@ from attrs import frozen
 
 from alpa_meta.compat import Literal, is_drop
 from alpa_meta.inter_op.layering import Layering, clone_into_readers
+from alpa_meta.operators import operator_of
 
 HUB = 0  # the stage that computes scalars of several stages
 
@@ -80,7 +81,7 @@ def _sink_sums(
                     inner_readers[atom] = inner_readers.get(atom, 0) + 1
     for k in range(len(eqns) - 1, -1, -1):
         eqn = eqns[k]
-        if phases[k] != "backward" or eqn.primitive.name not in ("add_any", "add"):
+        if phases[k] != "backward" or not _adds(eqn):
             continue
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         homes = {stages[producer[atom]] for atom in operands if atom in producer}
@@ -89,6 +90,11 @@ def _sink_sums(
             for atom in operands:
                 inner_readers[atom] -= 1
     return phases
+
+
+def _adds(eqn: Any) -> bool:
+    """Return whether an equation is linear in two operands together, as a sum is."""
+    return operator_of(eqn).linear_groups(eqn) == ((0, 1),)
 
 
 def _settle_scalars(eqns: Sequence[Any], stages: list[int | None]) -> set[int]:

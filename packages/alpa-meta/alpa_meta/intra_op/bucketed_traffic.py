@@ -29,6 +29,7 @@ from alpa_meta.compat import Literal, is_drop, subjaxprs
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
+from alpa_meta.operators import operator_of
 from alpa_meta.spmd import HOST_BUCKETS
 from ilp_sharding.spec_conversion import FREE
 
@@ -88,7 +89,7 @@ def sums_together(stage: StageEqns, heavy: Callable[[Any], bool]) -> Mapping[int
     for eqn, phase in zip(stage.eqns, stage.phases, strict=True):
         now = max((depth.get(a, 0) for a in eqn.invars if not isinstance(a, Literal)), default=0)
         waits = heavy(eqn) or bool(subjaxprs(eqn))
-        if not waits and eqn.primitive.name.startswith("reduce_"):
+        if not waits and operator_of(eqn).liveness == "reduced":
             waits = True
             if all(tensor_bytes(var) <= HOST_BUCKETS.tensor for var in eqn.outvars):
                 operand = eqn.invars[0].aval

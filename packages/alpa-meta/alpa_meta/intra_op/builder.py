@@ -14,7 +14,7 @@ import numpy as np
 from attrs import frozen
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
-from alpa_meta.compat import Literal, is_drop, is_remat
+from alpa_meta.compat import Literal, is_drop
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import (
     BucketedTraffic,
@@ -32,13 +32,18 @@ from alpa_meta.intra_op.operator_seconds import operator_seconds
 from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
 from alpa_meta.intra_op.regions import region_record
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
-from alpa_meta.operators import is_heavy, linear_operands, operator_signature, sharding_rule
+from alpa_meta.operators import (
+    is_heavy,
+    linear_operands,
+    operator_of,
+    operator_signature,
+    sharding_rule,
+)
 from alpa_meta.operators.operator import shape_of
+from alpa_meta.operators.regions import is_region
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
 from ilp_sharding.problem_builder import ProblemBuilder
-
-_REGIONS = ("scan", "while", "cond")
 
 
 @frozen(eq=False)
@@ -205,13 +210,13 @@ class Builder:
         `scope`."""
         key = key if key is not None else ("eqn", id(eqn))
         self.timeline.advance(phase)
-        if eqn.primitive.name in _REGIONS or is_remat(eqn):
+        if is_region(eqn):
             record = region_record(self, eqn, key, weight, scope, phase)
         else:
             record = self.operator(eqn, key, weight, scope, phase)
             read = self._read(eqn, scope, phase)
             zero = any(isinstance(atom, Literal) and _is_zero(atom.val) for atom in eqn.invars)
-            self.timeline.compute(eqn.primitive.name, read, record.results, zero)
+            self.timeline.compute(operator_of(eqn).liveness, read, record.results, zero)
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and atom in self._copy_of:
                 self._hold_copy(self._copy_of[atom])

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from alpa_meta.compat import Literal, dtype_name, is_drop, subjaxprs
+from alpa_meta.compat import Literal, dtype_name, is_drop, open_jaxpr
 from alpa_meta.operators import rule_number
+from alpa_meta.operators.regions import bodies, is_region
 from alpa_meta.pinning import is_pin, pinned_spec
 
 
@@ -47,12 +48,9 @@ def layer_classes(
 
 
 def eqn_signature(eqn: Any) -> Hashable:
-    """Return what an equation does, up to the values it works on: primitive, rule and types."""
-    bodies = subjaxprs(eqn)
-    if bodies:
-        inner = tuple(
-            eqn_signature(sub) for _, body in bodies for sub in getattr(body, "jaxpr", body).eqns
-        )
+    """Return what an equation does, up to the values it works on: primitive, rule, types, work."""
+    if is_region(eqn):
+        inner = tuple(eqn_signature(sub) for body in bodies(eqn) for sub in open_jaxpr(body).eqns)
         return eqn.primitive.name, _types(eqn), eqn.params.get("length"), inner
     if is_pin(eqn):
         return eqn.primitive.name, _types(eqn), str(pinned_spec(eqn))

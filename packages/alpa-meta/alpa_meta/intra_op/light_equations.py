@@ -40,7 +40,8 @@ def leading_operand(
     """
     if is_heavy(eqn) or is_pin(eqn) or is_shared_read(eqn):
         return None
-    if eqn.primitive.name.startswith("reduce_") and any(var in accumulated for var in eqn.outvars):
+    sums = any(factor.kind == "reduction" for factor in rule.factors)
+    if sums and any(var in accumulated for var in eqn.outvars):
         return None
     best: tuple[float, bool, bool, int] | None = None
     chosen = None

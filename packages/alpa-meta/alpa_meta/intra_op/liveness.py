@@ -5,6 +5,10 @@
              only where a heavy operator reads it, or where computing it again would read more
              bytes than it has; else its own operands live until its readers have run
     alias    a reshape or the like: another name of its operand
+    reduced  stored, and its operands are computed inside it
+    windows  stored, beside the positions of what it scatters; begins as zeros
+
+An operator's record says which of these its results are.
 
 Time is counted in equations; the body of a loop is passed through once. A value that is last read
 by equation t lives at t; an elementwise result may take the place of one operand of its size.
@@ -24,23 +28,11 @@ from collections.abc import Sequence
 from attrs import define, field, frozen
 
 from alpa_meta.intra_op.stage_problem import Source
-from alpa_meta.operators.elementwise import OPERATORS as ELEMENTWISE
 
 PHASES = ("forward", "backward", "update")
 KINDS = ("state", "gradients", "activations", "temporaries")
 REREAD = 1.0  # most bytes that are read again, in those of the value, where it is not stored
 _MOST_OPERANDS = 8  # of one fused computation
-
-_ALIASES = frozenset(
-    """
-    reshape squeeze expand_dims transpose bitcast_convert_type optimization_barrier name copy
-    copy_p device_put sharding_constraint alpa_pin alpa_read stop_gradient random_wrap random_unwrap
-    pvary
-    """.split()
-)
-_FUSED = frozenset(ELEMENTWISE) | frozenset(
-    "broadcast_in_dim iota slice pad rev concatenate select_n dynamic_slice".split()
-)
 
 
 @frozen(eq=False)
@@ -151,29 +143,32 @@ class Timeline:
 
     def compute(
         self,
-        name: str,
+        form: str,
         operands: Sequence[Source],
         results: Sequence[Source],
         reads_zero: bool = False,
     ) -> None:
-        """Note the operator `name`, run now; `reads_zero`: an operand is the number 0."""
+        """Note an operator, run now, of the `liveness` its record gives.
+
+        `reads_zero`: an operand is the number 0.
+        """
         read = [self._of[id(source)] for source in operands if id(source) in self._of]
-        form = "alias" if name in _ALIASES else "fused" if name in _FUSED else "stored"
         if form == "alias":
             read = read[:1]
         made = tuple(self._add(source, form, tuple(read), self.now) for source in results)
         if reads_zero and form == "fused":
             self._read_zeros(results[0])
-        if name == "select_and_scatter_add":
+        if form == "windows":
             self._zeros_like(results[0]).written += made
             self._add(_window_positions(operands[0]), "stored", (), self.now)
-        fuses = form != "stored" or name.startswith("reduce_")
+        fuses = form in ("fused", "alias", "reduced")
         replaced = form == "fused"
         for value in read:
             inside = replaced and bool(made) and value.source.bytes == made[0].source.bytes
             stop = self.now if inside else self.now + 1
             replaced = replaced and not inside
-            value.reads.append(_Read(stop, self.phase, made if form != "stored" else (), not fuses))
+            inlined = made if form in ("fused", "alias") else ()
+            value.reads.append(_Read(stop, self.phase, inlined, not fuses))
 
     def replace(self, source: Source) -> None:
         """Note that a value is written over an input: it takes no memory of its own."""
@@ -238,11 +233,9 @@ class Timeline:
             for operand in value.operands:
                 support.update(supports[id(operand)])
             size = value.source.bytes
-            if value.form == "stored":
-                value.stored = True
-            elif value.form == "alias":
+            if value.form == "alias":
                 value.stored = False
-            else:
+            elif value.form == "fused":
                 again = len(value.reads) > 1 and sum(support.values()) > REREAD * size
                 value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
             supports[id(value)] = {id(value): size} if value.stored else support

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from alpa_interchange import ShardingSpec
-from alpa_meta.compat import Literal, closed, is_drop, open_jaxpr, scan_counts, subjaxprs
+from alpa_meta.compat import Literal, closed, is_drop, open_jaxpr, scan_counts
 from alpa_meta.intra_op.bucketed_traffic import completion_steps
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import linear_operands
 from alpa_meta.operators.operator import shape_of
+from alpa_meta.operators.regions import is_region
 from ilp_sharding.strategies import completed_specs
 
 
@@ -79,7 +80,7 @@ def _reaching(
         passes = (
             bool(outputs)
             and all(var in allowed and var not in blocked for var in outputs)
-            and not subjaxprs(eqn)
+            and not is_region(eqn)
             and linear_operands(eqn)
         )
         for atom in eqn.invars:

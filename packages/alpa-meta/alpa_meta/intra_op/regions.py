@@ -15,10 +15,8 @@ from alpa_meta.compat import (
     Literal,
     closed,
     is_drop,
-    is_remat,
     open_jaxpr,
     scan_counts,
-    subjaxprs,
 )
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import late_in_body
@@ -26,6 +24,7 @@ from alpa_meta.intra_op.partial_sums import may_leave_partial, summed_carries
 from alpa_meta.intra_op.stage_problem import Body, Record, Source
 from alpa_meta.operators import is_heavy
 from alpa_meta.operators.operator import shape_of
+from alpa_meta.operators.regions import bodies, fold
 
 if TYPE_CHECKING:
     from alpa_meta.intra_op.builder import Builder
@@ -35,21 +34,32 @@ def region_record(
     builder: Builder, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
 ) -> Record:
     outer = [operand_source(atom, scope) for atom in eqn.invars]
-    bodies = [closed(body) for _, body in subjaxprs(eqn)]
-    name = eqn.primitive.name
-    if is_remat(eqn):
-        leaving, late = (
-            [number for number, var in enumerate(eqn.outvars) if var in found]
-            for found in (builder.partial, builder.late)
-        )
-        body = _body(builder, bodies[0], (key, "remat"), weight, outer, phase, leaving, late)
-        results = _completed(builder, eqn, body.outputs, key, weight, phase)
-        return Record(None, (), tuple(outer), results, (body,))
-    if name == "scan":
-        return _scan(builder, eqn, bodies[0], key, weight, outer, phase)
-    if name == "while":
-        return _while(builder, eqn, key, weight, outer, phase)
-    return _cond(builder, eqn, bodies, key, weight, outer, phase)
+    inner = bodies(eqn)
+    return fold(
+        eqn,
+        scan=lambda: _scan(builder, eqn, inner[0], key, weight, outer, phase),
+        loop=lambda: _while(builder, eqn, key, weight, outer, phase),
+        branches=lambda: _cond(builder, eqn, inner, key, weight, outer, phase),
+        remat=lambda: _remat(builder, eqn, inner[0], key, weight, outer, phase),
+    )
+
+
+def _remat(
+    builder: Builder,
+    eqn: Any,
+    body: Any,
+    key: Hashable,
+    weight: float,
+    outer: list[Source],
+    phase: str,
+) -> Record:
+    leaving, late = (
+        [number for number, var in enumerate(eqn.outvars) if var in found]
+        for found in (builder.partial, builder.late)
+    )
+    inner = _body(builder, body, (key, "again"), weight, outer, phase, leaving, late)
+    results = _completed(builder, eqn, inner.outputs, key, weight, phase)
+    return Record(None, (), tuple(outer), results, (inner,))
 
 
 def operand_source(atom: Any, scope: Mapping[Any, Source]) -> Source:
@@ -189,7 +199,7 @@ def _while(
     began = builder.timeline.now
     for carry in carries:
         builder.timeline.store(carry)
-    tested = _body(builder, cond, (key, "cond"), trips, [*entries[:num_cond], *carries], phase)
+    tested = _body(builder, cond, (key, "test"), trips, [*entries[:num_cond], *carries], phase)
     tested.outputs = (_whole(open_jaxpr(cond).outvars[0]),)
     outer_body = builder.timeline.enter()
     inner = _body(builder, body, (key, "body"), trips, entries[num_cond:], phase)

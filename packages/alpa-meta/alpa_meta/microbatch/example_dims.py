@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alpa_meta.compat import Literal, is_drop, is_remat, open_jaxpr, scan_counts, subjaxprs
+from alpa_meta.compat import Literal, is_drop, open_jaxpr, scan_counts
 from alpa_meta.operators import sharding_rule
+from alpa_meta.operators.regions import bodies, fold
 
 
 def example_dims(jaxpr: Any, inputs: Sequence[int | None]) -> dict[Any, int]:
@@ -47,18 +48,25 @@ def _read(atom: Any, known: Mapping[Any, int]) -> int | None:
 def _results(
     eqn: Any, operands: Sequence[int | None], known: dict[Any, int]
 ) -> Sequence[int | None]:
-    name = eqn.primitive.name
-    bodies = [body for _, body in subjaxprs(eqn)]
-    if is_remat(eqn):
-        return _follow(bodies[0], operands, known)
-    if name == "scan":
-        return _scan(eqn, bodies[0], operands, known)
-    if name == "cond":
-        branches = [_follow(body, operands[1:], known) for body in bodies]
-        return [_either(dims) for dims in zip(*branches, strict=True)]
-    if name == "while":
-        num_consts = eqn.params["cond_nconsts"]
-        return _follow(eqn.params["body_jaxpr"], operands[num_consts:], known)
+    inner = bodies(eqn)
+    return fold(
+        eqn,
+        scan=lambda: _scan(eqn, inner[0], operands, known),
+        loop=lambda: _follow(inner[1], operands[eqn.params["cond_nconsts"] :], known),
+        branches=lambda: _branches(inner, operands, known),
+        remat=lambda: _follow(inner[0], operands, known),
+        operator=lambda: _operator(eqn, operands),
+    )
+
+
+def _branches(
+    inner: Sequence[Any], operands: Sequence[int | None], known: dict[Any, int]
+) -> Sequence[int | None]:
+    results = [_follow(body, operands[1:], known) for body in inner]
+    return [_either(dims) for dims in zip(*results, strict=True)]
+
+
+def _operator(eqn: Any, operands: Sequence[int | None]) -> Sequence[int | None]:
     rule = sharding_rule(eqn)
     if rule is None:
         return [None] * len(eqn.outvars)

@@ -31,14 +31,13 @@ from alpa_meta.compat import (
     closed,
     consts,
     is_drop,
-    is_remat,
     open_jaxpr,
     scan_counts,
-    subjaxprs,
 )
 from alpa_meta.microbatch.places import adds_to_operand, same_constant, selects_examples
 from alpa_meta.operators import Operator, operator_of, sharding_rule
 from alpa_meta.operators.operator import Groups
+from alpa_meta.operators.regions import bodies, fold, is_region
 
 
 @frozen
@@ -129,11 +128,11 @@ def _read(atom: Any, twin: Any, known: dict[Any, Scaling], ratio: float) -> Scal
 def _results(
     eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
 ) -> list[Scaling]:
-    name, operator = eqn.primitive.name, operator_of(eqn)
+    operator = operator_of(eqn)
     count = len(eqn.outvars)
     if any(operand.form == "mixed" for operand in operands):
         return [MIXED] * count
-    if name in ("scan", "while", "cond") or is_remat(eqn):
+    if is_region(eqn):
         return _region(eqn, twin, operands, known, ratio)
     places = operator.indices(eqn) if operator.indices else ()
     if any(operands[k].power for k in places) or not _same_operator(eqn, twin):
@@ -293,23 +292,28 @@ def _is_zero(groups: Groups, operands: list[Scaling]) -> bool:
 def _region(
     eqn: Any, twin: Any, operands: list[Scaling], known: dict[Any, Scaling], ratio: float
 ) -> list[Scaling]:
-    name = eqn.primitive.name
-    bodies = [closed(body) for _, body in subjaxprs(eqn)]
-    twins = [closed(body) for _, body in subjaxprs(twin)]
-    if is_remat(eqn):
-        return _follow(bodies[0], twins[0], operands, known, ratio)
-    if name == "cond":
-        predicate, *rest = operands
-        if predicate.form != "constant":
-            return [MIXED] * len(eqn.outvars)
-        branches = [
-            _follow(body, other, rest, known, ratio)
-            for body, other in zip(bodies, twins, strict=True)
-        ]
-        return [_join(results) for results in zip(*branches, strict=True)]
-    if name == "while":
-        return _while(eqn, twin, operands, known, ratio)
-    return _scan(eqn, twin, bodies[0], twins[0], operands, known, ratio)
+    pairs = list(zip(bodies(eqn), bodies(twin), strict=True))
+    return fold(
+        eqn,
+        scan=lambda: _scan(eqn, twin, *pairs[0], operands, known, ratio),
+        loop=lambda: _while(eqn, twin, operands, known, ratio),
+        branches=lambda: _branches(pairs, operands, len(eqn.outvars), known, ratio),
+        remat=lambda: _follow(*pairs[0], operands, known, ratio),
+    )
+
+
+def _branches(
+    pairs: Sequence[tuple[Any, Any]],
+    operands: list[Scaling],
+    count: int,
+    known: dict[Any, Scaling],
+    ratio: float,
+) -> list[Scaling]:
+    predicate, *rest = operands
+    if predicate.form != "constant":
+        return [MIXED] * count
+    branches = [_follow(body, other, rest, known, ratio) for body, other in pairs]
+    return [_join(results) for results in zip(*branches, strict=True)]
 
 
 def _while(

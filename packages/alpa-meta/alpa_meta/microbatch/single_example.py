@@ -18,9 +18,7 @@ from typing import Any
 
 from alpa_meta.compat import Literal, is_drop, open_jaxpr
 from alpa_meta.microbatch.scaling import CONSTANT, MIXED, Scaling
-
-_RESHAPES = frozenset({"reshape", "squeeze", "broadcast_in_dim", "expand_dims", "transpose"})
-_LEFT_OUT = _RESHAPES | {"reduce_sum"}
+from alpa_meta.operators import operator_of
 
 
 def scaling_of_one(
@@ -105,7 +103,7 @@ class _Walk:
     def reshapes_only(self, eqn: Any) -> bool:
         """Return whether an equation at one example only adds or drops the dim of size one."""
         source = eqn.invars[0] if eqn.invars else None
-        if eqn.primitive.name not in _RESHAPES or isinstance(source, Literal):
+        if not operator_of(eqn).layout or isinstance(source, Literal):
             return False
         (var,) = eqn.outvars
         if math.prod(_shape(source)) != math.prod(_shape(var)):
@@ -118,7 +116,9 @@ class _Walk:
 
     def left_out(self, eqn: Any) -> bool:
         """Return whether one example does without an equation at two, and note what it makes."""
-        if eqn.primitive.name not in _LEFT_OUT or isinstance(eqn.invars[0], Literal):
+        operator = operator_of(eqn)
+        sums = operator.reorders and len(eqn.invars) == 1
+        if not (operator.layout or sums) or isinstance(eqn.invars[0], Literal):
             return False
         var = self._owner.get(eqn.invars[0])
         if var is None:

@@ -1,12 +1,16 @@
-"""Sharding rules: what may be sharded in each operator, and how it then runs on each device.
+"""All that is known of operators: what may be sharded, how it then runs on each device, what it
+costs, how its results follow the batch.
 
-A file per family of operators; each ends in a table `OPERATORS` from primitive name to its rule and
-its local form. A new operator is one entry, or a call of `register`.
+A file per family of operators; each ends in a table `OPERATORS` from primitive name to its record.
+A new operator is one entry, or a call of `register`; no other folder knows an operator by name.
 """
 
 from alpa_meta.operators.operator import Factors, LocalCall, Operator
 from alpa_meta.operators.registry import (
+    flops,
     is_heavy,
+    is_known,
+    kernel_kind,
     known_primitives,
     linear_operands,
     operator_of,
@@ -14,8 +18,8 @@ from alpa_meta.operators.registry import (
     register,
     rule_number,
     sharding_rule,
+    traffic_bytes,
 )
-from alpa_meta.operators.work import flops, traffic_bytes
 
 __all__ = [
     "Factors",
@@ -23,6 +27,8 @@ __all__ = [
     "Operator",
     "flops",
     "is_heavy",
+    "is_known",
+    "kernel_kind",
     "known_primitives",
     "linear_operands",
     "operator_of",

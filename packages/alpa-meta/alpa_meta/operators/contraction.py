@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from alpa_interchange import ShardingRule
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.operator import (
     Dim,
     Factors,
     LocalCall,
     Operator,
     operand_shapes,
+    same_params,
 )
 
 
@@ -120,7 +124,21 @@ def _run_ragged(call: LocalCall) -> list[Any]:
     return [jnp.roll(jnp.where(own, product, jnp.zeros_like(product)), before, dim)]
 
 
+def _ragged_flops(eqn: JaxprEqn) -> float:
+    """Return twice the product of rows, depth and columns: a row meets one group only."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracting, right_contracting), (batch, right_batch) = numbers.dot_dimension_numbers
+    left, right = operand_shapes(eqn)[:2]
+    shared = {*contracting, *batch}
+    taken = {*right_contracting, *right_batch, *numbers.rhs_group_dimensions}
+    free = math.prod(size for d, size in enumerate(right) if d not in taken)
+    rows = math.prod(size for d, size in enumerate(left) if d not in shared)
+    return float(2 * rows * math.prod(left[d] for d in shared) * free)
+
+
+_product = functools.partial(Operator, heavy=True, kernel="matmul", linear_in=((0,), (1,)))
+
 OPERATORS = {
-    "dot_general": Operator(_dot_rule, _run_dot, linear_in=((0,), (1,))),
-    "ragged_dot_general": Operator(_ragged_rule, _run_ragged, linear_in=((0,), (1,))),
+    "dot_general": _product(_dot_rule, _run_dot, piece_params=same_params, reorders=True),
+    "ragged_dot_general": _product(_ragged_rule, _run_ragged, flops=_ragged_flops),
 }

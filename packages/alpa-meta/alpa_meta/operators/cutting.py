@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from alpa_interchange import LogicalMesh, ShardingRule, Strategy
-from alpa_meta import compat
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.moves import Piece, Run, exchanges, move, pieces, reversal
 from alpa_meta.operators.operator import (
     FIRST,
@@ -28,11 +27,11 @@ from alpa_meta.operators.operator import (
     LocalCall,
     Operator,
     always,
-    always_linear,
     jointly,
     operand_shapes,
     result_shapes,
 )
+from alpa_meta.operators.work import copied_results, nothing
 
 
 def _tensors(eqn: Any) -> list[tuple[int, ...]]:
@@ -180,18 +179,25 @@ def _exchanges(
                 yield kind, each * elements * var.aval.dtype.itemsize, axes
 
 
-def _pads_with_zero(eqn: Any) -> bool:
-    filler = eqn.invars[1]
-    return isinstance(filler, compat.Literal) and not np.any(filler.val)
+def _sliced_piece(eqn: JaxprEqn, length: int) -> dict[str, Any]:
+    return {**eqn.params, "limit_indices": (length, *eqn.params["limit_indices"][1:])}
 
 
-_cut = functools.partial(Operator, _rule, _run, exchanges=_exchanges)
+_cut = functools.partial(
+    Operator, _rule, _run, exchanges=_exchanges, flops=nothing, liveness="fused"
+)
 
 
 OPERATORS = {
-    "slice": _cut(linear=always_linear, linear_in=FIRST, order_survives=always, params_by_dim=True),
-    "pad": _cut(linear=_pads_with_zero, linear_in=jointly, params_by_dim=True),
-    "rev": _cut(linear=always_linear, linear_in=FIRST, order_survives=always),
-    "concatenate": _cut(linear=always_linear, linear_in=jointly),
-    "split": _cut(linear_in=FIRST),
+    "slice": _cut(
+        linear_in=FIRST,
+        order_survives=always,
+        params_by_dim=True,
+        bytes=copied_results,
+        piece_params=_sliced_piece,
+    ),
+    "pad": _cut(linear_in=jointly, params_by_dim=True),
+    "rev": _cut(linear_in=FIRST, order_survives=always),
+    "concatenate": _cut(linear_in=jointly),
+    "split": _cut(linear_in=FIRST, liveness="stored"),
 }

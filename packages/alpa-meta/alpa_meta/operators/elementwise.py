@@ -20,14 +20,15 @@ from alpa_meta.operators.operator import (
     Groups,
     Operator,
     always,
-    always_linear,
+    dtype_of,
     jointly,
+    never,
     operand_shapes,
     result_shapes,
     run_barrier,
     run_identity,
-    run_unchanged,
 )
+from alpa_meta.operators.work import nothing, result_bytes, result_elements
 
 _NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -45,7 +46,6 @@ _IDENTITIES = """
     alpa_gradient
 """.split()
 
-_LINEAR_TWO = ("add", "add_any", "sub")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -79,25 +79,13 @@ def _each_alone(eqn: Any) -> ShardingRule:
     return factors.rule(dims, dims)
 
 
-def _linear(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    if name in ("neg", "copy", "copy_p"):
-        return True
-    literal = [isinstance(atom, compat.Literal) for atom in eqn.invars]
-    if name in _LINEAR_TWO:
-        left, right = operand_shapes(eqn)
-        return left == right and not any(literal)
-    if name == "mul":
-        return any(literal)
-    if name == "div":
-        return literal[1] and np.issubdtype(eqn.outvars[0].aval.dtype, np.floating)
-    if name == "convert_element_type":
-        source, target = str(eqn.invars[0].aval.dtype), str(eqn.outvars[0].aval.dtype)
-        if source not in _FLOATS or target not in _FLOATS:
-            return False
-        wider = jax.numpy.promote_types(source, target) == np.dtype(target)
-        return bool(wider)
-    return False
+def _widens(eqn: JaxprEqn) -> bool:
+    """Return whether a conversion of floats loses nothing of the parts of an unreduced sum."""
+    source, target = str(dtype_of(eqn.invars[0])), str(dtype_of(eqn.outvars[0]))
+    if source not in _FLOATS or target not in _FLOATS:
+        return False
+    wider = jax.numpy.promote_types(source, target) == np.dtype(target)
+    return bool(wider)
 
 
 def _chosen(eqn: JaxprEqn) -> Groups:
@@ -108,14 +96,14 @@ def _chosen(eqn: JaxprEqn) -> Groups:
 def _conversion_adds_up(eqn: JaxprEqn) -> bool:
     """Return whether converted parts of a sum add up to the converted sum: not if they are floored,
     nor as truth values."""
-    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    source, target = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
     floored = jnp.issubdtype(source, jnp.inexact) and jnp.issubdtype(target, jnp.integer)
     return target != np.bool_ and not floored
 
 
 def _conversion_keeps_order(eqn: JaxprEqn) -> bool:
     """Return whether the largest stays the largest, and the smallest the smallest, if converted."""
-    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    source, target = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
     if np.bool_ in (source, target):
         return bool(source == np.bool_)
     signs_lost = jnp.issubdtype(target, jnp.unsignedinteger)
@@ -123,34 +111,60 @@ def _conversion_keeps_order(eqn: JaxprEqn) -> bool:
 
 
 def _divides_exactly(eqn: JaxprEqn) -> bool:
-    return bool(jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact))
+    return bool(jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.inexact))
 
 
-_each = functools.partial(Operator, elementwise_rule, run_unchanged, _linear)
+_each = functools.partial(
+    Operator,
+    elementwise_rule,
+    flops=result_elements,
+    bytes=result_bytes,
+    heavy=False,
+    liveness="fused",
+)
+_picked = functools.partial(_each, flops=nothing)
+_alias = functools.partial(
+    _each, flops=nothing, bytes=nothing, liveness="alias", order_survives=always
+)
+_passed_on = functools.partial(
+    Operator,
+    _each_alone,
+    flops=nothing,
+    bytes=nothing,
+    heavy=False,
+    liveness="alias",
+    linear_in=jointly,
+    passes_on=True,
+)
 
 OPERATORS = {
     **{name: _each() for name in _NAMES},
-    **{
-        name: _each(linear_in=FIRST) for name in ("neg", "reduce_precision", "real", "imag", "conj")
-    },
-    **{name: _each(linear_in=jointly) for name in ("add", "sub", "add_any", "complex")},
-    **{
-        name: _each(linear_in=FIRST, order_survives=always)
-        for name in ("copy", "copy_p", "stop_gradient")
-    },
+    "neg": _each(linear_in=FIRST),
+    "reduce_precision": _each(linear=never, linear_in=FIRST),
+    **{name: _picked(linear_in=FIRST) for name in ("real", "imag", "conj")},
+    **{name: _each(linear_in=jointly) for name in ("add", "sub", "add_any")},
+    "complex": _picked(linear_in=jointly),
+    **{name: _alias(linear_in=FIRST) for name in ("copy", "copy_p", "stop_gradient")},
+    "random_clone": _each(flops=nothing, bytes=nothing),
     "mul": _each(linear_in=((0,), (1,))),
     "div": _each(linear_in=FIRST, inverse_in=(1,), sums_survive=_divides_exactly),
-    "select_n": _each(linear_in=_chosen, indices=lambda _: (0,)),
-    "convert_element_type": _each(
-        linear_in=FIRST, sums_survive=_conversion_adds_up, order_survives=_conversion_keeps_order
+    "select_n": _picked(linear_in=_chosen, indices=lambda _: (0,)),
+    "convert_element_type": _picked(
+        linear=_widens,
+        linear_in=FIRST,
+        sums_survive=_conversion_adds_up,
+        order_survives=_conversion_keeps_order,
     ),
     "threefry2x32": _each(positional=always),
-    **{
-        name: Operator(_each_alone, run_identity, always_linear, passes_on=True)
-        for name in _IDENTITIES
-    },
-    "optimization_barrier": Operator(_each_alone, run_barrier, always_linear, passes_on=True),
+    **{name: _passed_on(run_identity) for name in _IDENTITIES},
+    "optimization_barrier": _passed_on(run_barrier),
 }
+
+
+def constrains_sharding(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a `jax.lax.with_sharding_constraint` of the user's."""
+    return bool(eqn.primitive.name == "sharding_constraint")
+
 
 _SCALAR_OPERATIONS = frozenset(
     """

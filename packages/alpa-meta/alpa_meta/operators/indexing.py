@@ -22,6 +22,7 @@ from alpa_meta.operators.operator import (
     result_shapes,
     shape_of,
 )
+from alpa_meta.operators.work import copied_results, nothing, operand_bytes, operand_elements
 
 _SCATTER_REDUCTIONS = {
     "scatter-add": "add",
@@ -342,13 +343,30 @@ def _scatter(name: str) -> Operator:
         linear_in=((0, 2),) if linear else (),
         indices=_indices,
         written=2,
+        flops=operand_elements(2),
+        bytes=operand_bytes(2, 3),
+        heavy=True,
     )
 
 
 OPERATORS = {
-    "gather": Operator(_gather_rule, _run_gather, linear_in=FIRST, indices=_indices),
+    "gather": Operator(
+        _gather_rule,
+        _run_gather,
+        linear_in=FIRST,
+        indices=_indices,
+        flops=nothing,
+        bytes=copied_results,
+        heavy=True,
+    ),
     "dynamic_slice": Operator(
-        _dynamic_slice_rule, _run_dynamic_slice, linear_in=FIRST, indices=_read_starts
+        _dynamic_slice_rule,
+        _run_dynamic_slice,
+        linear_in=FIRST,
+        indices=_read_starts,
+        flops=nothing,
+        bytes=copied_results,
+        liveness="fused",
     ),
     "dynamic_update_slice": Operator(
         _dynamic_update_slice_rule,
@@ -356,6 +374,8 @@ OPERATORS = {
         linear_in=((0, 1),),
         indices=_written_starts,
         written=1,
+        flops=nothing,
+        bytes=operand_bytes(1, 2),
     ),
 } | {
     name: _scatter(name) for name in (*_SCATTER_REDUCTIONS, "scatter", "scatter-mul", "scatter_mul")

@@ -17,11 +17,11 @@ from alpa_meta.operators.operator import (
     LocalCall,
     Operator,
     always,
-    always_linear,
     jointly,
     operand_shapes,
     result_shapes,
 )
+from alpa_meta.operators.work import nothing
 
 
 def reshape_dims(
@@ -195,19 +195,36 @@ def _counts(eqn: JaxprEqn, dim: int) -> bool:
     return bool(eqn.params["dimension"] == dim)
 
 
-_moved = functools.partial(Operator, linear=always_linear, linear_in=FIRST, order_survives=always)
+def _broadcast_piece(eqn: JaxprEqn, length: int) -> dict[str, Any]:
+    return {**eqn.params, "shape": (length, *eqn.params["shape"][1:])}
 
+
+def _reshaped_piece(eqn: JaxprEqn, length: int) -> dict[str, Any]:
+    return {**eqn.params, "new_sizes": (length, *eqn.params["new_sizes"][1:])}
+
+
+_layout = functools.partial(
+    Operator, linear_in=FIRST, order_survives=always, layout=True, flops=nothing
+)
+_alias = functools.partial(_layout, bytes=nothing, liveness="alias")
+_free = functools.partial(Operator, flops=nothing, bytes=nothing)
 
 OPERATORS = {
-    "reshape": _moved(_reshape_rule, _run_reshape),
-    "transpose": _moved(_transpose_rule),
-    "squeeze": _moved(_squeeze_rule),
-    "broadcast_in_dim": _moved(_broadcast_rule, _run_broadcast),
-    "tile": Operator(_tile_rule, _run_tile, always_linear, linear_in=FIRST),
-    "iota": Operator(_iota_rule, _run_iota, positional=_counts),
-    "stack": Operator(_stack_rule, linear=always_linear, linear_in=jointly),
-    "unstack": Operator(_unstack_rule, linear=always_linear, linear_in=FIRST),
-    "bitcast_convert_type": Operator(_bitcast_rule),
-    "empty": Operator(_empty_rule),
-    "empty2": Operator(_empty_rule),
+    "reshape": _alias(_reshape_rule, _run_reshape, piece_params=_reshaped_piece),
+    "transpose": _layout(_transpose_rule, liveness="alias"),
+    "squeeze": _alias(_squeeze_rule),
+    "broadcast_in_dim": _layout(
+        _broadcast_rule,
+        _run_broadcast,
+        bytes=nothing,
+        liveness="fused",
+        piece_params=_broadcast_piece,
+    ),
+    "tile": Operator(_tile_rule, _run_tile, linear_in=FIRST, flops=nothing),
+    "iota": _free(_iota_rule, _run_iota, positional=_counts, liveness="fused"),
+    "stack": Operator(_stack_rule, linear_in=jointly, flops=nothing),
+    "unstack": Operator(_unstack_rule, linear_in=FIRST, flops=nothing),
+    "bitcast_convert_type": _free(_bitcast_rule, liveness="alias"),
+    "empty": _free(_empty_rule),
+    "empty2": _free(_empty_rule),
 }

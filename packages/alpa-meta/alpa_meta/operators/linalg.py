@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from alpa_interchange import ShardingRule
 from alpa_meta import compat
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.operator import (
     FIRST,
+    CountFunction,
     Dim,
     Factors,
     LocalCall,
     Operator,
-    always_linear,
     operand_shapes,
     result_shapes,
 )
@@ -37,6 +39,18 @@ _CORE_RANKS = {
     "tridiagonal_solve": 1,
 }
 """Trailing dims of the first operand that one matrix (or vector) takes; the rest are batches."""
+
+_FACTORS = {
+    "cholesky": 1 / 3,
+    "lu": 2 / 3,
+    "qr": 4 / 3,
+    "geqrf": 4 / 3,
+    "householder_product": 4 / 3,
+    "eigh": 9.0,
+    "eig": 25.0,
+    "svd": 20.0,
+}
+"""Floating-point operations of n x n matrices, in units of n^3 (Golub and Van Loan)."""
 
 
 def _batched_rule(eqn: Any) -> ShardingRule | None:
@@ -81,7 +95,31 @@ def _run_fourier(call: LocalCall) -> list[Any]:
     return [compat.row_major(value) for value in call.bind([compat.row_major(operand)])]
 
 
-OPERATORS = {name: Operator(_batched_rule) for name in _CORE_RANKS} | {
-    "triangular_solve": Operator(_triangular_solve_rule, linear_in=((1,),)),
-    "fft": Operator(_fourier_rule, _run_fourier, always_linear, linear_in=FIRST),
+def _matrix_flops(factor: float) -> CountFunction:
+    """Return the count of `factor` times rows, columns and the smaller of both, per matrix."""
+
+    def count(eqn: JaxprEqn) -> float:
+        shape = operand_shapes(eqn)[0]
+        return factor * math.prod(shape) * min(shape[-2:])
+
+    return count
+
+
+def _solve_flops(eqn: JaxprEqn) -> float:
+    matrix, sides = operand_shapes(eqn)
+    return float(math.prod(sides) * matrix[-1])
+
+
+def _fourier_flops(eqn: JaxprEqn) -> float:
+    length = math.prod(eqn.params["fft_lengths"])
+    size = max(math.prod(operand_shapes(eqn)[0]), math.prod(result_shapes(eqn)[0]))
+    return 5.0 * size * max(math.log2(max(length, 1)), 1.0)
+
+
+OPERATORS = {
+    name: Operator(_batched_rule, flops=_matrix_flops(_FACTORS[name]) if name in _FACTORS else None)
+    for name in _CORE_RANKS
+} | {
+    "triangular_solve": Operator(_triangular_solve_rule, linear_in=((1,),), flops=_solve_flops),
+    "fft": Operator(_fourier_rule, _run_fourier, linear_in=FIRST, flops=_fourier_flops),
 }

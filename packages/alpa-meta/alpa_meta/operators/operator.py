@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import in_, optional
 from jax import lax
 
 from alpa_interchange import Factor, LogicalMesh, ShardingRule, Strategy
@@ -61,6 +63,11 @@ class Factors:
 def shape_of(atom: Any) -> tuple[int, ...]:
     """Return the shape of an equation's operand or result; scalars and tokens have none."""
     return tuple(getattr(atom.aval, "shape", ()))
+
+
+def dtype_of(atom: Any) -> Any:
+    """Return the dtype of an equation's operand or result."""
+    return atom.aval.dtype
 
 
 def operand_shapes(eqn: Any) -> list[tuple[int, ...]]:
@@ -164,16 +171,6 @@ def behind_barrier(values: Sequence[Any]) -> list[Any]:
     return result
 
 
-def never_linear(eqn: Any) -> bool:
-    """Return False."""
-    return False
-
-
-def always_linear(eqn: Any) -> bool:
-    """Return True."""
-    return True
-
-
 def never(*_: Any) -> bool:
     """Return False."""
     return False
@@ -198,24 +195,29 @@ def jointly(eqn: JaxprEqn) -> Groups:
 
 RuleFunction = Callable[[Any], ShardingRule | None]
 LocalFunction = Callable[[LocalCall], list[Any]]
+CountFunction = Callable[[JaxprEqn], float]
 ExchangeFunction = Callable[
     [Any, Strategy, LogicalMesh], Iterable[tuple[str, float, tuple[str, ...]]]
 ]
+PatchFunction = Callable[[JaxprEqn, ShardingRule, Strategy, LogicalMesh], float]
+LIVENESS = ("stored", "reduced", "windows", "fused", "alias")
+KERNELS = ("matmul", "convolution", "elementwise")
 
 
 @frozen
 class Operator:
-    """The table entry of one primitive.
+    """All that is known of one primitive.
 
     `rule` maps an equation to its sharding rule (None: it runs replicated), `local` runs it on the
-    parts a strategy leaves on each device, and `linear` says whether it is linear in its tensor
-    operands together, so that an unreduced sum may pass through it. `exchanges` yields the kind,
-    the bytes per device and the mesh axes of the collectives inside an operator under a strategy,
-    for the planner; None: what its rule says of permutation factors is enough.
+    parts a strategy leaves on each device. `exchanges` yields the kind, the bytes per device and
+    the mesh axes of the collectives inside an operator under a strategy, for the planner; None:
+    what its rule says of permutation factors is enough.
 
-    How results follow the batch, beside what the factors of the rule say of the batch dim:
+    How results follow operands, beside what the factors of the rule say of the batch dim:
 
     linear_in    groups of operands it is multilinear in; jointly linear in those of one group
+    linear       whether an unreduced sum may pass through it; None: it may if all its tensor
+                 operands are of one group
     inverse_in   operands it is homogeneous of degree -1 in, as a quotient is in its divisor
     indices      the operands that say where others are read or written, but for dims taken whole;
                  None: it has none
@@ -225,11 +227,27 @@ class Operator:
     positional   whether results differ by their place along a dim, beside what the operands hold
     params_by_dim   whether tuples among its parameters hold one number per dim of the operand
     passes_on    whether result k is operand k
+    layout       whether the result is the operand's elements at other places, or repeated
+
+    What it costs, of the whole equation; None: derived from the factors of the rule, where those
+    that several operands share and no result has are a contraction:
+
+    flops        floating-point operations, a multiply-add two; contraction: twice the product of
+                 all factors; else the elements of the results
+    bytes        moved through memory; operands and results
+    heavy        whether it chooses its strategy instead of following an operand; contraction: it
+                 does
+    kernel       what its seconds are fitted on, one of `KERNELS`; contraction: "matmul"
+    patch_bytes  what its part under a strategy moves on a CPU beside that
+    liveness     how its results hold memory, one of `LIVENESS`; see `intra_op.liveness`
+    piece_params its parameters on a piece of so many layers along dim 0; None: the same, if it runs
+                 unchanged on parts
+    reorders     whether what its "add" factors sum may be read from the other end
     """
 
     rule: RuleFunction
     local: LocalFunction = run_unchanged
-    linear: Callable[[Any], bool] = never_linear
+    linear: Callable[[JaxprEqn], bool] | None = None
     exchanges: ExchangeFunction | None = None
     linear_in: Groups | Callable[[JaxprEqn], Groups] = ()
     inverse_in: tuple[int, ...] = ()
@@ -240,7 +258,55 @@ class Operator:
     positional: Callable[[JaxprEqn, int], bool] = never
     params_by_dim: bool = False
     passes_on: bool = False
+    layout: bool = False
+    flops: CountFunction | None = None
+    bytes: CountFunction | None = None
+    heavy: bool | None = None
+    kernel: str | None = field(default=None, validator=optional(in_(KERNELS)))
+    patch_bytes: PatchFunction | None = None
+    liveness: str = field(default="stored", validator=in_(LIVENESS))
+    piece_params: Callable[[JaxprEqn, int], dict[str, Any]] | None = None
+    reorders: bool = False
 
     def linear_groups(self, eqn: JaxprEqn) -> Groups:
         """Return the groups of operands that `eqn` is multilinear in."""
         return self.linear_in(eqn) if callable(self.linear_in) else self.linear_in
+
+    def passes_sums(self, eqn: JaxprEqn) -> bool:
+        """Return whether sums over the same axes in all tensor operands give one in the result."""
+        if self.linear is not None:
+            return self.linear(eqn)
+        summed = {k for k, atom in enumerate(eqn.invars) if not isinstance(atom, compat.Literal)}
+        return self.sums_survive(eqn) and any(
+            summed <= set(group) and all(k in summed or _is_zero(eqn.invars[k]) for k in group)
+            for group in self.linear_groups(eqn)
+        )
+
+    @property
+    def runs_in_pieces(self) -> bool:
+        """Return whether it may run on pieces of dim 0, its parameters adjusted."""
+        return self.piece_params is not None or self.local in (run_unchanged, run_identity)
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, compat.Literal) and not np.any(atom.val)
+
+
+def same_params(eqn: JaxprEqn, _: int) -> dict[str, Any]:
+    """Return the parameters of an operator that runs on pieces of dim 0 as it is."""
+    return dict(eqn.params)
+
+
+def contracted(rule: ShardingRule) -> frozenset[str]:
+    """Return the factors that several operands share and no result has: what is summed away."""
+    kept = {name for dims in rule.results for dim in dims for name in dim}
+    readers = Counter(
+        name for dims in rule.operands for name in {name for dim in dims for name in dim}
+    )
+    return frozenset(
+        factor.name
+        for factor in rule.factors
+        if factor.kind in ("reduction", "replicate")
+        and readers[factor.name] > 1
+        and factor.name not in kept
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,11 +15,11 @@ from alpa_meta.operators.operator import (
     Factors,
     LocalCall,
     Operator,
-    always_linear,
     operand_shapes,
     result_shapes,
 )
 from alpa_meta.operators.reduction import extreme
+from alpa_meta.operators.work import nothing, operand_elements
 
 
 def _prefix_rule(eqn: Any) -> ShardingRule:
@@ -89,12 +90,14 @@ def _top_k_rule(eqn: Any) -> ShardingRule:
     return factors.rule([dims], [dims] * len(result_shapes(eqn)))
 
 
+_running = functools.partial(Operator, heavy=True, flops=operand_elements(0))
+
 OPERATORS = {
-    name: Operator(_prefix_rule, _run_prefix)
+    name: _running(_prefix_rule, _run_prefix)
     for name in ("cumprod", "cummax", "cummin", "cumlogsumexp")
 } | {
-    "cumsum": Operator(_prefix_rule, _run_prefix, always_linear, linear_in=FIRST),
-    "sort": Operator(_ordered_rule),
-    "top_k": Operator(_top_k_rule),
+    "cumsum": _running(_prefix_rule, _run_prefix, linear_in=FIRST),
+    "sort": Operator(_ordered_rule, flops=nothing),
+    "top_k": Operator(_top_k_rule, flops=nothing),
     "approx_top_k": Operator(_ordered_rule),
 }

@@ -8,6 +8,7 @@ and of keys made from keys, everything is drawn and the part kept.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from alpa_meta.operators.operator import (
     result_shapes,
     run_whole,
 )
+from alpa_meta.operators.work import nothing, result_bytes
 
 
 def _draw_rule(eqn: Any) -> ShardingRule:
@@ -109,12 +111,15 @@ def _uniform_rule(eqn: Any) -> ShardingRule:
     return Factors().rule(operands, [[()] * len(shape) for shape in result_shapes(eqn)])
 
 
+_drawn = functools.partial(Operator, bytes=result_bytes)
+_alias = functools.partial(Operator, flops=nothing, bytes=nothing, liveness="alias")
+
 OPERATORS = {
-    "random_bits": Operator(_draw_rule, _run_bits, positional=always),
-    "random_split": Operator(_draw_rule, _run_draw, positional=always),
-    "random_gamma": Operator(_draw_rule, _run_draw),
-    "random_wrap": Operator(_wrap_rule),
-    "random_unwrap": Operator(_wrap_rule),
+    "random_bits": _drawn(_draw_rule, _run_bits, positional=always, heavy=True),
+    "random_split": _drawn(_draw_rule, _run_draw, positional=always),
+    "random_gamma": _drawn(_draw_rule, _run_draw),
+    "random_wrap": _alias(_wrap_rule),
+    "random_unwrap": _alias(_wrap_rule),
     "rng_bit_generator": Operator(_generator_rule, run_whole, positional=always),
     "rng_uniform": Operator(_uniform_rule),
 }

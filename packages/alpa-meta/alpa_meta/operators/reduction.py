@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,11 +16,10 @@ from alpa_meta.operators.operator import (
     Factors,
     LocalCall,
     Operator,
-    always_linear,
-    never_linear,
     operand_shapes,
-    run_unchanged,
+    same_params,
 )
+from alpa_meta.operators.work import operand_elements
 
 _COMBINATIONS = {
     "reduce_sum": "add",
@@ -115,18 +115,18 @@ def extreme(dtype: Any, *, lowest: bool) -> Any:
     return info.min if lowest else info.max
 
 
+_combined = functools.partial(Operator, flops=operand_elements(0), liveness="reduced")
+_placed = functools.partial(Operator, flops=operand_elements(0))
+
 OPERATORS = {
-    name: Operator(
-        _reduce_rule,
-        _run_reduce,
-        always_linear if name == "reduce_sum" else never_linear,
-        linear_in=FIRST if name == "reduce_sum" else (),
-    )
-    for name in _COMBINATIONS
+    name: _combined(_reduce_rule, _run_reduce, piece_params=same_params) for name in _COMBINATIONS
 } | {
-    "reduce_xor": Operator(_generic_rule, _run_reduce),
-    "reduce_prod": Operator(_product_rule, _run_product),
-    "argmax": Operator(_place_rule, _run_place),
-    "argmin": Operator(_place_rule, _run_place),
-    "reduce": Operator(_generic_rule, run_unchanged),
+    "reduce_sum": _combined(
+        _reduce_rule, _run_reduce, linear_in=FIRST, piece_params=same_params, reorders=True
+    ),
+    "reduce_xor": _combined(_generic_rule, _run_reduce),
+    "reduce_prod": _combined(_product_rule, _run_product),
+    "argmax": _placed(_place_rule, _run_place),
+    "argmin": _placed(_place_rule, _run_place),
+    "reduce": Operator(_generic_rule),
 }

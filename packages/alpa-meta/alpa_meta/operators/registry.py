@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
+from attrs import fields
 
 from alpa_interchange import ShardingRule
 from alpa_meta import compat
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators import (
     contraction,
     convolution,
@@ -24,13 +27,18 @@ from alpa_meta.operators import (
     window,
 )
 from alpa_meta.operators.operator import (
+    CountFunction,
+    Groups,
     LocalFunction,
     Operator,
     RuleFunction,
-    never_linear,
+    contracted,
+    jointly,
     run_unchanged,
     shape_of,
 )
+from alpa_meta.operators.regions import is_conditional
+from alpa_meta.operators.work import all_bytes, result_elements
 
 _OPERATORS: dict[str, Operator] = {
     **elementwise.OPERATORS,
@@ -45,36 +53,71 @@ _OPERATORS: dict[str, Operator] = {
     **random.OPERATORS,
     **linalg.OPERATORS,
 }
-_HEAVY = (
-    "dot_general",
-    "ragged_dot_general",
-    "conv_general_dilated",
-    "gather",
-    "scatter",
-    "random_bits",
-    "cumsum",
-    "cumlogsumexp",
-    "cummax",
-    "cumprod",
-)
-_UNKNOWN = Operator(elementwise.unknown_rule)
+_UNKNOWN = Operator(elementwise.unknown_rule, heavy=False)
+_KERNEL_CALL = "pallas_call"
 
 
 def register(
     primitive_name: str,
     rule: RuleFunction,
     local: LocalFunction = run_unchanged,
-    linear: Callable[[Any], bool] = never_linear,
+    linear: bool | Callable[[JaxprEqn], bool] = False,
+    *,
+    linear_in: Sequence[int | Sequence[int]] = (),
+    **facts: Any,
 ) -> None:
     """Give the primitive called `primitive_name` a sharding rule, in place of any it has.
 
     `rule` maps an equation to its ShardingRule, with one entry per operand and result; `local` runs
     the operator on the parts of its operands (by default: the primitive itself, unchanged).
+
+    `linear_in` says which operands it is linear in, as a gradient is in the cotangent: (0, 2) means
+    in operand 0 and in operand 2, the others held; [(0, 1)] in operands 0 and 1 together, as a sum
+    is. `linear=True` stands for all operands together. A gradient of a mean over the batch is cut
+    into microbatches, and an unreduced sum passed on, only through operators that say so.
+
+    The other facts of an `Operator` are derived from the rule where they are not given: `flops` and
+    `bytes` (functions of the equation), `heavy`, `kernel`, `liveness`, and so on.
+
+    Pallas kernels are told apart by their name: "pallas_call:flash_forward" is the kernel called
+    with `pl.pallas_call(..., name="flash_forward")`, "pallas_call" any other.
     """
-    _OPERATORS[primitive_name] = Operator(rule, local, linear)
-    _rule_of.cache_clear()
-    sharding_rule.cache_clear()
-    _number_of.cache_clear()
+    groups = _groups(primitive_name, linear_in)
+    if groups and linear:
+        raise ValueError(
+            f"the operator {primitive_name!r} is linear in all its operands (linear={linear!r}) "
+            f"or in some (linear_in={linear_in!r}), not both; give one of them"
+        )
+    unknown = set(facts) - {one.name for one in fields(Operator)}
+    if unknown:
+        raise TypeError(
+            f"an operator has no fact called {min(unknown)!r}; the facts of {primitive_name!r} may "
+            f"be {', '.join(one.name for one in fields(Operator))}"
+        )
+    if linear:
+        together = jointly if linear is True else _where(linear)
+        facts["linear_in"] = together
+    else:
+        facts["linear_in"] = groups
+    _OPERATORS[primitive_name] = Operator(rule, local, **facts)
+    for remembered in (_rule_of, sharding_rule, _number_of):
+        remembered.cache_clear()
+
+
+def _where(linear: Callable[[JaxprEqn], bool]) -> Callable[[JaxprEqn], Groups]:
+    return lambda eqn: jointly(eqn) if linear(eqn) else ()
+
+
+def _groups(name: str, linear_in: Sequence[int | Sequence[int]]) -> Groups:
+    """Return the groups of operands, a number alone being a group of its own."""
+    groups = tuple((one,) if isinstance(one, int) else tuple(one) for one in linear_in)
+    members = [operand for group in groups for operand in group]
+    if any(not isinstance(k, int) or k < 0 for k in members) or len(set(members)) < len(members):
+        raise ValueError(
+            f"linear_in of {name!r} must name operands by position from 0, each once, got "
+            f"{linear_in!r}"
+        )
+    return groups
 
 
 def known_primitives() -> frozenset[str]:
@@ -82,14 +125,77 @@ def known_primitives() -> frozenset[str]:
     return frozenset(_OPERATORS)
 
 
-def operator_of(eqn: Any) -> Operator:
-    """Return the table entry of an equation's primitive."""
-    return _OPERATORS.get(eqn.primitive.name, _UNKNOWN)
+def operator_of(eqn: JaxprEqn) -> Operator:
+    """Return the table entry of an equation's primitive, or of its kernel."""
+    return _OPERATORS.get(_entry_name(eqn), _UNKNOWN)
 
 
-def is_heavy(eqn: Any) -> bool:
+def is_known(eqn: JaxprEqn) -> bool:
+    """Return whether an equation's primitive, or its kernel, has a table entry."""
+    return _entry_name(eqn) in _OPERATORS
+
+
+def _entry_name(eqn: JaxprEqn) -> str:
+    name = str(eqn.primitive.name)
+    kernel = f"{name}:{compat.kernel_name(eqn)}" if name == _KERNEL_CALL else ""
+    return kernel if kernel in _OPERATORS else name
+
+
+def is_heavy(eqn: JaxprEqn) -> bool:
     """Return whether an equation chooses its own strategy instead of following an operand."""
-    return bool(eqn.primitive.name.startswith(_HEAVY))
+    heavy = operator_of(eqn).heavy
+    return _contracts(eqn) if heavy is None else heavy
+
+
+def kernel_kind(eqn: JaxprEqn) -> str:
+    """Return what the seconds of an equation are fitted on, one of `KERNELS`."""
+    return operator_of(eqn).kernel or ("matmul" if _contracts(eqn) else "elementwise")
+
+
+def flops(eqn: JaxprEqn) -> float:
+    """Return the floating-point operations of `eqn`; a multiply-add is two.
+
+    The body of a loop is counted once; of several branches the largest counts.
+    """
+    return _of_bodies(eqn, flops, _flops)
+
+
+def traffic_bytes(eqn: JaxprEqn) -> float:
+    """Return the bytes that `eqn` moves through memory; bodies of loops are counted once."""
+    return _of_bodies(eqn, traffic_bytes, _bytes)
+
+
+def _of_bodies(eqn: JaxprEqn, inner: CountFunction, own: CountFunction) -> float:
+    bodies = compat.subjaxprs(eqn)
+    if not bodies or is_known(eqn) or compat.cost_estimate(eqn):
+        return own(eqn)
+    totals = [sum(map(inner, compat.open_jaxpr(body).eqns)) for _, body in bodies]
+    return max(totals) if is_conditional(eqn) else sum(totals) * compat.num_programs(eqn)
+
+
+def _flops(eqn: JaxprEqn) -> float:
+    stated = operator_of(eqn).flops
+    if stated is not None:
+        return stated(eqn)
+    estimate = compat.cost_estimate(eqn)
+    if estimate is not None:
+        return float(estimate.flops)
+    rule = sharding_rule(eqn)
+    if rule is not None and contracted(rule):
+        return 2.0 * math.prod(factor.size for factor in rule.factors)
+    return result_elements(eqn)
+
+
+def _bytes(eqn: JaxprEqn) -> float:
+    stated, estimate = operator_of(eqn).bytes, compat.cost_estimate(eqn)
+    if stated is None and estimate is not None:
+        return float(estimate.bytes_accessed)
+    return (stated or all_bytes)(eqn)
+
+
+def _contracts(eqn: JaxprEqn) -> bool:
+    rule = sharding_rule(eqn)
+    return rule is not None and bool(contracted(rule))
 
 
 @lru_cache(maxsize=1 << 17)  # equations compare by identity
@@ -103,7 +209,7 @@ def sharding_rule(eqn: Any) -> ShardingRule | None:
 
 
 def rule_number(eqn: Any) -> int:
-    """Return a number that is equal for equations of one primitive, types and rule."""
+    """Return a number that is equal for equations of one primitive, types, rule and work."""
     return _number_of(operator_signature(eqn))
 
 
@@ -134,7 +240,7 @@ def linear_operands(eqn: Any) -> bool:
     summed = [atom for atom in eqn.invars if not isinstance(atom, compat.Literal)]
     if not summed or not all(jnp.issubdtype(atom.aval.dtype, jnp.number) for atom in summed):
         return False
-    return operator_of(eqn).linear(eqn)
+    return operator_of(eqn).passes_sums(eqn)
 
 
 def _computed(eqn: Any) -> ShardingRule | None:
@@ -168,7 +274,8 @@ class _Signature:
 def _number_of(signature: Hashable) -> int:
     eqn: Any = getattr(signature, "eqn", signature)
     types = [tuple(str(atom.aval) for atom in atoms) for atoms in (eqn.invars, eqn.outvars)]
-    return _NUMBERS.setdefault((eqn.primitive.name, *types, sharding_rule(eqn)), len(_NUMBERS))
+    key = (_entry_name(eqn), *types, sharding_rule(eqn), flops(eqn), traffic_bytes(eqn))
+    return _NUMBERS.setdefault(key, len(_NUMBERS))
 
 
 _NUMBERS: dict[Hashable, int] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from alpa_interchange import ShardingRule
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.halo import exchange
 from alpa_meta.operators.operator import (
     FIRST,
@@ -12,12 +14,11 @@ from alpa_meta.operators.operator import (
     Factors,
     LocalCall,
     Operator,
-    always_linear,
-    never_linear,
     operand_shapes,
     result_shapes,
 )
 from alpa_meta.operators.reduction import extreme
+from alpa_meta.operators.work import result_elements
 
 
 def _window_rule(eqn: Any) -> ShardingRule:
@@ -123,15 +124,22 @@ def _gather_rule(eqn: Any) -> ShardingRule:
     return factors.rule([left, left], [right])
 
 
+def _flops(eqn: JaxprEqn) -> float:
+    """Return one operation per result element and element of its window."""
+    return result_elements(eqn) * float(math.prod(eqn.params["window_dimensions"]))
+
+
 OPERATORS = {
     name: Operator(
         _window_rule,
         _run_window,
-        always_linear if name == "reduce_window_sum" else never_linear,
         linear_in=FIRST if name == "reduce_window_sum" else (),
+        flops=_flops,
+        heavy=False,
+        liveness="reduced",
     )
     for name in ("reduce_window_max", "reduce_window_min", "reduce_window_sum", "reduce_window")
 } | {
-    "select_and_scatter_add": Operator(_scatter_rule, linear_in=FIRST),
-    "select_and_gather_add": Operator(_gather_rule, linear_in=FIRST),
+    "select_and_scatter_add": Operator(_scatter_rule, linear_in=FIRST, liveness="windows"),
+    "select_and_gather_add": Operator(_gather_rule, linear_in=FIRST, heavy=False),
 }

@@ -20,17 +20,16 @@ from jax.interpreters import mlir
 
 from alpa_meta.compat import (
     ClosedJaxpr,
-    Jaxpr,
     Literal,
     Var,
     consts,
     is_plain,
-    is_remat,
     open_jaxpr,
 )
 from alpa_meta.microbatch.scaling import Scaling
 from alpa_meta.operators import is_heavy
 from alpa_meta.operators.operator import shape_of
+from alpa_meta.operators.regions import is_control_flow, with_bodies
 
 _read_p = Primitive("alpa_read")
 _read_p.def_impl(lambda x: x)
@@ -67,8 +66,7 @@ def _shared(
                 yield _read(var, result, eqn), phase
                 if var in scaling:
                     scaling[result] = scaling[var]
-        if _is_loop(eqn) or is_remat(eqn):
-            eqn = eqn.replace(params={k: _in_bodies(value) for k, value in eqn.params.items()})
+        eqn = with_bodies(eqn, _in_body)
         if _chooses(eqn):
             eqn = eqn.replace(
                 invars=[
@@ -87,11 +85,7 @@ def _choosing(eqn: Any) -> Iterator[Any]:
 
 
 def _chooses(eqn: Any) -> bool:
-    return is_heavy(eqn) or _is_loop(eqn)
-
-
-def _is_loop(eqn: Any) -> bool:
-    return eqn.primitive.name in ("scan", "while", "cond")
+    return is_heavy(eqn) or is_control_flow(eqn)
 
 
 def _read(var: Any, result: Any, reader: Any) -> Any:
@@ -104,13 +98,8 @@ def _template() -> Any:
     return eqn
 
 
-def _in_bodies(value: Any) -> Any:
-    """Return a parameter of a region with shared reads in the bodies it holds."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_in_bodies(item) for item in value)
-    if not isinstance(value, (ClosedJaxpr, Jaxpr)):
-        return value
-    jaxpr = open_jaxpr(value)
+def _in_body(body: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the body of a region with shared reads."""
+    jaxpr = open_jaxpr(body)
     eqns = [eqn for eqn, _ in _shared(jaxpr.eqns, repeat("", len(jaxpr.eqns)), {})]
-    replaced = jaxpr.replace(eqns=eqns)
-    return ClosedJaxpr(replaced, consts(value)) if isinstance(value, ClosedJaxpr) else replaced
+    return ClosedJaxpr(jaxpr.replace(eqns=eqns), consts(body))

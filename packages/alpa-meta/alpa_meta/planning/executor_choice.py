@@ -18,10 +18,9 @@ from attrs import evolve
 
 from alpa_interchange import ParallelPlan, ShardingSpec, Strategy
 from alpa_meta import compat
-from alpa_meta.operators import known_primitives, sharding_rule
+from alpa_meta.operators import is_known, sharding_rule
+from alpa_meta.operators.regions import bodies, is_region
 from alpa_meta.spmd import RegionPlan
-
-_REGIONS = ("scan", "while", "cond")
 
 
 def chosen_executor(
@@ -82,7 +81,7 @@ def _note(
             elif atom in makers and _divided(spec):
                 found[makers[atom]] = None
         if isinstance(step, RegionPlan):
-            for body, plan in zip(_bodies(eqn), step.bodies, strict=True):
+            for body, plan in zip(bodies(eqn), step.bodies, strict=True):
                 jaxpr = compat.open_jaxpr(body)
                 given = dict(zip(jaxpr.invars, plan.inputs, strict=True))
                 _note(jaxpr.eqns, plan.strategies, given, found)
@@ -96,29 +95,19 @@ def _divided(spec: ShardingSpec) -> bool:
     return bool(spec.partial) or any(spec.dims)
 
 
-def _bodies(eqn: Any) -> list[Any]:
-    """Return the bodies of a region, in the order of `RegionPlan.bodies`; none for an operator."""
-    if eqn.primitive.name == "while":
-        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
-    if eqn.primitive.name in _REGIONS or compat.is_remat(eqn):
-        return [body for _, body in compat.subjaxprs(eqn)]
-    return []
-
-
 def _partitionable_inside(eqn: Any) -> bool:
     return _partitionable(eqn) or any(
         _partitionable_inside(inner)
-        for body in _bodies(eqn)
+        for body in bodies(eqn)
         for inner in compat.open_jaxpr(body).eqns
     )
 
 
 def _partitionable(eqn: Any) -> bool:
     """Return whether XLA may partition `eqn`, an operator of no table and without a rule."""
-    name = eqn.primitive.name
-    if name in _REGIONS or compat.is_remat(eqn) or sharding_rule(eqn) is not None:
+    if is_region(eqn) or sharding_rule(eqn) is not None:
         return False
-    return name not in known_primitives() and _lowers_without_custom_call(eqn)
+    return not is_known(eqn) and _lowers_without_custom_call(eqn)
 
 
 @functools.lru_cache(maxsize=1024)  # equations compare by identity

@@ -19,7 +19,7 @@ from alpa_interchange import (
     ShardingSolution,
     StageSharding,
 )
-from alpa_meta.compat import is_remat, name_stack, open_jaxpr, subjaxprs
+from alpa_meta.compat import name_stack, open_jaxpr
 from alpa_meta.inter_op.candidates import (
     Outlook,
 )
@@ -27,7 +27,8 @@ from alpa_meta.inter_op.layering import Layering, tensor_bytes
 from alpa_meta.inter_op.stage_selection import boundary_bytes
 from alpa_meta.intra_op.folding import fold_keys, layer_classes
 from alpa_meta.intra_op.selection import Selection
-from alpa_meta.operators import flops, sharding_rule
+from alpa_meta.operators import flops, kernel_kind, sharding_rule
+from alpa_meta.operators.regions import bodies, is_region, is_scan
 from alpa_meta.planning.executor_choice import chosen_executor
 from alpa_meta.planning.plan_identity import fingerprint, problem_hash
 from alpa_meta.step.program import Program, Step
@@ -62,8 +63,8 @@ def stage_sharding(
     }
     activations = {}
     for eqn, phase in zip(selection.stage.eqns, selection.stage.phases, strict=True):
-        name = eqn.primitive.name
-        if phase == "forward" and name in ("dot_general", "conv_general_dilated", "scan"):
+        shown = is_scan(eqn) or kernel_kind(eqn) != "elementwise"
+        if phase == "forward" and shown:
             activations[_label(eqn)] = selection.spec(eqn.outvars[0], choice)
     eqns = selection.stage.eqns
     replicated = dict.fromkeys(_without_rule(eqns))
@@ -93,13 +94,12 @@ def stage_sharding(
 def _without_rule(eqns: Iterable[Any]) -> Iterator[str]:
     """Yield the operators on arrays that have no sharding rule, those inside regions too."""
     for eqn in eqns:
-        name = eqn.primitive.name
-        if name in ("scan", "while", "cond") or is_remat(eqn):
-            for _, body in subjaxprs(eqn):
+        if is_region(eqn):
+            for body in bodies(eqn):
                 yield from _without_rule(open_jaxpr(body).eqns)
         elif sharding_rule(eqn) is None:
             if any(getattr(var.aval, "shape", ()) for var in eqn.outvars):
-                yield name
+                yield eqn.primitive.name
 
 
 def _label(eqn: Any) -> str:

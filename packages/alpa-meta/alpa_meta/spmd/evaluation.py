@@ -15,6 +15,7 @@ from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
 from alpa_meta.operators import LocalCall, operator_of, sharding_rule
 from alpa_meta.operators.operator import behind_barrier, shape_of
+from alpa_meta.operators.regions import fold
 from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.completion import complete, complete_sums, convert
@@ -148,18 +149,12 @@ class Walk(ABC):
 
     def region(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         """Return the results of a region in the specs of its plan."""
-        name = eqn.primitive.name
-        if compat.is_remat(eqn):
-            return self._recomputation(eqn, plan, operands)
-        if name == "scan":
-            return self._scan(eqn, plan, operands)
-        if name == "while":
-            return self._while(eqn, plan, operands)
-        if name == "cond":
-            return self._cond(eqn, plan, operands)
-        raise ValueError(
-            f"a RegionPlan is for scan, while, cond and recomputation, got one for {name!r}; "
-            "plan it with a Strategy"
+        return fold(
+            eqn,
+            scan=lambda: self._scan(eqn, plan, operands),
+            loop=lambda: self._while(eqn, plan, operands),
+            branches=lambda: self._cond(eqn, plan, operands),
+            remat=lambda: self._recomputation(eqn, plan, operands),
         )
 
     def _recomputation(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
 from alpa_meta import compat
 from alpa_meta.operators import linear_operands, sharding_rule
 from alpa_meta.operators.operator import shape_of
+from alpa_meta.operators.regions import fold, is_region
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
 from alpa_meta.step.trace import inline
 from ilp_sharding.spec_conversion import sharding_specs
@@ -58,8 +59,7 @@ class _Draw:
         specs.update((v, ShardingSpec.replicated(len(shape_of(v)))) for v in jaxpr.constvars)
         steps: list[Strategy | RegionPlan] = []
         for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            if name in ("scan", "while", "cond") or compat.is_remat(eqn):
+            if is_region(eqn):
                 steps.append(self.region(eqn))
             else:
                 steps.append(self.strategy(eqn, specs))
@@ -94,21 +94,28 @@ class _Draw:
         return self.random.choice(passing if passing and self.random.random() < 0.5 else reachable)
 
     def region(self, eqn: Any) -> RegionPlan:
-        name = eqn.primitive.name
         operands, results = list(self.specs(eqn.invars)), list(self.specs(eqn.outvars))
-        if name == "scan":
-            return self._scan(eqn)
-        if name == "while":
-            return self._while(eqn, operands)
-        if name == "cond":
-            operands[0] = ShardingSpec(())
-            bodies = tuple(
-                self.plan(inline(branch), operands[1:], results)
-                for branch in eqn.params["branches"]
-            )
-            return RegionPlan(tuple(operands), tuple(results), bodies)
-        leaving = range(len(results))
-        body = self.plan(inline(eqn.params["jaxpr"]), operands, results, leaving)
+        return fold(
+            eqn,
+            scan=lambda: self._scan(eqn),
+            loop=lambda: self._while(eqn, operands),
+            branches=lambda: self._cond(eqn, operands, results),
+            remat=lambda: self._remat(eqn, operands, results),
+        )
+
+    def _cond(
+        self, eqn: Any, operands: list[ShardingSpec], results: list[ShardingSpec]
+    ) -> RegionPlan:
+        operands[0] = ShardingSpec(())
+        bodies = tuple(
+            self.plan(inline(branch), operands[1:], results) for branch in eqn.params["branches"]
+        )
+        return RegionPlan(tuple(operands), tuple(results), bodies)
+
+    def _remat(
+        self, eqn: Any, operands: list[ShardingSpec], results: list[ShardingSpec]
+    ) -> RegionPlan:
+        body = self.plan(inline(eqn.params["jaxpr"]), operands, results, range(len(results)))
         return RegionPlan(tuple(operands), self.completed(eqn, body.outputs), (body,))
 
     def summed(self, atom: Any, spec: ShardingSpec) -> ShardingSpec:

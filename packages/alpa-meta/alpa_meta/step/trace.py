@@ -18,39 +18,17 @@ from alpa_meta.compat import (
     ClosedJaxpr,
     Literal,
     Var,
-    call_body,
     closed,
     consts,
     is_drop,
-    is_remat,
-    linear_solve,
     open_jaxpr,
-    subjaxprs,
     with_outer_name_stack,
 )
+from alpa_meta.operators.regions import called, with_bodies
 from alpa_meta.passes.lookups import batched_lookups
 from alpa_meta.passes.mapped_reductions import unmapped_reductions
 from alpa_meta.passes.shifts import merged_shifts
 from alpa_meta.passes.whole_slices import without_whole_dims
-
-_CALLS = frozenset(
-    {
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "call",
-        "composite",
-        "custom_vmap_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "eval_jaxpr",
-        "custom_lin",
-        "call_hi_primitive",
-    }
-)
-_REGIONS = frozenset({"scan", "while", "cond"})
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -102,16 +80,14 @@ def _inline_eqns(
         return atom if isinstance(atom, Literal) else env[atom]
 
     for eqn in source:
-        name = eqn.primitive.name
-        bodies = subjaxprs(eqn)
         here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
-        body, operands = _called(eqn)
+        body, operands = called(eqn)
         if body is not None:
             inner = open_jaxpr(body)
             if len(inner.invars) != len(operands):
                 raise ValueError(
-                    f"cannot inline {name!r}: it has {len(operands)} operands, but its body "
-                    f"takes {len(inner.invars)}"
+                    f"cannot inline {eqn.primitive.name!r}: it has {len(operands)} operands, but "
+                    f"its body takes {len(inner.invars)}"
                 )
             scope: dict[Any, Any] = {}
             for var, value in zip(inner.constvars, consts(body), strict=True):
@@ -127,21 +103,12 @@ def _inline_eqns(
             outvars.append(fresh)
             if not is_drop(var):
                 env[var] = fresh
-        params = _inlined_params(eqn) if bodies and (name in _REGIONS or is_remat(eqn)) else None
-        replacement: dict[str, Any] = {} if params is None else {"params": params}
+        replacement: dict[str, Any] = {"params": with_bodies(eqn, inline).params}
         if stack is not None:
             replacement["source_info"] = with_outer_name_stack(eqn, stack)
         eqns.append(
             eqn.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, **replacement)
         )
-
-
-def _called(eqn: Any) -> tuple[Any | None, list[Any]]:
-    """Return the body of a call and its operands; no body if `eqn` is not to be inlined."""
-    name = eqn.primitive.name
-    if name == "custom_linear_solve":
-        return linear_solve(eqn)
-    return call_body(eqn) if name in _CALLS else None, list(eqn.invars)
 
 
 def _constant(var: Any, value: Any, constvars: list[Any], values: list[Any]) -> Any:
@@ -151,22 +118,3 @@ def _constant(var: Any, value: Any, constvars: list[Any], values: list[Any]) -> 
     constvars.append(fresh)
     values.append(value)
     return fresh
-
-
-def _inlined_params(eqn: Any) -> dict[str, Any]:
-    params = dict(eqn.params)
-    for name, value in params.items():
-        if isinstance(value, (tuple, list)):
-            params[name] = type(value)(_inlined_body(item) for item in value)
-        else:
-            params[name] = _inlined_body(value)
-    return params
-
-
-def _inlined_body(value: Any) -> Any:
-    if isinstance(value, ClosedJaxpr):
-        return inline(value)
-    if type(value).__name__ == "Jaxpr":
-        flat = inline(value)
-        return value if consts(flat) else open_jaxpr(flat)
-    return value

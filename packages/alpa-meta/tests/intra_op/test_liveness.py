@@ -16,11 +16,11 @@ def spans(timeline):
 def test_a_stored_value_lives_to_its_last_reader():
     timeline, first, second = Timeline(), value(), value()
     timeline.advance("forward")
-    timeline.compute("dot_general", [], [first])
+    timeline.compute("stored", [], [first])
     timeline.advance("forward")
-    timeline.compute("dot_general", [first], [second])
+    timeline.compute("stored", [first], [second])
     timeline.advance("forward")
-    timeline.compute("dot_general", [first, second], [value()])
+    timeline.compute("stored", [first, second], [value()])
     found = spans(timeline)
     assert found[id(first)] == (1, 4)
     assert found[id(second)] == (2, 4)
@@ -29,12 +29,12 @@ def test_a_stored_value_lives_to_its_last_reader():
 def test_an_elementwise_value_is_not_stored_and_its_operand_waits_for_its_readers():
     timeline, product, light = Timeline(), value(), value()
     timeline.advance("forward")
-    timeline.compute("dot_general", [], [product])
+    timeline.compute("stored", [], [product])
     timeline.advance("forward")
-    timeline.compute("tanh", [product], [light])
+    timeline.compute("fused", [product], [light])
     for _ in range(3):
         timeline.advance("forward")
-    timeline.compute("reduce_sum", [light], [value(1.0)])
+    timeline.compute("reduced", [light], [value(1.0)])
     found = spans(timeline)
     assert id(light) not in found
     assert found[id(product)] == (1, 6)
@@ -43,11 +43,11 @@ def test_an_elementwise_value_is_not_stored_and_its_operand_waits_for_its_reader
 def test_an_elementwise_value_that_a_heavy_operator_reads_takes_its_operands_place():
     timeline, product, light = Timeline(), value(), value()
     timeline.advance("forward")
-    timeline.compute("dot_general", [], [product])
+    timeline.compute("stored", [], [product])
     timeline.advance("forward")
-    timeline.compute("tanh", [product], [light])
+    timeline.compute("fused", [product], [light])
     timeline.advance("forward")
-    timeline.compute("dot_general", [light], [value()])
+    timeline.compute("stored", [light], [value()])
     found = spans(timeline)
     assert found[id(product)] == (1, 2)
     assert found[id(light)] == (2, 4)
@@ -58,23 +58,23 @@ def test_a_sum_of_two_tensors_that_is_read_twice_is_stored_one_read_once_is_not(
         timeline, one, two, total = Timeline(), value(), value(), value()
         for source in (one, two):
             timeline.advance("forward")
-            timeline.compute("dot_general", [], [source])
+            timeline.compute("stored", [], [source])
         timeline.advance("forward")
-        timeline.compute("add", [one, two], [total])
+        timeline.compute("fused", [one, two], [total])
         for _ in range(readers):
             timeline.advance("forward")
-            timeline.compute("reduce_sum", [total], [value(1.0)])
+            timeline.compute("reduced", [total], [value(1.0)])
         assert (id(total) in spans(timeline)) is stored
 
 
 def test_a_name_of_a_value_keeps_the_value():
     timeline, product, name = Timeline(), value(), value()
     timeline.advance("forward")
-    timeline.compute("dot_general", [], [product])
+    timeline.compute("stored", [], [product])
     timeline.advance("forward")
-    timeline.compute("reshape", [product], [name])
+    timeline.compute("alias", [product], [name])
     timeline.advance("backward")
-    timeline.compute("dot_general", [name], [value()])
+    timeline.compute("stored", [name], [value()])
     found = spans(timeline)
     assert id(name) not in found
     assert found[id(product)] == (1, 4)
@@ -83,7 +83,7 @@ def test_a_name_of_a_value_keeps_the_value():
 def test_what_is_written_over_an_input_takes_no_memory():
     timeline, new = Timeline(), value()
     timeline.advance("update")
-    timeline.compute("dot_general", [], [new])
+    timeline.compute("stored", [], [new])
     timeline.replace(new)
     assert not timeline.spans()
 
@@ -121,13 +121,13 @@ def test_zeros_that_are_read_live_beside_the_buffers_made_from_them():
         value(),
     )
     timeline.advance("forward")
-    timeline.compute("dot_general", [], [product])
+    timeline.compute("stored", [], [product])
     timeline.advance("forward")
-    timeline.compute("max", [product], [light], reads_zero=True)
+    timeline.compute("fused", [product], [light], reads_zero=True)
     timeline.advance("backward")
-    timeline.compute("dot_general", [light], [gradient])
+    timeline.compute("stored", [light], [gradient])
     timeline.advance("backward")
-    timeline.compute("select_and_scatter_add", [gradient, light], [scattered])
+    timeline.compute("windows", [gradient, light], [scattered])
     found = [(span.source.bytes, span.start, span.stop) for span in timeline.spans()]
     assert found.count((8.0, 2, 5)) == 3  # zeros, what is scattered into, and what max returns
     assert (4.0 + 4.0 * 4, 4, 5) in found  # extremes and one position each
