@@ -148,7 +148,7 @@ class ParallelStep:
     def _traced(self, args: tuple[Any, ...]) -> Step:
         static = self.options.static_argnums
         shapes = _abstract_args(args, static)
-        return Step(self._function, shapes, self.options.batch_argnums, static)
+        return Step(self._function, shapes, self.options.batch_argnums, static, self.options.exact)
 
     @property
     def plan(self) -> ParallelPlan:

@@ -11,11 +11,12 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax.core import ShapedArray
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 
@@ -33,6 +34,11 @@ _MOST_FRAMES = 100
 def is_drop(var: Any) -> bool:
     """Return whether `var` is an equation output that nobody reads."""
     return _DropVar is not None and isinstance(var, _DropVar)
+
+
+def array_type(atom: Var | Literal) -> ShapedArray:
+    """Return the shape and dtype of an array; jax types variables more widely."""
+    return cast(ShapedArray, atom.aval)
 
 
 def is_plain(var: Any) -> bool:

@@ -1,8 +1,9 @@
 """Instruction emission: from the tasks of a training step to one static list per mesh.
 
-The tasks are put into one global sequence: start tasks, then the schedule's forwards and backwards
-by start time, then update tasks by dependency. Each mesh runs its part of that sequence in order,
-so runs alone can never wait for each other in a circle. -> _sequence()
+The tasks are put into one global sequence: start tasks, the statistics of every microbatch, then
+the schedule's forwards and backwards by start time, then update tasks by dependency. Each mesh runs
+its part of that sequence in order, so runs alone can never wait for each other in a circle.
+-> _sequence()
 
 A buffer read away from the mesh that holds it is sent right after the run that wrote it (an input:
 at the start of the step) and received once, `late`: just before the first run that reads it, or
@@ -157,6 +158,10 @@ def _sequence(
 
     for task in _by_dependency([t for t in graph.tasks if t.phase == "start"]):
         add(task, None)
+    before = [t for t in graph.tasks if t.phase == "statistics"]
+    for microbatch in range(num_microbatches if before else 0):
+        for task in _by_dependency(before):
+            add(task, microbatch)
     ordered = {key: _by_dependency(tasks) for key, tasks in by_step.items()}
     for step in steps:
         for task in ordered.get((step.phase, step.stage), ()):

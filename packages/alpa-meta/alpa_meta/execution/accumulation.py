@@ -1,9 +1,8 @@
 """How values leave the microbatches: which do, and how their parts become the batch's value.
 
 A value that the update or the result reads is added up over the microbatches in an accumulator
-(float32 or wider), whose sum is scaled by B^power (`batch.Scaling`): a mean loss is averaged, a
-summed loss summed. A maximum or minimum is combined as one, and values with one entry per example
-are joined along the dim of examples.
+(float32 or wider). A replicated value is the mean of what it is added up to, a maximum or minimum
+is combined as one, and values that are split are joined along the dim of examples.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jax import lax
 from alpa_meta.compat import Literal, Var, is_drop
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.staging import Staging
-from alpa_meta.microbatch.scaling import CONSTANT, Scaling
+from alpa_meta.microbatch.placement import REPLICATED, Placement
 from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.step.program import Program
 
@@ -30,12 +29,12 @@ class Accumulation:
     """The values that leave the microbatches, and the equations that carry them out.
 
     `accumulators` maps a value to the variable of its total, `joined` to its dim of examples; with
-    one microbatch both are empty. `scaling` is the program's.
+    one microbatch both are empty. `placements` are the program's.
     """
 
     accumulators: Mapping[Any, Any]
     joined: Mapping[Any, int]
-    scaling: Mapping[Any, Scaling]
+    placements: Mapping[Any, Placement]
     num_microbatches: int
 
     def first(self, value: Any, total: Any) -> list[Any]:
@@ -63,29 +62,23 @@ class Accumulation:
         return equations_of(add, [accumulator, value], [following])
 
     def scaled(self, value: Any) -> list[Any]:
-        """Return equations for value = accumulator * B^power in the value's dtype."""
-        scaling = self.scaling.get(value, CONSTANT)
-        power = scaling.power - (scaling.form != "reduced")
-        if scaling.form == "extreme":
-            power = 0
-        factor = float(self.num_microbatches) ** power
+        """Return equations for value = what was accumulated, in the value's dtype."""
+        mean = self.placements.get(value, REPLICATED).kind == "replicated"
         dtype = value.aval.dtype
 
         def scale(total: Any) -> Any:
-            if jnp.issubdtype(dtype, jnp.inexact):
-                scaled = total if power == 0 else total * factor
-            elif power == 0:
-                scaled = total
-            else:
-                scaled = total // self.num_microbatches
-            return lax.convert_element_type(scaled, dtype)
+            if mean and jnp.issubdtype(dtype, jnp.inexact):
+                total = total * (1.0 / self.num_microbatches)
+            elif mean:
+                total = total // self.num_microbatches
+            return lax.convert_element_type(total, dtype)
 
         return equations_of(scale, [self.accumulators[value]], [value])
 
     def _extreme(self, value: Any) -> str | None:
         """Return "max" or "min" if that is how a value's microbatch parts combine, else None."""
-        scaling = self.scaling.get(value, CONSTANT)
-        return scaling.reduction if scaling.form == "extreme" else None
+        placement = self.placements.get(value, REPLICATED)
+        return placement.reduction if placement.kind == "extreme" else None
 
 
 def crossing_values(staging: Staging, program: Program) -> dict[Any, frozenset[int]]:
@@ -119,21 +112,21 @@ def accumulation_of(program: Program, crossing: Mapping[Any, frozenset[int]]) ->
     accumulators: dict[Any, Any] = {}
     joined: dict[Any, int] = {}
     for value, update_stages in crossing.items() if program.num_microbatches > 1 else ():
-        scaling = program.scaling.get(value, CONSTANT)
-        if scaling.form == "example":
+        placement = program.placements.get(value, REPLICATED)
+        if placement.kind == "split":
             if update_stages:
                 raise PlanError(
                     "the update reads a value with one entry per example; with more than one "
                     "microbatch the update may only read sums and means over the batch"
                 )
-            joined[value] = scaling.dim
+            joined[value] = placement.dim
             continue
         dtype = value.aval.dtype
         narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-        if narrow and scaling.form != "extreme":
+        if narrow and placement.kind != "extreme":
             dtype = np.dtype(np.float32)
         accumulators[value] = Var(jax.core.ShapedArray(value.aval.shape, dtype))
-    return Accumulation(accumulators, joined, program.scaling, program.num_microbatches)
+    return Accumulation(accumulators, joined, program.placements, program.num_microbatches)
 
 
 def _identity(extreme: str | None, dtype: Any) -> np.ndarray:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import evolve, frozen
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
@@ -119,6 +120,7 @@ class Executable:
             outputs=self._output_names(),
         )
         self._where = self._input_places()
+        self._statistics = self._compiled_statistics()
 
     # ------------------------------------------------------------------ running
 
@@ -130,20 +132,59 @@ class Executable:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the array leaves of the step's result for those of its arguments, in order."""
-        inputs = parted(self.planned.program, inputs)
+        inputs = parted(self.planned.program, [*inputs, *self._given(inputs)])
         buffers: dict[str, Any] = {}
         placed = list(inputs)
         seen: set[int] = set()
         for k, leaf in enumerate(self.planned.program.inputs):
             if leaf.path not in self._where:
                 continue
-            if leaf.role == "batch":
+            if leaf.in_parts:
                 buffers.update(self._microbatches(leaf, inputs[k]))
             else:
                 buffers[leaf.path] = placed[k] = self._placed(leaf.path, inputs[k], seen)
         results = self._runtime.step(buffers)
         outputs = [self._output(output, results, placed) for output in self.planned.tasks.outputs]
         return united(self.planned.program, outputs)
+
+    def _given(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return what every microbatch is given beside the step's inputs, in their order; None for
+        the totals, which the step adds up itself.
+        """
+        statistics = iter(self._statistics(inputs))
+        numbers = np.arange(self.plan.num_microbatches, dtype=np.int32)
+        values: dict[str, Callable[[], Any]] = {
+            "number": lambda: numbers,
+            "statistic": lambda: next(statistics),
+            "part": lambda: next(statistics),
+            "total": lambda: None,
+        }
+        given = self.planned.program.inputs
+        return [values[leaf.role]() for leaf in given if leaf.role in values]
+
+    def _compiled_statistics(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """Return the program of the statistics of the whole batch, on the devices of the first
+        stage: partitioned by XLA along the batch.
+        """
+        statistics = self.planned.program.statistics
+        if statistics is None:
+            return lambda _: ()
+        mesh = self.meshes[0]
+        whole = NamedSharding(mesh, PartitionSpec())
+        along = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        places = [
+            along if is_batch and var.aval.shape[0] % mesh.size == 0 else whole
+            for var, is_batch in zip(
+                statistics.closed.jaxpr.invars, statistics.of_batch, strict=True
+            )
+        ]
+        run = jax.jit(jaxpr_as_fun(statistics.closed), in_shardings=places, out_shardings=whole)
+
+        def compute(inputs: Sequence[Any]) -> Sequence[Any]:
+            read = [inputs[k] for k in statistics.inputs]
+            return run(*jax.device_put(read, places))  # type: ignore[no-any-return]
+
+        return compute
 
     def _placed(self, path: str, value: Any, seen: set[int]) -> Any:
         """Return an input on its devices; one array given for two inputs is copied, as the step may

@@ -1,14 +1,15 @@
 """From stages to tasks: the programs each mesh runs, and the values that pass between them.
 
-Per stage: `start` zeroes the gradient accumulators, `forward` and `backward` run once per
-microbatch (one task, `train`, where there is no pipeline), `update` runs once per step, in levels
+Per stage: `start` zeroes the accumulators, `statistics` adds up the totals that microbatches read,
+if any, `forward` and `backward` run once per microbatch (one task, `train`, where there is no
+pipeline), `update` runs once per step, in levels
 where stages need each other's scalars, and `metrics` scales totals that only the result reads.
 Values leave the microbatches as `accumulation` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from attrs import evolve, field, frozen
 
 from alpa_interchange import TaskGraph, TaskSpec
 from alpa_meta.compat import ClosedJaxpr, Literal, Var, is_drop
-from alpa_meta.execution.accumulation import accumulation_of, crossing_values
+from alpa_meta.execution.accumulation import Accumulation, accumulation_of, crossing_values
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.step.program import Program
@@ -95,6 +96,10 @@ class _TaskBuilder:
         self.crossing = crossing_values(staging, program)
         self.accumulation = accumulation_of(program, self.crossing)
         self.accumulators = self.accumulation.accumulators
+        self.totals = evolve(
+            self.accumulation,
+            accumulators={value: total for total, value in program.totals.items()},
+        )
         self.value_of = {total: value for value, total in self.accumulators.items()}
         self.home = {
             var: stage
@@ -124,7 +129,7 @@ class _TaskBuilder:
         order = {"forward": 0, "backward": 1, "update": 2}
         for key in sorted(groups, key=lambda key: (order[key[0]], key[2], key[1])):
             tasks.append(self._task(key, groups[key], readers))
-        tasks = [*self._start_tasks(), *tasks]
+        tasks = [*self._start_tasks(), *self._statistics_tasks(), *tasks]
         return self._finish(tasks)
 
     def _readers(
@@ -215,17 +220,19 @@ class _TaskBuilder:
 
     def _start_tasks(self) -> list[Task]:
         starts = []
-        by_stage: dict[int, list[Any]] = {}
+        by_stage: dict[int, list[tuple[Any, Accumulation, Any]]] = {}
         for var in self.accumulators:
-            by_stage.setdefault(self.home[var], []).append(var)
+            by_stage.setdefault(self.home[var], []).append((var, self.accumulation, var))
+        for total, var in self.program.totals.items():
+            by_stage.setdefault(self.home[var], []).append((var, self.totals, total))
         for stage, values in sorted(by_stage.items()):
             eqns: list[Any] = []
             follows: dict[int, Any] = {}
             zeros = []
-            for var in values:
-                zero = Var(self.accumulators[var].aval)
-                for extra in self.accumulation.first(var, zero):
-                    follows[len(eqns)] = var
+            for var, accumulation, like in values:
+                zero = Var(accumulation.accumulators[var].aval)
+                for extra in accumulation.first(var, zero):
+                    follows[len(eqns)] = like
                     eqns.append(extra)
                 zeros.append(zero)
             spec = TaskSpec(
@@ -234,10 +241,80 @@ class _TaskBuilder:
                 stage=stage,
                 phase="start",
                 inputs=(),
-                outputs=tuple(self._input_name(self.accumulators[v]) for v in values),
+                outputs=tuple(self._input_name(a.accumulators[v]) for v, a, _ in values),
             )
             starts.append(Task(spec, tuple(eqns), (), tuple(zeros), follows))
         return starts
+
+    def _statistics_tasks(self) -> list[Task]:
+        """Return the forward passes that add up the totals, stage by stage: of each microbatch what
+        the totals depend on, before any microbatch reads them.
+        """
+        total_of = {value: total for total, value in self.program.totals.items()}
+        needed = self._ancestors(total_of)
+        tasks = []
+        for stage in sorted({self.staging.stages[k] for k in needed}):
+            members = [k for k in needed if self.staging.stages[k] == stage]
+            eqns = [self.staging.eqns[k] for k in members]
+            made = {var for eqn in eqns for var in eqn.outvars if not is_drop(var)}
+            read = {
+                atom: None
+                for eqn in eqns
+                for atom in eqn.invars
+                if not isinstance(atom, Literal) and atom not in made | self.constants
+            }
+            elsewhere = {
+                atom
+                for k in needed
+                if self.staging.stages[k] != stage
+                for atom in self.staging.eqns[k].invars
+                if not isinstance(atom, Literal)
+            }
+            sent = [var for eqn in eqns for var in eqn.outvars if var in made & elsewhere]
+            added, following, follows = [], [], {}
+            for value in (var for eqn in eqns[:] for var in eqn.outvars if var in total_of):
+                result = Var(total_of[value].aval)
+                for extra in self.totals.added(value, result):
+                    follows[len(eqns)] = total_of[value]
+                    eqns.append(extra)
+                added.append(total_of[value])
+                following.append(result)
+            names = [self._name(total) for total in added]
+            spec = TaskSpec(
+                name=f"statistics.{stage}",
+                mesh=stage,
+                stage=stage,
+                phase="statistics",
+                inputs=(*map(self._statistic_name, read), *names),
+                outputs=(*map(self._statistic_name, sent), *names),
+                donated=tuple(names),
+            )
+            invars, outvars = (*read, *added), (*sent, *following)
+            tasks.append(Task(spec, tuple(eqns), invars, outvars, follows))
+        return tasks
+
+    def _statistic_name(self, var: Any) -> str:
+        """Return the name of a value between the tasks of the statistics, which the tasks after
+        them make anew."""
+        return self._name(var) if var not in self.home else f"{self._name(var)} for statistics"
+
+    def _ancestors(self, values: Iterable[Any]) -> list[int]:
+        """Return the positions of the equations of the microbatches that `values` depend on."""
+        producer = {
+            var: k
+            for k, eqn in enumerate(self.staging.eqns)
+            if self.staging.phases[k] != "update"
+            for var in eqn.outvars
+            if not is_drop(var)
+        }
+        pending, found = [producer[value] for value in values], set()
+        while pending:
+            k = pending.pop()
+            if k not in found:
+                found.add(k)
+                read = [a for a in self.staging.eqns[k].invars if not isinstance(a, Literal)]
+                pending += [producer[atom] for atom in read if atom in producer]
+        return sorted(found)
 
     def _finish(self, tasks: Sequence[Task]) -> Tasks:
         program, jaxpr = self.program, self.jaxpr
@@ -340,9 +417,9 @@ class _TaskBuilder:
         return evolve(task, spec=evolve(task.spec, donated=donated))
 
     def _per_step(self, tasks: Sequence[Task]) -> list[str]:
-        batch = {leaf.path for leaf in self.program.inputs if leaf.role == "batch"}
+        batch = {leaf.path for leaf in self.program.inputs if leaf.in_parts}
         names: dict[str, None] = {
-            leaf.path: None for leaf in self.program.inputs if leaf.role != "batch"
+            leaf.path: None for leaf in self.program.inputs if not leaf.in_parts
         }
         if self.count == 1:
             late = [task for task in tasks if task.spec.phase == "update"]
@@ -371,6 +448,8 @@ class _TaskBuilder:
         }
         writers = {name: task.spec.mesh for task in tasks for name in task.spec.outputs}
         for leaf in self.program.inputs:
+            if leaf.role == "total":
+                continue  # the tasks of the statistics make it
             replacement = alias_of.get(leaf.path)
             name = self.names.get(replacement) if replacement is not None else None
             if name is not None and name in writers:

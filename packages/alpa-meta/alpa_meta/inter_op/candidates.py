@@ -20,6 +20,7 @@ from alpa_interchange import (
     StageCandidate,
     SubmeshSpec,
 )
+from alpa_meta.compat import array_type
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.scan_cutting import CutProgram
@@ -156,7 +157,10 @@ def _needed(costs: StageCosts) -> float:
 def input_pins(program: Program, mesh: LogicalMesh, options: Options) -> dict[Any, Pin]:
     """Return {variable: pin} of the preset and of the user's pins, which come first, on a mesh."""
     preset = {} if options.preset is None else preset_pins(options.preset, program, mesh)
-    return preset | pinned_inputs(program, mesh, options.pins)
+    totals: dict[Any, Pin] = {
+        total: Pin(((),) * len(array_type(total).shape)) for total in program.totals
+    }
+    return preset | pinned_inputs(program, mesh, options.pins) | totals
 
 
 def range_candidates(

@@ -31,7 +31,7 @@ from alpa_meta.inter_op.stacks import (
     stacked_inputs,
     stacked_outputs,
 )
-from alpa_meta.microbatch.scaling import CONSTANT
+from alpa_meta.microbatch.placement import REPLICATED
 from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.step.phases import Phases
 from alpa_meta.step.program import Leaf, Part, Program
@@ -99,7 +99,7 @@ class _Cutter:
             if len(ends) > 2
             for var in stack.members
         }
-        self.scaling = dict(program.scaling)
+        self.placements = dict(program.placements)
         self.entries: list[_Entry] = []
         self.pieces: dict[Any, list[Any]] = {}  # values that were made in pieces
         self.sliced: dict[Any, list[Any]] = {}  # pieces cut from whole values
@@ -161,7 +161,7 @@ class _Cutter:
             outputs=tuple(path for _, path, _, _ in outputs),
             aliases=tuple(alias for _, _, alias, _ in outputs),
             phases=Phases(tuple(entry.phase for entry in entries), program.phases.recognised_by),
-            scaling=self.scaling,
+            placements=self.placements,
             input_parts=tuple(part for _, _, part in inputs),
             output_parts=tuple(part for _, _, _, part in outputs),
         )
@@ -272,14 +272,14 @@ class _Cutter:
     # ------------------------------------------------------------------ values
 
     def _like(self, var: Any) -> Any:
-        """Return a fresh variable of the type and scaling of `var`."""
+        """Return a fresh variable of the type and placement of `var`."""
         fresh = Var(var.aval)
-        self.scaling[fresh] = self.program.scaling.get(var, CONSTANT)
+        self.placements[fresh] = self.program.placements.get(var, REPLICATED)
         return fresh
 
     def _piece_var(self, var: Any, length: int) -> Any:
         fresh = Var(var.aval.update(shape=(length, *var.aval.shape[1:])))
-        self.scaling[fresh] = self.program.scaling.get(var, CONSTANT)
+        self.placements[fresh] = self.program.placements.get(var, REPLICATED)
         return fresh
 
     def _pieces(

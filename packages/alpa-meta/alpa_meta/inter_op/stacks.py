@@ -66,9 +66,9 @@ def stacks_of(program: Program) -> tuple[Stack, ...]:
     for root, members in groups.items():
         held = {roles[var] for var in members if var in roles}
         per_example = any(
-            program.scaling[var].form == "example" and program.scaling[var].dim == 0
+            program.placements[var].kind == "split" and program.placements[var].dim == 0
             for var in members
-            if var in program.scaling
+            if var in program.placements
         )
         if "state" in held and "batch" not in held and not per_example:
             found.append(Stack(heavy[root], frozenset(members)))

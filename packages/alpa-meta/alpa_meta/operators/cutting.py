@@ -192,11 +192,10 @@ OPERATORS = {
     "slice": _cut(
         linear_in=FIRST,
         order_survives=always,
-        params_by_dim=True,
         bytes=copied_results,
         piece_params=_sliced_piece,
     ),
-    "pad": _cut(linear_in=jointly, params_by_dim=True),
+    "pad": _cut(linear_in=jointly),
     "rev": _cut(linear_in=FIRST, order_survives=always),
     "concatenate": _cut(linear_in=jointly),
     "split": _cut(linear_in=FIRST, liveness="stored"),

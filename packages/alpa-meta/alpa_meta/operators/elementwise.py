@@ -147,7 +147,7 @@ OPERATORS = {
     **{name: _alias(linear_in=FIRST) for name in ("copy", "copy_p", "stop_gradient")},
     "random_clone": _each(flops=nothing, bytes=nothing),
     "mul": _each(linear_in=((0,), (1,))),
-    "div": _each(linear_in=FIRST, inverse_in=(1,), sums_survive=_divides_exactly),
+    "div": _each(linear_in=FIRST, sums_survive=_divides_exactly),
     "select_n": _picked(linear_in=_chosen, indices=lambda _: (0,)),
     "convert_element_type": _picked(
         linear=_widens,
@@ -155,7 +155,7 @@ OPERATORS = {
         sums_survive=_conversion_adds_up,
         order_survives=_conversion_keeps_order,
     ),
-    "threefry2x32": _each(positional=always),
+    "threefry2x32": _each(),
     **{name: _passed_on(run_identity) for name in _IDENTITIES},
     "optimization_barrier": _passed_on(run_barrier),
 }
@@ -220,3 +220,19 @@ def _lowers_elementwise(lowering: _Lowering) -> bool:
         return False
     broadcast_of_tensor = re.search(r"stablehlo\.broadcast_in_dim %\S+, dims = \[\d", text)
     return not broadcast_of_tensor and all(name in _SCALAR_OPERATIONS for name in found)
+
+
+def is_selection(eqn: JaxprEqn) -> bool:
+    """Return whether an equation selects between its operands behind the first by the first."""
+    return bool(eqn.primitive.name == "select_n")
+
+
+def is_conjunction(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is the "and" of truth values."""
+    return eqn.primitive.name == "and" and eqn.outvars[0].aval == eqn.invars[0].aval
+
+
+def extreme_taken(eqn: JaxprEqn) -> str | None:
+    """Return "max" or "min" if an equation takes the larger or smaller of its operands."""
+    name = eqn.primitive.name
+    return name if name in ("max", "min") else None

@@ -190,11 +190,6 @@ def _empty_rule(eqn: Any) -> ShardingRule:
     return Factors().rule([], [[()] * len(shape) for shape in result_shapes(eqn)])
 
 
-def _counts(eqn: JaxprEqn, dim: int) -> bool:
-    """Return whether an iota counts along `dim`."""
-    return bool(eqn.params["dimension"] == dim)
-
-
 def _broadcast_piece(eqn: JaxprEqn, length: int) -> dict[str, Any]:
     return {**eqn.params, "shape": (length, *eqn.params["shape"][1:])}
 
@@ -221,7 +216,7 @@ OPERATORS = {
         piece_params=_broadcast_piece,
     ),
     "tile": Operator(_tile_rule, _run_tile, linear_in=FIRST, flops=nothing),
-    "iota": _free(_iota_rule, _run_iota, positional=_counts, liveness="fused"),
+    "iota": _free(_iota_rule, _run_iota, liveness="fused"),
     "stack": Operator(_stack_rule, linear_in=jointly, flops=nothing),
     "unstack": Operator(_unstack_rule, linear_in=FIRST, flops=nothing),
     "bitcast_convert_type": _free(_bitcast_rule, liveness="alias"),

@@ -218,14 +218,11 @@ class Operator:
     linear_in    groups of operands it is multilinear in; jointly linear in those of one group
     linear       whether an unreduced sum may pass through it; None: it may if all its tensor
                  operands are of one group
-    inverse_in   operands it is homogeneous of degree -1 in, as a quotient is in its divisor
     indices      the operands that say where others are read or written, but for dims taken whole;
                  None: it has none
     written      the operand that is written into the first, None: none is
     sums_survive whether the result of sums is the sum of the results in its types, where linear
     order_survives  whether a largest (smallest) operand gives the largest (smallest) result
-    positional   whether results differ by their place along a dim, beside what the operands hold
-    params_by_dim   whether tuples among its parameters hold one number per dim of the operand
     passes_on    whether result k is operand k
     layout       whether the result is the operand's elements at other places, or repeated
 
@@ -250,13 +247,10 @@ class Operator:
     linear: Callable[[JaxprEqn], bool] | None = None
     exchanges: ExchangeFunction | None = None
     linear_in: Groups | Callable[[JaxprEqn], Groups] = ()
-    inverse_in: tuple[int, ...] = ()
     indices: Callable[[JaxprEqn], Sequence[int]] | None = None
     written: int | None = None
     sums_survive: Callable[[JaxprEqn], bool] = always
     order_survives: Callable[[JaxprEqn], bool] = never
-    positional: Callable[[JaxprEqn, int], bool] = never
-    params_by_dim: bool = False
     passes_on: bool = False
     layout: bool = False
     flops: CountFunction | None = None

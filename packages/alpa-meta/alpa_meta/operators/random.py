@@ -25,7 +25,6 @@ from alpa_meta.operators.operator import (
     Factors,
     LocalCall,
     Operator,
-    always,
     operand_shapes,
     result_shapes,
     run_whole,
@@ -115,11 +114,11 @@ _drawn = functools.partial(Operator, bytes=result_bytes)
 _alias = functools.partial(Operator, flops=nothing, bytes=nothing, liveness="alias")
 
 OPERATORS = {
-    "random_bits": _drawn(_draw_rule, _run_bits, positional=always, heavy=True),
-    "random_split": _drawn(_draw_rule, _run_draw, positional=always),
+    "random_bits": _drawn(_draw_rule, _run_bits, heavy=True),
+    "random_split": _drawn(_draw_rule, _run_draw),
     "random_gamma": _drawn(_draw_rule, _run_draw),
     "random_wrap": _alias(_wrap_rule),
     "random_unwrap": _alias(_wrap_rule),
-    "rng_bit_generator": Operator(_generator_rule, run_whole, positional=always),
+    "rng_bit_generator": Operator(_generator_rule, run_whole),
     "rng_uniform": Operator(_uniform_rule),
 }

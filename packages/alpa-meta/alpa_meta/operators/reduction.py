@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from alpa_interchange import ShardingRule
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.operator import (
     FIRST,
     Dim,
@@ -130,3 +131,8 @@ OPERATORS = {
     "argmin": _placed(_place_rule, _run_place),
     "reduce": Operator(_generic_rule),
 }
+
+
+def is_any(eqn: JaxprEqn) -> bool:
+    """Return whether an equation says if any of some truth values holds."""
+    return bool(eqn.primitive.name == "reduce_or")

@@ -71,6 +71,11 @@ def is_scan(eqn: JaxprEqn) -> bool:
     return bool(eqn.primitive.name == _SCAN)
 
 
+def is_while(eqn: JaxprEqn) -> bool:
+    """Return whether `eqn` is a `lax.while_loop`."""
+    return bool(eqn.primitive.name == _WHILE)
+
+
 def is_loop(eqn: JaxprEqn) -> bool:
     """Return whether `eqn` runs its body any number of times."""
     return eqn.primitive.name in (_SCAN, _WHILE)

@@ -8,7 +8,7 @@ the reductions that they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 
-def unmapped_reductions(eqns: Sequence[Any]) -> Iterator[Any]:
+def unmapped_reductions(eqns: Iterable[Any]) -> Iterator[Any]:
     """Yield the equations with reductions over mapped dims as ordinary ones."""
     for eqn in eqns:
         axes = eqn.params.get("axes") if eqn.primitive.name in _REDUCTIONS else None
@@ -30,4 +30,4 @@ def unmapped_reductions(eqns: Sequence[Any]) -> Iterator[Any]:
             continue
         reduce = functools.partial(_REDUCTIONS[eqn.primitive.name], axes=axes)
         for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
-            yield from replacement(reduce, [operand], result, eqn)
+            yield from replacement(reduce, [operand], [result], eqn)

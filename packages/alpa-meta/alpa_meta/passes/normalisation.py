@@ -1,21 +1,20 @@
 """What is done to the program of one microbatch before it is planned, so that any cut is exact.
 
 markers    are removed: they have said what they are for
-literals   of the update, and literals returned, are those of the whole batch: a counter that adds
-           the number of examples adds all of them
 constants  values of the microbatches that do not depend on the batch (a key split for the next
-           step, a schedule's value) and that the update or the result needs are computed again
-           in the update, once per step, instead of being summed over microbatches
+           step, the gradient of a weight penalty) and that the update or the result needs are
+           computed in the update, once per step, instead of being added up over microbatches
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from alpa_meta.compat import ClosedJaxpr, Literal, Var, consts, is_drop, open_jaxpr
-from alpa_meta.microbatch.scaling import CONSTANT, Scaling
+from alpa_meta.microbatch.placement import REPLICATED, Placement
 from alpa_meta.step.phases import gradient_marker
+from alpa_meta.step.trace import live_eqns
 
 
 def without_markers(closed: Any, phases: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
@@ -37,50 +36,23 @@ def without_markers(closed: Any, phases: Sequence[str]) -> tuple[Any, tuple[str,
     return ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), consts(closed)), tuple(kept)
 
 
-def with_whole_literals(
-    closed: Any, whole: Any, phases: Sequence[str], pairs: Mapping[int, int]
-) -> Any:
-    """Return the program with the literals of `whole`, the step on all examples, in the update.
-
-    `pairs` maps the position of an equation to that of the same equation in `whole`.
-    """
-    jaxpr, other = open_jaxpr(closed), open_jaxpr(whole)
-    eqns = list(jaxpr.eqns)
-    if max(pairs.values(), default=-1) >= len(other.eqns):
-        return closed
-    for k, phase in enumerate(phases):
-        if phase == "update" and k in pairs:
-            eqns[k] = _with_literals(eqns[k], other.eqns[pairs[k]])
-    outvars = list(_literals_of(jaxpr.outvars, other.outvars))
-    return ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), consts(closed))
-
-
-def _with_literals(eqn: Any, twin: Any) -> Any:
-    if twin.primitive is not eqn.primitive or len(twin.invars) != len(eqn.invars):
-        return eqn
-    return eqn.replace(invars=list(_literals_of(eqn.invars, twin.invars)))
-
-
-def _literals_of(atoms: Sequence[Any], twins: Sequence[Any]) -> Iterator[Any]:
-    for atom, twin in zip(atoms, twins, strict=True):
-        both = isinstance(atom, Literal) and isinstance(twin, Literal)
-        yield twin if both and atom.aval.shape == twin.aval.shape else atom
-
-
 def with_constants_in_update(
-    closed: Any, phases: Sequence[str], scaling: dict[Any, Scaling]
+    closed: Any,
+    phases: Sequence[str],
+    placements: Mapping[Var, Placement],
+    also: Iterable[Var] = (),
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return the program and its phases with batch-independent values recomputed in the update.
+    """Return the program and its phases with batch-independent values computed in the update.
 
-    The copies' scaling is added to `scaling`.
+    `also` are values that are needed beside its results.
     """
     jaxpr = open_jaxpr(closed)
     producer = {
         var: k
         for k, (eqn, phase) in enumerate(zip(jaxpr.eqns, phases, strict=True))
-        if phase == "forward" and not eqn.effects
+        if phase != "update" and not eqn.effects
         for var in eqn.outvars
-        if not is_drop(var) and scaling.get(var, CONSTANT) == CONSTANT
+        if not is_drop(var) and placements.get(var, REPLICATED).kind == "replicated"
     }
     wanted = [
         atom
@@ -120,6 +92,16 @@ def with_constants_in_update(
             for var, copy in zip(eqn.outvars, made, strict=True):
                 if not is_drop(var):
                     fresh[var] = copy
-                    scaling[copy] = CONSTANT
     outvars = [again(atom) for atom in jaxpr.outvars]
-    return ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), consts(closed)), tuple(kept)
+    return _live(ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), consts(closed)), kept, also)
+
+
+def _live(
+    closed: ClosedJaxpr, phases: Sequence[str], also: Iterable[Var]
+) -> tuple[ClosedJaxpr, tuple[str, ...]]:
+    """Return a program and its phases without the equations that nobody needs."""
+    jaxpr = open_jaxpr(closed)
+    live = {id(eqn) for eqn in live_eqns(jaxpr.eqns, [*jaxpr.outvars, *also])}
+    pairs = [(e, p) for e, p in zip(jaxpr.eqns, phases, strict=True) if id(e) in live]
+    kept = jaxpr.replace(eqns=[eqn for eqn, _ in pairs])
+    return ClosedJaxpr(kept, consts(closed)), tuple(phase for _, phase in pairs)

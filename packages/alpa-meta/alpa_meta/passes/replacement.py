@@ -1,4 +1,4 @@
-"""The equations of a small function, in place of one equation of a program."""
+"""The equations of a small traced function, put into a program in place of others."""
 
 from __future__ import annotations
 
@@ -6,28 +6,59 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
-from alpa_meta.compat import Literal, Var, open_jaxpr
+from alpa_meta.compat import Jaxpr, JaxprEqn, Literal, Var, array_type, is_drop, open_jaxpr
 
 
 def replacement(
-    function: Callable[..., Any], operands: Sequence[Any], result: Any, replaced: Any
-) -> list[Any]:
-    """Return the equations of `function` of `operands` that compute the variable `result`.
+    function: Callable[..., Any],
+    operands: Sequence[Var | Literal],
+    results: Sequence[Var],
+    replaced: JaxprEqn,
+) -> list[JaxprEqn]:
+    """Return the equations of `function` of `operands` that compute `results`.
 
     They are of the user's line of the equation `replaced`. The function must call no jitted one.
     """
     jaxpr = open_jaxpr(jax.make_jaxpr(function)(*(atom.aval for atom in operands)))
-    known: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-    known[jaxpr.outvars[0]] = result
-    for inner in jaxpr.eqns:
-        for var in inner.outvars:
-            known.setdefault(var, Var(var.aval))
-    return [
-        inner.replace(
-            invars=[a if isinstance(a, Literal) else known[a] for a in inner.invars],
-            outvars=[known[var] for var in inner.outvars],
-            source_info=replaced.source_info,
-        )
-        for inner in jaxpr.eqns
-    ]
+    return instantiated(jaxpr, operands, results, replaced)
+
+
+def instantiated(
+    template: Jaxpr,
+    operands: Sequence[Var | Literal],
+    results: Sequence[Var],
+    replaced: JaxprEqn | None = None,
+) -> list[JaxprEqn]:
+    """Return the equations of a traced function with these operands and results.
+
+    They are of the user's line of `replaced`, if given. The template closes over no arrays.
+    """
+    if template.constvars:
+        raise ValueError("equations put into a program must not close over arrays")
+    known: dict[Any, Any] = dict(zip(template.invars, operands, strict=True))
+    for atom, result in zip(template.outvars, results, strict=True):
+        if isinstance(atom, Var) and not is_drop(result):
+            known.setdefault(atom, result)
+    info: dict[str, Any] = {} if replaced is None else {"source_info": replaced.source_info}
+    found = []
+    for eqn in template.eqns:
+        for var in eqn.outvars:
+            known.setdefault(var, var if is_drop(var) else Var(var.aval))
+        invars = [a if isinstance(a, Literal) else known[a] for a in eqn.invars]
+        outvars = [known[var] for var in eqn.outvars]
+        found.append(eqn.replace(invars=invars, outvars=outvars, **info))
+    for atom, result in zip(template.outvars, results, strict=True):
+        source = atom if isinstance(atom, Literal) else known[atom]
+        if source is not result and not is_drop(result):
+            found.append(_copy(source, result))
+    return found
+
+
+def _copy(source: Var | Literal, result: Var) -> JaxprEqn:
+    aval = array_type(result)
+    copy: JaxprEqn
+    (copy,) = open_jaxpr(jax.make_jaxpr(lax.copy_p.bind)(aval)).eqns
+    made: JaxprEqn = copy.replace(invars=[source], outvars=[result])
+    return made

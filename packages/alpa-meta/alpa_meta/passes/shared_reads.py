@@ -26,7 +26,7 @@ from alpa_meta.compat import (
     is_plain,
     open_jaxpr,
 )
-from alpa_meta.microbatch.scaling import Scaling
+from alpa_meta.microbatch.placement import Placement
 from alpa_meta.operators import is_heavy
 from alpa_meta.operators.operator import shape_of
 from alpa_meta.operators.regions import is_control_flow, with_bodies
@@ -43,17 +43,17 @@ def is_shared_read(eqn: Any) -> bool:
 
 
 def with_shared_reads(
-    closed: Any, phases: Sequence[str], scaling: dict[Any, Scaling]
+    closed: Any, phases: Sequence[str], placements: dict[Any, Placement]
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return the program and its phases with shared reads; their scaling is added to `scaling`."""
+    """Return the program and its phases with shared reads; their placements are added."""
     jaxpr = open_jaxpr(closed)
-    pairs = list(_shared(jaxpr.eqns, phases, scaling))
+    pairs = list(_shared(jaxpr.eqns, phases, placements))
     eqns = [eqn for eqn, _ in pairs]
     return ClosedJaxpr(jaxpr.replace(eqns=eqns), consts(closed)), tuple(p for _, p in pairs)
 
 
 def _shared(
-    eqns: Sequence[Any], phases: Iterable[str], scaling: dict[Any, Scaling]
+    eqns: Sequence[Any], phases: Iterable[str], placements: dict[Any, Placement]
 ) -> Iterator[tuple[Any, str]]:
     """Yield equations with shared reads among them, and their phases."""
     pairs = list(zip(eqns, phases, strict=True))
@@ -64,8 +64,8 @@ def _shared(
             if readers[var, phase] > 1 and (var, phase) not in shared:
                 result = shared[var, phase] = Var(var.aval)
                 yield _read(var, result, eqn), phase
-                if var in scaling:
-                    scaling[result] = scaling[var]
+                if var in placements:
+                    placements[result] = placements[var]
         eqn = with_bodies(eqn, _in_body)
         if _chooses(eqn):
             eqn = eqn.replace(

@@ -145,4 +145,4 @@ def _merged_join(eqn: Any, cuts: Mapping[Any, _Cut]) -> list[Any]:
             result = lax.select(places < stop, part, result)
         return result
 
-    return replacement(joined, sources, eqn.outvars[0], eqn)
+    return replacement(joined, sources, eqn.outvars, eqn)

@@ -48,7 +48,7 @@ def _less_indexed(eqn: Any, indexed: str, sizes: Sequence[int]) -> Iterator[Any]
         parts = [lax.slice_in_dim(values, k, k + 1, axis=-1) for k in kept]
         return lax.concatenate(parts, values.ndim - 1) if len(parts) > 1 else parts[0]
 
-    yield from replacement(columns, [indices], less, eqn)
+    yield from replacement(columns, [indices], [less], eqn)
     params = {
         **eqn.params,
         "dimension_numbers": numbers._replace(**{indexed: tuple(dims[k] for k in kept)}),

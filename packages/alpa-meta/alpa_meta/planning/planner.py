@@ -235,7 +235,7 @@ def outlook_in_pieces(
     like: Program | None = None,
 ) -> tuple[Outlook, Layering] | None:
     """Return the program with its scans over layers in pieces, None if it has none."""
-    cut = cut_evenly(program)
+    cut = None if program.totals else cut_evenly(program)  # totals are sums over whole layers
     if cut is None:
         return None
     outlook, layering = outlook_of(cut.program, options, num_layers, like)

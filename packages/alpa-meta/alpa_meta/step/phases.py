@@ -5,7 +5,7 @@ the rest follows from data flow, so that it holds whatever the order of equation
 
     backward  tagged as transposed, or fed by a backward value and by the batch's examples
     forward   feeds a backward equation, works on the batch's examples before any gradient is known
-              or feeds such work, or divides by their number
+              or feeds such work
     update    everything else: runs once per step, on accumulated gradients
 
 `gradient_marker` (inserted by `alpa.value_and_grad`) says the same explicitly: whatever the marked
@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from alpa_meta.compat import Literal, is_drop, name_stack, open_jaxpr, subjaxprs
 from alpa_meta.errors import PlanError
-from alpa_meta.microbatch.scaling import Scaling
+from alpa_meta.microbatch.placement import Placement
 
 gradient_marker = jex.Primitive("alpa_gradient")
 gradient_marker.def_impl(lambda x: x)
@@ -60,7 +60,7 @@ class Phases:
     recognised_by: str
 
 
-def classify(eqns: Sequence[Any], scaling: Mapping[Any, Scaling]) -> Phases:
+def classify(eqns: Sequence[Any], placements: Mapping[Any, Placement]) -> Phases:
     """Return the phase of each equation; PlanError if the step computes no gradient."""
     marked = [k for k, eqn in enumerate(eqns) if eqn.primitive is gradient_marker]
     tagged = {k for k, eqn in enumerate(eqns) if _is_transposed(eqn)}
@@ -71,47 +71,29 @@ def classify(eqns: Sequence[Any], scaling: Mapping[Any, Scaling]) -> Phases:
             "differentiate the loss inside the step, with jax.value_and_grad or alpa.value_and_grad"
         )
     producer = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)}
-    normalising = {k for k, eqn in enumerate(eqns) if _divides_by_batch(eqn, scaling)}
     gradients = set(marked) if marked else tagged
-    early = {k for k, eqn in enumerate(eqns) if _per_example(eqn, scaling)}
+    early = {k for k, eqn in enumerate(eqns) if _per_example(eqn, placements)}
     early -= _descendants(eqns, producer, gradients)
-    ancestors = _ancestors(eqns, producer, gradients | normalising | early)
+    ancestors = _ancestors(eqns, producer, gradients | early)
     phases: list[str] = []
     for k, eqn in enumerate(eqns):
         sources = {phases[producer[a]] for a in eqn.invars if _known(a, producer)}
         inside = k in ancestors or k in tagged and not marked
         if k in tagged and inside:
             phases.append("backward")
-        elif inside or _per_example(eqn, scaling) and "update" not in sources:
+        elif inside or _per_example(eqn, placements) and "update" not in sources:
             phases.append("backward" if "backward" in sources else "forward")
         else:
             phases.append("update")
     return Phases(tuple(phases), "marker" if marked else "name stack")
 
 
-def _per_example(eqn: Any, scaling: Mapping[Any, Scaling]) -> bool:
+def _per_example(eqn: Any, placements: Mapping[Any, Placement]) -> bool:
     """Return whether an equation works on the batch's examples."""
     return any(
-        scaling[atom].form == "example"
+        placements[atom].kind == "split"
         for atom in eqn.invars
-        if not isinstance(atom, Literal) and atom in scaling
-    )
-
-
-def _divides_by_batch(eqn: Any, scaling: Mapping[Any, Scaling]) -> bool:
-    """Return whether an equation turns a sum over the batch into one scaled by the batch size.
-
-    Its constant is that of one microbatch, so it belongs before the accumulation.
-    """
-    powers = {
-        scaling[atom].power
-        for atom in eqn.invars
-        if not isinstance(atom, Literal) and atom in scaling and scaling[atom].form == "reduced"
-    }
-    return any(
-        scaling[var].form == "reduced" and powers and scaling[var].power not in powers
-        for var in eqn.outvars
-        if var in scaling
+        if not isinstance(atom, Literal) and atom in placements
     )
 
 

@@ -1,24 +1,24 @@
-"""The user's training step as one flat program: inputs with paths and roles, phases, batch
-scaling."""
+"""The user's training step as one flat program: inputs with paths and roles, phases, and how
+microbatches hold its values."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from attrs import evolve, field, frozen
 
-from alpa_meta.compat import open_jaxpr
+from alpa_meta.compat import ClosedJaxpr, Var, array_type, open_jaxpr
 from alpa_meta.errors import PlanError
-from alpa_meta.microbatch.exactness import divergence, inexact_reasons
+from alpa_meta.microbatch.cut import Cut, Given, Statistics, cut_program
 from alpa_meta.microbatch.example_dims import example_dims
-from alpa_meta.microbatch.scaling import CONSTANT, MIXED, Scaling, batch_scaling
-from alpa_meta.microbatch.single_example import scaling_of_one
+from alpa_meta.microbatch.placement import REPLICATED, SUM, Placement, split
 from alpa_meta.passes.normalisation import (
     with_constants_in_update,
-    with_whole_literals,
     without_markers,
 )
 from alpa_meta.passes.shared_reads import with_shared_reads
@@ -44,7 +44,7 @@ class Leaf:
 
     path: str
     aval: jax.ShapeDtypeStruct
-    role: str  # "state", "batch" or "constant"
+    role: str  # "state", "batch", "constant", or the kind of what a microbatch is given
     weak_type: bool = False
     piece_of: str | None = None
 
@@ -52,6 +52,11 @@ class Leaf:
     def leaf_path(self) -> str:
         """The path of the user's array."""
         return self.piece_of or self.path
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether each microbatch has its own part of it, along dim 0."""
+        return self.role in ("batch", "part", "number")
 
 
 @frozen
@@ -70,9 +75,13 @@ class Part:
 class Program:
     """A training step at one microbatch size.
 
-    `aliases[k]` is the input that output k replaces in the next step, or None. `scaling` says how
-    each variable grows with the batch (of one microbatch: which have a dim of examples), `inexact`
-    why cutting the batch changes the result, if it does. Inputs and outputs are whole leaves in
+    `aliases[k]` is the input that output k replaces in the next step, or None. `placements` says
+    how the microbatches hold each variable (of one microbatch: which have a dim of examples),
+    `inexact` why the batch cannot be cut, if it cannot, `averaged` why it is the mean of its
+    microbatches only. Behind the leaves, inputs are what every microbatch is given: `statistics` of
+    the whole batch, and the sums over it that `totals` maps to the values added up
+    (`microbatch.cut`).
+     Inputs and outputs are whole leaves in
     order, or, where a scan over layers was cut, the parts of leaves that `input_parts` and
     `output_parts` say.
     """
@@ -82,9 +91,12 @@ class Program:
     outputs: tuple[str, ...]
     aliases: tuple[int | None, ...]
     phases: Phases
-    scaling: Mapping[Any, Scaling]
+    placements: Mapping[Var, Placement]
     num_microbatches: int
-    inexact: tuple[str, ...]
+    inexact: tuple[str, ...] = ()
+    averaged: tuple[str, ...] = ()
+    statistics: Statistics | None = None
+    totals: Mapping[Var, Var] = field(factory=dict)
     input_parts: tuple[Part, ...] = ()
     output_parts: tuple[Part, ...] = ()
 
@@ -110,6 +122,7 @@ class Step:
     args: tuple[Any, ...]
     batch_argnums: tuple[int, ...] | None = None
     static_argnums: tuple[int, ...] = ()
+    exact: bool = True  # whether microbatches must compute what the whole batch does
     _traces: dict[int, tuple[Any, Any]] = field(factory=dict, repr=False)
     _programs: dict[int, Program] = field(factory=dict, repr=False)
 
@@ -232,9 +245,7 @@ class Step:
         """Why cutting the batch would change the result, empty if it would not."""
         if self.batch_size is None:
             return (self.uncut,)
-        whole = self.program(1)
-        scaling, _ = _scaling(self, self.batch_size, self.batch_size)
-        return inexact_reasons(whole.jaxpr, whole.phases, scaling)
+        return _cut(self, self.microbatch_counts[1]).reasons if self.batch_size > 1 else ()
 
     def traced(self, batch: int | None) -> tuple[Any, Any]:
         """Return (flat jaxpr, output description) with `batch` examples; None: as called.
@@ -288,45 +299,96 @@ def _trace(step: Step, batch: int | None) -> tuple[Any, Any]:
 
 
 def _program(step: Step, num_microbatches: int) -> Program:
-    if num_microbatches > 1:
-        return _cut_program(step, num_microbatches)
+    closed, phases, placements = _whole(step)
+    if num_microbatches == 1:
+        return _made(step, closed, phases, placements, 1)
+    _check_divides(step, num_microbatches)
+    cut = _cut(step, num_microbatches)
+    if cut.reasons:
+        if step.exact:
+            return _made(step, closed, phases, placements, num_microbatches, cut.reasons)
+        return _averaged(step, num_microbatches, cut.reasons)
+    closed, of_eqn = with_constants_in_update(
+        cut.closed, cut.phases, cut.placements, cut.totals.values()
+    )
+    program = _made(step, closed, evolve(phases, of_eqn=of_eqn), cut.placements, num_microbatches)
+    given = tuple(Leaf(one.name, _given_aval(one, num_microbatches), one.kind) for one in cut.given)
+    return evolve(
+        program, inputs=(*program.inputs, *given), statistics=cut.statistics, totals=cut.totals
+    )
+
+
+def _given_aval(given: Given, num_microbatches: int) -> jax.ShapeDtypeStruct:
+    """Return the type of what all microbatches are given together."""
+    shape = tuple(array_type(given.var).shape)
+    if given.kind in ("number", "part"):
+        shape = (shape[0] * num_microbatches, *shape[1:])
+    return jax.ShapeDtypeStruct(shape, array_type(given.var).dtype)
+
+
+def _whole(step: Step) -> tuple[ClosedJaxpr, Phases, dict[Var, Placement]]:
+    """Return the program of the whole batch, its phases, and the values that are split along it."""
     closed, _ = step.traced(step.batch_size)
+    return _classified(step, closed)
+
+
+def _classified(
+    step: Step, closed: ClosedJaxpr
+) -> tuple[ClosedJaxpr, Phases, dict[Var, Placement]]:
     dims = example_dims(closed, [0 if is_batch else None for is_batch in step._batch])
-    scaling = {var: Scaling("example", 0, dim) for var, dim in dims.items()}
-    phases = classify(open_jaxpr(closed).eqns, scaling)
+    placements = {var: split(dim) for var, dim in dims.items()}
+    phases = classify(open_jaxpr(closed).eqns, placements)
     closed, kept = without_markers(closed, phases.of_eqn)
-    return _made(step, closed, evolve(phases, of_eqn=kept), scaling, 1)
+    return closed, evolve(phases, of_eqn=kept), placements
 
 
-def _cut_program(step: Step, num_microbatches: int) -> Program:
-    size = _microbatch_size(step, num_microbatches)
-    closed, whole = step.traced(size)[0], step.traced(size * num_microbatches)[0]
-    scaling, pairs = _scaling(step, size, size * num_microbatches)
-    phases = classify(open_jaxpr(closed).eqns, scaling)
-    cut = with_whole_literals(closed, whole, phases.of_eqn, pairs)
-    cut, kept = without_markers(cut, phases.of_eqn)
-    cut, kept = with_constants_in_update(cut, kept, scaling)
-    phases = evolve(phases, of_eqn=kept)
-    inexact = inexact_reasons(open_jaxpr(cut), phases, scaling)
-    # of one example, jax leaves sums out, which is no other program
-    if inexact and size > 1 and (place := divergence(closed, whole)):
-        inexact = (
-            f"the step is another program for {size} examples than for {step.batch_size}: they "
-            f"differ from {place} on",
-        )
-    return _made(step, cut, phases, scaling, num_microbatches, inexact)
+def _cut(step: Step, num_microbatches: int) -> Cut:
+    closed, phases, _ = _whole(step)
+    inputs = [split(0) if is_batch else REPLICATED for is_batch in step._batch]
+    trained = [
+        leaf.role != "batch" and jnp.issubdtype(leaf.aval.dtype, jnp.inexact) and leaf.aval.size > 1
+        for leaf in step.leaves
+    ]
+    return cut_program(closed, phases.of_eqn, inputs, trained, num_microbatches)
+
+
+def _averaged(step: Step, num_microbatches: int, reasons: Sequence[str]) -> Program:
+    """Return the step as a loop of gradient accumulation runs it: on each microbatch as if it were
+    the whole batch, with the mean of every number that leaves, and the sum of every count.
+    """
+    assert step.batch_size is not None
+    warnings.warn(
+        f"{num_microbatches} microbatches are not the whole batch for this step: {reasons[0]}. As "
+        "Options(exact=False) allows, the step runs on each microbatch alone, and its loss, "
+        "gradients and metrics are the means over the microbatches",
+        UserWarning,
+        stacklevel=2,
+    )
+    closed, _ = step.traced(step.batch_size // num_microbatches)
+    closed, phases, placements = _classified(step, closed)
+    inside = {
+        var
+        for eqn, phase in zip(open_jaxpr(closed).eqns, phases.of_eqn, strict=True)
+        if phase != "update"
+        for var in eqn.outvars
+    }
+    for var in inside - placements.keys():
+        counts = jnp.issubdtype(array_type(var).dtype, jnp.integer)
+        placements[var] = SUM if counts else REPLICATED
+    program = _made(step, closed, phases, placements, num_microbatches)
+    return evolve(program, averaged=tuple(reasons))
 
 
 def _made(
     step: Step,
-    closed: Any,
+    closed: ClosedJaxpr,
     phases: Phases,
-    scaling: Mapping[Any, Scaling],
+    placements: Mapping[Var, Placement],
     num_microbatches: int,
     inexact: tuple[str, ...] = (),
 ) -> Program:
     _, _, _, paths = step.output_tree
-    known = dict(scaling)
+    known = dict(placements)
     closed, of_eqn = with_shared_reads(closed, phases.of_eqn, known)
     return Program(
         closed=closed,
@@ -334,13 +396,13 @@ def _made(
         outputs=paths,
         aliases=step._roles[1],
         phases=evolve(phases, of_eqn=of_eqn),
-        scaling=known,
+        placements=known,
         num_microbatches=num_microbatches,
         inexact=inexact,
     )
 
 
-def _microbatch_size(step: Step, num_microbatches: int) -> int:
+def _check_divides(step: Step, num_microbatches: int) -> None:
     if step.batch_size is None:
         raise PlanError(
             f"{num_microbatches} microbatches need a batch to cut, but {step.uncut}; or use "
@@ -352,32 +414,3 @@ def _microbatch_size(step: Step, num_microbatches: int) -> int:
             f"not divide; use one of {list(step.microbatch_counts[:16])} microbatches or another "
             "batch size"
         )
-    return step.batch_size // num_microbatches
-
-
-def _scaling(step: Step, size: int, whole: int) -> tuple[dict[Any, Scaling], dict[int, int]]:
-    """Return the batch scaling of every variable of the program of `size` examples, of `whole`, and
-    which equation of a larger program each of its equations is, by position.
-    """
-    given = [Scaling("example", 0, 0) if is_batch else CONSTANT for is_batch in step._batch]
-    own = step.traced(size)[0]
-    followed = max(size, 2)
-    larger = whole if whole > followed else 2 * followed
-    try:
-        small, large = step.traced(followed)[0], step.traced(larger)[0]
-    except PlanError:  # the step is written for one batch size: nothing is known
-        return _unknown_scaling(open_jaxpr(own), given), {}
-    found = batch_scaling(small, large, given, larger / followed)
-    if size < followed:
-        matched = scaling_of_one(own, small, found)
-        return matched or (batch_scaling(own, small, given), {})
-    count = len(open_jaxpr(own).eqns)
-    same = count == len(open_jaxpr(large).eqns)
-    return found, {k: k for k in range(count)} if same else {}
-
-
-def _unknown_scaling(jaxpr: Any, inputs: Sequence[Scaling]) -> dict[Any, Scaling]:
-    """Return the scaling of every variable when only the inputs' is known."""
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-    known.update((var, MIXED) for eqn in jaxpr.eqns for var in eqn.outvars)
-    return known

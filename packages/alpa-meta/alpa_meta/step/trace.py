@@ -25,6 +25,7 @@ from alpa_meta.compat import (
     with_outer_name_stack,
 )
 from alpa_meta.operators.regions import called, with_bodies
+from alpa_meta.passes.batched_loops import with_one_condition
 from alpa_meta.passes.lookups import batched_lookups
 from alpa_meta.passes.mapped_reductions import unmapped_reductions
 from alpa_meta.passes.shifts import merged_shifts
@@ -41,7 +42,8 @@ def inline(jaxpr: Any) -> Any:
     """Return `jaxpr` with every call equation replaced by its body and dead equations removed.
 
     Shifts along a dim become one operator each, rows looked up at their own place one batching
-    dim, and collectives over dims of `jax.vmap` reductions; what is read whole is not indexed.
+    dim, and collectives over dims of `jax.vmap` reductions; what is read whole is not indexed, and
+    loops have one condition each.
     """
     source = closed(jaxpr)
     inner = open_jaxpr(source)
@@ -50,7 +52,7 @@ def inline(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     _inline_eqns(inner.eqns, env, eqns, constvars, values, None)
     outvars = [atom if isinstance(atom, Literal) else env[atom] for atom in inner.outvars]
-    eqns = list(without_whole_dims(unmapped_reductions(eqns)))
+    eqns = list(without_whole_dims(unmapped_reductions(with_one_condition(eqns))))
     eqns = batched_lookups(eqns, dict(zip(constvars, values, strict=True)))
     eqns = live_eqns(merged_shifts(eqns), outvars)
     flat = inner.replace(constvars=constvars, eqns=eqns, outvars=outvars)

@@ -40,7 +40,7 @@ def metrics(state, batch):
 def test_parts_of_every_form_become_the_value_of_the_whole_batch():
     program, found = accumulated(metrics, 4)
     parts = jnp.arange(1.0, 5.0)
-    expected = {"mean": 2.5, "sum": 10.0, "worst": 4.0, "least": 1.0}
+    expected = {"sum": 10.0, "worst": 4.0, "least": 1.0}  # the mean is divided in the update
     for atom, path in zip(program.jaxpr.outvars, program.outputs, strict=True):
         name = path.split("'")[1]
         if name == "each":

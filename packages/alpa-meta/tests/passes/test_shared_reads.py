@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from alpa_meta.compat import Literal, open_jaxpr, subjaxprs
-from alpa_meta.microbatch.scaling import Scaling
+from alpa_meta.microbatch.placement import split
 from alpa_meta.passes.shared_reads import is_shared_read, with_shared_reads
 from alpa_meta.step.program import Step
 from alpa_meta.step.trace import inline
@@ -91,4 +91,4 @@ def test_the_gradient_of_a_product_is_read_for_both_operands():
     assert readers(program.jaxpr) == [2, 2]  # the first layer needs no gradient of its input
     for eqn in reads:
         assert program.phases.of_eqn[program.jaxpr.eqns.index(eqn)] == "backward"
-        assert program.scaling[eqn.outvars[0]] == Scaling("example", 0, 0)
+        assert program.placements[eqn.outvars[0]] == split(0)

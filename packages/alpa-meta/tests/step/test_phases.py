@@ -51,16 +51,6 @@ def test_markers_leave_no_trace_in_the_program():
     assert all(eqn.primitive is not gradient_marker for eqn in program(marked).jaxpr.eqns)
 
 
-def test_dividing_a_sum_by_the_number_of_examples_happens_in_the_microbatch():
-    def step(weight, batch):
-        total, gradient = jax.value_and_grad(lambda w: jnp.sum((batch @ w) ** 2))(weight)
-        return weight - gradient / batch.shape[0]
-
-    table = phases_by_primitive(program(step, 2))
-    assert "div" in table["forward"] + table["backward"]
-    assert "div" not in table.get("update", [])
-
-
 def test_a_metric_on_the_examples_beside_the_loss_is_forward():
     def step(weight, batch):
         gradient = jax.grad(loss)(weight, batch)

@@ -1,0 +1,430 @@
+"""A step cut into microbatches: what one microbatch runs, and what it is given beside its examples.
+
+The program of the whole batch is walked in order (`flow`). Where an operator cannot run on what a
+microbatch holds, as in `sum(loss * mask) / sum(mask)`, it is given what it lacks:
+
+    statistic   what depends on no parameter (counts, weights, places of the data) is computed once
+                per step on the whole batch, before the microbatches
+    total       a sum that depends on parameters (the share of tokens that each expert got) is added
+                up over the microbatches by a forward pass of its own, before the others, and read
+                whole: gradients are linear in what reads it, so they add up
+    number      which microbatch it is: random bits and counted places are those of its own examples
+
+What is left, such as the statistics of batch normalisation, which every layer takes of the last
+one's results, is refused with the user's line.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from attrs import frozen
+from jax import lax
+from jax.core import ShapedArray
+
+from alpa_meta.compat import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    array_type,
+    consts,
+    is_drop,
+    open_jaxpr,
+    source_line,
+)
+from alpa_meta.microbatch.demand import with_parts_made
+from alpa_meta.microbatch.flow import Atom, Run, read, run_of
+from alpa_meta.microbatch.placement import MIXED, REPLICATED, MixedError, Placement, Reading
+from alpa_meta.microbatch.slicing import Writer
+from alpa_meta.operators.regions import is_region
+from alpa_meta.passes.added_equations import equations_of, jaxpr_of
+from alpa_meta.step.trace import live_eqns
+
+
+@frozen(eq=False)
+class Given:
+    """What every microbatch is given beside its inputs: its variable, kind and name.
+
+    `kind` is "number", "statistic" (whole), "part" (of a statistic, along dim 0) or "total".
+    """
+
+    var: Var
+    kind: str
+    name: str
+
+
+@frozen(eq=False)
+class Statistics:
+    """A program that runs once per step on the whole batch: it reads the step's inputs at the
+    positions `inputs`, of which `of_batch` says which are split by the microbatches."""
+
+    closed: ClosedJaxpr
+    inputs: tuple[int, ...]
+    of_batch: tuple[bool, ...]
+
+
+@frozen(eq=False)
+class Cut:
+    """The program of one microbatch, whose last inputs are `given`.
+
+    `totals` maps a given total to the microbatch's value that is added up to it. `reasons` say why
+    it does not compute what the whole batch does, if it does not.
+    """
+
+    closed: ClosedJaxpr
+    phases: tuple[str, ...]
+    placements: Mapping[Var, Placement]
+    given: tuple[Given, ...]
+    statistics: Statistics | None
+    totals: Mapping[Var, Var]
+    reasons: tuple[str, ...]
+
+
+def cut_program(
+    closed: ClosedJaxpr,
+    phases: Sequence[str],
+    inputs: Sequence[Placement],
+    trained: Sequence[bool],
+    num_microbatches: int,
+) -> Cut:
+    """Return the whole program cut into microbatches.
+
+    `inputs` are the placements of its inputs, `trained` says which are parameters: values that
+    depend on them are not computed on the whole batch.
+    """
+    walk = _Walk(closed, phases, inputs, trained, num_microbatches)
+    walk.walk()
+    if walk.reasons:
+        return Cut(closed, tuple(phases), {}, (), None, {}, tuple(walk.reasons))
+    return walk.written()
+
+
+class _Walk:
+    """The walk through a whole program, and what it found."""
+
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        phases: Sequence[str],
+        inputs: Sequence[Placement],
+        trained: Sequence[bool],
+        num_microbatches: int,
+    ) -> None:
+        self.closed, self.jaxpr = closed, open_jaxpr(closed)
+        self.phases = list(phases)
+        self.count = num_microbatches
+        self.known: dict[Var, Placement] = dict(zip(self.jaxpr.invars, inputs, strict=True))
+        self.trained = {
+            var for var, is_trained in zip(self.jaxpr.invars, trained, strict=True) if is_trained
+        }
+        self.runs: list[Run | None] = []
+        self.whole: dict[Var, Var] = {}  # given statistic -> the value of the whole program
+        self.totals: dict[Var, Var] = {}  # given total -> the value that is added up
+        self.read_whole: dict[int, dict[Var, Var]] = {}  # by equation: operands given whole
+        self.before: dict[int, list[JaxprEqn]] = {}  # by equation: those of the wholes it reads
+        self.from_statistics: set[int] = set()  # equations that only the statistics run
+        self.reasons: list[str] = []
+        self._given: dict[Var, Var] = {}  # value -> the variable that holds the whole of it
+        self._narrowed: dict[Var, Var] = {}  # total, added up in float32 -> in its own type
+        self._after_total: set[Var] = set()
+        self._phase_of: dict[Var, str] = {}
+        self._maker: dict[Var, JaxprEqn] = {}
+        self._cause: dict[Var, str] = {}
+        self._first_total = ""
+
+    # ------------------------------------------------------------------ walking
+
+    def walk(self) -> None:
+        for k, (eqn, phase) in enumerate(zip(self.jaxpr.eqns, self.phases, strict=True)):
+            if phase == "update":
+                self._update(eqn)
+                self.runs.append(None)
+                continue
+            run = self._run(k, eqn)
+            self.runs.append(run)
+            results = [REPLICATED] * len(eqn.outvars) if run is None else run.reading.results
+            depends = [self.read_whole.get(k, {}).get(a, a) for a in _variables(eqn)]
+            for var, placement in zip(eqn.outvars, results, strict=True):
+                if is_drop(var):
+                    continue
+                self.known[var], self._phase_of[var] = placement, phase
+                self._maker[var] = eqn
+                if any(atom in self.trained for atom in depends):
+                    self.trained.add(var)
+                if any(atom in self._after_total for atom in depends):
+                    self._after_total.add(var)
+        for atom in self.jaxpr.outvars:
+            if not isinstance(atom, Literal):
+                self._leaves(atom)
+
+    def _update(self, eqn: JaxprEqn) -> None:
+        """Note what the update reads that no microbatch can give."""
+        for atom in _variables(eqn):
+            self._leaves(atom)
+            if self.known.get(atom, REPLICATED).kind == "split":
+                self._refuse(f"{_place([eqn])} works on the examples of the batch after the update")
+        self.known.update((var, REPLICATED) for var in eqn.outvars if not is_drop(var))
+
+    def _leaves(self, atom: Var) -> None:
+        if self.known.get(atom, REPLICATED).kind == "mixed":
+            self._refuse(self._cause[atom])
+
+    def _refuse(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def _run(self, k: int, eqn: JaxprEqn) -> Run | None:
+        """Return how a microbatch runs an equation; None if the statistics do."""
+        operands = [read(atom, self.known) for atom in eqn.invars]
+        mixed = [a for a in _variables(eqn) if self.known.get(a, REPLICATED).kind == "mixed"]
+        if mixed:
+            return self._mixed(eqn, self._cause[mixed[0]])
+        try:
+            return run_of(eqn, operands, self.count)
+        except MixedError as error:
+            inner = error.eqn
+        parts = [
+            atom
+            for atom, operand in zip(eqn.invars, operands, strict=True)
+            if operand.kind in ("sum", "extreme") and not isinstance(atom, Literal)
+        ]
+        lacking = ""
+        if parts:
+            whole = [one if one.kind not in ("sum", "extreme") else REPLICATED for one in operands]
+            lacking = next((why for atom in parts if (why := self._why_not_whole(atom))), "")
+            try:
+                run = run_of(eqn, whole, self.count)
+            except MixedError as error:
+                inner = error.eqn
+            else:
+                if not lacking:
+                    self.read_whole[k] = {atom: self._given_whole(atom, k) for atom in parts}
+                    self._first_total = self._first_total or _place([eqn])
+                    return run
+        if not eqn.effects and not any(atom in self.trained for atom in _variables(eqn)):
+            self.from_statistics.add(k)
+            self.whole.update((var, var) for var in eqn.outvars if not is_drop(var))
+            return None
+        place = _place([inner, eqn, *self.jaxpr.eqns[k + 1 :]])
+        return self._mixed(
+            eqn,
+            f"{place} mixes examples of the batch in a way that microbatches cannot reproduce"
+            f"{lacking}",
+        )
+
+    def _mixed(self, eqn: JaxprEqn, cause: str) -> Run:
+        self._cause.update((var, cause) for var in eqn.outvars if not is_drop(var))
+        operands = tuple(read(atom, self.known) for atom in eqn.invars)
+        return Run(Reading(operands, (MIXED,) * len(eqn.outvars)))
+
+    def _why_not_whole(self, atom: Atom) -> str:
+        """Return why a microbatch cannot be given the whole of a sum, empty if it can."""
+        if isinstance(atom, Literal) or self._is_known_whole(atom):
+            return ""
+        operands = self._summands(atom)
+        if operands is not None:
+            return next((why for one in operands if (why := self._why_not_whole(one))), "")
+        if atom in self._after_total:
+            return (
+                " (it works on a sum over all of them, which depends on parameters and, in turn, "
+                f"on such a sum, which {self._first_total} works on)"
+            )
+        return " (it works on a sum over all of them, which is known after the backward pass)"
+
+    def _is_known_whole(self, atom: Var) -> bool:
+        """Return whether a value is replicated, or a sum that is known before any gradient."""
+        if self.known.get(atom, REPLICATED).kind == "replicated" or atom not in self.trained:
+            return True
+        early = self._phase_of.get(atom) == "forward" and atom not in self._after_total
+        return early and self.known[atom].kind != "split"
+
+    def _summands(self, atom: Var) -> Sequence[Atom] | None:
+        """Return the operands of the equation that a sum comes from if it is linear in sums, so
+        that its whole is computed from theirs; None if it adds up examples.
+        """
+        maker = self._maker.get(atom)
+        if maker is None or self.known[atom].kind != "sum" or is_region(maker):
+            return None
+        kinds = {read(one, self.known).kind for one in maker.invars}
+        return maker.invars if kinds <= {"replicated", "sum"} else None
+
+    def _given_whole(self, atom: Var, k: int) -> Var:
+        """Return the variable that holds the whole of a sum or extreme, for equation `k`."""
+        if atom in self._given or self.known.get(atom, REPLICATED).kind == "replicated":
+            return self._given.get(atom, atom)
+        found = self._given[atom] = Var(atom.aval)
+        if atom not in self.trained:
+            self.whole[found] = atom
+            return found
+        self.trained.add(found)
+        self._after_total.add(found)
+        if not self._is_known_whole(atom):
+            maker = self._maker[atom]
+            operands = [
+                one if isinstance(one, Literal) else self._given_whole(one, k)
+                for one in maker.invars
+            ]
+            self.before.setdefault(k, []).append(maker.replace(invars=operands, outvars=[found]))
+            return found
+        dtype = array_type(atom).dtype
+        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        total = Var(ShapedArray(array_type(atom).shape, np.float32)) if narrow else found
+        self.totals[total] = atom
+        if narrow:
+            self._narrowed[total] = found
+        return found
+
+    # ------------------------------------------------------------------ writing
+
+    def written(self) -> Cut:
+        """Return the program of a microbatch."""
+        self._add_in_update()
+        number = Var(ShapedArray((1,), np.dtype(np.int32)))
+        scalar = Var(ShapedArray((), np.dtype(np.int32)))
+        writer = Writer(self.count, scalar)
+        kept = list(self._kept())
+        outputs = [(atom, read(atom, self.known)) for atom in self.jaxpr.outvars]
+        chosen, demands = with_parts_made(
+            [eqn for eqn, _, _ in kept], [run for _, run, _ in kept], outputs, self.count
+        )
+        invars = [writer.define(var, self.known[var]) for var in self.jaxpr.invars]
+        for var in self.jaxpr.constvars:
+            writer.define(var, REPLICATED)
+        given = [Given(number, "number", "number of the microbatch")]
+        for place, (var, value) in enumerate(self.whole.items()):
+            split = demands.get(var) == {Placement("split", 0)}
+            held = writer.define(var, Placement("split", 0) if split else REPLICATED)
+            name = f"statistic {place} of the batch, {self._named(value)}"
+            given.append(Given(held, "part" if split else "statistic", name))
+        for place, (var, value) in enumerate(self.totals.items()):
+            writer.define(var, REPLICATED)
+            given.append(Given(var, "total", f"total {place} over the batch, {self._named(value)}"))
+        of_eqn: list[str] = []
+        for var, narrow in self._narrowed.items():
+            writer.define(narrow, REPLICATED)
+            convert = functools.partial(
+                lax.convert_element_type, new_dtype=array_type(narrow).dtype
+            )
+            writer.eqns += equations_of(convert, [var], [narrow])
+            of_eqn += ["forward"] * (len(writer.eqns) - len(of_eqn))
+        for (eqn, _, phase), run in zip(kept, chosen, strict=True):
+            writer.phase = phase
+            if run is None:
+                writer.eqns.append(eqn)
+                for var in eqn.outvars:
+                    if not is_drop(var):
+                        writer.define(var, REPLICATED)
+            else:
+                writer.write(eqn, run)
+            of_eqn += [phase] * (len(writer.eqns) - len(of_eqn))
+        outvars = [writer.read(atom, None) for atom in self.jaxpr.outvars]
+        totals = {given: writer.local[value] for given, value in self.totals.items()}
+        if writer.uses_number:
+            writer.eqns[:0] = equations_of(lambda one: one[0], [number], [scalar])
+            of_eqn[:0] = ["forward"] * (len(writer.eqns) - len(of_eqn))
+        else:
+            given = given[1:]
+        pairs = list(zip(writer.eqns, of_eqn, strict=True))
+        live = {id(e) for e in live_eqns(writer.eqns, [*outvars, *totals.values()])}
+        pairs = [(eqn, phase) for eqn, phase in pairs if id(eqn) in live]
+        flat = jaxpr_of(
+            self.jaxpr,
+            list(self.jaxpr.constvars),
+            [*invars, *(one.var for one in given)],
+            outvars,
+            [eqn for eqn, _ in pairs],
+        )
+        placements = {
+            held: writer.placements[var]
+            for var, held in writer.local.items()
+            if isinstance(held, Var)
+        }
+        return Cut(
+            ClosedJaxpr(flat, consts(self.closed)),
+            tuple(phase for _, phase in pairs),
+            placements,
+            tuple(given),
+            self._statistics(),
+            totals,  # type: ignore[arg-type]
+            (),
+        )
+
+    def _kept(self) -> Iterator[tuple[JaxprEqn, Run | None, str]]:
+        """Yield the equations that microbatches run, how, and their phases."""
+        for k, (eqn, run, phase) in enumerate(
+            zip(self.jaxpr.eqns, self.runs, self.phases, strict=True)
+        ):
+            if k in self.from_statistics:
+                continue
+            for whole in self.before.get(k, ()):
+                yield whole, Run(Reading((REPLICATED,) * len(whole.invars), (REPLICATED,))), phase
+            given = self.read_whole.get(k, {})
+            if given:
+                eqn = eqn.replace(
+                    invars=[a if isinstance(a, Literal) else given.get(a, a) for a in eqn.invars]
+                )
+            yield eqn, run, phase
+
+    def _add_in_update(self) -> None:
+        """Move additions to sums that only the update or the result reads into the update, which
+        adds what is replicated once.
+        """
+        eqns = self.jaxpr.eqns
+        inside: set[Var] = set()
+        for k in range(len(eqns) - 1, -1, -1):
+            eqn, run = eqns[k], self.runs[k]
+            made = [var for var in eqn.outvars if not is_drop(var)]
+            adds = (
+                run is not None
+                and not run.bodies
+                and any(
+                    wanted.kind == "sum" and read(atom, self.known).kind == "replicated"
+                    for atom, wanted in zip(eqn.invars, run.reading.operands, strict=True)
+                )
+            )
+            if adds and not any(var in inside for var in made):
+                self.phases[k], self.runs[k] = "update", None
+                self.known.update((var, REPLICATED) for var in made)
+            if self.phases[k] != "update" and k not in self.from_statistics:
+                inside.update(_variables(eqn))
+
+    def _statistics(self) -> Statistics | None:
+        """Return the program of the statistics on the whole batch."""
+        if not self.whole:
+            return None
+        wanted = list(self.whole.values())
+        eqns = live_eqns(self.jaxpr.eqns, wanted)
+        eqns = [eqn for eqn in eqns if not eqn.effects]
+        needed = {atom for eqn in eqns for atom in _variables(eqn)} | set(wanted)
+        inputs = [k for k, var in enumerate(self.jaxpr.invars) if var in needed]
+        flat = jaxpr_of(
+            self.jaxpr,
+            list(self.jaxpr.constvars),
+            [self.jaxpr.invars[k] for k in inputs],
+            wanted,
+            eqns,
+        )
+        of_batch = tuple(self.known[self.jaxpr.invars[k]].kind == "split" for k in inputs)
+        return Statistics(ClosedJaxpr(flat, consts(self.closed)), tuple(inputs), of_batch)
+
+    def _named(self, value: Var) -> str:
+        maker = next((eqn for eqn in self.jaxpr.eqns if value in eqn.outvars), None)
+        return "an input" if maker is None else _place([maker])
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
+def _place(eqns: Sequence[JaxprEqn]) -> str:
+    """Return the first operator and its line of the user's code, or the first line after it."""
+    name = str(eqns[0].primitive.name)
+    own = source_line(eqns[0])
+    if own:
+        return f"{name} at {own}"
+    later = next((line for eqn in eqns if (line := source_line(eqn))), "")
+    return f"{name}, used at {later}," if later else name

@@ -1,0 +1,310 @@
+"""The equations of one microbatch: every operator's local form on the microbatch's parts.
+
+Equations whose operands are whole stay as they are. Where an operator's local form is the operator
+itself, its equation is kept with smaller shapes; other local forms are traced once for all
+equations of one signature. The number of the microbatch is an operand: where a part of a whole
+value is taken (by `dynamic_slice`), where a whole value becomes a sum (the first microbatch has it,
+the others zeros), and where a local form asks for its place (iota, random bits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from attrs import evolve
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
+from alpa_meta.compat import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    array_type,
+    consts,
+    is_drop,
+    open_jaxpr,
+    scan_counts,
+)
+from alpa_meta.microbatch.demand import with_parts_made
+from alpa_meta.microbatch.flow import Atom, Flow, Run, literal_placement
+from alpa_meta.microbatch.placement import REPLICATED, Placement, Reading
+from alpa_meta.operators import LocalCall, operator_of, operator_signature, sharding_rule
+from alpa_meta.operators.operator import run_unchanged, shape_of
+from alpa_meta.operators.regions import fold, with_bodies
+from alpa_meta.passes.added_equations import jaxpr_of
+from alpa_meta.passes.replacement import instantiated
+from alpa_meta.step.trace import inline
+
+AXIS = "microbatch"
+
+
+class InTime:
+    """The microbatches as the devices of a mesh axis: the place is an operand, nothing is sent."""
+
+    def __init__(self, number: Any, count: int) -> None:
+        self._number, self._count = number, count
+
+    def index(self, axes: tuple[str, ...]) -> Any:
+        """Return the number of the microbatch."""
+        return self._number if axes else jnp.int32(0)
+
+    def part(self, value: Any, axes: tuple[str, ...], dim: int) -> Any:
+        """Return the microbatch's part of `value` along `dim`."""
+        size = value.shape[dim] // self._count
+        return lax.dynamic_slice_in_dim(value, self.index(axes) * size, size, dim)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(f"an operator that needs {name!r} does not run in microbatches")
+
+
+class Writer:
+    """Writes the equations of a microbatch for one jaxpr; `number` is the microbatch's, a scalar.
+
+    `eqns` are the equations written so far, `local` the variable in them for each of the whole
+    program, `placements` how microbatches hold it.
+    """
+
+    def __init__(self, num_microbatches: int, number: Var) -> None:
+        self.count, self.number = num_microbatches, number
+        self.eqns: list[JaxprEqn] = []
+        self.local: dict[Var, Atom] = {}
+        self.placements: dict[Var, Placement] = {}
+        self.uses_number = False
+        self.phase = ""  # values are converted anew in each phase, which would hold them else
+        self._converted: dict[Hashable, Atom] = {}
+        self._templates: dict[Hashable, ClosedJaxpr] = {}
+
+    def define(self, var: Var, placement: Placement) -> Var:
+        """Return the variable for `var`, of the shape that a microbatch holds."""
+        held = var
+        if placement.kind == "split":
+            held = Var(var.aval.update(shape=self.shape(shape_of(var), placement)))
+        self.local[var], self.placements[var] = held, placement
+        return held
+
+    def shape(self, shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
+        """Return the shape of a microbatch's share of a value of this shape."""
+        return tuple(
+            size // self.count if placement.kind == "split" and d == placement.dim else size
+            for d, size in enumerate(shape)
+        )
+
+    def read(self, atom: Atom, wanted: Placement | None) -> Atom:
+        """Return the microbatch's operand for `atom`, as `wanted`; None: as it is held."""
+        source = literal_placement(atom) if isinstance(atom, Literal) else self.placements[atom]
+        held = atom if isinstance(atom, Literal) else self.local[atom]
+        if wanted is None or source.kind != "replicated":
+            return held
+        if wanted.kind in ("replicated", "extreme") or source.zero and wanted.kind == "sum":
+            return held
+        own = held if isinstance(held, Var) else id(held)
+        key = (self.phase, own, evolve(wanted, zero=False))
+        if key not in self._converted:
+            self._converted[key] = self._convert(held, wanted)
+        return self._converted[key]
+
+    def _convert(self, held: Atom, wanted: Placement) -> Var:
+        def part(number: Any, value: Any) -> Any:
+            return InTime(number, self.count).part(value, (AXIS,), wanted.dim)
+
+        def first_only(number: Any, value: Any) -> Any:
+            return jnp.where(number == 0, value, jnp.zeros_like(value))
+
+        aval = array_type(held)
+        result = Var(aval.update(shape=self.shape(aval.shape, wanted)))
+        function = part if wanted.kind == "split" else first_only
+        key = (wanted, aval.shape, aval.dtype)
+        self._write(key, function, [self.number, held], [result], None)
+        return result
+
+    def _write(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        operands: Sequence[Atom],
+        results: Sequence[Var],
+        source: JaxprEqn | None,
+    ) -> None:
+        """Write the equations of a jax function of `operands`, traced once for each `key`."""
+        if key not in self._templates:
+            avals = [_abstract(atom) for atom in operands]
+            self._templates[key] = inline(jax.make_jaxpr(function)(*avals))
+        made = instantiated(open_jaxpr(self._templates[key]), operands, results, source)
+        self.uses_number |= any(atom is self.number for eqn in made for atom in eqn.invars)
+        self.eqns += made
+
+    def write(self, eqn: JaxprEqn, run: Run) -> None:
+        """Write what a microbatch runs for `eqn`."""
+        reading = run.reading
+        operands = [
+            self.read(atom, wanted)
+            for atom, wanted in zip(eqn.invars, reading.operands, strict=True)
+        ]
+        results = [
+            var if is_drop(var) else self.define(var, placement)
+            for var, placement in zip(eqn.outvars, reading.results, strict=True)
+        ]
+        if run.bodies:
+            self._region(eqn, run, operands, results)
+        elif reading.factor is None or operator_of(eqn).local is run_unchanged:
+            self.eqns.append(eqn.replace(invars=operands, outvars=results))
+        else:
+            self._local(eqn, reading, operands, results)
+
+    def _local(
+        self, eqn: JaxprEqn, reading: Reading, operands: Sequence[Atom], results: Sequence[Var]
+    ) -> None:
+        """Write the local form of an operator along the batch."""
+        rule, factor = sharding_rule(eqn), reading.factor
+        assert rule is not None and factor is not None
+        strategy = Strategy(
+            assignment=((factor, (AXIS,)),),
+            operands=tuple(map(_spec, reading.operands, eqn.invars)),
+            results=tuple(map(_spec, reading.results, eqn.outvars)),
+        )
+        mesh = LogicalMesh(axes=(MeshAxis(name=AXIS, size=self.count),))
+
+        def run(number: Any, *values: Any) -> Any:
+            places: Any = InTime(number, self.count)
+            call = LocalCall(eqn, list(values), rule, strategy, mesh, places)
+            return operator_of(eqn).local(call)
+
+        key = (operator_signature(eqn), reading)
+        self._write(key, run, [self.number, *operands], results, eqn)
+
+    # ------------------------------------------------------------------ regions
+
+    def _region(
+        self, eqn: JaxprEqn, run: Run, operands: Sequence[Atom], results: Sequence[Var]
+    ) -> None:
+        bodies = [self._body(flow) for flow in run.bodies]
+        numbered = any(uses for _, uses in bodies)
+        closed = [_numbered(body, numbered) for body, _ in bodies]
+        self.uses_number |= numbered
+        extra = [self.number] if numbered else []
+        fold(
+            eqn,
+            scan=lambda: self._scan(eqn, closed[0], numbered, operands, results),
+            loop=lambda: self._while(eqn, closed, numbered, operands, results),
+            branches=lambda: self._replaced(
+                eqn, closed, [operands[0], *extra, *operands[1:]], results
+            ),
+            remat=lambda: self._replaced(eqn, closed, [*extra, *operands], results),
+        )
+
+    def _body(self, flow: Flow) -> tuple[ClosedJaxpr, bool]:
+        """Return a body for a microbatch, the number its first input, and whether it is read."""
+        jaxpr = open_jaxpr(flow.body)
+        inner = Writer(self.count, Var(self.number.aval))
+        inner._templates = self._templates
+        for var in jaxpr.constvars:
+            inner.define(var, REPLICATED)
+        invars = [
+            inner.define(var, placement)
+            for var, placement in zip(jaxpr.invars, flow.inputs, strict=True)
+        ]
+        outputs = list(zip(jaxpr.outvars, flow.outputs, strict=True))
+        runs, _ = with_parts_made(jaxpr.eqns, flow.runs, outputs, self.count)
+        for eqn, run in zip(jaxpr.eqns, runs, strict=True):
+            assert run is not None
+            inner.write(eqn, run)
+        outvars = [inner.read(atom, placement) for atom, placement in outputs]
+        made = jaxpr_of(jaxpr, list(jaxpr.constvars), [inner.number, *invars], outvars, inner.eqns)
+        return ClosedJaxpr(made, consts(flow.body)), inner.uses_number
+
+    def _replaced(
+        self,
+        eqn: JaxprEqn,
+        made: Sequence[ClosedJaxpr],
+        operands: Sequence[Atom],
+        results: Sequence[Var],
+    ) -> None:
+        """Write a region with other bodies, operands and results."""
+        left = iter(made)
+        changed = with_bodies(eqn, lambda _: next(left))
+        self.eqns.append(changed.replace(invars=list(operands), outvars=list(results)))
+
+    def _scan(
+        self,
+        eqn: JaxprEqn,
+        body: ClosedJaxpr,
+        numbered: bool,
+        operands: Sequence[Atom],
+        results: Sequence[Var],
+    ) -> None:
+        """Write a scan; one whose body also reads the number of the microbatch is made anew."""
+        if not numbered:
+            self._replaced(eqn, [body], operands, results)
+            return
+        num_consts, num_carry, _ = scan_counts(eqn)
+        first, last = 1 + num_consts, 1 + num_consts + num_carry
+        function = jaxpr_as_fun(body)
+
+        def run(*values: Any) -> Any:
+            def trip(carry: Any, xs: Any) -> Any:
+                outputs = function(*values[:first], *carry, *xs)
+                return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
+
+            carry, ys = lax.scan(
+                trip,
+                tuple(values[first:last]),
+                tuple(values[last:]),
+                length=eqn.params["length"],
+                reverse=eqn.params["reverse"],
+                unroll=eqn.params["unroll"],
+            )
+            return [*carry, *ys]
+
+        self._write(object(), run, [self.number, *operands], results, eqn)
+
+    def _while(
+        self,
+        eqn: JaxprEqn,
+        bodies: Sequence[ClosedJaxpr],
+        numbered: bool,
+        operands: Sequence[Atom],
+        results: Sequence[Var],
+    ) -> None:
+        """Write a loop; one that also reads the number of the microbatch is made anew."""
+        if not numbered:
+            self._replaced(eqn, bodies, operands, results)
+            return
+        num_test = eqn.params["cond_nconsts"]
+        first = num_test + eqn.params["body_nconsts"]
+        test, body = (jaxpr_as_fun(one) for one in bodies)
+
+        def run(number: Any, *values: Any) -> Any:
+            return lax.while_loop(
+                lambda carry: test(number, *values[:num_test], *carry)[0],
+                lambda carry: tuple(body(number, *values[num_test:first], *carry)),
+                tuple(values[first:]),
+            )
+
+        self._write(object(), run, [self.number, *operands], results, eqn)
+
+
+def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:
+    weak = getattr(atom.aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(shape_of(atom), array_type(atom).dtype, weak_type=weak)
+
+
+def _spec(placement: Placement, atom: Atom) -> ShardingSpec:
+    held = placement.dim if placement.kind == "split" else None
+    dims = tuple((AXIS,) if d == held else () for d in range(len(shape_of(atom))))
+    return ShardingSpec(dims, (AXIS,) if placement.kind == "sum" else ())
+
+
+def _numbered(body: ClosedJaxpr, wanted: bool) -> ClosedJaxpr:
+    """Return a body with the number of the microbatch as its first input, or without it."""
+    if wanted:
+        return body
+    jaxpr = open_jaxpr(body)
+    return ClosedJaxpr(
+        jaxpr_of(jaxpr, list(jaxpr.constvars), jaxpr.invars[1:], jaxpr.outvars, jaxpr.eqns),
+        consts(body),
+    )

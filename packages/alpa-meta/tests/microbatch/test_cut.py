@@ -1,0 +1,270 @@
+"""Steps cut into microbatches compute what the whole batch does, for the losses people write."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+from alpa_meta.compat import Literal, bind
+from alpa_meta.microbatch.placement import REPLICATED
+from alpa_meta.step.program import Step
+
+KEYS = jax.random.split(jax.random.key(0), 5)
+WEIGHTS = {
+    "a": jax.random.normal(KEYS[0], (6, 8)),
+    "b": jax.random.normal(KEYS[1], (8, 6)),
+}
+BATCH = {
+    "x": jax.random.normal(KEYS[2], (8, 3, 6)),
+    "y": jax.random.randint(KEYS[3], (8, 3), 0, 6),
+    "mask": (jax.random.uniform(KEYS[4], (8, 3)) > 0.3).astype(jnp.float32),
+}
+
+
+def model(w, x):
+    return jnp.tanh(x @ w["a"]) @ w["b"]
+
+
+def entropy(w, batch):
+    logits = jax.nn.log_softmax(model(w, batch["x"]))
+    return -jnp.take_along_axis(logits, batch["y"][..., None], -1)[..., 0]
+
+
+def masked(w, batch):
+    return (entropy(w, batch) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+
+def weighted(w, batch):
+    return (entropy(w, batch) * (batch["mask"] / batch["mask"].sum())).sum()
+
+
+def penalised(w, batch):
+    return entropy(w, batch).mean() + 1e-2 * sum(jnp.sum(v**2) for v in w.values())
+
+
+def normalised_advantages(w, batch):
+    advantages = (batch["mask"] - batch["mask"].mean()) / (batch["mask"].std() + 1e-6)
+    return (entropy(w, batch) * advantages).mean()
+
+
+def root_of_mean(w, batch):
+    return jnp.sqrt(jnp.mean((model(w, batch["x"]) - batch["x"]) ** 2))
+
+
+def weighted_by_the_model(w, batch):
+    weights = jax.nn.sigmoid(model(w, batch["x"])[..., 0])
+    return (entropy(w, batch) * weights).sum() / weights.sum()
+
+
+def balanced_experts(w, batch):
+    router = jax.nn.softmax(batch["x"] @ w["a"][:, :4])
+    share = jax.nn.one_hot(router.argmax(-1), 4).mean((0, 1))
+    return entropy(w, batch).mean() + 0.1 * jnp.sum(share * router.mean((0, 1)))
+
+
+def dropped_out(w, batch):
+    hidden = jnp.tanh(batch["x"] @ w["a"])
+    kept = jax.random.bernoulli(jax.random.key(7), 0.8, hidden.shape)
+    return jnp.mean((jnp.where(kept, hidden / 0.8, 0.0) @ w["b"] - batch["x"]) ** 2)
+
+
+def a_key_for_each_example(w, batch):
+    def one(x, key):
+        return jnp.mean((model(w, x + jax.random.normal(key, x.shape)) - x) ** 2)
+
+    return jax.vmap(one)(batch["x"], jax.random.split(jax.random.key(3), 8)).mean()
+
+
+def shuffled(w, batch):
+    other = batch["x"][jax.random.permutation(jax.random.key(3), 8)]
+    mixed = 0.6 * batch["x"] + 0.4 * other
+    return jnp.mean((model(w, mixed) - mixed) ** 2)
+
+
+def counted_places(w, batch):
+    logits = jax.nn.log_softmax(model(w, batch["x"])[:, 0])
+    return -(logits[jnp.arange(8), batch["y"][:, 0]] * jnp.arange(8.0)).sum()
+
+
+def over_time(w, batch):
+    def trip(carry, given):
+        x, key = given
+        carry = jnp.tanh(carry + x @ w["a"]) * jax.random.bernoulli(key, 0.9, carry.shape)
+        return carry, carry @ w["b"]
+
+    keys = jax.random.split(jax.random.key(1), 3)
+    _, out = jax.lax.scan(trip, jnp.zeros((8, 8)), (batch["x"].swapaxes(0, 1), keys))
+    return ((out.swapaxes(0, 1) - batch["x"]) ** 2 * batch["mask"][..., None]).sum() / 8
+
+
+def recomputed(w, batch):
+    return jax.checkpoint(dropped_out)(w, batch)
+
+
+def loops_that_end_at_different_times(w, batch):
+    def root(x):
+        going_on, trip = (
+            lambda c: jnp.abs(c[0] - c[1]) > 1e-3,
+            lambda c: (c[0] / 2 + x / c[0] / 2, c[0]),
+        )
+        return jax.lax.while_loop(going_on, trip, (x, x + 1))[0]
+
+    roots = jax.vmap(root)(1 + jnp.abs(batch["x"][:, 0, 0]))
+    return (entropy(w, batch) * jax.lax.stop_gradient(roots)[:, None]).mean()
+
+
+EXACT = [
+    masked,
+    weighted,
+    penalised,
+    normalised_advantages,
+    root_of_mean,
+    weighted_by_the_model,
+    balanced_experts,
+    dropped_out,
+    a_key_for_each_example,
+    shuffled,
+    counted_places,
+    over_time,
+    recomputed,
+    loops_that_end_at_different_times,
+]
+
+
+def step_of(loss):
+    def step(w, batch):
+        value, gradients = jax.value_and_grad(loss)(w, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), value
+
+    return step
+
+
+def in_microbatches(step, count, *args):
+    """Return the results of a step's cut program, run as the executor does: statistics, totals,
+    microbatches, update."""
+    flat = Step(step, args)
+    program = flat.program(count)
+    assert not program.inexact, program.inexact
+    jaxpr = program.jaxpr
+    phases = program.phases.of_eqn
+    values = dict(zip(jaxpr.constvars, program.closed.consts, strict=True))
+    leaves = flat.flatten(args)
+    given = [] if program.statistics is None else _statistics(program.statistics, leaves)
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    supply = iter(given)
+    for var, leaf in zip(jaxpr.invars[len(leaves) :], program.inputs[len(leaves) :], strict=True):
+        if leaf.role == "number":
+            values[var] = numbers
+        elif leaf.role != "total":
+            values[var] = next(supply)
+    values.update(zip(jaxpr.invars, leaves, strict=False))
+    roles = dict(zip(jaxpr.invars, program.inputs, strict=True))
+
+    def microbatch(number):
+        held = dict(values)
+        for var, leaf in roles.items():
+            if leaf.in_parts:
+                size = leaf.aval.shape[0] // count
+                held[var] = values[var][number * size : (number + 1) * size]
+        _run(jaxpr.eqns, phases, held, lambda phase: phase != "update")
+        return held
+
+    if program.totals:
+        early = [microbatch(k) for k in range(count)]
+        values.update(
+            (total, sum(part[value] for part in early)) for total, value in program.totals.items()
+        )
+    parts = [microbatch(k) for k in range(count)]
+    made = {
+        var
+        for eqn, phase in zip(jaxpr.eqns, phases, strict=True)
+        if phase != "update"
+        for var in eqn.outvars
+    }
+    for var in made & parts[0].keys():
+        values[var] = _joined(
+            [part[var] for part in parts], program.placements.get(var, REPLICATED)
+        )
+    _run(jaxpr.eqns, phases, values, lambda phase: phase == "update")
+    _, spec = flat.traced(None)
+    return spec[0].unflatten([values[var] for var in jaxpr.outvars])
+
+
+def _statistics(statistics, leaves):
+    return jaxpr_as_fun(statistics.closed)(*(leaves[k] for k in statistics.inputs))
+
+
+def _run(eqns, phases, values, chosen):
+    for eqn, phase in zip(eqns, phases, strict=True):
+        if chosen(phase) and all(isinstance(a, Literal) or a in values for a in eqn.invars):
+            read = [a.val if isinstance(a, Literal) else values[a] for a in eqn.invars]
+            values.update(zip(eqn.outvars, bind(eqn, read), strict=True))
+
+
+def _joined(parts, placement):
+    if placement.kind == "split":
+        return jnp.concatenate(parts, placement.dim)
+    if placement.kind == "sum":
+        return sum(parts)
+    if placement.kind == "extreme":
+        stacked = jnp.stack(parts)
+        return stacked.max(0) if placement.reduction == "max" else stacked.min(0)
+    return parts[0]
+
+
+@pytest.mark.parametrize("loss", EXACT)
+def test_microbatches_compute_what_the_whole_batch_does(loss):
+    step = step_of(loss)
+    with jax.enable_x64(True):
+        args = jax.tree.map(
+            lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, (WEIGHTS, BATCH)
+        )
+        expected = step(*args)
+        for count in (2, 4):
+            found = jax.jit(functools.partial(in_microbatches, step, count))(*args)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12),
+                found,
+                expected,
+            )
+
+
+def normalised_over_the_batch(w, batch):
+    hidden = batch["x"] @ w["a"]
+    hidden = (hidden - hidden.mean((0, 1))) / jnp.sqrt(hidden.var((0, 1)) + 1e-5)
+    return jnp.mean((hidden @ w["b"] - batch["x"]) ** 2)
+
+
+def contrasted(w, batch):
+    left, right = model(w, batch["x"][:, 0]), model(w, batch["x"][:, 1])
+    return -jnp.diag(jax.nn.log_softmax(left @ right.T)).mean()
+
+
+@pytest.mark.parametrize("loss", [normalised_over_the_batch, contrasted])
+def test_losses_over_all_examples_at_once_are_refused_with_the_line(loss):
+    (reason,) = Step(step_of(loss), (WEIGHTS, BATCH)).program(2).inexact
+    assert "mixes examples of the batch" in reason
+    assert "test_cut.py" in reason
+
+
+def test_what_depends_on_the_batch_alone_is_computed_once():
+    program = Step(step_of(masked), (WEIGHTS, BATCH)).program(4)
+    (statistic,) = [leaf for leaf in program.inputs if leaf.role == "statistic"]
+    assert statistic.aval.shape == ()
+    assert not program.totals
+
+
+def test_sums_that_depend_on_parameters_are_totals():
+    program = Step(step_of(root_of_mean), (WEIGHTS, BATCH)).program(4)
+    assert len(program.totals) == 1
+    assert program.statistics is None
+
+
+def test_random_bits_are_drawn_for_the_microbatch_only():
+    program = Step(step_of(dropped_out), (WEIGHTS, BATCH)).program(4)
+    drawn = [eqn for eqn in program.jaxpr.eqns if "random" in eqn.primitive.name]
+    assert all(eqn.outvars[0].aval.size <= 8 * 3 * 8 // 4 for eqn in drawn)
+    assert program.inputs[-1].role == "number"
