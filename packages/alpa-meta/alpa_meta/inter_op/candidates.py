@@ -36,10 +36,12 @@ from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.memory_limit import solve, solve_within
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
+from alpa_meta.operators import flops
 from alpa_meta.options import Options
 from alpa_meta.pinning import Pin, pinned_inputs
 from alpa_meta.presets import preset_pins
 from alpa_meta.step.program import Program
+from alpa_meta.step.trace import live_eqns
 from cost_model import CostModel
 
 LIKELY_PRESETS = ("dp", "zero2", "zero3", "megatron", "2d")  # no plan is to cost more than these
@@ -175,11 +177,12 @@ def range_candidates(
     """
     count = outlook.program.num_microbatches
     crossing = boundary_bytes(outlook.program, outlook.staging, outlook.num_layers)
+    share = totals_share(outlook.program)
     found = []
     for number, solved in enumerate(solutions):
         for start, stop in _ranges(outlook.num_layers, solved.whole):
             found.append(
-                _candidate(solved, start, stop, count, crossing, model, f"{number}", floor)
+                _candidate(solved, start, stop, count, crossing, model, f"{number}", floor, share)
             )
     return found
 
@@ -201,10 +204,11 @@ def _candidate(
     model: CostModel,
     key: str,
     floor: bool,
+    totals_share: float,
 ) -> StageCandidate:
     costs, part = solved.costs, slice(start, stop)
     forward, backward = costs.forward[part].sum() / count, costs.backward[part].sum() / count
-    update = costs.update[part].sum()
+    update = costs.update[part].sum() + totals_share * costs.forward[part].sum()
     least = costs.floor[part].sum(axis=0)
     bound = least[0] / count
     held = _held(solved, part)
@@ -257,8 +261,12 @@ def exact_candidate(
     solution: ShardingSolution,
     template: StageCandidate,
     num_layers: int,
+    share: float = 0.0,
 ) -> tuple[StageCandidate, StageCosts]:
-    """Return a chosen stage's candidate with the figures of its own exact solution."""
+    """Return a chosen stage's candidate with the figures of its own exact solution.
+
+    `share` is the program's `totals_share`.
+    """
     assert solution.choice is not None
     costs = solved_costs(scope, selection, solution.choice, num_layers)
     count = template.num_microbatches
@@ -267,13 +275,28 @@ def exact_candidate(
         template,
         forward_seconds=float(costs.forward.sum() / count),
         backward_seconds=float(costs.backward.sum() / count),
-        step_seconds=float(costs.update.sum()),
+        step_seconds=float(costs.update.sum() + share * costs.forward.sum()),
         state_bytes=state + gradients,
         activation_bytes=activations / scope.eqns.in_flight,
         transient_bytes=temporaries,
         lower_bound_seconds=0.0,
     )
     return candidate, costs
+
+
+def totals_share(program: Program) -> float:
+    """Return the part of the forward pass's operations that runs once more, before all else, to add
+    up the totals that microbatches read.
+    """
+    if not program.totals:
+        return 0.0
+    forward = [
+        eqn
+        for eqn, phase in zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True)
+        if phase == "forward"
+    ]
+    needed = live_eqns(forward, list(program.totals.values()))
+    return sum(map(flops, needed)) / max(sum(map(flops, forward)), 1.0)
 
 
 def microbatch_counts(batch: int, num_stages: int | None, given: int | None) -> list[int]:

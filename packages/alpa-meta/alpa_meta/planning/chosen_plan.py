@@ -21,6 +21,7 @@ from alpa_meta.inter_op.candidates import (
     Outlook,
     exact_candidate,
     input_pins,
+    totals_share,
 )
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.meshes import usable_memory
@@ -113,7 +114,12 @@ def finish(
         if solution.choice is None:
             return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
         candidate, costs = exact_candidate(
-            scope, selection, solution, placed.candidate, outlook.num_layers
+            scope,
+            selection,
+            solution,
+            placed.candidate,
+            outlook.num_layers,
+            totals_share(program),
         )
         selections.append(selection)
         memory = costs.peak.by_kind()

@@ -7,6 +7,7 @@ trace at each microbatch count -> layers -> selection problems on every logical 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 from attrs import evolve, frozen
@@ -83,6 +84,7 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         try:
             planned = _plan_with(counts, step, cluster, options)
             program = evolve(planned.plan.program, uncut=uncut)
+            _warn(planned, uncut, options)
             return evolve(planned, plan=evolve(planned.plan, program=program))
         except InfeasibleError as error:
             if failed is None or error.missing_bytes < failed.missing_bytes:
@@ -90,6 +92,29 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         counts = _larger_counts(max(counts), step, options)
     assert failed is not None
     raise failed
+
+
+def _warn(planned: Planned, uncut: str, options: Options) -> None:
+    """Warn of a plan that computes something else than the step, or whose stages wait for each
+    other."""
+    program, num_stages = planned.program, planned.plan.num_stages
+    if program.averaged:
+        warnings.warn(
+            f"{program.num_microbatches} microbatches are not the whole batch for this step: "
+            f"{program.averaged[0]}. As Options(exact=False) allows, the step runs on each alone: "
+            "its loss, gradients and metrics are the means over the microbatches, its counts sums",
+            UserWarning,
+            stacklevel=2,
+        )
+    if num_stages > 1 and program.num_microbatches == 1 and options.num_microbatches is None:
+        why = f": {uncut}" if uncut else ""
+        warnings.warn(
+            f"the {num_stages} stages of this plan run one after the other, none beside another, "
+            f"since the batch is taken whole{why}. One stage on all devices is most often faster "
+            "(num_stages=1); num_microbatches=1 accepts the plan",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _larger_counts(tried: int, step: Step, options: Options) -> list[int]:

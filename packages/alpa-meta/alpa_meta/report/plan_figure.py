@@ -88,6 +88,7 @@ def _task_seconds(plan: ParallelPlan) -> dict[str, float]:
         candidate = plan.stage_plan.stages[stage].candidate
         per_phase = {
             "start": 0.0,
+            "statistics": candidate.forward_seconds,
             "forward": candidate.forward_seconds,
             "backward": candidate.backward_seconds,
             "update": candidate.step_seconds,

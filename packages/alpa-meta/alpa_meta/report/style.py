@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 # Okabe and Ito's palette, told apart by colour-blind readers as well.
 PHASE_COLOURS = {
     "start": "#999999",
+    "statistics": "#f0e442",
     "forward": "#56b4e9",
     "backward": "#e69f00",
     "forward + backward": "#56b4e9",  # never beside "forward": a step without a pipeline

@@ -4,7 +4,6 @@ microbatches hold its values."""
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -242,9 +241,11 @@ class Step:
 
     @functools.cached_property
     def inexact(self) -> tuple[str, ...]:
-        """Why cutting the batch would change the result, empty if it would not."""
+        """Why the batch cannot be cut, empty if it can."""
         if self.batch_size is None:
             return (self.uncut,)
+        if not self.exact:
+            return ()
         return _cut(self, self.microbatch_counts[1]).reasons if self.batch_size > 1 else ()
 
     def traced(self, batch: int | None) -> tuple[Any, Any]:
@@ -357,13 +358,6 @@ def _averaged(step: Step, num_microbatches: int, reasons: Sequence[str]) -> Prog
     the whole batch, with the mean of every number that leaves, and the sum of every count.
     """
     assert step.batch_size is not None
-    warnings.warn(
-        f"{num_microbatches} microbatches are not the whole batch for this step: {reasons[0]}. As "
-        "Options(exact=False) allows, the step runs on each microbatch alone, and its loss, "
-        "gradients and metrics are the means over the microbatches",
-        UserWarning,
-        stacklevel=2,
-    )
     closed, _ = step.traced(step.batch_size // num_microbatches)
     closed, phases, placements = _classified(step, closed)
     inside = {

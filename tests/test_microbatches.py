@@ -1,0 +1,107 @@
+"""Steps in microbatches, on one mesh and as pipelines, against the plain step on one device."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_meta as alpa
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+WEIGHTS = {
+    "a": 0.3 * jax.random.normal(KEYS[0], (8, 16)),
+    "b": 0.3 * jax.random.normal(KEYS[1], (16, 8)),
+}
+BATCH = {
+    "x": jax.random.normal(KEYS[2], (8, 4, 8)),
+    "mask": (jax.random.uniform(KEYS[3], (8, 4)) > 0.3).astype(jnp.float32),
+}
+
+HALVES = slice(4), slice(4, 8)
+
+
+def errors(w, batch, key=None):
+    hidden = jnp.tanh(batch["x"] @ w["a"])
+    if key is not None:
+        hidden *= jax.random.bernoulli(key, 0.8, hidden.shape)
+    return jnp.square(hidden @ w["b"] - batch["x"]).mean(-1)
+
+
+def masked_with_dropout(w, batch):
+    kept = errors(w, batch, jax.random.key(5)) * batch["mask"]
+    return kept.sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+
+def experts_and_root(w, batch):
+    router = jax.nn.softmax(batch["x"] @ w["a"][:, :4])
+    share = jax.nn.one_hot(router.argmax(-1), 4).mean((0, 1))
+    balance = 4 * jnp.sum(share * router.mean((0, 1)))
+    return jnp.sqrt(errors(w, batch).mean()) + 0.1 * balance
+
+
+def batch_normalised(w, batch):
+    hidden = batch["x"] @ w["a"]
+    hidden = (hidden - hidden.mean((0, 1))) / jnp.sqrt(hidden.var((0, 1)) + 1e-5)
+    return jnp.square(hidden @ w["b"] - batch["x"]).mean()
+
+
+def step_of(loss):
+    def step(w, batch):
+        value, gradients = jax.value_and_grad(loss)(w, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), value
+
+    return step
+
+
+def agrees(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("loss", [masked_with_dropout, experts_and_root])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_microbatches_change_no_result(loss, num_stages):
+    step = step_of(loss)
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    parallel = alpa.parallelize(step, cluster="host:4", num_stages=num_stages, num_microbatches=4)
+    audit = parallel.audit(WEIGHTS, BATCH)
+    assert audit.ok, str(audit)
+    agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH)), expected)
+
+
+def test_random_plans_with_totals_change_no_result():
+    step = step_of(experts_and_root)
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    for seed in range(3):
+        options = {"num_stages": 2, "num_microbatches": 2}
+        plan = alpa.parallelize(step, cluster="host:4", **options).random_plan(
+            WEIGHTS, BATCH, seed=seed
+        )
+        parallel = alpa.parallelize(step, plan=plan)
+        agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH)), expected)
+
+
+def test_inexact_microbatches_are_means_of_means_and_say_so():
+    step = step_of(batch_normalised)
+    parallel = alpa.parallelize(
+        step, cluster="host:4", num_stages=1, num_microbatches=2, exact=False
+    )
+    with pytest.warns(UserWarning, match="means over the microbatches"):
+        found = parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH))
+    first, second = (jax.tree.map(operator.itemgetter(part), BATCH) for part in HALVES)
+    results = step(WEIGHTS, first), step(WEIGHTS, second)
+    agrees(found, jax.tree.map(lambda a, b: (a + b) / 2, *results))
+
+
+def test_batch_normalisation_is_refused_with_the_users_line():
+    parallel = alpa.parallelize(step_of(batch_normalised), cluster="host:4", num_microbatches=2)
+    with pytest.raises(alpa.PlanError, match=r"test_microbatches\.py.*exact=False"):
+        parallel.plan_for(WEIGHTS, BATCH)
+
+
+def test_stages_that_cannot_overlap_are_announced():
+    parallel = alpa.parallelize(step_of(batch_normalised), cluster="host:4", num_stages=2)
+    with pytest.warns(UserWarning, match="run one after the other"):
+        parallel.plan_for(WEIGHTS, BATCH)
