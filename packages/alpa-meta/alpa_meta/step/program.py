@@ -240,6 +240,11 @@ class Step:
         return any(is_batch and abstract(leaf).weak_type for (_, leaf), is_batch in leaves)
 
     @functools.cached_property
+    def whole(self) -> tuple[ClosedJaxpr, Phases, dict[Var, Placement]]:
+        """The program of the whole batch, its phases, and the values that are split along it."""
+        return _classified(self, self.traced(self.batch_size)[0])
+
+    @functools.cached_property
     def inexact(self) -> tuple[str, ...]:
         """Why the batch cannot be cut, empty if it can."""
         if self.batch_size is None:
@@ -300,7 +305,7 @@ def _trace(step: Step, batch: int | None) -> tuple[Any, Any]:
 
 
 def _program(step: Step, num_microbatches: int) -> Program:
-    closed, phases, placements = _whole(step)
+    closed, phases, placements = step.whole
     if num_microbatches == 1:
         return _made(step, closed, phases, placements, 1)
     _check_divides(step, num_microbatches)
@@ -327,12 +332,6 @@ def _given_aval(given: Given, num_microbatches: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, array_type(given.var).dtype)
 
 
-def _whole(step: Step) -> tuple[ClosedJaxpr, Phases, dict[Var, Placement]]:
-    """Return the program of the whole batch, its phases, and the values that are split along it."""
-    closed, _ = step.traced(step.batch_size)
-    return _classified(step, closed)
-
-
 def _classified(
     step: Step, closed: ClosedJaxpr
 ) -> tuple[ClosedJaxpr, Phases, dict[Var, Placement]]:
@@ -344,7 +343,7 @@ def _classified(
 
 
 def _cut(step: Step, num_microbatches: int) -> Cut:
-    closed, phases, _ = _whole(step)
+    closed, phases, _ = step.whole
     inputs = [split(0) if is_batch else REPLICATED for is_batch in step._batch]
     trained = [
         leaf.role != "batch" and jnp.issubdtype(leaf.aval.dtype, jnp.inexact) and leaf.aval.size > 1
