@@ -262,6 +262,21 @@ def test_deep_nesting_is_refused_before_it_is_parsed() -> None:
         from_json("[" * 100_000, LogicalMesh)
 
 
+@settings(max_examples=200, derandomize=True)
+@given(st.recursive(st.text('[]{}"\\é', max_size=6), lambda inner: st.lists(inner, max_size=2)))
+def test_nesting_is_counted_as_a_parser_counts_it(inner: object) -> None:
+    def depth(value: object) -> int:
+        return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+    wrapped = inner
+    for _ in range(document.MAX_DEPTH - depth(inner)):
+        wrapped = [wrapped]
+    with pytest.raises(DocumentError, match="must be an object"):
+        from_json(json.dumps(wrapped, ensure_ascii=False), LogicalMesh)
+    with pytest.raises(DocumentError, match="nested deeper than 64 levels"):
+        from_json(json.dumps([wrapped], ensure_ascii=False), LogicalMesh)
+
+
 def test_brackets_inside_strings_do_not_count_as_nesting() -> None:
     name = '[{"' * 100
     mesh = LogicalMesh(axes=(MeshAxis(name=name, size=2),))
