@@ -25,5 +25,17 @@ def non_empty(owner: Any, attribute: Any, value: Any) -> None:
         raise ValueError(f"{_place(owner, attribute)} must not be empty")
 
 
+class OneOf:
+    """A validator that requires one of some words; readers of the schema may ask which."""
+
+    def __init__(self, *options: str) -> None:
+        self.options = options
+
+    def __call__(self, owner: Any, attribute: Any, value: Any) -> None:
+        if value not in self.options:
+            place = _place(owner, attribute)
+            raise ValueError(f"{place} must be one of {self.options}, got {value!r}")
+
+
 def _place(owner: Any, attribute: Any) -> str:
     return f"{type(owner).__name__}.{attribute.name}"

@@ -23,7 +23,7 @@ from cattrs import Converter
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
 from cattrs.v import format_exception, transform_error
 
-SCHEMA_VERSION = (0, 1)
+SCHEMA_VERSION = (0, 2)
 MAX_DOCUMENT_BYTES = 1 << 30
 MAX_DEPTH = 64
 _SIDE_CAR_BYTES = 1 << 20
@@ -193,7 +193,7 @@ def _check_depth(text: str, source: str) -> None:
 
     On whole arrays: a loop over the characters in Python takes longer than parsing them.
     """
-    characters = np.frombuffer(_ESCAPED.sub("", text).encode(), dtype=np.uint8)
+    characters = np.frombuffer(_ESCAPED.sub("", text).encode(errors="replace"), dtype=np.uint8)
     in_string = np.logical_xor.accumulate(characters == ord('"'))
     opens = (characters == ord("[")) | (characters == ord("{"))
     closes = (characters == ord("]")) | (characters == ord("}"))

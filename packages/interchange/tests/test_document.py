@@ -30,7 +30,7 @@ MESH_TEXT = """{
    }
   ]
  },
- "version": "0.1"
+ "version": "0.2"
 }
 """
 
@@ -193,7 +193,7 @@ def test_a_field_that_is_not_known_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("version", ["1.0", "12.3"])
 def test_a_newer_major_version_is_refused_with_both_versions(version: str) -> None:
-    with pytest.raises(DocumentError, match=rf"version {version}, but this reader knows 0\.1"):
+    with pytest.raises(DocumentError, match=rf"version {version}, but this reader knows 0\.2"):
         from_json(edited(version=version), LogicalMesh)
 
 
