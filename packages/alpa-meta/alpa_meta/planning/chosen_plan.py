@@ -48,13 +48,17 @@ strategies."""
 
 @frozen(eq=False)
 class Planned:
-    """A plan together with the program it is for, ready to be compiled."""
+    """A plan together with the program it is for, ready to be compiled.
+
+    `cached`: it was found by an earlier search, of this or another process.
+    """
 
     plan: ParallelPlan
     program: Program
     staging: Staging
     selections: tuple[Selection, ...]
     tasks: Tasks
+    cached: bool = False
 
 
 def stage_selection(

@@ -33,7 +33,7 @@ def check_program(plan: ParallelPlan, program: Program, step: Step) -> None:
             + more
             + "\nplan this program, or load the plan that was made for it"
         )
-    if plan.program.fingerprint != fingerprint(step, plan.num_microbatches):
+    if plan.program.fingerprint != fingerprint(step):
         raise PlanError(
             "the plan was made for another program: the inputs agree, but the operations differ "
             f"({plan.program.num_ops} in the plan, {len(program.jaxpr.eqns)} in the program); "
@@ -48,13 +48,12 @@ def _typed(value: tuple[tuple[int, ...], str] | None) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def fingerprint(step: Step, num_microbatches: int) -> str:
-    """Return a hash of the operations of one microbatch of a step, as they were traced.
+def fingerprint(step: Step) -> str:
+    """Return a hash of the operations of a step as they were traced, for the whole batch.
 
     Passes of this version have not touched them yet; what constants hold does not count.
     """
-    size = step.batch_size if num_microbatches == 1 else (step.batch_size or 1) // num_microbatches
-    return program_hash(step.traced(size)[0], values=False)
+    return program_hash(step.traced(step.batch_size)[0], values=False)
 
 
 def problem_hash(selection: Selection) -> str:

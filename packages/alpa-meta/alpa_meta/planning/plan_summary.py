@@ -115,7 +115,7 @@ def _label(eqn: Any) -> str:
 
 def program_summary(program: Program, step: Step) -> ProgramSummary:
     return ProgramSummary(
-        fingerprint=fingerprint(step, program.num_microbatches),
+        fingerprint=fingerprint(step),
         inputs=tuple(
             InputSummary(path=path, shape=shape, dtype=dtype, role=leaf.role)
             for leaf, (path, shape, dtype) in zip(program.inputs, program.signature(), strict=True)

@@ -51,6 +51,7 @@ from alpa_meta.planning.chosen_plan import (
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.operator_names import StageNames
+from alpa_meta.planning.plan_cache import searched_once
 from alpa_meta.planning.plan_identity import check_program
 from alpa_meta.planning.plan_operators import restored_choice
 from alpa_meta.step.program import Program, Step
@@ -71,11 +72,18 @@ class _Search:
 def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     """Return the fastest plan found for `step` on `cluster` that fits its memory.
 
-    Raises InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad
-    input. Where nothing fits and the number of microbatches is free, larger numbers are tried.
+    Where the same was searched before, that is the plan found then (`plan_cache`). Raises
+    InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad input.
+    Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
     with collections_paused():
-        return _make_plan(step, cluster, options)
+        return searched_once(
+            step,
+            cluster,
+            options,
+            search=lambda: _make_plan(step, cluster, options),
+            restore=lambda plan: restore(step, plan, options),
+        )
 
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:

@@ -3,7 +3,7 @@
 Hashed are, in program order: primitives, parameters, types, name stacks, and which value each
 equation reads, by the position of what made it; with `values` also what literals and constants
 hold. Parameters are taken apart: jaxprs, containers, attrs and data classes by their parts,
-functions by their qualified names, all else by `repr` without addresses.
+functions by their names and, with `values`, their code, all else by `repr` without addresses.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import enum
 import functools
 import hashlib
 import re
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,11 +33,17 @@ def program_hash(program: ClosedJaxpr | Jaxpr, *, values: bool) -> str:
     return _Hasher(values).jaxpr(program)
 
 
+def text_of(value: Any) -> str:
+    """Return a text that is equal in every process for equal values, as those of parameters."""
+    return _Hasher(values=True).part(value)
+
+
 class _Hasher:
     def __init__(self, values: bool) -> None:
         self._values = values
         self._types: Callable[[Any], str] = functools.cache(_type)
         self._known: dict[int, tuple[Any, str]] = {}  # the jaxprs are held, so ids stay theirs
+        self._functions: dict[int, tuple[Any, str]] = {}
 
     def jaxpr(self, program: ClosedJaxpr | Jaxpr) -> str:
         known = self._known.get(id(program))
@@ -64,7 +71,7 @@ class _Hasher:
         digest.update(repr([self._value(value) for value in consts(whole)]).encode())
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            params = self._part(eqn.params, 0)
+            params = self.part(eqn.params)
             line = (eqn.primitive.name, name_stack(eqn), operands, params, made(eqn.outvars))
             digest.update(repr(line).encode())
         digest.update(repr([read(atom) for atom in jaxpr.outvars]).encode())
@@ -79,9 +86,9 @@ class _Hasher:
         array = np.asarray(value)
         return f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}"
 
-    def _part(self, value: Any, depth: int) -> str:
+    def part(self, value: Any, depth: int = 0) -> str:
         """Return what stands for a parameter, or for a part of one."""
-        part = functools.partial(self._part, depth=depth + 1)
+        part = functools.partial(self.part, depth=depth + 1)
         if isinstance(value, (ClosedJaxpr, Jaxpr)):
             return self.jaxpr(value)
         if isinstance(value, (np.ndarray, jax.Array)):
@@ -98,13 +105,43 @@ class _Hasher:
             return repr(sorted(part(one) for one in value))
         if isinstance(value, functools.partial):
             return part((value.func, value.args, value.keywords))
+        if isinstance(value, types.CodeType):
+            return f"{value.co_code.hex()} {value.co_names} {part(value.co_consts)}"
         if isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
-            return f"{value.__module__}.{value.__qualname__}"
+            return self._function(value, depth)
         fields = _field_names(type(value))
         if fields is not None:
             members = {name: getattr(value, name, None) for name in fields}
             return f"{type(value).__qualname__}{part(members)}"
         return _ADDRESS.sub("", repr(value))
+
+    def _function(self, value: Any, depth: int) -> str:
+        """Return the name of a function or class, and its code; of one inside itself the name."""
+        name = f"{value.__module__}.{value.__qualname__}"
+        code = getattr(value, "__code__", None) if self._values else None
+        if code is None:
+            return name
+        if id(value) not in self._functions:
+            self._functions[id(value)] = (value, name)
+            inside = self.part((code, _closure(value)), depth + 1)
+            self._functions[id(value)] = (value, f"{name} {inside}")
+        return self._functions[id(value)][1]
+
+
+def _closure(function: Any) -> list[Any]:
+    """Return what a function closes over and its defaults, as far as it is plain or a function."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    plain = (bool, int, float, complex, str, bytes, tuple, np.ndarray, types.FunctionType)
+    kept = [*cells, *(function.__defaults__ or ())]
+    return [one if isinstance(one, plain) else type(one).__qualname__ for one in kept]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _field_names(kind: type) -> list[str] | None:

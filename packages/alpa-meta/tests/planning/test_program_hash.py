@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_meta.planning.program_hash import program_hash
+from alpa_meta.planning.program_hash import program_hash, text_of
 from alpa_meta.step.trace import trace
 
 VECTOR = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -53,6 +53,30 @@ def test_constants_count_by_type_or_by_value(case):
     assert one == two
     one, two = (hashed(function, values=True) for function in CONSTANTS[case])
     assert one != two
+
+
+def test_functions_count_by_code_and_by_what_they_close_over():
+    def scaled(factor):
+        return lambda x: factor * x
+
+    assert text_of(scaled(2)) == text_of(scaled(2))
+    assert text_of(scaled(2)) != text_of(scaled(3))
+    assert text_of(lambda x: x + 1) != text_of(lambda x: x * 1)
+
+
+def test_a_function_inside_itself_ends():
+    def first(n):
+        return second(n) + first(n - 1) + second(n - 2)
+
+    def second(n):
+        return first(n) + second(n - 1) + first(n - 2)
+
+    assert "first" in text_of(first)
+
+
+def test_values_of_a_mapping_count_and_their_order_does_not():
+    assert text_of({"a": 1, "b": (2.0, None)}) == text_of({"b": (2.0, None), "a": 1})
+    assert text_of({"a": 1}) != text_of({"a": 2})
 
 
 def test_types_count():
