@@ -19,6 +19,12 @@ def non_negative(owner: Any, attribute: Any, value: Any) -> None:
         raise ValueError(f"{_place(owner, attribute)} must be at least 0, got {value!r}")
 
 
+def share(owner: Any, attribute: Any, value: float) -> None:
+    """Require a number above zero and at most one."""
+    if not 0 < value <= 1:
+        raise ValueError(f"{_place(owner, attribute)} must be above 0 and at most 1, got {value!r}")
+
+
 def non_empty(owner: Any, attribute: Any, value: Any) -> None:
     """Require a string or sequence with at least one item."""
     if not len(value):

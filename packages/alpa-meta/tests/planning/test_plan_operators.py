@@ -1,11 +1,15 @@
 """How operators run, written by name and found again."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
 from attrs import evolve
+from jsonschema import Draft202012Validator
 
-from alpa_interchange import OperatorSharding, ShardingSpec, StageSharding, Strategy
+from alpa_interchange import OperatorSharding, ShardingSpec, StageSharding, Strategy, to_json
+from alpa_interchange.schema import FOLDER
 from alpa_meta.errors import PlanError
 from alpa_meta.intra_op import mesh_costs
 from alpa_meta.options import Options
@@ -159,6 +163,13 @@ def test_a_plan_of_numbers_only_is_refused_as_of_an_older_schema():
     plan = planned(unrolled, 0, num_stages=1).plan
     with pytest.raises(PlanError, match=r"as plans of schema 0\.1 do"):
         restored(unrolled, changed(plan, operators=()))
+
+
+@pytest.mark.parametrize("function", [unrolled, scanned])
+def test_a_plan_is_valid_by_the_published_schema(function):
+    plan = planned(function, 1, num_stages=2).plan
+    schema = json.loads((FOLDER / "ParallelPlan.json").read_text())
+    Draft202012Validator(schema).validate(json.loads(to_json(plan)))
 
 
 def test_operators_that_run_alike_share_an_entry():
