@@ -11,7 +11,8 @@ A plan is kept under a hash of all that a search depends on:
 
 A plan that is found is restored as a saved plan is, which checks that it was made for this program
 and that every operator still has the strategy that it names; a damaged one is searched again and
-replaced, with a warning. `Options(cache=False)` and ALPA_PLAN_CACHE=0 always search.
+replaced, with a warning. What a search found that ran out of time is kept as well: its gap stands
+in the plan. `Options(cache=False)` and ALPA_PLAN_CACHE=0 always search.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def _found(
     try:
         plan = store.load(key)
         return None if plan is None else evolve(restore(plan), cached=True)
-    except (ValueError, LookupError, OSError) as error:  # DocumentError and PlanError among them
+    # DocumentError and PlanError are ValueErrors; the others are what odd values lead to
+    except (ValueError, LookupError, TypeError, OSError) as error:
         warnings.warn(
             f"a plan kept in {store.folder} cannot be used, so that the step is planned anew: "
             f"{error}",

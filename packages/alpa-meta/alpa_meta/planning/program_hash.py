@@ -117,7 +117,7 @@ class _Hasher:
 
     def _function(self, value: Any, depth: int) -> str:
         """Return the name of a function or class, and its code; of one inside itself the name."""
-        name = f"{value.__module__}.{value.__qualname__}"
+        name = f"{getattr(value, '__module__', None)}.{value.__qualname__}"
         code = getattr(value, "__code__", None) if self._values else None
         if code is None:
             return name
