@@ -129,7 +129,7 @@ def _step(model: CorpusModel, plan: str) -> Any:
     elif plan == "stages":
         settings = {"num_stages": 2, "num_microbatches": 4, "preset": "zero3", "mesh_shape": (4,)}
     elif plan == "fast":
-        free = alpa_meta.parallelize(model.train_step, cluster=FAST, **settings)
+        free = alpa_meta.parallelize(model.train_step, cluster=FAST, cache=False, **settings)
         needed = max(free.plan_for(model.state, model.batch).stage_plan.peak_bytes)
         settings["memory"] = needed / 2
     elif plan.startswith("drawn "):
@@ -138,7 +138,7 @@ def _step(model: CorpusModel, plan: str) -> Any:
         settings, cluster = {"plan": chosen, "num_layers": 4}, "host:8"
     else:
         settings["preset"] = plan
-    return alpa_meta.parallelize(model.train_step, cluster=cluster, **settings)
+    return alpa_meta.parallelize(model.train_step, cluster=cluster, cache=False, **settings)
 
 
 def _broken(model: CorpusModel, plan: str, error: Exception) -> Found:

@@ -63,7 +63,7 @@ from cost_model import cluster as cluster_by_name
 AXES = {"data": 2, "model": 4}
 OURS = "ours"
 PARALLAX = "parallax"
-WHOLE: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
+WHOLE: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1, "cache": False}
 
 
 @define

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -110,14 +111,23 @@ def test_a_plan_of_another_program_with_the_same_inputs_is_refused(step):
         other.plan_for(_params(), _batch())
 
 
-def test_a_plan_with_a_damaged_choice_is_refused(step):
-    document = json.loads(to_json(step.lower(_params(), _batch()).plan))
+def test_a_plan_runs_by_what_it_says_whatever_its_numbers(step):
+    plan = step.lower(_params(), _batch()).plan
+    document = json.loads(to_json(plan))
     solution = document["value"]["shardings"][0]["solution"]
-    for damaged in (solution["choice"][:-1], [10_000] * len(solution["choice"]), [-1] * 3):
-        solution["choice"] = damaged
-        plan = from_json(json.dumps(document), alpa.ParallelPlan)
-        with pytest.raises(alpa.PlanError, match="choice"):
-            alpa.parallelize(_step, plan=plan)(_params(), _batch())
+    solution["choice"] = [10_000] * len(solution["choice"])
+    damaged = from_json(json.dumps(document), alpa.ParallelPlan)
+    again = alpa.parallelize(_step, plan=damaged)
+    assert again.plan_for(_params(), _batch()) == plan
+
+
+def test_a_plan_with_a_damaged_operator_is_refused_by_name(step):
+    document = json.loads(to_json(step.lower(_params(), _batch()).plan))
+    group = document["value"]["shardings"][0]["operators"][0]
+    group["strategy"]["operands"] = []
+    plan = from_json(json.dumps(document), alpa.ParallelPlan)
+    with pytest.raises(alpa.PlanError, match=re.escape(repr(group["names"][0]))):
+        alpa.parallelize(_step, plan=plan)(_params(), _batch())
 
 
 def test_a_plan_for_more_devices_than_there_are_is_refused():

@@ -70,6 +70,11 @@ class Lowered:
         """The plan."""
         return self.planned.plan
 
+    @property
+    def from_cache(self) -> bool:
+        """Whether the plan was found by an earlier search (`Options.cache`)."""
+        return self.planned.cached
+
     @functools.cached_property
     def _executable(self) -> Executable:
         return Executable(self.planned, trace=self.options.trace, donate=self.options.donate)
@@ -156,6 +161,11 @@ class ParallelStep:
         if self._latest is None:
             raise PlanError("the step has no plan yet; call it, or plan_for(state, batch), first")
         return self._cache[self._latest][1].plan
+
+    @property
+    def plan_from_cache(self) -> bool:
+        """Whether the plan of the latest call was found by an earlier search (`Options.cache`)."""
+        return self._latest is not None and self._cache[self._latest][1].from_cache
 
     @property
     def schedule(self) -> PipelineSchedule:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from alpa_interchange import DocumentError
 from alpa_meta.audit.cli import audit
+from alpa_meta.cache_command import cache
 from alpa_meta.compare import compare_command
 from alpa_meta.errors import PlanError
 from cost_model import cli as cost_model_commands
@@ -202,6 +203,7 @@ def show(
 
 app.command()(audit)
 app.command("compare")(compare_command)
+app.command()(cache)
 app.command()(cost_model_commands.clusters)
 app.command()(cost_model_commands.calibrate)
 

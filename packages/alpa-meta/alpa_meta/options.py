@@ -57,6 +57,8 @@ class Options:
     `executor` is what runs the stages: shard_map with the planned collectives, or sharding
     constraints with collectives of XLA's choice; "auto" takes the latter for a stage that would
     gather operands for an operator without a sharding rule (`alpa_meta.planning.executor_choice`).
+    `cache=False` searches even if the same program, cluster and options were planned before
+    (`alpa_meta.planning.plan_cache`).
     """
 
     num_stages: int | None = field(default=None, validator=optional(ge(1)))
@@ -80,3 +82,4 @@ class Options:
     axis_names: tuple[str, ...] = field(default=AXIS_NAMES, validator=_distinct)
     dynamic_dims: Any = None
     executor: str = field(default="auto", validator=in_(EXECUTORS))
+    cache: bool = field(default=True, validator=instance_of(bool))

@@ -58,13 +58,19 @@ def apply_profile(cluster: ClusterSpec, profile: Profile) -> ClusterSpec:
     return evolve(cluster, host_groups=groups)
 
 
-def profile_directory() -> Path:
-    """Return the directory of the user's profiles, in $ALPA_CACHE_DIR or the user's cache."""
+def cache_directory() -> Path:
+    """Return where this user's profiles and plans are: $ALPA_CACHE_DIR, or `alpa` in the user's
+    cache."""
     base = os.environ.get("ALPA_CACHE_DIR")
     if base:
-        return Path(base) / "profiles"
+        return Path(base)
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "alpa" / "profiles"
+    return Path(cache) / "alpa"
+
+
+def profile_directory() -> Path:
+    """Return the directory of the user's profiles."""
+    return cache_directory() / "profiles"
 
 
 def stored_profile(name: str) -> Profile | None:

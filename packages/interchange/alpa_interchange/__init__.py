@@ -12,7 +12,13 @@ from alpa_interchange.document import (
 )
 from alpa_interchange.graph import Layer, LayerGraph, Op, OpGraph, Value
 from alpa_interchange.mesh import DeviceMesh, LogicalMesh, MeshAxis, SubmeshSpec
-from alpa_interchange.plan import InputSummary, ParallelPlan, ProgramSummary, StageSharding
+from alpa_interchange.plan import (
+    InputSummary,
+    OperatorSharding,
+    ParallelPlan,
+    ProgramSummary,
+    StageSharding,
+)
 from alpa_interchange.reshard import PlacedTensor, ReshardingPlan, ReshardingTask, Transfer
 from alpa_interchange.rule import Factor, ShardingRule, Strategy
 from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, TaskSpec
@@ -44,6 +50,7 @@ __all__ = [
     "MeshAxis",
     "Op",
     "OpGraph",
+    "OperatorSharding",
     "ParallelPlan",
     "PipelineSchedule",
     "PlacedStage",

@@ -7,14 +7,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from alpa_interchange.check import non_empty, non_negative, positive
-
-
-def _share(owner: Any, attribute: Any, value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(
-            f"{type(owner).__name__}.{attribute.name} must be above 0 and at most 1, got {value!r}"
-        )
+from alpa_interchange.check import non_empty, non_negative, positive, share
 
 
 def _peaks(owner: Any, attribute: Any, value: Mapping[str, float]) -> None:
@@ -40,7 +33,7 @@ class DeviceSpec:
     source: str = ""  # where the constants come from
     num_units: int = field(default=1, validator=positive)  # processors that share tiles (SMs)
     platform: str = "gpu"  # "gpu", "tpu" or "cpu"
-    sustained: float = field(default=1.0, validator=_share)  # of the peaks, held under matmul load
+    sustained: float = field(default=1.0, validator=share)  # of the peaks, held under matmul load
 
 
 @frozen(kw_only=True)
@@ -51,7 +44,7 @@ class LinkSpec:
     bandwidth: float = field(validator=positive)  # bytes/s in one direction, as the maker states it
     latency: float = field(validator=non_negative)  # seconds
     source: str = ""
-    efficiency: float = field(default=1.0, validator=_share)  # share of `bandwidth` that is reached
+    efficiency: float = field(default=1.0, validator=share)  # share of `bandwidth` that is reached
 
     @property
     def effective_bandwidth(self) -> float:

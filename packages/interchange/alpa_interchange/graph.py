@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
-from alpa_interchange.check import non_negative
+from alpa_interchange.check import OneOf, non_negative
 from alpa_interchange.rule import ShardingRule
 from alpa_interchange.tensor import TensorType
 
@@ -17,12 +17,8 @@ class Value:
     """One tensor of the program. `name` is the user's path for inputs, else empty."""
 
     type: TensorType
-    role: str = "intermediate"
+    role: str = field(default="intermediate", validator=OneOf(*VALUE_ROLES))
     name: str = ""
-
-    def __attrs_post_init__(self) -> None:
-        if self.role not in VALUE_ROLES:
-            raise ValueError(f"Value.role must be one of {VALUE_ROLES}, got {self.role!r}")
 
 
 @frozen(kw_only=True)
@@ -40,12 +36,8 @@ class Op:
     flops: float = field(default=0.0, validator=non_negative)
     bytes: float = field(default=0.0, validator=non_negative)
     trips: int = 1
-    phase: str = "forward"
+    phase: str = field(default="forward", validator=OneOf(*PHASES))
     source: str = ""
-
-    def __attrs_post_init__(self) -> None:
-        if self.phase not in PHASES:
-            raise ValueError(f"Op.phase must be one of {PHASES}, got {self.phase!r}")
 
 
 @frozen(kw_only=True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from attrs import field, frozen
-from attrs.validators import in_
 
-from alpa_interchange.check import non_negative
+from alpa_interchange.check import OneOf, non_empty, non_negative
 from alpa_interchange.cluster import ClusterSpec
 from alpa_interchange.graph import Layer
 from alpa_interchange.mesh import DeviceMesh
+from alpa_interchange.rule import Strategy
 from alpa_interchange.schedule import PipelineSchedule
 from alpa_interchange.selection import ShardingSolution
 from alpa_interchange.stage import StagePlan
@@ -30,7 +30,10 @@ class InputSummary:
 
 @frozen(kw_only=True)
 class ProgramSummary:
-    """What identifies the step a plan was made for. `fingerprint` is a hash of its operations.
+    """What identifies the step a plan was made for.
+
+    `fingerprint` is a hash of the operations as they were traced: primitives, parameters, types and
+    which value each reads, not the constants' values.
 
     `batch_size` is None where the arrays of the batch have no common first dim. `uncut` says why
     the planner took the batch whole, if it was not free to cut it into microbatches.
@@ -45,24 +48,45 @@ class ProgramSummary:
 
 
 @frozen(kw_only=True)
+class OperatorSharding:
+    """Operators of one primitive that run by one strategy: factors to mesh axes, and the specs of
+    what they read and write.
+
+    A name is `<name stack>/<primitive>.<number>`, the number counting the operators of that name
+    stack and primitive in program order; operators in the body of a loop, conditional or
+    recomputation have the name of that region and the number of the body in front
+    (`layers/scan.0>0>tanh.2`). A region has no factors, only specs. `source` is the user's line of
+    the first.
+    """
+
+    names: tuple[str, ...] = field(validator=non_empty)
+    strategy: Strategy
+    source: str = ""
+
+
+@frozen(kw_only=True)
 class StageSharding:
     """How one stage runs on its mesh.
 
-    `solution` holds the choice for the stage's strategy-selection problem, whose strategies are
-    enumerated again from the program; `problem_hash` guards against another enumeration.
+    `operators` are all operators of the stage; `state_specs` are the layouts of the step's inputs
+    that it reads, `received_specs` of the values that other stages compute, named by the operator
+    and the number of its result (`jvp(mlp)/tanh.0:0`). They are the plan: `solution.choice` holds
+    what they came from, as numbers of one version's strategies, which mean nothing to another.
     `executor` says whether the plan is run to the letter ("shard_map") or given to the compiler as
     sharding constraints, between which it chooses the collectives ("constraint").
     """
 
     mesh: DeviceMesh
     solution: ShardingSolution
-    problem_hash: str
     state_specs: Mapping[str, ShardingSpec]
     activation_specs: Mapping[str, ShardingSpec]
     memory: Mapping[str, float]  # predicted bytes per device by name
     communication: Mapping[str, float] = field(factory=dict)  # bytes per device and step, by kind
     replicated_ops: tuple[str, ...] = ()  # operators without a sharding rule
-    executor: str = field(default="shard_map", validator=in_(("shard_map", "constraint")))
+    executor: str = field(default="shard_map", validator=OneOf("shard_map", "constraint"))
+    operators: tuple[OperatorSharding, ...] = ()  # none in plans of schema 0.1
+    received_specs: Mapping[str, ShardingSpec] = field(factory=dict)
+    problem_hash: str = ""  # of the enumeration that `choice` counts in; schema 0.1 only
     freed_ops: tuple[str, ...] = ()  # without a rule, but left to the compiler by "constraint"
 
     @property

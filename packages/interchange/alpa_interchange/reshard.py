@@ -6,7 +6,7 @@ import math
 
 from attrs import field, frozen
 
-from alpa_interchange.check import non_negative, positive
+from alpa_interchange.check import OneOf, non_negative, positive
 from alpa_interchange.tensor import ShardingSpec, TensorType
 
 TRANSFER_METHODS = ("local", "copy", "broadcast", "gather")
@@ -74,19 +74,13 @@ class Transfer:
     stays on the device. A transfer starts once all of `after` have finished.
     """
 
-    method: str
+    method: str = field(validator=OneOf(*TRANSFER_METHODS))
     start: tuple[int, ...]
     stop: tuple[int, ...]
     sender: int
     receivers: tuple[int, ...]
     num_chunks: int = field(default=1, validator=positive)
     after: tuple[int, ...] = ()
-
-    def __attrs_post_init__(self) -> None:
-        if self.method not in TRANSFER_METHODS:
-            raise ValueError(
-                f"Transfer.method must be one of {TRANSFER_METHODS}, got {self.method!r}"
-            )
 
 
 @frozen(kw_only=True)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
-from alpa_interchange.check import non_empty, positive
+from alpa_interchange.check import OneOf, non_empty, positive
 from alpa_interchange.tensor import ShardingSpec
 
 FACTOR_KINDS = ("parallel", "reduction", "permutation", "replicate")
@@ -33,17 +33,11 @@ class Factor:
 
     name: str = field(validator=non_empty)
     size: int = field(validator=positive)
-    kind: str = "parallel"
-    reduction: str = "add"  # how partial results combine, for kind "reduction"
+    kind: str = field(default="parallel", validator=OneOf(*FACTOR_KINDS))
+    reduction: str = field(
+        default="add", validator=OneOf(*REDUCTIONS)
+    )  # how partial results combine, for kind "reduction"
     halo: int = 0  # elements along the factor that neighbours exchange, for kind "permutation"
-
-    def __attrs_post_init__(self) -> None:
-        if self.kind not in FACTOR_KINDS:
-            raise ValueError(f"Factor.kind must be one of {FACTOR_KINDS}, got {self.kind!r}")
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(
-                f"Factor.reduction must be one of {REDUCTIONS}, got {self.reduction!r}"
-            )
 
 
 @frozen(kw_only=True, cache_hash=True)

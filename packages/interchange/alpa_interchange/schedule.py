@@ -6,7 +6,7 @@ from collections import Counter
 
 from attrs import field, frozen
 
-from alpa_interchange.check import non_empty, positive
+from alpa_interchange.check import OneOf, non_empty, positive
 
 INSTRUCTION_KINDS = ("run", "send", "receive", "free")
 TASK_PHASES = ("start", "statistics", "forward", "backward", "update")
@@ -25,14 +25,12 @@ class TaskSpec:
     name: str = field(validator=non_empty)
     mesh: int
     stage: int  # differs from mesh when a mesh runs several stages (interleaved schedules)
-    phase: str
+    phase: str = field(validator=OneOf(*TASK_PHASES))
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     donated: tuple[str, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        if self.phase not in TASK_PHASES:
-            raise ValueError(f"TaskSpec.phase must be one of {TASK_PHASES}, got {self.phase!r}")
         strangers = set(self.donated) - set(self.inputs)
         if strangers:
             raise ValueError(
@@ -80,7 +78,7 @@ class Instruction:
     free     drop the buffers `inputs`
     """
 
-    kind: str
+    kind: str = field(validator=OneOf(*INSTRUCTION_KINDS))
     task: str = ""
     phase: str = ""
     stage: int = 0
@@ -89,12 +87,6 @@ class Instruction:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     peer: int | None = None
-
-    def __attrs_post_init__(self) -> None:
-        if self.kind not in INSTRUCTION_KINDS:
-            raise ValueError(
-                f"Instruction.kind must be one of {INSTRUCTION_KINDS}, got {self.kind!r}"
-            )
 
 
 @frozen(kw_only=True)

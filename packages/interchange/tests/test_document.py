@@ -30,7 +30,7 @@ MESH_TEXT = """{
    }
   ]
  },
- "version": "0.1"
+ "version": "0.2"
 }
 """
 
@@ -193,7 +193,7 @@ def test_a_field_that_is_not_known_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("version", ["1.0", "12.3"])
 def test_a_newer_major_version_is_refused_with_both_versions(version: str) -> None:
-    with pytest.raises(DocumentError, match=rf"version {version}, but this reader knows 0\.1"):
+    with pytest.raises(DocumentError, match=rf"version {version}, but this reader knows 0\.2"):
         from_json(edited(version=version), LogicalMesh)
 
 
@@ -260,6 +260,21 @@ def test_an_array_that_is_none_is_refused(array: object) -> None:
 def test_deep_nesting_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(DocumentError, match="nested deeper than 64 levels"):
         from_json("[" * 100_000, LogicalMesh)
+
+
+@settings(max_examples=200, derandomize=True)
+@given(st.recursive(st.text('[]{}"\\é', max_size=6), lambda inner: st.lists(inner, max_size=2)))
+def test_nesting_is_counted_as_a_parser_counts_it(inner: object) -> None:
+    def depth(value: object) -> int:
+        return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+    wrapped = inner
+    for _ in range(document.MAX_DEPTH - depth(inner)):
+        wrapped = [wrapped]
+    with pytest.raises(DocumentError, match="must be an object"):
+        from_json(json.dumps(wrapped, ensure_ascii=False), LogicalMesh)
+    with pytest.raises(DocumentError, match="nested deeper than 64 levels"):
+        from_json(json.dumps([wrapped], ensure_ascii=False), LogicalMesh)
 
 
 def test_brackets_inside_strings_do_not_count_as_nesting() -> None:

@@ -16,6 +16,7 @@ from alpa_interchange import (
     LinkSpec,
     LogicalMesh,
     MeshAxis,
+    OperatorSharding,
     ParallelPlan,
     PipelineSchedule,
     PlacedStage,
@@ -25,11 +26,13 @@ from alpa_interchange import (
     StageCandidate,
     StagePlan,
     StageSharding,
+    Strategy,
     SubmeshSpec,
 )
 from alpa_interchange.document import DocumentError, from_json, load, to_json
 
 GOLDEN = Path(__file__).parent / "golden" / "plan.json"
+OLD = GOLDEN.with_name("plan-0.1.json")
 
 
 def plan(step_seconds: float = 1.25, lower_bound: float = 1.0) -> ParallelPlan:
@@ -78,8 +81,19 @@ def plan(step_seconds: float = 1.25, lower_bound: float = 1.0) -> ParallelPlan:
             solution=ShardingSolution(
                 choice=(0, 1), objective=0.5, lower_bound=0.5, status="optimal", seconds=0.01
             ),
-            problem_hash="abc",
             state_specs={f"state['w{k}']": ShardingSpec((("x",), ()))},
+            operators=(
+                OperatorSharding(
+                    names=("jvp(mlp)/dot_general.0", "jvp(mlp)/dot_general.1"),
+                    strategy=Strategy(
+                        assignment=(("k", ("x",)),),
+                        operands=(ShardingSpec(((), ("x",))), ShardingSpec((("x",), ()))),
+                        results=(ShardingSpec(((), ())),),
+                    ),
+                    source="mlp.py:7",
+                ),
+            ),
+            received_specs={"jvp(mlp)/tanh.0:0": ShardingSpec(((), ("x",)))} if k else {},
             activation_specs={},
             memory={"state": 2048.0, "activations": 512.0},
         )
@@ -121,6 +135,13 @@ def test_the_golden_file_is_what_a_plan_is_written_as() -> None:
 
 def test_the_golden_file_is_read_as_the_plan() -> None:
     assert load(GOLDEN, ParallelPlan) == plan()
+
+
+def test_a_plan_of_schema_0_1_is_read_without_its_operators() -> None:
+    old = load(OLD, ParallelPlan)
+    assert old.cluster == plan().cluster
+    assert [sharding.operators for sharding in old.shardings] == [(), ()]
+    assert [sharding.problem_hash for sharding in old.shardings] == ["abc", "abc"]
 
 
 def test_a_plan_says_its_numbers() -> None:

@@ -31,6 +31,7 @@ from alpa_meta.inter_op.staging import Staging, assign_stages
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.options import Options
+from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.plan_identity import problem_hash
 from alpa_meta.planning.plan_summary import (
     layer_summaries,
@@ -48,13 +49,17 @@ strategies."""
 
 @frozen(eq=False)
 class Planned:
-    """A plan together with the program it is for, ready to be compiled."""
+    """A plan together with the program it is for, ready to be compiled.
+
+    `cached`: it was found by an earlier search, of this or another process.
+    """
 
     plan: ParallelPlan
     program: Program
     staging: Staging
     selections: tuple[Selection, ...]
     tasks: Tasks
+    cached: bool = False
 
 
 def stage_selection(
@@ -94,6 +99,7 @@ def finish(
         outlook, layering = outlook.uncut
         stage_plan = _over_all_layers(stage_plan, outlook.num_layers)
     program, staging = chosen_stages(outlook, layering, cuts)
+    names = StageNames(staging)
     selections, shardings, stages, peaks = [], [], [], []
     solved: dict[str, ShardingSolution] = {}
     for stage, placed in enumerate(stage_plan.stages):
@@ -124,7 +130,9 @@ def finish(
         selections.append(selection)
         memory = costs.peak.by_kind()
         shardings.append(
-            stage_sharding(program, placed, selection, solution, memory, options.executor)
+            stage_sharding(
+                program, placed, selection, solution, memory, options.executor, names, stage
+            )
         )
         stages.append(PlacedStage(candidate=candidate, device_ids=placed.device_ids))
         peaks.append(sum(memory.values()))

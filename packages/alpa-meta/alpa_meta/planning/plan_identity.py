@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 
-from alpa_interchange import (
-    ParallelPlan,
-)
+from alpa_interchange import ParallelPlan
 from alpa_meta.errors import PlanError
 from alpa_meta.intra_op.selection import Selection
-from alpa_meta.step.program import Program
+from alpa_meta.planning.program_hash import program_hash
+from alpa_meta.step.program import Program, Step
 
 
-def check_choice(selection: Selection, choice: tuple[int, ...] | None, stage: int) -> None:
-    """Raise PlanError unless `choice` names a strategy for every node of the stage's problem."""
-    counts = selection.problem.num_strategies
-    held = -1 if choice is None else len(choice)
-    if held != len(counts):
+def check_program(plan: ParallelPlan, program: Program, step: Step) -> None:
+    """Raise PlanError with a readable diff unless `plan` was made for `program`, made of `step`."""
+    if not all(sharding.operators for sharding in plan.shardings):
         raise PlanError(
-            f"the choice of stage {stage} of the plan must name a strategy for each of "
-            f"{len(counts)} nodes, but names {max(held, 0)}; the plan is damaged, plan again"
+            "the plan names strategies by number only, as plans of schema 0.1 do, and numbers mean "
+            "nothing to another version; plan again, or run it with the version that wrote it"
         )
-    for node, (number, count) in enumerate(zip(choice or (), counts, strict=True)):
-        if not 0 <= number < count:
-            raise PlanError(
-                f"the choice of stage {stage} of the plan names strategy {number} for node {node}, "
-                f"which has {count}; the plan is damaged, plan again"
-            )
-
-
-def check_program(plan: ParallelPlan, program: Program) -> None:
-    """Raise PlanError with a readable diff unless `plan` was made for `program`."""
     ours = {path: (shape, dtype) for path, shape, dtype in program.signature()}
     theirs = {item.path: (item.shape, item.dtype) for item in plan.program.inputs}
     lines = []
@@ -47,7 +33,7 @@ def check_program(plan: ParallelPlan, program: Program) -> None:
             + more
             + "\nplan this program, or load the plan that was made for it"
         )
-    if plan.program.fingerprint != fingerprint(program):
+    if plan.program.fingerprint != fingerprint(step):
         raise PlanError(
             "the plan was made for another program: the inputs agree, but the operations differ "
             f"({plan.program.num_ops} in the plan, {len(program.jaxpr.eqns)} in the program); "
@@ -62,18 +48,16 @@ def _typed(value: tuple[tuple[int, ...], str] | None) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def fingerprint(program: Program) -> str:
-    """Return a hash of the program's operations and types."""
-    digest = hashlib.sha256()
-    text = functools.cache(str)
-    for eqn in program.jaxpr.eqns:
-        types = [text(getattr(atom, "aval", atom)) for atom in (*eqn.invars, *eqn.outvars)]
-        digest.update(f"{eqn.primitive.name} {types}\n".encode())
-    return digest.hexdigest()
+def fingerprint(step: Step) -> str:
+    """Return a hash of the operations of a step as they were traced, for the whole batch.
+
+    Passes of this version have not touched them yet; what constants hold does not count.
+    """
+    return program_hash(step.traced(step.batch_size)[0], values=False)
 
 
 def problem_hash(selection: Selection) -> str:
-    """Return a hash of a selection problem's nodes and strategies."""
+    """Return what equal stages of one plan share: a hash of nodes and strategies."""
     digest = hashlib.sha256()
     for name, strategies in zip(
         selection.problem.node_names, selection.problem.strategy_names, strict=True

@@ -30,7 +30,9 @@ from alpa_meta.intra_op.selection import Selection
 from alpa_meta.operators import flops, kernel_kind, sharding_rule
 from alpa_meta.operators.regions import bodies, is_region, is_scan
 from alpa_meta.planning.executor_choice import chosen_executor
-from alpa_meta.planning.plan_identity import fingerprint, problem_hash
+from alpa_meta.planning.operator_names import StageNames
+from alpa_meta.planning.plan_identity import fingerprint
+from alpa_meta.planning.plan_operators import received_specs, stage_operators
 from alpa_meta.step.program import Program, Step
 
 _PACKAGES = (
@@ -51,9 +53,11 @@ def stage_sharding(
     selection: Selection,
     solution: ShardingSolution,
     memory: dict[str, float],
-    executor: str = "auto",
+    executor: str,
+    names: StageNames,
+    stage: int,
 ) -> StageSharding:
-    """Return how a stage runs under its solution; `executor` is `Options.executor`."""
+    """Return how `stage` runs under its solution; `executor` is `Options.executor`."""
     choice = solution.choice
     assert choice is not None
     state = {
@@ -81,7 +85,8 @@ def stage_sharding(
             device_ids=placed.device_ids,
         ),
         solution=solution,
-        problem_hash=problem_hash(selection),
+        operators=stage_operators(selection, names.of_stage(stage), choice),
+        received_specs=received_specs(selection, names, choice),
         state_specs=state,
         activation_specs=activations,
         memory=memory,
@@ -110,7 +115,7 @@ def _label(eqn: Any) -> str:
 
 def program_summary(program: Program, step: Step) -> ProgramSummary:
     return ProgramSummary(
-        fingerprint=fingerprint(program),
+        fingerprint=fingerprint(step),
         inputs=tuple(
             InputSummary(path=path, shape=shape, dtype=dtype, role=leaf.role)
             for leaf, (path, shape, dtype) in zip(program.inputs, program.signature(), strict=True)

@@ -51,7 +51,10 @@ from alpa_meta.planning.chosen_plan import (
 )
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
-from alpa_meta.planning.plan_identity import check_choice, check_program, problem_hash
+from alpa_meta.planning.operator_names import StageNames
+from alpa_meta.planning.plan_cache import searched_once
+from alpa_meta.planning.plan_identity import check_program
+from alpa_meta.planning.plan_operators import restored_choice
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel, calibrated_model
 
@@ -70,11 +73,18 @@ class _Search:
 def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     """Return the fastest plan found for `step` on `cluster` that fits its memory.
 
-    Raises InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad
-    input. Where nothing fits and the number of microbatches is free, larger numbers are tried.
+    Where the same was searched before, that is the plan found then (`plan_cache`). Raises
+    InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad input.
+    Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
     with collections_paused():
-        return _make_plan(step, cluster, options)
+        return searched_once(
+            step,
+            cluster,
+            options,
+            search=lambda: _make_plan(step, cluster, options),
+            restore=lambda plan: restore(step, plan, options),
+        )
 
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
@@ -187,23 +197,20 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
     outlook, layering = staged_outlook(step, plan, options)
     program, staging = chosen_stages(outlook, layering, plan.layer_cuts)
-    check_program(plan, program)
+    check_program(plan, program, step)
     model = calibrated_model(plan.cluster)
-    selections = []
+    names = StageNames(staging)
+    selections, shardings = [], []
     for stage, sharding in enumerate(plan.shardings):
         candidate = plan.stage_plan.stages[stage].candidate
         selection = stage_selection(
             program, staging, stage, candidate, plan.stage_plan.in_flight[stage], model, options
         )[1]
-        if problem_hash(selection) != sharding.problem_hash:
-            raise PlanError(
-                f"stage {stage} of the plan was made from other sharding rules or strategies than "
-                f"this version enumerates (it was written by {dict(plan.provenance)}); plan again"
-            )
-        check_choice(selection, sharding.solution.choice, stage)
+        choice = restored_choice(program, names, stage, selection, sharding)
+        shardings.append(evolve(sharding, solution=evolve(sharding.solution, choice=choice)))
         selections.append(selection)
     tasks = build_tasks(program, staging)
-    plan = with_executor(plan, options.executor)
+    plan = with_executor(evolve(plan, shardings=tuple(shardings)), options.executor)
     return Planned(plan, program, staging, tuple(selections), tasks)
 
 

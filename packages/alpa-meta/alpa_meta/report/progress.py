@@ -27,6 +27,7 @@ PLAIN_LINES = 10  # so many lines of a training run where no bar can be drawn
 
 STAGES = {  # what the planner calls its work, and what the user reads
     "trace": "trace the step",
+    "cache": "take the plan of an earlier search",
     "plan": "plan every mesh",
     "stages": "plan the chosen stages",
     "compile": "compile",
