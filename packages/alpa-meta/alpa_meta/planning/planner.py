@@ -78,13 +78,15 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
     with collections_paused():
-        return searched_once(
+        planned = searched_once(
             step,
             cluster,
             options,
             search=lambda: _make_plan(step, cluster, options),
             restore=lambda plan: restore(step, plan, options),
         )
+    _warn(planned, options)
+    return planned
 
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
@@ -94,7 +96,6 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         try:
             planned = _plan_with(counts, step, cluster, options)
             program = evolve(planned.plan.program, uncut=uncut)
-            _warn(planned, uncut, options)
             return evolve(planned, plan=evolve(planned.plan, program=program))
         except InfeasibleError as error:
             if failed is None or error.missing_bytes < failed.missing_bytes:
@@ -104,10 +105,11 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     raise failed
 
 
-def _warn(planned: Planned, uncut: str, options: Options) -> None:
+def _warn(planned: Planned, options: Options) -> None:
     """Warn of a plan that computes something else than the step, or whose stages wait for each
     other."""
     program, num_stages = planned.program, planned.plan.num_stages
+    uncut = planned.plan.program.uncut
     if program.averaged:
         warnings.warn(
             f"{program.num_microbatches} microbatches are not the whole batch for this step: "
