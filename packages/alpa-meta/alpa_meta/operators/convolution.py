@@ -114,7 +114,7 @@ def _run(call: LocalCall) -> list[Any]:
         if not axes:
             continue
         stride, dilation = params["window_strides"][k], params["lhs_dilation"][k]
-        reach = (right[window_place] - 1) * params["rhs_dilation"][k]
+        reach = (right.shape[window_place] - 1) * params["rhs_dilation"][k]
         before = padding[k][0]
         lows, highs = (
             _halo(stride, reach, before)

@@ -227,7 +227,7 @@ class Operator:
     layout       whether the result is the operand's elements at other places, or repeated
 
     What it costs, of the whole equation; None: derived from the factors of the rule, where those
-    that several operands share and no result has are a contraction:
+    that several operands share and some result lacks are a contraction:
 
     flops        floating-point operations, a multiply-add two; contraction: twice the product of
                  all factors; else the elements of the results
@@ -292,15 +292,17 @@ def same_params(eqn: JaxprEqn, _: int) -> dict[str, Any]:
 
 
 def contracted(rule: ShardingRule) -> frozenset[str]:
-    """Return the factors that several operands share and no result has: what is summed away."""
-    kept = {name for dims in rule.results for dim in dims for name in dim}
-    readers = Counter(
-        name for dims in rule.operands for name in {name for dim in dims for name in dim}
-    )
+    """Return the factors that several operands share and some result lacks: what is summed away."""
+    readers = Counter(name for dims in rule.operands for name in _names(dims))
+    kept = [_names(dims) for dims in rule.results]
     return frozenset(
         factor.name
         for factor in rule.factors
         if factor.kind in ("reduction", "replicate")
         and readers[factor.name] > 1
-        and factor.name not in kept
+        and not all(factor.name in names for names in kept)
     )
+
+
+def _names(dims: Sequence[Dim]) -> set[str]:
+    return {name for dim in dims for name in dim}

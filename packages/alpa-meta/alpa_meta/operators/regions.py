@@ -38,6 +38,11 @@ _CALLS = frozenset(
 _SOLVE = "custom_linear_solve"
 
 
+def primitives() -> frozenset[str]:
+    """Return the names of the primitives that hold programs."""
+    return _CALLS | {_SCAN, _WHILE, _COND, _SOLVE, *_REMAT}
+
+
 def fold(
     eqn: JaxprEqn,
     *,
