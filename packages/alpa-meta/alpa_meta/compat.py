@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -76,6 +76,11 @@ def subjaxprs(eqn: Any) -> tuple[tuple[str, Any], ...]:
     for name, value in eqn.params.items():
         visit(name, value)
     return tuple(found)
+
+
+def with_eqns(program: ClosedJaxpr, eqns: Iterable[JaxprEqn]) -> ClosedJaxpr:
+    """Return the program with other equations."""
+    return ClosedJaxpr(program.jaxpr.replace(eqns=list(eqns)), program.consts)
 
 
 def call_body(eqn: Any) -> Any | None:

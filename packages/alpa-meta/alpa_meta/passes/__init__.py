@@ -1,1 +1,4 @@
-"""Rewrites of a program before it is planned: each takes a program and returns an equal one."""
+"""Rewrites of a program before it is planned: each takes a program and returns an equal one.
+
+`order` says in which order, and why.
+"""

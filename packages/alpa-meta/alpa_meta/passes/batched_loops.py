@@ -15,13 +15,17 @@ from typing import Any
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, with_eqns
 from alpa_meta.operators.regions import bodies, is_while
 from alpa_meta.passes.replacement import replacement
 
 
-def with_one_condition(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yield the equations with loops that have one condition each."""
+def with_one_condition(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the program with loops that have one condition each."""
+    return with_eqns(program, _written(program.jaxpr.eqns))
+
+
+def _written(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
     for eqn in eqns:
         if not (is_while(eqn) and bodies(eqn)[0].out_avals[0].shape):
             yield eqn

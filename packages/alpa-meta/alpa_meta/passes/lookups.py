@@ -11,7 +11,7 @@ and the same for every scatter, a gather's gradient among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
 
-from alpa_meta.compat import Literal, Var
+from alpa_meta.compat import ClosedJaxpr, Literal, Var, with_eqns
 
 _GATHER = ("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
 _SCATTER = (
@@ -47,20 +47,19 @@ class _Origins:
         return None if isinstance(value, jax.Array) and not value.is_fully_addressable else value
 
 
-def batched_lookups(eqns: Sequence[Any], constants: Mapping[Any, Any]) -> list[Any]:
-    """Return the equations with what is indexed by its own place turned into batching dims.
-
-    `constants`: {variable: value} of what the equations close over.
-    """
+def with_batched_lookups(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the program with what is indexed by its own place turned into batching dims."""
+    eqns = program.jaxpr.eqns
     names = [eqn.primitive.name for eqn in eqns]
     lookups = {k for k, name in enumerate(names) if name == "gather" or name.startswith("scatter")}
     if not lookups:
-        return list(eqns)
+        return program
+    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     origins = _Origins({var: eqn for eqn in eqns for var in eqn.outvars}, constants)
     found: list[Any] = []
     for k, eqn in enumerate(eqns):
         found += _batched(eqn, origins) if k in lookups else [eqn]
-    return found
+    return with_eqns(program, found)
 
 
 def _batched(eqn: Any, origins: _Origins) -> list[Any]:

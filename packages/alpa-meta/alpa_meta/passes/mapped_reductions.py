@@ -8,12 +8,13 @@ the reductions that they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from jax import lax
 
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, with_eqns
 from alpa_meta.passes.replacement import replacement
 
 _REDUCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -21,8 +22,12 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 
-def unmapped_reductions(eqns: Iterable[Any]) -> Iterator[Any]:
-    """Yield the equations with reductions over mapped dims as ordinary ones."""
+def without_mapped_reductions(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the program with reductions over mapped dims as ordinary ones."""
+    return with_eqns(program, _ordinary(program.jaxpr.eqns))
+
+
+def _ordinary(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
     for eqn in eqns:
         axes = eqn.params.get("axes") if eqn.primitive.name in _REDUCTIONS else None
         if axes is None or not all(isinstance(axis, int) for axis in axes):

@@ -19,7 +19,7 @@ import numpy as np
 from attrs import frozen
 from jax import lax
 
-from alpa_meta.compat import Literal, is_drop
+from alpa_meta.compat import ClosedJaxpr, Literal, is_drop, with_eqns
 from alpa_meta.passes.replacement import replacement
 
 _MOST_PARTS = 3
@@ -33,11 +33,11 @@ class _Cut:
     ends: tuple[tuple[int, int], ...]
 
 
-def merged_shifts(eqns: Sequence[Any]) -> list[Any]:
-    """Return the equations with cuts merged into the operators that restore the size of a dim."""
+def with_merged_shifts(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the program with cuts merged into the operators that restore the size of a dim."""
     cuts: dict[Any, _Cut] = {}
     found: list[Any] = []
-    for eqn in eqns:
+    for eqn in program.jaxpr.eqns:
         _note(eqn, cuts)
         name = eqn.primitive.name
         if name == "pad" and eqn.invars[0] in cuts:
@@ -46,7 +46,7 @@ def merged_shifts(eqns: Sequence[Any]) -> list[Any]:
             found += _merged_join(eqn, cuts)
             continue
         found.append(eqn)
-    return found
+    return with_eqns(program, found)
 
 
 def _note(eqn: Any, cuts: dict[Any, _Cut]) -> None:

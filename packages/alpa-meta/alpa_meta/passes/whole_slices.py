@@ -11,17 +11,21 @@ so that the dim may be sharded, and the examples of a batch stay apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax import lax
 
-from alpa_meta.compat import Var
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Var, with_eqns
 from alpa_meta.passes.replacement import replacement
 
 
-def without_whole_dims(eqns: Iterable[Any]) -> Iterator[Any]:
-    """Yield the equations with clipped gathers and scatters that index only what they cut."""
+def without_whole_dims(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the program with clipped gathers and scatters that index only what they cut."""
+    return with_eqns(program, _indexed(program.jaxpr.eqns))
+
+
+def _indexed(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
     for eqn in eqns:
         name = eqn.primitive.name
         if name == "gather":

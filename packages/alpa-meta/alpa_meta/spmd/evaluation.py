@@ -15,12 +15,11 @@ from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
 from alpa_meta.operators import LocalCall, operator_of, sharding_rule
 from alpa_meta.operators.operator import behind_barrier, shape_of
-from alpa_meta.operators.regions import fold
+from alpa_meta.operators.regions import bodies, fold
 from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.completion import complete, complete_sums, convert
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
-from alpa_meta.step.trace import inline
 from ilp_sharding.spec_conversion import Conversions
 
 
@@ -164,7 +163,7 @@ class Walk(ABC):
         prevented = eqn.params.get("prevent_cse", True)
         if any(prevented) if isinstance(prevented, (tuple, list)) else prevented:
             operands = behind_barrier(operands)
-        results = self.run(inline(eqn.params["jaxpr"]), body, operands)
+        results = self.run(bodies(eqn)[0], body, operands)
         return self._all_completed(eqn, results, body.outputs, plan.results)
 
     def _all_completed(
@@ -189,7 +188,7 @@ class Walk(ABC):
         carried = plan.operands[num_consts:first_x]
         _check_specs(eqn, "carries", carried, body.outputs[:num_carry])
         natural = [*carried, *map(stacked, body.outputs[num_carry:])]
-        inner, length = inline(eqn.params["jaxpr"]), eqn.params["length"]
+        inner, length = bodies(eqn)[0], eqn.params["length"]
         log = self.collectives.body(max(length, 1))
 
         def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -216,7 +215,7 @@ class Walk(ABC):
         _check_specs(eqn, "carries", carried, body_plan.outputs)
         _check_specs(eqn, "results", carried, plan.results)
         _check_specs(eqn, "predicate", test_plan.outputs, (ShardingSpec(()),))
-        test, body = inline(eqn.params["cond_jaxpr"]), inline(eqn.params["body_jaxpr"])
+        test, body = bodies(eqn)
         test_consts, body_consts = operands[:num_test], operands[num_test : num_test + num_body]
         logs = self.collectives.body(None), self.collectives.body(None)
 
@@ -232,10 +231,10 @@ class Walk(ABC):
 
     def _cond(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         branches = []
-        for body, closed in zip(plan.bodies, eqn.params["branches"], strict=True):
+        for body, closed in zip(plan.bodies, bodies(eqn), strict=True):
             _check_specs(eqn, "operands", plan.operands[1:], body.inputs)
             _check_specs(eqn, "results", plan.results, body.outputs)
-            branches.append(self._branch(inline(closed), body))
+            branches.append(self._branch(closed, body))
         which = jnp.asarray(operands[0])
         if which.dtype == np.bool_:
             which = which.astype(np.int32)

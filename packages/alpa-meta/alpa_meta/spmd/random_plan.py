@@ -14,9 +14,8 @@ from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
 from alpa_meta import compat
 from alpa_meta.operators import linear_operands, sharding_rule
 from alpa_meta.operators.operator import shape_of
-from alpa_meta.operators.regions import fold, is_region
+from alpa_meta.operators.regions import bodies, fold, is_region
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
-from alpa_meta.step.trace import inline
 from ilp_sharding.spec_conversion import sharding_specs
 from ilp_sharding.strategies import StrategyOptions, completed_specs, enumerate_strategies
 
@@ -107,15 +106,13 @@ class _Draw:
         self, eqn: Any, operands: list[ShardingSpec], results: list[ShardingSpec]
     ) -> RegionPlan:
         operands[0] = ShardingSpec(())
-        bodies = tuple(
-            self.plan(inline(branch), operands[1:], results) for branch in eqn.params["branches"]
-        )
-        return RegionPlan(tuple(operands), tuple(results), bodies)
+        branches = tuple(self.plan(branch, operands[1:], results) for branch in bodies(eqn))
+        return RegionPlan(tuple(operands), tuple(results), branches)
 
     def _remat(
         self, eqn: Any, operands: list[ShardingSpec], results: list[ShardingSpec]
     ) -> RegionPlan:
-        body = self.plan(inline(eqn.params["jaxpr"]), operands, results, range(len(results)))
+        body = self.plan(bodies(eqn)[0], operands, results, range(len(results)))
         return RegionPlan(tuple(operands), self.completed(eqn, body.outputs), (body,))
 
     def summed(self, atom: Any, spec: ShardingSpec) -> ShardingSpec:
@@ -137,7 +134,7 @@ class _Draw:
     def _scan(self, eqn: Any) -> RegionPlan:
         num_consts, num_carry, _ = compat.scan_counts(eqn)
         first_x = num_consts + num_carry
-        jaxpr = inline(eqn.params["jaxpr"])
+        (jaxpr,) = bodies(eqn)
         inner = compat.open_jaxpr(jaxpr)
         inputs, outputs = list(self.specs(inner.invars)), list(self.specs(inner.outvars))
         for number, after in enumerate(inner.outvars[:num_carry]):
@@ -155,7 +152,9 @@ class _Draw:
         num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         carried = operands[num_test + num_body :]
         test = self.plan(
-            inline(eqn.params["cond_jaxpr"]), operands[:num_test] + carried, [ShardingSpec(())]
+            bodies(eqn)[0],
+            operands[:num_test] + carried,
+            [ShardingSpec(())],
         )
-        body = self.plan(inline(eqn.params["body_jaxpr"]), operands[num_test:], carried)
+        body = self.plan(bodies(eqn)[1], operands[num_test:], carried)
         return RegionPlan(tuple(operands), tuple(carried), (test, body))

@@ -25,11 +25,7 @@ from alpa_meta.compat import (
     with_outer_name_stack,
 )
 from alpa_meta.operators.regions import called, with_bodies
-from alpa_meta.passes.batched_loops import with_one_condition
-from alpa_meta.passes.lookups import batched_lookups
-from alpa_meta.passes.mapped_reductions import unmapped_reductions
-from alpa_meta.passes.shifts import merged_shifts
-from alpa_meta.passes.whole_slices import without_whole_dims
+from alpa_meta.passes.order import rewritten
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -39,12 +35,7 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 
 
 def inline(jaxpr: Any) -> Any:
-    """Return `jaxpr` with every call equation replaced by its body and dead equations removed.
-
-    Shifts along a dim become one operator each, rows looked up at their own place one batching
-    dim, and collectives over dims of `jax.vmap` reductions; what is read whole is not indexed, and
-    loops have one condition each.
-    """
+    """Return `jaxpr` with every call equation replaced by its body, rewritten by all `PASSES`."""
     source = closed(jaxpr)
     inner = open_jaxpr(source)
     constvars, values = list(inner.constvars), consts(source)
@@ -52,22 +43,8 @@ def inline(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     _inline_eqns(inner.eqns, env, eqns, constvars, values, None)
     outvars = [atom if isinstance(atom, Literal) else env[atom] for atom in inner.outvars]
-    eqns = list(without_whole_dims(unmapped_reductions(with_one_condition(eqns))))
-    eqns = batched_lookups(eqns, dict(zip(constvars, values, strict=True)))
-    eqns = live_eqns(merged_shifts(eqns), outvars)
     flat = inner.replace(constvars=constvars, eqns=eqns, outvars=outvars)
-    return ClosedJaxpr(flat, values)
-
-
-def live_eqns(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """Return the equations that some output needs, or that have effects, in order."""
-    needed = {atom for atom in outvars if not isinstance(atom, Literal)}
-    kept = []
-    for eqn in reversed(eqns):
-        if eqn.effects or any(var in needed for var in eqn.outvars):
-            kept.append(eqn)
-            needed.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
-    return kept[::-1]
+    return rewritten(ClosedJaxpr(flat, values))
 
 
 def _inline_eqns(
