@@ -168,7 +168,7 @@ def make_batch(examples=16, length=8, embed=8):
 
 def main():
     jax.config.update("jax_num_cpu_devices", 8)
-    options = alpa.Options(num_stages=2, num_microbatches=4)
+    options = alpa.Options(num_stages=2, num_microbatches=4, preset="dp")
     step = alpa.parallelize(train_step, cluster="host:8", options=options)
     layers, batch = make_layers(), make_batch()
     for number in range(20):
@@ -177,7 +177,7 @@ def main():
             print(f"step {number}: loss {float(loss):.4f}")
     whole = {name for one in step.plan.shardings for name in one.replicated_ops}
     print("operators on whole arrays:", ", ".join(whole) or "none")
-    print(step.audit(layers, batch))
+    print(str(step.audit(layers, batch)).splitlines()[-1])
 
 
 if __name__ == "__main__":

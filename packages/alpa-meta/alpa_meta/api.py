@@ -262,7 +262,7 @@ class ParallelStep:
             return executable.audit()
         if reference is None:
             plain = jax.jit(self._function, static_argnums=self.options.static_argnums)
-            reference = single_device_reference(plain, args, jax.random.key(0))
+            reference = single_device_reference(plain, gathered(args), jax.random.key(0))
         result = self(*jax.tree.map(_fresh, args))
         return executable.audit(reference.check(gathered(result)))
 
