@@ -168,7 +168,7 @@ def make_batch(examples=16, length=8, embed=8):
 
 def main():
     jax.config.update("jax_num_cpu_devices", 8)
-    options = alpa.Options(num_stages=2, num_microbatches=4, preset="dp")
+    options = alpa.Options(num_stages=2, num_microbatches=4, mesh_shape=(4,), preset="dp")
     step = alpa.parallelize(train_step, cluster="host:8", options=options)
     layers, batch = make_layers(), make_batch()
     for number in range(20):

@@ -38,10 +38,10 @@ from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.operators import flops
 from alpa_meta.options import Options
+from alpa_meta.passes.live import live_eqns
 from alpa_meta.pinning import Pin, pinned_inputs
 from alpa_meta.presets import preset_pins
 from alpa_meta.step.program import Program
-from alpa_meta.step.trace import live_eqns
 from cost_model import CostModel
 
 LIKELY_PRESETS = ("dp", "zero2", "zero3", "megatron", "2d")  # no plan is to cost more than these

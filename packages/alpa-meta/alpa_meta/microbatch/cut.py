@@ -42,7 +42,7 @@ from alpa_meta.microbatch.placement import MIXED, REPLICATED, MixedError, Placem
 from alpa_meta.microbatch.slicing import Writer
 from alpa_meta.operators.regions import is_region
 from alpa_meta.passes.added_equations import equations_of, jaxpr_of
-from alpa_meta.step.trace import live_eqns
+from alpa_meta.passes.live import live_eqns
 
 
 @frozen(eq=False)

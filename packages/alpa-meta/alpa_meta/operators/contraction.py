@@ -18,6 +18,7 @@ from alpa_meta.operators.operator import (
     Operator,
     operand_shapes,
     same_params,
+    shape_of,
 )
 
 
@@ -42,7 +43,7 @@ def _dot_dims(
     return [dim or () for dim in left], [dim or () for dim in right], result
 
 
-def _dot_rule(eqn: Any) -> ShardingRule:
+def _dot_rule(eqn: JaxprEqn) -> ShardingRule:
     factors = Factors()
     left, right, result = _dot_dims(factors, operand_shapes(eqn), eqn.params["dimension_numbers"])
     return factors.rule([left, right], [result])
@@ -52,7 +53,7 @@ def _run_dot(call: LocalCall) -> list[Any]:
     return call.bind(out_sharding=None) if "out_sharding" in call.eqn.params else call.bind()
 
 
-def _ragged_rule(eqn: Any) -> ShardingRule | None:
+def _ragged_rule(eqn: JaxprEqn) -> ShardingRule | None:
     """Return the rule of a grouped product whose ragged dim is cut by `group_sizes`.
 
     Rows of the ragged dim may be sharded: each device counts how many of its rows fall into each
@@ -87,7 +88,7 @@ def _ragged_rule(eqn: Any) -> ShardingRule | None:
                 result.append(dims[position] or ())
     if ragged in left_contracting:
         result.insert(0, factors.new(shapes[2][0]))
-    if len(result) != len(eqn.outvars[0].aval.shape):
+    if len(result) != len(shape_of(eqn.outvars[0])):
         return None
     return factors.rule([[dim or () for dim in left], [dim or () for dim in right], [()]], [result])
 

@@ -21,7 +21,7 @@ from alpa_meta.operators.operator import (
 _CACHE_LINE = 64.0  # bytes
 
 
-def _rule(eqn: Any) -> ShardingRule:
+def _rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a convolution.
 
     Left [batch, channels, spatial], right [out, in, window], result [batch, out, spatial], in the

@@ -27,20 +27,22 @@ from alpa_meta.operators.operator import (
     LocalCall,
     Operator,
     always,
+    dtype_of,
     jointly,
     operand_shapes,
     result_shapes,
+    shape_of,
 )
 from alpa_meta.operators.work import copied_results, nothing
 
 
-def _tensors(eqn: Any) -> list[tuple[int, ...]]:
+def _tensors(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     """Return the shapes of the operands, but for the value that is padded with."""
     shapes = operand_shapes(eqn)
     return shapes[:1] if eqn.primitive.name == "pad" else shapes
 
 
-def _moving_dims(eqn: Any) -> set[int]:
+def _moving_dims(eqn: JaxprEqn) -> set[int]:
     """Return the dims along which elements change their place."""
     name, params = eqn.primitive.name, eqn.params
     if name == "rev":
@@ -55,7 +57,7 @@ def _moving_dims(eqn: Any) -> set[int]:
     return {d for d in range(len(before)) if before[d] != after[d]}
 
 
-def _spacing(eqn: Any, dim: int) -> tuple[int, int]:
+def _spacing(eqn: JaxprEqn, dim: int) -> tuple[int, int]:
     """Return the first place and the distance of the elements taken out, or padded with zeros."""
     if eqn.primitive.name == "pad":
         low, _, between = eqn.params["padding_config"][dim]
@@ -66,14 +68,14 @@ def _spacing(eqn: Any, dim: int) -> tuple[int, int]:
     return 0, 1
 
 
-def _sizes(eqn: Any, dim: int) -> tuple[list[int], list[int]]:
+def _sizes(eqn: JaxprEqn, dim: int) -> tuple[list[int], list[int]]:
     """Return the sizes of `dim` in the operands and in the results."""
     return [shape[dim] for shape in _tensors(eqn)], [shape[dim] for shape in result_shapes(eqn)]
 
 
-def _rule(eqn: Any) -> ShardingRule:
+def _rule(eqn: JaxprEqn) -> ShardingRule:
     factors, moving = Factors(), _moving_dims(eqn)
-    keys = jnp.issubdtype(eqn.outvars[0].aval.dtype, jax.dtypes.prng_key)
+    keys = jnp.issubdtype(dtype_of(eqn.outvars[0]), jax.dtypes.prng_key)
     operands: list[list[Dim]] = [[] for _ in _tensors(eqn)]
     results: list[list[Dim]] = [[] for _ in eqn.outvars]
     for d in range(len(_tensors(eqn)[0])):
@@ -133,7 +135,7 @@ def _run_alone(call: LocalCall, across: list[int]) -> list[Any]:
     return call.bind()
 
 
-def _pieces(eqn: Any, dim: int, count: int) -> list[tuple[Piece, ...]]:
+def _pieces(eqn: JaxprEqn, dim: int, count: int) -> list[tuple[Piece, ...]]:
     """Return per result the pieces that `count` devices exchange along `dim`."""
     before, after = _sizes(eqn, dim)
     if eqn.primitive.name == "rev":
@@ -144,7 +146,7 @@ def _pieces(eqn: Any, dim: int, count: int) -> list[tuple[Piece, ...]]:
     ]
 
 
-def _runs(eqn: Any, dim: int) -> list[list[Run]]:
+def _runs(eqn: JaxprEqn, dim: int) -> list[list[Run]]:
     """Return per result the runs of the operands that it consists of along `dim`."""
     before, after = _sizes(eqn, dim)
     if eqn.primitive.name == "concatenate":
@@ -161,7 +163,7 @@ def _runs(eqn: Any, dim: int) -> list[list[Run]]:
 
 
 def _exchanges(
-    eqn: Any, strategy: Strategy, mesh: LogicalMesh
+    eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh
 ) -> Iterator[tuple[str, float, tuple[str, ...]]]:
     """Yield kind, bytes per device and mesh axes of each collective."""
     for d in _moving_dims(eqn):
@@ -174,9 +176,9 @@ def _exchanges(
             _pieces(eqn, d, count), eqn.outvars, strategy.results, strict=True
         ):
             others = tuple(a for e, names in enumerate(spec.dims) if e != d for a in names)
-            each = math.prod(var.aval.shape) // var.aval.shape[d] / mesh.size(others)
+            each = math.prod(shape_of(var)) // shape_of(var)[d] / mesh.size(others)
             for kind, elements in exchanges(moved, sum(before) // count, count):
-                yield kind, each * elements * var.aval.dtype.itemsize, axes
+                yield kind, each * elements * dtype_of(var).itemsize, axes
 
 
 def _sliced_piece(eqn: JaxprEqn, length: int) -> dict[str, Any]:

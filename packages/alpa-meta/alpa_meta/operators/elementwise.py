@@ -27,6 +27,7 @@ from alpa_meta.operators.operator import (
     result_shapes,
     run_barrier,
     run_identity,
+    shape_of,
 )
 from alpa_meta.operators.work import nothing, result_bytes, result_elements
 
@@ -49,7 +50,7 @@ _IDENTITIES = """
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def elementwise_rule(eqn: Any) -> ShardingRule | None:
+def elementwise_rule(eqn: JaxprEqn) -> ShardingRule | None:
     """Return the rule of an operator whose operands have the result's shape or broadcast to it.
 
     A scalar operand applies to every element; a dim of size one stretches along the result's.
@@ -72,7 +73,7 @@ def elementwise_rule(eqn: Any) -> ShardingRule | None:
     return factors.rule(operands, [dims] * len(eqn.outvars))
 
 
-def _each_alone(eqn: Any) -> ShardingRule:
+def _each_alone(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of an operator that maps operand k to result k, of any shapes."""
     factors = Factors()
     dims = [factors.each(shape) for shape in operand_shapes(eqn)]
@@ -179,7 +180,7 @@ _SCALAR_OPERATIONS = frozenset(
 )
 
 
-def unknown_rule(eqn: Any) -> ShardingRule | None:
+def unknown_rule(eqn: JaxprEqn) -> ShardingRule | None:
     """Return the elementwise rule of a primitive in no table, if its lowering shows it to be one.
 
     The primitive is lowered on its own; it is elementwise if all it becomes are elementwise
@@ -190,14 +191,14 @@ def unknown_rule(eqn: Any) -> ShardingRule | None:
     rule = elementwise_rule(eqn)
     if rule is None or not rule.factors:
         return None
-    avals = tuple((aval.shape, aval.dtype) for aval in (atom.aval for atom in eqn.invars))
+    avals = tuple((shape_of(atom), dtype_of(atom)) for atom in eqn.invars)
     return rule if _lowers_elementwise(_Lowering(eqn, (eqn.primitive.name, avals))) else None
 
 
 class _Lowering:
     """An equation compared by its key, so that each signature is lowered once."""
 
-    def __init__(self, eqn: Any, key: tuple[Any, ...]) -> None:
+    def __init__(self, eqn: JaxprEqn, key: tuple[Any, ...]) -> None:
         self.eqn, self.key = eqn, key
 
     def __hash__(self) -> int:
@@ -210,7 +211,7 @@ class _Lowering:
 @lru_cache(maxsize=1024)
 def _lowers_elementwise(lowering: _Lowering) -> bool:
     eqn = lowering.eqn
-    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    shapes = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in eqn.invars]
     try:
         text = jax.jit(lambda *values: compat.bind(eqn, values)).lower(*shapes).as_text()
     except Exception:  # a primitive may refuse to lower for this platform in any way it likes

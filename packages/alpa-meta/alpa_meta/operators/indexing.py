@@ -18,6 +18,7 @@ from alpa_meta.operators.operator import (
     Factors,
     LocalCall,
     Operator,
+    dtype_of,
     operand_shapes,
     result_shapes,
     shape_of,
@@ -36,7 +37,7 @@ _SCATTER_REDUCTIONS = {
 }
 
 
-def _gather_rule(eqn: Any) -> ShardingRule:
+def _gather_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a gather.
 
     Index dims and whole window dims are parallel. A dim looked up one element at a time (the
@@ -60,7 +61,7 @@ def _gather_rule(eqn: Any) -> ShardingRule:
             result[place] = operand[d] = factors.new(operand_shape[d])
     for d in numbers.start_index_map:
         if sizes[d] == 1:
-            operand[d] = _looked_up(factors, operand_shape[d], eqn.outvars[0].aval.dtype)
+            operand[d] = _looked_up(factors, operand_shape[d], dtype_of(eqn.outvars[0]))
     return factors.rule([operand, index], [result])
 
 
@@ -72,7 +73,7 @@ def _looked_up(factors: Factors, size: int, dtype: Any) -> Dim:
     return factors.new(size, "reduction", reduction=reduction)
 
 
-def _window_dims(eqn: Any, left_out: tuple[int, ...]) -> list[int]:
+def _window_dims(eqn: JaxprEqn, left_out: tuple[int, ...]) -> list[int]:
     """Return the operand dims that appear in a gather's result, or a scatter's updates."""
     batching = eqn.params["dimension_numbers"].operand_batching_dims
     return [
@@ -139,9 +140,9 @@ def _index_dtype(dtype: Any) -> Any:
     return dtype if np.issubdtype(dtype, np.signedinteger) and dtype.itemsize >= 4 else np.int32
 
 
-def _fill_value(eqn: Any) -> Any:
+def _fill_value(eqn: JaxprEqn) -> Any:
     """Return what a gather yields for an index out of bounds."""
-    dtype, value = eqn.outvars[0].aval.dtype, eqn.params["fill_value"]
+    dtype, value = dtype_of(eqn.outvars[0]), eqn.params["fill_value"]
     if value is not None:
         return jnp.asarray(value, dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -152,7 +153,7 @@ def _fill_value(eqn: Any) -> Any:
     return jnp.asarray(info.min if info.min < 0 else info.max, dtype)
 
 
-def _scatter_rule(eqn: Any) -> ShardingRule:
+def _scatter_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a scatter.
 
     Whole window dims and batching dims are parallel, and so is a dim written one element at a time:
@@ -232,7 +233,7 @@ def _run_scatter(call: LocalCall) -> list[Any]:
     )
 
 
-def _update_window(eqn: Any, dim: int) -> int:
+def _update_window(eqn: JaxprEqn, dim: int) -> int:
     """Return how many elements along operand `dim` one update writes."""
     numbers = eqn.params["dimension_numbers"]
     if dim in numbers.inserted_window_dims:
@@ -242,7 +243,7 @@ def _update_window(eqn: Any, dim: int) -> int:
     return int(operand_shapes(eqn)[2][place])
 
 
-def _dynamic_slice_rule(eqn: Any) -> ShardingRule:
+def _dynamic_slice_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a slice at a computed start.
 
     Whole dims are parallel; a dim cut to one element is a reduction, looked up where it is held.
@@ -257,7 +258,7 @@ def _dynamic_slice_rule(eqn: Any) -> ShardingRule:
             operand.append(factors.new(total))
             result.append(operand[-1])
         else:
-            dtype = eqn.outvars[0].aval.dtype
+            dtype = dtype_of(eqn.outvars[0])
             operand.append(_looked_up(factors, total, dtype) if size == 1 else ())
             result.append(())
     starts: list[list[Dim]] = [[()] * len(shape) for shape in shapes[1:]]
@@ -282,7 +283,7 @@ def _run_dynamic_slice(call: LocalCall) -> list[Any]:
     return [found if owned is None else jnp.where(owned, found, jnp.zeros_like(found))]
 
 
-def _dynamic_update_slice_rule(eqn: Any) -> ShardingRule:
+def _dynamic_update_slice_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of an update at a computed start.
 
     Whole dims are parallel, and so is a dim of which one element is written: the device that holds

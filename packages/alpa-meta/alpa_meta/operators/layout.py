@@ -77,7 +77,7 @@ class _Side:
         self._advance()
 
 
-def _reshape_rule(eqn: Any) -> ShardingRule:
+def _reshape_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a reshape; `dimensions` is the order in which it reads dims."""
     factors = Factors()
     shape = operand_shapes(eqn)[0]
@@ -89,7 +89,7 @@ def _reshape_rule(eqn: Any) -> ShardingRule:
     return factors.rule([left], [right])
 
 
-def _reading_order(eqn: Any) -> tuple[int, ...]:
+def _reading_order(eqn: JaxprEqn) -> tuple[int, ...]:
     order = eqn.params.get("dimensions")
     return tuple(range(len(operand_shapes(eqn)[0]))) if order is None else tuple(order)
 
@@ -99,20 +99,20 @@ def _run_reshape(call: LocalCall) -> list[Any]:
     return [lax.reshape(read, call.result_shape(0))]
 
 
-def _transpose_rule(eqn: Any) -> ShardingRule:
+def _transpose_rule(eqn: JaxprEqn) -> ShardingRule:
     factors = Factors()
     dims = factors.each(operand_shapes(eqn)[0])
     return factors.rule([dims], [[dims[d] for d in eqn.params["permutation"]]])
 
 
-def _squeeze_rule(eqn: Any) -> ShardingRule:
+def _squeeze_rule(eqn: JaxprEqn) -> ShardingRule:
     factors = Factors()
     dims = factors.each(operand_shapes(eqn)[0])
     dropped = {d % max(len(dims), 1) for d in eqn.params["dimensions"]}
     return factors.rule([dims], [[dim for d, dim in enumerate(dims) if d not in dropped]])
 
 
-def _broadcast_rule(eqn: Any) -> ShardingRule:
+def _broadcast_rule(eqn: JaxprEqn) -> ShardingRule:
     factors = Factors()
     (shape,), operands = result_shapes(eqn), operand_shapes(eqn)
     dims = factors.each(shape)
@@ -129,7 +129,7 @@ def _run_broadcast(call: LocalCall) -> list[Any]:
     return [lax.broadcast_in_dim(call.operands[0], call.result_shape(0), places)]
 
 
-def _tile_rule(eqn: Any) -> ShardingRule:
+def _tile_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a repetition: whole copies, or dims that are not repeated, are sharded."""
     factors = Factors()
     shape = operand_shapes(eqn)[0]
@@ -146,7 +146,7 @@ def _run_tile(call: LocalCall) -> list[Any]:
     return call.bind(reps=tuple(reps))
 
 
-def _iota_rule(eqn: Any) -> ShardingRule:
+def _iota_rule(eqn: JaxprEqn) -> ShardingRule:
     factors = Factors()
     dims = factors.each(result_shapes(eqn)[0])
     return factors.rule([[()] * len(shape) for shape in operand_shapes(eqn)], [dims])
@@ -162,21 +162,21 @@ def _run_iota(call: LocalCall) -> list[Any]:
     return [counted]
 
 
-def _stack_rule(eqn: Any) -> ShardingRule:
+def _stack_rule(eqn: JaxprEqn) -> ShardingRule:
     factors = Factors()
     dims = factors.each(operand_shapes(eqn)[0])
     axis = eqn.params["axis"]
     return factors.rule([dims] * len(eqn.invars), [[*dims[:axis], (), *dims[axis:]]])
 
 
-def _unstack_rule(eqn: Any) -> ShardingRule:
+def _unstack_rule(eqn: JaxprEqn) -> ShardingRule:
     factors = Factors()
     dims = factors.each(result_shapes(eqn)[0])
     axis = eqn.params["axis"]
     return factors.rule([[*dims[:axis], (), *dims[axis:]]], [dims] * len(eqn.outvars))
 
 
-def _bitcast_rule(eqn: Any) -> ShardingRule:
+def _bitcast_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a reinterpretation: a narrower type adds a minor dim, a wider drops it."""
     before, after = operand_shapes(eqn)[0], result_shapes(eqn)[0]
     factors = Factors()
@@ -186,7 +186,7 @@ def _bitcast_rule(eqn: Any) -> ShardingRule:
     return factors.rule([left], [right])
 
 
-def _empty_rule(eqn: Any) -> ShardingRule:
+def _empty_rule(eqn: JaxprEqn) -> ShardingRule:
     return Factors().rule([], [[()] * len(shape) for shape in result_shapes(eqn)])
 
 

@@ -53,7 +53,7 @@ _FACTORS = {
 """Floating-point operations of n x n matrices, in units of n^3 (Golub and Van Loan)."""
 
 
-def _batched_rule(eqn: Any) -> ShardingRule | None:
+def _batched_rule(eqn: JaxprEqn) -> ShardingRule | None:
     shapes = operand_shapes(eqn)
     num_batches = len(shapes[0]) - _CORE_RANKS[eqn.primitive.name]
     batch = shapes[0][:num_batches]
@@ -68,7 +68,7 @@ def _batched_rule(eqn: Any) -> ShardingRule | None:
     return factors.rule([padded(s) for s in shapes], [padded(s) for s in result_shapes(eqn)])
 
 
-def _triangular_solve_rule(eqn: Any) -> ShardingRule:
+def _triangular_solve_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of solving with a triangular matrix: right-hand sides are independent."""
     matrix, sides = operand_shapes(eqn)
     factors = Factors()
@@ -78,7 +78,7 @@ def _triangular_solve_rule(eqn: Any) -> ShardingRule:
     return factors.rule([[*batch, (), ()], right], [right])
 
 
-def _fourier_rule(eqn: Any) -> ShardingRule:
+def _fourier_rule(eqn: JaxprEqn) -> ShardingRule:
     rank = len(eqn.params["fft_lengths"])
     factors = Factors()
     shape = operand_shapes(eqn)[0]

@@ -70,12 +70,12 @@ def dtype_of(atom: Any) -> Any:
     return atom.aval.dtype
 
 
-def operand_shapes(eqn: Any) -> list[tuple[int, ...]]:
+def operand_shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     """Return the shape of every operand of `eqn`, literals included."""
     return [shape_of(atom) for atom in eqn.invars]
 
 
-def result_shapes(eqn: Any) -> list[tuple[int, ...]]:
+def result_shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:
     """Return the shape of every result of `eqn`."""
     return [shape_of(var) for var in eqn.outvars]
 
@@ -87,7 +87,7 @@ class LocalCall:
     Natural means: before partial sums over sharded reduction factors are completed.
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     operands: list[Any]
     rule: ShardingRule
     strategy: Strategy

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_interchange import ShardingRule
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.operator import (
     FIRST,
     Dim,
@@ -22,7 +23,7 @@ from alpa_meta.operators.reduction import extreme
 from alpa_meta.operators.work import nothing, operand_elements
 
 
-def _prefix_rule(eqn: Any) -> ShardingRule:
+def _prefix_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a running sum: the dim may be sharded, device totals are exchanged."""
     axis = eqn.params["axis"]
     factors = Factors()
@@ -69,7 +70,7 @@ def _logsumexp(value: Any, axis: int) -> Any:
     return jnp.log(jnp.exp(value - safe).sum(axis, keepdims=True)) + safe
 
 
-def _ordered_rule(eqn: Any) -> ShardingRule:
+def _ordered_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of an operator that needs one dim whole and treats the others as batches."""
     params = eqn.params
     shape = operand_shapes(eqn)[0]
@@ -82,7 +83,7 @@ def _ordered_rule(eqn: Any) -> ShardingRule:
     return factors.rule([dims] * len(eqn.invars), [dims] * len(eqn.outvars))
 
 
-def _top_k_rule(eqn: Any) -> ShardingRule:
+def _top_k_rule(eqn: JaxprEqn) -> ShardingRule:
     if "axis" in eqn.params:
         return _ordered_rule(eqn)
     factors = Factors()

@@ -20,11 +20,13 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from alpa_interchange import ShardingRule
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.operator import (
     Dim,
     Factors,
     LocalCall,
     Operator,
+    dtype_of,
     operand_shapes,
     result_shapes,
     run_whole,
@@ -32,7 +34,7 @@ from alpa_meta.operators.operator import (
 from alpa_meta.operators.work import nothing, result_bytes
 
 
-def _draw_rule(eqn: Any) -> ShardingRule:
+def _draw_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of drawing from keys [keys]: the result is [keys, drawn]."""
     (keys, *others), (shape,) = operand_shapes(eqn), result_shapes(eqn)
     factors = Factors()
@@ -50,9 +52,9 @@ def _run_draw(call: LocalCall) -> list[Any]:
     return [call.own_part(whole, 0, dims)]
 
 
-def _counts(eqn: Any) -> bool:
+def _counts(eqn: JaxprEqn) -> bool:
     """Return whether an equation draws from keys of the counter-based generator."""
-    return str(eqn.invars[0].aval.dtype) == "key<fry>"
+    return str(dtype_of(eqn.invars[0])) == "key<fry>"
 
 
 def _run_bits(call: LocalCall) -> list[Any]:
@@ -76,8 +78,8 @@ def _run_bits(call: LocalCall) -> list[Any]:
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x, local) for x in counters))
     (var,) = eqn.outvars
     if eqn.params["bit_width"] == 64:
-        return [high.astype(var.aval.dtype) << 32 | low.astype(var.aval.dtype)]
-    return [(high ^ low).astype(var.aval.dtype)]
+        return [high.astype(dtype_of(var)) << 32 | low.astype(dtype_of(var))]
+    return [(high ^ low).astype(dtype_of(var))]
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
@@ -85,7 +87,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) % (1 << 32) for dim in range(len(shape))]
 
 
-def _wrap_rule(eqn: Any) -> ShardingRule:
+def _wrap_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of turning words into keys or back: only the dim of words stays whole."""
     before, after = operand_shapes(eqn)[0], result_shapes(eqn)[0]
     factors = Factors()
@@ -97,7 +99,7 @@ def _wrap_rule(eqn: Any) -> ShardingRule:
     )
 
 
-def _generator_rule(eqn: Any) -> ShardingRule:
+def _generator_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a generator with a state: (state) -> (state, bits)."""
     factors = Factors()
     state, bits = result_shapes(eqn)
@@ -105,7 +107,7 @@ def _generator_rule(eqn: Any) -> ShardingRule:
     return factors.rule(operands, [[()] * len(state), factors.each(bits)])
 
 
-def _uniform_rule(eqn: Any) -> ShardingRule:
+def _uniform_rule(eqn: JaxprEqn) -> ShardingRule:
     operands: list[list[Dim]] = [[()] * len(shape) for shape in operand_shapes(eqn)]
     return Factors().rule(operands, [[()] * len(shape) for shape in result_shapes(eqn)])
 

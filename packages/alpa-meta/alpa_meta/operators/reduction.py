@@ -17,6 +17,7 @@ from alpa_meta.operators.operator import (
     Factors,
     LocalCall,
     Operator,
+    dtype_of,
     operand_shapes,
     same_params,
 )
@@ -31,9 +32,9 @@ _COMBINATIONS = {
 }
 
 
-def _reduce_rule(eqn: Any) -> ShardingRule | None:
+def _reduce_rule(eqn: JaxprEqn) -> ShardingRule | None:
     combination = _COMBINATIONS[eqn.primitive.name]
-    if combination in ("and", "or") and str(eqn.invars[0].aval.dtype) != "bool":
+    if combination in ("and", "or") and str(dtype_of(eqn.invars[0])) != "bool":
         return _along_rule(eqn, "replicate")
     axes = set(eqn.params["axes"])
     factors = Factors()
@@ -48,7 +49,7 @@ def _run_reduce(call: LocalCall) -> list[Any]:
     return call.bind(out_sharding=None) if "out_sharding" in call.eqn.params else call.bind()
 
 
-def _along_rule(eqn: Any, kind: str) -> ShardingRule:
+def _along_rule(eqn: JaxprEqn, kind: str) -> ShardingRule:
     """Return the rule of a reduction whose reduced dims are factors of `kind`, or stay whole."""
     axes = set(eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"])
     factors = Factors()
@@ -63,11 +64,11 @@ def _along_rule(eqn: Any, kind: str) -> ShardingRule:
     return factors.rule(operands, [result] * len(eqn.outvars))
 
 
-def _generic_rule(eqn: Any) -> ShardingRule:
+def _generic_rule(eqn: JaxprEqn) -> ShardingRule:
     return _along_rule(eqn, "replicate")
 
 
-def _product_rule(eqn: Any) -> ShardingRule:
+def _product_rule(eqn: JaxprEqn) -> ShardingRule:
     return _along_rule(eqn, "permutation")
 
 
@@ -102,7 +103,7 @@ def _reduced_axes(call: LocalCall) -> tuple[str, ...]:
     return tuple(axis for d in call.eqn.params["axes"] for axis in call.operand_axes(0, d))
 
 
-def _place_rule(eqn: Any) -> ShardingRule:
+def _place_rule(eqn: JaxprEqn) -> ShardingRule:
     return _along_rule(eqn, "permutation" if len(eqn.params["axes"]) == 1 else "replicate")
 
 

@@ -33,6 +33,7 @@ from alpa_meta.operators.operator import (
     Operator,
     RuleFunction,
     contracted,
+    dtype_of,
     jointly,
     run_unchanged,
     shape_of,
@@ -199,7 +200,7 @@ def _contracts(eqn: JaxprEqn) -> bool:
 
 
 @lru_cache(maxsize=1 << 17)  # equations compare by identity
-def sharding_rule(eqn: Any) -> ShardingRule | None:
+def sharding_rule(eqn: JaxprEqn) -> ShardingRule | None:
     """Return the sharding rule of `eqn`, or None if it can only run replicated.
 
     The rule has an entry for every operand, literals included.
@@ -208,13 +209,13 @@ def sharding_rule(eqn: Any) -> ShardingRule | None:
     return _rule_of(signature) if isinstance(signature, _Signature) else _computed(eqn)
 
 
-def rule_number(eqn: Any) -> int:
+def rule_number(eqn: JaxprEqn) -> int:
     """Return a number that is equal for equations of one primitive, types, rule and work."""
     return _number_of(operator_signature(eqn))
 
 
 @lru_cache(maxsize=1 << 17)
-def operator_signature(eqn: Any) -> Hashable:
+def operator_signature(eqn: JaxprEqn) -> Hashable:
     """Return what is equal for equations of one primitive, types and parameters.
 
     The equation itself where its parameters cannot be compared.
@@ -229,21 +230,21 @@ def operator_signature(eqn: Any) -> Hashable:
     try:
         return _Signature(eqn, key)
     except TypeError:
-        return eqn  # type: ignore[no-any-return]
+        return eqn
 
 
-def linear_operands(eqn: Any) -> bool:
+def linear_operands(eqn: JaxprEqn) -> bool:
     """Return whether `eqn` is linear in its tensor operands together.
 
     If so, and if all of them are unreduced sums over the same axes, so is its result.
     """
     summed = [atom for atom in eqn.invars if not isinstance(atom, compat.Literal)]
-    if not summed or not all(jnp.issubdtype(atom.aval.dtype, jnp.number) for atom in summed):
+    if not summed or not all(jnp.issubdtype(dtype_of(atom), jnp.number) for atom in summed):
         return False
     return operator_of(eqn).passes_sums(eqn)
 
 
-def _computed(eqn: Any) -> ShardingRule | None:
+def _computed(eqn: JaxprEqn) -> ShardingRule | None:
     rule = operator_of(eqn).rule(eqn)
     if rule is None:
         return None
@@ -260,7 +261,7 @@ def _computed(eqn: Any) -> ShardingRule | None:
 class _Signature:
     """An equation compared by primitive, types and parameters, so that each rule is made once."""
 
-    def __init__(self, eqn: Any, key: tuple[Any, ...]) -> None:
+    def __init__(self, eqn: JaxprEqn, key: tuple[Any, ...]) -> None:
         self.eqn, self.key, self._hash = eqn, key, hash(key)
 
     def __hash__(self) -> int:

@@ -21,7 +21,7 @@ from alpa_meta.operators.reduction import extreme
 from alpa_meta.operators.work import result_elements
 
 
-def _window_rule(eqn: Any) -> ShardingRule:
+def _window_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of a window reduction.
 
     A dim with windows of one element is parallel. A dim whose result has the input's size over
@@ -49,7 +49,7 @@ def _window_rule(eqn: Any) -> ShardingRule:
     return factors.rule(given, [right] * len(eqn.outvars))
 
 
-def _halo(eqn: Any, dim: int) -> tuple[int, int]:
+def _halo(eqn: JaxprEqn, dim: int) -> tuple[int, int]:
     """Return the elements that windows along `dim` read from the left and the right neighbour."""
     params = eqn.params
     dilation = params.get("window_dilation", (1,) * (dim + 1))[dim]
@@ -79,7 +79,7 @@ def _run_window(call: LocalCall) -> list[Any]:
     return call.bind(operands, padding=tuple(padding))
 
 
-def _filler(eqn: Any, operands: list[Any], operand: int) -> Any:
+def _filler(eqn: JaxprEqn, operands: list[Any], operand: int) -> Any:
     """Return what padding counts as: the identity of the reduction, so that it changes nothing."""
     name = eqn.primitive.name
     if name in ("reduce_window_max", "reduce_window_min"):
@@ -89,7 +89,7 @@ def _filler(eqn: Any, operands: list[Any], operand: int) -> Any:
     return 0
 
 
-def _scatter_rule(eqn: Any) -> ShardingRule:
+def _scatter_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of adding each source element at its window's selected place.
 
     Windows that neither overlap nor reach past the edge stay on one device; other dims stay whole.
@@ -108,7 +108,7 @@ def _scatter_rule(eqn: Any) -> ShardingRule:
     return factors.rule([left, right, *rest], [right])
 
 
-def _gather_rule(eqn: Any) -> ShardingRule:
+def _gather_rule(eqn: JaxprEqn) -> ShardingRule:
     """Return the rule of reading each tangent at its window's selected place."""
     params = eqn.params
     shape, after = operand_shapes(eqn)[0], result_shapes(eqn)[0]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from alpa_meta.compat import ClosedJaxpr, Literal, with_eqns
+from collections.abc import Iterable, Sequence
+
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, with_eqns
 
 
 def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
     """Return the program without the equations that nothing needs."""
-    needed = {atom for atom in program.jaxpr.outvars if not isinstance(atom, Literal)}
+    return with_eqns(program, live_eqns(program.jaxpr.eqns, program.jaxpr.outvars))
+
+
+def live_eqns(eqns: Sequence[JaxprEqn], outvars: Iterable[Var | Literal]) -> list[JaxprEqn]:
+    """Return the equations that some output needs, or that have effects, in order."""
+    needed = {atom for atom in outvars if not isinstance(atom, Literal)}
     kept = []
-    for eqn in reversed(program.jaxpr.eqns):
+    for eqn in reversed(eqns):
         if eqn.effects or any(var in needed for var in eqn.outvars):
             kept.append(eqn)
             needed.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
-    return with_eqns(program, reversed(kept))
+    return kept[::-1]

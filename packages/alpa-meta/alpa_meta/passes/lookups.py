@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
 
-from alpa_meta.compat import ClosedJaxpr, Literal, Var, with_eqns
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, with_eqns
+from alpa_meta.operators.operator import shape_of
 
 _GATHER = ("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
 _SCATTER = (
@@ -62,12 +63,12 @@ def with_batched_lookups(program: ClosedJaxpr) -> ClosedJaxpr:
     return with_eqns(program, found)
 
 
-def _batched(eqn: Any, origins: _Origins) -> list[Any]:
+def _batched(eqn: JaxprEqn, origins: _Origins) -> list[Any]:
     """Return a gather or scatter without the index columns that are places, and its indices."""
     operand, indices = eqn.invars[:2]
     numbers, join = eqn.params["dimension_numbers"], origins.eqn(indices)
     indexed, left_out, batching = _GATHER if eqn.primitive.name == "gather" else _SCATTER
-    dims, vector_dim = getattr(numbers, indexed), indices.aval.ndim - 1
+    dims, vector_dim = getattr(numbers, indexed), len(shape_of(indices)) - 1
     if join is None or join.primitive.name != "concatenate":
         return [eqn]
     if join.params["dimension"] != vector_dim or len(join.invars) != len(dims):
@@ -78,8 +79,9 @@ def _batched(eqn: Any, origins: _Origins) -> list[Any]:
         place = _place_dim(column, origins)
         if (
             dim in getattr(numbers, left_out)
-            and place not in (None, vector_dim, *pairs.values())
-            and indices.aval.shape[place] == operand.aval.shape[dim]
+            and place is not None
+            and place not in (vector_dim, *pairs.values())
+            and shape_of(indices)[place] == shape_of(operand)[dim]
         ):
             pairs[dim] = place
         else:
@@ -104,7 +106,7 @@ def _batched(eqn: Any, origins: _Origins) -> list[Any]:
     columns = [column for _, column in kept]
     added = []
     if len(columns) > 1:
-        joined = Var(indices.aval.update(shape=(*indices.aval.shape[:-1], len(columns))))
+        joined = Var(indices.aval.update(shape=(*shape_of(indices)[:-1], len(columns))))
         added = [join.replace(invars=columns, outvars=[joined])]
         columns = [joined]
     return [*added, eqn.replace(invars=[operand, *columns, *eqn.invars[2:]], params=params)]
@@ -124,7 +126,7 @@ def _place_dim(atom: Any, origins: _Origins) -> int | None:
     return dim
 
 
-def _carried(eqn: Any | None, origins: _Origins) -> Any | None:
+def _carried(eqn: JaxprEqn | None, origins: _Origins) -> Any | None:
     """Return the operand whose elements an equation hands on, perhaps along other dims."""
     if eqn is None:
         return None
@@ -134,7 +136,7 @@ def _carried(eqn: Any | None, origins: _Origins) -> Any | None:
     return eqn.invars[0] if name in (*_SAME_DIMS, *_UNIT_DIMS, "broadcast_in_dim") else None
 
 
-def _keeps_first(eqn: Any, origins: _Origins) -> bool:
+def _keeps_first(eqn: JaxprEqn, origins: _Origins) -> bool:
     """Return whether a selection is of the first case only, provided that is nowhere negative.
 
     So are indices from the end of a dim brought inside: select_n(i < 0, i, i + size).
@@ -172,12 +174,12 @@ def _holds_places(aval: Any, dim: int) -> bool:
     return bool(aval.shape[dim] - 1 <= info.max)
 
 
-def _carried_dim(eqn: Any, dim: int) -> int | None:
+def _carried_dim(eqn: JaxprEqn, dim: int) -> int | None:
     """Return where an equation moves the whole dim `dim` of the operand that it carries."""
     name, params = eqn.primitive.name, eqn.params
     if name in _SAME_DIMS:
         return dim
-    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if name == "broadcast_in_dim":
         place = int(params["broadcast_dimensions"][dim])
         return place if target[place] == source[dim] else None

@@ -13,8 +13,8 @@ from typing import Any
 
 from alpa_meta.compat import ClosedJaxpr, Literal, Var, consts, is_drop, open_jaxpr
 from alpa_meta.microbatch.placement import REPLICATED, Placement
+from alpa_meta.passes.live import live_eqns
 from alpa_meta.step.phases import gradient_marker
-from alpa_meta.step.trace import live_eqns
 
 
 def without_markers(closed: Any, phases: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
