@@ -134,7 +134,7 @@ alpa.sharding_rule(
     "pallas_call:flash_backward",
     rule("b h q d, b h k d, b h k d, b h q d, b h q, b h q d -> b h q d, b h k d, b h k d"),
     lambda call: list(flash_backward(*call.operands)),
-    linear_in=(5,),  # in the gradient of the output, so gradients of a mean stay those of a mean
+    linear_in=(5,),  # in the gradient of the output: parts of a sum of gradients may pass
     flops=products(5),
 )
 

@@ -109,14 +109,6 @@ def test_registered_products_are_cut_into_microbatches_and_stages(agrees, option
     )
 
 
-def test_a_product_that_is_not_said_to_be_linear_is_not_cut_with_its_mean():
-    opaque = made_matmul("own_opaque_matmul", ())
-    batch = jnp.ones((8, 16))
-    step = alpa.parallelize(product_step(opaque.bind), cluster="host:4", num_microbatches=2)
-    with pytest.raises(alpa.PlanError, match="own_opaque_matmul"):
-        step.plan_for(weights(), batch)
-
-
 def test_kernels_of_one_primitive_have_rules_of_their_own(flash):
     found = {
         kernel_name(eqn): eqn

@@ -74,8 +74,8 @@ def register(
 
     `linear_in` says which operands it is linear in, as a gradient is in the cotangent: (0, 2) means
     in operand 0 and in operand 2, the others held; [(0, 1)] in operands 0 and 1 together, as a sum
-    is. `linear=True` stands for all operands together. A gradient of a mean over the batch is cut
-    into microbatches, and an unreduced sum passed on, only through operators that say so.
+    is. `linear=True` stands for all operands together. Sums over microbatches or devices that are
+    not completed yet pass through an operator only where it is linear in them.
 
     The other facts of an `Operator` are derived from the rule where they are not given: `flops` and
     `bytes` (functions of the equation), `heavy`, `kernel`, `liveness`, and so on.

@@ -16,6 +16,7 @@ FREE = {
     *REDUCTIONS,  # how sharding rules say that partial results combine
     "shard_map",  # the name of an executor
     "stage",  # of a pipeline
+    "split",  # how microbatches hold a value, a word of DTensor
 }
 ALLOWED = {
     "audit/hlo.py": ("while concatenate", "opcodes of compiled programs"),

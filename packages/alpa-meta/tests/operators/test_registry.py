@@ -76,3 +76,27 @@ def test_a_rule_of_the_wrong_rank_is_refused_with_its_ranks():
 )
 def test_only_linear_operators_let_an_unreduced_sum_pass(function, linear):
     assert linear_operands(eqns(function, X)[-1]) is linear
+
+
+@pytest.mark.parametrize(
+    ("facts", "error", "says"),
+    [
+        ({"linear": True, "linear_in": (0,)}, ValueError, "give one of them"),
+        ({"linear_in": (0, (0, 1))}, ValueError, "each once"),
+        ({"linear_in": (-1,)}, ValueError, "by position from 0"),
+        ({"flop": lambda eqn: 1.0}, TypeError, "no fact called 'flop'"),
+        ({"kernel": "attention"}, ValueError, "kernel"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(facts, error, says):
+    with pytest.raises(error, match=says):
+        register("test_refused", lambda eqn: None, **facts)
+
+
+def test_sums_pass_through_what_is_linear_in_all_its_operands():
+    primitive = made("test_linear_rows")
+    rule = lambda eqn: ShardingRule.parse("r h -> r h", {"r": 4, "h": 8})  # noqa: E731
+    (eqn,) = eqns(primitive.bind, X)
+    for facts, linear in (({}, False), ({"linear": True}, True), ({"linear_in": (0,)}, True)):
+        register("test_linear_rows", rule, **facts)
+        assert linear_operands(eqn) is linear
