@@ -170,8 +170,14 @@ class _Walk:
         self.known.update((var, REPLICATED) for var in eqn.outvars if not is_drop(var))
 
     def _leaves(self, atom: Var) -> None:
-        if self.known.get(atom, REPLICATED).kind == "mixed":
+        placement = self.known.get(atom, REPLICATED)
+        if placement.kind == "mixed":
             self._refuse(self._cause[atom])
+        if placement.outer > 1:
+            self._refuse(
+                f"{_place([self._maker[atom]])} is returned with the batch merged behind another "
+                "dim, of which no microbatch has a block; return it with a dim of examples"
+            )
 
     def _refuse(self, reason: str) -> None:
         if reason not in self.reasons:

@@ -66,7 +66,7 @@ def _as_parts(
         return run
     number, wanted = next(iter(asked.items()))
     (placement, *others) = wanted
-    if others or placement.kind != "split":
+    if others or placement.kind != "split" or placement.outer > 1:
         return run
     made = replicated_as_split(eqn, number, placement.dim, num_microbatches)
     if made is None or any(asked[k] != {made.results[k]} for k in asked):

@@ -1,53 +1,55 @@
-"""Which values of a program have one entry per example of the batch, from one trace alone.
+"""Which values of a program have one entry per example of the batch.
 
-A step that is not cut into microbatches needs no more: the batch dim is followed through the
-sharding rules from the batch inputs to where it is summed away. How values would grow with the
-batch (`batch`) takes a second trace, which for a deep model costs more than all of planning.
+The phases of a step are told apart by it, and a step that is not cut needs no more: the batch is
+followed through the factors of the sharding rules from its inputs to where it is summed away,
+whatever an operator does with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from alpa_meta.compat import Literal, is_drop, open_jaxpr, scan_counts
+from attrs import evolve
+
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, is_drop, open_jaxpr, scan_counts
+from alpa_meta.microbatch.placement import Placement, batch_run, placed
 from alpa_meta.operators import sharding_rule
 from alpa_meta.operators.regions import bodies, fold
 
+Splits = Sequence[Placement | None]
 
-def example_dims(jaxpr: Any, inputs: Sequence[int | None]) -> dict[Any, int]:
-    """Return {variable: dim along which its entries belong to different examples}.
 
-    `inputs` are those dims of the inputs, None for inputs that hold no examples.
+def example_dims(jaxpr: ClosedJaxpr, inputs: Splits) -> dict[Var, Placement]:
+    """Return {variable: where its entries belong to different examples}.
+
+    `inputs` are the splits of the inputs, None for inputs that hold no examples.
     """
-    known: dict[Any, int] = {}
+    known: dict[Var, Placement] = {}
     _follow(jaxpr, inputs, known)
     return known
 
 
-def _follow(jaxpr: Any, inputs: Sequence[int | None], known: dict[Any, int]) -> list[int | None]:
+def _follow(jaxpr: ClosedJaxpr, inputs: Splits, known: dict[Var, Placement]) -> Splits:
     flat = open_jaxpr(jaxpr)
     _note(known, flat.invars, inputs)
     for eqn in flat.eqns:
         operands = [_read(atom, known) for atom in eqn.invars]
-        if any(dim is not None for dim in operands):
+        if any(split is not None for split in operands):
             _note(known, eqn.outvars, _results(eqn, operands, known))
     return [_read(atom, known) for atom in flat.outvars]
 
 
-def _note(known: dict[Any, int], variables: Sequence[Any], dims: Sequence[int | None]) -> None:
-    for var, dim in zip(variables, dims, strict=True):
-        if dim is not None and not is_drop(var):
-            known[var] = dim
+def _note(known: dict[Var, Placement], variables: Sequence[Var], splits: Splits) -> None:
+    for var, split in zip(variables, splits, strict=True):
+        if split is not None and not is_drop(var):
+            known[var] = split
 
 
-def _read(atom: Any, known: Mapping[Any, int]) -> int | None:
+def _read(atom: Var | Literal, known: Mapping[Var, Placement]) -> Placement | None:
     return None if isinstance(atom, Literal) else known.get(atom)
 
 
-def _results(
-    eqn: Any, operands: Sequence[int | None], known: dict[Any, int]
-) -> Sequence[int | None]:
+def _results(eqn: JaxprEqn, operands: Splits, known: dict[Var, Placement]) -> Splits:
     inner = bodies(eqn)
     return fold(
         eqn,
@@ -60,43 +62,46 @@ def _results(
 
 
 def _branches(
-    inner: Sequence[Any], operands: Sequence[int | None], known: dict[Any, int]
-) -> Sequence[int | None]:
+    inner: Sequence[ClosedJaxpr], operands: Splits, known: dict[Var, Placement]
+) -> Splits:
     results = [_follow(body, operands[1:], known) for body in inner]
-    return [_either(dims) for dims in zip(*results, strict=True)]
+    return [_either(splits) for splits in zip(*results, strict=True)]
 
 
-def _operator(eqn: Any, operands: Sequence[int | None]) -> Sequence[int | None]:
+def _operator(eqn: JaxprEqn, operands: Splits) -> Splits:
     rule = sharding_rule(eqn)
     if rule is None:
         return [None] * len(eqn.outvars)
-    factors = {
-        dims[dim][0]
-        for dim, dims in zip(operands, rule.operands, strict=True)
-        if dim is not None and dims[dim]
-    }
+    runs = [
+        batch_run(rule, dims[split.dim], split.outer, 1)
+        for split, dims in zip(operands, rule.operands, strict=True)
+        if split is not None
+    ]
     return [
-        _either([dim for dim, names in enumerate(dims) if names and names[0] in factors])
+        _either([placed(rule, dims, run, None) for run in runs if run is not None])
         for dims in rule.results
     ]
 
 
 def _scan(
-    eqn: Any, body: Any, operands: Sequence[int | None], known: dict[Any, int]
-) -> Sequence[int | None]:
+    eqn: JaxprEqn, body: ClosedJaxpr, operands: Splits, known: dict[Var, Placement]
+) -> Splits:
     num_consts, num_carry, _ = scan_counts(eqn)
     scanned = num_consts + num_carry
-    inside = [*operands[:scanned], *(dim - 1 if dim else None for dim in operands[scanned:])]
+    inside = [*operands[:scanned], *(_shifted(split, -1) for split in operands[scanned:])]
     results = _follow(body, inside, known)
     carry = [_either(pair) for pair in zip(inside[num_consts:scanned], results, strict=False)]
     if carry != inside[num_consts:scanned]:
         inside[num_consts:scanned] = carry
         results = _follow(body, inside, known)
-    return [
-        *results[:num_carry],
-        *(None if dim is None else dim + 1 for dim in results[num_carry:]),
-    ]
+    return [*results[:num_carry], *(_shifted(split, +1) for split in results[num_carry:])]
 
 
-def _either(dims: Sequence[int | None]) -> int | None:
-    return next((dim for dim in dims if dim is not None), None)
+def _shifted(split: Placement | None, by: int) -> Placement | None:
+    if split is None or split.dim + by < 0:
+        return None
+    return evolve(split, dim=split.dim + by)
+
+
+def _either(splits: Splits) -> Placement | None:
+    return next((split for split in splits if split is not None), None)

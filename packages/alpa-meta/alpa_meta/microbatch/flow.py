@@ -169,12 +169,12 @@ def _scan(eqn: JaxprEqn, operands: Sequence[Placement], num_microbatches: int) -
     if any(operand.kind == "split" and operand.dim == 0 for operand in scanned):
         raise MixedError(eqn)
     (body,) = bodies(eqn)
-    xs = [split(x.dim - 1) if x.kind == "split" else x for x in scanned]
+    xs = [split(x.dim - 1, x.outer) if x.kind == "split" else x for x in scanned]
     flow = _settled(
         eqn,
         lambda carry: _follow(body, [*consts, *carry, *xs], num_microbatches),
         operands[num_consts : num_consts + num_carry],
     )
     carry = flow.outputs[:num_carry]
-    ys = [split(y.dim + 1) if y.kind == "split" else y for y in flow.outputs[num_carry:]]
+    ys = [split(y.dim + 1, y.outer) if y.kind == "split" else y for y in flow.outputs[num_carry:]]
     return Run(Reading((*consts, *carry, *scanned), (*carry, *ys)), (flow,))

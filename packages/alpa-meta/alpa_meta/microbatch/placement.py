@@ -5,7 +5,8 @@ time instead of along devices. Every value has one of the placements of such an 
 those of PyTorch's DTensor; Shardy says replicated, sharded, unreduced):
 
     replicated  the same in every microbatch
-    split       each microbatch has its own part along `dim`
+    split       each microbatch has its own part along `dim`; where the batch is merged behind
+                another dim, as in time-major [T * N], a part of each of `outer` blocks
     sum         each has a part of a sum; the value is the sum over the microbatches
     extreme     the value is the largest ("max") or smallest ("min") over the microbatches
     mixed       none of these: no microbatch can compute its share alone
@@ -16,6 +17,7 @@ factors of the sharding rule say of devices holds for microbatches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from attrs import evolve, frozen
@@ -32,6 +34,7 @@ class Placement:
 
     kind: str
     dim: int = -1  # of "split"
+    outer: int = 1  # of "split"
     reduction: str = "add"  # "max" or "min" of "extreme"
     zero: bool = False
 
@@ -43,9 +46,9 @@ MIXED = Placement("mixed")
 _EXTREMES = {"max": "max", "or": "max", "min": "min", "and": "min"}
 
 
-def split(dim: int) -> Placement:
+def split(dim: int, outer: int = 1) -> Placement:
     """Return the placement of values split along `dim`."""
-    return Placement("split", dim)
+    return Placement("split", dim, outer)
 
 
 class MixedError(Exception):
@@ -94,30 +97,58 @@ def replicated_as_split(
     result; None if it must be made whole.
     """
     rule = sharding_rule(eqn)
-    if rule is None or eqn.effects or not rule.results[result][dim]:
+    if rule is None or eqn.effects:
         return None
-    name = rule.results[result][dim][0]
-    factor = rule.factor(name)
-    if factor.kind != "parallel" or factor.size % num_microbatches:
+    run = batch_run(rule, rule.results[result][dim], 1, num_microbatches)
+    if run is None or rule.factor(run.factor).kind != "parallel":
         return None
-    operands = [_place(dims, name, REPLICATED) for dims in rule.operands]
-    results = [_place(dims, name, None) for dims in rule.results]
+    operands = [placed(rule, dims, run, REPLICATED) for dims in rule.operands]
+    results = [placed(rule, dims, run, None) for dims in rule.results]
     found = [placement for placement in (*operands, *results) if placement is not None]
     if len(found) < len(operands) + len(results):
         return None
-    return Reading(tuple(found[: len(operands)]), tuple(found[len(operands) :]), name)
+    return Reading(tuple(found[: len(operands)]), tuple(found[len(operands) :]), run.factor)
 
 
-def _place(
-    dims: Sequence[tuple[str, ...]], factor: str, otherwise: Placement | None
-) -> Placement | None:
-    """Return the split along the one dim whose major factor is `factor`; None if there is none such
-    though the factor occurs, `otherwise` if it does not.
+@frozen
+class BatchRun:
+    """The batch along a factor of a rule: behind `outer` blocks of it."""
+
+    factor: str
+    outer: int
+
+
+def batch_run(
+    rule: ShardingRule, dim: Sequence[str], outer: int, num_microbatches: int
+) -> BatchRun | None:
+    """Return the factor of a dim that the batch runs along behind `outer` blocks of the dim; None
+    if it begins in no factor, or if the microbatches do not divide what is left of it.
     """
-    homes = [d for d, names in enumerate(dims) if factor in names]
-    if not homes:
-        return otherwise
-    return split(homes[0]) if len(homes) == 1 and dims[homes[0]][0] == factor else None
+    before = 1
+    for name in dim:
+        size = rule.factor(name).size
+        if outer % before == 0 and outer // before < size:
+            own = outer // before
+            return BatchRun(name, own) if size % (own * num_microbatches) == 0 else None
+        before *= size
+    return None
+
+
+def placed(
+    rule: ShardingRule,
+    dims: Sequence[tuple[str, ...]],
+    run: BatchRun,
+    otherwise: Placement | None,
+) -> Placement | None:
+    """Return the split along the one dim with the batch's factor; None if there are several,
+    `otherwise` if there is none.
+    """
+    homes = [d for d, names in enumerate(dims) if run.factor in names]
+    if len(homes) != 1:
+        return None if homes else otherwise
+    names = dims[homes[0]]
+    before = math.prod(rule.factor(name).size for name in names[: names.index(run.factor)])
+    return split(homes[0], before * run.outer)
 
 
 def _along_batch(
@@ -127,33 +158,33 @@ def _along_batch(
     rule = sharding_rule(eqn)
     if rule is None:
         raise MixedError(eqn)
-    names = {
-        dims[operand.dim][0] if dims[operand.dim] else ""
+    runs = {
+        batch_run(rule, dims[operand.dim], operand.outer, num_microbatches)
         for operand, dims in zip(operands, rule.operands, strict=True)
         if operand.kind == "split"
     }
-    name = names.pop()
-    if names or not name:
+    run = runs.pop()
+    if runs or run is None:
         raise MixedError(eqn)
-    factor = rule.factor(name)
-    if factor.kind in ("replicate", "permutation") or factor.size % num_microbatches:
+    factor = rule.factor(run.factor)
+    if factor.kind in ("replicate", "permutation") or run.outer > 1 and operator.in_blocks:
         raise MixedError(eqn)
-    if _selects_examples(operator, rule, name):
+    if _selects_examples(operator, rule, run.factor):
         raise MixedError(eqn)
     read = []
     for operand, dims in zip(operands, rule.operands, strict=True):
-        wanted = _place(dims, name, REPLICATED)
+        wanted = placed(rule, dims, run, REPLICATED)
         if wanted is None or operand.kind not in ("replicated", "split"):
             raise MixedError(eqn)
         read.append(wanted)
     combined = _combined(factor.reduction) if factor.kind == "reduction" else None
     results = []
     for dims in rule.results:
-        result = _place(dims, name, combined)
+        result = placed(rule, dims, run, combined)
         if result is None:
             raise MixedError(eqn)
         results.append(result)
-    return Reading(tuple(read), tuple(results), name)
+    return Reading(tuple(read), tuple(results), run.factor)
 
 
 def _combined(reduction: str) -> Placement | None:

@@ -110,7 +110,12 @@ class Writer:
 
     def _convert(self, held: Atom, wanted: Placement) -> Var:
         def part(number: Any, value: Any) -> Any:
-            return InTime(number, self.count).part(value, (AXIS,), wanted.dim)
+            dim, outer, shape = wanted.dim, wanted.outer, value.shape
+            blocks = lax.reshape(
+                value, (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+            )
+            taken = InTime(number, self.count).part(blocks, (AXIS,), dim + 1)
+            return lax.reshape(taken, self.shape(shape, wanted))
 
         def first_only(number: Any, value: Any) -> Any:
             return jnp.where(number == 0, value, jnp.zeros_like(value))

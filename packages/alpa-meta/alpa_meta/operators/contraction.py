@@ -141,5 +141,5 @@ _product = functools.partial(Operator, heavy=True, kernel="matmul", linear_in=((
 
 OPERATORS = {
     "dot_general": _product(_dot_rule, _run_dot, piece_params=same_params, reorders=True),
-    "ragged_dot_general": _product(_ragged_rule, _run_ragged, flops=_ragged_flops),
+    "ragged_dot_general": _product(_ragged_rule, _run_ragged, flops=_ragged_flops, in_blocks=True),
 }

@@ -224,6 +224,8 @@ class Operator:
     sums_survive whether the result of sums is the sum of the results in its types, where linear
     order_survives  whether a largest (smallest) operand gives the largest (smallest) result
     passes_on    whether result k is operand k
+    in_blocks    whether its local form takes a part of a dim for a block of it, as one that counts
+                 rows does
     layout       whether the result is the operand's elements at other places, or repeated
 
     What it costs, of the whole equation; None: derived from the factors of the rule, where those
@@ -252,6 +254,7 @@ class Operator:
     sums_survive: Callable[[JaxprEqn], bool] = always
     order_survives: Callable[[JaxprEqn], bool] = never
     passes_on: bool = False
+    in_blocks: bool = False
     layout: bool = False
     flops: CountFunction | None = None
     bytes: CountFunction | None = None

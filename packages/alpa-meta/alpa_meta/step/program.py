@@ -335,8 +335,7 @@ def _given_aval(given: Given, num_microbatches: int) -> jax.ShapeDtypeStruct:
 def _classified(
     step: Step, closed: ClosedJaxpr
 ) -> tuple[ClosedJaxpr, Phases, dict[Var, Placement]]:
-    dims = example_dims(closed, [0 if is_batch else None for is_batch in step._batch])
-    placements = {var: split(dim) for var, dim in dims.items()}
+    placements = example_dims(closed, [split(0) if is_batch else None for is_batch in step._batch])
     phases = classify(open_jaxpr(closed).eqns, placements)
     closed, kept = without_markers(closed, phases.of_eqn)
     return closed, evolve(phases, of_eqn=kept), placements

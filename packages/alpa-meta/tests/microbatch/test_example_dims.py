@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from alpa_meta.microbatch.example_dims import example_dims
+from alpa_meta.microbatch.placement import split
 from alpa_meta.step.program import Step
 from alpa_meta.step.trace import trace
 
@@ -12,8 +13,8 @@ SHAPE = jax.ShapeDtypeStruct
 
 def dims_of(function, *shapes):
     jaxpr, _ = trace(function, *shapes)
-    known = example_dims(jaxpr, [None, 0])
-    return [known.get(atom) for atom in jaxpr.jaxpr.outvars]
+    known = example_dims(jaxpr, [None, split(0)])
+    return [getattr(known.get(atom), "dim", None) for atom in jaxpr.jaxpr.outvars]
 
 
 def test_the_batch_dim_is_followed_until_it_is_summed():

@@ -116,3 +116,13 @@ def test_zeros_of_the_batch_are_made_as_parts():
     assert made is not None
     assert made.results == (split(0),)
     assert replicated_as_split(eqn, 0, 0, 3) is None
+
+
+def test_the_batch_is_followed_behind_the_time():
+    eqn = equation(lambda x: x.reshape(32, 3), (4, 8, 3))
+    merged = operator_reading(eqn, [split(1)], 2).results
+    assert merged == (split(0, 4),)
+    eqn = equation(lambda x: x @ jnp.ones((3, 5)), (32, 3))
+    assert operator_reading(eqn, [*merged, REPLICATED], 2).results == (split(0, 4),)
+    eqn = equation(lambda x: x.reshape(4, 8, 5), (32, 5))
+    assert operator_reading(eqn, [split(0, 4)], 2).results == (split(1),)
