@@ -1,5 +1,6 @@
 """Predicts time, memory and communication of training on catalogued or calibrated hardware."""
 
+from cost_model.arithmetic import product_arithmetic
 from cost_model.calibration import calibrate
 from cost_model.cluster_name import cluster, cluster_names
 from cost_model.collective import COLLECTIVE_BYTES
@@ -43,6 +44,7 @@ __all__ = [
     "logical_mesh",
     "overlapped",
     "predict",
+    "product_arithmetic",
     "simulate",
     "simulate_shared",
     "store_profile",

@@ -27,6 +27,7 @@ from cost_model.profile import Profile, Sample
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 DTYPES = ("float32", "bfloat16")
+ON_ACCELERATORS = ("tensorfloat32",)  # float32 products at less than highest precision
 
 Progress = Callable[[str, int, int], None]  # (what runs next, position, how many)
 _PEAK_SHARE = 0.9  # of a fitted peak that large matmuls reach; the peak is fitted to go with it
@@ -85,7 +86,7 @@ def catalogue_device(kind: str) -> DeviceSpec | None:
 def measurements(unit: int, platform: str, num_devices: int) -> list[tuple[str, tuple[Any, ...]]]:
     """Return (method, arguments) of everything that is timed; `unit` scales matmul sizes."""
     todo: list[tuple[str, tuple[Any, ...]]] = []
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, *(() if platform == "cpu" else ON_ACCELERATORS)):
         for m, n, k in (
             (unit, unit, unit), (unit // 2, unit // 2, unit // 2), (unit, unit, unit // 8),
             (unit, unit // 8, unit), (unit // 4, unit, unit), (unit // 4, unit // 4, unit // 4),
@@ -127,7 +128,7 @@ def _sample(measurer: Measurer, method: str, arguments: tuple[Any, ...]) -> Iter
     if method == "matmul":
         m, n, k, dtype, count = arguments
         shape = (m, n, k)
-        width = 4 if dtype == "float32" else 2
+        width = 2 if dtype == "bfloat16" else 4
         yield Sample(
             name="matmul", seconds=taken, dtype=dtype, shape=shape,
             flops=2.0 * math.prod(shape), num_devices=count,
@@ -162,7 +163,7 @@ def _fit_device(
     rows = [s for s in samples if s.name in ("matmul", "elementwise") and s.num_devices == 1]
     rates = {
         dtype: max(s.flops / s.seconds for s in rows if s.dtype == dtype and s.flops)
-        for dtype in DTYPES
+        for dtype in sorted({s.dtype for s in rows if s.name == "matmul"})
     }
     copies = max(s.bytes / s.seconds for s in rows if s.name == "elementwise")
     start = {f"peak.{dtype}": rate / _PEAK_SHARE for dtype, rate in rates.items()}
@@ -171,7 +172,7 @@ def _fit_device(
     tile = (1, 1) if shared else (128, 128)
 
     def built(values: Mapping[str, float]) -> tuple[DeviceSpec, KernelEfficiency]:
-        peaks = dict(base.peak_flops) | {d: values[f"peak.{d}"] for d in DTYPES}
+        peaks = dict(base.peak_flops) | {d: values[f"peak.{d}"] for d in rates}
         device = evolve(
             base, peak_flops=peaks, memory_bandwidth=values["bandwidth"],
             launch_latency=values["launch"], sustained=1.0,

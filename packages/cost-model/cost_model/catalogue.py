@@ -66,7 +66,7 @@ def _tpu(
         name=name,
         memory=memory,
         memory_bandwidth=memory_bandwidth,
-        # float32 matmuls run as several bfloat16 passes: 3 at default high precision, 6 at highest
+        # float32 products run as bfloat16 passes: 3 at high precision, 6 at highest (`arithmetic`)
         peak_flops={
             "bfloat16": half,
             "float16": half,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cost_model.arithmetic import product_arithmetic
 from cost_model.kernel import seconds
 from cost_model.profile import Profile, Sample
 
@@ -30,13 +31,14 @@ def layer_seconds(profile: Profile, sample: Sample) -> float:
         ("elementwise", 8 * states), ("elementwise", 3 * states), ("elementwise", 3 * states),
     ]  # fmt: skip
     device, efficiency = profile.device, profile.efficiency
+    arithmetic, _ = product_arithmetic(sample.dtype, "default", device.platform)
     forward, backward = 0.0, 0.0
     for kind, shape in matmuls:
         *group, m, n, k = shape
         many = group[0] if group else 1
         flops = 2.0 * many * m * n * k
         bytes = float(width * many * (m * k + k * n + m * n))
-        time = seconds(device, efficiency, flops, bytes, sample.dtype, kind, shape)
+        time = seconds(device, efficiency, flops, bytes, arithmetic, kind, shape)
         forward += time
         backward += 2 * time
     for kind, bytes in others:

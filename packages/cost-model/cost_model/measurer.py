@@ -18,7 +18,10 @@ class Measurer(Protocol):
         """Return how many devices collectives run on."""
 
     def matmul(self, m: int, n: int, k: int, dtype: str, num_devices: int) -> float:
-        """Time an (m, k) x (k, n) product on each of `num_devices` devices at once."""
+        """Time an (m, k) x (k, n) product on each of `num_devices` devices at once.
+
+        float32 is computed at highest precision, tensorfloat32 is float32 at high precision.
+        """
 
     def elementwise(self, size: int, dtype: str) -> float:
         """Time x * y + 1 over `size` elements on one device."""
@@ -68,9 +71,14 @@ class JaxMeasurer:
         jnp = self._numpy
         mesh, spec = self._mesh(num_devices)
         sharding = self._jax.sharding.NamedSharding(mesh, spec("x"))
-        left = self._filled((num_devices, m, k), dtype, sharding)
-        right = self._filled((num_devices, k, n), dtype, sharding)
-        run = self._jax.jit(lambda a, b: jnp.einsum("dmk,dkn->dmn", a, b), out_shardings=sharding)
+        stored = "float32" if dtype == "tensorfloat32" else dtype
+        precision = "high" if dtype == "tensorfloat32" else "highest"
+        left = self._filled((num_devices, m, k), stored, sharding)
+        right = self._filled((num_devices, k, n), stored, sharding)
+        run = self._jax.jit(
+            lambda a, b: jnp.einsum("dmk,dkn->dmn", a, b, precision=precision),
+            out_shardings=sharding,
+        )
         return self._time(lambda: run(left, right))
 
     def elementwise(self, size: int, dtype: str) -> float:

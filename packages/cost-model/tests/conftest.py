@@ -91,7 +91,7 @@ class MadeUpMachine:
 
     def __init__(self, platform="gpu", kind="Imaginary 9000", devices=4):
         self.platform, self.kind, self.devices = platform, kind, devices
-        self.peaks = {"float32": 1e13, "bfloat16": 8e13}
+        self.peaks = {"float32": 1e13, "tensorfloat32": 4e13, "bfloat16": 8e13}
         self.calls = []
 
     def describe(self):

@@ -9,7 +9,7 @@ def test_the_constants_of_an_imaginary_machine_are_found(made_up_machine):
     profile = calibrate(made_up_machine())
     device = profile.device
     assert device.name == "imaginary-9000" and device.memory == 16e9
-    for dtype, peak in (("float32", 1e13), ("bfloat16", 8e13)):
+    for dtype, peak in (("float32", 1e13), ("tensorfloat32", 4e13), ("bfloat16", 8e13)):
         reached = device.peak_flops[dtype] * profile.efficiency.compute["matmul"]
         assert reached == pytest.approx(peak, rel=0.25)
     assert profile.intra_host.bandwidth == pytest.approx(4e10, rel=0.02)

@@ -195,9 +195,9 @@ class MeshCosts:
         return self._matrices[key]
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether the devices are XLA host devices."""
-        return self.model.device(self.host_group).platform == "cpu"
+    def platform(self) -> str:
+        """The kind of the devices: "gpu", "tpu" or "cpu" (XLA host devices)."""
+        return self.model.device(self.host_group).platform
 
     def compute_seconds(self, kind: str, flops: float, bytes: float, dtype: str) -> float:
         """Return the seconds of an operator's part on one device.

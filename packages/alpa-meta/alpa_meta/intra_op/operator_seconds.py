@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from alpa_interchange import LogicalMesh, ShardingRule, Strategy
-from alpa_meta.compat import dtype_name
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.arithmetic import arithmetic
 from alpa_meta.intra_op.bucketed_traffic import Sent, own_sums
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.operators import flops, kernel_kind, operator_of, sharding_rule, traffic_bytes
@@ -29,15 +29,15 @@ def operator_seconds(
     `together` equations.
     """
     work, traffic, kind = flops(eqn), traffic_bytes(eqn), kernel_kind(eqn)
-    patch_bytes = operator_of(eqn).patch_bytes if costs.on_cpu else None
-    dtype = dtype_name(eqn.invars[0].aval.dtype) if eqn.invars else "float32"
+    patch_bytes = operator_of(eqn).patch_bytes if costs.platform == "cpu" else None
+    dtype, passes = arithmetic(eqn, costs.platform)
     seconds = []
     for strategy in strategies:
         shards = costs.mesh.size(tuple(a for _, axes in strategy.assignment for a in axes))
         moved = traffic / shards
         if patch_bytes is not None and rule is not None:
             moved += patch_bytes(eqn, rule, strategy, costs.mesh)
-        cost = costs.compute_seconds(kind, work / shards, moved, dtype)
+        cost = costs.compute_seconds(kind, passes * work / shards, moved, dtype)
         if rule is not None:
             cost += _inner_seconds(costs, eqn, rule, strategy, late, together)
         seconds.append(cost)

@@ -1,0 +1,44 @@
+"""The arithmetic that a product asks for: its operands' dtype, precision and result dtype.
+
+`jax.default_matmul_precision`, as a context or as configured, is what jax writes into an equation
+whose `precision` is not given; it is therefore read at the time the step is traced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from alpa_meta.compat import JaxprEqn, dtype_name
+from cost_model import product_arithmetic
+
+
+def arithmetic(eqn: JaxprEqn, platform: str) -> tuple[str, int]:
+    """Return (dtype whose peak flop/s hold, passes over the operands) of an equation."""
+    if not eqn.invars:
+        return "float32", 1
+    operand = eqn.invars[0].aval.dtype
+    if "precision" not in eqn.params:
+        return dtype_name(operand), 1
+    asked = eqn.params["precision"]
+    if isinstance(asked, lax.DotAlgorithm):
+        return dtype_name(jnp.dtype(asked.lhs_precision_type)), asked.num_primitive_operations
+    wider = jnp.promote_types(operand, eqn.invars[1].aval.dtype)
+    wanted = eqn.params.get("preferred_element_type")
+    # XLA widens operands to a result of another kind or of double width, not bfloat16 to float32
+    if wanted is not None and jnp.dtype(wanted).itemsize > 4:
+        wider = jnp.promote_types(wider, wanted)
+    return product_arithmetic(dtype_name(wider), _precision(asked), platform)
+
+
+def _precision(asked: Any) -> str:
+    """Return the precision of a product as cost-model names it; of two, the higher counts."""
+    if asked is None:
+        return "default"
+    if isinstance(asked, lax.DotAlgorithmPreset):
+        return "default" if asked is lax.DotAlgorithmPreset.DEFAULT else asked.name
+    order = list(lax.Precision)
+    both = asked if isinstance(asked, tuple) else (asked,)
+    return max(both, key=order.index).name.lower()
