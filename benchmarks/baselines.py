@@ -57,6 +57,7 @@ from alpa_meta.audit.replica_groups import axes_of_groups, axes_of_pairs
 from alpa_meta.audit.report import format_bytes
 from alpa_meta.corpus import NAMES, CorpusModel, build
 from alpa_meta.presets import PRESETS, preset_specs
+from alpa_meta.step.program import Step
 from cost_model import CostModel
 from cost_model import cluster as cluster_by_name
 
@@ -138,7 +139,8 @@ class Baseline:
         if strategy == PARALLAX:
             specs, predicted = parallax_specs(model, mesh), float("inf")
         else:
-            specs = preset_specs(strategy, model.state, model.batch, AXES)
+            given = Step(model.train_step, (model.state, model.batch))
+            specs = preset_specs(strategy, given, AXES)
             predicted = predicted_seconds(model, strategy, cluster)
         place = [self._shardings(mesh, one) for one in specs]
         start = time.perf_counter()

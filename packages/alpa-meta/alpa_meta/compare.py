@@ -22,9 +22,11 @@ from alpa_meta.errors import InfeasibleError, PlanError
 
 if TYPE_CHECKING:
     from alpa_meta.corpus import CorpusModel
+    from alpa_meta.presets import Coverage
 
 AUTOMATIC = "automatic"
 WIDTH = 120  # of the table where the output is no terminal
+MOST = 0.95  # a preset that divides less is noted; norms and biases, left whole, are never so many
 DEFAULT_PRESETS = ("dp", "zero2", "zero3", "megatron", "megatron-sp", "2d")
 
 
@@ -33,7 +35,8 @@ class Compared:
     """One model under one parallelism; seconds per step, bytes per device.
 
     `sent_bytes` are sent by the busiest device of any stage per step (ring algorithms). What was
-    not measured is None; `note` says why there is no plan.
+    not measured is None; `covered` is what a preset divides, `note` says what it does not, or why
+    there is no plan.
     """
 
     strategy: str
@@ -44,6 +47,7 @@ class Compared:
     num_collectives: int | None = None
     measured_seconds: float | None = None
     audited: bool | None = None
+    covered: Coverage | None = None
     note: str = ""
 
 
@@ -76,7 +80,7 @@ def compare(
         except InfeasibleError as error:
             found.append(Compared(strategy=name, note=f"does not fit: {error}"))
             continue
-        found.append(priced(name, planned))
+        found.append(evolve(priced(name, planned), **_covered(name, planned)))
         steps[name] = step
     if not num_steps:
         return found
@@ -87,6 +91,23 @@ def compare(
         else one
         for one in found
     ]
+
+
+def _covered(name: str, planned: Any) -> dict[str, Any]:
+    """Return what a preset covers of a planned step, with a note where that is not all."""
+    from alpa_meta.presets import WITH_MODEL_AXIS, coverage
+
+    if name == AUTOMATIC:
+        return {}
+    sharding = planned.plan.shardings[0]
+    found = coverage(name, planned.program, sharding.mesh.logical)
+    note = ""
+    if name in WITH_MODEL_AXIS and min(found.parameters, found.flops) < MOST:
+        note = (
+            f"divides {found.parameters:.0%} of the parameters and {found.flops:.0%} of the flops "
+            "of products over the last axis; the rest is whole on every device of it"
+        )
+    return {"covered": found, "note": note}
 
 
 def priced(name: str, planned: Any) -> Compared:
@@ -148,6 +169,7 @@ def comparison_table(model: str, cluster: str, found: Sequence[Compared]) -> Tab
     table = Table(title=f"{model} on {cluster}", title_justify="left")
     table.add_column("parallelism")
     table.add_column("mesh")
+    table.add_column("divided: parameters, flops", justify="right")
     for name in ("predicted step", "collectives", "sent per device", "memory per device"):
         table.add_column(name, justify="right")
     if ran:
@@ -171,11 +193,12 @@ def _rows(found: Sequence[Compared], ran: bool) -> Iterator[tuple[str, ...]]:
 
     for one in found:
         if one.step_seconds is None or one.sent_bytes is None or one.memory_bytes is None:
-            yield (one.strategy, "-", "no plan", "", "", "", *(("", one.note) if ran else ()))
+            yield (one.strategy, "-", "", "no plan", "", "", "", *(("", one.note) if ran else ()))
             continue
         row: tuple[str, ...] = (
             one.strategy,
             one.mesh,
+            f"{one.covered.parameters:.0%}, {one.covered.flops:.0%}" if one.covered else "",
             bold(format_seconds(one.step_seconds), one.step_seconds == fastest),
             str(one.num_collectives),
             format_bytes(one.sent_bytes),

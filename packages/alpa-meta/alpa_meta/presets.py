@@ -1,9 +1,10 @@
 """The named parallelisms, as constraints on the planner and as partition specs of a step's inputs.
 
 `parallelize(step, preset="megatron")` plans under them: the inputs are sharded as the preset says,
-and the planner chooses the rest. A preset looks only at the names and shapes of inputs, the way
-such layouts are written by hand. Optimiser state follows the parameter whose path ends its own. A
-dim that the axes do not divide stays whole. On a mesh of one axis, "first axes" are none.
+and the planner chooses the rest. What a preset cuts follows from the program, not from names: which
+state the forward pass reads, which dims contractions carry over into each other, what the optimiser
+holds of each (`model_dims`). A dim that the axes do not divide stays whole. On a mesh of one axis,
+"first axes" are none.
 
     dp           batch over all axes, everything else replicated
     zero2        dp, optimiser state cut over all axes
@@ -17,31 +18,31 @@ dim that the axes do not divide stays whole. On a mesh of one axis, "first axes"
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attrs import frozen
 from jax.sharding import PartitionSpec
 
 from alpa_interchange import LogicalMesh
-from alpa_meta.compat import Literal
+from alpa_meta.compat import Literal, Var
 from alpa_meta.errors import PlanError
+from alpa_meta.model_dims import model_dims
 from alpa_meta.pinning import Pin
-from alpa_meta.step.program import Program
+from alpa_meta.step.arguments import is_array
+from alpa_meta.step.program import Program, Step
 
 PRESETS = ("2d", "dp", "expert", "fsdp", "megatron", "megatron-sp", "zero2", "zero3")
 """The names of the presets."""
 
-_WITH_MODEL_AXIS = ("megatron", "megatron-sp", "2d")
-_OPTIMISER = re.compile(r"\b(opt|optimizer|mu|nu|momentum|trace)\b")
-_COLUMNS = re.compile(r"\b(query|key|value|qkv)\b")
-_WIDE = re.compile(r"\b(up|gate|head)\b")
-_ROWS = re.compile(r"\b(out|down)\b")
-_TABLES = re.compile(r"\b(embed|embedding|tables)\b")
-_EXPERTS = re.compile(r"\b(up|down)\b")
+WITH_MODEL_AXIS = ("megatron", "megatron-sp", "2d")
+"""The presets that keep the last axis for parameters."""
+
+Dims = tuple[tuple[str, ...], ...]
+"""The axes of each dim of an array."""
 
 
 def check_preset(name: str) -> None:
@@ -50,141 +51,124 @@ def check_preset(name: str) -> None:
         raise PlanError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
 
 
-def preset_specs(
-    name: str, state: Any, batch: Any, axis_sizes: Mapping[str, int]
-) -> tuple[Any, Any]:
-    """Return the partition specs of `state` and `batch`, trees of their structure.
+def preset_specs(name: str, step: Step, axis_sizes: Mapping[str, int]) -> tuple[Any, ...]:
+    """Return the partition specs of the arguments of a step, trees of their structure.
 
     `axis_sizes` are the axes of the mesh; presets with a model axis take the last.
     """
     check_preset(name)
-
-    def state_spec(path: Any, leaf: Any) -> PartitionSpec:
-        return _state_spec(name, jax.tree_util.keystr(path), leaf, axis_sizes)
-
-    def batch_spec(leaf: Any) -> PartitionSpec:
-        return _batch_spec(name, tuple(leaf.shape), axis_sizes)
-
-    return jax.tree_util.tree_map_with_path(state_spec, state), jax.tree.map(batch_spec, batch)
+    program = step.program(1)
+    dims = _input_dims(name, program, axis_sizes)
+    specs = iter(_spec(dims.get(var, ())) for var in program.jaxpr.invars)
+    leaves, tree = jax.tree.flatten(tuple(step.args))
+    return tuple(tree.unflatten([next(specs) if is_array(x) else x for x in leaves]))
 
 
 def preset_pins(name: str, program: Program, mesh: LogicalMesh) -> dict[Any, Pin]:
     """Return {variable: pin} of a preset on one mesh: of inputs, and of values where it says so."""
     check_preset(name)
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    pins = {}
-    for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
-        if leaf.role == "state":
-            spec = _state_spec(name, leaf.leaf_path, var.aval, sizes)
-        elif leaf.role == "batch":
-            spec = _batch_spec(name, tuple(var.aval.shape), sizes)
-        else:
-            continue
-        pins[var] = _pin(spec, len(var.aval.shape), sizes)
+    pins = {var: _pin(dims, sizes) for var, dims in _input_dims(name, program, sizes).items()}
     if name == "megatron-sp":
         pins.update(_sequence_pins(program, sizes))
     return pins
 
 
+@frozen
+class Coverage:
+    """What a preset divides over the last axis of a mesh, which with a model axis is that one: the
+    share of the elements of parameters and of the flops of the forward pass's products."""
+
+    parameters: float
+    flops: float
+
+
+def coverage(name: str, program: Program, mesh: LogicalMesh) -> Coverage:
+    """Return what a preset covers of a program on one mesh."""
+    check_preset(name)
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    model = model_dims(program)
+    cut = [
+        (var, number)
+        for var, dims in _input_dims(name, program, sizes).items()
+        for number, axes in enumerate(dims)
+        if mesh.axis_names[-1] in axes
+    ]
+    elements = {var: math.prod(var.aval.shape) for var in model.parameters}
+    covered = sum(elements.get(var, 0) for var in {var for var, _ in cut})
+    return Coverage(covered / max(sum(elements.values()), 1), model.flops_share(cut))
+
+
+def _input_dims(name: str, program: Program, axis_sizes: Mapping[str, int]) -> dict[Var, Dims]:
+    """Return the axes of each dim of the state and the batch under a preset."""
+    axes = tuple(axis_sizes)
+    model, size = model_dims(program), axis_sizes[axes[-1]]
+    cut: Mapping[Var, int] = {}
+    if name in WITH_MODEL_AXIS:
+        cut = model.tensor_cut(size)
+    elif name == "expert":
+        cut = model.expert_cut(size)
+    over = {"2d": axes[:-1], "zero3": axes, "fsdp": axes, "zero2": axes}.get(name, ())
+    whole = set(model.parameters) if name == "zero2" else set()
+    found: dict[Var, Dims] = {}
+    for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
+        shape = tuple(var.aval.shape)
+        if leaf.role == "batch":
+            found[var] = _batch_dims(name, shape, axis_sizes)
+        elif leaf.role == "state":
+            dims: list[tuple[str, ...]] = [()] * len(shape)
+            if var in cut:
+                dims[cut[var]] = axes[-1:]
+            if over and var not in whole and not _is_key(var.aval):
+                largest = _largest(dims, shape, math.prod(axis_sizes[axis] for axis in over))
+                if largest is not None:
+                    dims[largest] = over
+            found[var] = tuple(dims)
+    return found
+
+
 def _sequence_pins(program: Program, axis_sizes: Mapping[str, int]) -> dict[Any, Pin]:
     """Return pins along the sequence of the residual stream, sums of [batch, sequence, width]."""
-    axes = tuple(axis_sizes)
-    size = axis_sizes[axes[-1]]
+    last = tuple(axis_sizes)[-1]
     pins = {}
     for eqn, phase in zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True):
         shape = tuple(getattr(eqn.outvars[0].aval, "shape", ()))
-        if phase != "forward" or eqn.primitive.name != "add" or len(shape) != 3 or shape[1] % size:
+        if phase != "forward" or eqn.primitive.name != "add" or len(shape) != 3:
+            continue
+        if shape[1] % axis_sizes[last]:
             continue
         if all(not isinstance(a, Literal) and tuple(a.aval.shape) == shape for a in eqn.invars):
-            batch = _batch_spec("megatron-sp", shape, axis_sizes)
-            first = batch[0] if len(batch) else None
-            pins[eqn.outvars[0]] = _pin(_spec(first, axes[-1:]), 3, axis_sizes)
+            batch = _batch_dims("megatron-sp", shape, axis_sizes)
+            pins[eqn.outvars[0]] = _pin((batch[0], (last,), ()), axis_sizes)
     return pins
 
 
-def _pin(spec: PartitionSpec, rank: int, axis_sizes: Mapping[str, int]) -> Pin:
-    entries = [*spec, *[None] * (rank - len(spec))]
-    named = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
-    return Pin(tuple(tuple(axis for axis in axes if axis_sizes[axis] > 1) for axes in named))
+def _pin(dims: Dims, axis_sizes: Mapping[str, int]) -> Pin:
+    return Pin(tuple(tuple(axis for axis in axes if axis_sizes[axis] > 1) for axes in dims))
 
 
-def _batch_spec(name: str, shape: tuple[int, ...], axis_sizes: Mapping[str, int]) -> PartitionSpec:
-    axes = tuple(axis_sizes)
-    if name in _WITH_MODEL_AXIS:
-        axes = axes[:-1]
-    size = math.prod(axis_sizes[axis] for axis in axes)
-    cut = bool(axes) and bool(shape) and shape[0] % size == 0
-    return _spec(axes) if cut else _spec()
-
-
-def _state_spec(name: str, path: str, leaf: Any, axis_sizes: Mapping[str, int]) -> PartitionSpec:
-    words = re.sub(r"[^A-Za-z0-9]+", " ", path)
-    shape, axes = tuple(leaf.shape), tuple(axis_sizes)
-    dims: list[tuple[str, ...] | None] = [None] * len(shape)
-    cut_axes: tuple[str, ...] = ()
-    if _is_key(leaf):
-        return _spec(*dims)
-    if name in _WITH_MODEL_AXIS:
-        _cut(dims, shape, _megatron_dim(words, len(shape)), axes[-1:], axis_sizes)
-        cut_axes = axes[:-1] if name == "2d" else ()
-    elif name == "expert":
-        dim = 0 if len(shape) == 3 and _EXPERTS.search(words) else None
-        _cut(dims, shape, dim, axes[-1:], axis_sizes)
-    elif name in ("zero3", "fsdp") or (name == "zero2" and _OPTIMISER.search(words)):
-        cut_axes = axes
-    if cut_axes:
-        _cut(dims, shape, _largest(dims, shape, cut_axes, axis_sizes), cut_axes, axis_sizes)
-    return _spec(*dims)
-
-
-def _is_key(leaf: Any) -> bool:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return True
-    return bool(leaf.dtype == np.uint32) and tuple(leaf.shape) in ((2,), (4,))
-
-
-def _spec(*dims: tuple[str, ...] | None) -> PartitionSpec:
+def _spec(dims: Dims) -> PartitionSpec:
     construct: Any = PartitionSpec
-    made: PartitionSpec = construct(*dims)
+    made: PartitionSpec = construct(*(axes or None for axes in dims))
     return made
 
 
-def _megatron_dim(words: str, num_dims: int) -> int | None:
-    """Return the dim (from the end) that tensor parallelism cuts, None if the leaf stays whole."""
-    bias = "bias" in words
-    if _COLUMNS.search(words):
-        heads_apart = num_dims >= (2 if bias else 3)
-        return -2 if heads_apart else -1
-    if _WIDE.search(words):
-        return -1
-    if _ROWS.search(words) and not bias:
-        return -3 if " out" in words and num_dims >= 3 else -2
-    if _TABLES.search(words) and num_dims == 2:
-        return -2
-    return None
-
-
-def _largest(
-    dims: list[tuple[str, ...] | None],
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
-    axis_sizes: Mapping[str, int],
-) -> int | None:
-    """Return the largest whole dim that `axes` divide, the first of equals, else None."""
+def _batch_dims(name: str, shape: tuple[int, ...], axis_sizes: Mapping[str, int]) -> Dims:
+    axes = tuple(axis_sizes)
+    if name in WITH_MODEL_AXIS:
+        axes = axes[:-1]
     size = math.prod(axis_sizes[axis] for axis in axes)
-    free = [d for d, s in enumerate(shape) if dims[d] is None and s % size == 0 and s >= size]
+    cut = bool(axes) and bool(shape) and shape[0] % size == 0
+    return (axes if cut else (), *[()] * (len(shape) - 1)) if shape else ()
+
+
+def _is_key(aval: Any) -> bool:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return True
+    return bool(aval.dtype == np.uint32) and tuple(aval.shape) in ((2,), (4,))
+
+
+def _largest(dims: Sequence[tuple[str, ...]], shape: tuple[int, ...], size: int) -> int | None:
+    """Return the largest whole dim that `size` divides, the first of equals, else None."""
+    free = [d for d, s in enumerate(shape) if not dims[d] and s % size == 0 and s >= size]
     return max(free, key=lambda d: shape[d], default=None)
-
-
-def _cut(
-    dims: list[tuple[str, ...] | None],
-    shape: tuple[int, ...],
-    dim: int | None,
-    axes: tuple[str, ...],
-    axis_sizes: Mapping[str, int],
-) -> None:
-    """Put `axes` on `dim` of a spec, if they divide it."""
-    if dim is None or not -len(shape) <= dim < len(shape):
-        return
-    if shape[dim] % math.prod(axis_sizes[axis] for axis in axes) == 0:
-        dims[dim] = axes

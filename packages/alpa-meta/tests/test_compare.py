@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from alpa_meta.compare import AUTOMATIC, compare, compare_command, comparison_table
 from alpa_meta.corpus import build
 from alpa_meta.errors import PlanError
+from alpa_meta.presets import Coverage
 
 app = typer.Typer()
 app.command()(compare_command)
@@ -28,6 +29,10 @@ def test_no_preset_is_predicted_faster_than_the_automatic_plan():
     assert zero3.memory_bytes < dp.memory_bytes
     output = StringIO()
     Console(file=output, width=120).print(comparison_table("convnet", "h100:8", found))
+    assert dp.covered == Coverage(0.0, 1.0) and zero3.covered == Coverage(1.0, 1.0)
+    megatron = found[3]
+    assert megatron.covered.flops < 0.95 and "of the flops of products over" in megatron.note
+    assert f"{megatron.covered.parameters:.0%}, {megatron.covered.flops:.0%}" in output.getvalue()
     assert "predicted step" in output.getvalue() and "measured" not in output.getvalue()
 
 

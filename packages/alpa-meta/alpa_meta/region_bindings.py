@@ -1,0 +1,96 @@
+"""What flows into and out of the bodies of a region: loops, conditionals, recomputation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import frozen
+
+from alpa_meta.compat import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    is_drop,
+    is_remat,
+    open_jaxpr,
+    scan_counts,
+    subjaxprs,
+)
+
+
+@frozen(eq=False)
+class Bindings:
+    """Pairs (outer, inner, shift): dim d of the inner variable is dim d + shift of the outer one.
+
+    Carries are bound at both ends.
+    """
+
+    bodies: tuple[Jaxpr, ...]
+    values: tuple[tuple[Var, Var, int], ...]
+
+
+def bindings(eqn: JaxprEqn) -> Bindings | None:
+    """Return the bindings of a region's equation, None if `eqn` is no region."""
+    name = eqn.primitive.name
+    if not (is_remat(eqn) or name in ("scan", "while", "cond")):
+        return None
+    bodies = tuple(open_jaxpr(body) for _, body in subjaxprs(eqn))
+    if name == "while":
+        pairs = _while_pairs(eqn)
+    elif name == "scan":
+        pairs = _scan_pairs(eqn, bodies[0])
+    else:
+        operands = eqn.invars[1:] if name == "cond" else eqn.invars
+        pairs = [
+            (outer, inner, 0)
+            for body in bodies
+            for outer, inner in [
+                *zip(operands, body.invars, strict=True),
+                *zip(eqn.outvars, body.outvars, strict=True),
+            ]
+        ]
+    values = [pair for pair in pairs if not any(_is_no_value(atom) for atom in pair[:2])]
+    return Bindings(bodies, tuple(values))
+
+
+def trips(eqn: JaxprEqn) -> int:
+    """Return how often a region's body runs; once where that is not known."""
+    return int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
+
+
+def _scan_pairs(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Any, Any, int]]:
+    num_consts, num_carry, _ = scan_counts(eqn)
+    first = num_consts + num_carry
+    pairs = [
+        (outer, inner, int(number >= first))
+        for number, (outer, inner) in enumerate(zip(eqn.invars, body.invars, strict=True))
+    ]
+    pairs += [
+        (outer, inner, int(number >= num_carry))
+        for number, (outer, inner) in enumerate(zip(eqn.outvars, body.outvars, strict=True))
+    ]
+    pairs += [
+        (outer, inner, 0)
+        for outer, inner in zip(eqn.outvars, body.invars[num_consts:first], strict=False)
+    ]
+    return pairs
+
+
+def _while_pairs(eqn: JaxprEqn) -> list[tuple[Any, Any, int]]:
+    test, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
+    num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    carries = eqn.invars[num_test + num_body :]
+    ends = [
+        (eqn.invars[:num_test], test.invars[:num_test]),
+        (carries, test.invars[num_test:]),
+        (eqn.invars[num_test : num_test + num_body], body.invars[:num_body]),
+        (carries, body.invars[num_body:]),
+        (eqn.outvars, body.outvars),
+        (eqn.outvars, body.invars[num_body:]),
+    ]
+    return [(outer, inner, 0) for outers, inners in ends for outer, inner in zip(outers, inners)]
+
+
+def _is_no_value(atom: Any) -> bool:
+    return isinstance(atom, Literal) or is_drop(atom)
