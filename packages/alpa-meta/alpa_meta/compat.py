@@ -29,6 +29,7 @@ _DropVar = getattr(jex, "DropVar", None)
 
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _MOST_FRAMES = 100
+_EMPTY_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
 
 
 def is_drop(var: Any) -> bool:
@@ -163,6 +164,32 @@ def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) 
     with manager:
         outputs = eqn.primitive.bind(*values, **bound)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def without_user_mesh(eqn: JaxprEqn) -> JaxprEqn:
+    """Return `eqn` to be bound under no mesh, whichever was set (jax.set_mesh) where it was traced.
+
+    Elsewhere it would disagree with the mesh of the shard_map that it is emitted into.
+    """
+    context = getattr(eqn, "ctx", None)
+    if context is None:
+        return eqn
+    own = _meshless(context)
+    return eqn if own is context else eqn.replace(ctx=own)
+
+
+@functools.lru_cache(maxsize=256)  # contexts are few, and compare by identity
+def _meshless(context: Any) -> Any:
+    with context.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jex.new_jaxpr_eqn([], [], jex.Primitive("none"), {}, frozenset()).ctx
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no mesh is set (jax.set_mesh): programs bring their own."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = jax.set_mesh(_EMPTY_MESH)
+    return context
 
 
 def row_major(value: Any) -> Any:

@@ -148,10 +148,12 @@ def pinned_axes(
     for path, spec in pins.items():
         for entry in spec:
             named.update((name, f"the pin of {path}") for name in _names(entry))
-    for eqn in _all_eqns(program.jaxpr):
+    for eqn in all_eqns(program.jaxpr):
         if is_pin(eqn):
-            for entry in pinned_spec(eqn) or ():
-                named.update((name, f"the pin at {source_line(eqn)}") for name in _names(entry))
+            sizes = getattr(getattr(eqn.params.get("sharding"), "mesh", None), "shape", {})
+            names = axes_named(pinned_spec(eqn) or ())
+            shards = [name for name in names if sizes.get(name) != 1 or name in known]
+            named.update((name, f"the pin at {source_line(eqn)}") for name in shards)
     for name, place in named.items():
         if name not in known:
             warnings.warn(
@@ -162,11 +164,17 @@ def pinned_axes(
     return set(named) & known
 
 
-def _all_eqns(jaxpr: Any) -> Iterable[Any]:
+def all_eqns(jaxpr: Any) -> Iterable[Any]:
+    """Yield the equations of a jaxpr and of the bodies inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for _, body in subjaxprs(eqn):
-            yield from _all_eqns(getattr(body, "jaxpr", body))
+            yield from all_eqns(getattr(body, "jaxpr", body))
+
+
+def axes_named(spec: Iterable[Any]) -> tuple[str, ...]:
+    """Return the axes that the entries of a spec name."""
+    return tuple(name for entry in spec for name in _names(entry))
 
 
 def _names(entry: Any) -> tuple[str, ...]:

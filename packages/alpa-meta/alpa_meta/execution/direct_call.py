@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
 
+from alpa_meta.compat import no_mesh
 from alpa_meta.execution.executable import Executable
 from alpa_meta.step.arguments import is_array
 from alpa_meta.step.program import Step
@@ -59,7 +60,8 @@ class DirectCall:
             elif value.is_deleted():
                 return NOT_DIRECT
             values.append(value)
-        found = self.program(*values)
+        with no_mesh():
+            found = self.program(*values)
         self.pace.issued(found)
         return self.tree.unflatten([result(found, leaves) for result in self.results])
 

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
+from alpa_meta.compat import no_mesh
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.combiners import combiner_options
 from alpa_meta.execution.own_constants import with_own_constants
@@ -70,7 +71,8 @@ class CompiledTask:
     @functools.cached_property
     def compiled(self) -> Any:
         """Return the task compiled by XLA."""
-        return self.function.lower(*self.arguments()).compile()
+        with no_mesh():
+            return self.function.lower(*self.arguments()).compile()
 
     @functools.cached_property
     def planned(self) -> tuple[PlannedCollective, ...]:
@@ -132,6 +134,10 @@ class Executable:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the array leaves of the step's result for those of its arguments, in order."""
+        with no_mesh():
+            return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Any]) -> list[Any]:
         inputs = parted(self.planned.program, [*inputs, *self._given(inputs)])
         buffers: dict[str, Any] = {}
         placed = list(inputs)

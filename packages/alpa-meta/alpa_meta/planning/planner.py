@@ -56,6 +56,7 @@ from alpa_meta.planning.plan_cache import searched_once
 from alpa_meta.planning.plan_identity import check_program
 from alpa_meta.planning.plan_operators import restored_choice
 from alpa_meta.step.program import Program, Step
+from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel, calibrated_model
 
 
@@ -90,6 +91,7 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
 
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
+    options = with_user_mesh(step.program(1), cluster, options)
     failed: InfeasibleError | None = None
     counts, uncut = _counts(step, options)
     while counts:

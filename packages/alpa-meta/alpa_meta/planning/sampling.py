@@ -29,11 +29,13 @@ from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
 from alpa_meta.planning.planner import device_groups, outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Step
+from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel
 
 
 def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -> Planned:
     """Return a random plan for `step` on `cluster`; `options` fix what they name."""
+    options = with_user_mesh(step.program(1), cluster, options)
     random = np.random.default_rng(seed)
     model = CostModel(cluster)
     count = options.num_microbatches or int(random.choice(_exact_counts(step)))
@@ -53,7 +55,7 @@ def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -
     places = stage_dp.place(device_groups(cluster, options), parts)
     candidates = []
     for start, stop, part in zip(bounds[:-1], bounds[1:], parts, strict=True):
-        meshes = logical_meshes(model, part, options.max_mesh_axes)
+        meshes = logical_meshes(model, part, options.max_mesh_axes, options.axis_names)
         candidates.append(
             StageCandidate(
                 layer_start=start,

@@ -23,6 +23,7 @@ from alpa_meta.compat import (
     is_drop,
     open_jaxpr,
     with_outer_name_stack,
+    without_user_mesh,
 )
 from alpa_meta.operators.regions import called, with_bodies
 from alpa_meta.passes.order import rewritten
@@ -86,7 +87,9 @@ def _inline_eqns(
         if stack is not None:
             replacement["source_info"] = with_outer_name_stack(eqn, stack)
         eqns.append(
-            eqn.replace(invars=[read(a) for a in eqn.invars], outvars=outvars, **replacement)
+            without_user_mesh(eqn).replace(
+                invars=[read(a) for a in eqn.invars], outvars=outvars, **replacement
+            )
         )
 
 
