@@ -9,8 +9,12 @@ class PlanError(ValueError):
 
 
 class InfeasibleError(PlanError):
-    """No plan fits the memory; `missing_bytes` is how much each device lacks at least."""
+    """No plan fits the memory; `missing_bytes` is how much each device lacks at least, and
+    `mesh_shape` the mesh of all devices that came closest, if one was tried."""
 
-    def __init__(self, message: str, missing_bytes: float) -> None:
+    def __init__(
+        self, message: str, missing_bytes: float, mesh_shape: tuple[int, ...] | None = None
+    ) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
+        self.mesh_shape = mesh_shape

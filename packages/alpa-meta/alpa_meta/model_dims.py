@@ -34,6 +34,7 @@ from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.operators import flops, sharding_rule
+from alpa_meta.operators.operator import shape_of
 from alpa_meta.region_bindings import bindings, trips
 from alpa_meta.step.program import Program
 from ilp_sharding.problem_builder import ProblemBuilder
@@ -112,7 +113,7 @@ class ModelDims:
     def expert_cut(self, size: int) -> Mapping[Var, int]:
         """Return {state input: dim} that expert parallelism over `size` devices cuts."""
         return self.with_mirrors(
-            {var: dim for var, dim in self.experts if var.aval.shape[dim] % size == 0}
+            {var: dim for var, dim in self.experts if shape_of(var)[dim] % size == 0}
         )
 
     def with_mirrors(self, cut: Mapping[Var, int]) -> dict[Var, int]:
@@ -132,7 +133,7 @@ class ModelDims:
         return covered / total if total else 1.0
 
     def _cuttable(self, var: Var, size: int) -> Iterator[int]:
-        for dim, length in enumerate(var.aval.shape):
+        for dim, length in enumerate(shape_of(var)):
             if length % size == 0 and self.split.get((var, dim), length) % size == 0:
                 yield dim
 
@@ -161,7 +162,7 @@ def model_dims(program: Program) -> ModelDims:
     return ModelDims(
         parameters=parameters,
         optimiser=optimiser,
-        batch=frozenset(find((v, d)) for v in roles["batch"] for d in range(len(v.aval.shape))),
+        batch=frozenset(find((v, d)) for v in roles["batch"] for d in range(len(shape_of(v)))),
         products=tuple(
             Product(work, frozenset(map(find, dims)), frozenset(map(walk.tight.find, dims)))
             for work, dims in walk.products
@@ -181,18 +182,18 @@ def _split_sizes(walk: _Walk, parameters: Sequence[Var]) -> dict[DimKey, int]:
     least: dict[Class, int] = {}
     for var, dim in walk.sizes:
         root = walk.tight.find((var, dim))
-        least[root] = min(least.get(root, 1 << 62), var.aval.shape[dim])
-    keys = ((var, dim) for var in parameters for dim in range(len(var.aval.shape)))
+        least[root] = min(least.get(root, 1 << 62), shape_of(var)[dim])
+    keys = ((var, dim) for var in parameters for dim in range(len(shape_of(var))))
     return {key: least[root] for key in keys if (root := walk.tight.find(key)) in least}
 
 
 def _experts(walk: _Walk, parameters: Sequence[Var]) -> frozenset[DimKey]:
     """Return the dims of parameters, one of each, that products treat as a batch of matrices."""
     apart = {walk.tight.find(dim) for dim in walk.experts}
-    keys = ((var, dim) for var in parameters for dim in range(len(var.aval.shape)))
+    keys = ((var, dim) for var in parameters for dim in range(len(shape_of(var))))
     found: dict[Var, int] = {}
     for var, dim in keys:
-        if len(var.aval.shape) >= 3 and walk.tight.find((var, dim)) in apart:
+        if len(shape_of(var)) >= 3 and walk.tight.find((var, dim)) in apart:
             found.setdefault(var, dim)
     return frozenset(found.items())
 
@@ -210,16 +211,16 @@ def _mirrors(
     for atom, alias in zip(program.jaxpr.outvars, program.aliases, strict=True):
         if alias is not None and not isinstance(atom, Literal) and atom in made:
             old = program.jaxpr.invars[alias]
-            for dim in range(len(old.aval.shape)):
+            for dim in range(len(shape_of(old))):
                 walk.classes.join((atom, dim), (old, dim))
     of_class: dict[Class, list[DimKey]] = defaultdict(list)
     for var in parameters:
-        for dim in range(len(var.aval.shape)):
+        for dim in range(len(shape_of(var))):
             of_class[walk.classes.find((var, dim))].append((var, dim))
     return {
         (var, dim): tuple(of_class[walk.classes.find((var, dim))])
         for var in optimiser
-        for dim in range(len(var.aval.shape))
+        for dim in range(len(shape_of(var)))
     }
 
 
@@ -227,10 +228,11 @@ def _gains(model: ModelDims, size: int) -> dict[Class, float]:
     """Return W(c) - S(c) / 2 of the classes that can be cut over `size` devices, if above 0."""
     elements: dict[Class, float] = defaultdict(float)
     for var in model.parameters:
-        for root in {model.classes.find((var, dim)) for dim in model._cuttable(var, size)}:
-            elements[root] += math.prod(var.aval.shape)
+        roots = [model.classes.find((var, dim)) for dim in model._cuttable(var, size)]
+        for root in dict.fromkeys(roots):  # in order, so that ties are always broken alike
+            elements[root] += math.prod(shape_of(var))
     candidates = [c for c in elements if c in model.used and c not in model.batch]
-    total = sum(math.prod(var.aval.shape) for var in model.parameters)
+    total = sum(math.prod(shape_of(var)) for var in model.parameters)
     made = model.produced_bytes or 1.0
     gains = {
         c: elements[c] / total - _SUM_WEIGHT * model.sums.get(c, 0.0) / made for c in candidates
@@ -246,9 +248,9 @@ def _chosen(model: ModelDims, size: int) -> frozenset[Class]:
     for root, gain in gains.items():
         node = problem.node(root, "class", ("whole", "cut"))
         problem.add_cost(node, np.array([gain, 0.0]))  # what is forgone
-    pairs = set()
+    pairs: set[tuple[int, ...]] = set()
     for var in model.parameters:
-        roots = {model.classes.find((var, dim)) for dim in range(len(var.aval.shape))} & set(gains)
+        roots = {model.classes.find((var, dim)) for dim in range(len(shape_of(var)))} & set(gains)
         numbers = sorted(problem.node(root, "class", ("whole", "cut")) for root in roots)
         pairs.update(itertools.combinations(numbers, 2))
     for first, second in sorted(pairs):
@@ -305,17 +307,18 @@ class _Walk:
 
     def _carried(self, eqn: JaxprEqn, rule: ShardingRule) -> None:
         """Join dims of operands and results with one leading factor."""
-        leading: dict[str, list[tuple[DimKey, int]]] = defaultdict(list)
-        sides = ((eqn.invars, rule.operands), (eqn.outvars, rule.results))
-        for side, (atoms, tensors) in enumerate(sides):
-            for atom, dims in zip(atoms, tensors, strict=True):
-                if isinstance(atom, Literal) or is_drop(atom):
-                    continue
-                for number, names in enumerate(dims):
-                    if names:
-                        merged = bool(side) and len(names) > 1
-                        leading[names[0]].append(((atom, number), merged))
-                        self.sizes.add((atom, number))
+        leading: dict[str, list[tuple[DimKey, bool]]] = defaultdict(list)
+        tensors = [
+            *((atom, dims, False) for atom, dims in zip(eqn.invars, rule.operands, strict=True)),
+            *((var, dims, True) for var, dims in zip(eqn.outvars, rule.results, strict=True)),
+        ]
+        for atom, dims, made in tensors:
+            if isinstance(atom, Literal) or is_drop(atom):
+                continue
+            for number, names in enumerate(dims):
+                if names:
+                    leading[names[0]].append(((atom, number), made and len(names) > 1))
+                    self.sizes.add((atom, number))
         for members in leading.values():
             (first, _), *rest = members
             for dim, merged in rest:
@@ -334,11 +337,11 @@ class _Walk:
                 if not isinstance(atom, Literal):
                     for name in names[:1]:
                         held[name].append((atom, number))
-                    if not names and atom.aval.shape[number] > 1:  # must be whole
+                    if not names and shape_of(atom)[number] > 1:  # must be whole
                         self.sums.append(((atom, number), tensor_bytes(atom) * weight))
-        for name, dims in held.items():
+        for name, along in held.items():
             if name not in in_result or kinds[name] == "permutation":
-                self.sums.append((dims[0], made))
+                self.sums.append((along[0], made))
         contracted = [name for name, dims in held.items() if name not in in_result]
         if any(len({atom for atom, _ in held[name]}) > 1 for name in contracted):
             self._product(eqn, held, in_result, weight)

@@ -31,6 +31,7 @@ from alpa_interchange import LogicalMesh
 from alpa_meta.compat import Literal, Var
 from alpa_meta.errors import PlanError
 from alpa_meta.model_dims import model_dims
+from alpa_meta.operators.operator import shape_of
 from alpa_meta.pinning import Pin
 from alpa_meta.step.arguments import is_array
 from alpa_meta.step.program import Program, Step
@@ -60,7 +61,7 @@ def preset_specs(name: str, step: Step, axis_sizes: Mapping[str, int]) -> tuple[
     program = step.program(1)
     dims = _input_dims(name, program, axis_sizes)
     specs = iter(_spec(dims.get(var, ())) for var in program.jaxpr.invars)
-    leaves, tree = jax.tree.flatten(tuple(step.args))
+    leaves, tree = _flatten(tuple(step.args))
     return tuple(tree.unflatten([next(specs) if is_array(x) else x for x in leaves]))
 
 
@@ -94,9 +95,13 @@ def coverage(name: str, program: Program, mesh: LogicalMesh) -> Coverage:
         for number, axes in enumerate(dims)
         if mesh.axis_names[-1] in axes
     ]
-    elements = {var: math.prod(var.aval.shape) for var in model.parameters}
+    elements = {var: math.prod(shape_of(var)) for var in model.parameters}
     covered = sum(elements.get(var, 0) for var in {var for var, _ in cut})
     return Coverage(covered / max(sum(elements.values()), 1), model.flops_share(cut))
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree)
 
 
 def _input_dims(name: str, program: Program, axis_sizes: Mapping[str, int]) -> dict[Var, Dims]:

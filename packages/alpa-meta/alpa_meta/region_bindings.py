@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from attrs import frozen
@@ -43,15 +44,12 @@ def bindings(eqn: JaxprEqn) -> Bindings | None:
     else:
         operands = eqn.invars[1:] if name == "cond" else eqn.invars
         pairs = [
-            (outer, inner, 0)
+            pair
             for body in bodies
-            for outer, inner in [
-                *zip(operands, body.invars, strict=True),
-                *zip(eqn.outvars, body.outvars, strict=True),
-            ]
+            for pair in _pairs((operands, body.invars), (eqn.outvars, body.outvars))
         ]
-    values = [pair for pair in pairs if not any(_is_no_value(atom) for atom in pair[:2])]
-    return Bindings(bodies, tuple(values))
+    values = tuple(pair for pair in pairs if not any(_is_no_value(atom) for atom in pair[:2]))
+    return Bindings(bodies, values)
 
 
 def trips(eqn: JaxprEqn) -> int:
@@ -62,34 +60,39 @@ def trips(eqn: JaxprEqn) -> int:
 def _scan_pairs(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Any, Any, int]]:
     num_consts, num_carry, _ = scan_counts(eqn)
     first = num_consts + num_carry
-    pairs = [
-        (outer, inner, int(number >= first))
-        for number, (outer, inner) in enumerate(zip(eqn.invars, body.invars, strict=True))
-    ]
-    pairs += [
-        (outer, inner, int(number >= num_carry))
-        for number, (outer, inner) in enumerate(zip(eqn.outvars, body.outvars, strict=True))
-    ]
-    pairs += [
-        (outer, inner, 0)
-        for outer, inner in zip(eqn.outvars, body.invars[num_consts:first], strict=False)
-    ]
-    return pairs
+    carries = body.invars[num_consts:first]
+    outside = _pairs(
+        (eqn.invars[:first], body.invars[:first]),
+        (eqn.outvars[:num_carry], body.outvars[:num_carry]),
+        (eqn.outvars[:num_carry], carries),
+    )
+    stacked = _pairs(
+        (eqn.invars[first:], body.invars[first:]),
+        (eqn.outvars[num_carry:], body.outvars[num_carry:]),
+    )
+    return [*outside, *((outer, inner, 1) for outer, inner, _ in stacked)]
 
 
 def _while_pairs(eqn: JaxprEqn) -> list[tuple[Any, Any, int]]:
     test, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
     num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carries = eqn.invars[num_test + num_body :]
-    ends = [
+    return _pairs(
         (eqn.invars[:num_test], test.invars[:num_test]),
         (carries, test.invars[num_test:]),
         (eqn.invars[num_test : num_test + num_body], body.invars[:num_body]),
         (carries, body.invars[num_body:]),
         (eqn.outvars, body.outvars),
         (eqn.outvars, body.invars[num_body:]),
+    )
+
+
+def _pairs(*ends: tuple[Sequence[Any], Sequence[Any]]) -> list[tuple[Any, Any, int]]:
+    return [
+        (outer, inner, 0)
+        for outers, inners in ends
+        for outer, inner in zip(outers, inners, strict=True)
     ]
-    return [(outer, inner, 0) for outers, inners in ends for outer, inner in zip(outers, inners)]
 
 
 def _is_no_value(atom: Any) -> bool:

@@ -19,13 +19,13 @@ def arithmetic(eqn: JaxprEqn, platform: str) -> tuple[str, int]:
     """Return (dtype whose peak flop/s hold, passes over the operands) of an equation."""
     if not eqn.invars:
         return "float32", 1
-    operand = eqn.invars[0].aval.dtype
+    operands: list[Any] = [getattr(atom.aval, "dtype", None) for atom in eqn.invars[:2]]
     if "precision" not in eqn.params:
-        return dtype_name(operand), 1
+        return dtype_name(operands[0]), 1
     asked = eqn.params["precision"]
     if isinstance(asked, lax.DotAlgorithm):
         return dtype_name(jnp.dtype(asked.lhs_precision_type)), asked.num_primitive_operations
-    wider = jnp.promote_types(operand, eqn.invars[1].aval.dtype)
+    wider = jnp.promote_types(*operands)
     wanted = eqn.params.get("preferred_element_type")
     # XLA widens operands to a result of another kind or of double width, not bfloat16 to float32
     if wanted is not None and jnp.dtype(wanted).itemsize > 4:
@@ -41,4 +41,4 @@ def _precision(asked: Any) -> str:
         return "default" if asked is lax.DotAlgorithmPreset.DEFAULT else asked.name
     order = list(lax.Precision)
     both = asked if isinstance(asked, tuple) else (asked,)
-    return max(both, key=order.index).name.lower()
+    return str(max(both, key=order.index).name).lower()

@@ -51,13 +51,23 @@ from alpa_meta.planning.chosen_plan import (
 )
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
+from alpa_meta.planning.memory_floor import check_state_fits
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.plan_cache import searched_once
 from alpa_meta.planning.plan_identity import check_program
 from alpa_meta.planning.plan_operators import restored_choice
+from alpa_meta.planning.remedies import with_remedies
 from alpa_meta.step.program import Program, Step
 from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel, calibrated_model
+
+
+@frozen
+class _Missing:
+    """The bytes that one attempt lacks per device, and its mesh where it has all devices."""
+
+    bytes: float
+    mesh_shape: tuple[int, ...] | None = None
 
 
 @frozen(eq=False)
@@ -91,6 +101,7 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
 
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
+    check_state_fits(step, cluster, options)
     options = with_user_mesh(step.program(1), cluster, options)
     failed: InfeasibleError | None = None
     counts, uncut = _counts(step, options)
@@ -104,7 +115,13 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
                 failed = error
         counts = _larger_counts(max(counts), step, options)
     assert failed is not None
-    raise failed
+    raise with_remedies(failed, step, cluster, options, _plan_as_told)
+
+
+def _plan_as_told(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
+    """Return the plan with the number of microbatches that the options name."""
+    check_state_fits(step, cluster, options)
+    return _plan_with([options.num_microbatches or 1], step, cluster, options)
 
 
 def _warn(planned: Planned, options: Options) -> None:
@@ -141,7 +158,7 @@ def _larger_counts(tried: int, step: Step, options: Options) -> list[int]:
 def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     model = calibrated_model(cluster)
     searches: list[_Search] = []
-    missing: list[float] = []
+    missing: list[_Missing] = []
     outlooks = []
     divided: set[int] = set()  # outlooks with whole scans beside one with scans in pieces
     for number, count in enumerate(counts):
@@ -184,7 +201,7 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
         solved[id(outlook)] += found
         whole_fits = whole_fits or bool(whole and found)
         if lacking:
-            missing.append(lacking)
+            missing.append(_Missing(lacking, mesh.shape if whole else None))
     for outlook, layering in outlooks:
         if solved[id(outlook)]:
             searches.append(
@@ -393,20 +410,20 @@ def _search(
 
 def _best(
     searches: list[_Search],
-    missing: list[float],
+    missing: list[_Missing],
     step: Step,
     cluster: ClusterSpec,
     model: CostModel,
     options: Options,
 ) -> Planned:
     chosen: list[tuple[float, StagePlan, _Search]] = []
-    remedies: list[str] = []
+    gaps: list[str] = []
     for search in searches:
         try:
             plan = stage_dp.solve_stages(search.problem)
         except stage_dp.InfeasibleError as error:
-            missing.append(error.missing_bytes)
-            remedies.append(str(error))
+            missing.append(_Missing(error.missing_bytes))
+            gaps.append(str(error))
             continue
         chosen.append((plan.step_seconds, plan, search))
     chosen.sort(key=lambda item: item[0])
@@ -426,17 +443,17 @@ def _best(
         )
         if isinstance(planned, Planned):
             return planned
-        missing.append(planned)
+        missing.append(_Missing(planned))
         rest = _without(search.problem, plan)
         if rest is not None:
             try:
                 again = stage_dp.solve_stages(rest)
             except stage_dp.InfeasibleError as error:
-                missing.append(error.missing_bytes)
+                missing.append(_Missing(error.missing_bytes))
             else:
                 chosen.append((again.step_seconds, again, evolve(search, problem=rest)))
                 chosen.sort(key=lambda item: item[0])
-    raise _infeasible(missing, remedies, cluster, options)
+    raise _infeasible(missing, gaps, cluster, options)
 
 
 def _without(problem: StageProblem, plan: StagePlan) -> StageProblem | None:
@@ -447,18 +464,16 @@ def _without(problem: StageProblem, plan: StagePlan) -> StageProblem | None:
 
 
 def _infeasible(
-    missing: list[float], remedies: list[str], cluster: ClusterSpec, options: Options
+    missing: list[_Missing], gaps: list[str], cluster: ClusterSpec, options: Options
 ) -> InfeasibleError:
-    least = min((bytes for bytes in missing if bytes > 0), default=0.0)
+    least = min((one.bytes for one in missing if one.bytes > 0), default=0.0)
+    whole = [one for one in missing if one.bytes > 0 and one.mesh_shape is not None]
+    shape = min(whole, key=lambda one: one.bytes).mesh_shape if whole else None
     limit = usable_memory(cluster, 0, options.memory)
-    if options.num_microbatches is None or options.num_microbatches == 1:
-        remedy = "cut the batch into more microbatches (num_microbatches)"
-    else:
-        remedy = "recompute activations (jax.checkpoint) or use a smaller batch"
-    detail = f" ({remedies[0]})" if remedies and not least else ""
+    detail = f" ({gaps[0]})" if gaps and not least else ""
     return InfeasibleError(
         f"no plan fits the memory: each device has {limit:,.0f} bytes for the program and lacks at "
-        f"least {math.ceil(least):,} more on cluster {cluster.name!r}; cheapest remedy: {remedy}, "
-        f"or use more devices{detail}",
+        f"least {math.ceil(least):,} more on cluster {cluster.name!r}{detail}",
         least,
+        shape,
     )

@@ -194,6 +194,15 @@ class Step:
             for (name, leaf), role in zip(self._named_arrays, self._roles[0], strict=True)
         )
 
+    def with_batch(self, size: int) -> Step:
+        """Return the step for batches of another number of examples."""
+        arrays = [
+            jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype) if is_batch else array
+            for array, is_batch in zip(self._arguments.arrays(), self._batch, strict=True)
+        ]
+        args = tuple(self._arguments.call_with(arrays))
+        return Step(self.function, args, self.batch_argnums, self.static_argnums)
+
     @functools.cached_property
     def batch_arguments(self) -> tuple[int, ...]:
         """The positions of the arguments that hold the batch."""

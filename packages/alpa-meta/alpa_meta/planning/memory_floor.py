@@ -1,0 +1,148 @@
+"""The least memory that the state of a step takes under any plan, known before any search.
+
+State lives through the whole step, each array once at least over all devices; an array of a single
+stage is cut into at most as many parts as the mesh has devices and its dims allow. Gradients,
+activations and temporaries come on top and are not counted here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+from attrs import frozen
+
+from alpa_interchange import ClusterSpec
+from alpa_meta.errors import InfeasibleError
+from alpa_meta.inter_op.meshes import memory_per_device, usable_memory
+from alpa_meta.options import Options
+from alpa_meta.step.arguments import abstract_leaf, is_array
+from alpa_meta.step.program import Leaf, Step
+
+_MOST_DEVICES = 1 << 20  # up to which the number that would hold the state is searched
+_NARROW = 2  # bytes of an element of bfloat16
+
+
+@frozen
+class Room:
+    """What a cluster has for a program, summed and of its smallest device."""
+
+    num_devices: int
+    total: float
+    least: float
+
+
+def room(cluster: ClusterSpec, options: Options) -> Room:
+    """Return the bytes that plans may use on a cluster."""
+    each = [
+        (group.num_devices, usable_memory(cluster, number, options.memory))
+        for number, group in enumerate(cluster.host_groups)
+    ]
+    total = sum(count * limit for count, limit in each)
+    return Room(cluster.num_devices, total, min(limit for _, limit in each))
+
+
+def check_state_fits(step: Step, cluster: ClusterSpec, options: Options) -> None:
+    """Raise InfeasibleError if the state alone takes more memory than there is.
+
+    Tracing a large step takes seconds. What is no batch by its shapes is looked at before.
+    """
+    _check(_lasting(step, options), cluster, options)
+    _check([leaf for leaf in step.leaves if leaf.role == "state"], cluster, options)
+
+
+def _lasting(step: Step, options: Options) -> list[Leaf]:
+    """Return the arrays of arguments that cannot be the batch: their first dims differ."""
+    found: list[Leaf] = []
+    for number, argument in enumerate(step.args):
+        arrays = [leaf for leaf in jax.tree.leaves(argument) if is_array(leaf)]
+        named = options.batch_argnums is not None and number in options.batch_argnums
+        lengths = {tuple(array.shape[:1]) for array in arrays}
+        if number not in options.static_argnums and not named and len(lengths) > 2:
+            found += [Leaf("", abstract_leaf(array), "state") for array in arrays]
+    return found
+
+
+def _check(state: list[Leaf], cluster: ClusterSpec, options: Options) -> None:
+    has = room(cluster, options)
+    needed = _per_device(state, has.num_devices, options)
+    limit = has.total / has.num_devices
+    if needed <= limit:
+        return
+    least = math.ceil(needed - limit)
+    raise InfeasibleError(
+        f"no plan fits the memory: the state alone takes {_size(state):,.0f} bytes, at least "
+        f"{needed:,.0f} on each of {has.num_devices} devices; each device has {limit:,.0f} bytes "
+        f"for the program and lacks at least {least:,} more on cluster {cluster.name!r}; "
+        f"cheapest remedy: {', or '.join(_remedies(state, cluster, options, limit))}",
+        float(least),
+    )
+
+
+def _remedies(
+    state: list[Leaf], cluster: ClusterSpec, options: Options, limit: float
+) -> Iterator[str]:
+    """Yield what would hold the state, with the bytes per device that it would then take."""
+    count = cluster.num_devices
+    own = min(memory_per_device(cluster, n) for n in range(len(cluster.host_groups)))
+    needed = _per_device(state, count, options)
+    if options.memory is not None and needed <= own:
+        yield f"allow the {own:,.0f} bytes that a device has (memory)"
+    narrow = _per_device(state, count, options, _narrowed)
+    if narrow <= limit:
+        yield f"keep its wider floats in bfloat16 (then {narrow:,.0f} bytes on each device)"
+    while needed > limit and count < _MOST_DEVICES:
+        count *= 2
+        needed = _per_device(state, count, options)
+    if needed <= limit:
+        yield f"use at least {count} devices (then {needed:,.0f} bytes of state on each)"
+    else:
+        yield f"use devices with at least {needed:,.0f} bytes: that much of the state is not cut"
+
+
+def _bytes(leaf: Leaf) -> float:
+    return float(math.prod(leaf.aval.shape) * getattr(leaf.aval.dtype, "itemsize", 8))
+
+
+def _narrowed(leaf: Leaf) -> float:
+    """Return the bytes of an array with its floats in bfloat16."""
+    kind = getattr(leaf.aval.dtype, "kind", "")
+    width = min(_NARROW, leaf.aval.dtype.itemsize) if kind == "f" else None
+    return _bytes(leaf) if width is None else float(math.prod(leaf.aval.shape) * width)
+
+
+def _size(state: list[Leaf]) -> float:
+    return sum(map(_bytes, state))
+
+
+def _per_device(
+    state: list[Leaf],
+    num_devices: int,
+    options: Options,
+    size_of: Callable[[Leaf], float] = _bytes,
+) -> float:
+    """Return the least bytes of state per device.
+
+    Several stages hold arrays on fewer devices each, so that there only the sum counts.
+    """
+    if options.num_stages != 1:
+        return sum(map(size_of, state)) / num_devices
+    return sum(size_of(leaf) / most_parts(tuple(leaf.aval.shape), num_devices) for leaf in state)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def most_parts(shape: tuple[int, ...], num_devices: int) -> int:
+    """Return the most equal parts of an array, one dim of which is cut by each prime of a mesh of
+    `num_devices`: the largest product of divisors of dims that divides it."""
+    reached = {1}
+    for size in shape:
+        parts = [part for part in _divisors(num_devices) if size % part == 0]
+        reached = {a * b for a in reached for b in parts if num_devices % (a * b) == 0}
+    return max(reached)
+
+
+@functools.lru_cache(maxsize=64)
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(part for part in range(1, number + 1) if number % part == 0)

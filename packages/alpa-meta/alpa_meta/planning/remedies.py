@@ -1,0 +1,244 @@
+"""What would make a step fit that does not: a remedy is planned before it is named.
+
+The step is planned once with the memory that it lacks. What that plan holds (state, gradients,
+activations, temporaries) says how far each remedy has to go; it is then planned like the step, on
+the mesh that came closest, and named with the bytes per device that its plan takes. Recomputation
+cannot be planned, since the user's code says it (`jax.checkpoint`); what it would take is computed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from attrs import evolve, frozen
+
+from alpa_interchange import ClusterSpec
+from alpa_meta.compat import JaxprEqn, Literal, Var, open_jaxpr, scan_counts
+from alpa_meta.errors import InfeasibleError, PlanError
+from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.inter_op.staging import Staging
+from alpa_meta.intra_op.liveness import KINDS
+from alpa_meta.options import Options
+from alpa_meta.planning.chosen_plan import Planned
+from alpa_meta.planning.memory_floor import room
+from alpa_meta.step.program import Step
+
+Plan = Callable[[Step, ClusterSpec, Options], Planned]
+"""Plans with the number of microbatches that the options name; InfeasibleError if nothing fits."""
+
+MOST_DOUBLINGS = 10  # of the devices: beyond 1024 times as many, no advice
+SECONDS = 30.0  # for all trials: about what planning takes itself, so that a refusal is not late
+MARGINS = (1.05, 2.0, 4.0)  # of the missing bytes, which are a bound, until there is a plan
+
+
+@frozen
+class _Trial:
+    """A step that does not fit, and how variants of it are planned."""
+
+    step: Step
+    cluster: ClusterSpec
+    options: Options
+    limit: float
+    plan: Plan
+
+    def peak(
+        self,
+        options: Options | None = None,
+        step: Step | None = None,
+        cluster: ClusterSpec | None = None,
+    ) -> float | None:
+        """Return the bytes per device of a variant's plan, None if it does not fit either."""
+        planned = self.planned(options or self.options, step, cluster)
+        return None if planned is None else max(planned.plan.stage_plan.peak_bytes)
+
+    def planned(
+        self, options: Options, step: Step | None = None, cluster: ClusterSpec | None = None
+    ) -> Planned | None:
+        """Return a variant's plan, None if it does not fit either."""
+        try:
+            return self.plan(step or self.step, cluster or self.cluster, options)
+        except PlanError:
+            return None
+
+
+def with_remedies(
+    failed: InfeasibleError, step: Step, cluster: ClusterSpec, options: Options, plan: Plan
+) -> InfeasibleError:
+    """Return the error with the remedies that were found to help, those that change least first."""
+    options = evolve(
+        options,
+        num_microbatches=options.num_microbatches or 1,
+        progress=None,
+        solver_seconds=min(options.solver_seconds, SECONDS / 3),
+    )
+    if options.num_stages in (None, 1):
+        shape = failed.mesh_shape or options.mesh_shape
+        options = evolve(options, num_stages=1, mesh_shape=shape)
+    trial = _Trial(step, cluster, options, room(cluster, options).least, plan)
+    until = time.monotonic() + SECONDS
+    roomy = _with_more_memory(trial, failed.missing_bytes)
+    found: list[str] = []
+    for remedy in (_microbatches, _no_preset, _recomputation, _smaller_batch, _more_devices):
+        if roomy is not None and time.monotonic() < until:
+            found.extend(remedy(trial, roomy))
+    text = ", or ".join(found) or "none that was tried is enough; use a smaller model or batch"
+    return InfeasibleError(
+        f"{failed}; cheapest remedy: {text}", failed.missing_bytes, failed.mesh_shape
+    )
+
+
+@frozen(eq=False)
+class _Roomy:
+    """A plan with more memory than there is, and what its fullest device holds at its peak."""
+
+    planned: Planned
+    fixed: float  # state and gradients
+    moving: float  # activations and temporaries
+    activations: float
+
+
+def _with_more_memory(trial: _Trial, missing: float) -> _Roomy | None:
+    for margin in MARGINS:
+        memory = trial.limit + margin * missing + 1.0
+        planned = trial.planned(evolve(trial.options, memory=memory))
+        if planned is not None:
+            held = max((s.memory for s in planned.plan.shardings), key=lambda m: sum(m.values()))
+            state, gradients, activations, temporaries = (held[kind] for kind in KINDS)
+            return _Roomy(planned, state + gradients, activations + temporaries, activations)
+    return None
+
+
+def _figure(peak: float) -> str:
+    return f"(then {peak:,.0f} bytes on each device)"
+
+
+def _least(counts: Iterable[int], enough: float) -> list[int]:
+    """Return the two least counts from `enough` on."""
+    return sorted(count for count in counts if count >= enough)[:2]
+
+
+def _parts(trial: _Trial, roomy: _Roomy) -> float:
+    """Return into how many parts what moves has to be cut to fit beside what stays."""
+    left = trial.limit - roomy.fixed
+    return roomy.moving / left if left > 0 else math.inf
+
+
+def _microbatches(trial: _Trial, roomy: _Roomy) -> Iterator[str]:
+    """Yield a number of microbatches that is exact and fits."""
+    own = trial.options.num_microbatches or 1
+    for count in _least(trial.step.microbatch_counts, max(own * _parts(trial, roomy), own + 1)):
+        try:
+            exact = not trial.options.exact or not trial.step.program(count).inexact
+        except PlanError:
+            exact = False
+        peak = trial.peak(evolve(trial.options, num_microbatches=count)) if exact else None
+        if peak is not None:
+            yield f"num_microbatches={count} {_figure(peak)}"
+            return
+
+
+def _no_preset(trial: _Trial, _: _Roomy) -> Iterator[str]:
+    """Yield a parallelism that holds less of the optimiser or of the parameters, if it fits."""
+    preset = trial.options.preset
+    if preset is None:
+        return
+    for name in ("zero2", "zero3", None) if preset == "dp" else ("zero3", None):
+        if name != preset:
+            peak = trial.peak(evolve(trial.options, preset=name))
+            if peak is not None:
+                instead = "no preset" if name is None else f"preset {name!r}"
+                yield f"{instead} instead of {preset!r} {_figure(peak)}"
+                return
+
+
+def _smaller_batch(trial: _Trial, roomy: _Roomy) -> Iterator[str]:
+    """Yield a number of examples that fits."""
+    size, count = trial.step.batch_size or 1, trial.options.num_microbatches or 1
+    parts = [part for part in range(2, size + 1) if size % (part * count) == 0]
+    for part in _least(parts, _parts(trial, roomy)):
+        peak = trial.peak(step=trial.step.with_batch(size // part))
+        if peak is not None:
+            yield f"a batch of {size // part} examples instead of {size} {_figure(peak)}"
+            return
+
+
+def _more_devices(trial: _Trial, roomy: _Roomy) -> Iterator[str]:
+    """Yield a multiple of the devices that fits."""
+    if len(trial.cluster.host_groups) > 1:
+        return
+    (group,) = trial.cluster.host_groups
+    shape = trial.options.mesh_shape
+    times_each = [1 << k for k in range(1, MOST_DOUBLINGS + 1)]
+    for times in _least(times_each, (roomy.fixed + roomy.moving) / trial.limit):
+        larger = evolve(group, num_hosts=group.num_hosts * times)
+        cluster = evolve(trial.cluster, host_groups=(larger,))
+        longer = None if shape is None else (shape[0] * times, *shape[1:])
+        peak = trial.peak(evolve(trial.options, mesh_shape=longer), cluster=cluster)
+        if peak is not None:
+            yield f"{cluster.num_devices} devices {_figure(peak)}"
+            return
+
+
+def _recomputation(trial: _Trial, roomy: _Roomy) -> Iterator[str]:
+    """Yield what recomputing every layer would take, if that is enough."""
+    saved = roomy.activations * (1 - kept_share(roomy.planned.staging))
+    after = roomy.fixed + roomy.moving - saved
+    if after <= trial.limit:
+        yield f"recompute layers by jax.checkpoint (then about {after:,.0f} bytes on each device)"
+
+
+def kept_share(staging: Staging) -> float:
+    """Return the share of the bytes of activations that stay if every layer is recomputed.
+
+    What one layer hands to another stays, and of the rest that of one layer at a time. A scan over
+    layers keeps its carry per iteration, and of what it stacks for the backward pass one iteration.
+    """
+    eqns, phases, layers = staging.eqns, staging.phases, staging.layers
+    read = {
+        atom
+        for eqn, phase in zip(eqns, phases, strict=True)
+        if phase == "backward"
+        for atom in eqn.invars
+        if not isinstance(atom, Literal)
+    }
+    home: dict[Var, int] = {}
+    handed: set[Var] = set()
+    recomputed: dict[int, float] = {}
+    total = kept = 0.0
+    for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
+        if phase != "forward":
+            continue
+        handed.update(
+            atom
+            for atom in eqn.invars
+            if not isinstance(atom, Literal) and home.get(atom, layer) != layer
+        )
+        home.update(dict.fromkeys(eqn.outvars, layer or 0))
+        if eqn.primitive.name == "scan":
+            stacked = _stacked_bytes(eqn, read)
+            total += stacked
+            kept += min(stacked, _carried_bytes(eqn) + stacked / eqn.params["length"])
+            read.difference_update(eqn.outvars)
+    for var, layer in home.items():
+        if var in read:
+            size = tensor_bytes(var)
+            total += size
+            if var in handed:
+                kept += size
+            else:
+                recomputed[layer] = recomputed.get(layer, 0.0) + size
+    kept += max(recomputed.values(), default=0.0)
+    return kept / total if total else 1.0
+
+
+def _stacked_bytes(eqn: JaxprEqn, read: set[Var]) -> float:
+    _, num_carry, _ = scan_counts(eqn)
+    return sum(tensor_bytes(var) for var in eqn.outvars[num_carry:] if var in read)
+
+
+def _carried_bytes(eqn: JaxprEqn) -> float:
+    num_consts, num_carry, _ = scan_counts(eqn)
+    carries = open_jaxpr(eqn.params["jaxpr"]).invars[num_consts : num_consts + num_carry]
+    return float(sum(map(tensor_bytes, carries)) * eqn.params["length"])
