@@ -31,6 +31,7 @@ from alpa_interchange import LogicalMesh
 from alpa_meta.compat import Literal, Var
 from alpa_meta.errors import PlanError
 from alpa_meta.model_dims import model_dims
+from alpa_meta.operators import linear_operands
 from alpa_meta.operators.operator import shape_of
 from alpa_meta.pinning import Pin
 from alpa_meta.step.arguments import is_array
@@ -138,9 +139,9 @@ def _sequence_pins(program: Program, axis_sizes: Mapping[str, int]) -> dict[Any,
     pins = {}
     for eqn, phase in zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True):
         shape = tuple(getattr(eqn.outvars[0].aval, "shape", ()))
-        if phase != "forward" or eqn.primitive.name != "add" or len(shape) != 3:
+        if phase != "forward" or len(shape) != 3 or shape[1] % axis_sizes[last]:
             continue
-        if shape[1] % axis_sizes[last]:
+        if len(eqn.invars) != 2 or not linear_operands(eqn):
             continue
         if all(not isinstance(a, Literal) and tuple(a.aval.shape) == shape for a in eqn.invars):
             batch = _batch_dims("megatron-sp", shape, axis_sizes)

@@ -13,11 +13,11 @@ from alpa_meta.compat import (
     Literal,
     Var,
     is_drop,
-    is_remat,
     open_jaxpr,
     scan_counts,
     subjaxprs,
 )
+from alpa_meta.operators.regions import is_conditional, is_region, is_scan, is_while
 
 
 @frozen(eq=False)
@@ -33,16 +33,15 @@ class Bindings:
 
 def bindings(eqn: JaxprEqn) -> Bindings | None:
     """Return the bindings of a region's equation, None if `eqn` is no region."""
-    name = eqn.primitive.name
-    if not (is_remat(eqn) or name in ("scan", "while", "cond")):
+    if not is_region(eqn):
         return None
     bodies = tuple(open_jaxpr(body) for _, body in subjaxprs(eqn))
-    if name == "while":
+    if is_while(eqn):
         pairs = _while_pairs(eqn)
-    elif name == "scan":
+    elif is_scan(eqn):
         pairs = _scan_pairs(eqn, bodies[0])
     else:
-        operands = eqn.invars[1:] if name == "cond" else eqn.invars
+        operands = eqn.invars[1:] if is_conditional(eqn) else eqn.invars
         pairs = [
             pair
             for body in bodies
@@ -54,7 +53,7 @@ def bindings(eqn: JaxprEqn) -> Bindings | None:
 
 def trips(eqn: JaxprEqn) -> int:
     """Return how often a region's body runs; once where that is not known."""
-    return int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
+    return int(eqn.params["length"]) if is_scan(eqn) else 1
 
 
 def _scan_pairs(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Any, Any, int]]:

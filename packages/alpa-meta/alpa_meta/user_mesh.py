@@ -19,7 +19,7 @@ from alpa_meta.compat import source_line
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.options import Options
-from alpa_meta.pinning import all_eqns, axes_named, pinned_spec
+from alpa_meta.pinning import all_eqns, axes_named, is_pin, pinned_spec
 from alpa_meta.step.program import Program
 
 
@@ -47,7 +47,7 @@ def user_mesh(program: Program) -> UserMesh | None:
     places: dict[str, str] = {}
     for eqn in all_eqns(program.jaxpr):
         mesh = getattr(eqn.params.get("sharding"), "mesh", None)
-        if eqn.primitive.name != "sharding_constraint" or mesh is None or mesh.empty:
+        if mesh is None or mesh.empty or not is_pin(eqn):
             continue
         for name, size in mesh.shape.items():
             if sizes.setdefault(name, size) != size:

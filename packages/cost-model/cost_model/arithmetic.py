@@ -19,8 +19,8 @@ PRECISIONS = ("default", "high", "highest")
 """What may be asked of a product, besides the name of a dot algorithm ("BF16_BF16_F32_X3")."""
 
 _FLOAT32 = {
-    "gpu": dict(default="tensorfloat32", high="tensorfloat32", highest="float32"),
-    "tpu": dict(default="bfloat16", high="tensorfloat32", highest="float32"),
+    "gpu": {"default": "tensorfloat32", "high": "tensorfloat32", "highest": "float32"},
+    "tpu": {"default": "bfloat16", "high": "tensorfloat32", "highest": "float32"},
     "cpu": dict.fromkeys(PRECISIONS, "float32"),
 }
 _ALGORITHM = re.compile(r"(?P<operand>[A-Z0-9]+)_.*?(_X(?P<passes>\d+))?")

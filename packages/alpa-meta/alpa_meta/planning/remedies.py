@@ -20,6 +20,7 @@ from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.intra_op.liveness import KINDS
+from alpa_meta.operators.regions import is_scan
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.memory_floor import room
@@ -216,7 +217,7 @@ def kept_share(staging: Staging) -> float:
             if not isinstance(atom, Literal) and home.get(atom, layer) != layer
         )
         home.update(dict.fromkeys(eqn.outvars, layer or 0))
-        if eqn.primitive.name == "scan":
+        if is_scan(eqn):
             stacked = _stacked_bytes(eqn, read)
             total += stacked
             kept += min(stacked, _carried_bytes(eqn) + stacked / eqn.params["length"])
