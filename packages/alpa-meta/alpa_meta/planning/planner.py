@@ -89,6 +89,8 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
     with collections_paused():
+        check_state_fits(step, cluster, options)
+        options = with_user_mesh(step.program(1), cluster, options)
         planned = searched_once(
             step,
             cluster,
@@ -101,8 +103,6 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
 
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
-    check_state_fits(step, cluster, options)
-    options = with_user_mesh(step.program(1), cluster, options)
     failed: InfeasibleError | None = None
     counts, uncut = _counts(step, options)
     while counts:
