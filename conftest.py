@@ -1,6 +1,9 @@
 """Sets what must be in the environment before a test module imports jax or ray."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["ALPA_PLAN_CACHE"] = "0"  # no test takes its plans from an earlier run
@@ -11,3 +14,8 @@ os.environ.setdefault(
     "--xla_llvm_disable_expensive_passes=true",
 )
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Profiles that the user calibrated and plans the user keeps must not change what tests find. One
+# folder for the whole run: workers and subprocesses inherit it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["ALPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="alpa-tests-")
+    atexit.register(shutil.rmtree, os.environ["ALPA_CACHE_DIR"], ignore_errors=True)
