@@ -47,6 +47,12 @@ def is_plain(var: Any) -> bool:
     return isinstance(getattr(var.aval, "dtype", None), np.dtype)
 
 
+def calls_back(eqn: JaxprEqn) -> bool:
+    """Return whether `eqn` calls a function of the host that may do more than return a value."""
+    names = {type(effect).__name__.removeprefix("Ordered") for effect in eqn.effects}
+    return not subjaxprs(eqn) and not names.isdisjoint({"DebugEffect", "IOEffect"})
+
+
 def closed(jaxpr: Any) -> Any:
     """Return `jaxpr` as a ClosedJaxpr (older jax keeps some sub-jaxprs open)."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())

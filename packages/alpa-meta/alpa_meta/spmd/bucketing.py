@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
 from attrs import define, field, frozen
@@ -60,7 +61,7 @@ def in_buckets(
         closed = jax.make_jaxpr(function)(*values)
         jaxpr = compat.open_jaxpr(closed)
         if any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects):
-            return list(function(*values))  # callbacks and the like keep their order
+            return list(jex.jaxpr_as_fun(closed)(*values))  # callbacks keep their order
         return _run(jaxpr, compat.consts(closed), values, limits)
 
     return run

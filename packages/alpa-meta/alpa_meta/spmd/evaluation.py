@@ -258,6 +258,8 @@ class _OnDevice(Walk):
 
     def operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
         rule, name = sharding_rule(eqn), eqn.primitive.name
+        if compat.calls_back(eqn) and self.mesh.num_devices > 1:
+            return self._on_first(eqn, operands)
         natural = run_local(eqn, operands, strategy, self.mesh, self.collectives)
         if rule is None:
             return natural
@@ -267,6 +269,21 @@ class _OnDevice(Walk):
             else complete(value, rule, strategy, k, self.collectives, name)
             for k, (var, value) in enumerate(zip(eqn.outvars, natural, strict=True))
         ]
+
+    def _on_first(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        """Call back from the mesh's first device alone and send what comes back to the others."""
+        axes = tuple(axis.name for axis in self.mesh.axes)
+        results = lax.cond(
+            self.collectives.index(axes) == 0,
+            lambda *values: compat.bind(eqn, values),
+            lambda *values: [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars],
+            *operands,
+        )
+        return [self._sent_by_first(value, axes, eqn.primitive.name) for value in results]
+
+    def _sent_by_first(self, value: Any, axes: tuple[str, ...], reason: str) -> Any:
+        number = value.astype(jnp.int8) if value.dtype == jnp.bool_ else value
+        return self.collectives.all_reduce(number, axes, "add", reason).astype(value.dtype)
 
     def completed(self, value: Any, natural: ShardingSpec, final: ShardingSpec, reason: str) -> Any:
         return complete_sums(value, natural, final, self.collectives, reason)

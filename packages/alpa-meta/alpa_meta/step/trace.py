@@ -8,6 +8,7 @@ and opaque kernels stay single equations, their bodies inlined in turn.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,17 +23,46 @@ from alpa_meta.compat import (
     consts,
     is_drop,
     open_jaxpr,
+    source_line,
+    subjaxprs,
     with_outer_name_stack,
     without_user_mesh,
 )
+from alpa_meta.errors import PlanError
 from alpa_meta.operators.regions import called, with_bodies
+from alpa_meta.passes.former_axes import (
+    effects_without_axes,
+    former_axes,
+    of_one_member,
+    unbound_axis,
+)
 from alpa_meta.passes.order import rewritten
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Return (inlined ClosedJaxpr, output shape tree) of `function` on abstract `args`."""
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return inline(jaxpr), shapes
+    """Return (inlined ClosedJaxpr, output shape tree) of `function` on abstract `args`.
+
+    Axes of a former `jax.pmap` that the function still names have one member, with a warning.
+    """
+    axes: list[str] = []
+    while True:
+        sizes = [(axis, 1) for axis in axes]
+        try:
+            jaxpr, shapes = jax.make_jaxpr(function, axis_env=sizes, return_shape=True)(*args)
+        except NameError as error:
+            axis = unbound_axis(error)
+            if axis is None or axis in axes:
+                raise
+            axes.append(axis)
+            continue
+        if axes:
+            warnings.warn(
+                f"the step communicates over {', '.join(map(repr, axes))}, an axis of a former "
+                "pmap that is not bound here: as the step runs on the whole batch, its axis has "
+                "one member, and sums and means over it are left out",
+                stacklevel=2,
+            )
+        return inline(jaxpr), shapes
 
 
 def inline(jaxpr: Any) -> Any:
@@ -44,7 +74,8 @@ def inline(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     _inline_eqns(inner.eqns, env, eqns, constvars, values, None)
     outvars = [atom if isinstance(atom, Literal) else env[atom] for atom in inner.outvars]
-    flat = inner.replace(constvars=constvars, eqns=eqns, outvars=outvars)
+    effects = effects_without_axes(inner.effects)
+    flat = inner.replace(constvars=constvars, eqns=eqns, outvars=outvars, effects=effects)
     return rewritten(ClosedJaxpr(flat, values))
 
 
@@ -77,19 +108,38 @@ def _inline_eqns(
             for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
                 env[var] = atom if isinstance(atom, Literal) else scope[atom]
             continue
+        if former_axes(eqn):
+            fresh = [Var(var.aval) for var in eqn.outvars]
+            read_eqn = eqn.replace(invars=[read(a) for a in eqn.invars], outvars=fresh)
+            for var, (value, added) in zip(eqn.outvars, of_one_member(read_eqn), strict=True):
+                env[var] = value
+                eqns += added
+            continue
         outvars = []
         for var in eqn.outvars:
-            fresh = var if is_drop(var) else Var(var.aval)
-            outvars.append(fresh)
+            outvars.append(var if is_drop(var) else Var(var.aval))
             if not is_drop(var):
-                env[var] = fresh
+                env[var] = outvars[-1]
         replacement: dict[str, Any] = {"params": with_bodies(eqn, inline).params}
         if stack is not None:
             replacement["source_info"] = with_outer_name_stack(eqn, stack)
+        if eqn.effects:
+            if not subjaxprs(eqn):
+                _check_order(eqn)
+            replacement["effects"] = effects_without_axes(eqn.effects)
         eqns.append(
             without_user_mesh(eqn).replace(
                 invars=[read(a) for a in eqn.invars], outvars=outvars, **replacement
             )
+        )
+
+
+def _check_order(eqn: Any) -> None:
+    """Refuse callbacks with an order, which jax keeps on one device only."""
+    if any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects):
+        raise PlanError(
+            f"{eqn.primitive.name} at {source_line(eqn)} is ordered, which jax cannot keep on "
+            "several devices; leave out ordered=True"
         )
 
 

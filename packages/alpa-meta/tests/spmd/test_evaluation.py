@@ -1,9 +1,12 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from descent import descend
 from jax import lax
+from jax.experimental import io_callback
 
+import alpa_meta as alpa
 from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.audit.account import account
 from alpa_meta.audit.hlo import compiled_collectives
@@ -201,3 +204,43 @@ def test_a_transform_runs_before_its_parts_are_gathered_along_an_inner_dim(run, 
 
     value = normal(9, 4, 8, 8).astype(jnp.complex64)
     same(run(lambda x: (lax.fft(x, "fft", (8,)),), (value,), (4,), plan=plan))
+
+
+def test_the_host_is_called_once_whatever_the_number_of_devices():
+    seen, asked = [], []
+
+    def ask(value):
+        asked.append(value.shape)
+        return np.float32(value.sum()), value[:2] > 0
+
+    def step(weights, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(weights)
+        jax.debug.callback(lambda value: seen.append(float(value)), x.sum())
+        shapes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((2,), bool)
+        return weights - gradient, (loss, io_callback(ask, shapes, x.sum(1)))
+
+    weights, x = jnp.eye(8), jnp.arange(128.0).reshape(16, 8)
+    expected = jax.jit(step)(weights, x)
+    jax.effects_barrier()
+    seen.clear(), asked.clear()
+    options = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 1, "preset": "dp"}
+    parallel = alpa.parallelize(step, executor="shard_map", donate=False, **options)
+    found = parallel(weights, x)
+    jax.block_until_ready(found)
+    jax.effects_barrier()
+    assert (seen, asked) == ([float(x.sum())], [(16,)])
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert parallel.executable.audit().ok
+
+
+def test_an_ordered_print_on_several_devices_is_refused():
+    def step(weights, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(weights)
+        jax.debug.print("{loss}", loss=loss, ordered=True)
+        return weights - gradient, loss
+
+    options = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 1, "preset": "dp"}
+    parallel = alpa.parallelize(step, executor="shard_map", **options)
+    with pytest.raises(alpa.PlanError, match="leave out ordered=True"):
+        parallel(jnp.eye(8), jnp.ones((16, 8)))
