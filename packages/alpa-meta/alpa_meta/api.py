@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +21,9 @@ from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
-from alpa_meta.step.arguments import abstract_leaf, is_array
+from alpa_meta.step.arguments import abstract_leaf, is_array, num_arguments, positional
 from alpa_meta.step.program import Program, Step
+from alpa_meta.step.pure_call import PureCall, flat_objects, pure_call
 from cost_model import cluster as cluster_by_name
 
 
@@ -47,15 +47,14 @@ class Unborn:
         made: list[Any] = []
 
         def arrays_only(*args: Any) -> list[Any]:
-            leaves, tree = jax.tree.flatten(self.make(*args))
+            leaves, rebuild = flat_objects(self.make(*args))
             kept = [None if is_array(leaf) else leaf for leaf in leaves]
-            made[:] = [tree, kept]
+            made[:] = [rebuild, kept]
             return [leaf for leaf in leaves if is_array(leaf)]
 
         shapes = iter(jax.eval_shape(arrays_only, *self.args))
-        tree: Any = made[0]
-        kept: Any = made[1]
-        return tree.unflatten([next(shapes) if leaf is None else leaf for leaf in kept])
+        rebuild, kept = made
+        return rebuild([next(shapes) if leaf is None else leaf for leaf in kept])
 
 
 @frozen(eq=False)
@@ -95,10 +94,10 @@ class ParallelStep:
         self._function = function
         self._cluster = cluster
         self.options = options
-        self._cache: dict[Any, tuple[Step, Lowered]] = {}
+        self._cache: dict[Any, tuple[Step, Lowered, PureCall]] = {}
         self._buckets = Buckets(options)
         self._latest: Any = None
-        self._direct: dict[Any, tuple[Any, DirectCall]] = {}
+        self._direct: dict[tuple[Any, Any], tuple[Any, DirectCall]] = {}
 
     # ------------------------------------------------------------------ planning
 
@@ -111,25 +110,31 @@ class ParallelStep:
             return _named_cluster(self._cluster)
         return local_cluster()
 
-    def plan_for(self, *args: Any) -> ParallelPlan:
+    def plan_for(self, *args: Any, **keywords: Any) -> ParallelPlan:
         """Return the plan for arguments (or their shapes) without compiling or running."""
-        return self.lower(*args).plan
+        return self.lower(*args, **keywords).plan
 
     def random_plan(self, *args: Any, seed: int = 0) -> ParallelPlan:
         """Return a random feasible plan for arguments or their shapes: a test of correctness.
 
         Run it with `parallelize(step, plan=...)`; options fix what they name.
         """
-        return sample_plan(self._traced(args), self.cluster, self.options, seed).plan
+        return sample_plan(self._traced(self._pure(args)), self.cluster, self.options, seed).plan
 
-    def lower(self, *args: Any) -> Lowered:
+    def lower(self, *args: Any, **keywords: Any) -> Lowered:
         """Return the step planned for arguments (arrays or ShapeDtypeStructs)."""
-        key = self._key(args)
+        return self._lowered(self._pure(positional(self._function, args, keywords)))
+
+    def _lowered(self, call: PureCall) -> Lowered:
+        key = self._key(call)
         if key not in self._cache:
-            step = self._traced(args)
-            self._cache[key] = (step, Lowered(self._planned(step), self.options))
+            step = self._traced(call)
+            self._cache[key] = (step, Lowered(self._planned(step), self.options), call)
         self._latest = key
         return self._cache[key][1]
+
+    def _pure(self, args: Sequence[Any]) -> PureCall:
+        return pure_call(self._function, args, self.options.static_argnums)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -150,10 +155,11 @@ class ParallelStep:
     def _searched(self, step: Step) -> Planned:
         return make_plan(step, self.cluster, self.options)
 
-    def _traced(self, args: tuple[Any, ...]) -> Step:
+    def _traced(self, call: PureCall) -> Step:
         static = self.options.static_argnums
-        shapes = _abstract_args(args, static)
-        return Step(self._function, shapes, self.options.batch_argnums, static, self.options.exact)
+        shapes = _abstract_args(call.args, static)
+        batch, exact = self.options.batch_argnums, self.options.exact
+        return Step(call.function, shapes, batch, static, exact)
 
     @property
     def plan(self) -> ParallelPlan:
@@ -189,24 +195,39 @@ class ParallelStep:
 
     # ------------------------------------------------------------------ running
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Return what the plain step returns, computed by the plan."""
+        args = positional(self._function, args, keywords)
+        result = self._run_direct(args, None)
+        if result is not NOT_DIRECT:
+            return result
+        call = self._pure(self._born(args))
+        if call.function is not self._function:
+            result = self._run_direct(call.args, call.key)
+        if result is NOT_DIRECT:
+            result = self._run(call)
+        return self._cache[self._latest][2].finish(result, call.objects)
+
+    def _run_direct(self, args: Sequence[Any], key: Any) -> Any:
+        """Return the pure result of a call like an earlier one, NOT_DIRECT if it is not."""
         leaves, tree = jax.tree.flatten(args)
-        if tree in self._direct:
-            key, direct = self._direct[tree]
-            result = direct(leaves)
-            if result is not NOT_DIRECT:
-                self._latest = key
-                return result
-        args = self._born(args)
-        self.lower(*args)
-        key = self._latest
-        step, executable = self._cache[key][0], self._compiled(key)
-        results = executable(step.flatten(args))
-        leaves, tree = jax.tree.flatten(args)
+        if (tree, key) not in self._direct:
+            return NOT_DIRECT
+        latest, direct = self._direct[tree, key]
+        result = direct(leaves)
+        if result is not NOT_DIRECT:
+            self._latest = latest
+        return result
+
+    def _run(self, call: PureCall) -> Any:
+        """Return the result of the pure function of a call."""
+        self._lowered(call)
+        step, executable = self._cache[self._latest][0], self._compiled(self._latest)
+        results = executable(step.flatten(call.args))
+        leaves, tree = jax.tree.flatten(call.args)
         made = direct_call(step, executable, leaves)
         if made is not None:
-            self._direct[tree] = (key, made)
+            self._direct[tree, call.key] = (self._latest, made)
         return _rebuild(step, results)
 
     def init(self, make: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
@@ -228,7 +249,7 @@ class ParallelStep:
         """Return state arguments (host or device arrays) laid out as the plan wants them."""
         self._require_plan()
         executable = self._compiled(self._latest)
-        leaves, tree = _flatten(state)
+        leaves, rebuild = flat_objects(state)
         arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
         wanted = state_arrays(self._program())
         if len(arrays) != len(wanted):
@@ -239,9 +260,7 @@ class ParallelStep:
             array.placed(value, executable.input_sharding)
             for value, array in zip(arrays, wanted, strict=True)
         )
-        result = tree.unflatten(
-            [next(placed) if hasattr(leaf, "dtype") else leaf for leaf in leaves]
-        )
+        result = rebuild([next(placed) if hasattr(leaf, "dtype") else leaf for leaf in leaves])
         return result[0] if len(state) == 1 else result
 
     def gather(self, tree: Any) -> Any:
@@ -257,13 +276,14 @@ class ParallelStep:
         """
         from alpa_meta.audit.numerics import single_device_reference
 
-        executable = self.lower(*args).compile()
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+        call = self._pure(args)
+        executable = self._lowered(call).compile()
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(call.args)):
             return executable.audit()
         if reference is None:
-            plain = jax.jit(self._function, static_argnums=self.options.static_argnums)
-            reference = single_device_reference(plain, gathered(args), jax.random.key(0))
-        result = self(*jax.tree.map(_fresh, args))
+            plain = jax.jit(call.function, static_argnums=self.options.static_argnums)
+            reference = single_device_reference(plain, gathered(call.args), jax.random.key(0))
+        result = self._run(evolve(call, args=jax.tree.map(_fresh, call.args)))
         return executable.audit(reference.check(gathered(result)))
 
     def _require_plan(self) -> None:
@@ -275,29 +295,26 @@ class ParallelStep:
 
     def _arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
         """Return the arguments of a call; a tuple is several if the step takes as many."""
-        try:
-            count = len(inspect.signature(self._function).parameters)
-        except (TypeError, ValueError):
-            count = 0
         spread = [(one,) for one in (state, batch)]
         forms = [
             [one] if type(given) is not tuple else [one, given]
             for one, given in zip(spread, (state, batch), strict=True)
         ]
         calls = [(*states, *batches) for states in forms[0] for batches in forms[1]]
-        if count == 0:
+        taken = num_arguments(self._function)
+        if taken is None:
             return (*forms[0][0], *forms[1][-1])
-        fitting = [call for call in calls if len(call) == count]
+        fitting = [call for call in calls if len(call) in taken]
         if not fitting:
             raise PlanError(
                 f"init was given a state and a batch for {len(calls[-1])} arguments, but the step "
-                f"takes {count}; make() must return a tuple of all state arguments, and batch must "
-                "be a tuple of all others"
+                f"takes {taken.stop - 1}; make() must return a tuple of all state arguments, and "
+                "batch must be a tuple of all others"
             )
         return fitting[0]
 
     def _matches(self, unborn: Unborn) -> bool:
-        step, _ = self._cache[self._latest]
+        step = self._cache[self._latest][0]
         wanted = [
             (tuple(leaf.aval.shape), leaf.aval.dtype)
             for leaf in step.leaves
@@ -305,7 +322,7 @@ class ParallelStep:
         ]
         made = [
             (tuple(leaf.shape), leaf.dtype)
-            for leaf in jax.tree.leaves(unborn.shapes())
+            for leaf in flat_objects(unborn.shapes())[0]
             if hasattr(leaf, "dtype")
         ]
         return wanted == made
@@ -320,7 +337,7 @@ class ParallelStep:
     def _birth(self, unborn: Unborn) -> Any:
         """Return the state, each mesh computing only the arrays that live on it."""
         executable = self._compiled(self._latest)
-        leaves, tree = _flatten(unborn.shapes())
+        leaves, rebuild = flat_objects(unborn.shapes())
         arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
         wanted = state_arrays(self._program())
         if len(arrays) != len(wanted):
@@ -338,7 +355,7 @@ class ParallelStep:
         for members in groups.values():
 
             def part(*args: Any, members: Sequence[Any] = tuple(members)) -> list[Any]:
-                flat = jax.tree.leaves(unborn.make(*args))
+                flat, _ = flat_objects(unborn.make(*args))
                 return [piece.of(flat[k]) for k, piece, _ in members]
 
             shardings = [sharding for _, _, sharding in members]
@@ -347,23 +364,22 @@ class ParallelStep:
                 made[k, piece] = value
         for k, array in zip(arrays, wanted, strict=True):
             leaves[k] = array.united([made[k, piece] for piece in array.pieces])
-        return tree.unflatten(leaves)
+        return rebuild(leaves)
 
-    def _key(self, args: tuple[Any, ...]) -> Any:
+    def _key(self, call: PureCall) -> Any:
+        static_argnums = self.options.static_argnums
         leaves, tree = jax.tree.flatten(
-            tuple(
-                None if number in self.options.static_argnums else arg
-                for number, arg in enumerate(args)
-            )
+            tuple(None if k in static_argnums else arg for k, arg in enumerate(call.args))
         )
-        static = tuple(args[n] for n in self.options.static_argnums if n < len(args))
-        types = tuple(
-            (tuple(leaf.shape), str(leaf.dtype))
-            if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-            else type(leaf)
-            for leaf in leaves
-        )
-        return tree, types, static
+        static = tuple(call.args[k] for k in static_argnums if k < len(call.args))
+        return tree, tuple(map(_leaf_key, leaves)), static, call.key
+
+
+def _leaf_key(leaf: Any) -> Any:
+    """Return what a plan depends on of a leaf: of what is no array, all."""
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return tuple(leaf.shape), str(leaf.dtype)
+    return type(leaf) if is_array(leaf) or not isinstance(leaf, Hashable) else leaf
 
 
 def parallelize(
@@ -437,7 +453,3 @@ def _rebuild(step: Step, results: Sequence[Any]) -> Any:
             for leaf, is_array in zip(kept, arrays_out, strict=True)
         ]
     )
-
-
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree)

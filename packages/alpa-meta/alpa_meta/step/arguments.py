@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from attrs import frozen
+
+from alpa_meta.errors import PlanError
 
 
 @frozen(eq=False)
@@ -79,6 +81,33 @@ def flat_arguments(args: Sequence[Any], static_argnums: tuple[int, ...]) -> Argu
     return Arguments(
         leaves, tuple(dynamic), tuple(paths), tuple(argnums), tuple(trees), static_argnums
     )
+
+
+def positional(
+    function: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments of a call by position alone."""
+    if not keywords:
+        return args
+    bound = inspect.signature(function).bind(*args, **keywords)
+    if bound.kwargs:
+        raise PlanError(
+            f"argument {next(iter(bound.kwargs))!r} of the step can only be given by its name, "
+            "which plans do not know; bind it with functools.partial, or make it positional"
+        )
+    return bound.args
+
+
+def num_arguments(function: Callable[..., Any]) -> range | None:
+    """Return how many arguments a function takes by position; None if that cannot be told."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return None
+    places = [one for one in parameters if one.kind not in (one.KEYWORD_ONLY, one.VAR_KEYWORD)]
+    return range(sum(one.default is one.empty for one in places), len(places) + 1)
 
 
 def argument_names(function: Callable[..., Any], count: int) -> list[str]:
