@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 import alpa_meta as alpa
-from alpa_meta.report import print_plan
+from alpa_meta.report.plan_table import print_plan
 from alpa_meta.trainer import (
     GptOptions,
     OptimiserOptions,

@@ -16,7 +16,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
 from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.piecewise import Piece, PiecewiseArray, gathered, state_arrays
-from alpa_meta.options import Options
+from alpa_meta.options import Options, with_settings
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
@@ -395,7 +395,7 @@ def parallelize(
     a TOML file or a ClusterSpec; by default the devices of this process. `settings` are fields of
     `Options`.
     """
-    chosen = evolve(options or Options(), **settings)
+    chosen = with_settings(options, settings)
     if function is None:
         return lambda inner: ParallelStep(inner, cluster, chosen)
     return ParallelStep(function, cluster, chosen)

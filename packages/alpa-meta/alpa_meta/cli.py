@@ -191,7 +191,8 @@ def show(
     """Show a saved plan as tables, and as a picture."""
     from alpa_interchange import load
     from alpa_interchange.plan import ParallelPlan
-    from alpa_meta.report import draw_plan, print_plan
+    from alpa_meta.report.plan_figure import draw_plan
+    from alpa_meta.report.plan_table import print_plan
 
     loaded = load(plan, ParallelPlan)
     console = _console()

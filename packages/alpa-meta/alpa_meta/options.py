@@ -1,17 +1,23 @@
-"""What a user may set about planning and running a step."""
+"""What a user may set about planning and running a step; every field is checked here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
-from attrs import field, frozen
-from attrs.validators import ge, in_, instance_of, optional
+import jax
+from attrs import Attribute, evolve, field, fields, frozen
+from jax.sharding import PartitionSpec
 
 from alpa_interchange import ParallelPlan
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.presets import check_preset
+from alpa_meta.report.amounts import parse_bytes
+from mesh_runtime import TRACE_MODES
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many parts are done, how many there are)."""
@@ -28,20 +34,102 @@ def _reporter(progress: Progress | None) -> Progress:
     return _quiet if progress is None else progress
 
 
-def _known_preset(_: object, __: object, name: str) -> None:
-    check_preset(name)
+def _tuple(value: Any) -> Any:
+    """Return lists as tuples and one number as a tuple of it."""
+    if _is_int(value):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _distinct(_: object, __: object, names: tuple[str, ...]) -> None:
-    if not names or len(set(names)) != len(names):
-        raise PlanError(f"axis_names must be at least one name, all different, got {names}")
+def _bytes(value: Any) -> Any:
+    """Return the bytes that a size such as "16GiB" names."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise PlanError(f"Options.memory: {error}") from None
+
+
+def _must(rule: str, holds: Callable[[Any], bool]) -> Callable[[Any, Attribute[Any], Any], None]:
+    """Return a validator that requires `holds` and says it as "must be `rule`"."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if not holds(value):
+            raise PlanError(f"Options.{attribute.name} must be {rule}, got {value!r}")
+
+    return check
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _optional(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
+
+
+def _count(value: Any) -> bool:
+    return _is_int(value) and value >= 1
+
+
+def _positions(value: Any) -> bool:
+    return isinstance(value, tuple) and all(_is_int(one) and one >= 0 for one in value)
+
+
+def _names(value: Any) -> bool:
+    named = isinstance(value, tuple) and all(isinstance(one, str) and one for one in value)
+    return named and len(value) > 0 and len(set(value)) == len(value)
+
+
+def _is_spec(value: Any) -> bool:
+    def is_entry(entry: Any) -> bool:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED or isinstance(entry, str):
+            return True
+        return isinstance(entry, (tuple, list)) and all(isinstance(one, str) for one in entry)
+
+    return isinstance(value, Iterable) and not isinstance(value, str) and all(map(is_entry, value))
+
+
+def _pins(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(path, str) and _is_spec(spec) for path, spec in value.items()
+    )
+
+
+def _dims(value: Any) -> bool:
+    def is_mark(mark: Any) -> bool:
+        return all(map(_is_int, mark if isinstance(mark, (set, frozenset)) else (mark,)))
+
+    return all(map(is_mark, jax.tree.leaves(value)))
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[Any, Attribute[Any], Any], None]:
+    return _must(f"one of {', '.join(names)}", lambda value: value in names)
+
+
+def _known_preset(_: object, __: object, name: str | None) -> None:
+    if name is not None:
+        check_preset(name)
+
+
+_COUNT_OR_NONE = _must(
+    "a whole number of at least 1, or None for the planner's choice", _optional(_count)
+)
+_POSITIONS = "positions of arguments, numbers from 0 on"
+_TRUTH = _must("True or False", lambda value: isinstance(value, bool))
 
 
 @frozen(kw_only=True)
 class Options:
     """Options of `parallelize`. None means: the planner chooses.
 
-    `memory` is bytes per device that the plan may use (default: what the cluster says).
+    `schedule` is not chosen: 1F1B unless another is named. `memory` is bytes per device that the
+    plan may use, a number or "16GiB" (default: what the cluster says).
     `batch_argnums` are the arguments that microbatches split along their first dim (default: array
     arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
     given plan.
@@ -61,25 +149,83 @@ class Options:
     (`alpa_meta.planning.plan_cache`).
     """
 
-    num_stages: int | None = field(default=None, validator=optional(ge(1)))
-    num_microbatches: int | None = field(default=None, validator=optional(ge(1)))
-    schedule: str = field(default="1f1b", validator=in_(SCHEDULES))
-    num_layers: int | None = field(default=None, validator=optional(ge(1)))
-    memory: float | None = None
-    mesh_shape: tuple[int, ...] | None = None
-    max_mesh_axes: int = field(default=2, validator=ge(1))
-    plan: ParallelPlan | None = field(default=None, validator=optional(instance_of(ParallelPlan)))
-    progress: Progress = field(default=None, converter=_reporter)
-    batch_argnums: tuple[int, ...] | None = None
-    static_argnums: tuple[int, ...] = ()
-    donate: bool = True
-    exact: bool = True
-    solver_seconds: float = 30.0
-    seed: int = 0
-    trace: str = "none"
-    pins: Mapping[str, Any] = field(factory=dict)
-    preset: str | None = field(default=None, validator=optional(_known_preset))
-    axis_names: tuple[str, ...] = field(default=AXIS_NAMES, validator=_distinct)
-    dynamic_dims: Any = None
-    executor: str = field(default="auto", validator=in_(EXECUTORS))
-    cache: bool = field(default=True, validator=instance_of(bool))
+    num_stages: int | None = field(default=None, validator=_COUNT_OR_NONE)
+    num_microbatches: int | None = field(default=None, validator=_COUNT_OR_NONE)
+    schedule: str = field(default="1f1b", validator=_one_of(SCHEDULES))
+    num_layers: int | None = field(default=None, validator=_COUNT_OR_NONE)
+    memory: float | None = field(
+        default=None,
+        converter=_bytes,
+        validator=_must(
+            "bytes above 0 or a size such as '16GiB'", _optional(lambda v: _is_number(v) and v > 0)
+        ),
+    )
+    mesh_shape: tuple[int, ...] | None = field(
+        default=None,
+        converter=_tuple,
+        validator=_must(
+            "the sizes of mesh axes such as (2, 4)",
+            _optional(lambda v: isinstance(v, tuple) and len(v) > 0 and all(map(_count, v))),
+        ),
+    )
+    max_mesh_axes: int = field(default=2, validator=_must("a whole number of at least 1", _count))
+    plan: ParallelPlan | None = field(
+        default=None,
+        validator=_must(
+            "a ParallelPlan, such as alpa_interchange.load(path, ParallelPlan) returns",
+            _optional(lambda value: isinstance(value, ParallelPlan)),
+        ),
+    )
+    progress: Progress = field(
+        default=None,
+        converter=_reporter,
+        validator=_must("a function of (what, number done, number in all)", callable),
+    )
+    batch_argnums: tuple[int, ...] | None = field(
+        default=None, converter=_tuple, validator=_must(_POSITIONS, _optional(_positions))
+    )
+    static_argnums: tuple[int, ...] = field(
+        default=(), converter=_tuple, validator=_must(_POSITIONS, _positions)
+    )
+    donate: bool = field(default=True, validator=_TRUTH)
+    exact: bool = field(default=True, validator=_TRUTH)
+    solver_seconds: float = field(
+        default=30.0, validator=_must("seconds above 0", lambda v: _is_number(v) and v > 0)
+    )
+    seed: int = field(
+        default=0, validator=_must("a whole number of at least 0", lambda v: _is_int(v) and v >= 0)
+    )
+    trace: str = field(default="none", validator=_one_of(TRACE_MODES))
+    pins: Mapping[str, Any] = field(
+        factory=dict,
+        validator=_must(
+            "path -> one entry per dim, each None, the name of a mesh axis or several names, such "
+            "as {\"params['w']\": (None, 'x')}",
+            _pins,
+        ),
+    )
+    preset: str | None = field(default=None, validator=_known_preset)
+    axis_names: tuple[str, ...] = field(
+        default=AXIS_NAMES,
+        converter=_tuple,
+        validator=_must("at least one name, all different", _names),
+    )
+    dynamic_dims: Any = field(
+        default=None,
+        validator=_must("a dim, a set of dims or None, or a pytree of them", _dims),
+    )
+    executor: str = field(default="auto", validator=_one_of(EXECUTORS))
+    cache: bool = field(default=True, validator=_TRUTH)
+
+
+def with_settings(options: Options | None, settings: Mapping[str, Any]) -> Options:
+    """Return `options` (the defaults, if None) with some fields set anew."""
+    if not (options is None or isinstance(options, Options)):
+        raise PlanError(f"options must be alpa_meta.Options, got {options!r}")
+    names = [one.name for one in fields(Options)]
+    for name in settings:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
+            raise TypeError(f"there is no option {name!r}; {hint}")
+    return evolve(options or Options(), **settings)

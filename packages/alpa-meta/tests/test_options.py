@@ -1,8 +1,9 @@
 """Options: defaults, and what is refused."""
 
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 
+from alpa_meta.errors import PlanError
 from alpa_meta.options import Options
 
 
@@ -17,20 +18,59 @@ def test_the_planner_chooses_what_is_not_given():
     assert evolve(options, progress=None).progress("plan", 0, 1) is None
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_stages": 0},
-        {"num_microbatches": 0},
-        {"num_layers": -1},
-        {"schedule": "zigzag"},
-        {"max_mesh_axes": 0},
-        {"plan": "plan.json"},
-    ],
-)
-def test_impossible_options_are_refused(wrong):
-    with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+WRONG = [
+    {"num_stages": 0},
+    {"num_stages": True},
+    {"num_microbatches": 0},
+    {"num_layers": -1},
+    {"schedule": "1f2b"},
+    {"schedule": None},
+    {"memory": -5},
+    {"memory": "lots"},
+    {"mesh_shape": "2x4"},
+    {"mesh_shape": ()},
+    {"max_mesh_axes": 0},
+    {"plan": "plan.json"},
+    {"progress": 3},
+    {"batch_argnums": "batch"},
+    {"static_argnums": -1},
+    {"donate": 1},
+    {"exact": "no"},
+    {"solver_seconds": 0},
+    {"solver_seconds": float("nan")},
+    {"seed": 1.5},
+    {"trace": "nonsense"},
+    {"pins": 3},
+    {"pins": {"weights": "x"}},
+    {"preset": "pd"},
+    {"axis_names": ("x", "x")},
+    {"dynamic_dims": "batch"},
+    {"executor": "gspmd"},
+    {"cache": "yes"},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_impossible_options_are_refused_with_what_came(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(PlanError) as refused:
         Options(**wrong)
+    assert name in str(refused.value)
+    assert repr(value).strip("()") in str(refused.value)
+
+
+def test_every_option_is_checked():
+    assert {name for wrong in WRONG for name in wrong} == {one.name for one in fields(Options)}
+
+
+def test_sizes_may_be_written_with_their_unit():
+    assert Options(memory="16GiB").memory == 16 * 2**30
+    assert Options(memory="40 GB").memory == 40e9
+
+
+def test_lists_and_single_numbers_stand_for_tuples():
+    options = Options(mesh_shape=[2, 4], batch_argnums=1, static_argnums=[2, 3])
+    assert options == Options(mesh_shape=(2, 4), batch_argnums=(1,), static_argnums=(2, 3))
 
 
 def test_an_unknown_option_is_refused():

@@ -9,9 +9,10 @@ from mesh_runtime.order import ScheduleError, ScheduleOrder, check_schedule, val
 from mesh_runtime.pacing import Pace
 from mesh_runtime.ray_runtime import RayMesh, RayOptions, RayRuntime
 from mesh_runtime.runtime import Executable, Runtime, StepError, ValueShardings, WorkerError
-from mesh_runtime.trace import TraceEvent
+from mesh_runtime.trace import TRACE_MODES, TraceEvent
 
 __all__ = [
+    "TRACE_MODES",
     "Executable",
     "InProcessRuntime",
     "Pace",

@@ -3,7 +3,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from alpa_meta.report import cluster_table
+from alpa_meta.report.cluster import cluster_table
 from cost_model import cluster
 
 

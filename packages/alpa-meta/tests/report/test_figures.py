@@ -2,8 +2,9 @@ import matplotlib.image
 import pytest
 
 from alpa_interchange import Instruction
-from alpa_meta.report import draw_loss, draw_plan, draw_timeline
-from alpa_meta.report.plan_figure import predicted_events
+from alpa_meta.report.loss_figure import draw_loss
+from alpa_meta.report.plan_figure import draw_plan, predicted_events
+from alpa_meta.report.timeline_figure import draw_timeline
 from alpa_meta.trainer.metrics import StepMetrics
 from mesh_runtime import TraceEvent
 

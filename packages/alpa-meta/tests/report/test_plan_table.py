@@ -2,8 +2,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from alpa_meta.report import print_plan
-from alpa_meta.report.plan_table import device_text
+from alpa_meta.report.plan_table import device_text, print_plan
 
 
 def _shown(plan, **options):
