@@ -4,15 +4,22 @@
 the planner proves to be near the best.
 """
 
-from alpa_interchange import ParallelPlan
-from alpa_meta.api import Lowered, ParallelStep, local_cluster, parallelize
-from alpa_meta.errors import InfeasibleError, PlanError
-from alpa_meta.execution.executable import Executable
-from alpa_meta.execution.piecewise import PiecewiseArray
-from alpa_meta.operators import register as sharding_rule
-from alpa_meta.options import Options
-from alpa_meta.pinning import pin
-from alpa_meta.step.phases import value_and_grad
+from typing import TYPE_CHECKING
+
+from alpa_meta.exports import exported as __getattr__  # noqa: F401
+from alpa_meta.exports import listed as __dir__  # noqa: F401
+from alpa_meta.versions import check_versions
+
+if TYPE_CHECKING:
+    from alpa_interchange import ParallelPlan
+    from alpa_meta.api import Lowered, ParallelStep, local_cluster, parallelize
+    from alpa_meta.errors import InfeasibleError, PlanError
+    from alpa_meta.execution.executable import Executable
+    from alpa_meta.execution.piecewise import PiecewiseArray
+    from alpa_meta.operators import register as sharding_rule
+    from alpa_meta.options import Options
+    from alpa_meta.pinning import pin
+    from alpa_meta.step.phases import value_and_grad
 
 __all__ = [
     "Executable",
@@ -29,3 +36,5 @@ __all__ = [
     "sharding_rule",
     "value_and_grad",
 ]
+
+check_versions()

@@ -23,7 +23,7 @@ from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
 from alpa_meta.step.arguments import abstract_leaf, is_array, num_arguments, positional
 from alpa_meta.step.program import Program, Step
-from alpa_meta.step.pure_call import PureCall, flat_objects, pure_call
+from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
 from cost_model import cluster as cluster_by_name
 
 
@@ -281,10 +281,12 @@ class ParallelStep:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(call.args)):
             return executable.audit()
         if reference is None:
-            plain = jax.jit(call.function, static_argnums=self.options.static_argnums)
-            reference = single_device_reference(plain, gathered(call.args), jax.random.key(0))
+            function, arrays = call.on_arrays(self.options.static_argnums)
+            plain = jax.jit(lambda *arrays: arrays_only(function(*arrays)))
+            whole = gathered(tuple(arrays))
+            reference = single_device_reference(plain, whole, jax.random.key(0))
         result = self._run(evolve(call, args=jax.tree.map(_fresh, call.args)))
-        return executable.audit(reference.check(gathered(result)))
+        return executable.audit(reference.check(arrays_only(gathered(result))))
 
     def _require_plan(self) -> None:
         if self._latest is None:

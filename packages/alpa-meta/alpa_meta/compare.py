@@ -21,7 +21,7 @@ from rich.table import Table
 from alpa_meta.errors import InfeasibleError, PlanError
 
 if TYPE_CHECKING:
-    from alpa_meta.corpus import CorpusModel
+    from alpa_meta.own_step import Runnable
     from alpa_meta.presets import Coverage
 
 AUTOMATIC = "automatic"
@@ -52,7 +52,7 @@ class Compared:
 
 
 def compare(
-    model: CorpusModel,
+    model: Runnable,
     cluster: str,
     presets: Sequence[str] = DEFAULT_PRESETS,
     *,
@@ -140,23 +140,25 @@ def priced(name: str, planned: Any) -> Compared:
 
 
 def _measure(
-    model: CorpusModel, steps: dict[str, Any], num_steps: int, progress: Callable[[str], None]
+    model: Runnable, steps: dict[str, Any], num_steps: int, progress: Callable[[str], None]
 ) -> dict[str, tuple[float, bool]]:
     """Return median step seconds and whether the audit holds; the first step is not measured."""
     import jax
 
+    from alpa_meta.own_step import after_step
+
     states, audited = {}, {}
-    batch = jax.jit(model.make_batch)(jax.random.key(1))
     for name, step in steps.items():
         progress(f"compile {name}")
-        states[name] = step.init(model.make_state, jax.random.key(0), batch=model.batch)
+        state, batch = model.arguments()
+        states[name] = step.place(state)
         audited[name] = step.executable.audit().ok
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(num_steps + 1):
         for name, step in steps.items():
             progress(f"run {name}")
             start = time.perf_counter()
-            states[name], metrics = step(states[name], batch)
+            states[name], metrics = after_step(states[name], step(states[name], batch))
             jax.block_until_ready((states[name], metrics))
             if number > 0:
                 seconds[name].append(time.perf_counter() - start)
@@ -181,7 +183,7 @@ def comparison_table(model: str, cluster: str, found: Sequence[Compared]) -> Tab
 
 
 def _rows(found: Sequence[Compared], ran: bool) -> Iterator[tuple[str, ...]]:
-    from alpa_meta.report.amounts import format_bytes, format_seconds
+    from alpa_meta.amounts import format_bytes, format_seconds
 
     fastest = min((one.step_seconds for one in found if one.step_seconds is not None), default=None)
     quickest = min(
@@ -215,8 +217,16 @@ def _rows(found: Sequence[Compared], ran: bool) -> Iterator[tuple[str, ...]]:
 
 def compare_command(
     model: Annotated[
-        str, typer.Argument(help="Corpus model, with its size if not tiny: gpt, llama:small.")
-    ],
+        str | None,
+        typer.Argument(help="Corpus model, with its size if not tiny: gpt, llama:small."),
+    ] = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a model, a program of your own as module:function; the function "
+            "takes no arguments and returns (step, state, batch)."
+        ),
+    ] = None,
     cluster: Annotated[
         str, typer.Option(help="Cluster to plan for, as in `alpa plan`.")
     ] = "host:8",
@@ -243,12 +253,16 @@ def compare_command(
         count = cluster_by_name(cluster).num_devices
     except ValueError as error:
         raise PlanError(str(error)) from None
+    if (model is None) == (step is None):
+        raise PlanError("alpa compare needs a corpus model or --step module:function, one of them")
     prepare_environment(count if run else 1)
-    from alpa_meta.corpus import NAMES, build
+    from alpa_meta.own_step import corpus_model, load_step
 
-    name, _, size = model.partition(":")
-    if name not in NAMES:
-        raise PlanError(f"the corpus has no model {name!r}; it has {', '.join(NAMES)}")
+    if model is not None:
+        program: Runnable = corpus_model(model)
+    else:
+        assert step is not None
+        program = load_step(step)
     presets = tuple(preset or DEFAULT_PRESETS)
     for preset_name in presets:
         check_preset(preset_name)
@@ -269,7 +283,7 @@ def compare_command(
             bar.update(task, description=what, advance=1)
 
         found = compare(
-            build(name, size or "tiny"),
+            program,
             cluster,
             presets,
             num_steps=steps if run else 0,
@@ -278,7 +292,7 @@ def compare_command(
             num_microbatches=microbatches,
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(comparison_table(model, cluster, found))
+    console.print(comparison_table(model or program.name, cluster, found))
     for one in found:
         if one.note:
             console.print(f"{one.strategy}: {one.note}", markup=False)

@@ -13,10 +13,10 @@ from attrs import Attribute, evolve, field, fields, frozen
 from jax.sharding import PartitionSpec
 
 from alpa_interchange import ParallelPlan
+from alpa_meta.amounts import parse_bytes
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.presets import check_preset
-from alpa_meta.report.amounts import parse_bytes
 from mesh_runtime import TRACE_MODES
 
 Progress = Callable[[str, int, int], None]

@@ -24,6 +24,10 @@ def read_cluster(path: str | os.PathLike[str]) -> ClusterSpec:
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not valid TOML: it is no UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: is not valid TOML: {error}") from None
     return parse_cluster(data, source=str(path), name=path.stem)

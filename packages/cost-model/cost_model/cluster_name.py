@@ -1,4 +1,4 @@
-"""Clusters by name: `<preset>[:<number of devices>]`, or the path of a TOML file."""
+"""Clusters by name: `<preset>[:<devices>]`, `<preset>:<hosts>x<devices>`, or a TOML file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def cluster_names() -> tuple[str, ...]:
 def cluster(name_or_path: str | os.PathLike[str], *, measure: bool = True) -> ClusterSpec:
     """Return the cluster of a preset name or of a TOML file.
 
-    `"h100:16"` is 16 devices of preset `h100`: hosts of 8 filled one by one. Without a number it is
-    one host. More devices than one host has must fill whole hosts. `"host:8"` is this machine as 8
-    XLA host devices that share its cores; it is measured at first use (under a second) and cached,
-    unless `measure` is false.
+    `"h100:16"` is 16 devices of preset `h100`: hosts of 8 filled one by one, `"h100:4x4"` 4 hosts
+    with 4 devices each. Without a number it is one host. More devices than one host has must fill
+    whole hosts. `"host:8"` is this machine as 8 XLA host devices that share its cores; it is
+    measured at first use (under a second) and cached, unless `measure` is false.
     """
     text = os.fspath(name_or_path)
     if text.endswith(".toml"):
@@ -37,29 +37,40 @@ def cluster(name_or_path: str | os.PathLike[str], *, measure: bool = True) -> Cl
         raise ValueError(
             f"cluster {text!r} is not a preset; {hint} A file of your own must end in .toml"
         )
-    count = _device_count(text, number)
+    hosts, count = _counts(text, number)
     if preset == HOST_PROFILE:
+        if hosts != 1:
+            raise ValueError(f"cluster {text!r}: this machine is one host; ask for host:{count}")
         group = host_group(host_profile(measure=measure), count or 1)
         return ClusterSpec(name=text, host_groups=(group,))
     group = HOSTS[preset]
-    count = count or group.devices_per_host
-    if count <= group.devices_per_host:
-        return ClusterSpec(name=text, host_groups=(evolve(group, devices_per_host=count),))
-    if count % group.devices_per_host:
+    most = group.devices_per_host
+    count = count or most
+    if hosts > 1 and count > most:
         raise ValueError(
-            f"cluster {text!r}: {count} devices do not fill hosts of {group.devices_per_host}; "
-            f"ask for a multiple of {group.devices_per_host}, or describe it in a TOML file"
+            f"cluster {text!r}: a host of {preset} has {most} devices, not {count}; ask for "
+            f"{preset}:{hosts}x{most}, or describe it in a TOML file"
         )
-    hosts = count // group.devices_per_host
-    return ClusterSpec(name=text, host_groups=(evolve(group, num_hosts=hosts),))
+    if count > most and count % most:
+        raise ValueError(
+            f"cluster {text!r}: {count} devices do not fill hosts of {most}; "
+            f"ask for a multiple of {most}, or describe it in a TOML file"
+        )
+    if count > most:
+        hosts, count = count // most, most
+    group = evolve(group, num_hosts=hosts, devices_per_host=count)
+    return ClusterSpec(name=text, host_groups=(group,))
 
 
-def _device_count(text: str, number: str) -> int:
+def _counts(text: str, number: str) -> tuple[int, int]:
+    """Return (hosts, devices of each or of all) that a name gives; no devices if it gives none."""
     if not number and ":" not in text:
-        return 0
-    if not number.isdecimal() or int(number) < 1:
+        return 1, 0
+    hosts, cross, devices = number.lower().rpartition("x")
+    parts = [hosts, devices] if cross else [devices]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
         raise ValueError(
-            f"cluster {text!r}: what follows ':' must be a number of devices of at least 1, "
-            f"got {number!r}"
+            f"cluster {text!r}: what follows ':' must be a number of devices of at least 1, or "
+            f"hosts x devices such as 2x8, got {number!r}"
         )
-    return int(number)
+    return int(hosts or 1), int(devices)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +17,7 @@ from alpa_meta.errors import PlanError
 
 if TYPE_CHECKING:
     from alpa_meta.audit.random_plans import RandomAudits
-    from alpa_meta.corpus import CorpusModel
+    from alpa_meta.own_step import Runnable
 
 
 def audit(
@@ -41,8 +40,8 @@ def audit(
     step: Annotated[
         str | None,
         typer.Option(
-            help="The program to audit as module:function, called without arguments; returns an "
-            "alpa_meta.corpus.CorpusModel."
+            help="A program of your own as module:function; the function takes no arguments and "
+            "returns (step, state, batch)."
         ),
     ] = None,
     random: Annotated[
@@ -90,7 +89,7 @@ def audit(
         transient=True,
     )
     prepared: RandomAudits | None = None
-    one: CorpusModel | None = None
+    one: Runnable | None = None
     with progress:
         bar = progress.add_task("audit", total=len(jobs))
         for number, (name, seed) in enumerate(jobs):
@@ -117,7 +116,7 @@ def audit(
         raise typer.Exit(1)
 
 
-def _prepared(model: CorpusModel, numerics: bool) -> RandomAudits:
+def _prepared(model: Runnable, numerics: bool) -> RandomAudits:
     from alpa_meta.audit.random_plans import random_audits
 
     return random_audits(model, numerics=numerics)
@@ -170,26 +169,12 @@ def _jobs(
     return jobs, plan
 
 
-def _built(program: str) -> CorpusModel:
+def _built(program: str) -> Runnable:
     """Return the program that a model's name (gpt, llama:small) or module:function stands for."""
-    from alpa_meta.corpus import NAMES, CorpusModel, build
+    from alpa_meta.corpus import NAMES
+    from alpa_meta.own_step import corpus_model, load_step
 
-    first, _, second = program.partition(":")
-    if first in NAMES:
-        try:
-            return build(first, second or "tiny")
-        except ValueError as error:
-            raise PlanError(str(error)) from None
-    sys.path.insert(0, os.getcwd())
-    try:
-        made = getattr(import_module(first), second)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(f"--step {program} must be module:function: {error}") from None
-    if not isinstance(made, CorpusModel):
-        raise PlanError(
-            f"--step {program} must return an alpa_meta.corpus.CorpusModel, got {type(made)}"
-        )
-    return made
+    return corpus_model(program) if program.partition(":")[0] in NAMES else load_step(program)
 
 
 def _mesh_shape(text: str) -> tuple[int, ...]:
@@ -230,7 +215,7 @@ def _audit_random(
 
 
 def _audit_planned(
-    model: CorpusModel, cluster: str, plan: Path | None, numerics: bool, all_lines: bool
+    model: Runnable, cluster: str, plan: Path | None, numerics: bool, all_lines: bool
 ) -> tuple[bool, Iterator[str]]:
     from alpa_interchange import ParallelPlan, load
     from alpa_meta.audit.planner_plans import audit_planned

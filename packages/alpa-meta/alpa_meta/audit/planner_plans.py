@@ -16,10 +16,10 @@ from alpa_meta.audit.executable import ExecutableAudit, audit_tasks
 from alpa_meta.audit.numerics import Reference, single_device_reference
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.audit.target import CUBLAS, NO_TILES, parse_target, target_devices
-from alpa_meta.corpus import CorpusModel
 from alpa_meta.execution.executable import CompiledTask, compile_task
 from alpa_meta.execution.tasks import Task
 from alpa_meta.options import Options
+from alpa_meta.own_step import Runnable
 from alpa_meta.planning.chosen_plan import Planned
 
 SCHEDULED_SHARE = 0.8 * 0.95
@@ -46,7 +46,7 @@ class _Tasks:
 
 
 def audit_planned(
-    model: CorpusModel,
+    model: Runnable,
     cluster: str,
     options: Options,
     *,
@@ -87,26 +87,20 @@ def _compiled(planned: Planned, task: Task, mesh: Mesh) -> CompiledTask:
 
 
 def audit_on_host(
-    model: CorpusModel, step: Any, reference: Reference | None = None, *, numerics: bool = True
+    model: Runnable, step: Any, reference: Reference | None = None, *, numerics: bool = True
 ) -> ExecutableAudit:
     """Return the audit of a parallel step of `model` on this process's devices."""
     if not numerics:
         audit: ExecutableAudit = step.audit(model.state, model.batch)
     else:
-        audit = step.audit(*arguments(model), reference=reference)
+        audit = step.audit(*model.arguments(), reference=reference)
     return audit
 
 
-def arguments(model: CorpusModel) -> tuple[Any, Any]:
-    """Return the state and batch every audit of `model` runs on."""
-    state = jax.jit(model.make_state)(jax.random.key(0))
-    return state, jax.jit(model.make_batch)(jax.random.key(1))
-
-
-def reference_of(model: CorpusModel) -> Reference:
+def reference_of(model: Runnable) -> Reference:
     """Return the single-device result of a step of `model`, for any number of its audits."""
     plain = jax.jit(model.train_step)
-    return single_device_reference(plain, arguments(model), jax.random.key(0))
+    return single_device_reference(plain, model.arguments(), jax.random.key(0))
 
 
 def _mesh(devices: Sequence[Any], placed: Any) -> Mesh:

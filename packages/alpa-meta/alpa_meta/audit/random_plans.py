@@ -11,7 +11,7 @@ from attrs import frozen
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.audit.numerics import Reference
 from alpa_meta.audit.program import ProgramAudit, audit_program, reference_of_program
-from alpa_meta.corpus import CorpusModel
+from alpa_meta.own_step import Runnable
 from alpa_meta.spmd import random_plan
 from alpa_meta.step.trace import trace
 from ilp_sharding.spec_conversion import Conversions
@@ -56,7 +56,7 @@ class RandomAudits:
     `arguments` and `reference` are None where results are not compared.
     """
 
-    model: CorpusModel
+    model: Runnable
     jaxpr: Any
     arguments: Sequence[Any] | None = None
     reference: Reference | None = None
@@ -80,18 +80,16 @@ class RandomAudits:
         return PlanAudit(model=self.model.name, plan=f"random plan {seed}", audit=found)
 
 
-def random_audits(model: CorpusModel, *, numerics: bool = True) -> RandomAudits:
+def random_audits(model: Runnable, *, numerics: bool = True) -> RandomAudits:
     """Return `model` ready to be audited under random plans, with results unless told."""
     jaxpr = flat_jaxpr(model)
     if not numerics:
         return RandomAudits(model, jaxpr)
-    state = jax.jit(model.make_state)(jax.random.key(0))
-    batch = jax.jit(model.make_batch)(jax.random.key(1))
-    arguments = jax.tree.leaves((state, batch))
+    arguments = jax.tree.leaves(model.arguments())
     return RandomAudits(model, jaxpr, arguments, reference_of_program(jaxpr, arguments))
 
 
-def flat_jaxpr(model: CorpusModel) -> Any:
+def flat_jaxpr(model: Runnable) -> Any:
     """Return the inlined jaxpr of the model's step, from flat (state, batch) to flat results."""
     leaves, structure = jax.tree.flatten((model.state, model.batch))
 

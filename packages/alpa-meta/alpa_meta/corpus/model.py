@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-import optax
 from attrs import field, frozen
 from attrs.validators import in_
+
+if TYPE_CHECKING:
+    import optax
 
 Tree: TypeAlias = Any
 """A pytree of arrays or of `jax.ShapeDtypeStruct`."""
@@ -42,6 +44,11 @@ class CorpusModel:
         """The batch's shapes and dtypes; nothing is allocated."""
         return jax.eval_shape(self.make_batch, jax.random.key(0))
 
+    def arguments(self) -> tuple[Tree, Tree]:
+        """Return a state and a batch, made anew on one device."""
+        state = jax.jit(self.make_state)(jax.random.key(0))
+        return state, jax.jit(self.make_batch)(jax.random.key(1))
+
 
 def deterministic_model(
     *,
@@ -53,6 +60,8 @@ def deterministic_model(
     optimizer: optax.GradientTransformation,
 ) -> CorpusModel:
     """Return the model whose step descends `loss(params, batch)`, a scalar."""
+
+    import optax
 
     def make_state(key: jax.Array) -> Tree:
         params = init(key)
@@ -83,6 +92,8 @@ def random_model(
 
     The key lives in the state, as a typed key or as the older uint32[2] array.
     """
+
+    import optax
 
     def make_state(key: jax.Array) -> Tree:
         init_key, step_key = jax.random.split(key)

@@ -21,6 +21,7 @@ import jax
 from attrs import field, frozen
 
 from alpa_meta.errors import PlanError
+from alpa_meta.step.arguments import flat_arguments, is_array
 
 _TAG = "alpa_meta"  # of the nnx update context that ties a step's objects to the caller's
 
@@ -56,6 +57,11 @@ class PureCall:
     objects: tuple[Any, ...] = ()
     finish: Callable[[Any, tuple[Any, ...]], Any] = lambda result, objects: result
 
+    def on_arrays(self, static_argnums: tuple[int, ...]) -> tuple[Callable[..., Any], list[Any]]:
+        """Return the function of the arrays among the arguments, and these arrays."""
+        flat = flat_arguments(self.args, static_argnums)
+        return lambda *arrays: self.function(*flat.call_with(arrays)), flat.arrays()
+
 
 def pure_call(
     function: Callable[..., Any], args: Sequence[Any], static_argnums: Sequence[int] = ()
@@ -85,6 +91,46 @@ def pure_call(
 
     functools.update_wrapper(pure, function, updated=())
     return PureCall(pure, tuple(given), key, objects, finish)
+
+
+def arrays_only(tree: Any) -> Any:
+    """Return a pytree without its leaves that are no arrays."""
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+
+
+class OneDevice:
+    """A step as `jax.jit` runs it on one device, with all that `pure_call` knows of arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._compiled: dict[Any, tuple[PureCall, Callable[..., Any], list[Any]]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the step returns."""
+        call = pure_call(self._function, args)
+        kept = tuple(leaf for leaf in jax.tree.leaves(call.args) if not is_array(leaf))
+        key = (call.key, jax.tree.structure(call.args), kept)
+        if key not in self._compiled:
+            self._compiled[key] = (call, *_jitted(call))
+        first, jitted, result = self._compiled[key]
+        arrays = iter(jitted(*call.on_arrays(())[1]))
+        structure, others = result
+        leaves = [next(arrays) if is_array(leaf) else leaf for leaf in others]
+        return first.finish(structure.unflatten(leaves), call.objects)
+
+
+def _jitted(call: PureCall) -> tuple[Callable[..., Any], list[Any]]:
+    """Return the compiled function of arrays of a call, and the list it puts its result's structure
+    and leaves in."""
+    function, _ = call.on_arrays(())
+    result: list[Any] = []
+
+    def run(*arrays: Any) -> list[Any]:
+        leaves, structure = jax.tree.flatten(function(*arrays))
+        result[:] = [structure, [0 if is_array(leaf) else leaf for leaf in leaves]]
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    return jax.jit(run), result
 
 
 # ---------------------------------------------------------------------- flax nnx

@@ -14,8 +14,8 @@ from rich.console import Console
 import alpa_meta as alpa
 from alpa_interchange import ClusterSpec, save
 from alpa_interchange.plan import ParallelPlan
-from alpa_meta.corpus import NAMES, SIZES, build
 from alpa_meta.errors import PlanError
+from alpa_meta.own_step import Runnable, corpus_model, load_step
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.plan_figure import draw_plan
 from alpa_meta.report.plan_table import print_plan
@@ -43,10 +43,14 @@ class Parallelism:
 
 @frozen(kw_only=True)
 class PlanRequest:
-    """What the user asked `alpa plan` for; `model`: one of the corpus, as name or name:size."""
+    """What the user asked `alpa plan` for.
+
+    `model` is one of the corpus, as name or name:size; `step` a program, as module:function.
+    """
 
     settings: TrainSettings = TrainSettings()
     model: str | None = None
+    step: str | None = None
     cluster: str = "host:8"
     parallelism: Parallelism = Parallelism()
 
@@ -108,16 +112,13 @@ def make_plan(
 
 def _program(request: PlanRequest) -> tuple[Callable[..., Any], Any, Any]:
     """Return the step and the shapes of its state and batch."""
-    if request.model is not None:
-        name, _, size = request.model.partition(":")
-        size = size or SIZES[0]
-        if name not in NAMES or size not in SIZES:
-            raise PlanError(
-                f"--model must be name or name:size, got {request.model!r}; names: "
-                f"{', '.join(NAMES)}; sizes: {', '.join(SIZES)}"
-            )
-        model = build(name, size)
-        return model.train_step, model.state, model.batch
+    if request.model is not None or request.step is not None:
+        program: Runnable
+        if request.step is not None:
+            program = load_step(request.step)
+        else:
+            program = corpus_model(request.model or "", "--model")
+        return program.train_step, program.state, program.batch
     settings = request.settings
     make_state = make_state_maker(settings.model, make_optimiser(settings.optimiser))
     state = jax.eval_shape(make_state, jax.random.key(0))

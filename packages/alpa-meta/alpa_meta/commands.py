@@ -1,0 +1,373 @@
+"""The commands of `alpa`. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from alpa_meta.errors import PlanError
+from alpa_meta.versions import installed_versions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 120  # of the output where it is no terminal
+
+MOUNTED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "audit": (
+            "alpa_meta.audit.cli:audit",
+            "Check that compiled programs are their plans; exit status 0 only if all of them are.",
+        ),
+        "compare": (
+            "alpa_meta.compare:compare_command",
+            "Compare the automatic plan with DP, ZeRO, Megatron and 2D parallelism on one model.",
+        ),
+        "cache": (
+            "alpa_meta.cache_command:cache",
+            "Say where plans of earlier searches are kept, how many and how large; "
+            "ALPA_PLAN_CACHE=0 keeps none.",
+        ),
+        "clusters": (
+            "cost_model.cli:clusters",
+            "List the clusters that are known by name, or print one with its constants and "
+            "sources.",
+        ),
+        "calibrate": (
+            "cost_model.cli:calibrate",
+            "Measure this machine (under a minute) and store the profile that the planner then "
+            "uses.",
+        ),
+    }
+)
+"""Commands that stand elsewhere: module:function, imported only to run it, and its first line."""
+
+Cluster = Annotated[
+    str,
+    typer.Option(
+        help="Preset and devices (host:8, h100:16, h100:2x8; see `alpa clusters`), or a TOML file."
+    ),
+]
+Stages = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of pipeline stages; left out, the planner chooses."),
+]
+Microbatches = Annotated[
+    int | None, typer.Option(min=1, help="Microbatches per step; left out, the planner chooses.")
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(help="Pipeline schedule: 1f1b, gpipe or eager-1f1b.", show_default="1f1b"),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(help="Memory per device a plan may use, e.g. 16GiB; default: all of it."),
+]
+Layers = Annotated[int | None, typer.Option(min=1, help="Transformer layers.", show_default="4")]
+Hidden = Annotated[int | None, typer.Option(min=1, help="Width of the model.", show_default="64")]
+Heads = Annotated[int | None, typer.Option(min=1, help="Attention heads.", show_default="4")]
+Context = Annotated[int | None, typer.Option(min=1, help="Bytes in a window.", show_default="128")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Windows per step.", show_default="16")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Arithmetic: float32 or bfloat16.", show_default="float32")
+]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Seed of weights and data.", show_default="0")
+]
+
+OwnProgram = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        help="A program of your own: the function takes no arguments and returns (step, state, "
+        "batch).",
+    ),
+]
+
+
+def application(arguments: Sequence[str]) -> typer.Typer:
+    """Return the command `alpa`, of what stands elsewhere only what `arguments` run."""
+    app = typer.Typer(
+        name="alpa",
+        help="Plans how a JAX training step runs fastest on a cluster, and runs it there.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(alpa)
+    for command in (train, plan, show):
+        app.command()(command)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    for name, (place, line) in MOUNTED.items():
+        if name == chosen:
+            module, _, function = place.partition(":")
+            app.command(name)(getattr(import_module(module), function))
+        else:
+            app.command(name, help=line)(_elsewhere)
+    return app
+
+
+def _elsewhere() -> None:
+    """Stand for a command in the list of them."""
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        for name, number in installed_versions().items():
+            typer.echo(f"{name} {number}")
+        raise typer.Exit
+
+
+def alpa(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=_print_versions,
+            help="Print the versions of all packages.",
+        ),
+    ] = False,
+) -> None:
+    """Plans how a JAX training step runs fastest on a cluster, and runs it there."""
+
+
+def train(
+    cluster: Cluster = "host:8",
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    schedule: Schedule = None,
+    memory: Memory = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Run this saved plan; refused if made for another program.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, from its checkpoint.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for what the run writes.")] = Path("run"),
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many steps in all.", show_default="400")
+    ] = None,
+    schedule_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Length of the learning-rate schedule.", show_default="--steps"),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Highest learning rate.", show_default="0.01")
+    ] = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    context: Context = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    seed: Seed = None,
+    compare: Annotated[
+        int,
+        typer.Option(min=0, help="Run the first so many steps again on one device and compare."),
+    ] = 20,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
+    step: OwnProgram = None,
+) -> None:
+    """Plan and train the bundled byte-level GPT on the standard library's source text, or --step.
+
+    A program of your own trains on its one batch, or on those that its iterator gives.
+    """
+    if step is not None:
+        given = _given(layers=layers, hidden=hidden, heads=heads, context=context, batch=batch,
+                       dtype=dtype, seed=seed, resume=resume, schedule_steps=schedule_steps,
+                       learning_rate=learning_rate)  # fmt: skip
+        _train_own(step, given, cluster, _parallelism(stages, microbatches, schedule, memory),
+                   plan, out, steps, compare)  # fmt: skip
+        return
+    from alpa_meta.trainer.job import TrainRequest, run_training
+
+    model = _given(num_layers=layers, hidden=hidden, num_heads=heads, context=context, dtype=dtype)
+    optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps or steps)
+    other = _given(batch_size=batch, seed=seed)
+    if resume is not None:
+        fixed = {
+            **model,
+            **_given(learning_rate=learning_rate, schedule_steps=schedule_steps),
+            **other,
+        }
+        if fixed:
+            names = ", ".join(sorted(fixed))
+            raise PlanError(
+                f"--resume goes on with the settings of the run, so {names} cannot be given with "
+                "it; leave them out or train anew with --out"
+            )
+    request = TrainRequest(
+        settings=_settings(model, optimiser, other),
+        steps=steps,
+        cluster=cluster,
+        parallelism=_parallelism(stages, microbatches, schedule, memory),
+        plan=plan,
+        out=out,
+        resume=resume,
+        comparison_steps=compare,
+        checkpoint_every=checkpoint_every,
+    )
+    _use_devices(cluster)
+    run_training(request, _console())
+
+
+def plan(
+    cluster: Cluster = "host:8",
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    schedule: Schedule = None,
+    memory: Memory = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    context: Context = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan this model of the corpus instead of the bundled GPT, e.g. moe:tiny."
+        ),
+    ] = None,
+    step: OwnProgram = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the plan into this PNG file.")] = None,
+) -> None:
+    """Plan a training step for any cluster, without executing it and without its devices."""
+    from alpa_meta.trainer.planning import PlanRequest, make_plan
+
+    sizes = _given(num_layers=layers, hidden=hidden, num_heads=heads, context=context, dtype=dtype)
+    other = _given(batch_size=batch)
+    if model is not None and step is not None:
+        raise PlanError("--model and --step both name the program to plan; give one of them")
+    if (model or step) is not None and (sizes or other):
+        raise PlanError(
+            "--model and --step name programs, which have their own sizes; a model of the corpus "
+            "has several: name:size"
+        )
+    request = PlanRequest(
+        settings=_settings(sizes, {}, other),
+        model=model,
+        step=step,
+        cluster=cluster,
+        parallelism=_parallelism(stages, microbatches, schedule, memory),
+    )
+    _use_one_cpu()
+    make_plan(request, _console(), out=out, picture=picture)
+
+
+def show(
+    plan: Annotated[
+        Path, typer.Argument(help="A plan.json written by `alpa plan` or `alpa train`.")
+    ],
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the plan into this PNG file as well.")
+    ] = None,
+    parameters: Annotated[
+        bool, typer.Option("--all", help="List every parameter instead of classes of equal ones.")
+    ] = False,
+) -> None:
+    """Show a saved plan as tables, and as a picture."""
+    from alpa_interchange import load
+    from alpa_interchange.plan import ParallelPlan
+    from alpa_meta.report.plan_figure import draw_plan
+    from alpa_meta.report.plan_table import print_plan
+
+    loaded = load(plan, ParallelPlan)
+    console = _console()
+    print_plan(loaded, console, every_parameter=parameters)
+    if picture is not None:
+        draw_plan(picture, loaded)
+        console.print(f"wrote {picture}")
+
+
+def _train_own(
+    step: str,
+    given: Mapping[str, Any],
+    cluster: str,
+    parallelism: Any,
+    plan: Path | None,
+    out: Path,
+    steps: int | None,
+    compare: int,
+) -> None:
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise PlanError(
+            f"{names} is of the bundled GPT and cannot be given with --step; leave it out and set "
+            "it in the program"
+        )
+    _use_devices(cluster)
+    from alpa_meta.trainer.own_training import OwnRequest, run_own_training
+
+    request = OwnRequest(
+        step=step,
+        cluster=cluster,
+        parallelism=parallelism,
+        plan=plan,
+        out=out,
+        steps=20 if steps is None else steps,
+        comparison_steps=compare,
+    )
+    run_own_training(request, _console())
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _settings(model: dict[str, Any], optimiser: dict[str, Any], other: dict[str, Any]) -> Any:
+    from alpa_meta.trainer import GptOptions, OptimiserOptions, TrainSettings
+
+    try:
+        return TrainSettings(
+            model=GptOptions(**model), optimiser=OptimiserOptions(**optimiser), **other
+        )
+    except ValueError as error:  # attrs puts more than the sentence into args
+        raise PlanError(str(error.args[0])) from None
+
+
+def _parallelism(
+    stages: int | None, microbatches: int | None, schedule: str | None, memory: str | None
+) -> Any:
+    from alpa_meta.options import Options
+    from alpa_meta.trainer.planning import Parallelism
+
+    try:
+        options = Options(memory=memory, **_given(schedule=schedule))  # type: ignore[arg-type]
+    except PlanError as error:
+        raise PlanError(str(error).replace("Options.", "--")) from None
+    return Parallelism(
+        num_stages=stages, num_microbatches=microbatches, schedule=schedule, memory=options.memory
+    )
+
+
+def _use_devices(cluster: str) -> None:
+    """Make as many host devices as the cluster `host:<n>` has; other clusters bring their own."""
+    preset, _, number = cluster.partition(":")
+    if preset.lower() == "host":
+        from alpa_meta.trainer.host_devices import use_host_devices
+
+        use_host_devices(int(number) if number.isdecimal() and int(number) else 1)
+
+
+def _use_one_cpu() -> None:
+    """Keep planning off accelerators: it only needs shapes."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else WIDTH
+    return Console(width=width, highlight=False)

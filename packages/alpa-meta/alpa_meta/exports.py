@@ -1,0 +1,46 @@
+"""The public names of `alpa_meta`, each imported when it is first asked for.
+
+Commands and modules that need no jax start without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "Executable": ("alpa_meta.execution.executable", "Executable"),
+        "InfeasibleError": ("alpa_meta.errors", "InfeasibleError"),
+        "Lowered": ("alpa_meta.api", "Lowered"),
+        "Options": ("alpa_meta.options", "Options"),
+        "ParallelPlan": ("alpa_interchange", "ParallelPlan"),
+        "ParallelStep": ("alpa_meta.api", "ParallelStep"),
+        "PiecewiseArray": ("alpa_meta.execution.piecewise", "PiecewiseArray"),
+        "PlanError": ("alpa_meta.errors", "PlanError"),
+        "local_cluster": ("alpa_meta.api", "local_cluster"),
+        "parallelize": ("alpa_meta.api", "parallelize"),
+        "pin": ("alpa_meta.pinning", "pin"),
+        "sharding_rule": ("alpa_meta.operators", "register"),
+        "value_and_grad": ("alpa_meta.step.phases", "value_and_grad"),
+    }
+)
+"""Name -> (module, name there)."""
+
+
+def exported(name: str) -> Any:
+    """Return what `alpa_meta` exports as `name` and keep it there."""
+    if name not in PLACES:
+        raise AttributeError(f"module 'alpa_meta' has no attribute {name!r}")
+    module, attribute = PLACES[name]
+    value = getattr(import_module(module), attribute)
+    setattr(sys.modules["alpa_meta"], name, value)
+    return value
+
+
+def listed() -> list[str]:
+    """Return the names of `alpa_meta`, also of what was not imported yet."""
+    return sorted({*vars(sys.modules["alpa_meta"]), *PLACES})

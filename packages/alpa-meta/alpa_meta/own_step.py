@@ -1,0 +1,170 @@
+"""A user's program on the command line: `--step module:function`.
+
+The function takes no arguments and returns (step, state, batch): a training step, its state and one
+batch, as arrays or, where nothing is run, as shapes. A tuple of states or of batch arguments stands
+for several arguments of the step. A `CorpusModel` is taken as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from attrs import frozen
+
+from alpa_meta.corpus import NAMES, SIZES, CorpusModel, build
+from alpa_meta.errors import PlanError
+from alpa_meta.step.arguments import num_arguments
+from alpa_meta.step.pure_call import flat_objects
+
+
+class Runnable(Protocol):
+    """A training step of (state, batch), and what it can be called with."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def train_step(self) -> Callable[..., Any]: ...
+
+    @property
+    def state(self) -> Any:
+        """The state, or its shapes."""
+
+    @property
+    def batch(self) -> Any:
+        """The batch, or its shapes."""
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Return a state and a batch of arrays that the step may overwrite."""
+
+
+@frozen(kw_only=True)
+class OwnStep:
+    """A user's step as one of (state, batch), with what it is called with."""
+
+    name: str
+    train_step: Callable[..., Any]
+    state: Any
+    batch: Any
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Return a state and a batch that a step may overwrite."""
+        for part in (self.state, self.batch):
+            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat_objects(part)[0]):
+                raise PlanError(
+                    f"--step {self.name} returned shapes, which can be planned but not run; "
+                    "return arrays"
+                )
+        return _copied(self.state), _copied(self.batch)
+
+
+def load_step(place: str) -> Runnable:
+    """Return the program that "module:function" stands for; modules here come first."""
+    made = _function(place)()
+    if isinstance(made, CorpusModel):
+        return made
+    if type(made) is not tuple or len(made) != 3 or not callable(made[0]):
+        raise PlanError(
+            f"--step {place} must return (step, state, batch), a training step and what it is "
+            f"called with, or an alpa_meta.corpus.CorpusModel, got {_described(made)}"
+        )
+    step, state, batch = made
+    return OwnStep(name=place, train_step=_of_two(step, state, batch), state=state, batch=batch)
+
+
+def corpus_model(text: str, option: str = "") -> CorpusModel:
+    """Return the corpus model that "name" or "name:size" names; `option` is what was given it."""
+    name, _, size = text.partition(":")
+    size = size or SIZES[0]
+    if name not in NAMES or size not in SIZES:
+        what = f"no model {name!r}" if name not in NAMES else f"no size {size!r} of {name}"
+        known = ", ".join(NAMES if name not in NAMES else SIZES)
+        place = f"{option} {text}: " if option else ""
+        raise PlanError(f"{place}the corpus has {what}; it has {known}")
+    return build(name, size)
+
+
+def _function(place: str) -> Callable[[], Any]:
+    module_name, _, name = place.partition(":")
+    if not module_name or not name:
+        raise PlanError(f"--step must be module:function, got {place!r}")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        function = getattr(import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise PlanError(
+            f"--step {place} must be module:function: there is no module {error.name!r} here or "
+            "among what is installed"
+        ) from None
+    except AttributeError:
+        raise PlanError(
+            f"--step {place} must be module:function: module {module_name!r} has no {name!r}"
+        ) from None
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"--step {place} must name a function without arguments that returns "
+            f"(step, state, batch), got {_described(function)}"
+        ) from None
+    return function  # type: ignore[no-any-return]
+
+
+def _described(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
+
+
+def _of_two(step: Callable[..., Any], state: Any, batch: Any) -> Callable[..., Any]:
+    """Return `step` as a function of two arguments, however many it takes."""
+    taken = num_arguments(step)
+    if taken is None or 2 in taken and type(state) is not tuple:
+        return step
+    states, batches = (one if type(one) is tuple else (one,) for one in (state, batch))
+    if 2 in taken and len(states) + len(batches) not in taken:
+        return step
+    if len(states) + len(batches) not in taken:
+        raise PlanError(
+            f"the step takes {taken.stop - 1} arguments, but --step returned a state and a batch "
+            f"for {len(states) + len(batches)}; give several states or batch arguments as tuples"
+        )
+
+    def of_two(state: Any, batch: Any) -> Any:
+        states = state if isinstance(state, tuple) else (state,)
+        batches = batch if type(batch) is tuple else (batch,)
+        result = step(*states, *batches)
+        new = result[: len(states)] if type(result) is tuple else ()
+        if type(state) is tuple and jax.tree.structure(new) == jax.tree.structure(state):
+            return new, *result[len(states) :]
+        return result
+
+    return of_two
+
+
+def _copied(tree: Any) -> Any:
+    leaves, rebuild = flat_objects(tree)
+    return rebuild([jnp.copy(x) if isinstance(x, jax.Array) else x for x in leaves])
+
+
+def after_step(state: Any, result: Any) -> tuple[Any, Any]:
+    """Return the state after a step and what else it returned.
+
+    A step that returns no new state has updated the given one in place.
+    """
+    structure = jax.tree.structure(state)
+    if jax.tree.structure(result) == structure:
+        return result, ()
+    if type(result) is tuple and result and jax.tree.structure(result[0]) == structure:
+        return result[0], result[1] if len(result) == 2 else result[1:]
+    return state, result
