@@ -31,6 +31,11 @@ def missing(module: str, what: str) -> MissingExtraError:
     )
 
 
+def named(error: ModuleNotFoundError, what: str) -> ImportError:
+    """Return the error that names the extra of the module that was not found, if it is of one."""
+    return error if error.name not in EXTRA_OF else missing(error.name, what)
+
+
 def require(what: str, *modules: str) -> None:
     """Raise MissingExtraError unless all modules can be imported."""
     for module in modules:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from alpa_meta.corpus.model import SIZES, CorpusModel
+from alpa_meta.extras import named
 
 _MODULES: MappingProxyType[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -46,5 +47,8 @@ def build(name: str, size: str = "tiny") -> CorpusModel:
             f"size of corpus model {name!r} must be one of {', '.join(SIZES)}, got {size!r}"
         )
     module, options = _MODULES[name]
-    model: CorpusModel = import_module(f"alpa_meta.corpus.{module}").build(size, **options)
+    try:
+        model: CorpusModel = import_module(f"alpa_meta.corpus.{module}").build(size, **options)
+    except ModuleNotFoundError as error:
+        raise named(error, f"corpus model {name!r}") from None
     return model
