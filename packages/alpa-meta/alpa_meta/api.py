@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from alpa_interchange import ClusterSpec, ParallelPlan, PipelineSchedule
+from alpa_interchange.plan_text import one_line
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
 from alpa_meta.execution.executable import Executable
@@ -57,12 +59,21 @@ class Unborn:
         return rebuild([next(shapes) if leaf is None else leaf for leaf in kept])
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class Lowered:
     """A planned step; `compile` makes it runnable on this process's devices."""
 
     planned: Planned
     options: Options
+
+    def __repr__(self) -> str:
+        return f"<Lowered: {one_line(self.plan)}>"
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
 
     @property
     def plan(self) -> ParallelPlan:
@@ -98,6 +109,23 @@ class ParallelStep:
         self._buckets = Buckets(options)
         self._latest: Any = None
         self._direct: dict[tuple[Any, Any], tuple[Any, DirectCall]] = {}
+
+    def __repr__(self) -> str:
+        if self._latest is None:
+            return f"<ParallelStep {self._name}: not planned yet>"
+        return f"<ParallelStep {self._name}: {one_line(self.plan)}>"
+
+    def __str__(self) -> str:
+        return repr(self) if self._latest is None else f"{self._name}: {self.plan}"
+
+    def _repr_html_(self) -> str:
+        if self._latest is None:
+            return f"<p>{html.escape(self._name)}: not planned yet</p>"
+        return f"<h4>{html.escape(self._name)}</h4>{self.plan._repr_html_()}"
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
 
     # ------------------------------------------------------------------ planning
 

@@ -183,7 +183,7 @@ def comparison_table(model: str, cluster: str, found: Sequence[Compared]) -> Tab
 
 
 def _rows(found: Sequence[Compared], ran: bool) -> Iterator[tuple[str, ...]]:
-    from alpa_meta.amounts import format_bytes, format_seconds
+    from alpa_interchange.amounts import format_bytes, format_seconds
 
     fastest = min((one.step_seconds for one in found if one.step_seconds is not None), default=None)
     quickest = min(

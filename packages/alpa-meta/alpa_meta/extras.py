@@ -33,7 +33,7 @@ def missing(module: str, what: str) -> MissingExtraError:
 
 def named(error: ModuleNotFoundError, what: str) -> ImportError:
     """Return the error that names the extra of the module that was not found, if it is of one."""
-    return error if error.name not in EXTRA_OF else missing(error.name, what)
+    return missing(error.name, what) if error.name in EXTRA_OF else error
 
 
 def require(what: str, *modules: str) -> None:

@@ -13,7 +13,7 @@ from attrs import Attribute, evolve, field, fields, frozen
 from jax.sharding import PartitionSpec
 
 from alpa_interchange import ParallelPlan
-from alpa_meta.amounts import parse_bytes
+from alpa_interchange.amounts import parse_bytes
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.presets import check_preset

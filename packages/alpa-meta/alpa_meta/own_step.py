@@ -1,7 +1,7 @@
 """A user's program on the command line: `--step module:function`.
 
 The function takes no arguments and returns (step, state, batch): a training step, its state and one
-batch, as arrays or, where nothing is run, as shapes. A tuple of states or of batch arguments stands
+batch (or an iterator of batches), as arrays or, where nothing is run, as shapes. A tuple of states or of batch arguments stands
 for several arguments of the step. A `CorpusModel` is taken as well.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -53,6 +53,7 @@ class OwnStep:
     train_step: Callable[..., Any]
     state: Any
     batch: Any
+    later: Iterator[Any] | None = None  # batches after the first, where there are several
 
     def arguments(self) -> tuple[Any, Any]:
         """Return a state and a batch that a step may overwrite."""
@@ -76,7 +77,11 @@ def load_step(place: str) -> Runnable:
             f"called with, or an alpa_meta.corpus.CorpusModel, got {_described(made)}"
         )
     step, state, batch = made
-    return OwnStep(name=place, train_step=_of_two(step, state, batch), state=state, batch=batch)
+    later = batch if isinstance(batch, Iterator) else None
+    if later is not None and (batch := next(later, None)) is None:
+        raise PlanError(f"--step {place} returned an iterator without a batch; yield at least one")
+    two = _of_two(step, state, batch)
+    return OwnStep(name=place, train_step=two, state=state, batch=batch, later=later)
 
 
 def corpus_model(text: str, option: str = "") -> CorpusModel:

@@ -106,3 +106,17 @@ def test_a_batch_that_is_a_tuple_is_one_argument_or_several():
 def test_several_states_cannot_be_unpacked_before_they_are_born():
     with pytest.raises(alpa.PlanError, match="batch="):
         _, _ = alpa.parallelize(step).init(lambda: (jnp.eye(8), jnp.eye(8)))
+
+
+def test_steps_and_plans_are_shown_as_people_read_them(parallel):
+    assert repr(alpa.parallelize(step)) == "<ParallelStep step: not planned yet>"
+    assert repr(parallel).startswith("<ParallelStep step: 1 stage, ")
+    assert str(parallel).count("\n") == 2
+    lowered = parallel.lower(WEIGHT, BATCH)
+    assert repr(lowered).startswith("<Lowered: 1 stage, ")
+    assert str(lowered) == str(parallel.plan)
+    assert "<table>" in parallel._repr_html_() and "<table>" in lowered._repr_html_()
+
+
+def test_arguments_may_be_named(parallel):
+    assert parallel.lower(batch=BATCH, weight=WEIGHT) is parallel.lower(WEIGHT, BATCH)

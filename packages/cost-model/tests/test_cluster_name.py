@@ -61,3 +61,24 @@ def test_the_quick_measurement_is_plausible():
     device = quick_host_profile().device
     assert 1e8 < device.peak_flops["float32"] < 1e14
     assert 1e8 < device.memory_bandwidth < 1e13
+
+
+def test_hosts_and_devices_of_each_may_be_named():
+    assert cluster("h100:8x8").num_devices == 64
+    (group,) = cluster("h100:4x2").host_groups
+    assert (group.num_hosts, group.devices_per_host) == (4, 2)
+    assert cluster("host:1x4").num_devices == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h100:2x9", "a host of h100 has 8 devices, not 9; ask for h100:2x8"),
+        ("h100:0x8", "hosts x devices such as 2x8"),
+        ("h100:x8", "hosts x devices such as 2x8"),
+        ("host:2x4", "this machine is one host"),
+    ],
+)
+def test_hosts_that_do_not_exist_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        cluster(name)

@@ -11,6 +11,7 @@ from alpa_interchange.check import OneOf, non_empty, non_negative
 from alpa_interchange.cluster import ClusterSpec
 from alpa_interchange.graph import Layer
 from alpa_interchange.mesh import DeviceMesh
+from alpa_interchange.plan_text import one_line, plan_html, plan_text
 from alpa_interchange.rule import Strategy
 from alpa_interchange.schedule import PipelineSchedule
 from alpa_interchange.selection import ShardingSolution
@@ -94,7 +95,7 @@ class StageSharding:
         return sum(self.memory.values())
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, repr=False)
 class ParallelPlan:
     """A complete plan. Seconds are predictions per training step.
 
@@ -110,6 +111,16 @@ class ParallelPlan:
     step_seconds: float = field(validator=non_negative)
     lower_bound: float = field(validator=non_negative)
     provenance: Mapping[str, str] = field(factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<ParallelPlan: {one_line(self)}>"
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        """Return the plan as notebooks show it."""
+        return plan_html(self)
 
     @property
     def num_microbatches(self) -> int:

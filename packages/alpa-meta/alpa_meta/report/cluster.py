@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from alpa_interchange import ClusterSpec, LinkSpec
-from alpa_meta.amounts import format_bytes, format_flops, format_seconds
+from alpa_interchange.amounts import format_bytes, format_flops, format_seconds
 
 
 def cluster_table(spec: ClusterSpec) -> Table:

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from alpa_interchange import TensorType
+from alpa_interchange.amounts import counted, format_bytes, format_seconds
 from alpa_interchange.plan import ParallelPlan
-from alpa_meta.amounts import counted, format_bytes, format_seconds
 from alpa_meta.report.plan_table import device_text, layer_text, mesh_text
 from alpa_meta.report.style import INK, SERIES_COLOURS, figure_file, plain
 from alpa_meta.report.tensor_class import classify_tensors

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from alpa_interchange import LogicalMesh, ShardingSpec
+from alpa_interchange.amounts import counted, format_bytes, format_seconds
 from alpa_interchange.plan import ParallelPlan, StageSharding
-from alpa_meta.amounts import counted, format_bytes, format_seconds
 from alpa_meta.report.tensor_class import classify_activations, classify_tensors
 
 MAX_ROWS = 24  # of tensors per stage, unless all are asked for

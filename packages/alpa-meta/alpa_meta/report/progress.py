@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from alpa_meta.amounts import format_duration, format_seconds
+from alpa_interchange.amounts import format_duration, format_seconds
 from alpa_meta.trainer.metrics import StepMetrics
 
 RECENT_STEPS = 20  # the time left is judged by this many

@@ -11,8 +11,8 @@ from attrs import frozen
 from rich.console import Console
 
 from alpa_interchange import load, save
+from alpa_interchange.amounts import counted, format_duration, format_seconds
 from alpa_interchange.plan import ParallelPlan
-from alpa_meta.amounts import counted, format_duration, format_seconds
 from alpa_meta.errors import PlanError
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.loss_figure import draw_loss

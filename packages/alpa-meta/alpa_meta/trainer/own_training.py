@@ -14,9 +14,9 @@ from attrs import frozen
 from rich.console import Console
 
 from alpa_interchange import load, save
+from alpa_interchange.amounts import format_seconds
 from alpa_interchange.plan import ParallelPlan
-from alpa_meta.amounts import format_seconds
-from alpa_meta.own_step import Runnable, after_step, load_step
+from alpa_meta.own_step import OwnStep, Runnable, after_step, load_step
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.plan_figure import draw_plan
 from alpa_meta.report.plan_table import print_plan
@@ -90,9 +90,9 @@ def run_own_training(request: OwnRequest, console: Console) -> list[dict[str, An
 
 def _batches(program: Runnable) -> Iterator[Any]:
     """Return the batches of a program: those of its iterator, or its one batch for ever."""
-    given = program.batch
-    if hasattr(given, "__next__"):
-        yield from given
+    yield program.arguments()[1]
+    if isinstance(program, OwnStep) and program.later is not None:
+        yield from program.later
         return
     while True:
         yield program.arguments()[1]
@@ -104,7 +104,7 @@ def _scalars(found: Any) -> dict[str, float]:
     return {
         jax.tree_util.keystr(path, simple=True, separator=".") or "loss": float(leaf)
         for path, leaf in named
-        if np.ndim(leaf) == 0 and np.issubdtype(np.result_type(leaf), np.number)
+        if np.ndim(leaf) == 0 and np.issubdtype(np.asarray(leaf).dtype, np.number)
     }
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from alpa_meta.amounts import format_bytes, format_duration, format_seconds, parse_bytes
+from alpa_interchange.amounts import format_bytes, format_duration, format_seconds, parse_bytes
 
 
 def test_bytes_and_seconds_are_written_for_people():

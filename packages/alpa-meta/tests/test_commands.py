@@ -1,0 +1,100 @@
+"""The commands of `alpa` and their list."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from alpa_meta.cli import run
+from alpa_meta.commands import MOUNTED
+
+SOURCE = """
+import jax, jax.numpy as jnp
+
+def step(weights, x):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w - x) ** 2))(weights)
+    return weights - 0.1 * gradient, {"loss": loss}
+
+def program():
+    return step, jnp.eye(4) / 2, iter([jnp.ones((8, 4)), jnp.ones((8, 4))])
+
+def batch():
+    return step, jnp.eye(4) / 2, jnp.ones((8, 4))
+"""
+
+
+@pytest.fixture(autouse=True)
+def programs(tmp_path, monkeypatch):
+    (tmp_path / "listed_programs.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", MOUNTED)
+def test_the_list_says_what_the_command_says_of_itself(name):
+    place, line = MOUNTED[name]
+    module, _, function = place.partition(":")
+    documented = getattr(import_module(module), function).__doc__
+    assert documented.strip().split("\n\n")[0].replace("\n", " ") == line
+
+
+def test_the_list_has_every_command(capsys):
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("train", "plan", "show", *MOUNTED):
+        assert f"\n  {name} " in text
+
+
+def test_a_mounted_command_has_its_own_help(capsys):
+    assert run(["clusters", "--help"]) == 0
+    assert "Preset, preset:devices" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--schedule", "1f2b"], "--schedule must be one of 1f1b, gpipe, eager-1f1b"),
+        (["plan", "--dtype", "float8"], "'dtype' must be in ('float32', 'bfloat16')"),
+        (["plan", "--memory", "-5"], "--memory: an amount of memory must be above 0"),
+        (["plan", "--cluster", "absent.toml"], "absent.toml: cannot be read: No such file"),
+        (["plan", "--step", "math:pi"], "--step math:pi must name a function without arguments"),
+        (["plan", "--step", "math:pi", "--model", "gpt"], "give one of them"),
+        (["compare", "llama:huge"], "no size 'huge' of llama"),
+        (["compare"], "needs a corpus model or --step"),
+        (["audit", "--step", "math:pi"], "must name a function without arguments"),
+        (["train", "--step", "listed_programs:program", "--layers", "2"], "--layers is of the"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_sentence(arguments, message, capsys):
+    assert run(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("alpa: ") and message in error
+    assert "Traceback" not in error and "Attribute(" not in error
+
+
+def test_a_program_of_ones_own_is_planned_and_trained(capsys):
+    assert run(["plan", "--step", "listed_programs:batch", "--cluster", "h100:2x4"]) == 0
+    assert "1 stage" in capsys.readouterr().out
+    arguments = ["--stages", "1", "--microbatches", "1", "--out", "own"]
+    assert run(["train", "--step", "listed_programs:program", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "the batches ended after 2 steps" in text
+    assert "the same 2 steps on one device" in text
+    rows = [json.loads(line) for line in Path("own/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[1]["loss"] < rows[0]["loss"]
+    assert run(["show", "own/plan.json"]) == 0
+
+
+def test_the_module_is_found_in_the_folder_the_command_runs_in(tmp_path):
+    found = subprocess.run(
+        [sys.executable, "-c", "from alpa_meta.cli import main; main()", "plan", "--step",
+         "listed_programs:nothing"],
+        capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert found.returncode == 2
+    assert "module 'listed_programs' has no 'nothing'" in found.stderr

@@ -1,0 +1,76 @@
+"""A plan in a few lines for people: `repr`, `str` and a table for notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from alpa_interchange.amounts import counted, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from alpa_interchange.plan import ParallelPlan
+
+COLUMNS = ("stage", "layers", "devices", "mesh", "forward", "backward", "memory")
+"""Of the table of stages; forward and backward per microbatch, memory per device."""
+
+
+def one_line(plan: ParallelPlan) -> str:
+    """Return what was chosen, for which cluster, and what it is predicted to cost."""
+    peak = max((sharding.peak_bytes for sharding in plan.shardings), default=0.0)
+    proven = f"gap {100 * plan.gap:.1f} %" if plan.lower_bound else "not searched for"
+    return (
+        f"{counted(plan.num_stages, 'stage')}, "
+        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}, "
+        f"{plan.stage_plan.schedule} on {counted(plan.cluster.num_devices, 'device')} of "
+        f"{plan.cluster.name}: {format_seconds(plan.step_seconds)} per step, "
+        f"{format_bytes(peak)} per device, {proven}"
+    )
+
+
+def stage_rows(plan: ParallelPlan) -> list[Sequence[str]]:
+    """Return the columns of `COLUMNS` for every stage."""
+    rows: list[Sequence[str]] = []
+    for number, (stage, sharding) in enumerate(
+        zip(plan.stage_plan.stages, plan.shardings, strict=True)
+    ):
+        one = stage.candidate
+        last = one.layer_stop - 1
+        layers = f"{one.layer_start}" if last == one.layer_start else f"{one.layer_start}-{last}"
+        axes = [f"{axis.name} {axis.size}" for axis in sharding.mesh.logical.axes]
+        rows.append(
+            (
+                str(number),
+                layers,
+                f"{one.submesh.num_hosts} x {one.submesh.devices_per_host}",
+                " x ".join(axes) or "1",
+                format_seconds(one.forward_seconds),
+                format_seconds(one.backward_seconds),
+                format_bytes(sharding.peak_bytes),
+            )
+        )
+    return rows
+
+
+def plan_text(plan: ParallelPlan) -> str:
+    """Return the line and the table of stages as plain text."""
+    rows = [COLUMNS, *stage_rows(plan)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(COLUMNS))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return "\n".join([one_line(plan), *lines])
+
+
+def plan_html(plan: ParallelPlan) -> str:
+    """Return the line and the table of stages as HTML."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in stage_rows(plan)
+    )
+    return (
+        f"<p>{escape(one_line(plan))}</p><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table>"
+    )
