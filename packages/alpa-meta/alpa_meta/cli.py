@@ -27,9 +27,10 @@ def run(arguments: Sequence[str]) -> int:
     except PlanError as error:
         return _refused(str(error))
     except ImportError as error:
-        if error.name not in EXTRA_OF:
+        name = error.name or ""
+        if name not in EXTRA_OF:
             raise
-        return _refused(str(missing(error.name, "this command")))
+        return _refused(str(missing(name, "this command")))
     except ValueError as error:
         from alpa_interchange import DocumentError
 

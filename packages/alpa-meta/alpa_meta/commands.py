@@ -344,7 +344,7 @@ def _parallelism(
     from alpa_meta.trainer.planning import Parallelism
 
     try:
-        options = Options(memory=memory, **_given(schedule=schedule))  # type: ignore[arg-type]
+        options = Options(memory=memory, **_given(schedule=schedule))
     except PlanError as error:
         raise PlanError(str(error).replace("Options.", "--")) from None
     return Parallelism(

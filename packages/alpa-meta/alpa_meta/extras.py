@@ -33,7 +33,8 @@ def missing(module: str, what: str) -> MissingExtraError:
 
 def named(error: ModuleNotFoundError, what: str) -> ImportError:
     """Return the error that names the extra of the module that was not found, if it is of one."""
-    return missing(error.name, what) if error.name in EXTRA_OF else error
+    name = error.name or ""
+    return missing(name, what) if name in EXTRA_OF else error
 
 
 def require(what: str, *modules: str) -> None:

@@ -1,8 +1,8 @@
 """A user's program on the command line: `--step module:function`.
 
 The function takes no arguments and returns (step, state, batch): a training step, its state and one
-batch (or an iterator of batches), as arrays or, where nothing is run, as shapes. A tuple of states or of batch arguments stands
-for several arguments of the step. A `CorpusModel` is taken as well.
+batch (or an iterator of batches), as arrays or, where nothing is run, as shapes. A tuple of states
+or of batch arguments stands for several arguments of the step. A `CorpusModel` is taken as well.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _of_two(step: Callable[..., Any], state: Any, batch: Any) -> Callable[..., A
         batches = batch if type(batch) is tuple else (batch,)
         result = step(*states, *batches)
         new = result[: len(states)] if type(result) is tuple else ()
-        if type(state) is tuple and jax.tree.structure(new) == jax.tree.structure(state):
+        if type(state) is tuple and _alike(new, state):
             return new, *result[len(states) :]
         return result
 
@@ -162,14 +162,18 @@ def _copied(tree: Any) -> Any:
     return rebuild([jnp.copy(x) if isinstance(x, jax.Array) else x for x in leaves])
 
 
+def _alike(one: Any, other: Any) -> bool:
+    structures: list[Any] = [jax.tree.structure(one), jax.tree.structure(other)]
+    return bool(structures[0] == structures[1])
+
+
 def after_step(state: Any, result: Any) -> tuple[Any, Any]:
     """Return the state after a step and what else it returned.
 
     A step that returns no new state has updated the given one in place.
     """
-    structure = jax.tree.structure(state)
-    if jax.tree.structure(result) == structure:
+    if _alike(result, state):
         return result, ()
-    if type(result) is tuple and result and jax.tree.structure(result[0]) == structure:
+    if type(result) is tuple and result and _alike(result[0], state):
         return result[0], result[1] if len(result) == 2 else result[1:]
     return state, result

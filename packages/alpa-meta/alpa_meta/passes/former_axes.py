@@ -47,7 +47,7 @@ def of_one_member(eqn: JaxprEqn) -> Iterator[tuple[Any, list[JaxprEqn]]]:
     literal) and no equations, or the result itself and the equations that compute it."""
     name, params = eqn.primitive.name, eqn.params
     if name == "axis_index":
-        yield Literal(np.zeros((), eqn.outvars[0].aval.dtype), eqn.outvars[0].aval), []
+        yield Literal(np.int32(0), eqn.outvars[0].aval), []
         return
     kept = tuple(axis for axis in params.get("axes", ()) if not isinstance(axis, str))
     if kept:  # dims of a vmap reduced at the same time

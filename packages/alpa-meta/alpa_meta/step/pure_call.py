@@ -31,7 +31,7 @@ class _Static:
     """A Python number that is not traced; of True, 1 and 1.0, or 0.0 and -0.0, none is another."""
 
     value: Any = field(eq=False)
-    kind: type
+    kind: str
     text: str
 
 
@@ -149,12 +149,12 @@ def flat_objects(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return the leaves of a pytree, those of nnx objects in the order of their state, and the
     function that makes such a tree of other leaves."""
     if not holds_objects(tree):
-        leaves, structure = jax.tree.flatten(tree)
-        return leaves, structure.unflatten
+        plain: tuple[list[Any], Any] = jax.tree.flatten(tree)
+        return plain[0], plain[1].unflatten
     nnx: Any = sys.modules["flax.nnx"]
     definition, state = nnx.split(tree)
-    leaves, structure = jax.tree.flatten(state)
-    return leaves, lambda new: nnx.merge(definition, structure.unflatten(new))
+    flat: tuple[list[Any], Any] = jax.tree.flatten(state)
+    return flat[0], lambda new: nnx.merge(definition, flat[1].unflatten(new))
 
 
 class _Graph:
@@ -265,7 +265,7 @@ def _is_equinox(function: Callable[..., Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)  # direct calls compare leaves by identity
-def _static(value: Any, kind: type, text: str) -> _Static:
+def _static(value: Any, kind: str, text: str) -> _Static:
     return _Static(value, kind, text)
 
 
@@ -281,7 +281,7 @@ def _static_numbers(tree: Any, everywhere: bool) -> Any:
         nonlocal found
         if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
             found = True
-            return _static(leaf, type(leaf), repr(leaf))
+            return _static(leaf, type(leaf).__name__, repr(leaf))
         return leaf
 
     def is_module(node: Any) -> bool:
