@@ -46,7 +46,7 @@ from rich.console import Console
 from rich.progress import track
 
 import alpa_meta
-from alpa_meta.audit.planner_plans import arguments, reference_of
+from alpa_meta.audit.planner_plans import reference_of
 from alpa_meta.audit.random_plans import mesh_of_shape, random_audits
 from alpa_meta.corpus import NAMES, CorpusModel, build
 
@@ -95,7 +95,7 @@ def audit_planned(model: CorpusModel, plans: list[str]) -> Iterator[Found]:
             step = _step(model, plan)
             step.lower(model.state, model.batch)
             reference = reference or reference_of(model)
-            audit = step.audit(*arguments(model), reference=reference)
+            audit = step.audit(*model.arguments(), reference=reference)
         except alpa_meta.PlanError as error:
             yield Found(model=model.name, plan=plan, verdict="refused", note=str(error)[:200])
             continue

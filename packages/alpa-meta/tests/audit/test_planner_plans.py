@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import alpa_meta as alpa
-from alpa_meta.audit.planner_plans import arguments, audit_planned, reference_of
+from alpa_meta.audit.planner_plans import audit_planned, reference_of
 from alpa_meta.corpus import build
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 host devices")
@@ -36,7 +36,7 @@ def test_the_planner_s_plan_is_obeyed_exactly_and_right(convnet, reference):
 @pytest.mark.parametrize("preset", ["dp", "zero3"])
 def test_a_preset_is_a_constraint_whose_plan_is_obeyed(convnet, reference, preset):
     step = alpa.parallelize(convnet.train_step, cluster="h100:8", preset=preset, **WHOLE)
-    found = step.audit(*arguments(convnet), reference=reference)
+    found = step.audit(*convnet.arguments(), reference=reference)
     assert found.ok and found.equal, found.text()
     assert sum(len(report.lines) for report in found.tasks.values()) > 0
     cut = [any(spec.dims) for spec in step.plan.shardings[0].state_specs.values()]

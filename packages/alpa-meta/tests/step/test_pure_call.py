@@ -31,7 +31,7 @@ class Net(nnx.Module):
 
 def make_objects():
     model = Net(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
 
 
 def train(model, optimizer, batch):
