@@ -38,7 +38,7 @@ def test_the_list_says_what_the_command_says_of_itself(name):
     place, line = MOUNTED[name]
     module, _, function = place.partition(":")
     documented = getattr(import_module(module), function).__doc__
-    assert documented.strip().split("\n\n")[0].replace("\n", " ") == line
+    assert " ".join(documented.strip().split("\n\n")[0].split()) == line
 
 
 def test_the_list_has_every_command(capsys):
