@@ -33,6 +33,10 @@ ALLOWED = {
     ),
     "trainer/run_folder.py": ("checkpoint", "the name of a folder"),
     # rewrites of one pattern each, which is made of these operators and no others
+    "passes/former_axes.py": (
+        "psum pmax pmin all_gather all_to_all axis_index ppermute reduce_scatter",
+        "collectives over axes of a former pmap",
+    ),
     "passes/lookups.py": (
         "convert_element_type copy copy_p select_n reshape squeeze expand_dims broadcast_in_dim "
         "gather scatter concatenate lt iota",
