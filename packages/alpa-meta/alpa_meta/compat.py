@@ -108,6 +108,15 @@ def call_body(eqn: Any) -> Any | None:
     return jax.make_jaxpr(expand)(*(atom.aval for atom in eqn.invars))
 
 
+def implementation(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Return the operators that the primitive of an equation is implemented by."""
+
+    def call(*operands: Any) -> list[Any]:
+        return jax.tree.leaves(eqn.primitive.impl(*operands, **eqn.params))
+
+    return jax.make_jaxpr(call)(*(atom.aval for atom in eqn.invars))
+
+
 def linear_solve(eqn: Any) -> tuple[Any, list[Any]]:
     """Return what a `custom_linear_solve` equation runs: the solver's ClosedJaxpr, its operands.
 

@@ -9,7 +9,8 @@ same out (equinox' loops among them):
 An example's result does not depend on how long others take, so each microbatch may stop when its
 own examples have ended. The form written out is recognised by its parts: every carry that differs
 between examples is selected by the test that the condition takes the "or" of, or is that test and
-never holds again once it failed.
+never holds again once it failed. The test may read no carry that all examples share and that
+changes, as a counter of trips: an example that has ended could go on with it.
 """
 
 from __future__ import annotations
@@ -43,11 +44,35 @@ def each_example_alone(eqn: JaxprEqn, body: Flow, test: Flow) -> bool:
     for var, atom in zip(outer.invars[:num_test], eqn.invars[:num_test], strict=True):
         same.update((var, twin) for other, twin in given if other is atom)
     matched = _Matched(outer, inner, same)
+    if any(same.get(var) in shared_counters(eqn, body) for var in _read_by(outer, tested)):
+        return False
     carries = zip(inner.invars[num_body:], inner.outvars, body.outputs, strict=True)
     return all(
         placement.kind == "replicated" or after is before or matched.keeps(before, after, tested)
         for before, after, placement in carries
     )
+
+
+def shared_counters(eqn: JaxprEqn, body: Flow) -> frozenset[Var]:
+    """Return the carries, as the body reads them, that all examples share and that change."""
+    inner = open_jaxpr(body.body)
+    carries = zip(
+        inner.invars[eqn.params["body_nconsts"] :], inner.outvars, body.outputs, strict=True
+    )
+    return frozenset(
+        before
+        for before, after, placement in carries
+        if placement.kind == "replicated" and after is not before
+    )
+
+
+def _read_by(jaxpr: Jaxpr, var: Var) -> set[Var]:
+    """Return what a value of a program is computed from, itself included."""
+    needed = {var}
+    for eqn in reversed(jaxpr.eqns):
+        if any(made in needed for made in eqn.outvars):
+            needed.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+    return needed
 
 
 def _tested(jaxpr: Jaxpr) -> Var | None:

@@ -36,11 +36,13 @@ from alpa_meta.compat import (
     open_jaxpr,
     source_line,
 )
+from alpa_meta.microbatch.batched_while import shared_counters
 from alpa_meta.microbatch.demand import with_parts_made
 from alpa_meta.microbatch.flow import Atom, Run, read, run_of
 from alpa_meta.microbatch.placement import MIXED, REPLICATED, MixedError, Placement, Reading
 from alpa_meta.microbatch.slicing import Writer
-from alpa_meta.operators.regions import is_region
+from alpa_meta.operators import operator_of
+from alpa_meta.operators.regions import is_region, is_while
 from alpa_meta.passes.added_equations import equations_of, jaxpr_of
 from alpa_meta.passes.live import live_eqns
 
@@ -134,6 +136,7 @@ class _Walk:
         self._phase_of: dict[Var, str] = {}
         self._maker: dict[Var, JaxprEqn] = {}
         self._cause: dict[Var, str] = {}
+        self._own: set[Var] = set()  # replicated in name: what steers a microbatch is its own
         self._first_total = ""
 
     # ------------------------------------------------------------------ walking
@@ -157,9 +160,39 @@ class _Walk:
                     self.trained.add(var)
                 if any(atom in self._after_total for atom in depends):
                     self._after_total.add(var)
+            own = any(atom in self._own for atom in depends)
+            if run is not None and (own or _steered(eqn, run)):
+                self._note_own(eqn, run, k)
         for atom in self.jaxpr.outvars:
             if not isinstance(atom, Literal):
                 self._leaves(atom)
+
+    def _note_own(self, eqn: JaxprEqn, run: Run, k: int) -> None:
+        """Note results that each microbatch has its own of: they may say where its examples stand
+        in a loop's buffer, but are no part of any result."""
+        made = [var for var in eqn.outvars if not is_drop(var)]
+        replicated = {var for var in made if self.known[var].kind == "replicated"}
+        if _ends_alone(eqn, run):
+            body = run.bodies[1]
+            carries = open_jaxpr(body.body).invars[eqn.params["body_nconsts"] :]
+            counters = shared_counters(eqn, body)
+            pairs = zip(eqn.outvars, carries, strict=True)
+            replicated &= {var for var, carry in pairs if carry in counters}
+        self._own |= replicated
+        indices = operator_of(eqn).indices
+        places = () if indices is None else indices(eqn)
+        operands = [atom for n, atom in enumerate(eqn.invars) if n not in places]
+        used = any(isinstance(atom, Var) and atom in self._own for atom in operands)
+        for var in made if used and not is_region(eqn) else ():
+            if var not in replicated and self.known[var].kind != "mixed":
+                self.known[var] = MIXED
+                self._cause[var] = self._own_used([eqn, *self.jaxpr.eqns[k + 1 :]])
+
+    def _own_used(self, eqns: Sequence[JaxprEqn]) -> str:
+        return (
+            f"{_place(eqns)} uses how long the examples of the batch were worked on, which every "
+            "microbatch has its own of"
+        )
 
     def _update(self, eqn: JaxprEqn) -> None:
         """Note what the update reads that no microbatch can give."""
@@ -178,6 +211,8 @@ class _Walk:
                 f"{_place([self._maker[atom]])} is returned with the batch merged behind another "
                 "dim, of which no microbatch has a block; return it with a dim of examples"
             )
+        if atom in self._own:
+            self._refuse(self._own_used([self._maker[atom]]))
 
     def _refuse(self, reason: str) -> None:
         if reason not in self.reasons:
@@ -420,6 +455,21 @@ class _Walk:
     def _named(self, value: Var) -> str:
         maker = next((eqn for eqn in self.jaxpr.eqns if value in eqn.outvars), None)
         return "an input" if maker is None else _place([maker])
+
+
+def _ends_alone(eqn: JaxprEqn, run: Run) -> bool:
+    """Return whether an equation is a loop that ends in each microbatch by the examples of it."""
+    return is_while(eqn) and bool(run.bodies) and run.bodies[0].outputs[0].kind != "replicated"
+
+
+def _steered(eqn: JaxprEqn, run: Run) -> bool:
+    """Return whether a microbatch works on its examples as long as they need, others on theirs."""
+    if operator_of(eqn).steers and any(one.kind == "split" for one in run.reading.operands):
+        return True
+    if _ends_alone(eqn, run):
+        return True
+    inner = ((open_jaxpr(flow.body).eqns, flow.runs) for flow in run.bodies)
+    return any(_steered(*pair) for eqns, runs in inner for pair in zip(eqns, runs, strict=True))
 
 
 def _variables(eqn: JaxprEqn) -> list[Var]:

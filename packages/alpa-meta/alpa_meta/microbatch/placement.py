@@ -178,6 +178,8 @@ def _along_batch(
             raise MixedError(eqn)
         read.append(wanted)
     combined = _combined(factor.reduction) if factor.kind == "reduction" else None
+    if operator.steers:
+        combined = REPLICATED
     results = []
     for dims in rule.results:
         result = placed(rule, dims, run, combined)

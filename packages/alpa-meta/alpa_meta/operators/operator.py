@@ -227,6 +227,8 @@ class Operator:
     in_blocks    whether its local form takes a part of a dim for a block of it, as one that counts
                  rows does
     layout       whether the result is the operand's elements at other places, or repeated
+    steers       whether the result of all examples only says how long they are worked on, and what
+                 each comes to does not depend on it
 
     What it costs, of the whole equation; None: derived from the factors of the rule, where those
     that several operands share and some result lacks are a contraction:
@@ -256,6 +258,7 @@ class Operator:
     passes_on: bool = False
     in_blocks: bool = False
     layout: bool = False
+    steers: bool = False
     flops: CountFunction | None = None
     bytes: CountFunction | None = None
     heavy: bool | None = None

@@ -31,6 +31,15 @@ _COMBINATIONS = {
     "reduce_or": "or",
 }
 
+_UNMAPPED = {"unvmap_any": "or", "unvmap_all": "and", "unvmap_max": "max"}
+
+
+def _unmapped_rule(eqn: Any) -> ShardingRule:
+    factors = Factors()
+    combination = _UNMAPPED[eqn.primitive.name]
+    dims = [factors.new(s, "reduction", reduction=combination) for s in operand_shapes(eqn)[0]]
+    return factors.rule([dims], [()])
+
 
 def _reduce_rule(eqn: JaxprEqn) -> ShardingRule | None:
     combination = _COMBINATIONS[eqn.primitive.name]
@@ -120,18 +129,24 @@ def extreme(dtype: Any, *, lowest: bool) -> Any:
 _combined = functools.partial(Operator, flops=operand_elements(0), liveness="reduced")
 _placed = functools.partial(Operator, flops=operand_elements(0))
 
-OPERATORS = {
-    name: _combined(_reduce_rule, _run_reduce, piece_params=same_params) for name in _COMBINATIONS
-} | {
-    "reduce_sum": _combined(
-        _reduce_rule, _run_reduce, linear_in=FIRST, piece_params=same_params, reorders=True
-    ),
-    "reduce_xor": _combined(_generic_rule, _run_reduce),
-    "reduce_prod": _combined(_product_rule, _run_product),
-    "argmax": _placed(_place_rule, _run_place),
-    "argmin": _placed(_place_rule, _run_place),
-    "reduce": Operator(_generic_rule),
-}
+OPERATORS = (
+    {name: _combined(_reduce_rule, _run_reduce, piece_params=same_params) for name in _COMBINATIONS}
+    | {
+        "reduce_sum": _combined(
+            _reduce_rule, _run_reduce, linear_in=FIRST, piece_params=same_params, reorders=True
+        ),
+        "reduce_xor": _combined(_generic_rule, _run_reduce),
+        "reduce_prod": _combined(_product_rule, _run_product),
+        "argmax": _placed(_place_rule, _run_place),
+        "argmin": _placed(_place_rule, _run_place),
+        "reduce": Operator(_generic_rule),
+    }
+    | {
+        # Equinox: over the dims of jax.vmap too, for conditions of loops and of error checks.
+        name: _combined(_unmapped_rule, steers=True)
+        for name in _UNMAPPED
+    }
+)
 
 
 def is_any(eqn: JaxprEqn) -> bool:

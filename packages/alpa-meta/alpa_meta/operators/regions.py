@@ -20,6 +20,7 @@ from alpa_meta.compat import (
     call_body,
     closed,
     consts,
+    implementation,
     linear_solve,
     open_jaxpr,
     subjaxprs,
@@ -36,6 +37,12 @@ _CALLS = frozenset(
     """.split()
 )
 _SOLVE = "custom_linear_solve"
+# Equinox' and lineax': both lower them to their implementation, which is of jax operators.
+_IMPLEMENTED = frozenset(
+    """
+    linear_solve maybe_set nonbatchable nondifferentiable_backward nontraceable select_if_vmap vprim
+    """.split()
+)
 
 
 def primitives() -> frozenset[str]:
@@ -145,4 +152,6 @@ def called(eqn: JaxprEqn) -> tuple[ClosedJaxpr | None, list[Any]]:
     """Return the body of a call and its operands; no body if `eqn` is none."""
     if eqn.primitive.name == _SOLVE:
         return linear_solve(eqn)
+    if eqn.primitive.name in _IMPLEMENTED:
+        return implementation(eqn), list(eqn.invars)
     return call_body(eqn) if eqn.primitive.name in _CALLS else None, list(eqn.invars)

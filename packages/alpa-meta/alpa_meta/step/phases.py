@@ -4,8 +4,8 @@ The backward pass is recognised by the name stacks jax leaves on equations (`tra
 the rest follows from data flow, so that it holds whatever the order of equations:
 
     backward  tagged as transposed, or fed by a backward value and by the batch's examples
-    forward   feeds a backward equation, works on the batch's examples before any gradient is known
-              or feeds such work
+    forward   feeds a backward equation, works on the batch's examples before any gradient is known,
+              or feeds such work or, without any gradient, later work on them
     update    everything else: runs once per step, on accumulated gradients
 
 `gradient_marker` (inserted by `alpa.value_and_grad`) says the same explicitly: whatever the marked
@@ -72,9 +72,10 @@ def classify(eqns: Sequence[Any], placements: Mapping[Any, Placement]) -> Phases
         )
     producer = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)}
     gradients = set(marked) if marked else tagged
-    early = {k for k, eqn in enumerate(eqns) if _per_example(eqn, placements)}
-    early -= _descendants(eqns, producer, gradients)
-    ancestors = _ancestors(eqns, producer, gradients | early)
+    examples = {k for k, eqn in enumerate(eqns) if _per_example(eqn, placements)}
+    after = _descendants(eqns, producer, gradients)
+    ancestors = _ancestors(eqns, producer, gradients | examples - after)
+    ancestors |= _ancestors(eqns, producer, examples & after) - after
     phases: list[str] = []
     for k, eqn in enumerate(eqns):
         sources = {phases[producer[a]] for a in eqn.invars if _known(a, producer)}

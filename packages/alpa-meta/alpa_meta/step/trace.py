@@ -1,9 +1,10 @@
 """From a user's step function to one flat jaxpr.
 
 `inline` substitutes the bodies of call equations (jit, custom_jvp, custom_vjp, linear solves, ...)
-and keeps the name stack of the call in front of each inlined equation, so that it still shows which
-equations belong to the forward and the backward pass. Loops, conditionals, recomputation regions
-and opaque kernels stay single equations, their bodies inlined in turn.
+and the implementations of equinox' and lineax' primitives. It keeps the name stack of the call in
+front of each inlined equation, so that it still shows which equations belong to the forward and the
+backward pass. Loops, conditionals, recomputation regions and opaque kernels stay single equations,
+their bodies inlined in turn.
 """
 
 from __future__ import annotations

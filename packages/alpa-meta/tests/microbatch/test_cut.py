@@ -3,10 +3,13 @@
 import functools
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import ShapedArray
 from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import batching, mlir
 
 from alpa_meta.compat import Literal, bind
 from alpa_meta.microbatch.placement import REPLICATED
@@ -122,6 +125,31 @@ def loops_that_end_at_different_times(w, batch):
     return (entropy(w, batch) * jax.lax.stop_gradient(roots)[:, None]).mean()
 
 
+unvmap_any = jex.Primitive("unvmap_any")
+"""Equinox' primitive: whether any holds, over the dims of jax.vmap as well."""
+unvmap_any.def_impl(lambda x: jnp.any(x))
+unvmap_any.def_abstract_eval(lambda x: ShapedArray((), np.dtype(bool)))
+batching.primitive_batchers[unvmap_any] = lambda args, _: (unvmap_any.bind(*args), None)
+mlir.register_lowering(unvmap_any, mlir.lower_fun(lambda x: jnp.any(x), multiple_results=False))
+
+
+def halvings(x, any_of=unvmap_any.bind):
+    """Return x halved until it is small, and the trips of all examples together."""
+
+    def trip(carry):
+        x, going_on, trips = carry
+        after = jnp.where(going_on, x / 2, x)
+        return after, going_on & (after > 0.3), trips + 1
+
+    start = (x, x > 0.3, 0)
+    return jax.lax.while_loop(lambda carry: any_of(carry[1]), trip, start)
+
+
+def loops_steered_by_all_examples(w, batch):
+    small = jax.vmap(lambda x: halvings(x)[0])(jnp.abs(batch["x"][:, 0, 0]))
+    return (entropy(w, batch) * small[:, None]).mean()
+
+
 EXACT = [
     masked,
     weighted,
@@ -138,6 +166,7 @@ EXACT = [
     time_major,
     recomputed,
     loops_that_end_at_different_times,
+    loops_steered_by_all_examples,
 ]
 
 
@@ -255,6 +284,18 @@ def test_losses_over_all_examples_at_once_are_refused_with_the_line(loss):
     (reason,) = Step(step_of(loss), (WEIGHTS, BATCH)).program(2).inexact
     assert "mixes examples of the batch" in reason
     assert "test_cut.py" in reason
+
+
+@pytest.mark.parametrize("any_of", [unvmap_any.bind, jnp.any])
+def test_the_trips_of_a_loop_over_all_examples_are_no_part_of_a_result(any_of):
+    def step(w, batch):
+        value, gradients = jax.value_and_grad(lambda w: entropy(w, batch).mean())(w)
+        first = jnp.abs(w["a"][0, 0] * batch["x"][:, 0, 0])
+        _, _, trips = halvings(first, any_of)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), (value, trips)
+
+    (reason,) = Step(step, (WEIGHTS, BATCH)).program(2).inexact
+    assert "how long the examples of the batch were worked on" in reason
 
 
 def test_what_depends_on_the_batch_alone_is_computed_once():

@@ -96,3 +96,18 @@ def test_a_scope_named_after_a_transposition_is_no_backward_pass():
         return weight - jax.grad(named)(weight)
 
     assert "dot_general" in phases_by_primitive(program(step))["forward"]
+
+
+def test_constants_that_per_example_gradients_are_scaled_by_do_not_move_them_to_the_update():
+    def step(weight, batch):
+        def loss_of(weight, x):
+            return jnp.sum(jnp.tanh(x @ weight) ** 2)
+
+        gradients = jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(weight, batch)
+        squares = jnp.sum(gradients**2, axis=(1, 2)) + jnp.sum(jnp.square(jnp.zeros(3)))
+        factors = jnp.minimum(1.0, 0.5 / jnp.sqrt(squares))
+        return weight - jnp.einsum("n,nij->ij", factors, gradients)
+
+    found = program(step, 2)
+    assert not found.inexact
+    assert "sqrt" in phases_by_primitive(found)["backward"]

@@ -1,6 +1,7 @@
 """One flat jaxpr: calls inlined, loops kept, dead work gone, the same results."""
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -117,3 +118,12 @@ def test_arrays_closed_over_become_constants():
 def test_inlining_twice_changes_nothing():
     closed, _ = trace(nested, jax.ShapeDtypeStruct((3,), jnp.float32))
     assert names(inline(closed)) == names(closed)
+
+
+def test_primitives_that_stand_for_their_implementation_are_replaced_by_it():
+    held = jex.Primitive("nonbatchable")
+    held.def_impl(lambda x, *, msg: x * 2)
+    held.def_abstract_eval(lambda x, *, msg: x)
+    found, _ = trace(lambda x: held.bind(jnp.sin(x), msg="no"), jnp.ones(4))
+    assert names(found) == ["sin", "mul"]
+    np.testing.assert_allclose(run(found, jnp.ones(4))[0], 2 * np.sin(np.ones(4)), rtol=1e-6)

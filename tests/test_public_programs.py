@@ -1,0 +1,52 @@
+"""Training programs in the idiom of public libraries run cut into microbatches and as stages.
+
+Here a few of them; `benchmarks/public_programs.py` runs them all, in every way.
+"""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from public_programs import build
+
+import alpa_meta as alpa
+
+CUT = {"cluster": "host:4", "num_stages": 1, "num_microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flax_linen:mixture_of_experts",
+        "flax_nnx:images_with_metrics",
+        "haiku_modules:vector_quantised_autoencoder",
+        "optax_transforms:differential_privacy",
+        "optax_transforms:ranking",
+        "diffrax_equations:backsolved_equation",
+        "graph_networks:graphs_of_one_size",
+        "bayesian:amortised_inference",
+    ],
+)
+def test_programs_agree_with_one_device_in_microbatches(agrees, name):
+    step, state, batch = build(name)
+    agrees(step, state, [batch], tolerance=1e-4, **CUT)
+
+
+def test_a_variational_autoencoder_agrees_as_two_stages(agrees):
+    step, state, batch = build("flax_linen:variational_autoencoder")
+    agrees(step, state, [batch], tolerance=1e-4, **{**CUT, "num_stages": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("flax_linen:convnet_with_batch_norm", r"flax_linen\.py.* mixes examples"),
+        ("optax_transforms:contrastive_pairs", r"optax_transforms\.py.* mixes examples"),
+        ("graph_networks:padded_graphs", "differ in their first dim: .*batch_argnums"),
+    ],
+)
+def test_what_is_over_all_examples_is_refused_with_the_line_or_what_to_do(name, reason):
+    step, state, batch = build(name)
+    shapes = jax.eval_shape(lambda: (state, batch))
+    with pytest.raises(alpa.PlanError, match=reason):
+        alpa.parallelize(step, **CUT).plan_for(*shapes)
