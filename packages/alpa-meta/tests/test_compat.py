@@ -10,12 +10,12 @@ from alpa_meta.compat import (
     closed,
     consts,
     is_drop,
-    is_remat,
     open_jaxpr,
     scan_counts,
     source_line,
     subjaxprs,
 )
+from alpa_meta.operators.regions import is_remat
 
 
 def eqn_of(function, *args, primitive):

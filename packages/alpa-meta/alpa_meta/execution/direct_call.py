@@ -74,6 +74,8 @@ def direct_call(step: Step, executable: Executable, leaves: Sequence[Any]) -> Di
     assert only.task is not None
     task = executable.tasks[only.task]
     arrays = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
+    if len(program.inputs) > len(arrays):
+        return None  # it is given statistics of the batch as well
     position = {leaf.path: k for leaf, k in zip(program.inputs, arrays, strict=True)}
     operands = tuple(
         (position[name], shape.shape, shape.dtype, shape.sharding)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_meta.compat import JaxprEqn, dtype_name
+from alpa_meta.operators import kernel_kind
 from cost_model import product_arithmetic
 
 
@@ -21,7 +22,10 @@ def arithmetic(eqn: JaxprEqn, platform: str) -> tuple[str, int]:
         return "float32", 1
     operands: list[Any] = [getattr(atom.aval, "dtype", None) for atom in eqn.invars[:2]]
     if "precision" not in eqn.params:
-        return dtype_name(operands[0]), 1
+        # a kernel of the user's that multiplies matrices does so by jax's default
+        product = kernel_kind(eqn) == "matmul"
+        dtype = dtype_name(operands[0])
+        return product_arithmetic(dtype, "default", platform) if product else (dtype, 1)
     asked = eqn.params["precision"]
     if isinstance(asked, lax.DotAlgorithm):
         return dtype_name(jnp.dtype(asked.lhs_precision_type)), asked.num_primitive_operations

@@ -39,7 +39,7 @@ from alpa_meta.compat import (
 from alpa_meta.microbatch.batched_while import shared_counters
 from alpa_meta.microbatch.demand import with_parts_made
 from alpa_meta.microbatch.flow import Atom, Run, read, run_of
-from alpa_meta.microbatch.placement import MIXED, REPLICATED, MixedError, Placement, Reading
+from alpa_meta.microbatch.placement import MIXED, REPLICATED, MixedError, Placement, Reading, split
 from alpa_meta.microbatch.slicing import Writer
 from alpa_meta.operators import operator_of
 from alpa_meta.operators.regions import is_region, is_while
@@ -149,7 +149,7 @@ class _Walk:
                 continue
             run = self._run(k, eqn)
             self.runs.append(run)
-            results = [REPLICATED] * len(eqn.outvars) if run is None else run.reading.results
+            results = map(self._of_statistic, eqn.outvars) if run is None else run.reading.results
             depends = [self.read_whole.get(k, {}).get(a, a) for a in _variables(eqn)]
             for var, placement in zip(eqn.outvars, results, strict=True):
                 if is_drop(var):
@@ -257,6 +257,16 @@ class _Walk:
             f"{lacking}",
         )
 
+    def _of_statistic(self, var: Var) -> Placement:
+        """Return the placement of what is computed on the whole batch: each microbatch gets its
+        part of what has an entry for each example, such as a shuffled batch.
+        """
+        shape = array_type(var).shape
+        sizes = {
+            array_type(one).shape[0] for one in self.jaxpr.invars if self.known[one].kind == "split"
+        }
+        return split(0) if shape and shape[0] in sizes else REPLICATED
+
     def _mixed(self, eqn: JaxprEqn, cause: str) -> Run:
         self._cause.update((var, cause) for var in eqn.outvars if not is_drop(var))
         operands = tuple(read(atom, self.known) for atom in eqn.invars)
@@ -337,10 +347,10 @@ class _Walk:
             writer.define(var, REPLICATED)
         given = [Given(number, "number", "number of the microbatch")]
         for place, (var, value) in enumerate(self.whole.items()):
-            split = demands.get(var) == {Placement("split", 0)}
-            held = writer.define(var, Placement("split", 0) if split else REPLICATED)
+            in_parts = self.known.get(var, REPLICATED) == split(0) or demands.get(var) == {split(0)}
+            held = writer.define(var, split(0) if in_parts else REPLICATED)
             name = f"statistic {place} of the batch, {self._named(value)}"
-            given.append(Given(held, "part" if split else "statistic", name))
+            given.append(Given(held, "part" if in_parts else "statistic", name))
         for place, (var, value) in enumerate(self.totals.items()):
             writer.define(var, REPLICATED)
             given.append(Given(var, "total", f"total {place} over the batch, {self._named(value)}"))

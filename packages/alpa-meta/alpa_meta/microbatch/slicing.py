@@ -30,6 +30,7 @@ from alpa_meta.compat import (
     open_jaxpr,
     scan_counts,
 )
+from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.demand import with_parts_made
 from alpa_meta.microbatch.flow import Atom, Flow, Run, literal_placement
 from alpa_meta.microbatch.placement import REPLICATED, Placement, Reading
@@ -177,7 +178,14 @@ class Writer:
         def run(number: Any, *values: Any) -> Any:
             places: Any = InTime(number, self.count)
             call = LocalCall(eqn, list(values), rule, strategy, mesh, places)
-            return operator_of(eqn).local(call)
+            try:
+                return operator_of(eqn).local(call)
+            except NameError as error:  # as jax says of axes that are not there
+                raise PlanError(
+                    f"the local form of {eqn.primitive.name!r} must not communicate over the axis "
+                    f"that its parts lie along, which microbatches do not do ({error}); use "
+                    "num_microbatches=1, or a local form that works on its part alone"
+                ) from None
 
         key = (operator_signature(eqn), reading)
         self._write(key, run, [self.number, *operands], results, eqn)

@@ -260,7 +260,10 @@ class Step:
             return (self.uncut,)
         if not self.exact:
             return ()
-        return _cut(self, self.microbatch_counts[1]).reasons if self.batch_size > 1 else ()
+        try:
+            return _cut(self, self.microbatch_counts[1]).reasons if self.batch_size > 1 else ()
+        except PlanError as error:
+            return (str(error),)
 
     def traced(self, batch: int | None) -> tuple[Any, Any]:
         """Return (flat jaxpr, output description) with `batch` examples; None: as called.

@@ -165,7 +165,7 @@ def test_a_saved_plan_serves_buckets_it_was_not_made_for(searches):
     [
         ({"x": 3, "y": 0}, r"got 3 for batch\['x'\], which has 3 dims"),
         ({"x": 0}, "must be a pytree prefix of the batch"),
-        ({"x": {"a"}, "y": None}, "give a dim, a set of dims or None"),
+        ({"x": {"a"}, "y": None}, "must be a dim, a set of dims or None"),
     ],
 )
 def test_marks_that_are_no_dims_are_refused(marks, message):
