@@ -158,6 +158,7 @@ def main(
     """Run the programs and print a table; exit status 0 unless one is wrong or broken."""
     console = Console(highlight=False, soft_wrap=True)
     found = _read(out)
+    left_out: list[str] = []
     if not summary:
         kept = [one for one in found if not again or one.verdict == "equal"]
         done = {(one.program, one.way) for one in kept}
@@ -166,7 +167,11 @@ def main(
             left = [one for one in way or WAYS if (name, one) not in done]
             if not left or program and not any(part in name for part in program):
                 continue
-            runner = Runner(name)
+            try:
+                runner = Runner(name)
+            except ModuleNotFoundError as error:
+                left_out.append(f"{name} (no {error.name})")
+                continue
             for one in left:
                 found.append(result := runner.run(one))
                 line = f"{result.verdict:8} {name}, {one}, {result.cpu_seconds} s: {result.note}"
@@ -176,6 +181,12 @@ def main(
                         file.write(json.dumps(asdict(result)) + "\n")
             jax.clear_caches()
     _print_table(found, console)
+    if left_out:
+        console.print(
+            f"NOT RUN, for want of a library: {', '.join(left_out)}; install them with "
+            "`uv pip install --python .venv/bin/python --group programs`",
+            markup=False,
+        )
     raise typer.Exit(0 if all(one.ok for one in found) else 1)
 
 
