@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.extend.core as jex
@@ -25,6 +25,7 @@ Jaxpr = jex.Jaxpr
 JaxprEqn = jex.JaxprEqn
 Literal = jex.Literal
 Var = jex.Var
+Atom: TypeAlias = Var | Literal
 _DropVar = getattr(jex, "DropVar", None)
 
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
@@ -37,8 +38,19 @@ def is_drop(var: Any) -> bool:
     return _DropVar is not None and isinstance(var, _DropVar)
 
 
-def array_type(atom: Var | Literal) -> ShapedArray:
-    """Return the shape and dtype of an array; jax types variables more widely."""
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """Return the shape of an equation's operand or result; scalars and tokens have none."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def dtype_of(atom: Atom) -> np.dtype[Any]:
+    """Return the dtype of an array, an extended one for keys; jax types variables more widely."""
+    dtype: np.dtype[Any] = array_type(atom).dtype
+    return dtype
+
+
+def array_type(atom: Atom) -> ShapedArray:
+    """Return the type of an array; jax types variables more widely."""
     return cast(ShapedArray, atom.aval)
 
 

@@ -31,10 +31,9 @@ from attrs import field, frozen
 
 import ilp_sharding
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop
+from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.operators import flops, sharding_rule
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.region_bindings import bindings, trips
 from alpa_meta.step.program import Program
 from ilp_sharding.problem_builder import ProblemBuilder

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
-from alpa_meta.compat import source_line, subjaxprs
+from alpa_meta.compat import Jaxpr, JaxprEqn, Var, shape_of, source_line, subjaxprs
 from alpa_meta.errors import PlanError
 from alpa_meta.operators.elementwise import constrains_sharding
 from alpa_meta.step.program import Program
@@ -87,7 +87,7 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, spec: Any) -> tupl
 batching.primitive_batchers[_pin_p] = _batched
 
 
-def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) -> dict[Any, Pin]:
+def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) -> dict[Var, Pin]:
     """Return {input variable: pin} for pins on paths."""
     by_path: dict[str, list[Any]] = {}
     for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
@@ -101,39 +101,39 @@ def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) 
                 + (f"; did you mean {close}?" if close else "")
             )
         for var in by_path[path]:
-            made = _on_mesh(spec, tuple(var.aval.shape), mesh, f"the pin of {path!r}")
+            made = _on_mesh(spec, tuple(shape_of(var)), mesh, f"the pin of {path!r}")
             if made is not None:
                 found[var] = made
     return found
 
 
-def is_pin(eqn: Any) -> bool:
+def is_pin(eqn: JaxprEqn) -> bool:
     """Return whether an equation only says how its operand is to be sharded."""
     return eqn.primitive is _pin_p or constrains_sharding(eqn)
 
 
-def pinned_spec(eqn: Any) -> tuple[Any, ...] | None:
+def pinned_spec(eqn: JaxprEqn) -> tuple[Any, ...] | None:
     """Return the entries of the spec that a pinning equation asks for, None if it names no axes."""
     if eqn.primitive is _pin_p:
         return tuple(eqn.params["spec"])
     spec = getattr(eqn.params["sharding"], "spec", None)
     if spec is None:
         return None
-    rank = len(eqn.outvars[0].aval.shape)
+    rank = len(shape_of(eqn.outvars[0]))
     free = eqn.params.get("unconstrained_dims") or ()
     entries = [*spec, *[None] * (rank - len(tuple(spec)))]
     return tuple(_FREE if dim in free else entry for dim, entry in enumerate(entries))
 
 
 def pinned_strategies(
-    eqn: Any, strategies: Sequence[Strategy], mesh: LogicalMesh
+    eqn: JaxprEqn, strategies: Sequence[Strategy], mesh: LogicalMesh
 ) -> tuple[Strategy, ...]:
     """Return the strategies of a pinning equation that carry out its pin on `mesh`."""
     spec = pinned_spec(eqn)
     if spec is None:
         return tuple(strategies)
     place = f"the pin at {source_line(eqn)}"
-    made = _on_mesh(spec, tuple(eqn.outvars[0].aval.shape), mesh, place)
+    made = _on_mesh(spec, tuple(shape_of(eqn.outvars[0])), mesh, place)
     if made is None:
         return tuple(strategies)
     return tuple(one for one in strategies if made.allows(one.results[0]))
@@ -164,7 +164,7 @@ def pinned_axes(
     return set(named) & known
 
 
-def all_eqns(jaxpr: Any) -> Iterable[Any]:
+def all_eqns(jaxpr: Jaxpr) -> Iterable[Any]:
     """Yield the equations of a jaxpr and of the bodies inside it."""
     for eqn in jaxpr.eqns:
         yield eqn

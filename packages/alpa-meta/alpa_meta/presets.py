@@ -28,11 +28,10 @@ from attrs import frozen
 from jax.sharding import PartitionSpec
 
 from alpa_interchange import LogicalMesh
-from alpa_meta.compat import Literal, Var
+from alpa_meta.compat import Literal, Var, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.model_dims import model_dims
 from alpa_meta.operators import linear_operands
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.pinning import Pin
 from alpa_meta.step.arguments import is_array
 from alpa_meta.step.program import Program, Step
@@ -66,7 +65,7 @@ def preset_specs(name: str, step: Step, axis_sizes: Mapping[str, int]) -> tuple[
     return tuple(tree.unflatten([next(specs) if is_array(x) else x for x in leaves]))
 
 
-def preset_pins(name: str, program: Program, mesh: LogicalMesh) -> dict[Any, Pin]:
+def preset_pins(name: str, program: Program, mesh: LogicalMesh) -> dict[Var, Pin]:
     """Return {variable: pin} of a preset on one mesh: of inputs, and of values where it says so."""
     check_preset(name)
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
@@ -118,7 +117,7 @@ def _input_dims(name: str, program: Program, axis_sizes: Mapping[str, int]) -> d
     whole = set(model.parameters) if name == "zero2" else set()
     found: dict[Var, Dims] = {}
     for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
-        shape = tuple(var.aval.shape)
+        shape = tuple(shape_of(var))
         if leaf.role == "batch":
             found[var] = _batch_dims(name, shape, axis_sizes)
         elif leaf.role == "state":
@@ -133,7 +132,7 @@ def _input_dims(name: str, program: Program, axis_sizes: Mapping[str, int]) -> d
     return found
 
 
-def _sequence_pins(program: Program, axis_sizes: Mapping[str, int]) -> dict[Any, Pin]:
+def _sequence_pins(program: Program, axis_sizes: Mapping[str, int]) -> dict[Var, Pin]:
     """Return pins along the sequence of the residual stream, sums of [batch, sequence, width]."""
     last = tuple(axis_sizes)[-1]
     pins = {}
@@ -143,7 +142,7 @@ def _sequence_pins(program: Program, axis_sizes: Mapping[str, int]) -> dict[Any,
             continue
         if len(eqn.invars) != 2 or not linear_operands(eqn):
             continue
-        if all(not isinstance(a, Literal) and tuple(a.aval.shape) == shape for a in eqn.invars):
+        if all(not isinstance(a, Literal) and tuple(shape_of(a)) == shape for a in eqn.invars):
             batch = _batch_dims("megatron-sp", shape, axis_sizes)
             pins[eqn.outvars[0]] = _pin((batch[0], (last,), ()), axis_sizes)
     return pins

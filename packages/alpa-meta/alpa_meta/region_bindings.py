@@ -8,6 +8,7 @@ from typing import Any
 from attrs import frozen
 
 from alpa_meta.compat import (
+    Atom,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -94,5 +95,5 @@ def _pairs(*ends: tuple[Sequence[Any], Sequence[Any]]) -> list[tuple[Any, Any, i
     ]
 
 
-def _is_no_value(atom: Any) -> bool:
+def _is_no_value(atom: Atom) -> bool:
     return isinstance(atom, Literal) or is_drop(atom)

@@ -23,6 +23,7 @@ from alpa_meta.audit.memory import MemoryCheck, memory_check
 from alpa_meta.audit.numerics import NumericsCheck, Reference, single_device_reference
 from alpa_meta.audit.report import AuditReport
 from alpa_meta.audit.target import SOUND, compile_for, compiler_options
+from alpa_meta.compat import ClosedJaxpr
 from alpa_meta.spmd import (
     JaxprPlan,
     global_shape,
@@ -55,7 +56,7 @@ class ProgramAudit:
 
 
 def audit_program(
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     plan: JaxprPlan,
     mesh: LogicalMesh,
     conversions: Conversions,
@@ -93,7 +94,7 @@ def audit_program(
 
 
 def compile_plan(
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     plan: JaxprPlan,
     mesh: LogicalMesh,
     conversions: Conversions,
@@ -128,12 +129,12 @@ def _run(plan: JaxprPlan, compiled: Any, arguments: Sequence[Any]) -> list[Any]:
     return [jax.device_get(value) for value in whole]
 
 
-def reference_of_program(jaxpr: Any, arguments: Sequence[Any]) -> Reference:
+def reference_of_program(jaxpr: ClosedJaxpr, arguments: Sequence[Any]) -> Reference:
     """Return the single-device results of `jaxpr` on flat arguments, for any number of plans."""
     return single_device_reference(single_device(jaxpr), tuple(arguments), jax.random.key(0))
 
 
-def single_device(jaxpr: Any) -> Callable[..., Any]:
+def single_device(jaxpr: ClosedJaxpr) -> Callable[..., Any]:
     """Return the function of flat arrays that runs `jaxpr` on one device; it can be traced."""
     device = jax.devices("cpu")[0]
 

@@ -11,6 +11,7 @@ from attrs import frozen
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.audit.numerics import Reference
 from alpa_meta.audit.program import ProgramAudit, audit_program, reference_of_program
+from alpa_meta.compat import ClosedJaxpr
 from alpa_meta.own_step import Runnable
 from alpa_meta.spmd import random_plan
 from alpa_meta.step.trace import trace
@@ -57,7 +58,7 @@ class RandomAudits:
     """
 
     model: Runnable
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     arguments: Sequence[Any] | None = None
     reference: Reference | None = None
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_meta import compat
+from alpa_meta.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn
 from alpa_meta.operators import operator_of, sharding_rule
 from alpa_meta.operators.regions import with_bodies
 from alpa_meta.step.trace import inline
@@ -28,7 +29,7 @@ from alpa_meta.step.trace import inline
 NARROW, ALL = 32, 65  # floats of fewer bits are changed
 
 
-def rounds(jaxpr: Any, bits: int) -> bool:
+def rounds(jaxpr: Jaxpr | ClosedJaxpr, bits: int) -> bool:
     """Return whether any result in `jaxpr` is a float of fewer than `bits` bits."""
     for eqn in compat.open_jaxpr(jaxpr).eqns:
         if any(_is_float(var.aval, bits) for var in eqn.outvars):
@@ -92,7 +93,7 @@ def _run(program: Any, values: Sequence[Any], rounding: _Rounding) -> list[Any]:
     scope = dict(zip(jaxpr.constvars, compat.consts(program), strict=True))
     scope.update(zip(jaxpr.invars, values, strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         return atom.val if isinstance(atom, compat.Literal) else scope[atom]
 
     for eqn in jaxpr.eqns:
@@ -105,7 +106,7 @@ def _run(program: Any, values: Sequence[Any], rounding: _Rounding) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _from_the_end(eqn: Any, operands: list[Any]) -> list[Any]:
+def _from_the_end(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Return the operands of a sum or contraction with what is summed in reverse."""
     rule = sharding_rule(eqn)
     if rule is None or not operator_of(eqn).reorders:

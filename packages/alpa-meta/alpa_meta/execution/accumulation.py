@@ -16,7 +16,7 @@ import numpy as np
 from attrs import frozen
 from jax import lax
 
-from alpa_meta.compat import Literal, Var, is_drop
+from alpa_meta.compat import Literal, Var, dtype_of, is_drop, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.microbatch.placement import REPLICATED, Placement
@@ -32,9 +32,9 @@ class Accumulation:
     one microbatch both are empty. `placements` are the program's.
     """
 
-    accumulators: Mapping[Any, Any]
-    joined: Mapping[Any, int]
-    placements: Mapping[Any, Placement]
+    accumulators: Mapping[Var, Any]
+    joined: Mapping[Var, int]
+    placements: Mapping[Var, Placement]
     num_microbatches: int
 
     def first(self, value: Any, total: Any) -> list[Any]:
@@ -52,9 +52,9 @@ class Accumulation:
         if extreme is not None:
             combine = {"max": lax.max, "min": lax.min}[extreme]
             return equations_of(combine, [accumulator, value], [following])
-        if accumulator.aval.dtype == value.aval.dtype:
+        if dtype_of(accumulator) == dtype_of(value):
             return equations_of(jnp.add, [accumulator, value], [following])
-        dtype = accumulator.aval.dtype
+        dtype = dtype_of(accumulator)
 
         def add(total: Any, part: Any) -> Any:
             return total + lax.convert_element_type(part, dtype)
@@ -64,7 +64,7 @@ class Accumulation:
     def scaled(self, value: Any) -> list[Any]:
         """Return equations for value = what was accumulated, in the value's dtype."""
         mean = self.placements.get(value, REPLICATED).kind == "replicated"
-        dtype = value.aval.dtype
+        dtype = dtype_of(value)
 
         def scale(total: Any) -> Any:
             if mean and jnp.issubdtype(dtype, jnp.inexact):
@@ -81,7 +81,7 @@ class Accumulation:
         return placement.reduction if placement.kind == "extreme" else None
 
 
-def crossing_values(staging: Staging, program: Program) -> dict[Any, frozenset[int]]:
+def crossing_values(staging: Staging, program: Program) -> dict[Var, frozenset[int]]:
     """Return the values of the microbatches that the update or the result needs.
 
     Maps each to the stages of the update equations that read it.
@@ -93,7 +93,7 @@ def crossing_values(staging: Staging, program: Program) -> dict[Any, frozenset[i
         for var in eqn.outvars
         if not is_drop(var)
     }
-    readers: dict[Any, set[int]] = {}
+    readers: dict[Var, set[int]] = {}
     for eqn, phase, stage in zip(staging.eqns, staging.phases, staging.stages, strict=True):
         if phase == "update":
             for atom in eqn.invars:
@@ -105,12 +105,12 @@ def crossing_values(staging: Staging, program: Program) -> dict[Any, frozenset[i
     return {var: frozenset(stages) for var, stages in readers.items()}
 
 
-def accumulation_of(program: Program, crossing: Mapping[Any, frozenset[int]]) -> Accumulation:
+def accumulation_of(program: Program, crossing: Mapping[Var, frozenset[int]]) -> Accumulation:
     """Return how the `crossing_values` leave the microbatches; refuses an update that reads one
     entry per example.
     """
-    accumulators: dict[Any, Any] = {}
-    joined: dict[Any, int] = {}
+    accumulators: dict[Var, Any] = {}
+    joined: dict[Var, int] = {}
     for value, update_stages in crossing.items() if program.num_microbatches > 1 else ():
         placement = program.placements.get(value, REPLICATED)
         if placement.kind == "split":
@@ -121,11 +121,11 @@ def accumulation_of(program: Program, crossing: Mapping[Any, frozenset[int]]) ->
                 )
             joined[value] = placement.dim
             continue
-        dtype = value.aval.dtype
+        dtype = dtype_of(value)
         narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
         if narrow and placement.kind != "extreme":
             dtype = np.dtype(np.float32)
-        accumulators[value] = Var(jax.core.ShapedArray(value.aval.shape, dtype))
+        accumulators[value] = Var(jax.core.ShapedArray(shape_of(value), dtype))
     return Accumulation(accumulators, joined, program.placements, program.num_microbatches)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
-from alpa_meta.compat import no_mesh
+from alpa_meta.compat import ClosedJaxpr, Var, dtype_of, no_mesh, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.combiners import combiner_options
 from alpa_meta.execution.own_constants import with_own_constants
@@ -49,7 +49,7 @@ class CompiledTask:
     """One task ready to run: its jaxpr and plan, the logical mesh, and the jitted function."""
 
     task: Task
-    closed: Any
+    closed: ClosedJaxpr
     plan: JaxprPlan
     mesh: LogicalMesh
     jax_mesh: Mesh | None
@@ -61,11 +61,11 @@ class CompiledTask:
         """Return the global shapes and shardings of the task's operands."""
         shapes = []
         for var, spec in zip(self.task.invars, self.plan.inputs, strict=True):
-            shape = global_shape(tuple(var.aval.shape), spec, self.mesh)
+            shape = global_shape(tuple(shape_of(var)), spec, self.mesh)
             sharding = None
             if self.jax_mesh is not None:
                 sharding = NamedSharding(self.jax_mesh, partition_spec(spec))
-            shapes.append(jax.ShapeDtypeStruct(shape, var.aval.dtype, sharding=sharding))
+            shapes.append(jax.ShapeDtypeStruct(shape, dtype_of(var), sharding=sharding))
         return shapes
 
     @functools.cached_property
@@ -179,7 +179,7 @@ class Executable:
         whole = NamedSharding(mesh, PartitionSpec())
         along = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         places = [
-            along if is_batch and var.aval.shape[0] % mesh.size == 0 else whole
+            along if is_batch and shape_of(var)[0] % mesh.size == 0 else whole
             for var, is_batch in zip(
                 statistics.closed.jaxpr.invars, statistics.of_batch, strict=True
             )
@@ -262,7 +262,7 @@ class Executable:
         }
         for name, home in zip(graph.inputs, graph.home, strict=True):
             if name not in shardings[home]:
-                spec = ShardingSpec.replicated(len(paths[name].aval.shape))
+                spec = ShardingSpec.replicated(len(shape_of(paths[name])))
                 shardings[home][name] = self._sharding(home, spec)
         return shardings
 
@@ -410,7 +410,7 @@ def _with_second_gathers(
     return with_second_gathers(task.eqns, plan, task.invars, phases, mesh, least)
 
 
-def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingSpec]:
+def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Var, ShardingSpec]:
     """Return the spec of every value at the border of a task, accumulators included.
 
     New state leaves the task laid out as the state it replaces.
@@ -420,9 +420,9 @@ def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingS
     assert choice is not None
     value_of = {id(acc): value for value, acc in planned.tasks.accumulators.items()}
     replaced = {new: old for new, old in selection.stage.carried if old in selection.sources}
-    specs: dict[Any, ShardingSpec] = {}
+    specs: dict[Var, ShardingSpec] = {}
 
-    def spec(var: Any) -> ShardingSpec:
+    def spec(var: Var) -> ShardingSpec:
         value = value_of.get(id(var), var)
         return selection.spec(replaced.get(value, value), choice)
 
@@ -432,6 +432,6 @@ def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Any, ShardingS
         specs[value] = spec(value)
         for var in task.eqns[position].outvars:
             if var not in selection.sources:
-                rank = len(getattr(var.aval, "shape", ()))
+                rank = len(shape_of(var))
                 specs[var] = specs[value] if rank else ShardingSpec((), specs[value].partial)
     return specs

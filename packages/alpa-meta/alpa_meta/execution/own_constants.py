@@ -28,12 +28,14 @@ def _scatters(eqn: JaxprEqn) -> bool:
     return operator.written is not None and bool(operator.heavy)
 
 
-def with_own_constants(eqns: Sequence[Any], plan: JaxprPlan) -> tuple[tuple[Any, ...], JaxprPlan]:
+def with_own_constants(
+    eqns: Sequence[JaxprEqn], plan: JaxprPlan
+) -> tuple[tuple[JaxprEqn, ...], JaxprPlan]:
     """Return the equations of a task and their plan, with a barrier before each such constant."""
     written = {
         eqn.invars[0] for eqn in eqns if _scatters(eqn) and not isinstance(eqn.invars[0], Literal)
     }
-    found: list[Any] = []
+    found: list[JaxprEqn] = []
     steps: list[Any] = []
     for eqn, step in zip(eqns, plan.strategies, strict=True):
         filled = operator_of(eqn).layout and isinstance(eqn.invars[0], Literal)

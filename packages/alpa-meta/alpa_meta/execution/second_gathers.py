@@ -17,7 +17,7 @@ from typing import Any
 from jax import lax
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
-from alpa_meta.compat import Literal, Var, is_drop, is_plain
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop, is_plain
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.spmd import JaxprPlan
@@ -27,13 +27,13 @@ WORTH = 0.05
 
 
 def with_second_gathers(
-    eqns: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
     plan: JaxprPlan,
-    invars: Sequence[Any],
+    invars: Sequence[Atom],
     phases: Sequence[str],
     mesh: LogicalMesh,
     least: float = 0.0,
-) -> tuple[tuple[Any, ...], JaxprPlan]:
+) -> tuple[tuple[JaxprEqn, ...], JaxprPlan]:
     """Return the equations of a task and their plan, with a barrier where the forward pass ends.
 
     `phases` are those of the equations; without a barrier, what is gathered for both passes would
@@ -41,7 +41,7 @@ def with_second_gathers(
     """
     specs = dict(zip(invars, plan.inputs, strict=True))
     gathered: set[tuple[Any, ShardingSpec]] = set()
-    again: dict[Any, float] = {}  # bytes per device
+    again: dict[Var, float] = {}  # bytes per device
     last, position = None, len(eqns)
     for k, (eqn, step, phase) in enumerate(zip(eqns, plan.strategies, phases, strict=True)):
         for atom, spec in zip(eqn.invars, step.operands, strict=True):
@@ -80,7 +80,7 @@ def _gathers(held: ShardingSpec, wanted: ShardingSpec) -> bool:
     return any(axis not in more for less, more in pairs for axis in less)
 
 
-def _reading(eqn: Any, renamed: dict[Any, Any]) -> Any:
+def _reading(eqn: JaxprEqn, renamed: dict[Var, Any]) -> Any:
     """Return an equation that reads the renamed values."""
     atoms = [atom if isinstance(atom, Literal) else renamed.get(atom, atom) for atom in eqn.invars]
     return eqn.replace(invars=atoms)

@@ -4,17 +4,16 @@ value."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from alpa_interchange import ShardingSpec, Strategy
-from alpa_meta.compat import Literal
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, shape_of
 from alpa_meta.execution.tasks import Task
 from alpa_meta.operators import sharding_rule
 from alpa_meta.spmd import JaxprPlan, RegionPlan
 
 
 def task_plan(
-    task: Task, specs: Mapping[Any, ShardingSpec], strategies: Mapping[int, Strategy | RegionPlan]
+    task: Task, specs: Mapping[Var, ShardingSpec], strategies: Mapping[int, Strategy | RegionPlan]
 ) -> JaxprPlan:
     """Return the plan of a task: `strategies` by id of equation, `specs` of values.
 
@@ -35,7 +34,7 @@ def task_plan(
     )
 
 
-def _following(eqn: Any, spec: ShardingSpec) -> Strategy:
+def _following(eqn: JaxprEqn, spec: ShardingSpec) -> Strategy:
     rule = sharding_rule(eqn)
     rank = len(spec.dims)
     assignment: dict[str, tuple[str, ...]] = {}
@@ -44,11 +43,11 @@ def _following(eqn: Any, spec: ShardingSpec) -> Strategy:
             if dim and axes:
                 assignment[dim[0]] = axes
 
-    def keep(atom: Any) -> ShardingSpec:
-        same = len(getattr(atom.aval, "shape", ())) == rank and rank
+    def keep(atom: Atom) -> ShardingSpec:
+        same = len(shape_of(atom)) == rank and rank
         if same or (not rank and not isinstance(atom, Literal)):
             return spec
-        return ShardingSpec.replicated(len(getattr(atom.aval, "shape", ())))
+        return ShardingSpec.replicated(len(shape_of(atom)))
 
     return Strategy(
         assignment=tuple(sorted(assignment.items())),

@@ -16,7 +16,7 @@ import numpy as np
 from attrs import evolve, field, frozen
 
 from alpa_interchange import TaskGraph, TaskSpec
-from alpa_meta.compat import ClosedJaxpr, Literal, Var, is_drop
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, is_drop
 from alpa_meta.execution.accumulation import Accumulation, accumulation_of, crossing_values
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.passes.added_equations import jaxpr_of
@@ -31,12 +31,12 @@ class Task:
     """
 
     spec: TaskSpec
-    eqns: tuple[Any, ...]
-    invars: tuple[Any, ...]
-    outvars: tuple[Any, ...]
+    eqns: tuple[JaxprEqn, ...]
+    invars: tuple[Var, ...]
+    outvars: tuple[Var, ...]
     follows: Mapping[int, Any] = field(factory=dict)
 
-    def closed(self, program: Program) -> Any:
+    def closed(self, program: Program) -> ClosedJaxpr:
         """Return the task as a ClosedJaxpr; constants of the step are closed over."""
         jaxpr = program.jaxpr
         read = {a for eqn in self.eqns for a in eqn.invars if not isinstance(a, Literal)}
@@ -70,11 +70,11 @@ class Tasks:
 
     tasks: tuple[Task, ...]
     graph: TaskGraph
-    names: Mapping[Any, str]
+    names: Mapping[Var, str]
     outputs: tuple[Output, ...]
     carry: Mapping[str, str]
-    accumulators: Mapping[Any, Any]  # value of the microbatches -> accumulator variable
-    accumulator_names: Mapping[Any, str]
+    accumulators: Mapping[Var, Any]  # value of the microbatches -> accumulator variable
+    accumulator_names: Mapping[Var, str]
     num_microbatches: int
 
 
@@ -89,7 +89,7 @@ class _TaskBuilder:
         self.staging = staging
         self.count = program.num_microbatches
         self.jaxpr = program.jaxpr
-        self.names: dict[Any, str] = {
+        self.names: dict[Var, str] = {
             var: leaf.path for var, leaf in zip(self.jaxpr.invars, program.inputs, strict=True)
         }
         self.constants = set(self.jaxpr.constvars)
@@ -107,7 +107,7 @@ class _TaskBuilder:
             for var in eqn.outvars
         }
 
-    def _name(self, var: Any) -> str:
+    def _name(self, var: Var) -> str:
         if var not in self.names:
             self.names[var] = f"v{len(self.names)}"
         return self.names[var]
@@ -134,8 +134,8 @@ class _TaskBuilder:
 
     def _readers(
         self, groups: Mapping[tuple[str, int, int], list[int]]
-    ) -> dict[Any, set[tuple[str, int, int]]]:
-        readers: dict[Any, set[tuple[str, int, int]]] = {}
+    ) -> dict[Var, set[tuple[str, int, int]]]:
+        readers: dict[Var, set[tuple[str, int, int]]] = {}
         for key, members in groups.items():
             for k in members:
                 for atom in self.staging.eqns[k].invars:
@@ -147,17 +147,17 @@ class _TaskBuilder:
         self,
         key: tuple[str, int, int],
         members: Sequence[int],
-        readers: Mapping[Any, set[tuple[str, int, int]]],
+        readers: Mapping[Var, set[tuple[str, int, int]]],
     ) -> Task:
         kind, stage, level = key
         results = {a for a in self.jaxpr.outvars if not isinstance(a, Literal)}
-        eqns: list[Any] = []
+        eqns: list[JaxprEqn] = []
         follows: dict[int, Any] = {}
-        inputs: dict[Any, None] = {}
-        outputs: dict[Any, None] = {}
-        defined: set[Any] = set()
+        inputs: dict[Var, None] = {}
+        outputs: dict[Var, None] = {}
+        defined: set[Var] = set()
 
-        def add(eqn: Any, keeps: Any) -> None:
+        def add(eqn: JaxprEqn, keeps: Any) -> None:
             follows[len(eqns)] = keeps
             eqns.append(eqn)
             defined.update(eqn.outvars)
@@ -213,7 +213,7 @@ class _TaskBuilder:
             follows,
         )
 
-    def _input_name(self, var: Any) -> str:
+    def _input_name(self, var: Var) -> str:
         if var in self.value_of:
             return f"sum of {self._name(self.value_of[var])}"
         return self._name(var)
@@ -226,7 +226,7 @@ class _TaskBuilder:
         for total, var in self.program.totals.items():
             by_stage.setdefault(self.home[var], []).append((var, self.totals, total))
         for stage, values in sorted(by_stage.items()):
-            eqns: list[Any] = []
+            eqns: list[JaxprEqn] = []
             follows: dict[int, Any] = {}
             zeros = []
             for var, accumulation, like in values:
@@ -293,7 +293,7 @@ class _TaskBuilder:
             tasks.append(Task(spec, tuple(eqns), invars, outvars, follows))
         return tasks
 
-    def _statistic_name(self, var: Any) -> str:
+    def _statistic_name(self, var: Var) -> str:
         """Return the name of a value between the tasks of the statistics, which the tasks after
         them make anew."""
         return self._name(var) if var not in self.home else f"{self._name(var)} for statistics"
@@ -378,7 +378,7 @@ class _TaskBuilder:
         for var in dict.fromkeys(finals):
             left.setdefault(self.home[var], []).append(var)
         for stage, values in sorted(left.items()):
-            eqns: list[Any] = []
+            eqns: list[JaxprEqn] = []
             follows: dict[int, Any] = {}
             results = []
             for var in values:

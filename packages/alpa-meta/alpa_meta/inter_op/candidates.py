@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from attrs import evolve, frozen
@@ -20,7 +19,7 @@ from alpa_interchange import (
     StageCandidate,
     SubmeshSpec,
 )
-from alpa_meta.compat import array_type
+from alpa_meta.compat import Var, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.scan_cutting import CutProgram
@@ -156,12 +155,10 @@ def _needed(costs: StageCosts) -> float:
     return float(held + costs.transient.max())
 
 
-def input_pins(program: Program, mesh: LogicalMesh, options: Options) -> dict[Any, Pin]:
+def input_pins(program: Program, mesh: LogicalMesh, options: Options) -> dict[Var, Pin]:
     """Return {variable: pin} of the preset and of the user's pins, which come first, on a mesh."""
     preset = {} if options.preset is None else preset_pins(options.preset, program, mesh)
-    totals: dict[Any, Pin] = {
-        total: Pin(((),) * len(array_type(total).shape)) for total in program.totals
-    }
+    totals: dict[Var, Pin] = {total: Pin(((),) * len(shape_of(total))) for total in program.totals}
     return preset | pinned_inputs(program, mesh, options.pins) | totals
 
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any
 
 from attrs import frozen
 
-from alpa_meta.compat import Literal, Var, is_drop, subjaxprs
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, is_drop, shape_of, subjaxprs
 from alpa_meta.step.program import Program
 
 
@@ -28,17 +27,16 @@ class Layering:
     `input_layers[k]` are the layers whose forward or backward pass reads input k.
     """
 
-    eqns: tuple[Any, ...]
+    eqns: tuple[JaxprEqn, ...]
     phases: tuple[str, ...]
     layers: tuple[int | None, ...]
     num_layers: int
     input_layers: tuple[frozenset[int], ...]
 
 
-def tensor_bytes(atom: Any) -> float:
+def tensor_bytes(atom: Atom) -> float:
     """Return the bytes of an array value; 8 for extended dtypes such as keys."""
-    aval = atom.aval
-    return float(math.prod(getattr(aval, "shape", ())) * getattr(aval.dtype, "itemsize", 8))
+    return float(math.prod(shape_of(atom)) * getattr(dtype_of(atom), "itemsize", 8))
 
 
 def clustered_positions(program: Program) -> list[int]:
@@ -55,7 +53,7 @@ def _clustered(program: Program, floating: Collection[int]) -> list[int]:
 
 
 def assign_layers(
-    program: Program, cluster: Callable[[Sequence[Any], Sequence[Any]], Sequence[int]]
+    program: Program, cluster: Callable[[Sequence[JaxprEqn], Sequence[Var]], Sequence[int]]
 ) -> Layering:
     """Return the layering of `program`.
 
@@ -80,7 +78,7 @@ def assign_layers(
         layers.append(label[0])
         phases.append(label[1])
     inputs = set(jaxpr.invars)
-    readers: dict[Any, set[int]] = {var: set() for var in inputs}
+    readers: dict[Var, set[int]] = {var: set() for var in inputs}
     for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
         if phase != "update" and layer is not None:
             for atom in eqn.invars:
@@ -95,9 +93,9 @@ def assign_layers(
     )
 
 
-def _floating(eqns: Sequence[Any]) -> set[int]:
+def _floating(eqns: Sequence[JaxprEqn]) -> set[int]:
     """Return the equations that depend on no input and contain no region."""
-    free: set[Any] = set()
+    free: set[Var] = set()
     found = set()
     for k, eqn in enumerate(eqns):
         if eqn.effects or subjaxprs(eqn):
@@ -109,16 +107,16 @@ def _floating(eqns: Sequence[Any]) -> set[int]:
 
 
 def _backward_layers(
-    eqns: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
     phases: Sequence[str],
     layers: list[int | None],
     floating: set[int],
     num_layers: int,
-    inputs: Sequence[Any],
-) -> dict[Any, int]:
+    inputs: Sequence[Var],
+) -> dict[Var, int]:
     """Assign layers to backward equations; return the layer of every value computed so far."""
-    home: dict[Any, int] = {}
-    available: dict[Any, set[int]] = {}
+    home: dict[Var, int] = {}
+    available: dict[Var, set[int]] = {}
     input_set = set(inputs)
     for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
         if phase != "forward" or layer is None:
@@ -130,7 +128,7 @@ def _backward_layers(
             if not is_drop(var):
                 home[var] = layer
                 available[var] = {layer}
-    cotangents: set[Any] = set()
+    cotangents: set[Var] = set()
     for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True)):
         if phase != "backward" or k in floating:
             continue
@@ -159,26 +157,26 @@ def _backward_layers(
 
 
 def _update_layers(
-    eqns: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
     phases: Sequence[str],
     layers: list[int | None],
     floating: set[int],
-    home: dict[Any, int],
+    home: dict[Var, int],
 ) -> None:
     """Assign layers to the tensor equations of the update, following parameters and gradients."""
     update = [k for k, phase in enumerate(phases) if phase == "update" and k not in floating]
 
-    def rank(atom: Any) -> int:
-        return len(getattr(atom.aval, "shape", ()))
+    def rank(atom: Atom) -> int:
+        return len(shape_of(atom))
 
-    touching: dict[Any, list[int]] = {}
+    touching: dict[Var, list[int]] = {}
     for k in update:
         for atom in (*eqns[k].invars, *eqns[k].outvars):
             if not isinstance(atom, Literal) and rank(atom):
                 touching.setdefault(atom, []).append(k)
     pending = set(update)
 
-    def settle(var: Any, layer: int) -> None:
+    def settle(var: Var, layer: int) -> None:
         home[var] = layer
         pending.update(touching.get(var, ()))
 
@@ -207,12 +205,12 @@ def _update_layers(
 
 
 def clone_into_readers(
-    eqns: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
     labels: Sequence[Hashable],
     cloned: set[int],
-    outvars: Sequence[Any],
+    outvars: Sequence[Atom],
     output_label: Hashable,
-) -> tuple[list[Any], list[Hashable]]:
+) -> tuple[list[JaxprEqn], list[Hashable]]:
     """Return (equations, labels) with one copy of each equation in `cloned` per label reading it.
 
     Copies for different labels define different variables; program outputs are computed by the
@@ -221,16 +219,16 @@ def clone_into_readers(
     producer = {var: k for k in cloned for var in eqns[k].outvars}
     readers: dict[int, dict[Hashable, None]] = {k: {} for k in cloned}
     outputs = {atom for atom in outvars if not isinstance(atom, Literal)}
-    for atom in outputs:
-        if atom in producer:
-            readers[producer[atom]][output_label] = None
+    for output in outputs:
+        if output in producer:
+            readers[producer[output]][output_label] = None
     for k in range(len(eqns) - 1, -1, -1):
         wanted = readers[k] if k in cloned else {labels[k]: None}
         for atom in eqns[k].invars:
             if not isinstance(atom, Literal) and atom in producer:
                 readers[producer[atom]].update(wanted)
-    copies: dict[tuple[Any, Hashable], Any] = {}
-    result: list[Any] = []
+    copies: dict[tuple[Atom, Hashable], Var] = {}
+    result: list[JaxprEqn] = []
     result_labels: list[Hashable] = []
     for k, eqn in enumerate(eqns):
         reads = any(not isinstance(atom, Literal) and atom in producer for atom in eqn.invars)

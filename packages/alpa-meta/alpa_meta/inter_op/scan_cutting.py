@@ -21,7 +21,17 @@ import jax.numpy as jnp
 from attrs import evolve, frozen
 from jax import lax
 
-from alpa_meta.compat import ClosedJaxpr, Literal, Var, consts, is_drop, scan_counts
+from alpa_meta.compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    consts,
+    is_drop,
+    scan_counts,
+    shape_of,
+)
 from alpa_meta.inter_op.stacks import (
     Passage,
     Stack,
@@ -73,7 +83,7 @@ class CutProgram:
 class _Entry:
     """An equation to be placed: where it comes from, its phase, and its key in program order."""
 
-    eqn: Any
+    eqn: JaxprEqn
     phase: str
     origin: Origin
     key: tuple[int, int, int, int]
@@ -93,7 +103,7 @@ class _Cutter:
     ) -> None:
         self.program = program
         self.stacks, self.bounds = tuple(stacks), tuple(bounds)
-        self.spans: dict[Any, list[tuple[int, int]]] = {
+        self.spans: dict[Atom, list[tuple[int, int]]] = {
             var: list(zip(ends[:-1], ends[1:], strict=True))
             for stack, ends in zip(stacks, bounds, strict=True)
             if len(ends) > 2
@@ -101,10 +111,10 @@ class _Cutter:
         }
         self.placements = dict(program.placements)
         self.entries: list[_Entry] = []
-        self.pieces: dict[Any, list[Any]] = {}  # values that were made in pieces
-        self.sliced: dict[Any, list[Any]] = {}  # pieces cut from whole values
+        self.pieces: dict[Atom, list[Any]] = {}  # values that were made in pieces
+        self.sliced: dict[Atom, list[Any]] = {}  # pieces cut from whole values
         self.joined: dict[tuple[Any, str], Any] = {}  # pieces put together, by phase
-        self.home: dict[Any, tuple[int, str]] = {}  # equation and phase that made a value
+        self.home: dict[Var, tuple[int, str]] = {}  # equation and phase that made a value
 
     def cut(self) -> CutProgram:
         jaxpr, program = self.program.jaxpr, self.program
@@ -132,7 +142,7 @@ class _Cutter:
             zip(jaxpr.outvars, program.outputs, program.aliases, strict=True)
         ):
             replaced = None if alias is None else jaxpr.invars[alias]
-            if replaced not in self.pieces:
+            if replaced is None or replaced not in self.pieces:
                 whole = self._output(atom)
                 outputs.append(
                     (whole, path, alias if alias is None else position[replaced][0], Part(number))
@@ -170,7 +180,7 @@ class _Cutter:
 
     # ------------------------------------------------------------------ equations
 
-    def _equation(self, number: int, eqn: Any, phase: str) -> None:
+    def _equation(self, number: int, eqn: JaxprEqn, phase: str) -> None:
         if is_cuttable(eqn) and stacked_inputs(eqn)[0] in self.spans:
             self._scan(number, eqn, phase)
             return
@@ -181,7 +191,7 @@ class _Cutter:
         operands = [self._whole(atom, number, phase) for atom in eqn.invars]
         self._add(eqn.replace(invars=operands), phase, Origin(number, "whole"))
 
-    def _passage(self, eqn: Any) -> Passage | None:
+    def _passage(self, eqn: JaxprEqn) -> Passage | None:
         """Return how an equation runs in pieces, None if none of its values is cut."""
         touched = any(not isinstance(atom, Literal) and atom in self.spans for atom in eqn.invars)
         if not touched and not any(var in self.spans for var in eqn.outvars):
@@ -193,7 +203,7 @@ class _Cutter:
                 return passage
         return None
 
-    def _scan(self, number: int, eqn: Any, phase: str) -> None:
+    def _scan(self, number: int, eqn: JaxprEqn, phase: str) -> None:
         num_consts, num_carry, _ = scan_counts(eqn)
         first = num_consts + num_carry
         fixed = [self._whole(atom, number, phase) for atom in eqn.invars[:num_consts]]
@@ -223,7 +233,7 @@ class _Cutter:
             self._add(piece, phase, Origin(number, "piece", start, stop), place)
             carry = after
 
-    def _in_pieces(self, number: int, eqn: Any, phase: str, passage: Passage) -> None:
+    def _in_pieces(self, number: int, eqn: JaxprEqn, phase: str, passage: Passage) -> None:
         carriers = [eqn.invars[k] for k in passage.operands]
         carriers += [eqn.outvars[k] for k in passage.results]
         spans = next(self.spans[var] for var in carriers if not is_drop(var))
@@ -254,7 +264,7 @@ class _Cutter:
             self._combine(number, eqn.outvars[0], results[0], phase, passage.reduction)
 
     def _combine(
-        self, number: int, var: Any, partial: Sequence[Any], phase: str, reduction: str
+        self, number: int, var: Var, partial: Sequence[Any], phase: str, reduction: str
     ) -> None:
         total = partial[0]
         for k, part in enumerate(partial[1:], 2):
@@ -264,26 +274,26 @@ class _Cutter:
             total = after
 
     def _add(
-        self, eqn: Any, phase: str, origin: Origin, place: int = 0, movable: bool = False
+        self, eqn: JaxprEqn, phase: str, origin: Origin, place: int = 0, movable: bool = False
     ) -> None:
         key = (origin.eqn, place, origin.eqn, len(self.entries))
         self.entries.append(_Entry(eqn, phase, origin, key, movable and phase == "forward"))
 
     # ------------------------------------------------------------------ values
 
-    def _like(self, var: Any) -> Any:
+    def _like(self, var: Var) -> Any:
         """Return a fresh variable of the type and placement of `var`."""
         fresh = Var(var.aval)
         self.placements[fresh] = self.program.placements.get(var, REPLICATED)
         return fresh
 
     def _piece_var(self, var: Any, length: int) -> Any:
-        fresh = Var(var.aval.update(shape=(length, *var.aval.shape[1:])))
+        fresh = Var(var.aval.update(shape=(length, *shape_of(var)[1:])))
         self.placements[fresh] = self.program.placements.get(var, REPLICATED)
         return fresh
 
     def _pieces(
-        self, atom: Any, spans: Sequence[tuple[int, int]], number: int, phase: str
+        self, atom: Atom, spans: Sequence[tuple[int, int]], number: int, phase: str
     ) -> list[Any]:
         """Return the pieces of a value, cut from it where it is whole."""
         if atom in self.pieces and self.spans[atom] == spans:
@@ -302,7 +312,7 @@ class _Cutter:
                 self.sliced[atom].append(piece)
         return self.sliced[atom]
 
-    def _whole(self, atom: Any, number: int, phase: str) -> Any:
+    def _whole(self, atom: Atom, number: int, phase: str) -> Any:
         """Return a value whole, joined from its pieces where it was made in pieces."""
         if isinstance(atom, Literal) or atom not in self.pieces:
             return atom
@@ -317,7 +327,7 @@ class _Cutter:
                 self._add(added, phase, Origin(number, "join"), -1)
         return self.joined[atom, phase]
 
-    def _output(self, atom: Any) -> Any:
+    def _output(self, atom: Atom) -> Any:
         """Return a result of the program that leaves it whole."""
         if isinstance(atom, Literal) or atom not in self.pieces:
             return atom
@@ -331,8 +341,8 @@ def _moved(entries: Sequence[_Entry]) -> list[_Entry]:
     One that follows a piece of a scan stands right after it; one that precedes a piece stands right
     before its first reader.
     """
-    early: dict[Any, tuple[int, int]] = {}
-    follows: set[Any] = set()
+    early: dict[Var, tuple[int, int]] = {}
+    follows: set[Var] = set()
     placed: dict[int, tuple[int, int]] = {}
     for number, entry in enumerate(entries):
         read = [atom for atom in entry.eqn.invars if not isinstance(atom, Literal)]
@@ -346,7 +356,7 @@ def _moved(entries: Sequence[_Entry]) -> list[_Entry]:
         elif entry.origin.role == "piece" and entry.phase == "forward":
             follows.update(entry.eqn.outvars)
         early.update((var, prefix) for var in entry.eqn.outvars)
-    first_reader: dict[Any, tuple[int, int]] = {}
+    first_reader: dict[Var, tuple[int, int]] = {}
     for number in range(len(entries) - 1, -1, -1):
         entry = entries[number]
         prefix = entry.key[:2]

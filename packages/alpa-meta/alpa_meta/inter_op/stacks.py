@@ -20,9 +20,8 @@ from typing import Any
 from attrs import frozen
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import Literal, is_drop, scan_counts
+from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, scan_counts, shape_of
 from alpa_meta.operators import flops, operator_of, sharding_rule
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.operators.regions import is_control_flow, is_scan
 from alpa_meta.step.program import Program
 
@@ -37,7 +36,7 @@ class Stack:
     """Values that are stacked along the same `length` layers."""
 
     length: int
-    members: frozenset[Any]
+    members: frozenset[Var]
 
 
 def stacks_of(program: Program) -> tuple[Stack, ...]:
@@ -53,11 +52,11 @@ def stacks_of(program: Program) -> tuple[Stack, ...]:
             if links.has(atom) and links.has(jaxpr.invars[alias]):
                 links.join([atom, jaxpr.invars[alias]])
     total = sum(flops(eqn) for eqn, phase in zip(eqns, phases, strict=True) if phase == "forward")
-    heavy: dict[Any, int] = {}
+    heavy: dict[Var, int] = {}
     for eqn, phase in zip(eqns, phases, strict=True):
         if phase == "forward" and is_cuttable(eqn) and flops(eqn) >= LEAST_SHARE * total:
             heavy[links.root(stacked_inputs(eqn)[0])] = eqn.params["length"]
-    groups: dict[Any, set[Any]] = {root: set() for root in heavy}
+    groups: dict[Var, set[Var]] = {root: set() for root in heavy}
     for var in links.known():
         if links.root(var) in groups:
             groups[links.root(var)].add(var)
@@ -75,7 +74,7 @@ def stacks_of(program: Program) -> tuple[Stack, ...]:
     return tuple(found)
 
 
-def is_cuttable(eqn: Any) -> bool:
+def is_cuttable(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a scan over stacked inputs that can run in pieces."""
     if not is_scan(eqn) or eqn.effects or eqn.params["length"] < 2:
         return False
@@ -83,13 +82,13 @@ def is_cuttable(eqn: Any) -> bool:
     return bool(scanned) and not any(isinstance(atom, Literal) for atom in scanned)
 
 
-def stacked_inputs(eqn: Any) -> list[Any]:
+def stacked_inputs(eqn: JaxprEqn) -> list[Any]:
     """Return the variables a scan reads slice by slice."""
     num_consts, num_carry, _ = scan_counts(eqn)
     return list(eqn.invars[num_consts + num_carry :])
 
 
-def stacked_outputs(eqn: Any) -> list[Any]:
+def stacked_outputs(eqn: JaxprEqn) -> list[Var]:
     """Return the variables a scan writes slice by slice."""
     return [var for var in eqn.outvars[scan_counts(eqn)[1] :] if not is_drop(var)]
 
@@ -106,7 +105,7 @@ class Passage:
     reduction: str | None = None
 
 
-def passages(eqn: Any) -> Iterator[Passage]:
+def passages(eqn: JaxprEqn) -> Iterator[Passage]:
     """Yield the ways in which an operation can run piece by piece along dim 0 of its values."""
     if eqn.effects or is_control_flow(eqn) or not operator_of(eqn).runs_in_pieces:
         return
@@ -120,13 +119,13 @@ def passages(eqn: Any) -> Iterator[Passage]:
             yield found
 
 
-def resized(eqn: Any, length: int) -> dict[str, Any]:
+def resized(eqn: JaxprEqn, length: int) -> dict[str, Any]:
     """Return the parameters of an operation on a piece of `length` layers."""
     adjusted = operator_of(eqn).piece_params
     return dict(eqn.params) if adjusted is None else adjusted(eqn, length)
 
 
-def _passage(eqn: Any, rule: ShardingRule, factor: str) -> Passage | None:
+def _passage(eqn: JaxprEqn, rule: ShardingRule, factor: str) -> Passage | None:
     operands, results = _having(rule.operands, factor), _having(rule.results, factor)
     if operands is None or results is None:
         return None
@@ -154,7 +153,7 @@ def _having(sides: Sequence[Sequence[Sequence[str]]], factor: str) -> frozenset[
     return frozenset(found)
 
 
-def _carriers(eqn: Any) -> Iterator[list[Any]]:
+def _carriers(eqn: JaxprEqn) -> Iterator[list[Any]]:
     """Yield the variables whose dims 0 an equation joins."""
     if is_scan(eqn):
         if is_cuttable(eqn):
@@ -169,9 +168,9 @@ class _Links:
     """Disjoint sets of variables, kept apart by the size of dim 0."""
 
     def __init__(self) -> None:
-        self._parent: dict[Any, Any] = {}
+        self._parent: dict[Var, Any] = {}
 
-    def root(self, var: Any) -> Any:
+    def root(self, var: Var) -> Any:
         """Return the variable that stands for the set of `var`."""
         self._parent.setdefault(var, var)
         while self._parent[var] is not var:
@@ -185,7 +184,7 @@ class _Links:
             assert shape_of(var)[0] == shape_of(variables[0])[0]
             self._parent[self.root(var)] = self.root(variables[0])
 
-    def has(self, var: Any) -> bool:
+    def has(self, var: Var) -> bool:
         """Return whether a variable was met."""
         return var in self._parent
 

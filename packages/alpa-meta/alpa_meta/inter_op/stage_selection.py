@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from attrs import frozen
 
-from alpa_meta.compat import Literal, is_drop
+from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.execution.accumulation import crossing_values
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.staging import Staging
@@ -29,8 +28,8 @@ class StageScope:
 
     eqns: StageEqns
     layers: tuple[int | None, ...]
-    residuals: frozenset[Any]  # forward values the backward pass reads
-    boundary_out: frozenset[Any]  # values the next stages read
+    residuals: frozenset[Var]  # forward values the backward pass reads
+    boundary_out: frozenset[Var]  # values the next stages read
 
 
 def stage_scope(
@@ -38,7 +37,7 @@ def stage_scope(
     staging: Staging,
     stage: int,
     in_flight: int,
-    pins: Mapping[Any, Pin] | None = None,
+    pins: Mapping[Var, Pin] | None = None,
     apart: bool = False,
 ) -> StageScope:
     """Return the scope of `stage`, with `in_flight` microbatches of activations alive.
@@ -134,11 +133,11 @@ def solved_costs(
     state, gradients = np.zeros(num_layers), np.zeros(num_layers)
     activations, transient = np.zeros(num_layers), np.zeros(num_layers)
 
-    def local(var: Any, widened: bool = False) -> float:
+    def local(var: Var, widened: bool = False) -> float:
         spec = selection.spec(var, choice)
         size = tensor_bytes(var)
         if widened:
-            size = max(size, 4.0 * math.prod(getattr(var.aval, "shape", ())))
+            size = max(size, 4.0 * math.prod(shape_of(var)))
         return size / mesh.size(tuple(axis for dim in spec.dims for axis in dim))
 
     temporaries = selection.memory.usage(choice)[KINDS.index("temporaries")]
@@ -175,7 +174,7 @@ def solved_costs(
     )
 
 
-def _state_layers(scope: StageScope) -> dict[Any, int]:
+def _state_layers(scope: StageScope) -> dict[Var, int]:
     """Return the layer of each state input: of the equation that replaces it, else of its
     reader."""
     produced = {
@@ -209,8 +208,8 @@ def _floors(scope: StageScope, selection: Selection, num_layers: int) -> np.ndar
 def boundary_bytes(program: Program, staging: Staging, num_layers: int) -> np.ndarray:
     """Return [layers] bytes of one microbatch crossing from layer k or below to above it,
     forward."""
-    made: dict[Any, int] = {}
-    last: dict[Any, int] = {}
+    made: dict[Var, int] = {}
+    last: dict[Var, int] = {}
     for eqn, phase, layer in zip(staging.eqns, staging.phases, staging.layers, strict=True):
         if phase != "forward" or layer is None:
             continue

@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import frozen
 
-from alpa_meta.compat import Literal, is_drop
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop
 from alpa_meta.inter_op.layering import Layering, clone_into_readers
 from alpa_meta.operators import operator_of
 
@@ -25,7 +25,7 @@ class Staging:
     """Equations with phase and stage; `levels` order the update: a level reads what lower ones
     sent."""
 
-    eqns: tuple[Any, ...]
+    eqns: tuple[JaxprEqn, ...]
     phases: tuple[str, ...]
     stages: tuple[int, ...]
     layers: tuple[int | None, ...]
@@ -33,7 +33,7 @@ class Staging:
     num_stages: int
 
 
-def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Any]) -> Staging:
+def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Atom]) -> Staging:
     """Return the staging of layers [0, cuts[0]), [cuts[0], cuts[1]), ... up to the last layer."""
     bounds = [*cuts, layering.num_layers]
 
@@ -66,14 +66,14 @@ def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Any
 
 
 def _sink_sums(
-    eqns: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
     phases: list[str],
     stages: Sequence[int | None],
-    outvars: Sequence[Any],
+    outvars: Sequence[Atom],
 ) -> list[str]:
     """Move additions of gradients from several stages, read by the update only, into the update."""
     producer = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)}
-    inner_readers: dict[Any, int] = {}
+    inner_readers: dict[Var, int] = {}
     for eqn, phase in zip(eqns, phases, strict=True):
         if phase != "update":
             for atom in eqn.invars:
@@ -92,15 +92,15 @@ def _sink_sums(
     return phases
 
 
-def _adds(eqn: Any) -> bool:
+def _adds(eqn: JaxprEqn) -> bool:
     """Return whether an equation is linear in two operands together, as a sum is."""
     return operator_of(eqn).linear_groups(eqn) == ((0, 1),)
 
 
-def _settle_scalars(eqns: Sequence[Any], stages: list[int | None]) -> set[int]:
+def _settle_scalars(eqns: Sequence[JaxprEqn], stages: list[int | None]) -> set[int]:
     """Give equations without a stage one where they need it; return those that depend on no
     stage."""
-    origins: dict[Any, frozenset[int]] = {}
+    origins: dict[Var, frozenset[int]] = {}
     independent = set()
     for k, eqn in enumerate(eqns):
         stage = stages[k]
@@ -121,7 +121,7 @@ def _settle_scalars(eqns: Sequence[Any], stages: list[int | None]) -> set[int]:
 
 
 def _layers_after_cloning(
-    before: Sequence[Any], after: Sequence[Any], layers: Sequence[int | None]
+    before: Sequence[JaxprEqn], after: Sequence[JaxprEqn], layers: Sequence[int | None]
 ) -> list[int | None]:
     by_output = {
         id(eqn.outvars[0]): layer for eqn, layer in zip(before, layers, strict=True) if eqn.outvars
@@ -129,10 +129,10 @@ def _layers_after_cloning(
     return [by_output.get(id(eqn.outvars[0])) if eqn.outvars else None for eqn in after]
 
 
-def _levels(eqns: Sequence[Any], phases: Sequence[str], stages: Sequence[int]) -> list[int]:
+def _levels(eqns: Sequence[JaxprEqn], phases: Sequence[str], stages: Sequence[int]) -> list[int]:
     """Return the level of each update equation: one more whenever a value comes from another
     stage."""
-    known: dict[Any, tuple[int, int]] = {}
+    known: dict[Var, tuple[int, int]] = {}
     levels = []
     for eqn, phase, stage in zip(eqns, phases, stages, strict=True):
         level = 0

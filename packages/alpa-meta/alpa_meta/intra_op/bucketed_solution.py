@@ -17,12 +17,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 from attrs import evolve
 
 from alpa_interchange import ShardingProblem, ShardingSolution
+from alpa_meta.compat import Var
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.priced_memory import problem_cost
@@ -39,7 +39,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def solve_in_buckets(
-    selection: Selection, options: Options, likely: Iterable[Mapping[Any, Pin]] = ()
+    selection: Selection, options: Options, likely: Iterable[Mapping[Var, Pin]] = ()
 ) -> ShardingSolution:
     """Return the solution of a stage without a memory limit, its objective by its buckets.
 
@@ -89,7 +89,7 @@ def _search(
     return evolve(best, seconds=seconds), bound
 
 
-def pinned_problem(selection: Selection, pins: Mapping[Any, Pin]) -> ShardingProblem:
+def pinned_problem(selection: Selection, pins: Mapping[Var, Pin]) -> ShardingProblem:
     """Return the problem with the values of `pins` as pinned, as far as that is possible."""
     problem = selection.problem
     first = np.concatenate([[0], np.cumsum(problem.num_strategies)])

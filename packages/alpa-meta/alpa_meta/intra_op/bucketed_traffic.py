@@ -25,7 +25,7 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingProblem, ShardingRule, ShardingSpec, Strategy
-from alpa_meta.compat import Literal, is_drop, subjaxprs
+from alpa_meta.compat import Jaxpr, JaxprEqn, Literal, Var, array_type, is_drop, subjaxprs
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
@@ -37,7 +37,7 @@ Sent = tuple[str, float, tuple[str, ...]]
 """A collective: kind, bytes of the larger side on one device, mesh axes."""
 
 
-def late_values(stage: StageEqns, heavy: Callable[[Any], bool]) -> frozenset[Any]:
+def late_values(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> frozenset[Var]:
     """Return the values of the microbatches that nothing but the update and the result waits for.
 
     Directly, or through equations of the backward pass whose results are such values and which are
@@ -52,8 +52,8 @@ def late_values(stage: StageEqns, heavy: Callable[[Any], bool]) -> frozenset[Any
 
 
 def late_in_body(
-    jaxpr: Any, late: Collection[int], phase: str, heavy: Callable[[Any], bool]
-) -> frozenset[Any]:
+    jaxpr: Jaxpr, late: Collection[int], phase: str, heavy: Callable[[JaxprEqn], bool]
+) -> frozenset[Var]:
     """Return the values of a recomputation that only its `late` outputs, by number, wait for."""
     waited_for = {
         atom
@@ -64,9 +64,9 @@ def late_in_body(
 
 
 def _late(
-    eqns: Sequence[tuple[Any, str]], waited_for: set[Any], heavy: Callable[[Any], bool]
-) -> frozenset[Any]:
-    late: set[Any] = set()
+    eqns: Sequence[tuple[JaxprEqn, str]], waited_for: set[Var], heavy: Callable[[JaxprEqn], bool]
+) -> frozenset[Var]:
+    late: set[Var] = set()
     for eqn, phase in reversed(eqns):
         outputs = [var for var in eqn.outvars if not is_drop(var)]
         found = [var for var in outputs if var not in waited_for]
@@ -77,14 +77,14 @@ def _late(
     return frozenset(late)
 
 
-def sums_together(stage: StageEqns, heavy: Callable[[Any], bool]) -> Mapping[int, int]:
+def sums_together(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> Mapping[int, int]:
     """Return, by the id of an equation, how many small sums are sent with its own, itself included.
 
     A light equation's sums wait for as many sums and `heavy` equations, one after the other, as
     those of another (mean and mean square, say): then neither waits for the other, and where both
     follow operands of one shape, their sums are over the same axes.
     """
-    depth: dict[Any, int] = {}
+    depth: dict[Var, int] = {}
     rounds: dict[Any, list[int]] = {}
     for eqn, phase in zip(stage.eqns, stage.phases, strict=True):
         now = max((depth.get(a, 0) for a in eqn.invars if not isinstance(a, Literal)), default=0)
@@ -92,7 +92,7 @@ def sums_together(stage: StageEqns, heavy: Callable[[Any], bool]) -> Mapping[int
         if not waits and operator_of(eqn).liveness == "reduced":
             waits = True
             if all(tensor_bytes(var) <= HOST_BUCKETS.tensor for var in eqn.outvars):
-                operand = eqn.invars[0].aval
+                operand = array_type(eqn.invars[0])
                 key = (phase, now, eqn.primitive.name, operand.shape, operand.dtype)
                 rounds.setdefault(key, []).append(id(eqn))
         depth.update((var, now + waits) for var in eqn.outvars if not is_drop(var))
@@ -118,7 +118,9 @@ def completion_steps(
         yield "all-reduce", local, left
 
 
-def own_sums(eqn: Any, rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh) -> Iterator[Sent]:
+def own_sums(
+    eqn: JaxprEqn, rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh
+) -> Iterator[Sent]:
     """Yield the all-reduces of sums that an operator does not leave partial."""
     reduced = [
         axis

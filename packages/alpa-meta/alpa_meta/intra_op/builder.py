@@ -14,7 +14,7 @@ import numpy as np
 from attrs import frozen
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
-from alpa_meta.compat import Literal, is_drop
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import (
     BucketedTraffic,
@@ -39,7 +39,6 @@ from alpa_meta.operators import (
     operator_signature,
     sharding_rule,
 )
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.operators.regions import is_region
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
@@ -66,13 +65,13 @@ class Builder:
         self.costs = costs
         self.stage = stage
         self.problem = ProblemBuilder()
-        self.sources: dict[Any, Source] = {}
+        self.sources: dict[Atom, Source] = {}
         self._eqn_costs: list[tuple[int, int, np.ndarray]] = []
         self._eqn_edges: list[tuple[int, int, int, np.ndarray]] = []
         self._position = 0
         self.partial = may_stay_partial(stage)
-        self._order: dict[Any, int] = {}
-        self._spread: set[Any] = set()
+        self._order: dict[Var, int] = {}
+        self._spread: set[Var] = set()
         self._seconds: dict[Hashable, np.ndarray] = {}
         self._operators: dict[Hashable, _Operator] = {}
         self._matrices: dict[tuple[int, float], np.ndarray] = {}
@@ -81,7 +80,7 @@ class Builder:
         self._choices: dict[int, Sequence[ShardingSpec | Strategy]] = {}
         self._constants: list[tuple[Source, int]] = []
         self._copies: list[tuple[int, int, int, int, np.ndarray]] = []
-        self._copy_of: dict[Any, int] = {}  # what is read for several: its place in the copies
+        self._copy_of: dict[Var, int] = {}  # what is read for several: its place in the copies
         self.timeline = Timeline(apart=bool(stage.kept))
         self.times: list[int] = []  # at which each equation begins
         self.late = late_values(stage, is_heavy)
@@ -106,8 +105,9 @@ class Builder:
             self.times.append(self.timeline.now + 1)
             weight = 1.0 if phase == "update" else float(stage.num_microbatches)
             for number, atom in enumerate(eqn.invars):
-                outside = not isinstance(atom, Literal) and atom not in defined
-                if outside and atom not in self.sources:
+                if isinstance(atom, Literal) or atom in defined:
+                    continue
+                if atom not in self.sources:
                     input_key = None if key is None else ("input", key, number)
                     self._input(atom, input_key)
             records.append(self.equation(eqn, key, weight, self.sources, phase))
@@ -129,7 +129,7 @@ class Builder:
             [*spans, *self.timeline.spans()], copies, self.costs.mesh, num_strategies, last
         )
 
-    def _input(self, var: Any, key: Hashable | None) -> None:
+    def _input(self, var: Var, key: Hashable | None) -> None:
         pinned = self.stage.pins.get(var)
         if pinned is not None and key is not None:
             key = (key, pinned)  # only inputs that are pinned alike share a node
@@ -158,7 +158,7 @@ class Builder:
             self.problem.add_cost(source.node, np.array(allowed))
 
     def value_node(
-        self, var: Any, key: Hashable, name: str, summed: bool = False
+        self, var: Var, key: Hashable, name: str, summed: bool = False
     ) -> tuple[int, Source]:
         """Return the node that chooses a value's spec, and the value's source; a value that is
         `summed` may also be an unreduced sum."""
@@ -204,7 +204,12 @@ class Builder:
         self._copies[number] = (start, self.timeline.now + 1, first, second, sizes)
 
     def equation(
-        self, eqn: Any, key: Hashable | None, weight: float, scope: dict[Any, Source], phase: str
+        self,
+        eqn: JaxprEqn,
+        key: Hashable | None,
+        weight: float,
+        scope: dict[Atom, Source],
+        phase: str,
     ) -> Record:
         """Return the record of an equation that runs `weight` times a step; adds its results to
         `scope`."""
@@ -237,7 +242,7 @@ class Builder:
                     self._constants.append((widened, KINDS.index("gradients")))
         return record
 
-    def _read(self, eqn: Any, scope: Mapping[Any, Source], phase: str) -> list[Source]:
+    def _read(self, eqn: JaxprEqn, scope: Mapping[Atom, Source], phase: str) -> list[Source]:
         """Return the values that an equation reads; the update reads accumulators instead."""
         apart = phase == "update" and self.stage.num_microbatches > 1
         return [
@@ -249,7 +254,7 @@ class Builder:
         ]
 
     def operator(
-        self, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
+        self, eqn: JaxprEqn, key: Hashable, weight: float, scope: dict[Atom, Source], phase: str
     ) -> Record:
         """Return the record of an equation that is no region: its node, its operands converted."""
         found = self._found(eqn, key, weight, scope, phase)
@@ -281,7 +286,7 @@ class Builder:
         return Record(node, strategies, (), outputs)
 
     def _found(
-        self, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
+        self, eqn: JaxprEqn, key: Hashable, weight: float, scope: dict[Atom, Source], phase: str
     ) -> _Operator:
         """Return what an operator chooses from, remembered for equal ones that read alike."""
         late, together = self._is_late(eqn), self._together.get(id(eqn), 1)
@@ -321,7 +326,7 @@ class Builder:
         return known
 
     def _leader(
-        self, eqn: Any, rule: ShardingRule | None, scope: dict[Any, Source], phase: str
+        self, eqn: JaxprEqn, rule: ShardingRule | None, scope: dict[Atom, Source], phase: str
     ) -> int | None:
         """Return the operand that an equation follows, if any."""
         if rule is None:
@@ -338,7 +343,11 @@ class Builder:
         )
 
     def _strategies(
-        self, eqn: Any, rule: ShardingRule | None, leader: int | None, scope: dict[Any, Source]
+        self,
+        eqn: JaxprEqn,
+        rule: ShardingRule | None,
+        leader: int | None,
+        scope: dict[Atom, Source],
     ) -> tuple[Strategy, ...]:
         """Return the strategies of an equation; UnfitPinError if it is a pin that allows none."""
         if rule is None:
@@ -362,7 +371,7 @@ class Builder:
                 )
         return strategies
 
-    def completed(self, var: Any, natural: Source, key: Hashable, weight: float) -> Source:
+    def completed(self, var: Var, natural: Source, key: Hashable, weight: float) -> Source:
         """Return the source of a result, `var`, after its partial sums were completed."""
         allowed = var in self.partial
         late = self._phase == "update" or var in self.late
@@ -390,7 +399,7 @@ class Builder:
         copied = np.array(sends) * (natural.bytes / np.array(parts))
         self._copies.append((now, now + 1, natural.node, completed.node, copied))
 
-    def _is_late(self, eqn: Any) -> bool:
+    def _is_late(self, eqn: JaxprEqn) -> bool:
         """Return whether sums that `eqn` completes itself travel in buckets."""
         if self._phase == "update":
             return True
@@ -398,7 +407,7 @@ class Builder:
 
     def _note_sums(
         self,
-        eqn: Any,
+        eqn: JaxprEqn,
         rule: ShardingRule,
         node: int,
         strategies: Sequence[Strategy],

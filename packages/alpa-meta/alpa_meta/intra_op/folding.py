@@ -4,16 +4,15 @@ all."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
-from alpa_meta.compat import Literal, dtype_name, is_drop, open_jaxpr
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_name, is_drop, open_jaxpr, shape_of
 from alpa_meta.operators import rule_number
 from alpa_meta.operators.regions import bodies, is_region
 from alpa_meta.pinning import is_pin, pinned_spec
 
 
 def fold_keys(
-    eqns: Sequence[Any], phases: Sequence[str], layers: Sequence[int | None]
+    eqns: Sequence[JaxprEqn], phases: Sequence[str], layers: Sequence[int | None]
 ) -> list[Hashable | None]:
     """Return a key per equation, equal for equations at the same place of equal layers.
 
@@ -47,7 +46,7 @@ def layer_classes(
     return found
 
 
-def eqn_signature(eqn: Any) -> Hashable:
+def eqn_signature(eqn: JaxprEqn) -> Hashable:
     """Return what an equation does, up to the values it works on: primitive, rule, types, work."""
     if is_region(eqn):
         inner = tuple(eqn_signature(sub) for body in bodies(eqn) for sub in open_jaxpr(body).eqns)
@@ -57,9 +56,9 @@ def eqn_signature(eqn: Any) -> Hashable:
     return rule_number(eqn)
 
 
-def _signature(eqns: Sequence[Any], phases: Sequence[str]) -> Hashable:
-    place: dict[Any, tuple[int, int]] = {}
-    outside: dict[Any, int] = {}
+def _signature(eqns: Sequence[JaxprEqn], phases: Sequence[str]) -> Hashable:
+    place: dict[Var, tuple[int, int]] = {}
+    outside: dict[Var, int] = {}
     parts = []
     for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True)):
         origins = []
@@ -77,9 +76,9 @@ def _signature(eqns: Sequence[Any], phases: Sequence[str]) -> Hashable:
     return tuple(parts)
 
 
-def _types(eqn: Any) -> Hashable:
+def _types(eqn: JaxprEqn) -> Hashable:
     return tuple(_type(atom) for atom in eqn.invars), tuple(_type(var) for var in eqn.outvars)
 
 
-def _type(atom: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(getattr(atom.aval, "shape", ())), dtype_name(getattr(atom.aval, "dtype", ""))
+def _type(atom: Atom) -> tuple[tuple[int, ...], str]:
+    return tuple(shape_of(atom)), dtype_name(getattr(atom.aval, "dtype", ""))

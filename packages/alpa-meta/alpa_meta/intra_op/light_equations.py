@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
-from alpa_meta.compat import Literal
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
 from alpa_meta.operators import is_heavy
@@ -21,14 +21,14 @@ from ilp_sharding.strategies import shardable_factors
 
 
 def leading_operand(
-    eqn: Any,
+    eqn: JaxprEqn,
     rule: ShardingRule,
-    scope: Mapping[Any, Source],
+    scope: Mapping[Atom, Source],
     phase: str,
     *,
     accumulated: Collection[Any],
     state_nodes: Collection[int],
-    order: Mapping[Any, int],
+    order: Mapping[Var, int],
     spread: Collection[Any] = (),
 ) -> int | None:
     """Return the operand that a light equation follows; None: the equation has its own node.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from alpa_interchange import LogicalMesh, ShardingRule, Strategy
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.arithmetic import arithmetic
 from alpa_meta.intra_op.bucketed_traffic import Sent, own_sums
@@ -17,7 +17,7 @@ from alpa_meta.operators import flops, kernel_kind, operator_of, sharding_rule, 
 
 def operator_seconds(
     costs: MeshCosts,
-    eqn: Any,
+    eqn: JaxprEqn,
     rule: ShardingRule | None,
     strategies: Sequence[Strategy],
     late: bool,
@@ -46,7 +46,7 @@ def operator_seconds(
 
 def _inner_seconds(
     costs: MeshCosts,
-    eqn: Any,
+    eqn: JaxprEqn,
     rule: ShardingRule,
     strategy: Strategy,
     late: bool,
@@ -69,7 +69,7 @@ def _inner_seconds(
     return total
 
 
-def _halos(eqn: Any, strategy: Strategy, mesh: LogicalMesh) -> Iterator[Sent]:
+def _halos(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> Iterator[Sent]:
     """Yield the exchange with a neighbour along each sharded permutation factor."""
     rule = sharding_rule(eqn)
     assert rule is not None
@@ -79,7 +79,7 @@ def _halos(eqn: Any, strategy: Strategy, mesh: LogicalMesh) -> Iterator[Sent]:
 
 
 def _halo_bytes(
-    eqn: Any, rule: ShardingRule, strategy: Strategy, name: str, mesh: LogicalMesh
+    eqn: JaxprEqn, rule: ShardingRule, strategy: Strategy, name: str, mesh: LogicalMesh
 ) -> float:
     """Return the bytes a device exchanges with a neighbour along a permutation factor."""
     factor = rule.factor(name)

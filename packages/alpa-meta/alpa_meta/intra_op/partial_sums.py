@@ -9,17 +9,26 @@ from typing import Any
 import numpy as np
 
 from alpa_interchange import ShardingSpec
-from alpa_meta.compat import Literal, closed, is_drop, open_jaxpr, scan_counts
+from alpa_meta.compat import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    closed,
+    is_drop,
+    open_jaxpr,
+    scan_counts,
+    shape_of,
+)
 from alpa_meta.intra_op.bucketed_traffic import completion_steps
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import linear_operands
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.operators.regions import is_region
 from ilp_sharding.strategies import completed_specs
 
 
-def may_stay_partial(stage: StageEqns) -> frozenset[Any]:
+def may_stay_partial(stage: StageEqns) -> frozenset[Var]:
     """Return the values that may remain unreduced sums until the update.
 
     Accumulated gradients, and values that reach them through linear operators only.
@@ -32,20 +41,20 @@ def may_stay_partial(stage: StageEqns) -> frozenset[Any]:
     return _reaching(before_update, stage.accumulated)
 
 
-def may_leave_partial(jaxpr: Any, leaving: Collection[int]) -> frozenset[Any]:
+def may_leave_partial(jaxpr: Jaxpr, leaving: Collection[int]) -> frozenset[Var]:
     """Return the values of a region's body that may remain unreduced sums until its end.
 
     The outputs numbered in `leaving`, and values that reach them through linear operators only.
     """
-    seeds: set[Any] = set()
-    read: set[Any] = set()
+    seeds: set[Var] = set()
+    read: set[Var] = set()
     for number, atom in enumerate(jaxpr.outvars):
         if not isinstance(atom, Literal):
             (seeds if number in leaving else read).add(atom)
     return _reaching(jaxpr.eqns, seeds, read)
 
 
-def summed_carries(eqn: Any) -> frozenset[int]:
+def summed_carries(eqn: JaxprEqn) -> frozenset[int]:
     """Return the numbers of a scan's carries that may remain unreduced sums until its end.
 
     Those that a body only adds to, and passes on to such carries or to scanned outputs.
@@ -70,8 +79,8 @@ def summed_carries(eqn: Any) -> frozenset[int]:
 
 
 def _reaching(
-    eqns: Sequence[Any], seeds: Collection[Any], read: Collection[Any] = ()
-) -> frozenset[Any]:
+    eqns: Sequence[JaxprEqn], seeds: Collection[Any], read: Collection[Any] = ()
+) -> frozenset[Var]:
     """Return the `seeds` that nothing else reads, and what reaches them through linear operators
     only; `read` values are read by others."""
     allowed, blocked = set(seeds), set(read)

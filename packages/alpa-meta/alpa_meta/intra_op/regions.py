@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from alpa_interchange import ShardingSpec
 from alpa_meta.compat import (
+    Atom,
+    JaxprEqn,
     Literal,
+    Var,
     closed,
     is_drop,
     open_jaxpr,
     scan_counts,
+    shape_of,
 )
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import late_in_body
 from alpa_meta.intra_op.partial_sums import may_leave_partial, summed_carries
 from alpa_meta.intra_op.stage_problem import Body, Record, Source
 from alpa_meta.operators import is_heavy
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.operators.regions import bodies, fold
 
 if TYPE_CHECKING:
@@ -31,7 +34,12 @@ if TYPE_CHECKING:
 
 
 def region_record(
-    builder: Builder, eqn: Any, key: Hashable, weight: float, scope: dict[Any, Source], phase: str
+    builder: Builder,
+    eqn: JaxprEqn,
+    key: Hashable,
+    weight: float,
+    scope: dict[Atom, Source],
+    phase: str,
 ) -> Record:
     outer = [operand_source(atom, scope) for atom in eqn.invars]
     inner = bodies(eqn)
@@ -46,7 +54,7 @@ def region_record(
 
 def _remat(
     builder: Builder,
-    eqn: Any,
+    eqn: JaxprEqn,
     body: Any,
     key: Hashable,
     weight: float,
@@ -62,7 +70,7 @@ def _remat(
     return Record(None, (), tuple(outer), results, (inner,))
 
 
-def operand_source(atom: Any, scope: Mapping[Any, Source]) -> Source:
+def operand_source(atom: Atom, scope: Mapping[Atom, Source]) -> Source:
     if not isinstance(atom, Literal) and atom in scope:
         return scope[atom]
     rank = len(shape_of(atom))
@@ -71,7 +79,7 @@ def operand_source(atom: Any, scope: Mapping[Any, Source]) -> Source:
 
 def _entry(
     builder: Builder,
-    var: Any,
+    var: Var,
     key: Hashable,
     outer: Source,
     weight: float,
@@ -93,7 +101,7 @@ def _entry(
 
 def _completed(
     builder: Builder,
-    eqn: Any,
+    eqn: JaxprEqn,
     natural: Sequence[Source],
     key: Hashable,
     weight: float,
@@ -128,7 +136,7 @@ def _body(
     those in `late`.
     """
     jaxpr = open_jaxpr(body)
-    scope: dict[Any, Source] = dict(zip(jaxpr.invars, inputs, strict=True))
+    scope: dict[Atom, Source] = dict(zip(jaxpr.invars, inputs, strict=True))
     outside = builder.partial, builder.late
     builder.partial = may_leave_partial(jaxpr, leaving)
     builder.late = late_in_body(jaxpr, late, phase, is_heavy)
@@ -143,7 +151,7 @@ def _body(
 
 def _scan(
     builder: Builder,
-    eqn: Any,
+    eqn: JaxprEqn,
     body: Any,
     key: Hashable,
     weight: float,
@@ -181,7 +189,7 @@ def _scan(
 
 
 def _while(
-    builder: Builder, eqn: Any, key: Hashable, weight: float, outer: list[Source], phase: str
+    builder: Builder, eqn: JaxprEqn, key: Hashable, weight: float, outer: list[Source], phase: str
 ) -> Record:
     params = eqn.params
     cond, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
@@ -212,14 +220,14 @@ def _while(
     return Record(None, (), tuple(entries), tuple(carries), (tested, inner))
 
 
-def _whole(atom: Any) -> Source:
+def _whole(atom: Atom) -> Source:
     rank = len(shape_of(atom))
     return Source(None, (ShardingSpec.replicated(rank),), shape_of(atom), tensor_bytes(atom))
 
 
 def _cond(
     builder: Builder,
-    eqn: Any,
+    eqn: JaxprEqn,
     branches: Sequence[Any],
     key: Hashable,
     weight: float,

@@ -21,12 +21,12 @@ the problem (`memory_limit`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from attrs import evolve, frozen
 
 from alpa_interchange import ShardingProblem, ShardingSpec, Strategy
+from alpa_meta.compat import Atom, shape_of
 from alpa_meta.intra_op.bucketed_traffic import BucketedTraffic
 from alpa_meta.intra_op.builder import Builder
 from alpa_meta.intra_op.coarse_solution import Classes
@@ -41,7 +41,7 @@ class Selection:
     """A selection problem together with what its nodes mean."""
 
     problem: ShardingProblem
-    sources: Mapping[Any, Source]
+    sources: Mapping[Atom, Source]
     records: Sequence[Record]
     stage: StageEqns
     costs: MeshCosts
@@ -52,11 +52,11 @@ class Selection:
     times: Sequence[int]  # of the memory, at which each equation begins
     classes: Classes | None = None  # of strategies that differ by the use of equal axes only
 
-    def spec(self, var: Any, choice: Sequence[int]) -> ShardingSpec:
+    def spec(self, var: Atom, choice: Sequence[int]) -> ShardingSpec:
         """Return the sharding spec of `var` under a choice of strategies."""
         source = self.sources.get(var)
         if source is None or source.node is None:
-            return ShardingSpec.replicated(len(getattr(var.aval, "shape", ())))
+            return ShardingSpec.replicated(len(shape_of(var)))
         return source.specs[choice[source.node]]
 
     def strategy(self, position: int, choice: Sequence[int]) -> Strategy | RegionPlan:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 from attrs import define, field, frozen
 
 from alpa_interchange import ShardingSpec, Strategy
+from alpa_meta.compat import Jaxpr, JaxprEqn, Var
 from alpa_meta.pinning import Pin
 from alpa_meta.spmd import stacked
 
@@ -44,7 +44,7 @@ class Record:
 class Body:
     """One body of a region: where its inputs and outputs come from, and its equations."""
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     inputs: tuple[Source, ...]
     outputs: tuple[Source, ...]
     records: tuple[Record, ...]
@@ -60,14 +60,14 @@ class StageEqns:
     own, once per microbatch of the `in_flight`; `received` are inputs from other stages.
     """
 
-    eqns: Sequence[Any]
+    eqns: Sequence[JaxprEqn]
     phases: Sequence[str]
     keys: Sequence[Hashable | None]
-    state: frozenset[Any]
-    carried: Sequence[tuple[Any, Any]]
-    kept: frozenset[Any]
-    accumulated: frozenset[Any]
+    state: frozenset[Var]
+    carried: Sequence[tuple[Var, Var]]
+    kept: frozenset[Var]
+    accumulated: frozenset[Var]
     num_microbatches: int
     in_flight: int = 1
-    received: frozenset[Any] = frozenset()
-    pins: Mapping[Any, Pin] = field(factory=dict)
+    received: frozenset[Var] = frozenset()
+    pins: Mapping[Var, Pin] = field(factory=dict)

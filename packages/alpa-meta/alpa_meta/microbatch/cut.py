@@ -30,10 +30,11 @@ from alpa_meta.compat import (
     JaxprEqn,
     Literal,
     Var,
-    array_type,
     consts,
+    dtype_of,
     is_drop,
     open_jaxpr,
+    shape_of,
     source_line,
 )
 from alpa_meta.microbatch.batched_while import shared_counters
@@ -261,10 +262,8 @@ class _Walk:
         """Return the placement of what is computed on the whole batch: each microbatch gets its
         part of what has an entry for each example, such as a shuffled batch.
         """
-        shape = array_type(var).shape
-        sizes = {
-            array_type(one).shape[0] for one in self.jaxpr.invars if self.known[one].kind == "split"
-        }
+        shape = shape_of(var)
+        sizes = {shape_of(one)[0] for one in self.jaxpr.invars if self.known[one].kind == "split"}
         return split(0) if shape and shape[0] in sizes else REPLICATED
 
     def _mixed(self, eqn: JaxprEqn, cause: str) -> Run:
@@ -321,9 +320,9 @@ class _Walk:
             ]
             self.before.setdefault(k, []).append(maker.replace(invars=operands, outvars=[found]))
             return found
-        dtype = array_type(atom).dtype
+        dtype = dtype_of(atom)
         narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-        total = Var(ShapedArray(array_type(atom).shape, np.float32)) if narrow else found
+        total = Var(ShapedArray(shape_of(atom), np.float32)) if narrow else found
         self.totals[total] = atom
         if narrow:
             self._narrowed[total] = found
@@ -357,9 +356,7 @@ class _Walk:
         of_eqn: list[str] = []
         for var, narrow in self._narrowed.items():
             writer.define(narrow, REPLICATED)
-            convert = functools.partial(
-                lax.convert_element_type, new_dtype=array_type(narrow).dtype
-            )
+            convert = functools.partial(lax.convert_element_type, new_dtype=dtype_of(narrow))
             writer.eqns += equations_of(convert, [var], [narrow])
             of_eqn += ["forward"] * (len(writer.eqns) - len(of_eqn))
         for (eqn, _, phase), run in zip(kept, chosen, strict=True):

@@ -26,16 +26,18 @@ from alpa_meta.compat import (
     Var,
     array_type,
     consts,
+    dtype_of,
     is_drop,
     open_jaxpr,
     scan_counts,
+    shape_of,
 )
 from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.demand import with_parts_made
 from alpa_meta.microbatch.flow import Atom, Flow, Run, literal_placement
 from alpa_meta.microbatch.placement import REPLICATED, Placement, Reading
 from alpa_meta.operators import LocalCall, operator_of, operator_signature, sharding_rule
-from alpa_meta.operators.operator import run_unchanged, shape_of
+from alpa_meta.operators.operator import run_unchanged
 from alpa_meta.operators.regions import fold, with_bodies
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.replacement import instantiated
@@ -303,7 +305,7 @@ class Writer:
 
 def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:
     weak = getattr(atom.aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(shape_of(atom), array_type(atom).dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom), weak_type=weak)
 
 
 def _spec(placement: Placement, atom: Atom) -> ShardingSpec:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, shape_of
 from alpa_meta.operators.operator import (
     Dim,
     Factors,
@@ -18,7 +18,6 @@ from alpa_meta.operators.operator import (
     Operator,
     operand_shapes,
     same_params,
-    shape_of,
 )
 
 

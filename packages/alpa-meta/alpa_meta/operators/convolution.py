@@ -6,14 +6,13 @@ import math
 from typing import Any
 
 from alpa_interchange import LogicalMesh, ShardingRule, Strategy
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, dtype_of
 from alpa_meta.operators.halo import exchange
 from alpa_meta.operators.operator import (
     Dim,
     Factors,
     LocalCall,
     Operator,
-    dtype_of,
     operand_shapes,
     result_shapes,
 )

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from alpa_interchange import LogicalMesh, ShardingRule, Strategy
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, dtype_of, shape_of
 from alpa_meta.operators.moves import Piece, Run, exchanges, move, pieces, reversal
 from alpa_meta.operators.operator import (
     FIRST,
@@ -27,11 +27,9 @@ from alpa_meta.operators.operator import (
     LocalCall,
     Operator,
     always,
-    dtype_of,
     jointly,
     operand_shapes,
     result_shapes,
-    shape_of,
 )
 from alpa_meta.operators.work import copied_results, nothing
 

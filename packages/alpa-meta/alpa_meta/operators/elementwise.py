@@ -13,21 +13,19 @@ import numpy as np
 
 from alpa_interchange import ShardingRule
 from alpa_meta import compat
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, dtype_of, shape_of
 from alpa_meta.operators.operator import (
     FIRST,
     Factors,
     Groups,
     Operator,
     always,
-    dtype_of,
     jointly,
     never,
     operand_shapes,
     result_shapes,
     run_barrier,
     run_identity,
-    shape_of,
 )
 from alpa_meta.operators.work import nothing, result_bytes, result_elements
 

@@ -11,17 +11,15 @@ import numpy as np
 from jax import lax
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, dtype_of, shape_of
 from alpa_meta.operators.operator import (
     FIRST,
     Dim,
     Factors,
     LocalCall,
     Operator,
-    dtype_of,
     operand_shapes,
     result_shapes,
-    shape_of,
 )
 from alpa_meta.operators.work import copied_results, nothing, operand_bytes, operand_elements
 

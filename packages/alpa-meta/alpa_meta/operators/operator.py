@@ -14,7 +14,7 @@ from jax import lax
 
 from alpa_interchange import Factor, LogicalMesh, ShardingRule, Strategy
 from alpa_meta import compat
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, shape_of
 
 if TYPE_CHECKING:
     from alpa_meta.spmd.collectives import Collectives
@@ -58,16 +58,6 @@ class Factors:
             operands=tuple(map(tuple, operands)),
             results=tuple(map(tuple, results)),
         )
-
-
-def shape_of(atom: Any) -> tuple[int, ...]:
-    """Return the shape of an equation's operand or result; scalars and tokens have none."""
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
-def dtype_of(atom: Any) -> Any:
-    """Return the dtype of an equation's operand or result."""
-    return atom.aval.dtype
 
 
 def operand_shapes(eqn: JaxprEqn) -> list[tuple[int, ...]]:

@@ -20,13 +20,12 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, dtype_of
 from alpa_meta.operators.operator import (
     Dim,
     Factors,
     LocalCall,
     Operator,
-    dtype_of,
     operand_shapes,
     result_shapes,
     run_whole,

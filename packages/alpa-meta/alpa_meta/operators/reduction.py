@@ -10,14 +10,13 @@ import numpy as np
 from jax import lax
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, dtype_of
 from alpa_meta.operators.operator import (
     FIRST,
     Dim,
     Factors,
     LocalCall,
     Operator,
-    dtype_of,
     operand_shapes,
     same_params,
 )

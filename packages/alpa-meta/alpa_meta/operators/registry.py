@@ -12,7 +12,7 @@ from attrs import fields
 
 from alpa_interchange import ShardingRule
 from alpa_meta import compat
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, dtype_of, shape_of
 from alpa_meta.operators import (
     contraction,
     convolution,
@@ -33,10 +33,8 @@ from alpa_meta.operators.operator import (
     Operator,
     RuleFunction,
     contracted,
-    dtype_of,
     jointly,
     run_unchanged,
-    shape_of,
 )
 from alpa_meta.operators.regions import is_conditional
 from alpa_meta.operators.work import all_bytes, result_elements

@@ -8,23 +8,23 @@ from typing import Any
 
 import jax
 
-from alpa_meta.compat import open_jaxpr
+from alpa_meta.compat import Atom, JaxprEqn, dtype_of, open_jaxpr, shape_of
 from alpa_meta.passes.replacement import instantiated
 from alpa_meta.step.trace import inline
 
 
 def equations_of(function: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """Return equations computing `outputs` from `inputs` (variables) by a jax function."""
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in inputs]
+    avals = [jax.ShapeDtypeStruct(shape_of(var), dtype_of(var)) for var in inputs]
     return instantiated(open_jaxpr(inline(jax.make_jaxpr(function)(*avals))), inputs, outputs)
 
 
 def jaxpr_of(
     template: Any,
     constvars: list[Any],
-    invars: Sequence[Any],
-    outvars: Sequence[Any],
-    eqns: list[Any],
+    invars: Sequence[Atom],
+    outvars: Sequence[Atom],
+    eqns: list[JaxprEqn],
 ) -> Any:
     """Return a jaxpr of `eqns` made like `template`."""
     effects = set().union(*(eqn.effects for eqn in eqns)) if eqns else set()

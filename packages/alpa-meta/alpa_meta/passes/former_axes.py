@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alpa_meta.compat import JaxprEqn, Literal
+from alpa_meta.compat import JaxprEqn, Literal, Var
 from alpa_meta.errors import PlanError
 from alpa_meta.passes.replacement import replacement
 
@@ -37,7 +37,7 @@ def former_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(axis for axis in axes if isinstance(axis, str))
 
 
-def effects_without_axes(effects: Any) -> set[Any]:
+def effects_without_axes(effects: Any) -> set[Var]:
     """Return effects without those that say which named axes are used."""
     return {effect for effect in effects if type(effect).__name__ != "NamedAxisEffect"}
 

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
 
-from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, with_eqns
-from alpa_meta.operators.operator import shape_of
+from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, shape_of, with_eqns
 
 _GATHER = ("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
 _SCATTER = (
@@ -36,13 +35,13 @@ _UNIT_DIMS = ("reshape", "squeeze", "expand_dims")
 class _Origins:
     """Where values come from: {variable: its equation}, {variable: the constant closed over}."""
 
-    eqns: Mapping[Any, Any]
-    constants: Mapping[Any, Any]
+    eqns: Mapping[Var, Any]
+    constants: Mapping[Var, Any]
 
-    def eqn(self, atom: Any) -> Any | None:
+    def eqn(self, atom: Atom) -> JaxprEqn | None:
         return None if isinstance(atom, Literal) else self.eqns.get(atom)
 
-    def constant(self, atom: Any) -> Any | None:
+    def constant(self, atom: Atom) -> Any | None:
         """Return the array that `atom` is, if it is closed over and can be read here."""
         value = None if isinstance(atom, Literal) else self.constants.get(atom)
         return None if isinstance(value, jax.Array) and not value.is_fully_addressable else value
@@ -57,13 +56,13 @@ def with_batched_lookups(program: ClosedJaxpr) -> ClosedJaxpr:
         return program
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     origins = _Origins({var: eqn for eqn in eqns for var in eqn.outvars}, constants)
-    found: list[Any] = []
+    found: list[JaxprEqn] = []
     for k, eqn in enumerate(eqns):
         found += _batched(eqn, origins) if k in lookups else [eqn]
     return with_eqns(program, found)
 
 
-def _batched(eqn: JaxprEqn, origins: _Origins) -> list[Any]:
+def _batched(eqn: JaxprEqn, origins: _Origins) -> list[JaxprEqn]:
     """Return a gather or scatter without the index columns that are places, and its indices."""
     operand, indices = eqn.invars[:2]
     numbers, join = eqn.params["dimension_numbers"], origins.eqn(indices)
@@ -112,7 +111,7 @@ def _batched(eqn: JaxprEqn, origins: _Origins) -> list[Any]:
     return [*added, eqn.replace(invars=[operand, *columns, *eqn.invars[2:]], params=params)]
 
 
-def _place_dim(atom: Any, origins: _Origins) -> int | None:
+def _place_dim(atom: Atom, origins: _Origins) -> int | None:
     """Return the dim along which each element of a value is its own place, if one is found."""
     path: list[Any] = []
     while (source := _carried(origins.eqn(atom), origins)) is not None:
@@ -152,7 +151,7 @@ def _keeps_first(eqn: JaxprEqn, origins: _Origins) -> bool:
     return isinstance(zero, Literal) and bool(np.all(zero.val == 0))
 
 
-def _counted_dim(atom: Any, origins: _Origins) -> int | None:
+def _counted_dim(atom: Atom, origins: _Origins) -> int | None:
     """Return the dim along which an iota or an equal constant counts; None for other values."""
     eqn, value = origins.eqn(atom), origins.constant(atom)
     if eqn is not None and eqn.primitive.name == "iota":

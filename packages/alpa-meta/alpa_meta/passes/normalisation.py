@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from alpa_meta.compat import ClosedJaxpr, Literal, Var, consts, is_drop, open_jaxpr
+from alpa_meta.compat import Atom, ClosedJaxpr, Literal, Var, consts, is_drop, open_jaxpr
 from alpa_meta.microbatch.placement import REPLICATED, Placement
 from alpa_meta.passes.live import live_eqns
 from alpa_meta.step.phases import gradient_marker
 
 
-def without_markers(closed: Any, phases: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+def without_markers(closed: ClosedJaxpr, phases: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
     """Return the program and its phases without gradient markers."""
     jaxpr = open_jaxpr(closed)
-    renamed: dict[Any, Any] = {}
+    renamed: dict[Var, Any] = {}
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
 
     eqns, kept = [], []
@@ -37,7 +37,7 @@ def without_markers(closed: Any, phases: Sequence[str]) -> tuple[Any, tuple[str,
 
 
 def with_constants_in_update(
-    closed: Any,
+    closed: ClosedJaxpr,
     phases: Sequence[str],
     placements: Mapping[Var, Placement],
     also: Iterable[Var] = (),
@@ -74,9 +74,9 @@ def with_constants_in_update(
             pending += [producer[atom] for atom in read if atom in producer]
     if not copied:
         return closed, tuple(phases)
-    fresh: dict[Any, Any] = {}
+    fresh: dict[Var, Any] = {}
 
-    def again(atom: Any) -> Any:
+    def again(atom: Atom) -> Any:
         return atom if isinstance(atom, Literal) else fresh.get(atom, atom)
 
     eqns, kept = [], []

@@ -37,7 +37,7 @@ def instantiated(
     """
     if template.constvars:
         raise ValueError("equations put into a program must not close over arrays")
-    known: dict[Any, Any] = dict(zip(template.invars, operands, strict=True))
+    known: dict[Var, Any] = dict(zip(template.invars, operands, strict=True))
     for atom, result in zip(template.outvars, results, strict=True):
         if isinstance(atom, Var) and not is_drop(result):
             known.setdefault(atom, result)

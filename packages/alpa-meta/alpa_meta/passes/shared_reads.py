@@ -20,15 +20,16 @@ from jax.interpreters import mlir
 
 from alpa_meta.compat import (
     ClosedJaxpr,
+    JaxprEqn,
     Literal,
     Var,
     consts,
     is_plain,
     open_jaxpr,
+    shape_of,
 )
 from alpa_meta.microbatch.placement import Placement
 from alpa_meta.operators import is_heavy
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.operators.regions import is_control_flow, with_bodies
 
 _read_p = Primitive("alpa_read")
@@ -37,13 +38,13 @@ _read_p.def_abstract_eval(lambda x: x)
 mlir.register_lowering(_read_p, lambda _, x: [x])
 
 
-def is_shared_read(eqn: Any) -> bool:
+def is_shared_read(eqn: JaxprEqn) -> bool:
     """Return whether an equation only reads a value on behalf of several others."""
     return eqn.primitive is _read_p
 
 
 def with_shared_reads(
-    closed: Any, phases: Sequence[str], placements: dict[Any, Placement]
+    closed: ClosedJaxpr, phases: Sequence[str], placements: dict[Var, Placement]
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the program and its phases with shared reads; their placements are added."""
     jaxpr = open_jaxpr(closed)
@@ -53,7 +54,7 @@ def with_shared_reads(
 
 
 def _shared(
-    eqns: Sequence[Any], phases: Iterable[str], placements: dict[Any, Placement]
+    eqns: Sequence[JaxprEqn], phases: Iterable[str], placements: dict[Var, Placement]
 ) -> Iterator[tuple[Any, str]]:
     """Yield equations with shared reads among them, and their phases."""
     pairs = list(zip(eqns, phases, strict=True))
@@ -76,7 +77,7 @@ def _shared(
         yield eqn, phase
 
 
-def _choosing(eqn: Any) -> Iterator[Any]:
+def _choosing(eqn: JaxprEqn) -> Iterator[Any]:
     """Yield the variables that an equation reads in shardings of its own choice."""
     if _chooses(eqn):
         for atom in eqn.invars:
@@ -84,11 +85,11 @@ def _choosing(eqn: Any) -> Iterator[Any]:
                 yield atom
 
 
-def _chooses(eqn: Any) -> bool:
+def _chooses(eqn: JaxprEqn) -> bool:
     return is_heavy(eqn) or is_control_flow(eqn)
 
 
-def _read(var: Any, result: Any, reader: Any) -> Any:
+def _read(var: Var, result: Any, reader: Any) -> Any:
     return _template().replace(invars=[var], outvars=[result], source_info=reader.source_info)
 
 

@@ -19,7 +19,17 @@ import numpy as np
 from attrs import frozen
 from jax import lax
 
-from alpa_meta.compat import ClosedJaxpr, Literal, is_drop, with_eqns
+from alpa_meta.compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    dtype_of,
+    is_drop,
+    shape_of,
+    with_eqns,
+)
 from alpa_meta.passes.replacement import replacement
 
 _MOST_PARTS = 3
@@ -35,8 +45,8 @@ class _Cut:
 
 def with_merged_shifts(program: ClosedJaxpr) -> ClosedJaxpr:
     """Return the program with cuts merged into the operators that restore the size of a dim."""
-    cuts: dict[Any, _Cut] = {}
-    found: list[Any] = []
+    cuts: dict[Atom, _Cut] = {}
+    found: list[JaxprEqn] = []
     for eqn in program.jaxpr.eqns:
         _note(eqn, cuts)
         name = eqn.primitive.name
@@ -49,13 +59,13 @@ def with_merged_shifts(program: ClosedJaxpr) -> ClosedJaxpr:
     return with_eqns(program, found)
 
 
-def _note(eqn: Any, cuts: dict[Any, _Cut]) -> None:
+def _note(eqn: JaxprEqn, cuts: dict[Atom, _Cut]) -> None:
     """Note the results of `eqn` that are cut out of its operand."""
     name, params = eqn.primitive.name, eqn.params
     if name not in ("slice", "split", "pad") or isinstance(eqn.invars[0], Literal):
         return
     source = eqn.invars[0]
-    shape = source.aval.shape
+    shape = shape_of(source)
     if name == "split":
         place = 0
         for var, size in zip(eqn.outvars, map(int, params["sizes"]), strict=True):
@@ -73,8 +83,8 @@ def _note(eqn: Any, cuts: dict[Any, _Cut]) -> None:
         _add(eqn.outvars[0], source, ends, cuts)
 
 
-def _add(var: Any, source: Any, ends: Sequence[tuple[int, int]], cuts: dict[Any, _Cut]) -> None:
-    if is_drop(var) or 0 in var.aval.shape:
+def _add(var: Var, source: Any, ends: Sequence[tuple[int, int]], cuts: dict[Atom, _Cut]) -> None:
+    if is_drop(var) or 0 in shape_of(var):
         return
     if source in cuts:
         inner = cuts[source]
@@ -83,9 +93,9 @@ def _add(var: Any, source: Any, ends: Sequence[tuple[int, int]], cuts: dict[Any,
     cuts[var] = _Cut(source, tuple(ends))
 
 
-def _merged_pad(eqn: Any, cut: _Cut) -> Any:
+def _merged_pad(eqn: JaxprEqn, cut: _Cut) -> Any:
     """Return the pad of a cut as a pad of what was cut, if that restores the size."""
-    if eqn.outvars[0].aval.shape != cut.source.aval.shape:
+    if shape_of(eqn.outvars[0]) != shape_of(cut.source):
         return eqn
     config = []
     for (low, high, between), (before, after) in zip(
@@ -98,10 +108,10 @@ def _merged_pad(eqn: Any, cut: _Cut) -> Any:
     return eqn.replace(invars=[cut.source, eqn.invars[1]], params=params)
 
 
-def _is_shift(eqn: Any, cuts: Mapping[Any, _Cut]) -> bool:
+def _is_shift(eqn: JaxprEqn, cuts: Mapping[Atom, _Cut]) -> bool:
     """Return whether a join of few parts, one of them cut, has the shape of what was cut."""
-    shape, dim = eqn.outvars[0].aval.shape, eqn.params["dimension"]
-    dtype = eqn.outvars[0].aval.dtype
+    shape, dim = shape_of(eqn.outvars[0]), eqn.params["dimension"]
+    dtype = dtype_of(eqn.outvars[0])
     parts = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
     if not 2 <= len(parts) == len(eqn.invars) <= _MOST_PARTS or jnp.issubdtype(
         dtype, jax.dtypes.extended
@@ -109,19 +119,19 @@ def _is_shift(eqn: Any, cuts: Mapping[Any, _Cut]) -> bool:
         return False
     return any(
         part in cuts
-        and cuts[part].source.aval.shape == shape
+        and shape_of(cuts[part].source) == shape
         and all(d == dim or ends == (0, 0) for d, ends in enumerate(cuts[part].ends))
         for part in parts
     )
 
 
-def _merged_join(eqn: Any, cuts: Mapping[Any, _Cut]) -> list[Any]:
+def _merged_join(eqn: JaxprEqn, cuts: Mapping[Atom, _Cut]) -> list[JaxprEqn]:
     """Return the equations of a join of parts, each padded to the size of the result."""
-    shape, dim = eqn.outvars[0].aval.shape, eqn.params["dimension"]
-    dtype = eqn.outvars[0].aval.dtype
+    shape, dim = shape_of(eqn.outvars[0]), eqn.params["dimension"]
+    dtype = dtype_of(eqn.outvars[0])
     sources, configs, stops, place = [], [], [], 0
     for part in eqn.invars:
-        size = part.aval.shape[dim]
+        size = shape_of(part)[dim]
         ends: tuple[int, int] = (0, 0)
         source = part
         if part in cuts and all(

@@ -16,7 +16,7 @@ from typing import Any
 
 from jax import lax
 
-from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Var, with_eqns
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Var, array_type, shape_of, with_eqns
 from alpa_meta.passes.replacement import replacement
 
 
@@ -36,17 +36,17 @@ def _indexed(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
             yield eqn
 
 
-def _less_indexed(eqn: Any, indexed: str, sizes: Sequence[int]) -> Iterator[Any]:
+def _less_indexed(eqn: JaxprEqn, indexed: str, sizes: Sequence[int]) -> Iterator[Any]:
     """Yield a gather or scatter of slices of `sizes` without the indices of whole dims."""
     operand, indices = eqn.invars[:2]
     numbers = eqn.params["dimension_numbers"]
     dims = getattr(numbers, indexed)
-    cut = [k for k, dim in enumerate(dims) if sizes[dim] < operand.aval.shape[dim]]
+    cut = [k for k, dim in enumerate(dims) if sizes[dim] < shape_of(operand)[dim]]
     kept = cut or list(range(len(dims)))[-1:]  # some index has to be left
     if eqn.params["mode"] != lax.GatherScatterMode.CLIP or len(kept) == len(dims):
         yield eqn
         return
-    less = Var(indices.aval.update(shape=(*indices.aval.shape[:-1], len(kept))))
+    less = Var(array_type(indices).update(shape=(*shape_of(indices)[:-1], len(kept))))
 
     def columns(values: Any) -> Any:
         parts = [lax.slice_in_dim(values, k, k + 1, axis=-1) for k in kept]
@@ -61,12 +61,13 @@ def _less_indexed(eqn: Any, indexed: str, sizes: Sequence[int]) -> Iterator[Any]
     yield eqn.replace(invars=[operand, less, *eqn.invars[2:]], params=params)
 
 
-def _written_sizes(eqn: Any) -> list[int]:
+def _written_sizes(eqn: JaxprEqn) -> list[int]:
     """Return the size of what a scatter writes, along each dim of its operand."""
     operand, _, updates = eqn.invars
     numbers = eqn.params["dimension_numbers"]
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = iter(numbers.update_window_dims)
     return [
-        1 if dim in single else updates.aval.shape[next(window)] for dim in range(operand.aval.ndim)
+        1 if dim in single else shape_of(updates)[next(window)]
+        for dim in range(len(shape_of(operand)))
     ]

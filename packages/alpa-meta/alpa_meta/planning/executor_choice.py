@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from attrs import evolve
 
 from alpa_interchange import ParallelPlan, ShardingSpec, Strategy
 from alpa_meta import compat
+from alpa_meta.compat import Atom, JaxprEqn, dtype_of, shape_of
 from alpa_meta.operators import is_known, sharding_rule
 from alpa_meta.operators.regions import bodies, is_region
 from alpa_meta.spmd import RegionPlan
@@ -25,9 +25,9 @@ from alpa_meta.spmd import RegionPlan
 
 def chosen_executor(
     wanted: str,
-    eqns: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
     steps: Iterable[Strategy | RegionPlan],
-    inputs: Mapping[Any, ShardingSpec],
+    inputs: Mapping[Atom, ShardingSpec],
 ) -> tuple[str, tuple[str, ...]]:
     """Return the executor of a stage, and the operators that it leaves to XLA's partitioner.
 
@@ -48,9 +48,9 @@ def with_executor(plan: ParallelPlan, wanted: str) -> ParallelPlan:
 
 
 def gathered_operators(
-    eqns: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
     steps: Iterable[Strategy | RegionPlan],
-    inputs: Mapping[Any, ShardingSpec],
+    inputs: Mapping[Atom, ShardingSpec],
 ) -> tuple[str, ...]:
     """Return the primitives XLA might partition that the plan runs replicated at a price.
 
@@ -65,12 +65,12 @@ def gathered_operators(
 
 
 def _note(
-    eqns: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
     steps: Iterable[Strategy | RegionPlan],
-    specs: dict[Any, ShardingSpec],
+    specs: dict[Atom, ShardingSpec],
     found: dict[str, None],
 ) -> None:
-    makers: dict[Any, str] = {}
+    makers: dict[Atom, str] = {}
     for eqn, step in zip(eqns, steps, strict=True):
         free = _partitionable(eqn)
         for atom, spec in zip(eqn.invars, step.operands, strict=True):
@@ -95,7 +95,7 @@ def _divided(spec: ShardingSpec) -> bool:
     return bool(spec.partial) or any(spec.dims)
 
 
-def _partitionable_inside(eqn: Any) -> bool:
+def _partitionable_inside(eqn: JaxprEqn) -> bool:
     return _partitionable(eqn) or any(
         _partitionable_inside(inner)
         for body in bodies(eqn)
@@ -103,7 +103,7 @@ def _partitionable_inside(eqn: Any) -> bool:
     )
 
 
-def _partitionable(eqn: Any) -> bool:
+def _partitionable(eqn: JaxprEqn) -> bool:
     """Return whether XLA may partition `eqn`, an operator of no table and without a rule."""
     if is_region(eqn) or sharding_rule(eqn) is not None:
         return False
@@ -111,8 +111,8 @@ def _partitionable(eqn: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)  # equations compare by identity
-def _lowers_without_custom_call(eqn: Any) -> bool:
-    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+def _lowers_without_custom_call(eqn: JaxprEqn) -> bool:
+    shapes = [jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom)) for atom in eqn.invars]
     try:
         text = jax.jit(lambda *values: compat.bind(eqn, values)).lower(*shapes).as_text()
     except Exception:  # a primitive may refuse to lower for this platform in any way it likes

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import numpy as np
 
 from alpa_interchange import OperatorSharding, ShardingSpec, StageSharding, Strategy
-from alpa_meta.compat import JaxprEqn, open_jaxpr, source_line
+from alpa_meta.compat import Atom, JaxprEqn, open_jaxpr, source_line
 from alpa_meta.errors import PlanError
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.intra_op.stage_problem import Record, Source
@@ -65,13 +65,15 @@ def restored_choice(
     """
     search = _Search(selection, stage)
     inputs = zip(program.jaxpr.invars, program.inputs, strict=True)
-    tensors = {var: (leaf.path, sharding.state_specs.get(leaf.path)) for var, leaf in inputs}
+    tensors: dict[Atom, tuple[str, ShardingSpec | None]] = {
+        var: (leaf.path, sharding.state_specs.get(leaf.path)) for var, leaf in inputs
+    }
     for var in selection.stage.received:
         name = names.of_value[var]
         tensors[var] = (name, sharding.received_specs.get(name))
-    for var, source in selection.sources.items():
-        if var in tensors:
-            search.keep_spec(source, *tensors[var])
+    for value, source in selection.sources.items():
+        if value in tensors:
+            search.keep_spec(source, *tensors[value])
     planned = {name: group.strategy for group in sharding.operators for name in group.names}
     for operator in _operators(selection, names.of_stage(stage)):
         for name, _, record in _with_bodies(*operator):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from alpa_interchange import (
     ShardingSolution,
     StageSharding,
 )
-from alpa_meta.compat import name_stack, open_jaxpr
+from alpa_meta.compat import JaxprEqn, name_stack, open_jaxpr, shape_of
 from alpa_meta.inter_op.candidates import (
     Outlook,
 )
@@ -96,20 +95,20 @@ def stage_sharding(
     )
 
 
-def _without_rule(eqns: Iterable[Any]) -> Iterator[str]:
+def _without_rule(eqns: Iterable[JaxprEqn]) -> Iterator[str]:
     """Yield the operators on arrays that have no sharding rule, those inside regions too."""
     for eqn in eqns:
         if is_region(eqn):
             for body in bodies(eqn):
                 yield from _without_rule(open_jaxpr(body).eqns)
         elif sharding_rule(eqn) is None:
-            if any(getattr(var.aval, "shape", ()) for var in eqn.outvars):
+            if any(shape_of(var) for var in eqn.outvars):
                 yield eqn.primitive.name
 
 
-def _label(eqn: Any) -> str:
+def _label(eqn: JaxprEqn) -> str:
     scope = name_stack(eqn).replace("jvp(", "").replace("transpose(", "").replace(")", "")
-    shape = ",".join(map(str, eqn.outvars[0].aval.shape))
+    shape = ",".join(map(str, shape_of(eqn.outvars[0])))
     return f"{scope or 'step'} {eqn.primitive.name}[{shape}]"
 
 

@@ -22,7 +22,7 @@ from alpa_interchange import (
     StagePlan,
     StageProblem,
 )
-from alpa_meta.compat import Literal
+from alpa_meta.compat import Literal, Var
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.candidates import (
@@ -326,9 +326,9 @@ def _at_least(program: Program, num_stages: int) -> int | None:
 
 
 def _sequence(eqns: Any) -> stage_dp.OpSequence:
-    number: dict[Any, int] = {}
+    number: dict[Var, int] = {}
 
-    def of(var: Any) -> int:
+    def of(var: Var) -> int:
         return number.setdefault(var, len(number))
 
     operands = [[of(a) for a in eqn.invars if not isinstance(a, Literal)] for eqn in eqns]

@@ -22,7 +22,7 @@ from attrs import evolve, frozen
 
 import ilp_sharding
 from alpa_interchange import ParallelPlan, ShardingSolution, StageCandidate
-from alpa_meta.compat import Literal, open_jaxpr, subjaxprs
+from alpa_meta.compat import Atom, Literal, Var, open_jaxpr, shape_of, subjaxprs
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import usable_memory
 from alpa_meta.inter_op.scan_stages import cut_evenly
@@ -279,16 +279,16 @@ def _jaxprs_differ(one: Any, two: Any) -> str:
     first, second = open_jaxpr(one), open_jaxpr(two)
     if len(first.eqns) != len(second.eqns):
         return f"{len(second.eqns)} operations instead of {len(first.eqns)}"
-    places: list[dict[Any, int]] = [{}, {}]
+    places: list[dict[Var, int]] = [{}, {}]
 
-    def kinds(atoms: Sequence[Any], side: int) -> list[tuple[Any, ...]]:
+    def kinds(atoms: Sequence[Atom], side: int) -> list[tuple[Any, ...]]:
         return [
             (
                 None
                 if isinstance(atom, Literal)
                 else places[side].setdefault(atom, len(places[side])),
                 str(getattr(atom.aval, "dtype", "")),
-                len(getattr(atom.aval, "shape", ())),
+                len(shape_of(atom)),
             )
             for atom in atoms
         ]

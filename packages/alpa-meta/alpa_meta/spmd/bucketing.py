@@ -30,6 +30,7 @@ from attrs import define, field, frozen
 from jax import lax
 
 from alpa_meta import compat
+from alpa_meta.compat import Atom, Jaxpr, JaxprEqn, Var, array_type, dtype_of
 from alpa_meta.spmd.collectives import scopes_of
 
 
@@ -78,16 +79,16 @@ class _Collective:
     dim: int = 0
     to_dim: int = 0
 
-    def fits(self, eqn: Any) -> tuple[Any, ...]:
-        return self.kind, self.axes, eqn.invars[0].aval.dtype
+    def fits(self, eqn: JaxprEqn) -> tuple[Any, ...]:
+        return self.kind, self.axes, dtype_of(eqn.invars[0])
 
 
-def _collective(eqn: Any) -> _Collective | None:
+def _collective(eqn: JaxprEqn) -> _Collective | None:
     """Return what an equation sends, None if it is nothing that can share a buffer."""
     kind, params = eqn.primitive.name, eqn.params
     if kind not in _SENDERS or len(eqn.invars) != 1 or params.get("axis_index_groups") is not None:
         return None
-    aval = eqn.invars[0].aval
+    aval = array_type(eqn.invars[0])
     if isinstance(eqn.invars[0], compat.Literal) or not hasattr(aval.dtype, "itemsize"):
         return None
     named = params.get("axes", params.get("axis_name"))
@@ -95,7 +96,7 @@ def _collective(eqn: Any) -> _Collective | None:
     if not all(isinstance(axis, str) for axis in axes):
         return None
     count = math.prod(lax.axis_size(axis) for axis in axes)
-    size = float(max(aval.size, eqn.outvars[0].aval.size) * aval.dtype.itemsize)
+    size = float(max(aval.size, array_type(eqn.outvars[0]).size) * aval.dtype.itemsize)
     if kind in ("psum", "pmax", "pmin"):
         return _Collective(kind, axes, count, size)
     if not params.get("tiled"):
@@ -162,13 +163,13 @@ class _Buckets:
 
 
 def _run(
-    jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], limits: BucketLimits
+    jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], limits: BucketLimits
 ) -> list[Any]:
     """Return the outputs of `jaxpr`, its collectives in buckets."""
     steps = _schedule(jaxpr, limits)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         return atom.val if isinstance(atom, compat.Literal) else known[atom]
 
     for bucket in steps:
@@ -189,14 +190,14 @@ def _run(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _schedule(jaxpr: Any, limits: BucketLimits) -> list[_Bucket]:
+def _schedule(jaxpr: Jaxpr, limits: BucketLimits) -> list[_Bucket]:
     """Return the equations that matter in an order that has collectives of a bucket together."""
     needed = _needed(jaxpr)
     buckets = _Buckets(limits)
     steps: list[_Bucket] = []
     step_of: dict[int, int] = {}  # bucket -> step
-    waits_for: dict[Any, int] = {}  # variable -> buckets it waits for directly, as bits
-    maker: dict[Any, int] = {}  # variable -> step
+    waits_for: dict[Var, int] = {}  # variable -> buckets it waits for directly, as bits
+    maker: dict[Var, int] = {}  # variable -> step
     for position in needed:
         eqn = jaxpr.eqns[position]
         read = [atom for atom in eqn.invars if not isinstance(atom, compat.Literal)]
@@ -220,7 +221,7 @@ def _schedule(jaxpr: Any, limits: BucketLimits) -> list[_Bucket]:
     return _ordered(jaxpr, steps, maker)
 
 
-def _needed(jaxpr: Any) -> list[int]:
+def _needed(jaxpr: Jaxpr) -> list[int]:
     """Return the positions of the equations that outputs depend on."""
     wanted = {atom for atom in jaxpr.outvars if not isinstance(atom, compat.Literal)}
     found = []
@@ -232,7 +233,7 @@ def _needed(jaxpr: Any) -> list[int]:
     return found[::-1]
 
 
-def _ordered(jaxpr: Any, steps: Sequence[_Bucket], maker: dict[Any, int]) -> list[_Bucket]:
+def _ordered(jaxpr: Jaxpr, steps: Sequence[_Bucket], maker: dict[Var, int]) -> list[_Bucket]:
     """Return `steps` in an order in which each comes after what it reads."""
     readers: list[list[int]] = [[] for _ in steps]
     missing = [0] * len(steps)

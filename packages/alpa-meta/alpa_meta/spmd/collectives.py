@@ -18,6 +18,7 @@ from jax import lax
 from alpa_interchange import LogicalMesh
 from alpa_meta import compat
 from alpa_meta.audit.planned import PlannedCollective
+from alpa_meta.compat import JaxprEqn
 from alpa_meta.spmd.order_keys import from_order_keys, order_keys
 
 _SCOPE = re.compile(r"collective(?:\.\d+)+")  # as CollectiveLog names them
@@ -65,7 +66,7 @@ class CollectiveLog:
         return tuple(found)
 
 
-def scopes_of(eqn: Any) -> list[str]:
+def scopes_of(eqn: JaxprEqn) -> list[str]:
     """Return the names of the collectives that an equation of a traced program belongs to."""
     return _SCOPE.findall(compat.name_stack(eqn))
 
@@ -86,7 +87,7 @@ class Collectives:
         self._asked = log is not None
 
     @contextmanager
-    def at(self, eqn: Any) -> Iterator[None]:
+    def at(self, eqn: JaxprEqn) -> Iterator[None]:
         """Attribute what happens inside to the user's line that `eqn` comes from."""
         outer = self._source
         if self._asked:

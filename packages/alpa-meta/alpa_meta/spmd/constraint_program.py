@@ -20,15 +20,17 @@ from jax.sharding import NamedSharding
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
+from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Var, shape_of
 from alpa_meta.operators import sharding_rule
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.evaluation import Scope, Walk, run_local
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
 from alpa_meta.spmd.program import abstract_mesh, partition_spec
 
 
-def constraint_program(closed: Any, plan: JaxprPlan, mesh: LogicalMesh) -> Callable[..., list[Any]]:
+def constraint_program(
+    closed: ClosedJaxpr, plan: JaxprPlan, mesh: LogicalMesh
+) -> Callable[..., list[Any]]:
     """Return a function of global arrays that runs the planned jaxpr under sharding constraints.
 
     To be jitted by the caller with arguments sharded as `completed_plan(plan)` says.
@@ -65,13 +67,13 @@ def _completed(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec, ...]:
 class _Constrained(Walk):
     """Runs each operator on global arrays and constrains them to the specs of the plan."""
 
-    free: set[Any] = field(factory=set, kw_only=True)  # variables that are not constrained
+    free: set[Var] = field(factory=set, kw_only=True)  # variables that are not constrained
 
-    def run(self, closed: Any, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+    def run(self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
         self.free.update(free_variables(closed, plan))
         return super().run(closed, plan, self._constrained(values, plan.inputs))
 
-    def operands(self, eqn: Any, step: Strategy | RegionPlan, scope: Scope) -> list[Any]:
+    def operands(self, eqn: JaxprEqn, step: Strategy | RegionPlan, scope: Scope) -> list[Any]:
         planned = super().operands(eqn, step, scope)
         if not self.free.issuperset(eqn.outvars):
             return planned
@@ -80,20 +82,20 @@ class _Constrained(Walk):
             for atom, spec, value in zip(eqn.invars, step.operands, planned, strict=True)
         ]
 
-    def operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+    def operator(self, eqn: JaxprEqn, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
         results = run_local(eqn, operands, _whole(eqn), self.mesh, self.collectives)
         if self.free.issuperset(eqn.outvars):
             return results
         return self._constrained(results, strategy.results)
 
-    def region(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def region(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         return self._constrained(super().region(eqn, plan, operands), plan.results)
 
     def completed(self, value: Any, natural: ShardingSpec, final: ShardingSpec, reason: str) -> Any:
         return value  # constrained with the other results of its region
 
     def convert(
-        self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
+        self, value: Any, atom: Atom, source: ShardingSpec, target: ShardingSpec, reason: str
     ) -> Any:
         (converted,) = self._constrained([value], [target])
         return converted
@@ -110,7 +112,7 @@ class _Constrained(Walk):
         ]
 
 
-def free_variables(closed: Any, plan: JaxprPlan) -> set[Any]:
+def free_variables(closed: ClosedJaxpr, plan: JaxprPlan) -> set[Var]:
     """Return the results of operators without a rule, and what is whole in the plan around them.
 
     That is: results, all whole, of operators that read a free value, and whole operands of
@@ -141,11 +143,11 @@ def free_variables(closed: Any, plan: JaxprPlan) -> set[Any]:
     return free
 
 
-def _variables(eqn: Any) -> list[Any]:
+def _variables(eqn: JaxprEqn) -> list[Any]:
     return [atom for atom in eqn.invars if not isinstance(atom, compat.Literal)]
 
 
-def _whole(eqn: Any) -> Strategy:
+def _whole(eqn: JaxprEqn) -> Strategy:
     """Return the strategy that shards nothing: global arrays are one part."""
     return Strategy(
         assignment=(),

@@ -13,8 +13,9 @@ from jax import lax
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
+from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, dtype_of, shape_of
 from alpa_meta.operators import LocalCall, operator_of, sharding_rule
-from alpa_meta.operators.operator import behind_barrier, shape_of
+from alpa_meta.operators.operator import behind_barrier
 from alpa_meta.operators.regions import bodies, fold
 from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
@@ -24,7 +25,7 @@ from ilp_sharding.spec_conversion import Conversions
 
 
 def evaluate(
-    closed: Any,
+    closed: ClosedJaxpr,
     plan: JaxprPlan,
     values: Sequence[Any],
     mesh: LogicalMesh,
@@ -38,7 +39,7 @@ def evaluate(
 
 
 def run_local(
-    eqn: Any,
+    eqn: JaxprEqn,
     operands: Sequence[Any],
     strategy: Strategy,
     mesh: LogicalMesh,
@@ -56,11 +57,11 @@ def run_local(
 class Scope:
     """The values of one jaxpr, each with its spec, and those already converted."""
 
-    values: dict[Any, Any] = field(factory=dict)
-    specs: dict[Any, ShardingSpec] = field(factory=dict)
+    values: dict[Var, Any] = field(factory=dict)
+    specs: dict[Var, ShardingSpec] = field(factory=dict)
     converted: dict[tuple[Any, ShardingSpec], Any] = field(factory=dict)
 
-    def write(self, var: Any, value: Any, spec: ShardingSpec) -> None:
+    def write(self, var: Var, value: Any, spec: ShardingSpec) -> None:
         self.values[var], self.specs[var] = value, spec
 
 
@@ -73,12 +74,12 @@ class Walk(ABC):
     buckets: BucketLimits | None = None
 
     @abstractmethod
-    def operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+    def operator(self, eqn: JaxprEqn, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an operator in the specs its strategy gives them."""
 
     @abstractmethod
     def convert(
-        self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
+        self, value: Any, atom: Atom, source: ShardingSpec, target: ShardingSpec, reason: str
     ) -> Any:
         """Return the value of `atom`, which has the spec `source`, in the spec `target`."""
 
@@ -86,7 +87,7 @@ class Walk(ABC):
     def completed(self, value: Any, natural: ShardingSpec, final: ShardingSpec, reason: str) -> Any:
         """Return the result of a region that left its body as `natural`, its sums completed."""
 
-    def bucketed(self, closed: Any, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+    def bucketed(self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
         """Run a whole program or the body of a loop, with its collectives in buckets."""
 
         def run(*given: Any) -> list[Any]:
@@ -94,7 +95,7 @@ class Walk(ABC):
 
         return in_buckets(run, self.buckets)(*values)
 
-    def run(self, closed: Any, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+    def run(self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
         jaxpr, scope = compat.open_jaxpr(closed), Scope()
         _check_length("inputs", plan.inputs, jaxpr.invars)
         _check_length("strategies", plan.strategies, jaxpr.eqns)
@@ -111,7 +112,7 @@ class Walk(ABC):
             for k, (atom, spec) in enumerate(zip(jaxpr.outvars, plan.outputs, strict=True))
         ]
 
-    def _eqn(self, eqn: Any, step: Strategy | RegionPlan, scope: Scope) -> None:
+    def _eqn(self, eqn: JaxprEqn, step: Strategy | RegionPlan, scope: Scope) -> None:
         name = eqn.primitive.name
         _check_length(f"operands of {name!r}", step.operands, eqn.invars)
         operands = self.operands(eqn, step, scope)
@@ -122,7 +123,7 @@ class Walk(ABC):
         for var, value, spec in zip(eqn.outvars, results, step.results, strict=True):
             scope.write(var, value, spec)
 
-    def operands(self, eqn: Any, step: Strategy | RegionPlan, scope: Scope) -> list[Any]:
+    def operands(self, eqn: JaxprEqn, step: Strategy | RegionPlan, scope: Scope) -> list[Any]:
         """Return the operands of an equation in the specs that it reads them in."""
         name = eqn.primitive.name
         return [
@@ -130,7 +131,7 @@ class Walk(ABC):
             for k, (atom, spec) in enumerate(zip(eqn.invars, step.operands, strict=True))
         ]
 
-    def _read(self, atom: Any, spec: ShardingSpec, scope: Scope, reason: str) -> Any:
+    def _read(self, atom: Atom, spec: ShardingSpec, scope: Scope, reason: str) -> Any:
         if isinstance(atom, compat.Literal):
             value = _literal(atom)
             if not shape_of(atom):
@@ -146,7 +147,7 @@ class Walk(ABC):
             scope.converted[key] = self.convert(scope.values[atom], atom, source, spec, reason)
         return scope.converted[key]
 
-    def region(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def region(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         """Return the results of a region in the specs of its plan."""
         return fold(
             eqn,
@@ -156,7 +157,7 @@ class Walk(ABC):
             remat=lambda: self._recomputation(eqn, plan, operands),
         )
 
-    def _recomputation(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def _recomputation(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         """Run the body behind a barrier, so that XLA does not merge it with the first run."""
         (body,) = plan.bodies
         _check_specs(eqn, "operands", plan.operands, body.inputs)
@@ -168,7 +169,7 @@ class Walk(ABC):
 
     def _all_completed(
         self,
-        eqn: Any,
+        eqn: JaxprEqn,
         results: Sequence[Any],
         natural: Sequence[ShardingSpec],
         final: Sequence[ShardingSpec],
@@ -179,7 +180,7 @@ class Walk(ABC):
             for value, before, after in zip(results, natural, final, strict=True)
         ]
 
-    def _scan(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def _scan(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         num_consts, num_carry, _ = compat.scan_counts(eqn)
         first_x = num_consts + num_carry
         (body,) = plan.bodies
@@ -206,7 +207,7 @@ class Walk(ABC):
         )
         return self._all_completed(eqn, [*carry, *ys], natural, plan.results)
 
-    def _while(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def _while(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         test_plan, body_plan = plan.bodies
         carried = plan.operands[num_test + num_body :]
@@ -229,7 +230,7 @@ class Walk(ABC):
 
         return list(lax.while_loop(proceed, step, tuple(operands[num_test + num_body :])))
 
-    def _cond(self, eqn: Any, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def _cond(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
         branches = []
         for body, closed in zip(plan.bodies, bodies(eqn), strict=True):
             _check_specs(eqn, "operands", plan.operands[1:], body.inputs)
@@ -240,7 +241,7 @@ class Walk(ABC):
             which = which.astype(np.int32)
         return list(lax.switch(which, branches, *operands[1:]))
 
-    def _branch(self, closed: Any, plan: JaxprPlan) -> Any:
+    def _branch(self, closed: ClosedJaxpr, plan: JaxprPlan) -> Any:
         log = self.collectives.body(1)
 
         def branch(*values: Any) -> tuple[Any, ...]:
@@ -256,7 +257,7 @@ class _OnDevice(Walk):
 
     conversions: Conversions = field(kw_only=True)
 
-    def operator(self, eqn: Any, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+    def operator(self, eqn: JaxprEqn, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
         rule, name = sharding_rule(eqn), eqn.primitive.name
         if compat.calls_back(eqn) and self.mesh.num_devices > 1:
             return self._on_first(eqn, operands)
@@ -270,13 +271,13 @@ class _OnDevice(Walk):
             for k, (var, value) in enumerate(zip(eqn.outvars, natural, strict=True))
         ]
 
-    def _on_first(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    def _on_first(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """Call back from the mesh's first device alone and send what comes back to the others."""
         axes = tuple(axis.name for axis in self.mesh.axes)
         results = lax.cond(
             self.collectives.index(axes) == 0,
             lambda *values: compat.bind(eqn, values),
-            lambda *values: [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars],
+            lambda *values: [jnp.zeros(shape_of(var), dtype_of(var)) for var in eqn.outvars],
             *operands,
         )
         return [self._sent_by_first(value, axes, eqn.primitive.name) for value in results]
@@ -289,16 +290,16 @@ class _OnDevice(Walk):
         return complete_sums(value, natural, final, self.collectives, reason)
 
     def convert(
-        self, value: Any, atom: Any, source: ShardingSpec, target: ShardingSpec, reason: str
+        self, value: Any, atom: Atom, source: ShardingSpec, target: ShardingSpec, reason: str
     ) -> Any:
         return convert(
             value, shape_of(atom), source, target, self.conversions, self.collectives, reason
         )
 
 
-def _literal(atom: Any) -> Any:
+def _literal(atom: Literal) -> Any:
     """Return the value of a literal, with the type the equation was traced with."""
-    return np.asarray(atom.val, dtype=atom.aval.dtype)
+    return np.asarray(atom.val, dtype=dtype_of(atom))
 
 
 def _unstacked(spec: ShardingSpec) -> ShardingSpec:
@@ -317,7 +318,7 @@ def _check_length(what: str, planned: Sequence[Any], actual: Sequence[Any]) -> N
 
 
 def _check_specs(
-    eqn: Any, what: str, outside: Sequence[ShardingSpec], inside: Sequence[ShardingSpec]
+    eqn: JaxprEqn, what: str, outside: Sequence[ShardingSpec], inside: Sequence[ShardingSpec]
 ) -> None:
     for k, (one, other) in enumerate(zip(outside, inside, strict=True)):
         if one != other:

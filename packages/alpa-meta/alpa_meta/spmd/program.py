@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from alpa_interchange import LogicalMesh, ShardingSpec
 from alpa_meta import compat
 from alpa_meta.audit.planned import PlannedCollective
-from alpa_meta.operators.operator import shape_of
+from alpa_meta.compat import ClosedJaxpr, dtype_of, shape_of
 from alpa_meta.spmd.bucketing import BucketLimits
 from alpa_meta.spmd.collectives import CollectiveLog, Collectives
 from alpa_meta.spmd.evaluation import evaluate
@@ -45,7 +45,7 @@ def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
 
 
 def shard_map_program(
-    closed: Any,
+    closed: ClosedJaxpr,
     plan: JaxprPlan,
     mesh: LogicalMesh,
     conversions: Conversions,
@@ -80,13 +80,13 @@ def shard_map_program(
 
 
 def planned_collectives(
-    closed: Any, plan: JaxprPlan, mesh: LogicalMesh, conversions: Conversions
+    closed: ClosedJaxpr, plan: JaxprPlan, mesh: LogicalMesh, conversions: Conversions
 ) -> tuple[PlannedCollective, ...]:
     """Return every collective of the planned program, by tracing it and noting what it emits."""
     log = CollectiveLog()
     program = shard_map_program(closed, plan, mesh, conversions, Collectives(mesh, log))
     shapes = [
-        jax.ShapeDtypeStruct(global_shape(shape_of(var), spec, mesh), var.aval.dtype)
+        jax.ShapeDtypeStruct(global_shape(shape_of(var), spec, mesh), dtype_of(var))
         for var, spec in zip(compat.open_jaxpr(closed).invars, plan.inputs, strict=True)
     ]
     with compat.no_mesh():

@@ -5,22 +5,21 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from attrs import frozen
 
 from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
 from alpa_meta import compat
+from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Var, dtype_of, shape_of
 from alpa_meta.operators import linear_operands, sharding_rule
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.operators.regions import bodies, fold, is_region
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
 from ilp_sharding.spec_conversion import sharding_specs
 from ilp_sharding.strategies import StrategyOptions, completed_specs, enumerate_strategies
 
 
-def random_plan(closed: Any, mesh: LogicalMesh, seed: int) -> JaxprPlan:
+def random_plan(closed: ClosedJaxpr, mesh: LogicalMesh, seed: int) -> JaxprPlan:
     """Return a plan of `closed` with random strategies and random specs at its border."""
     draw = _Draw(mesh, random.Random(seed))
     jaxpr = compat.open_jaxpr(closed)
@@ -39,7 +38,7 @@ class _Draw:
     mesh: LogicalMesh
     random: random.Random
 
-    def specs(self, atoms: Sequence[Any]) -> tuple[ShardingSpec, ...]:
+    def specs(self, atoms: Sequence[Atom]) -> tuple[ShardingSpec, ...]:
         return tuple(self.spec(shape_of(atom)) for atom in atoms)
 
     def spec(self, shape: tuple[int, ...]) -> ShardingSpec:
@@ -47,14 +46,14 @@ class _Draw:
 
     def plan(
         self,
-        closed: Any,
+        closed: ClosedJaxpr,
         inputs: Sequence[ShardingSpec],
         outputs: Sequence[ShardingSpec],
         leaving: Collection[int] = (),
     ) -> JaxprPlan:
         """Return a plan; the outputs numbered in `leaving` may be sums as they arise."""
         jaxpr = compat.open_jaxpr(closed)
-        specs: dict[Any, ShardingSpec] = dict(zip(jaxpr.invars, inputs, strict=True))
+        specs: dict[Var, ShardingSpec] = dict(zip(jaxpr.invars, inputs, strict=True))
         specs.update((v, ShardingSpec.replicated(len(shape_of(v)))) for v in jaxpr.constvars)
         steps: list[Strategy | RegionPlan] = []
         for eqn in jaxpr.eqns:
@@ -70,7 +69,7 @@ class _Draw:
                 last[number] = self.random.choice([specs[atom], outputs[number]])
         return JaxprPlan(tuple(inputs), tuple(steps), tuple(last))
 
-    def strategy(self, eqn: Any, specs: dict[Any, ShardingSpec]) -> Strategy:
+    def strategy(self, eqn: JaxprEqn, specs: dict[Var, ShardingSpec]) -> Strategy:
         rule = sharding_rule(eqn)
         if rule is None:
             return Strategy(
@@ -92,7 +91,7 @@ class _Draw:
         passing = [s for s in reachable if any(spec.partial for spec in s.operands)]
         return self.random.choice(passing if passing and self.random.random() < 0.5 else reachable)
 
-    def region(self, eqn: Any) -> RegionPlan:
+    def region(self, eqn: JaxprEqn) -> RegionPlan:
         operands, results = list(self.specs(eqn.invars)), list(self.specs(eqn.outvars))
         return fold(
             eqn,
@@ -103,35 +102,35 @@ class _Draw:
         )
 
     def _cond(
-        self, eqn: Any, operands: list[ShardingSpec], results: list[ShardingSpec]
+        self, eqn: JaxprEqn, operands: list[ShardingSpec], results: list[ShardingSpec]
     ) -> RegionPlan:
         operands[0] = ShardingSpec(())
         branches = tuple(self.plan(branch, operands[1:], results) for branch in bodies(eqn))
         return RegionPlan(tuple(operands), tuple(results), branches)
 
     def _remat(
-        self, eqn: Any, operands: list[ShardingSpec], results: list[ShardingSpec]
+        self, eqn: JaxprEqn, operands: list[ShardingSpec], results: list[ShardingSpec]
     ) -> RegionPlan:
         body = self.plan(bodies(eqn)[0], operands, results, range(len(results)))
         return RegionPlan(tuple(operands), self.completed(eqn, body.outputs), (body,))
 
-    def summed(self, atom: Any, spec: ShardingSpec) -> ShardingSpec:
+    def summed(self, atom: Atom, spec: ShardingSpec) -> ShardingSpec:
         """Return `spec`, or that of an unreduced sum over an axis that it does not use."""
         used = {axis for dim in spec.dims for axis in dim}
         idle = [axis.name for axis in self.mesh.axes if axis.size > 1 and axis.name not in used]
-        numbers = shape_of(atom) and jnp.issubdtype(atom.aval.dtype, jnp.number)
+        numbers = shape_of(atom) and jnp.issubdtype(dtype_of(atom), jnp.number)
         if not idle or not numbers or self.random.random() < 0.5:
             return spec
         return ShardingSpec(spec.dims, (self.random.choice(idle),))
 
-    def completed(self, eqn: Any, natural: Sequence[ShardingSpec]) -> tuple[ShardingSpec, ...]:
+    def completed(self, eqn: JaxprEqn, natural: Sequence[ShardingSpec]) -> tuple[ShardingSpec, ...]:
         """Return the specs of a region's results with some of their sums completed."""
         return tuple(
             self.random.choice(completed_specs(spec, shape_of(var), self.mesh, True))
             for var, spec in zip(eqn.outvars, natural, strict=True)
         )
 
-    def _scan(self, eqn: Any) -> RegionPlan:
+    def _scan(self, eqn: JaxprEqn) -> RegionPlan:
         num_consts, num_carry, _ = compat.scan_counts(eqn)
         first_x = num_consts + num_carry
         (jaxpr,) = bodies(eqn)
@@ -148,7 +147,7 @@ class _Draw:
         natural = [*inputs[num_consts:first_x], *map(stacked, body.outputs[num_carry:])]
         return RegionPlan(tuple(operands), self.completed(eqn, natural), (body,))
 
-    def _while(self, eqn: Any, operands: list[ShardingSpec]) -> RegionPlan:
+    def _while(self, eqn: JaxprEqn, operands: list[ShardingSpec]) -> RegionPlan:
         num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         carried = operands[num_test + num_body :]
         test = self.plan(

@@ -22,7 +22,16 @@ import jax.extend.core as jex
 from attrs import frozen
 from jax.interpreters import ad, batching, mlir
 
-from alpa_meta.compat import Literal, is_drop, name_stack, open_jaxpr, subjaxprs
+from alpa_meta.compat import (
+    Atom,
+    JaxprEqn,
+    Literal,
+    Var,
+    is_drop,
+    name_stack,
+    open_jaxpr,
+    subjaxprs,
+)
 from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.placement import Placement
 
@@ -60,7 +69,7 @@ class Phases:
     recognised_by: str
 
 
-def classify(eqns: Sequence[Any], placements: Mapping[Any, Placement]) -> Phases:
+def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> Phases:
     """Return the phase of each equation; PlanError if the step computes no gradient."""
     marked = [k for k, eqn in enumerate(eqns) if eqn.primitive is gradient_marker]
     tagged = {k for k, eqn in enumerate(eqns) if _is_transposed(eqn)}
@@ -70,7 +79,9 @@ def classify(eqns: Sequence[Any], placements: Mapping[Any, Placement]) -> Phases
             f"{len(eqns)} operations comes from jax.grad or jax.value_and_grad; "
             "differentiate the loss inside the step, with jax.value_and_grad or alpa.value_and_grad"
         )
-    producer = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)}
+    producer: dict[Atom, int] = {
+        var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)
+    }
     gradients = set(marked) if marked else tagged
     examples = {k for k, eqn in enumerate(eqns) if _per_example(eqn, placements)}
     after = _descendants(eqns, producer, gradients)
@@ -89,7 +100,7 @@ def classify(eqns: Sequence[Any], placements: Mapping[Any, Placement]) -> Phases
     return Phases(tuple(phases), "marker" if marked else "name stack")
 
 
-def _per_example(eqn: Any, placements: Mapping[Any, Placement]) -> bool:
+def _per_example(eqn: JaxprEqn, placements: Mapping[Var, Placement]) -> bool:
     """Return whether an equation works on the batch's examples."""
     return any(
         placements[atom].kind == "split"
@@ -98,11 +109,11 @@ def _per_example(eqn: Any, placements: Mapping[Any, Placement]) -> bool:
     )
 
 
-def _known(atom: Any, producer: Mapping[Any, int]) -> bool:
+def _known(atom: Atom, producer: Mapping[Atom, int]) -> bool:
     return not isinstance(atom, Literal) and atom in producer
 
 
-def _is_transposed(eqn: Any) -> bool:
+def _is_transposed(eqn: JaxprEqn) -> bool:
     """Return whether jax marked an equation, or one inside it, as a step of a backward pass."""
     if "transpose(" in name_stack(eqn):
         return True
@@ -110,7 +121,9 @@ def _is_transposed(eqn: Any) -> bool:
     return any(_is_transposed(inner) for body in bodies for inner in body.eqns)
 
 
-def _descendants(eqns: Sequence[Any], producer: Mapping[Any, int], roots: set[int]) -> set[int]:
+def _descendants(
+    eqns: Sequence[JaxprEqn], producer: Mapping[Atom, int], roots: set[int]
+) -> set[int]:
     found = set(roots)
     for k, eqn in enumerate(eqns):
         if any(_known(atom, producer) and producer[atom] in found for atom in eqn.invars):
@@ -118,7 +131,7 @@ def _descendants(eqns: Sequence[Any], producer: Mapping[Any, int], roots: set[in
     return found
 
 
-def _ancestors(eqns: Sequence[Any], producer: Mapping[Any, int], roots: set[int]) -> set[int]:
+def _ancestors(eqns: Sequence[JaxprEqn], producer: Mapping[Atom, int], roots: set[int]) -> set[int]:
     found, pending = set(roots), list(roots)
     while pending:
         for atom in eqns[pending.pop()].invars:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from attrs import evolve, field, frozen
 
-from alpa_meta.compat import ClosedJaxpr, Var, array_type, open_jaxpr
+from alpa_meta.compat import ClosedJaxpr, Jaxpr, Var, dtype_of, open_jaxpr, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.cut import Cut, Given, Statistics, cut_program
 from alpa_meta.microbatch.example_dims import example_dims
@@ -85,7 +85,7 @@ class Program:
     `output_parts` say.
     """
 
-    closed: Any
+    closed: ClosedJaxpr
     inputs: tuple[Leaf, ...]
     outputs: tuple[str, ...]
     aliases: tuple[int | None, ...]
@@ -100,8 +100,9 @@ class Program:
     output_parts: tuple[Part, ...] = ()
 
     @property
-    def jaxpr(self) -> Any:
-        return open_jaxpr(self.closed)
+    def jaxpr(self) -> Jaxpr:
+        jaxpr: Jaxpr = open_jaxpr(self.closed)
+        return jaxpr
 
     def signature(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
         """Return (path, whole shape, dtype) of every input."""
@@ -338,10 +339,10 @@ def _program(step: Step, num_microbatches: int) -> Program:
 
 def _given_aval(given: Given, num_microbatches: int) -> jax.ShapeDtypeStruct:
     """Return the type of what all microbatches are given together."""
-    shape = tuple(array_type(given.var).shape)
+    shape = shape_of(given.var)
     if given.kind in ("number", "part"):
         shape = (shape[0] * num_microbatches, *shape[1:])
-    return jax.ShapeDtypeStruct(shape, array_type(given.var).dtype)
+    return jax.ShapeDtypeStruct(shape, dtype_of(given.var))
 
 
 def _classified(
@@ -377,7 +378,7 @@ def _averaged(step: Step, num_microbatches: int, reasons: Sequence[str]) -> Prog
         for var in eqn.outvars
     }
     for var in inside - placements.keys():
-        counts = jnp.issubdtype(array_type(var).dtype, jnp.integer)
+        counts = jnp.issubdtype(dtype_of(var), jnp.integer)
         placements[var] = SUM if counts else REPLICATED
     program = _made(step, closed, phases, placements, num_microbatches)
     return evolve(program, averaged=tuple(reasons))

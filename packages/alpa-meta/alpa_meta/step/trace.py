@@ -17,7 +17,10 @@ import jax
 import numpy as np
 
 from alpa_meta.compat import (
+    Atom,
     ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
     Literal,
     Var,
     closed,
@@ -66,13 +69,13 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         return inline(jaxpr), shapes
 
 
-def inline(jaxpr: Any) -> Any:
+def inline(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     """Return `jaxpr` with every call equation replaced by its body, rewritten by all `PASSES`."""
     source = closed(jaxpr)
     inner = open_jaxpr(source)
     constvars, values = list(inner.constvars), consts(source)
-    env: dict[Any, Any] = {var: var for var in [*inner.invars, *constvars]}
-    eqns: list[Any] = []
+    env: dict[Var, Any] = {var: var for var in [*inner.invars, *constvars]}
+    eqns: list[JaxprEqn] = []
     _inline_eqns(inner.eqns, env, eqns, constvars, values, None)
     outvars = [atom if isinstance(atom, Literal) else env[atom] for atom in inner.outvars]
     effects = effects_without_axes(inner.effects)
@@ -82,13 +85,13 @@ def inline(jaxpr: Any) -> Any:
 
 def _inline_eqns(
     source: Sequence[Any],
-    env: dict[Any, Any],
-    eqns: list[Any],
+    env: dict[Var, Any],
+    eqns: list[JaxprEqn],
     constvars: list[Any],
     values: list[Any],
     stack: Any,
 ) -> None:
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         return atom if isinstance(atom, Literal) else env[atom]
 
     for eqn in source:
@@ -101,7 +104,7 @@ def _inline_eqns(
                     f"cannot inline {eqn.primitive.name!r}: it has {len(operands)} operands, but "
                     f"its body takes {len(inner.invars)}"
                 )
-            scope: dict[Any, Any] = {}
+            scope: dict[Var, Any] = {}
             for var, value in zip(inner.constvars, consts(body), strict=True):
                 scope[var] = _constant(var, value, constvars, values)
             scope.update(zip(inner.invars, map(read, operands), strict=True))
@@ -135,7 +138,7 @@ def _inline_eqns(
         )
 
 
-def _check_order(eqn: Any) -> None:
+def _check_order(eqn: JaxprEqn) -> None:
     """Refuse callbacks with an order, which jax keeps on one device only."""
     if any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects):
         raise PlanError(
@@ -144,7 +147,7 @@ def _check_order(eqn: Any) -> None:
         )
 
 
-def _constant(var: Any, value: Any, constvars: list[Any], values: list[Any]) -> Any:
+def _constant(var: Var, value: Any, constvars: list[Any], values: list[Any]) -> Any:
     if np.ndim(value) == 0 and not isinstance(value, jax.Array):
         return Literal(value, var.aval)
     fresh = Var(var.aval)

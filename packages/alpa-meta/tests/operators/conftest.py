@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_interchange import LogicalMesh, MeshAxis, Strategy
 from alpa_meta import compat
+from alpa_meta.compat import shape_of
 from alpa_meta.operators import linear_operands, sharding_rule
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.spmd import JaxprPlan, planned_collectives, shard_map_program
 from alpa_meta.step.trace import inline
 from ilp_sharding.spec_conversion import Conversions
