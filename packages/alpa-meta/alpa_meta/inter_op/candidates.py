@@ -7,6 +7,7 @@ chosen stages are solved again exactly, each with its own memory limit (`planner
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from alpa_interchange import (
     StageCandidate,
     SubmeshSpec,
 )
-from alpa_meta.compat import Var, shape_of
+from alpa_meta.compat import Literal, Var, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.scan_cutting import CutProgram
@@ -31,6 +32,7 @@ from alpa_meta.inter_op.stage_selection import (
     stage_scope,
 )
 from alpa_meta.inter_op.staging import Staging
+from alpa_meta.inter_op.window import Window, window_of
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.memory_limit import solve, solve_within
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -74,6 +76,12 @@ class Outlook:
     cut: CutProgram | None = None
     uncut: tuple[Outlook, Layering] | None = None
 
+    @functools.cached_property
+    def window(self) -> Window:
+        """The program without repeated layers: what costs per layer are taken from."""
+        results = {atom for atom in self.program.jaxpr.outvars if not isinstance(atom, Literal)}
+        return window_of(self.staging, self.num_layers, results)
+
 
 def solve_mesh(
     outlook: Outlook,
@@ -90,7 +98,9 @@ def solve_mesh(
     solutions that weigh memory more are added where the first one would not fit.
     """
     pins = input_pins(outlook.program, mesh, options)
-    scope = stage_scope(outlook.program, outlook.staging, 0, 1, pins, apart=not whole)
+    window = None if whole else outlook.window
+    staging = outlook.staging if window is None else window.staging
+    scope = stage_scope(outlook.program, staging, 0, 1, pins, apart=not whole, window=window)
     costs = MeshCosts(mesh, model, submesh.host_group)
     selection = build(scope.eqns, costs, f"{submesh.num_devices} devices {mesh.shape}")
     free = options.preset is None and not options.pins
@@ -106,13 +116,13 @@ def solve_mesh(
         )
     if whole:
         return _solve_whole(outlook, submesh, scope, selection, found, memory, options)
-    first = solved_costs(scope, selection, found.choice, outlook.num_layers)
+    first = solved_costs(scope, selection, found.choice, outlook.num_layers, window)
     solutions = [MeshSolution(submesh, mesh, first, found, False, scope, selection)]
     if _needed(first) > memory:
         for weight in LEAN_WEIGHTS:
             lean = _solve_lean(selection, found, weight, options)
             if lean.choice is not None:
-                part = solved_costs(scope, selection, lean.choice, outlook.num_layers)
+                part = solved_costs(scope, selection, lean.choice, outlook.num_layers, window)
                 solutions.append(MeshSolution(submesh, mesh, part, lean, False))
     return solutions, 0.0
 

@@ -12,6 +12,7 @@ from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.execution.accumulation import crossing_values
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.staging import Staging
+from alpa_meta.inter_op.window import Window
 from alpa_meta.intra_op.folding import fold_keys
 from alpa_meta.intra_op.liveness import KINDS
 from alpa_meta.intra_op.memory_profile import Peak
@@ -39,10 +40,12 @@ def stage_scope(
     in_flight: int,
     pins: Mapping[Var, Pin] | None = None,
     apart: bool = False,
+    window: Window | None = None,
 ) -> StageScope:
     """Return the scope of `stage`, with `in_flight` microbatches of activations alive.
 
     `apart`: the forward pass is to be a program of its own, as it is where there are more stages.
+    `window`: `staging` is the window's, whose equations count more than once.
     """
     members = [k for k, home in enumerate(staging.stages) if home == stage]
     eqns = [staging.eqns[k] for k in members]
@@ -95,7 +98,7 @@ def stage_scope(
     stage_eqns = StageEqns(
         eqns=eqns,
         phases=phases,
-        keys=fold_keys(eqns, phases, layers),
+        keys=fold_keys(eqns, phases, layers) if window is None else window.keys,
         state=frozenset(state),
         carried=carried,
         kept=residuals if apart or staging.num_stages > 1 else frozenset(),
@@ -104,6 +107,8 @@ def stage_scope(
         in_flight=in_flight,
         received=frozenset((read & others_made) - defined),
         pins=pins or {},
+        times=() if window is None else window.times,
+        reads={} if window is None else window.reads,
     )
     return StageScope(stage_eqns, tuple(layers), residuals, frozenset(defined & others))
 
@@ -124,9 +129,16 @@ class StageCosts:
 
 
 def solved_costs(
-    scope: StageScope, selection: Selection, choice: Sequence[int], num_layers: int
+    scope: StageScope,
+    selection: Selection,
+    choice: Sequence[int],
+    num_layers: int,
+    window: Window | None = None,
 ) -> StageCosts:
-    """Return the costs of a choice by layer; equations without a layer count for layer 0."""
+    """Return the costs of a choice by layer; equations without a layer count for layer 0.
+
+    Of a `window`, layers that it left out cost what those that stand for them do.
+    """
     mesh = selection.costs.mesh
     seconds = selection.node_layer_cost(choice)
     table = {name: np.zeros(num_layers) for name in ("forward", "backward", "update")}
@@ -161,15 +173,19 @@ def solved_costs(
                 gradients[place] += local(var, widened=True)
     for phase, more in selection.traffic.extra(choice).items():
         table[phase] += more / num_layers
+    floors = _floors(scope, selection, num_layers)
+    forth = back = np.arange(num_layers)
+    if window is not None:
+        forth, back = np.array(window.layer_of).T
     return StageCosts(
-        table["forward"],
-        table["backward"],
-        table["update"],
-        state,
-        gradients,
-        activations,
-        transient,
-        _floors(scope, selection, num_layers),
+        table["forward"][forth],
+        table["backward"][back],
+        table["update"][back],
+        state[back],
+        gradients[back],
+        activations[back],
+        transient[back],
+        floors[back],
         selection.memory.peak(choice),
     )
 

@@ -185,7 +185,7 @@ class BucketedTraffic:
     """Every collective priced by its share of a bucket, as a function of the choice."""
 
     costs: MeshCosts
-    _entries: list[tuple[str, float, Callable[[Sequence[int]], Iterator[Sent]]]] = field(
+    _entries: list[tuple[str, float, int, Callable[[Sequence[int]], Iterator[Sent]]]] = field(
         factory=list
     )
     _surcharges: dict[Hashable, _Surcharge] = field(factory=dict)
@@ -202,11 +202,12 @@ class BucketedTraffic:
         times: float,
         bytes: float,
         sent: Callable[[Sequence[int]], Iterator[Sent]],
+        count: int = 1,
     ) -> None:
-        """Note collectives of a tensor of `bytes` that run `times` a step in `phase`; `sent` names
-        them for a choice."""
-        self._entries.append((phase, times, sent))
-        self._bytes.append(bytes)
+        """Note collectives of `count` tensors of `bytes` that run `times` a step in `phase`; `sent`
+        names those of one for a choice."""
+        self._entries.append((phase, times, count, sent))
+        self._bytes.append(bytes * count)
 
     def surcharge(
         self,
@@ -216,14 +217,16 @@ class BucketedTraffic:
         second: int,
         shared: np.ndarray,
         priced: Callable[[MeshCosts], np.ndarray],
+        count: int = 1,
     ) -> None:
         """Note [first, second] seconds of sending a tensor by its share of a bucket, `shared`, and
-        in buckets of other costs, each of the `times`. The same `shared` means the same `priced`.
+        in buckets of other costs, each of the `times`, for `count` tensors. The same `shared` means
+        the same `priced`.
         """
         key = (phase, times, first, second, id(shared))
         if key not in self._surcharges:
             self._surcharges[key] = _Surcharge((phase, times), first, second, shared, priced)
-        self._surcharges[key].count += 1
+        self._surcharges[key].count += count
 
     def repriced(
         self, problem: ShardingProblem, prices: Mapping[Group, float] | None = None
@@ -258,7 +261,13 @@ class BucketedTraffic:
         return evolve(problem, node_cost=node_cost, edge_cost=edge_cost)
 
     def conversion(
-        self, phase: str, times: float, source: Source, node: int, wanted: Sequence[ShardingSpec]
+        self,
+        phase: str,
+        times: float,
+        source: Source,
+        node: int,
+        wanted: Sequence[ShardingSpec],
+        count: int = 1,
     ) -> None:
         """Note the conversion of a value into the spec that `node` wants."""
 
@@ -267,7 +276,7 @@ class BucketedTraffic:
             here, there = source.specs[choice[source.node]], wanted[choice[node]]
             return self._conversion_steps(source, here, there)
 
-        self.add(phase, times, source.bytes, sent)
+        self.add(phase, times, source.bytes, sent, count)
 
     def _conversion_steps(
         self, source: Source, here: ShardingSpec, there: ShardingSpec
@@ -284,7 +293,13 @@ class BucketedTraffic:
                 local /= size
 
     def sums(
-        self, phase: str, times: float, natural: Source, node: int, finals: Sequence[ShardingSpec]
+        self,
+        phase: str,
+        times: float,
+        natural: Source,
+        node: int,
+        finals: Sequence[ShardingSpec],
+        count: int = 1,
     ) -> None:
         """Note the completion of partial sums into the spec chosen at `node`."""
 
@@ -293,17 +308,17 @@ class BucketedTraffic:
             before, after = natural.specs[choice[natural.node]], finals[choice[node]]
             return completion_steps(self.costs.mesh, natural.bytes, before, after)
 
-        self.add(phase, times, natural.bytes, sent)
+        self.add(phase, times, natural.bytes, sent, count)
 
     def groups(self, choice: Sequence[int]) -> Mapping[Group, list[float]]:
         """Return the bytes of each tensor that a choice sends in buckets."""
         found: dict[Group, list[float]] = {}
-        for phase, times, sent in self._entries:
+        for phase, times, count, sent in self._entries:
             for kind, size, axes in sent(choice):
                 if size > 0 and self.costs.mesh.size(axes) > 1:
                     axes = tuple(sorted(axes))
                     group = Group(phase=phase, times=times, kind=kind, axes=axes)
-                    found.setdefault(group, []).append(size)
+                    found.setdefault(group, []).extend([size] * count)
         return found
 
     def beyond_shares(self, group: Group, sizes: Sequence[float]) -> float:

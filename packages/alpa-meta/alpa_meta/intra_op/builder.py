@@ -78,7 +78,7 @@ class Builder:
         self._state_nodes: set[int] = set()
         self._fixed = self.problem.node("fixed", "fixed", ["replicated"])
         self._choices: dict[int, Sequence[ShardingSpec | Strategy]] = {}
-        self._constants: list[tuple[Source, int]] = []
+        self._constants: list[tuple[Source, int, int]] = []  # with their kind and count
         self._copies: list[tuple[int, int, int, int, np.ndarray]] = []
         self._copy_of: dict[Var, int] = {}  # what is read for several: its place in the copies
         self.timeline = Timeline(apart=bool(stage.kept))
@@ -87,6 +87,8 @@ class Builder:
         self._together = sums_together(stage, is_heavy)
         self._phase = "forward"
         self.traffic = BucketedTraffic(costs)
+        self._times = 1  # that the equation walked over counts (`Window`)
+        self._read_times: dict[int, int] = {}  # and its reads, by the id of the source
 
     def eqns(self) -> list[Record]:
         """Return the records of the stage's equations, walked over in order."""
@@ -102,6 +104,7 @@ class Builder:
             zip(stage.eqns, stage.phases, stage.keys, strict=True)
         ):
             self._position, self._phase = position, phase
+            self._count(position)
             self.times.append(self.timeline.now + 1)
             weight = 1.0 if phase == "update" else float(stage.num_microbatches)
             for number, atom in enumerate(eqn.invars):
@@ -110,20 +113,28 @@ class Builder:
                 if atom not in self.sources:
                     input_key = None if key is None else ("input", key, number)
                     self._input(atom, input_key)
+            reads = stage.reads.get(position, {})
+            self._read_times = {id(self.sources[var]): times for var, times in reads.items()}
             records.append(self.equation(eqn, key, weight, self.sources, phase))
         self._phase = "update"
         for new, old in stage.carried:
             if new in self.sources and old in self.sources:
                 source = self.sources[old]
                 self._position = defined.get(new, 0)
+                self._count(self._position)
                 self.convert(self.sources[new], source.node, source.specs, 1.0)
                 self.timeline.replace(self.sources[new])
         return records
 
+    def _count(self, position: int) -> None:
+        """Let what is added from here on count as often as the equation at `position`."""
+        self._times = self.timeline.count = self.stage.times[position] if self.stage.times else 1
+        self._read_times = {}
+
     def memory(self, num_strategies: Sequence[int]) -> MemoryProfile:
         """Return the memory of the equations walked over, over time."""
         last = self.timeline.now + 1
-        spans = [Span(source, 0, last, kind) for source, kind in self._constants]
+        spans = [Span(source, 0, last, kind, count) for source, kind, count in self._constants]
         copies = [Copy(*copy) for copy in self._copies]
         return MemoryProfile(
             [*spans, *self.timeline.spans()], copies, self.costs.mesh, num_strategies, last
@@ -137,7 +148,7 @@ class Builder:
         self.sources[var] = source
         if var in self.stage.state:
             self._state_nodes.add(node)
-            self._constants.append((source, KINDS.index("state")))
+            self._constants.append((source, KINDS.index("state"), self._times))
         elif var in self.stage.received:
             self.timeline.store(source)
             self._keep_others(source)
@@ -149,7 +160,7 @@ class Builder:
         copies = self.stage.in_flight - 1
         if copies > 0:
             kept = Source(source.node, source.specs, source.shape, source.bytes * copies)
-            self._constants.append((kept, KINDS.index("activations")))
+            self._constants.append((kept, KINDS.index("activations"), self._times))
 
     def _pin(self, source: Source, pinned: Pin) -> None:
         """Forbid the strategies under which a value is not as pinned."""
@@ -239,7 +250,7 @@ class Builder:
                 if var in self.stage.accumulated and self.stage.num_microbatches > 1:
                     size = max(source.bytes, 4.0 * math.prod(source.shape))
                     widened = Source(source.node, source.specs, source.shape, size)
-                    self._constants.append((widened, KINDS.index("gradients")))
+                    self._constants.append((widened, KINDS.index("gradients"), self._times))
         return record
 
     def _read(self, eqn: JaxprEqn, scope: Mapping[Atom, Source], phase: str) -> list[Source]:
@@ -378,14 +389,16 @@ class Builder:
         finals, matrix = completions(self.costs, natural, allowed, late)
         node = self._node((key, allowed), "sum", finals)
         if late:
-            self.traffic.sums(self._phase, weight, natural, node, finals)
+            self.traffic.sums(self._phase, weight, natural, node, finals, self._times)
             assert natural.node is not None
 
             def priced(costs: MeshCosts) -> np.ndarray:
                 return completions(costs, natural, allowed, late)[1]
 
-            self.traffic.surcharge(self._phase, weight, natural.node, node, matrix, priced)
-        self._add_edge(natural.node, node, matrix * weight)
+            self.traffic.surcharge(
+                self._phase, weight, natural.node, node, matrix, priced, self._times
+            )
+        self._add_edge(natural.node, node, matrix * weight, self._times)
         return Source(node, finals, natural.shape, natural.bytes)
 
     def hold_completion(self, natural: Source, completed: Source) -> None:
@@ -420,7 +433,8 @@ class Builder:
         def sent(choice: Sequence[int]) -> Iterator[Sent]:
             return own_sums(eqn, rule, strategies[choice[node]], self.costs.mesh)
 
-        self.traffic.add(self._phase, weight, sum(map(tensor_bytes, eqn.outvars)), sent)
+        size = sum(map(tensor_bytes, eqn.outvars))
+        self.traffic.add(self._phase, weight, size, sent, self._times)
 
     def convert(
         self,
@@ -444,9 +458,10 @@ class Builder:
             matrix = self._matrices.get((id(found), weight))
             if matrix is None:
                 matrix = self._matrices[id(found), weight] = weight * found.seconds
-            self._add_edge(source.node, node, matrix)
+            times = self._read_times.get(id(source), self._times)
+            self._add_edge(source.node, node, matrix, times)
             if in_buckets:
-                self._note_conversion(source, node, wanted, weight, found.seconds)
+                self._note_conversion(source, node, wanted, weight, found.seconds, times)
         if found.copied is not None:
             now = self.timeline.now
             self._copies.append((now, now + 1, source.node, node, found.copied))
@@ -458,25 +473,26 @@ class Builder:
         wanted: tuple[ShardingSpec, ...],
         weight: float,
         seconds: np.ndarray,
+        times: int,
     ) -> None:
         """Note a conversion that travels in buckets, and what it costs in others."""
         assert source.node is not None
-        self.traffic.conversion(self._phase, weight, source, node, wanted)
+        self.traffic.conversion(self._phase, weight, source, node, wanted, times)
 
         def priced(costs: MeshCosts) -> np.ndarray:
             return costs.conversion_seconds(
                 source.shape, source.bytes, source.specs, wanted, in_buckets=True
             )
 
-        self.traffic.surcharge(self._phase, weight, source.node, node, seconds, priced)
+        self.traffic.surcharge(self._phase, weight, source.node, node, seconds, priced, times)
 
-    def _add_edge(self, first: int | None, second: int, matrix: np.ndarray) -> None:
+    def _add_edge(self, first: int | None, second: int, matrix: np.ndarray, times: int) -> None:
         assert first is not None
-        self.problem.add_edge(first, second, matrix)
+        self.problem.add_edge(first, second, matrix if times == 1 else times * matrix)
         self._eqn_edges.append((self._position, first, second, matrix))
 
     def _add_cost(self, node: int, cost: np.ndarray) -> None:
-        self.problem.add_cost(node, cost)
+        self.problem.add_cost(node, cost if self._times == 1 else self._times * cost)
         self._eqn_costs.append((self._position, node, cost))
 
     def costs_by_equation(

@@ -17,7 +17,9 @@ def fold_keys(
     """Return a key per equation, equal for equations at the same place of equal layers.
 
     Layers are equal when their equations agree one by one in primitive, phase, sharding rule, types
-    and in which equation of the layer each operand comes from. Equations without a layer get None.
+    and in which equation of the layer each operand comes from. The update is compared whatever its
+    order, which follows the names of parameters ("block_10" comes before "block_2"). Equations
+    without a layer get None.
     """
     members: dict[int, list[int]] = {}
     for k, layer in enumerate(layers):
@@ -26,11 +28,10 @@ def fold_keys(
     classes: dict[Hashable, int] = {}
     keys: list[Hashable | None] = [None] * len(eqns)
     for layer in sorted(members):
-        signature = _signature(
-            [eqns[k] for k in members[layer]], [phases[k] for k in members[layer]]
-        )
+        ordered = _ordered(eqns, phases, members[layer])
+        signature = _signature([eqns[k] for k in ordered], [phases[k] for k in ordered])
         number = classes.setdefault(signature, len(classes))
-        for place, k in enumerate(members[layer]):
+        for place, k in enumerate(ordered):
             keys[k] = (number, place)
     return keys
 
@@ -54,6 +55,35 @@ def eqn_signature(eqn: JaxprEqn) -> Hashable:
     if is_pin(eqn):
         return eqn.primitive.name, _types(eqn), str(pinned_spec(eqn))
     return rule_number(eqn)
+
+
+def _ordered(eqns: Sequence[JaxprEqn], phases: Sequence[str], members: Sequence[int]) -> list[int]:
+    """Return the equations of a layer, those of the update last and in an order by what they do.
+
+    An equation of the update ranks by itself, by where what it reads comes from, and by what reads
+    it: moments of equal shape differ only in the gradient that is added to them later.
+    """
+    before = [k for k in members if phases[k] != "update"]
+    update = [k for k in members if phases[k] == "update"]
+    origin: dict[Var, Hashable] = {}
+    for place, k in enumerate(before):
+        origin.update(((var, (place, number)) for number, var in enumerate(eqns[k].outvars)))
+    ranks: dict[int, int] = {}
+    for k in update:
+        read = tuple(
+            None if isinstance(atom, Literal) else origin.get(atom, shape_of(atom))
+            for atom in eqns[k].invars
+        )
+        ranks[k] = hash((eqn_signature(eqns[k]), read))
+        origin.update(((var, (ranks[k], n)) for n, var in enumerate(eqns[k].outvars)))
+    readers: dict[Atom, list[int]] = {}
+    for k in reversed(update):
+        read_by = tuple(tuple(sorted(readers.get(var, ()))) for var in eqns[k].outvars)
+        ranks[k] = hash((ranks[k], read_by))
+        for atom in eqns[k].invars:
+            if not isinstance(atom, Literal):
+                readers.setdefault(atom, []).append(ranks[k])
+    return before + sorted(update, key=ranks.__getitem__)
 
 
 def _signature(eqns: Sequence[JaxprEqn], phases: Sequence[str]) -> Hashable:

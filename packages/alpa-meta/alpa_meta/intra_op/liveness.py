@@ -37,12 +37,13 @@ _MOST_OPERANDS = 8  # of one fused computation
 
 @frozen(eq=False)
 class Span:
-    """The half-open time [start, stop) for which a value is held, and as what."""
+    """The half-open time [start, stop) for which `count` values like it are held, and as what."""
 
     source: Source
     start: int
     stop: int
     kind: int  # in KINDS
+    count: int = 1
 
 
 @define(eq=False)
@@ -61,6 +62,7 @@ class _Value:
     born: int
     phase: int
     form: str
+    count: int
     operands: tuple[_Value, ...] = ()
     reads: list[_Read] = field(factory=list)
     stored: bool = True
@@ -81,10 +83,12 @@ class _Zeros:
 class Timeline:
     """Collects the values of equations as they are walked over, and their readers.
 
-    `apart`: the forward pass is a program of its own.
+    `apart`: the forward pass is a program of its own. `count` is how often the equation walked over
+    counts (`Window`): so many of its values are held between the phases, one at a time within.
     """
 
     apart: bool = False
+    count: int = 1
     now: int = 0
     phase: int = 0
     _computation: int = 0  # of the body that is walked over
@@ -192,7 +196,9 @@ class Timeline:
                 value.stop = max(value.stop, stop)
                 value.last_phase = max(value.last_phase, phase)
             if value.stored and value.source.bytes:
-                found.append(Span(value.source, value.born, value.stop, _kind(value)))
+                kind = _kind(value)
+                count = 1 if kind == KINDS.index("temporaries") else value.count
+                found.append(Span(value.source, value.born, value.stop, kind, count))
         return found[::-1]
 
     def _shared_zeros(self) -> list[Span]:
@@ -211,7 +217,7 @@ class Timeline:
         return found
 
     def _add(self, source: Source, form: str, operands: tuple[_Value, ...], born: int) -> _Value:
-        value = _Value(source, born, self.phase, form, operands)
+        value = _Value(source, born, self.phase, form, self.count, operands)
         self._values.append(value)
         self._of[id(source)] = value
         return value

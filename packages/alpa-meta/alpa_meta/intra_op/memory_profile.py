@@ -73,14 +73,15 @@ class MemoryProfile:
         for span in spans:
             source = span.source
             kept = id(source.specs)
-            if (kept, source.bytes) not in places:
+            size = span.count * source.bytes
+            if (kept, size) not in places:
                 if kept not in fractions:
                     sizes = [mesh.size(tuple(a for d in s.dims for a in d)) for s in source.specs]
                     fractions[kept] = 1.0 / np.array(sizes, dtype=float)
-                tables.append(source.bytes * fractions[kept])
-                places[kept, source.bytes] = length
+                tables.append(size * fractions[kept])
+                places[kept, size] = length
                 length += len(source.specs)
-            offset.append(places[kept, source.bytes])
+            offset.append(places[kept, size])
             node.append(fixed if source.node is None else source.node)
         self._spans = tuple(spans)  # keeps the specs alive, whose ids are used above
         self._table = np.concatenate(tables) if tables else np.zeros(0)

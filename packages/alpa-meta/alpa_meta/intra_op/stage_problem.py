@@ -57,7 +57,8 @@ class StageEqns:
     `keys[k]` folds equation k with those of equal layers (None: alone). `state` are the inputs that
     live on the devices; `carried` pairs each new state value with the input it replaces. `kept` are
     the values that the forward pass leaves for the backward pass as results of a program of its
-    own, once per microbatch of the `in_flight`; `received` are inputs from other stages.
+    own, once per microbatch of the `in_flight`; `received` are inputs from other stages. `times`
+    and `reads` are those of a `Window`; without them everything counts once.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -71,3 +72,5 @@ class StageEqns:
     in_flight: int = 1
     received: frozenset[Var] = frozenset()
     pins: Mapping[Var, Pin] = field(factory=dict)
+    times: Sequence[int] = ()
+    reads: Mapping[int, Mapping[Var, int]] = field(factory=dict)

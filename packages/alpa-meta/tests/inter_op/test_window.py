@@ -1,0 +1,58 @@
+"""Windows: the selection problem of repeated layers, built from their first and last copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from alpa_meta.compat import Literal
+from alpa_meta.corpus import build as corpus_model
+from alpa_meta.inter_op.meshes import AXIS_NAMES, whole_cluster
+from alpa_meta.inter_op.stage_selection import solved_costs, stage_scope
+from alpa_meta.inter_op.window import Run, repeated_units, window_of
+from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.selection import build
+from alpa_meta.options import Options
+from alpa_meta.planning.planner import outlook_of
+from alpa_meta.step.program import Step
+from cost_model import CostModel, cluster
+
+
+def test_a_unit_of_several_layers_is_found_where_it_is_repeated():
+    assert repeated_units([0, 1, 1, 1, 2]) == [Run(1, 1, 3)]
+    assert repeated_units([0, 1, 2, 1, 2, 1, 2, 3]) == [Run(1, 2, 3)]
+    assert repeated_units([0, 1, 1, 2, 2]) == []
+
+
+def test_the_layers_that_stand_for_others_are_the_ends_of_a_run():
+    run = Run(1, 2, 3)
+    assert (run.first(5), run.last(2), run.unit(4)) == (1, 6, 1)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "moe-einsum"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_window_costs_layer_by_layer_what_the_whole_program_costs(name, shape):
+    model = corpus_model(name, "small")
+    program = Step(model.train_step, (model.state, model.batch)).program(2)
+    outlook, _ = outlook_of(program, Options())
+    results = {atom for atom in program.jaxpr.outvars if not isinstance(atom, Literal)}
+    window = window_of(outlook.staging, outlook.num_layers, results)
+    assert len(window.staging.eqns) < 0.7 * len(outlook.staging.eqns)
+    model_of_costs = CostModel(cluster("h100:4"))
+    submesh = whole_cluster(model_of_costs.cluster)
+    mesh = model_of_costs.logical_mesh(submesh, shape, AXIS_NAMES[: len(shape)])
+
+    def solved(staging, kept):
+        scope = stage_scope(program, staging, 0, 1, {}, apart=True, window=kept)
+        selection = build(scope.eqns, MeshCosts(mesh, model_of_costs), "window")
+        found = solve_in_buckets(selection, Options())
+        return found, solved_costs(scope, selection, found.choice, outlook.num_layers, kept)
+
+    part, its_costs = solved(window.staging, window)
+    whole, costs = solved(outlook.staging, None)
+    assert part.objective == pytest.approx(whole.objective, rel=1e-9)
+    assert part.lower_bound == pytest.approx(whole.lower_bound, rel=1e-3)
+    for what in ("forward", "backward", "update", "state", "gradients", "activations"):
+        one, other = getattr(its_costs, what), getattr(costs, what)
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9 * max(other.max(), 1e-30))
