@@ -1,0 +1,218 @@
+"""Layer menus: what each kind of layer costs on each mesh, and pipelines chosen from them.
+
+A *class* is a set of layers that cost the same. A menu lists for each class and each logical mesh
+the ways to run one layer (`LayerRow`), affine in the samples of a microbatch, so that one menu
+serves every microbatch count. Seconds are of one microbatch unless said otherwise; bytes are per
+device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from attrs import field, frozen
+
+from alpa_interchange.check import OneOf, non_empty, non_negative, positive
+from alpa_interchange.mesh import LogicalMesh, SubmeshSpec
+from alpa_interchange.stage import DeviceGroup
+
+RECOMPUTATIONS = ("none", "selective", "full")
+LINKS = ("host", "hosts", "groups")  # between two stages: on one host, across hosts, across groups
+
+
+@frozen
+class Affine:
+    """A quantity of one microbatch: `fixed` + `each` * samples."""
+
+    fixed: float = field(default=0.0, validator=non_negative)
+    each: float = field(default=0.0, validator=non_negative)
+
+    def value(self, samples: float) -> float:
+        """Return the quantity for a microbatch of `samples`."""
+        return self.fixed + self.each * samples
+
+
+NOTHING = Affine()
+
+
+@frozen(kw_only=True)
+class LayerRow:
+    """One way to run one layer of a class on one logical mesh.
+
+    `layout_in` and `layout_out` say how the values at the layer's two boundaries lie on the mesh,
+    as positions in `MeshMenu.layouts`. Values of other shapes (another width after a downsampling)
+    are other layouts.
+    """
+
+    forward: Affine
+    backward_input: Affine
+    backward_weight: Affine = NOTHING  # nothing: all of the backward is in `backward_input`
+    step_seconds: float = field(default=0.0, validator=non_negative)  # once per step: sync, update
+    state_bytes: float = field(default=0.0, validator=non_negative)
+    activation_bytes: Affine = NOTHING  # per microbatch in flight
+    transient_bytes: Affine = NOTHING  # largest temporary; the largest of a stage counts
+    batch_split: int = field(default=1, validator=positive)  # divides a microbatch's samples
+    layout_in: int = field(default=0, validator=non_negative)
+    layout_out: int = field(default=0, validator=non_negative)
+    recomputation: str = field(default="none", validator=OneOf(*RECOMPUTATIONS))
+    key: str = ""  # names the sharding solution behind the figures
+
+
+@frozen(kw_only=True)
+class LayerFloor:
+    """What a layer needs at least. See `MeshMenu.floors`."""
+
+    seconds: Affine = NOTHING  # forward plus backward
+    step_seconds: float = field(default=0.0, validator=non_negative)
+    state_bytes: float = field(default=0.0, validator=non_negative)
+    activation_bytes: Affine = NOTHING
+
+
+@frozen(kw_only=True)
+class MeshMenu:
+    """All rows of one logical mesh: `rows[class]`.
+
+    `conversion[a, b]`: seconds, forward plus backward, to bring a value from layout a to layout b
+    between consecutive layers of a stage. A pair that is absent costs nothing if a = b and cannot
+    follow one another otherwise.
+
+    `floors[class]` extend the proof of a bound to ways that no row describes: every way to run a
+    layer of the class needs, in every column, at least what one of its floors needs. Left empty,
+    bounds hold for the rows.
+    """
+
+    submesh: SubmeshSpec
+    logical: LogicalMesh
+    rows: tuple[tuple[LayerRow, ...], ...] = field(validator=non_empty)
+    layouts: tuple[str, ...] = ("",)
+    conversion: Mapping[tuple[int, int], Affine] = field(factory=dict)
+    floors: tuple[tuple[LayerFloor, ...], ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        if self.floors and len(self.floors) != len(self.rows):
+            raise ValueError(
+                f"MeshMenu.floors must be empty or have one entry per class: {len(self.rows)}, "
+                f"got {len(self.floors)}"
+            )
+        known = len(self.layouts)
+        used = {x for rows in self.rows for r in rows for x in (r.layout_in, r.layout_out)}
+        wrong = sorted(x for x in used | {x for p in self.conversion for x in p} if x >= known)
+        if wrong:
+            raise ValueError(
+                f"MeshMenu.layouts has {known} names, but rows or conversions speak of layouts "
+                f"{wrong[:4]}"
+            )
+
+    def convert(self, before: int, after: int, samples: float) -> float:
+        """Return the seconds from layout `before` to layout `after`, inf if it cannot be."""
+        cost = self.conversion.get((before, after))
+        if cost is None:
+            return 0.0 if before == after else math.inf
+        return cost.value(samples)
+
+
+@frozen(kw_only=True)
+class LayerMenu:
+    """The layers of a model by class, and what each class costs on each mesh."""
+
+    class_of_layer: tuple[int, ...] = field(validator=non_empty)
+    meshes: tuple[MeshMenu, ...] = field(validator=non_empty)
+
+    def __attrs_post_init__(self) -> None:
+        for number, mesh in enumerate(self.meshes):
+            if not 0 <= min(self.class_of_layer) <= max(self.class_of_layer) < len(mesh.rows):
+                raise ValueError(
+                    f"LayerMenu.class_of_layer has classes {min(self.class_of_layer)}.."
+                    f"{max(self.class_of_layer)}, but meshes[{number}].rows has {len(mesh.rows)}"
+                )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.class_of_layer)
+
+
+# Seconds one way for one microbatch's activations, from layout `layout_out` of mesh `mesh_a` to
+# layout `layout_in` of `mesh_b` over a link of LINKS; gradients take as long back. Arguments:
+# (mesh_a, layout_out, mesh_b, layout_in, link), meshes by their position in LayerMenu.meshes.
+Boundary = Callable[[int, int, int, int, str], Affine]
+
+
+def no_boundary(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link: str) -> Affine:
+    """Return the boundary that costs nothing."""
+    return NOTHING
+
+
+@frozen(kw_only=True)
+class JointProblem:
+    """Choose stages, their meshes and rows, the microbatch count and the schedule together."""
+
+    menu: LayerMenu
+    batch_size: int = field(validator=positive)  # samples of a step
+    device_groups: tuple[DeviceGroup, ...] = field(validator=non_empty)
+    boundary: Boundary = no_boundary
+    # Microbatch counts to try, divisors of batch_size. None: all divisors 2^k and batch / 2^k.
+    counts: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] = ("gpipe", "1f1b", "eager-1f1b", "adaptive")
+    num_stages: int | None = None  # None: free
+    use_all_devices: bool = False  # True: a plan that leaves devices idle is not allowed
+    deadline_seconds: float | None = None  # None: limits are counts of work, and plans repeatable
+
+    def __attrs_post_init__(self) -> None:
+        wrong = [n for n in self.counts or () if n < 1 or self.batch_size % n]
+        if wrong:
+            raise ValueError(
+                f"JointProblem.counts must divide batch_size={self.batch_size}, got {wrong[:4]}"
+            )
+        for menu in self.menu.meshes:
+            if menu.submesh.host_group >= len(self.device_groups):
+                raise ValueError(
+                    f"JointProblem.device_groups has {len(self.device_groups)} groups, but a mesh "
+                    f"of the menu is on group {menu.submesh.host_group}"
+                )
+
+
+@frozen(kw_only=True)
+class JointStage:
+    """Layers `layer_start..layer_stop` on one mesh of the menu, with one row number per layer."""
+
+    layer_start: int
+    layer_stop: int
+    mesh: int  # position in LayerMenu.meshes
+    rows: tuple[int, ...]  # positions in MeshMenu.rows[class of the layer]
+    device_ids: tuple[int, ...]  # in the order of the logical mesh
+    forward_seconds: float
+    backward_seconds: float  # input and weight parts together
+    weight_seconds: float  # of the backward: the part that makes weight gradients
+    step_seconds: float
+    boundary_seconds: float  # one way to the next stage, on the link it crosses; 0 for the last
+
+
+@frozen(kw_only=True)
+class TriedCount:
+    """What the search knows of one microbatch count and schedule."""
+
+    num_microbatches: int
+    schedule: str
+    step_seconds: float | None  # of the best plan met; None: none was needed, or none fits
+    lower_bound: float  # of every plan with this count and schedule; inf: there is none
+
+
+@frozen(kw_only=True)
+class JointPlan:
+    """The chosen pipeline. `lower_bound` holds for every plan of the problem."""
+
+    stages: tuple[JointStage, ...]
+    num_microbatches: int
+    schedule: str
+    step_seconds: float
+    lower_bound: float
+    peak_bytes: tuple[float, ...]  # per stage, per device
+    in_flight: tuple[int, ...]  # per stage: microbatches whose activations are alive
+    tried: tuple[TriedCount, ...] = ()
+    complete: bool = True  # False: the deadline stopped the search
+
+    @property
+    def gap(self) -> float:
+        """Return the share of the step time that is not proven necessary (0.0: proven optimal)."""
+        return 1.0 - self.lower_bound / self.step_seconds if self.step_seconds > 0 else 0.0
