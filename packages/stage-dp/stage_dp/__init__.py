@@ -11,6 +11,7 @@ from stage_dp.hybrid_search import (
     solve_layers,
 )
 from stage_dp.infeasibility import InfeasibleError
+from stage_dp.joint_search import microbatch_counts, solve_joint
 from stage_dp.layer_clustering import (
     Clustering,
     ClusteringOptions,
@@ -57,12 +58,14 @@ __all__ = [
     "flow_seconds",
     "in_flight_counts",
     "live_bytes",
+    "microbatch_counts",
     "order",
     "peak_bytes",
     "pipeline_time",
     "place",
     "segment_candidates",
     "slice_tokens",
+    "solve_joint",
     "solve_layers",
     "solve_stages",
     "step_seconds",

@@ -1,0 +1,73 @@
+"""Which link each boundary of a pipeline crosses, and what that costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from alpa_interchange.menu import LINKS, JointProblem
+from stage_dp.device_pool import place
+
+
+class Links:
+    """Placements of pipelines and boundary seconds of one problem, remembered."""
+
+    def __init__(self, problem: JointProblem) -> None:
+        self.problem = problem
+        self.submeshes = [mesh.submesh for mesh in problem.menu.meshes]
+        self._placed: dict[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = {}
+        self._seconds: dict[tuple[int, int, int, int, str, int], float] = {}
+        self._host: list[tuple[int, int]] = []  # group and host of each device
+        for g, group in enumerate(problem.device_groups):
+            for h in range(group.num_hosts):
+                self._host += [(g, h)] * group.devices_per_host
+        kinds = list(dict.fromkeys(self.submeshes))
+        self.kind = [kinds.index(s) for s in self.submeshes]
+
+    def placed(self, meshes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        """Return the devices of each stage on `meshes`; None if they do not fit together."""
+        key = tuple(self.kind[m] for m in meshes)
+        if key not in self._placed:
+            try:
+                chosen = place(self.problem.device_groups, [self.submeshes[m] for m in meshes])
+            except ValueError:
+                self._placed[key] = None
+            else:
+                self._placed[key] = chosen
+        return self._placed[key]
+
+    def crossed(self, meshes: Sequence[int]) -> tuple[str, ...]:
+        """Return the link of each boundary of stages on `meshes`, which fit together."""
+        devices = self.placed(meshes) or ()
+        result = []
+        for before, after in zip(devices, devices[1:], strict=False):
+            hosts = {self._host[d] for d in (*before, *after)}
+            groups = {g for g, _ in hosts}
+            result.append("host" if len(hosts) == 1 else "hosts" if len(groups) == 1 else "groups")
+        return tuple(result)
+
+    def seconds(self, a: int, layout_out: int, b: int, layout_in: int, link: str, n: int) -> float:
+        """Return the seconds one way of a microbatch of `n` samples from mesh a to mesh b."""
+        key = (a, layout_out, b, layout_in, link, n)
+        if key not in self._seconds:
+            cost = self.problem.boundary(a, layout_out, b, layout_in, link)
+            self._seconds[key] = cost.value(n)
+        return self._seconds[key]
+
+    def possible(self, a: int, b: int) -> tuple[str, ...]:
+        """Return the links that neighbours on meshes a and b may have, nearest first."""
+        first, second = self.submeshes[a], self.submeshes[b]
+        if first.host_group != second.host_group:
+            return (LINKS[2],)
+        room = self.problem.device_groups[first.host_group].devices_per_host
+        near = first.num_hosts == second.num_hosts == 1
+        if near and first.devices_per_host + second.devices_per_host <= room:
+            return LINKS[:2]
+        return (LINKS[1],)
+
+    def least(self, a: int, layout_out: int, b: int, layout_in: int, n: int) -> float:
+        """Return the least seconds over the links that a and b may have."""
+        return min(
+            (self.seconds(a, layout_out, b, layout_in, link, n) for link in self.possible(a, b)),
+            default=math.inf,
+        )

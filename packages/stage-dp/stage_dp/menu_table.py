@@ -1,0 +1,152 @@
+"""A layer menu at one microbatch count, as arrays; and the layer ranges by their classes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from alpa_interchange.menu import JointProblem, LayerRow, MeshMenu
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+FORWARD, BACKWARD, WEIGHT, STEP, STATE, ACTIVATION, TRANSIENT = range(7)  # columns of rows
+ADDED = [FORWARD, BACKWARD, WEIGHT, STEP, STATE, ACTIVATION]  # columns that add up over layers
+COMPARED = [FORWARD, BACKWARD, STEP, STATE, ACTIVATION, TRANSIENT]  # less is better
+
+SAME = 1 - 1e-12  # sums of the same figures in another order differ by rounding
+
+
+@frozen(eq=False)
+class ClassRows:
+    """The rows of a class on a mesh that the samples of a microbatch allow.
+
+    `columns` [rows, 7]: seconds of one microbatch forward, backward (whole), of it by weight, step
+    seconds, state bytes, activation bytes, transient bytes. `number`: positions in the menu.
+    """
+
+    columns: Array
+    layout_in: Index
+    layout_out: Index
+    number: Index
+
+
+class Sequences:
+    """Layer ranges by their sequence of classes: equal sequences have one number.
+
+    `number[l, k]` is that of layers l..k (-1 unless l < k). `parent` and `last` [sequences] are
+    the sequence without its last layer (-1: none) and the class of that layer; parents come first.
+    """
+
+    def __init__(self, class_of_layer: tuple[int, ...]) -> None:
+        layers = len(class_of_layer)
+        self.number: Index = np.full((layers + 1, layers + 1), -1, dtype=np.int64)
+        known: dict[tuple[int, int], int] = {}
+        parent: list[int] = []
+        last: list[int] = []
+        for start in range(layers):
+            before = -1
+            for stop in range(start + 1, layers + 1):
+                key = (before, class_of_layer[stop - 1])
+                if key not in known:
+                    known[key] = len(parent)
+                    parent.append(before)
+                    last.append(key[1])
+                before = known[key]
+                self.number[start, stop] = before
+        self.parent, self.last = parent, last
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    def classes(self, sequence: int) -> tuple[int, ...]:
+        """Return the classes of the layers, first to last."""
+        result = []
+        while sequence >= 0:
+            result.append(self.last[sequence])
+            sequence = self.parent[sequence]
+        return tuple(reversed(result))
+
+
+class MenuTable:
+    """The menu for `num_microbatches`: `rows[mesh][class]`, `conversion[mesh]` [layouts, layouts].
+
+    `memory[mesh]`: bytes of a device; `usable[mesh]`: whether the mesh's rows allow any microbatch
+    of this size.
+    """
+
+    def __init__(self, problem: JointProblem, num_microbatches: int) -> None:
+        self.problem = problem
+        self.num_microbatches = num_microbatches
+        self.samples = problem.batch_size // num_microbatches
+        classes = sorted(set(problem.menu.class_of_layer))
+        meshes = problem.menu.meshes
+        self.rows: list[dict[int, ClassRows]] = [
+            {c: class_rows(mesh.rows[c], self.samples) for c in classes} for mesh in meshes
+        ]
+        self.conversion = [_conversions(mesh, self.samples) for mesh in meshes]
+        self.memory = [
+            problem.device_groups[mesh.submesh.host_group].memory * (1 + 1e-12) for mesh in meshes
+        ]
+        self.usable = [any(len(r.number) for r in rows.values()) for rows in self.rows]
+
+    def change(self, mesh: int, before: ClassRows, after: ClassRows) -> Array:
+        """Return the seconds between rows of consecutive layers: [rows before, rows after]."""
+        return self.conversion[mesh][np.ix_(before.layout_out, after.layout_in)]
+
+
+def class_rows(rows: tuple[LayerRow, ...], samples: int) -> ClassRows:
+    """Return the rows that divide `samples`, without those that another row beats in all."""
+    kept = [n for n, row in enumerate(rows) if samples % row.batch_split == 0]
+    columns = np.array([_columns(rows[n], samples) for n in kept]).reshape(-1, 7)
+    layout_in = np.array([rows[n].layout_in for n in kept], dtype=np.int64)
+    layout_out = np.array([rows[n].layout_out for n in kept], dtype=np.int64)
+    best = unbeaten(columns[:, COMPARED], layout_in * 4096 + layout_out)
+    number = np.array(kept, dtype=np.int64)
+    return ClassRows(columns[best], layout_in[best], layout_out[best], number[best])
+
+
+def _columns(row: LayerRow, samples: int) -> list[float]:
+    weight = row.backward_weight.value(samples)
+    return [
+        row.forward.value(samples),
+        row.backward_input.value(samples) + weight,
+        weight,
+        row.step_seconds,
+        row.state_bytes,
+        row.activation_bytes.value(samples),
+        row.transient_bytes.value(samples),
+    ]
+
+
+def _conversions(mesh: MeshMenu, samples: int) -> Array:
+    size = len(mesh.layouts)
+    matrix = np.full((size, size), math.inf)
+    np.fill_diagonal(matrix, 0.0)
+    for (before, after), cost in mesh.conversion.items():
+        matrix[before, after] = cost.value(samples)
+    return matrix
+
+
+def unbeaten(columns: Array, group: Index) -> Index:
+    """Return the rows of `columns` that no other row of their group equals or beats in all.
+
+    Of equal rows the first stays. Rows are in the order of their columns' sum.
+    """
+    if not len(columns):
+        return np.zeros(0, dtype=np.int64)
+    order = np.lexsort((*columns.T[::-1], group))
+    columns, group = columns[order], group[order]
+    kept: list[int] = []
+    alive = np.ones(len(order), dtype=bool)
+    for n in range(len(order)):
+        if not alive[n]:
+            continue
+        kept.append(n)
+        rest = slice(n + 1, None)
+        beaten = (columns[rest] >= columns[n] * SAME).all(axis=1) & (group[rest] == group[n])
+        alive[rest] &= ~beaten
+    return order[np.array(kept, dtype=np.int64)]

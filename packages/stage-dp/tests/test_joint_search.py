@@ -1,0 +1,259 @@
+"""The joint search against brute force over all pipelines, rows, counts and schedules."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_interchange.stage import DeviceGroup
+from stage_dp import InfeasibleError, default_warmups, order, pipeline_time, place, solve_joint
+from stage_dp.batched_time import batched_step_seconds
+
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "adaptive")
+
+
+def logical(size):
+    return LogicalMesh(axes=(MeshAxis(name="data", size=size),))
+
+
+def random_row(rng, scale, tight, layouts):
+    def affine(low, high):
+        return Affine(scale * rng.uniform(low, high), scale * rng.uniform(low, high))
+
+    return LayerRow(
+        forward=affine(0.2, 1.0),
+        backward_input=affine(0.2, 1.0),
+        backward_weight=affine(0.0, 1.0),
+        step_seconds=float(rng.choice([0.0, rng.uniform(0, 4.0)])),
+        state_bytes=rng.uniform(0, 4) * tight,
+        activation_bytes=Affine(0.0, rng.uniform(0, 1) * tight),
+        transient_bytes=Affine(float(rng.choice([0.0, 1.0])) * tight),
+        batch_split=int(rng.choice([1, 1, 1, 2])),
+        layout_in=int(rng.integers(layouts)),
+        layout_out=int(rng.integers(layouts)),
+    )
+
+
+def random_problem(seed, **changes):
+    rng = np.random.default_rng(seed)
+    tight = 0.0 if seed % 4 == 0 else 1.0
+    groups = tuple(
+        DeviceGroup(num_hosts=h, devices_per_host=d, memory=9.0)
+        for h, d in [[(1, 2)], [(2, 2)], [(1, 4)], [(3, 1)], [(1, 3)], [(1, 2), (2, 1)]][
+            rng.integers(6)
+        ]
+    )
+    layers = int(rng.integers(2, 5))
+    classes = int(rng.integers(1, 3))
+    layouts = int(rng.integers(1, 3))
+    meshes = []
+    for g, group in enumerate(groups):
+        for hosts in range(1, group.num_hosts + 1):
+            for devices in range(1, group.devices_per_host + 1):
+                if rng.random() < 0.35 and (hosts, devices) != (1, 1):
+                    continue
+                scale = 1 / (hosts * devices) ** 0.8
+                rows = tuple(
+                    tuple(
+                        random_row(rng, scale, tight, layouts)
+                        for _ in range(rng.integers(1, 4 if layers < 4 else 3))
+                    )
+                    for _ in range(classes)
+                )
+                meshes.append(
+                    MeshMenu(
+                        submesh=SubmeshSpec(
+                            num_hosts=hosts, devices_per_host=devices, host_group=g
+                        ),
+                        logical=logical(hosts * devices),
+                        rows=rows,
+                        layouts=("a", "b")[:layouts],
+                        conversion={
+                            pair: Affine(rng.uniform(0, 0.3))
+                            for pair in itertools.permutations(range(layouts), 2)
+                        },
+                    )
+                )
+    scale = {"host": 0.05, "hosts": 0.3, "groups": 0.8}
+    arguments = {
+        "menu": LayerMenu(
+            class_of_layer=tuple(int(c) for c in rng.integers(classes, size=layers)),
+            meshes=tuple(meshes),
+        ),
+        "batch_size": int(rng.choice([4, 6, 8])),
+        "device_groups": groups,
+        "schedules": tuple(rng.permutation(SCHEDULES)[: rng.integers(1, 3)].tolist()),
+        "boundary": lambda a, y, b, x, link: Affine(scale[link] * (1 + (y != x)), 0.02 * (a == b)),
+        "num_stages": int(rng.integers(1, layers)) if seed % 5 == 3 else None,
+        "use_all_devices": seed % 7 == 2,
+    }
+    problem = JointProblem(**{**arguments, **changes})
+    divisors = [n for n in range(1, 9) if problem.batch_size % n == 0]
+    counts = tuple(int(n) for n in sorted(rng.choice(divisors, size=2, replace=False)))
+    return evolve(problem, counts=changes.get("counts", counts))
+
+
+def chains(problem):
+    """Yield (cuts, meshes, devices) of every placeable pipeline."""
+    layers, meshes = problem.menu.num_layers, problem.menu.meshes
+    total = sum(g.num_hosts * g.devices_per_host for g in problem.device_groups)
+    for n in range(1, layers + 1):
+        if problem.num_stages not in (None, n):
+            continue
+        for inner in itertools.combinations(range(1, layers), n - 1):
+            for chosen in itertools.product(range(len(meshes)), repeat=n):
+                used = sum(meshes[m].submesh.num_devices for m in chosen)
+                if used > total or (problem.use_all_devices and used != total):
+                    continue
+                try:
+                    devices = place(problem.device_groups, [meshes[m].submesh for m in chosen])
+                except ValueError:
+                    continue
+                yield (0, *inner, layers), chosen, devices
+
+
+def link_between(problem, before, after):
+    hosts = []
+    for g, group in enumerate(problem.device_groups):
+        for h in range(group.num_hosts):
+            hosts += [(g, h)] * group.devices_per_host
+    touched = {hosts[d] for d in (*before, *after)}
+    if len(touched) == 1:
+        return "host"
+    return "hosts" if len({g for g, _ in touched}) == 1 else "groups"
+
+
+def stage_options(problem, start, stop, mesh, samples):
+    """Yield (f, b, u, state, activation, transient, layout in, layout out) of all row choices."""
+    menu = problem.menu.meshes[mesh]
+    rows = [menu.rows[c] for c in problem.menu.class_of_layer[start:stop]]
+    for choice in itertools.product(*rows):
+        if any(samples % row.batch_split for row in choice):
+            continue
+        change = sum(
+            menu.convert(a.layout_out, b.layout_in, samples) for a, b in itertools.pairwise(choice)
+        )
+        yield (
+            sum(r.forward.value(samples) for r in choice) + change / 2,
+            sum(r.backward_input.value(samples) + r.backward_weight.value(samples) for r in choice)
+            + change / 2,
+            sum(r.step_seconds for r in choice),
+            sum(r.state_bytes for r in choice),
+            sum(r.activation_bytes.value(samples) for r in choice),
+            max(r.transient_bytes.value(samples) for r in choice),
+            choice[0].layout_in,
+            choice[-1].layout_out,
+        )
+
+
+def held_by(schedule, num, count, extras):
+    if schedule != "adaptive":
+        return default_warmups(schedule, num, count)
+    held = [1]
+    for extra in reversed(extras):
+        held.append(held[-1] + 1 + extra)
+    return tuple(min(count, k) for k in reversed(held))
+
+
+def brute_force(problem):
+    """Return the least step time of all pipelines (inf: none fits)."""
+    best = math.inf
+    for cuts, meshes, devices in chains(problem):
+        links = [link_between(problem, a, b) for a, b in itertools.pairwise(devices)]
+        memory = [
+            problem.device_groups[problem.menu.meshes[m].submesh.host_group].memory for m in meshes
+        ]
+        for count in problem.counts:
+            samples = problem.batch_size // count
+            options = [
+                list(stage_options(problem, start, stop, mesh, samples))
+                for (start, stop), mesh in zip(itertools.pairwise(cuts), meshes, strict=True)
+            ]
+            groups = {}
+            for stages in itertools.product(*options):
+                crossing = [
+                    problem.boundary(meshes[i], a[7], meshes[i + 1], b[6], links[i]).value(samples)
+                    for i, (a, b) in enumerate(itertools.pairwise(stages))
+                ]
+                extras = [
+                    range(math.ceil(2 * c / (a[0] + a[1]) - 1e-9) + 1)
+                    for c, a in zip(crossing, stages, strict=False)
+                ]
+                for schedule in problem.schedules:
+                    shares = itertools.product(*extras) if schedule == "adaptive" else [()]
+                    for share in shares:
+                        held = held_by(schedule, len(stages), count, share)
+                        if all(
+                            s[3] + k * s[4] + s[5] <= m * (1 + 1e-12)
+                            for s, k, m in zip(stages, held, memory, strict=True)
+                        ):
+                            groups.setdefault(held, []).append((stages, crossing))
+            for held, members in groups.items():
+                figures = np.array([[s[:3] for s in stages] for stages, _ in members])
+                seconds = batched_step_seconds(
+                    held,
+                    count,
+                    figures[:, :, 0],
+                    figures[:, :, 1],
+                    np.array([c for _, c in members]).reshape(len(members), -1),
+                    figures[:, :, 2],
+                )
+                best = min(best, float(seconds.min()))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(160))
+def test_random_problems_against_all_pipelines(seed):
+    problem = random_problem(seed)
+    best = brute_force(problem)
+    if math.isinf(best):
+        with pytest.raises(InfeasibleError):
+            solve_joint(problem)
+        return
+    plan = solve_joint(problem)
+    assert plan.step_seconds == pytest.approx(best, rel=1e-9)
+    assert plan.lower_bound <= best * (1 + 1e-9)
+    assert recomputed(problem, plan) == pytest.approx(plan.step_seconds)
+
+
+def recomputed(problem, plan):
+    """Return the step time of a plan from the menu, by the longest path of its schedule."""
+    samples = problem.batch_size // plan.num_microbatches
+    forward, backward, tail, crossing = [], [], [], []
+    for number, stage in enumerate(plan.stages):
+        menu = problem.menu.meshes[stage.mesh]
+        classes = problem.menu.class_of_layer[stage.layer_start : stage.layer_stop]
+        rows = [menu.rows[c][r] for c, r in zip(classes, stage.rows, strict=True)]
+        change = sum(
+            menu.convert(a.layout_out, b.layout_in, samples) for a, b in itertools.pairwise(rows)
+        )
+        forward.append(sum(r.forward.value(samples) for r in rows) + change / 2)
+        backward.append(
+            sum(r.backward_input.value(samples) + r.backward_weight.value(samples) for r in rows)
+            + change / 2
+        )
+        tail.append(sum(r.step_seconds for r in rows))
+        group = problem.device_groups[menu.submesh.host_group]
+        need = (
+            sum(r.state_bytes for r in rows)
+            + plan.in_flight[number] * sum(r.activation_bytes.value(samples) for r in rows)
+            + max(r.transient_bytes.value(samples) for r in rows)
+        )
+        assert need == pytest.approx(plan.peak_bytes[number])
+        assert need <= group.memory * (1 + 1e-9)
+        if number + 1 < len(plan.stages):
+            after = plan.stages[number + 1]
+            following = problem.menu.meshes[after.mesh].rows[
+                problem.menu.class_of_layer[after.layer_start]
+            ][after.rows[0]]
+            link = link_between(problem, stage.device_ids, after.device_ids)
+            cost = problem.boundary(
+                stage.mesh, rows[-1].layout_out, after.mesh, following.layout_in, link
+            )
+            crossing.append(cost.value(samples))
+    schedule = order(plan.schedule, len(plan.stages), plan.num_microbatches, warmups=plan.in_flight)
+    return pipeline_time(schedule, forward, backward, crossing, tail).step_seconds
