@@ -30,7 +30,8 @@ def batched_step_seconds(
 ) -> Array:
     """Return the step time of each pipeline: [pipelines].
 
-    `forward`, `backward`, `tail`: [pipelines, stages]; `boundary`: one way, [pipelines, stages - 1].
+    `forward`, `backward`, `tail`: [pipelines, stages]; `boundary`: one way, [pipelines, stages -
+    1].
     `warmups` must not grow from one stage to the next.
     """
     num, count = forward.shape[1], num_microbatches
@@ -71,6 +72,35 @@ def batched_step_seconds(
             returned[rows - 1, unit] = sent
     result: Array = (clock.T + tail).max(axis=1)
     return result
+
+
+def extrapolated_step_seconds(
+    warmups: Sequence[int],
+    num_microbatches: int,
+    forward: Array,
+    backward: Array,
+    boundary: Array,
+    tail: Array,
+) -> Array:
+    """Return the step times with many microbatches from those with few: [pipelines].
+
+    A longest path grows by one period per microbatch once the pipeline is full, so two runs that
+    are long enough give the rest. Exact but where two stages are nearly equally slow.
+    """
+    num = forward.shape[1]
+    held = max((k for k in warmups if k < num_microbatches), default=num)
+    short = 2 * held + 2 * num
+    long = short + num + 4
+    figures = (forward, backward, boundary, tail)
+    if num_microbatches <= long:
+        return batched_step_seconds(warmups, num_microbatches, *figures)
+    runs = []
+    for count in (short, long):
+        # A stage that holds all microbatches does so in the short run too.
+        some = [count if k >= num_microbatches else min(k, count) for k in warmups]
+        runs.append(batched_step_seconds(some, count, *figures))
+    period = (runs[1] - runs[0]) / (long - short)
+    return runs[1] + (num_microbatches - long) * period
 
 
 def _waves(held: Sequence[int], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from attrs import frozen
 
-from stage_dp.batched_time import batched_step_seconds
+from stage_dp.batched_time import batched_step_seconds, extrapolated_step_seconds
 from stage_dp.joint_links import Links
 from stage_dp.joint_schedules import JointRule, useful_extras, warmups
 from stage_dp.menu_table import (
@@ -62,9 +62,18 @@ class Scored:
 
 
 def score(
-    chains: Iterable[Sequence[StageChoice]], rule: JointRule, table: MenuTable, links: Links
+    chains: Iterable[Sequence[StageChoice]],
+    rule: JointRule,
+    table: MenuTable,
+    links: Links,
+    *,
+    quick: bool = False,
 ) -> Scored | None:
-    """Return the best of `chains` that can be placed and fits in memory; None if none does."""
+    """Return the best of `chains` that can be placed and fits in memory; None if none does.
+
+    `quick`: step times of many microbatches are extrapolated.
+    """
+    timed = extrapolated_step_seconds if quick else batched_step_seconds
     groups: dict[tuple[int, ...], list[tuple[tuple[StageChoice, ...], tuple[float, ...]]]] = {}
     for chain in chains:
         stages = tuple(chain)
@@ -82,7 +91,7 @@ def score(
     best: Scored | None = None
     for held, members in groups.items():
         figures = np.array([[s.columns for s in stages] for stages, _ in members])
-        seconds = batched_step_seconds(
+        seconds = timed(
             held,
             table.num_microbatches,
             figures[:, :, FORWARD],
@@ -132,7 +141,7 @@ def _growing(
         for at in order:
             for extra in range(1, useful[at] + 1):
                 trial = [*extras[:at], extra, *extras[at + 1 :]]
-                if not callable(fits) or not fits(warmups(rule, count, trial, num)):
+                if not fits(warmups(rule, count, trial, num)):
                     break
                 extras = trial
         result.append(tuple(extras))

@@ -1,18 +1,58 @@
-"""One search over layer ranges, meshes, rows per layer, microbatch counts and schedules."""
+"""One search over layer ranges, meshes, rows per layer, microbatch counts and schedules.
+
+For every microbatch count and schedule, called a *setting*:
+
+    1. a bound that needs one sweep over (layer, free devices)        -> joint_bound.quick_bound()
+    2. in the order of bounds, a guided search for good pipelines     -> joint_guide.py
+    3. a finer bound, until it reaches the best plan                  -> joint_bound.refined_bound()
+    4. all pipelines that could still be better, if they are few      -> joint_enumeration.py
+
+A setting whose bound reaches the best plan is done. Where step 4 ends for all settings the plan is
+optimal for the exact longest path; else the bound says how far it may be off. All limits are
+counts of work, so that plans repeat, unless the problem has a deadline.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+
+import numpy as np
+from attrs import define
 
 from alpa_interchange.menu import JointPlan, JointProblem, JointStage, TriedCount
 from stage_dp.cell_fronts import Fronts
 from stage_dp.device_pool import DevicePool
 from stage_dp.infeasibility import InfeasibleError
-from stage_dp.joint_chain import Scored
+from stage_dp.joint_bound import Bounds, quick_bound, refined_bound
+from stage_dp.joint_chain import Scored, score
+from stage_dp.joint_costs import CountCosts, held_by_place
 from stage_dp.joint_enumeration import Budget, Enumeration
+from stage_dp.joint_guide import Guide
 from stage_dp.joint_links import Links
-from stage_dp.joint_schedules import RULES
-from stage_dp.menu_table import BACKWARD, FORWARD, STEP, WEIGHT, MenuTable, Sequences
+from stage_dp.joint_schedules import RULES, JointRule
+from stage_dp.joint_sweep import Space
+from stage_dp.menu_table import BACKWARD, FORWARD, STEP, WEIGHT, Array, MenuTable, Sequences
+
+ROUNDS = 8  # of the guided search per setting
+STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
+LABELS = 40_000  # labels of the enumeration per microbatch count
+
+
+class BoundError(AssertionError):
+    """A plan is below the bound that was proven for it: the proof or the costs are wrong."""
+
+
+@define
+class _Setting:
+    """A microbatch count with a schedule, and what is known of it."""
+
+    costs: CountCosts
+    rule: JointRule
+    bound: float
+    best: Scored | None = None
+    searched: bool = False
+    done: bool = False  # every pipeline that could be better was tried
 
 
 def microbatch_counts(batch_size: int) -> tuple[int, ...]:
@@ -22,24 +62,175 @@ def microbatch_counts(batch_size: int) -> tuple[int, ...]:
 
 
 def solve_joint(problem: JointProblem) -> JointPlan:
-    counts = problem.counts or microbatch_counts(problem.batch_size)
-    links = Links(problem)
-    sequences = Sequences(problem.menu.class_of_layer)
-    pool = DevicePool(problem.device_groups, list(dict.fromkeys(links.submeshes)))
-    best: Scored | None = None
-    budget = Budget(10**9)
-    for count in counts:
-        table = MenuTable(problem, count)
-        fronts = Fronts(table, sequences, 10**9)
-        for name in problem.schedules:
-            limit = best.step_seconds if best else math.inf
+    """Return the pipeline with the least predicted step time, with its proven lower bound.
+
+    Raises InfeasibleError where no pipeline fits.
+    """
+    return _Search(problem).run()
+
+
+class _Search:
+    def __init__(self, problem: JointProblem) -> None:
+        _check(problem)
+        self.problem = problem
+        self.started = time.monotonic()
+        self.links = Links(problem)
+        self.sequences = Sequences(problem.menu.class_of_layer)
+        kinds = list(dict.fromkeys(self.links.submeshes))
+        self.pool = DevicePool(problem.device_groups, kinds)
+        self.layers = problem.menu.num_layers
+        self.space = Space.of(self.sequences, self.layers, self.pool, problem.use_all_devices)
+        smallest = min(kind.num_devices for kind in kinds)
+        most = min(self.layers, max(1, int(self.pool.free[0]) // smallest))
+        if problem.num_stages is not None:
+            most = problem.num_stages
+        self.most = most
+        self.final = None if problem.num_stages is None else (problem.num_stages,)
+        self.settings: list[_Setting] = []
+        self.best: Scored | None = None
+
+    @property
+    def limit(self) -> float:
+        return self.best.step_seconds if self.best else math.inf
+
+    def late(self) -> bool:
+        """Return whether the deadline has passed."""
+        seconds = self.problem.deadline_seconds
+        return seconds is not None and time.monotonic() - self.started > seconds
+
+    def run(self) -> JointPlan:
+        for count in self.problem.counts or microbatch_counts(self.problem.batch_size):
+            costs = CountCosts(MenuTable(self.problem, count), self.space)
+            if not costs.meshes:
+                continue
+            bound = quick_bound(self._bounds(costs))
+            for name in self.problem.schedules:
+                self.settings.append(_Setting(costs, RULES[name], bound))
+        self.settings.sort(key=lambda s: s.bound)
+        for setting in self.settings:
+            if setting.bound >= self.limit or self.late():
+                break
+            self._guide(setting)
+        for setting in self.settings:
+            if setting.bound < self.limit and not self.late():
+                self._refine(setting)
+        self._enumerate()
+        if self.best is None:
+            raise InfeasibleError("no pipeline fits in memory")
+        return self._plan(self.best)
+
+    def _bounds(self, costs: CountCosts, held: tuple[int, ...] = ()) -> Bounds:
+        found = costs.bounds(True, held)
+        counted = self.final is not None or len(held) > 1
+        arrays = [found.seconds, found.busy, found.once]
+        if counted and arrays[0].shape[2] == 1:
+            arrays = [np.repeat(a, self.most, axis=2) for a in arrays]
+        crossing = self._crossing(costs)
+        return Bounds(
+            self.space, costs.table.num_microbatches, *arrays, crossing, counted, self.final
+        )
+
+    def _crossing(self, costs: CountCosts) -> Array:
+        """Return the least seconds one way after a stage of each kind: [kinds]."""
+        menus = self.problem.menu.meshes
+        result = np.full(len(self.pool.kinds), np.inf)
+        for a, kind in zip(costs.meshes, costs.kind, strict=True):
+            outs = {int(y) for r in costs.table.rows[a].values() for y in r.layout_out}
+            for b in costs.meshes:
+                ins = {int(x) for r in costs.table.rows[b].values() for x in r.layout_in}
+                for y in outs:
+                    for x in ins:
+                        seconds = self.links.least(a, y, b, x, costs.table.samples)
+                        result[kind] = min(result[kind], seconds)
+        if any(menu.floors for menu in menus):
+            # Floors may have layouts that no row has.
+            result[:] = 0.0
+        return result
+
+    def _guide(self, setting: _Setting) -> None:
+        crossing = self._crossing(setting.costs)
+        spread = np.repeat(crossing[:, None], self.pool.num_states + 1, axis=1)
+        guide = Guide(setting.costs, setting.rule, self.links, spread, self.most, self.final)
+        setting.best = guide.run(ROUNDS, self.limit)
+        setting.searched = True
+        if setting.best is not None and setting.best.step_seconds < self.limit:
+            self.best = setting.best
+
+    def _refine(self, setting: _Setting) -> None:
+        costs, rule = setting.costs, setting.rule
+        bounds = self._bounds(costs)
+        setting.bound = refined_bound(bounds, rule, setting.bound, self.limit)
+        if setting.bound < self.limit * (1 - 1e-3):
+            held = held_by_place(rule, costs.table.num_microbatches, self.most)
+            if len(set(held)) == 1 and self.final is None:
+                held = held[:1]
+            bounds = self._bounds(costs, held)
+            setting.bound = max(setting.bound, quick_bound(bounds))
+            setting.bound = refined_bound(bounds, rule, setting.bound, self.limit)
+
+    def _enumerate(self) -> None:
+        budget = Budget(STAGES_TRIED)
+        fronts: dict[int, Fronts] = {}
+        for setting in sorted(self.settings, key=lambda s: s.bound):
+            if setting.bound >= self.limit or self.late():
+                continue
+            table = setting.costs.table
+            count = table.num_microbatches
+            if count not in fronts:
+                fronts[count] = Fronts(table, self.sequences, LABELS)
             found, complete = Enumeration(
-                table, RULES[name], fronts, pool, links, budget, limit
+                table, setting.rule, fronts[count], self.pool, self.links, budget, self.limit
             ).run()
-            best = found or best
-    if best is None:
-        raise InfeasibleError("no pipeline fits in memory")
-    return plan_of(best, problem, links, best.step_seconds, ())
+            setting.done = complete and setting.costs.same_proof
+            if found is not None:
+                setting.best = self.best = found
+
+    def _plan(self, best: Scored) -> JointPlan:
+        exact = score([best.stages], best.rule, self._table(best), self.links)
+        best = exact or best
+        lower = best.step_seconds
+        for setting in self.settings:
+            bound = best.step_seconds if setting.done else setting.bound
+            own = setting.best
+            if own is not None and own.step_seconds < setting.bound * (1 - 1e-9):
+                raise BoundError(
+                    f"a pipeline with {own.num_microbatches} microbatches under "
+                    f"{own.rule.name!r} takes {own.step_seconds!r} s, below the bound "
+                    f"{setting.bound!r} s proven for it"
+                )
+            lower = min(lower, bound)
+        return plan_of(best, self.problem, self.links, lower, self._tried())
+
+    def _table(self, best: Scored) -> MenuTable:
+        return next(
+            s.costs.table
+            for s in self.settings
+            if s.costs.table.num_microbatches == best.num_microbatches
+        )
+
+    def _tried(self) -> tuple[TriedCount, ...]:
+        return tuple(
+            TriedCount(
+                num_microbatches=s.costs.table.num_microbatches,
+                schedule=s.rule.name,
+                step_seconds=s.best.step_seconds if s.best else None,
+                lower_bound=s.bound,
+            )
+            for s in self.settings
+        )
+
+
+def _check(problem: JointProblem) -> None:
+    unknown = [name for name in problem.schedules if name not in RULES]
+    if unknown or not problem.schedules:
+        raise ValueError(
+            f"JointProblem.schedules must be some of {tuple(RULES)}, got {problem.schedules}"
+        )
+    if problem.num_stages is not None and not 1 <= problem.num_stages <= problem.menu.num_layers:
+        raise ValueError(
+            "JointProblem.num_stages must be between 1 and the number of layers, "
+            f"{problem.menu.num_layers}, got {problem.num_stages}"
+        )
 
 
 def plan_of(

@@ -1,0 +1,235 @@
+"""Good pipelines of one microbatch count and schedule, by bounds made exact where they are met.
+
+The sum of a_i plus the largest b_i (-> joint_schedules.py) is minimised over bounds of all stages:
+for a limit on b, a sweep gives the least sum; limits are bisected best bound first. The stages of
+the pipeline found are then solved exactly (rows within memory), their bounds are replaced by what
+came out, and the search is repeated until it meets only exact stages: then the pipeline is optimal
+for this objective, although few stages were solved.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+
+from stage_dp.joint_chain import Scored, StageChoice, score
+from stage_dp.joint_costs import CountCosts, held_by_place
+from stage_dp.joint_links import Links
+from stage_dp.joint_schedules import JointRule
+from stage_dp.joint_sweep import Sweep
+from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
+
+MAX_SWEEPS = 16  # per search over limits
+LIMITS_TRIED = 6  # limits on the slowest stage tried for one pipeline's rows
+SHARE_FORWARD = 1 / 3  # of a stage's time where only the whole is known (three products in all)
+
+Chain = list[tuple[int, int, int]]
+
+
+class Guide:
+    """Searches pipelines of `costs` under `rule`. `most` [stages]: the largest number of stages.
+
+    `crossing` [kinds, states + 1]: seconds one way after a stage by the state of free devices.
+    """
+
+    def __init__(
+        self,
+        costs: CountCosts,
+        rule: JointRule,
+        links: Links,
+        crossing: Array,
+        most: int,
+        final: tuple[int, ...] | None,
+    ) -> None:
+        self.costs, self.rule, self.links = costs, rule, links
+        self.crossing, self.most, self.final = crossing, most, final
+        self.held = held_by_place(rule, costs.table.num_microbatches, most)
+        self.binding = False  # whether memory is looked at in the sweeps
+        self.bound = 0.0  # of the objective, over all pipelines
+        self._start()
+
+    def _start(self) -> None:
+        """Set the objective's terms from bounds."""
+        if self.binding and len(set(self.held)) == 1 and self.final is None:
+            bounds = self.costs.bounds(False, self.held[:1])
+        else:
+            bounds = self.costs.bounds(False, self.held if self.binding else ())
+        counted = self.final is not None or (self.binding and len(set(self.held)) > 1)
+        seconds, busy = bounds.seconds, bounds.busy
+        if counted and seconds.shape[2] == 1:
+            seconds = np.repeat(seconds, self.most, axis=2)
+            busy = np.repeat(busy, self.most, axis=2)
+        count = self.costs.table.num_microbatches
+        near = self.crossing.min(axis=1)[None, :, None]
+        with np.errstate(invalid="ignore"):
+            pace = self.rule.pace(
+                seconds * SHARE_FORWARD, seconds * (1 - SHARE_FORWARD), np.minimum(near, 1e9)
+            )
+            slow = busy - seconds + (count - 1) * (pace - seconds)
+        self.sum = seconds.copy()
+        self.slow = np.where(np.isfinite(seconds), slow, np.inf)
+        self.exact = np.zeros(seconds.shape, dtype=bool)
+        self.counted = counted
+
+    def run(self, rounds: int, limit: float) -> Scored | None:
+        """Return the best pipeline met below `limit` seconds in at most so many rounds."""
+        best: Scored | None = None
+        for number in range(rounds):
+            found = self._least(limit)
+            if not found:
+                break
+            new = False
+            for chain in found:
+                new |= self._solve(chain)
+            scored = score(
+                [c for chain in found for c in self._rows(chain)],
+                self.rule,
+                self.costs.table,
+                self.links,
+                quick=True,
+            )
+            if scored is not None and scored.step_seconds < limit * (1 - 1e-12):
+                best, limit = scored, scored.step_seconds
+            if not new:
+                break
+            if not self.binding and number == 0 and self._starved(found[0]):
+                self.binding = True
+                self._start()
+                for chain in found:
+                    self._solve(chain)
+        return best
+
+    def _starved(self, chain: Chain) -> bool:
+        """Return whether memory makes the stages of `chain` slower than their bounds."""
+        loose = self.costs.bounds(False).seconds
+        for place, (start, stop, kind) in enumerate(reversed(chain), 1):
+            choices = self.costs.choices(start, stop, kind, self.held[place - 1])
+            number = self.costs.space.sequences.number[start, stop]
+            least = min((c.seconds for c in choices), default=math.inf)
+            if least > loose[number, kind, 0] * (1 + 1e-6):
+                return True
+        return False
+
+    def _solve(self, chain: Chain) -> bool:
+        """Make the stages of `chain` exact; return whether any was not."""
+        new = False
+        count = self.costs.table.num_microbatches
+        near = self.crossing.min(axis=1)
+        for place, (start, stop, kind) in enumerate(reversed(chain), 1):
+            level = place - 1 if self.counted else 0
+            number = int(self.costs.space.sequences.number[start, stop])
+            if self.exact[number, kind, level]:
+                continue
+            new = True
+            self.exact[number, kind, level] = True
+            choices = self.costs.choices(start, stop, kind, self.held[place - 1])
+            if not choices:
+                self.sum[number, kind, level] = self.slow[number, kind, level] = np.inf
+                continue
+            figures = np.array([c.columns for c in choices])
+            crossing = np.full(len(choices), 0.0 if not np.isfinite(near[kind]) else near[kind])
+            pace = self.rule.pace(figures[:, FORWARD], figures[:, BACKWARD], crossing)
+            slow = (count - 1) * pace + figures[:, STEP]
+            self.sum[number, kind, level] = (figures[:, FORWARD] + figures[:, BACKWARD]).min()
+            self.slow[number, kind, level] = slow.min()
+        return new
+
+    def _least(self, limit: float) -> list[Chain]:
+        """Return pipelines with the least objective, best first."""
+        values = np.unique(self.slow[np.isfinite(self.slow) & (self.slow < limit)])
+        if not len(values):
+            return []
+        found: dict[tuple[tuple[int, int, int], ...], float] = {}
+
+        def solve(number: int) -> tuple[float, float]:
+            weight = np.where(self.slow <= values[number], self.sum, np.inf)
+            sweep = Sweep(self.costs.space, weight, 2 * self.crossing, counted=self.counted)
+            total = sweep.best(self.final)
+            if not math.isfinite(total):
+                return math.inf, math.inf
+            chain = sweep.chain(self.final)
+            slowest = 0.0
+            for place, (start, stop, kind) in enumerate(reversed(chain), 1):
+                level = place - 1 if self.counted else 0
+                number = int(self.costs.space.sequences.number[start, stop])
+                slowest = max(slowest, float(self.slow[number, kind, level]))
+            found[tuple(chain)] = total + slowest
+            return total, slowest
+
+        value, slowest = solve(len(values) - 1)
+        if math.isinf(value):
+            return []
+        best = value + slowest
+        stop = int(np.searchsorted(values, slowest)) - 1
+        heap = [(value + float(values[0]), 0, stop, value)] if stop >= 0 else []
+        for _ in range(MAX_SWEEPS):
+            if not heap or heap[0][0] >= best * (1 - 1e-4):
+                break
+            _, low, high, least = heapq.heappop(heap)
+            # By value: limits crowd where stages are many.
+            middle = int(np.searchsorted(values, (values[low] + values[high]) / 2))
+            middle = min(max(middle, low), max(high - 1, low))
+            value, slowest = solve(middle)
+            if math.isfinite(value):
+                best = min(best, value + slowest)
+                stop = int(np.searchsorted(values, slowest)) - 1
+                if stop >= low:
+                    heapq.heappush(heap, (value + float(values[low]), low, stop, value))
+            if middle < high:
+                bound = least + float(values[middle + 1])
+                heapq.heappush(heap, (bound, middle + 1, high, least))
+        ranked = sorted(found.items(), key=lambda item: item[1])
+        return [list(chain) for chain, _ in ranked[:4]]
+
+    def _rows(self, chain: Chain) -> list[list[StageChoice]]:
+        """Return choices of rows for `chain`, for several limits on the slowest stage."""
+        num = len(chain)
+        options = [
+            self.costs.choices(start, stop, kind, self.held[num - 1 - n])
+            for n, (start, stop, kind) in enumerate(chain)
+        ]
+        if not all(options):
+            return []
+        count = self.costs.table.num_microbatches
+
+        def slow(choice: StageChoice) -> float:
+            return (count - 1) * choice.seconds + float(choice.columns[STEP])
+
+        tightest = max(min(map(slow, own)) for own in options)
+        limits = sorted({slow(c) for own in options for c in own if slow(c) >= tightest})
+        if len(limits) > LIMITS_TRIED:
+            picks = np.linspace(0, len(limits) - 1, LIMITS_TRIED).astype(int)
+            limits = [limits[p] for p in picks]
+        return [
+            self._coupled([[c for c in own if slow(c) <= limit] for own in options])
+            for limit in limits
+        ]
+
+    def _coupled(self, options: list[list[StageChoice]]) -> list[StageChoice]:
+        """Return one choice per stage with the least sum of seconds and boundaries."""
+        if all(len(own) == 1 for own in options):
+            return [own[0] for own in options]
+        samples = self.costs.table.samples
+        value = np.array([c.seconds for c in options[0]])
+        origins = []
+        for before, own in zip(options, options[1:], strict=False):
+            crossing = np.array(
+                [
+                    [
+                        2 * self.links.least(a.mesh, a.layout_out, b.mesh, b.layout_in, samples)
+                        for b in own
+                    ]
+                    for a in before
+                ]
+            )
+            through = value[:, None] + crossing
+            origins.append(np.argmin(through, axis=0))
+            value = through.min(axis=0) + np.array([c.seconds for c in own])
+        at = int(np.argmin(value))
+        result = [options[-1][at]]
+        for own, origin in zip(reversed(options[:-1]), reversed(origins), strict=True):
+            at = int(origin[at])
+            result.append(own[at])
+        return result[::-1]

@@ -1,0 +1,164 @@
+"""Backward sweeps over (layer, place, free devices) with all layer ranges and submeshes as arrays.
+
+    F(l, v, r) = min over ranges l..k and submeshes s of  w(l..k, s, v) + 2 c(s, r - s)
+                 + F(k, v - 1, r - s)                              (no 2 c at the last one)
+
+over states r of free devices (-> device_pool.py). v is the place of the stage at l, counted from
+the last stage; where neither memory nor the number of stages matters there is one level for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from stage_dp.device_pool import DevicePool
+from stage_dp.menu_table import Array, Index, Sequences
+
+
+@frozen(eq=False)
+class Space:
+    """What all sweeps of a problem share.
+
+    `following` [kinds, states + 1, choices]: states after taking a submesh, the last one dead.
+    """
+
+    sequences: Sequences
+    num_layers: int
+    pool: DevicePool
+    following: Index
+    use_all_devices: bool
+
+    @classmethod
+    def of(cls, sequences: Sequences, num_layers: int, pool: DevicePool, use_all: bool) -> Space:
+        """Return the space over a pool of devices."""
+        width = max(table.shape[1] for table in pool.following)
+        following = np.full((len(pool.kinds), pool.num_states + 1, width), pool.dead)
+        for k, table in enumerate(pool.following):
+            following[k, :, : table.shape[1]] = table
+        return cls(sequences, num_layers, pool, following, use_all)
+
+
+@frozen(kw_only=True, eq=False)
+class Entrance:
+    """One stage of a pipeline counts otherwise: F enters through it from another sweep.
+
+    Its value is `weight` (at the first layer `first`) + max(0, F of `suffix` after it, with the
+    crossing of `suffix`).
+    """
+
+    suffix: Sweep
+    weight: Array
+    first: Array
+
+
+class Sweep:
+    """One sweep. Weights are [sequences, kinds, levels], inf where a stage is not allowed.
+
+    `crossing` [kinds, states + 1]: seconds added to the weight of a stage that is not the last, by
+    the state after it. `first`: weights of the stage at layer 0 if others. `floor`, `first_floor`:
+    the least value through a stage.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        weight: Array,
+        crossing: Array,
+        *,
+        counted: bool,
+        first: Array | None = None,
+        floor: Array | None = None,
+        first_floor: Array | None = None,
+        entrance: Entrance | None = None,
+        below: float = np.inf,
+    ) -> None:
+        self.space, self.weight, self.crossing = space, weight, crossing
+        self.first, self.floor, self.first_floor = first, floor, first_floor
+        self.entrance, self.counted = entrance, counted
+        layers, states = space.num_layers, space.pool.num_states
+        self.levels = weight.shape[2] if counted else 1
+        rows = self.levels + 1 if counted else 1
+        self.value: Array = np.full((layers + 1, rows, states + 1), np.inf)
+        if entrance is None:
+            self.value[layers, 0, :states] = (
+                np.where(space.pool.free == 0, 0.0, np.inf) if space.use_all_devices else 0.0
+            )
+        kinds = len(space.pool.kinds)
+        # F after each kind of stage that stops at a layer, its crossing included.
+        self.after: Array = np.empty((layers + 1, kinds, self.levels, states + 1))
+        self._pass_on(layers)
+        self._pairs: list[tuple[Index, Index]] = [(np.zeros(0, int), np.zeros(0, int))] * layers
+        usable: NDArray[np.bool_] = (weight < below).any(axis=2)
+        for layer in range(layers - 1, -1, -1):
+            stops, kind = np.nonzero(usable[space.sequences.number[layer, layer + 1 :]])
+            self._pairs[layer] = (stops + layer + 1, kind)
+            if len(stops):
+                least = self._values(layer).min(axis=0)
+                self.value[layer, 1 if counted else 0 :] = least
+            self._pass_on(layer)
+
+    def _values(self, layer: int, states: slice | int = slice(None)) -> Array:
+        """Return F through each stage that starts at `layer`: [stages, levels, states]."""
+        stops, kind = self._pairs[layer]
+        ids = self.space.sequences.number[layer, stops]
+        at_start = layer == 0 and self.first is not None
+        weight = self.first if at_start and self.first is not None else self.weight
+        value: Array = self.after[stops, kind][:, :, states] + _spread(weight[ids, kind], states)
+        if self.entrance is not None:
+            own = self.entrance.suffix.after[stops, kind][:, :, states]
+            own = np.maximum(own, 0.0)
+            entry = self.entrance.first if layer == 0 else self.entrance.weight
+            value = np.minimum(value, own + _spread(entry[ids, kind], states))
+        floor = self.first_floor if layer == 0 and self.first_floor is not None else self.floor
+        if floor is not None:
+            value = np.maximum(value, _spread(floor[ids, kind], states))
+        return value
+
+    def _pass_on(self, layer: int) -> None:
+        suffix = self.value[layer, :-1] if self.counted else self.value[layer]
+        following = self.space.following
+        reached = suffix[:, following[:, :, 0]]  # [levels, kinds, states + 1]
+        for choice in range(1, following.shape[2]):
+            reached = np.minimum(reached, suffix[:, following[:, :, choice]])
+        self.after[layer] = reached.transpose(1, 0, 2)
+        if layer < self.space.num_layers:
+            self.after[layer] += self.crossing[:, None, :]
+
+    def forget(self, where: NDArray[np.bool_]) -> None:
+        """Set F to minus infinity at `where` [layers + 1, levels, states], for an entrance."""
+        self.value[:, :, :-1] = np.where(where, -np.inf, self.value[:, :, :-1])
+        for layer in range(len(self.value)):
+            self._pass_on(layer)
+
+    def best(self, levels: Sequence[int] | None = None) -> float:
+        """Return the least F of whole pipelines; `levels`: of these numbers of stages."""
+        return float(self.value[0, self._final(levels), 0].min())
+
+    def _final(self, levels: Sequence[int] | None) -> list[int]:
+        return list(levels) if levels and self.counted else list(range(self.value.shape[1]))
+
+    def chain(self, levels: Sequence[int] | None = None) -> list[tuple[int, int, int]]:
+        """Return (layer start, layer stop, kind) of the stages of a pipeline with F = best()."""
+        final = self._final(levels)
+        level = final[int(np.argmin(self.value[0, final, 0]))]
+        layer, state = 0, 0
+        result = []
+        while layer < self.space.num_layers:
+            row = level - 1 if self.counted else 0
+            through = self._values(layer, state)[:, row]
+            at = int(np.argmin(through))
+            stop, kind = (int(part[at]) for part in self._pairs[layer])
+            result.append((layer, stop, kind))
+            level = level - 1 if self.counted else 0
+            choices = self.space.following[kind, state]
+            state = int(choices[int(np.argmin(self.value[stop, level, choices]))])
+            layer = stop
+        return result
+
+
+def _spread(weight: Array, states: slice | int) -> Array:
+    return weight if isinstance(states, int) else weight[:, :, None]
