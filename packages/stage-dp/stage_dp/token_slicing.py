@@ -10,8 +10,9 @@ For a limit M on t_u the least sum splits: with u(b, i, j) the seconds of tokens
     S_b(j) = min over i < j, u(b, i, j) <= M, of S_b(i) + u(b, i, j)         one group of b samples
     g(n)   = min over b <= n of g(n - b) + S_b(length)                       all n samples
 
-The limits are searched by bisection with the bound S(hi) + (K - 1) next limit above lo, as in
-stage_construction.py, so no limit is skipped and none is tried that cannot win. -> slice_tokens()
+The limits are searched by cutting ranges of them, with the bound S(top of the range) + (K - 1)
+(least limit in it), so no limit is skipped and none is tried that cannot win. One sweep over the
+positions serves many limits. -> _search(), _Sweep
 
 Where stages differ, K is replaced by their total over the slowest one's, the plans met, the uniform
 ones among them, are scored by the exact longest path through stages and units, and the best is
@@ -23,7 +24,7 @@ the whole batch does not fit it is run in several rounds, as few as fit.
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -37,6 +38,9 @@ from stage_dp.infeasibility import InfeasibleError
 Array = NDArray[np.float64]
 PLANS_SCORED = 64
 PLANS_TRIED = 400  # by moving cuts, where stages differ
+# Limits that one sweep serves. 1,025 positions take 95 CPU ms with 24 and with 48, 131 with 16.
+LIMITS_PER_SWEEP = 24
+UNIFORM_COUNTS = 48  # of equal slices, in geometric steps: every count up to 7
 
 
 @frozen(kw_only=True)
@@ -94,14 +98,13 @@ class TokenPlan:
 def flow_seconds(times: Array | Sequence[Sequence[float]]) -> float:
     """Return the exact time for units to pass through stages in order: `times` [stages, units].
 
-    The longest path D(k, u) = max(D(k - 1, u), D(k, u - 1)) + t(k, u).
+    The longest path D(k, u) = max(D(k - 1, u), D(k, u - 1)) + t(k, u); with C(u) the sum of a
+    stage's first u units, D(k, u) = C(u) + max over v <= u of D(k - 1, v) - C(v - 1).
     """
     done = np.zeros(np.shape(times)[1])
     for row in np.asarray(times, dtype=np.float64):
-        end = 0.0
-        for u, seconds in enumerate(row.tolist()):
-            end = max(end, float(done[u])) + seconds
-            done[u] = end
+        sums = np.cumsum(row)
+        done = sums + np.maximum.accumulate(done - (sums - row))
     return float(done[-1])
 
 
@@ -109,30 +112,30 @@ def slice_tokens(problem: TokenProblem) -> TokenPlan:
     """Return the microbatch sizes and token slices with the least step time that fit in memory."""
     num_rounds = _rounds(problem)
     samples = problem.num_samples // num_rounds
-    allowed = _allowed_units(problem, samples)
-    plans = _search(problem, samples, allowed)
+    units = _Units.of(problem, samples)
+    plans = _search(problem, units)
     if not plans:
         raise InfeasibleError(
             f"no unit of tokens fits in memory of {problem.memory:.0f} bytes; use a finer grid",
             missing_bytes=_peak(problem, samples, problem.tokens_per_cell) - problem.memory,
             remedy="a finer grid of tokens",
         )
-    plans |= _uniform(problem, samples, allowed)
-    scored = sorted(
-        (flow_seconds(_times(problem, plan)), len(plan), plan)
-        for plan in sorted(plans, key=lambda p: plans[p])[:PLANS_SCORED]
-    )
-    seconds, _, plan = scored[0]
-    equal = max(problem.stage_scale) - min(problem.stage_scale) <= 1e-9 * max(problem.stage_scale)
-    if not equal:
-        seconds, plan = _improved(problem, seconds, plan, allowed)
-    bound = min(plans.values()) if equal else _slowest_alone(problem, samples, allowed)
+    if max(problem.stage_scale) - min(problem.stage_scale) <= 1e-9 * max(problem.stage_scale):
+        plan = min(plans, key=lambda p: (plans[p], len(p), p))
+        found = bound = plans[plan]
+    else:
+        found, _, plan = min(
+            (flow_seconds(_times(problem, plan)), len(plan), plan)
+            for plan in sorted(plans, key=lambda p: plans[p])[:PLANS_SCORED]
+        )
+        found, plan = _improved(problem, found, plan, units)
+        bound = float(_Sweep.of(units, np.array([math.inf])).sums[0]) * max(problem.stage_scale)
     largest = max(b * (j - i) for b, i, j in plan) * problem.tokens_per_cell
     return TokenPlan(
         groups=_groups(problem, plan),
         num_rounds=num_rounds,
-        step_seconds=num_rounds * seconds + problem.step_seconds,
-        lower_bound=num_rounds * min(bound, seconds) + problem.step_seconds,
+        step_seconds=num_rounds * found + problem.step_seconds,
+        lower_bound=num_rounds * bound + problem.step_seconds,
         peak_bytes=_peak(problem, samples, largest),
     )
 
@@ -165,130 +168,193 @@ def _rounds(problem: TokenProblem) -> int:
     )
 
 
-def _allowed_units(problem: TokenProblem, samples: int) -> NDArray[np.bool_]:
-    """Return which units fit: [microbatch sizes, positions, positions]."""
-    sizes, positions, _ = problem.seconds.shape
-    cells = np.arange(positions)
-    length = (cells[None, :] - cells[:, None])[None] * np.arange(1, sizes + 1)[:, None, None]
-    tokens = length * problem.tokens_per_cell
-    peak = _peak(problem, samples, 0.0) + tokens * problem.unit_token_bytes
-    fits: NDArray[np.bool_] = (length > 0) & (peak <= problem.memory)
-    fits[samples:] = False
-    return fits
+@frozen(kw_only=True)
+class _Units:
+    """Seconds of units [microbatch sizes, start, stop], infinite where a unit does not fit."""
+
+    seconds: Array
+    samples: int
+
+    @classmethod
+    def of(cls, problem: TokenProblem, samples: int) -> _Units:
+        """Return the units of one round."""
+        sizes = min(problem.seconds.shape[0], samples)
+        seconds = np.asarray(problem.seconds, dtype=np.float64)[:sizes]
+        left = problem.memory - _peak(problem, samples, 0.0)
+        cell_bytes = problem.tokens_per_cell * problem.unit_token_bytes
+        if left < sizes * problem.num_cells * cell_bytes:
+            seconds = seconds.copy()
+            cells = np.arange(problem.num_cells + 1)
+            for b, of_size in enumerate(seconds, 1):
+                of_size[(cells - cells[:, None]) * b * cell_bytes > left] = np.inf
+        return cls(seconds=seconds, samples=samples)
+
+    def times(self, plan: Plan) -> Array:
+        """Return the seconds of each unit of a plan."""
+        b, i, j = np.transpose(plan)
+        times: Array = self.seconds[b - 1, i, j]
+        return times
+
+    def below(self, limit: float) -> Array:
+        """Return the seconds below `limit` of all units."""
+        ahead = ~np.tri(self.seconds.shape[1], dtype=np.bool_)
+        return self.seconds[(self.seconds < limit) & ahead]
 
 
-def _search(problem: TokenProblem, samples: int, allowed: NDArray[np.bool_]) -> dict[Plan, float]:
-    """Return the plans met with their T of the module docstring; the least is the optimum of T."""
-    seconds = np.where(allowed, problem.seconds, np.inf)
-    limits = np.unique(seconds[np.isfinite(seconds)])
-    extra = sum(problem.stage_scale) / max(problem.stage_scale) - 1
-    found: dict[Plan, float] = {}
-    scale = max(problem.stage_scale)
+def _search(problem: TokenProblem, units: _Units) -> dict[Plan, float]:
+    """Return the plans met with their T of the module docstring; the least is the optimum of T.
 
-    def solve(number: int) -> tuple[float, float]:
-        plan = _least_sum(seconds, float(limits[number]), samples)
-        if plan is None:
-            return math.inf, math.inf
-        times = np.array([seconds[b - 1, i, j] for b, i, j in plan])
-        found[plan] = scale * (float(times.sum()) + extra * float(times.max()))
-        return float(times.sum()), float(times.max())
-
-    if not len(limits):
-        return {}
-    value, slowest = solve(len(limits) - 1)
-    if math.isinf(value):
-        return {}
-    best = value + extra * slowest
-    stop = int(np.searchsorted(limits, slowest)) - 1
-    heap = [(value + extra * float(limits[0]), 0, stop, value)] if stop >= 0 else []
-    while heap:
-        bound, low, high, least = heapq.heappop(heap)
-        if bound >= best * (1 - 1e-12):
-            break
-        middle = (low + high) // 2
-        value, slowest = solve(middle)
-        if not math.isinf(value):
-            best = min(best, value + extra * slowest)
-            stop = int(np.searchsorted(limits, slowest)) - 1
-            if stop >= low:
-                heapq.heappush(heap, (value + extra * float(limits[low]), low, stop, value))
-        if middle < high:
-            heapq.heappush(
-                heap, (least + extra * float(limits[middle + 1]), middle + 1, high, least)
-            )
-    return found
-
-
-def _least_sum(seconds: Array, limit: float, samples: int) -> Plan | None:
-    """Return the units of least total seconds, none above `limit`; None if there are none."""
-    sizes, positions, _ = seconds.shape
-    usable = np.where(seconds <= limit, seconds, np.inf)
-    best = np.full((sizes, positions), np.inf)
-    best[:, 0] = 0.0
-    origin = np.zeros((sizes, positions), dtype=np.int64)
-    for j in range(1, positions):
-        through = best[:, :j] + usable[:, :j, j]
-        origin[:, j] = through.argmin(axis=1)
-        best[:, j] = np.take_along_axis(through, origin[:, j : j + 1], axis=1)[:, 0]
-    total = np.full(samples + 1, np.inf)
-    total[0] = 0.0
-    pick = np.zeros(samples + 1, dtype=np.int64)
-    for n in range(1, samples + 1):
-        options = total[n - np.arange(1, min(sizes, n) + 1)] + best[: min(sizes, n), -1]
-        pick[n] = int(options.argmin()) + 1
-        total[n] = options[pick[n] - 1]
-    if math.isinf(total[samples]):
-        return None
-    units: list[tuple[int, int, int]] = []
-    left = samples
-    while left:
-        b = int(pick[left])
-        cuts = [positions - 1]
-        while cuts[-1]:
-            cuts.append(int(origin[b - 1, cuts[-1]]))
-        cuts.reverse()
-        units.extend((b, i, j) for i, j in zip(cuts, cuts[1:], strict=False))
-        left -= b
-    return tuple(units)
-
-
-def _uniform(problem: TokenProblem, samples: int, allowed: NDArray[np.bool_]) -> dict[Plan, float]:
-    """Return plans of equal slices for each microbatch size that divides the samples."""
-    cells = problem.num_cells
+    The limits still open are kept as pieces: their values, and the least sum for a limit above all
+    of them. Each round cuts every piece in several places and sweeps once for all of those limits.
+    """
     scale = max(problem.stage_scale)
     extra = sum(problem.stage_scale) / scale - 1
-    result: dict[Plan, float] = {}
-    for b in range(1, min(samples, problem.seconds.shape[0]) + 1):
-        if samples % b:
+    found: dict[Plan, float] = {}
+
+    def score(plan: Plan) -> float:
+        """Note a plan; return its slowest unit."""
+        times = units.times(plan)
+        slowest = float(times.max())
+        if slowest < math.inf:
+            found[plan] = scale * float(times.sum() + extra * slowest)
+        return slowest
+
+    for plan in _uniform(units):
+        score(plan)
+    sweep = _Sweep.of(units, np.array([math.inf]))
+    total = float(sweep.sums[0])
+    if math.isinf(total):
+        return {}
+    slowest = score(sweep.plan(0))
+    most = (min(found.values()) / scale - total) / extra if extra > 0 else -math.inf
+    pieces = [(units.below(min(slowest, most)), total)]
+    while True:
+        least = min(found.values()) / scale * (1 - 1e-12)
+        pieces = [
+            (kept, total)
+            for values, total in pieces
+            if len(kept := values[total + extra * values < least])
+        ]
+        if not pieces:
+            return found
+        tops: list[tuple[Array, float]] = []
+        under: list[tuple[float, Array]] = []  # each limit with the values down to the next one
+        for values, total in pieces:
+            above = -math.inf
+            for limit in _cuts(values, max(1, LIMITS_PER_SWEEP // len(pieces))).tolist():
+                under.append((limit, values[(values > above) & (values <= limit)]))
+                above = limit
+            tops.append((values[values > above], total))
+        sweep = _Sweep.of(units, np.array([limit for limit, _ in under]))
+        pieces = tops
+        for q, (total, (_, values)) in enumerate(zip(sweep.sums.tolist(), under, strict=True)):
+            if total + extra * float(values.min()) < least:
+                # Limits from the slowest unit used up to this one allow the same units.
+                pieces.append((values[values < score(sweep.plan(q))], total))
+
+
+def _cuts(values: Array, count: int) -> Array:
+    """Return up to `count` of the values, in order, that divide them into about equal parts."""
+    drawn = np.unique(values[:: max(1, len(values) // 1024)])
+    places = np.linspace(0, len(drawn) - 1, count + 2)[1:-1].round().astype(np.int64)
+    return np.unique(drawn[places])
+
+
+@frozen(kw_only=True)
+class _Sweep:
+    """S and g of the module docstring for many limits, by which their plans are found.
+
+    `best` [microbatch sizes, positions, limits], `total` [samples + 1, limits].
+    """
+
+    units: _Units
+    limits: Array
+    width: int  # most cells of a unit that any of the limits allows
+    best: Array
+    total: Array
+
+    @property
+    def sums(self) -> Array:
+        """The least sum for each limit; infinite where no units are that fast."""
+        sums: Array = self.total[-1]
+        return sums
+
+    @classmethod
+    def of(cls, units: _Units, limits: Array) -> _Sweep:
+        """Return the sweep of all limits at once."""
+        sizes, positions, _ = units.seconds.shape
+        reached = units.seconds <= limits.max()
+        last = positions - 1 - reached[:, :, ::-1].argmax(axis=2)
+        width = max(1, int((last - np.arange(positions)).max()))
+        best = np.full((sizes, positions, len(limits)), np.inf)
+        best[:, 0] = 0.0
+        for i in range(positions - 1):
+            unit = units.seconds[:, i, i + 1 : i + 1 + width, None]
+            through = np.where(unit <= limits, unit, np.inf)
+            through += best[:, i, None]
+            after = best[:, i + 1 : i + 1 + width]
+            np.minimum(after, through, out=after)
+        total = np.full((units.samples + 1, len(limits)), np.inf)
+        total[0] = 0.0
+        for n in range(1, units.samples + 1):
+            count = min(sizes, n)
+            total[n] = (total[n - count : n][::-1] + best[:count, -1]).min(axis=0)
+        return cls(units=units, limits=limits, width=width, best=best, total=total)
+
+    def plan(self, q: int) -> Plan:
+        """Return the units of the least sum for limit `q`."""
+        best, total = self.best[..., q], self.total[:, q]
+        plan: list[tuple[int, int, int]] = []
+        slices: dict[int, list[tuple[int, int, int]]] = {}
+        left = self.units.samples
+        while left:
+            count = min(len(best), left)
+            b = int((total[left - count : left][::-1] + best[:count, -1]).argmin()) + 1
+            if b not in slices:
+                slices[b] = []
+                stop = best.shape[1] - 1
+                while stop:
+                    low = max(0, stop - self.width)
+                    unit = self.units.seconds[b - 1, low:stop, stop]
+                    usable = np.where(unit <= self.limits[q], unit, np.inf)
+                    start = low + int((best[b - 1, low:stop] + usable).argmin())
+                    slices[b].append((b, start, stop))
+                    stop = start
+                slices[b].reverse()
+            plan.extend(slices[b])
+            left -= b
+        return tuple(plan)
+
+
+def _uniform(units: _Units) -> Iterator[Plan]:
+    """Yield plans of equal slices for microbatch sizes that divide the samples."""
+    sizes, positions, _ = units.seconds.shape
+    cells = positions - 1
+    counts = dict.fromkeys(round(cells ** (k / UNIFORM_COUNTS)) for k in range(UNIFORM_COUNTS + 1))
+    for b in range(1, sizes + 1):
+        if units.samples % b:
             continue
-        for count in range(1, cells + 1):
+        for count in counts:
             cuts = [round(k * cells / count) for k in range(count + 1)]
-            units = [(b, i, j) for i, j in zip(cuts, cuts[1:], strict=False)]
-            if all(allowed[b - 1, i, j] for _, i, j in units):
-                times = np.array([problem.seconds[b - 1, i, j] for _, i, j in units])
-                total = float(times.sum()) * (samples // b) + extra * float(times.max())
-                result[tuple(units * (samples // b))] = scale * total
-    return result
+            yield tuple((b, i, j) for i, j in itertools.pairwise(cuts)) * (units.samples // b)
 
 
-def _improved(
-    problem: TokenProblem, seconds: float, plan: Plan, allowed: NDArray[np.bool_]
-) -> tuple[float, Plan]:
+def _improved(problem: TokenProblem, least: float, plan: Plan, units: _Units) -> tuple[float, Plan]:
     """Return a plan that gains nothing from moving, adding or removing a cut (or trials end)."""
     trials = 0
     while True:
         for other in _neighbours(plan):
-            if not all(allowed[b - 1, i, j] for b, i, j in other):
+            if np.isinf(units.times(other)).any():
                 continue
             trials += 1
             if trials > PLANS_TRIED:
-                return seconds, plan
+                return least, plan
             value = flow_seconds(_times(problem, other))
-            if value < seconds * (1 - 1e-12):
-                seconds, plan = value, other
+            if value < least * (1 - 1e-12):
+                least, plan = value, other
                 break
         else:
-            return seconds, plan
+            return least, plan
 
 
 def _neighbours(plan: Plan) -> Iterator[Plan]:
@@ -303,16 +369,6 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
             for cut in (stop - 1, stop + 1):
                 if start < cut < last:
                     yield (*plan[:at], (b, start, cut), (b, cut, last), *plan[at + 2 :])
-
-
-def _slowest_alone(problem: TokenProblem, samples: int, allowed: NDArray[np.bool_]) -> float:
-    """Return the least time that the slowest stage needs for its own units."""
-    seconds = np.where(allowed, problem.seconds, np.inf)
-    plan = _least_sum(seconds, math.inf, samples)
-    if plan is None:
-        return math.inf
-    total = sum(float(seconds[b - 1, i, j]) for b, i, j in plan)
-    return total * max(problem.stage_scale)
 
 
 def _times(problem: TokenProblem, plan: Plan) -> Array:

@@ -117,6 +117,41 @@ def test_published_cases_are_reached_or_beaten(case):
     assert all(sum(slices) == 2048 for _, slices in plan.groups)
 
 
+@pytest.mark.parametrize(
+    "hidden,length,samples,tensor_parallel,stages,each,floor,rate,original",
+    [
+        (12288, 2048, 2, 8, 48, 2, 3.8241648270426302e-3, 1.3780312754680692e-14, 1.16),
+        (6144, 2048, 8, 8, 48, 2, 1.9252397260194024e-3, 1.9282321246826407e-14, 1.05196534961),
+        (6144, 2048, 2, 1, 96, 1, 4.107156656422518e-2, 1.3617798758581215e-14, 5.83691188895),
+        (2048, 2048, 16, 1, 24, 1, 7.074300497744137e-3, 3.649679417235721e-14, 1.23187007884),
+        (5120, 4096, 8, 8, 40, 1, 1.5555317410436836e-3, 2.1618581529618676e-14, 0.78177443232),
+        (5120, 8192, 2, 8, 40, 1, 1.5555317410436836e-3, 2.1618581529618676e-14, 0.49953910597),
+        (2048, 2048, 16, 8, 24, 1, 0.005, 2e-14, 0.47717123097),
+    ],
+)
+def test_the_original_programs_optimum_is_found(
+    hidden, length, samples, tensor_parallel, stages, each, floor, rate, original
+):
+    # TeraPipe's latency_model.py on stages of n (a + k 3 s (24 H^2 + 4 H (s + c)) / M) seconds and
+    # two transfers of s H values of 2 bytes, each 60 us and 25 Gb/s.
+    position = np.arange(length // 8 + 1) * 8
+    start, stop = np.meshgrid(position, position, indexing="ij")
+    s = stop - start
+    flops = 3 * s * (24 * hidden**2 + 4 * hidden * stop) / tensor_parallel
+    transfers = 2 * (60e-6 + s * hidden * 2 / 3.125e9)
+    seconds = np.where(s > 0, each * (floor + rate * flops) + transfers, 0.0)
+    plan = slice_tokens(
+        TokenProblem(
+            seconds=seconds[None],
+            num_samples=samples,
+            stage_scale=(1.0,) * stages,
+            tokens_per_cell=8,
+        )
+    )
+    assert plan.step_seconds == pytest.approx(original, rel=1e-9)
+    assert plan.step_seconds == pytest.approx(plan.lower_bound, rel=1e-12)
+
+
 def linear(cells, **more):
     position = np.arange(cells + 1.0)
     seconds = 0.1 + (position[None, :] - position[:, None])
