@@ -64,7 +64,9 @@ Microbatches = Annotated[
 ]
 Schedule = Annotated[
     str | None,
-    typer.Option(help="Pipeline schedule: 1f1b, gpipe or eager-1f1b.", show_default="1f1b"),
+    typer.Option(
+        help="Pipeline schedule: 1f1b, gpipe, eager-1f1b or adaptive.", show_default="1f1b"
+    ),
 ]
 Memory = Annotated[
     str | None,

@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many parts are done, how many there are)."""
 
 EXECUTORS = ("auto", "shard_map", "constraint")
-SCHEDULES = ("1f1b", "gpipe", "eager-1f1b")
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "adaptive")
 
 
 def _quiet(stage: str, done: int, total: int) -> None:
@@ -128,7 +128,7 @@ _TRUTH = _must("True or False", lambda value: isinstance(value, bool))
 class Options:
     """Options of `parallelize`. None means: the planner chooses.
 
-    `schedule` is not chosen: 1F1B unless another is named. `memory` is bytes per device that the
+    `schedule` is 1F1B unless another is named or None given. `memory` is bytes per device that the
     plan may use, a number or "16GiB" (default: what the cluster says).
     `batch_argnums` are the arguments that microbatches split along their first dim (default: array
     arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
@@ -151,7 +151,13 @@ class Options:
 
     num_stages: int | None = field(default=None, validator=_COUNT_OR_NONE)
     num_microbatches: int | None = field(default=None, validator=_COUNT_OR_NONE)
-    schedule: str = field(default="1f1b", validator=_one_of(SCHEDULES))
+    schedule: str | None = field(
+        default="1f1b",
+        validator=_must(
+            f"one of {', '.join(SCHEDULES)}, or None for the planner's choice",
+            lambda value: value is None or value in SCHEDULES,
+        ),
+    )
     num_layers: int | None = field(default=None, validator=_COUNT_OR_NONE)
     memory: float | None = field(
         default=None,

@@ -56,7 +56,7 @@ def test_a_mounted_command_has_its_own_help(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--schedule", "1f2b"], "--schedule must be one of 1f1b, gpipe, eager-1f1b"),
+        (["plan", "--schedule", "1f2b"], "--schedule must be one of 1f1b, gpipe"),
         (["plan", "--dtype", "float8"], "'dtype' must be in ('float32', 'bfloat16')"),
         (["plan", "--memory", "-5"], "--memory: an amount of memory must be above 0"),
         (["plan", "--cluster", "absent.toml"], "absent.toml: cannot be read: No such file"),

@@ -24,7 +24,7 @@ WRONG = [
     {"num_microbatches": 0},
     {"num_layers": -1},
     {"schedule": "1f2b"},
-    {"schedule": None},
+    {"schedule": "1f2b"},
     {"memory": -5},
     {"memory": "lots"},
     {"mesh_shape": "2x4"},

@@ -137,7 +137,8 @@ def finish(
         stages.append(PlacedStage(candidate=candidate, device_ids=placed.device_ids))
         peaks.append(sum(memory.values()))
     options.progress("stages", len(stages), len(stages))
-    seconds = stage_dp.step_seconds([stage.candidate for stage in stages], stage_plan.schedule)
+    chain = [stage.candidate for stage in stages]
+    seconds = stage_dp.step_seconds(chain, stage_plan.schedule, stage_plan.in_flight)
     exact = evolve(
         stage_plan,
         stages=tuple(stages),
@@ -150,7 +151,7 @@ def finish(
         tasks.graph,
         stage_plan.schedule,
         stage_plan.num_microbatches,
-        warmups=stage_plan.in_flight if stage_plan.schedule == "adaptive" else None,
+        warmups=stage_plan.in_flight,
     )
     plan = ParallelPlan(
         program=program_summary(program, step),

@@ -40,7 +40,7 @@ from alpa_meta.intra_op.folding import eqn_signature
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.operators import flops
-from alpa_meta.options import Options
+from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.pinning import UnfitPinError, pinned_axes
 from alpa_meta.planning.chosen_plan import (
     Planned,
@@ -395,7 +395,7 @@ def _search(
         num_layers=outlook.num_layers,
         device_groups=device_groups(cluster, options),
         candidates=tuple(range_candidates(outlook, solutions, model)),
-        schedules=(options.schedule,),
+        schedules=SCHEDULES if options.schedule is None else (options.schedule,),
         num_stages=options.num_stages,
     )
     floors = evolve(

@@ -67,17 +67,18 @@ def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -
                 backward_seconds=0.0,
             )
         )
+    schedule = options.schedule or "1f1b"
     plan = StagePlan(
         stages=tuple(
             PlacedStage(candidate=candidate, device_ids=devices)
             for candidate, devices in zip(candidates, places, strict=True)
         ),
         num_microbatches=count,
-        schedule=options.schedule,
+        schedule=schedule,
         step_seconds=0.0,
         lower_bound=0.0,
         peak_bytes=(),
-        in_flight=stage_dp.in_flight_counts(candidates, options.schedule),
+        in_flight=stage_dp.in_flight_counts(candidates, schedule),
     )
 
     def choose(candidate: StageCandidate, selection: Selection, memory: float) -> ShardingSolution:

@@ -1,0 +1,57 @@
+"""Every pipeline schedule computes what one device does: loss, gradients and parameters."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import alpa_meta as alpa
+from alpa_meta.options import SCHEDULES
+
+WIDTH = 8
+
+
+def _loss(params, batch):
+    x = batch
+    for layer in params:
+        x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean(x**2)
+
+
+def _step(state, batch):
+    """Descend along the gradient, and return it beside the loss."""
+    loss, gradients = jax.value_and_grad(_loss)(state, batch)
+    state = jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients)
+    return state, {"loss": loss, "gradients": gradients}
+
+
+def _training(num_layers=4, batch=8):
+    keys = jax.random.split(jax.random.key(0), num_layers)
+    state = [{"w": 0.3 * jax.random.normal(k, (WIDTH, WIDTH)), "b": jnp.zeros(WIDTH)} for k in keys]
+    batches = [jax.random.normal(jax.random.key(1 + k), (batch, WIDTH)) for k in range(2)]
+    return _step, state, batches
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 4), (4, 8)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_equals_one_device(agrees, schedule, num_stages, num_microbatches):
+    parallel = agrees(
+        *_training(),
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        max_mesh_axes=1,
+        schedule=schedule,
+    )
+    assert parallel.plan.stage_plan.schedule == schedule
+    assert parallel.plan.schedule.name == schedule
+    assert parallel.plan.num_stages == num_stages
+
+
+def test_a_chosen_schedule_is_no_slower_than_any_named_one(agrees):
+    step, state, batches = _training()
+    chosen = {"num_stages": 2, "num_microbatches": 4, "max_mesh_axes": 1}
+    parallel = agrees(step, state, batches, schedule=None, **chosen)
+    for schedule in SCHEDULES:
+        named = alpa.parallelize(step, schedule=schedule, **chosen).plan_for(state, batches[0])
+        assert parallel.plan.step_seconds <= named.step_seconds * (1 + 1e-9)
