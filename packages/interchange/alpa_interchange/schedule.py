@@ -9,16 +9,24 @@ from attrs import field, frozen
 from alpa_interchange.check import OneOf, non_empty, positive
 
 INSTRUCTION_KINDS = ("run", "send", "receive", "free")
-TASK_PHASES = ("start", "statistics", "forward", "backward", "update")
+TASK_PHASES = (
+    "start",
+    "statistics",
+    "forward",
+    "backward",
+    "backward_input",  # the part of a split backward that the previous stage waits for
+    "backward_weight",  # the rest of it
+    "update",
+)
 
 
 @frozen(kw_only=True)
 class TaskSpec:
     """One compiled program of a pipeline: which mesh runs it, and the values it reads and writes.
 
-    Statistics, forward and backward tasks run once per microbatch (and token slice); start and
-    update tasks once per step. The statistics of all microbatches run before their other tasks. A
-    value both read and written (a gradient accumulator) is updated in place.
+    Statistics, forward and backward tasks (in one or two parts) run once per microbatch (and token
+    slice); start and update tasks once per step. The statistics of all microbatches run before
+    their other tasks. A value both read and written (a gradient accumulator) is updated in place.
     `donated` inputs are consumed by the run.
     """
 

@@ -22,6 +22,9 @@ class StageCandidate:
     num_microbatches: int = field(validator=positive)
     forward_seconds: float = field(validator=non_negative)
     backward_seconds: float = field(validator=non_negative)
+    # The part of backward_seconds that schedules with a split backward run later: what makes
+    # gradients of weights, and no cotangent that the previous stage waits for.
+    backward_weight_seconds: float = field(default=0.0, validator=non_negative)
     step_seconds: float = field(default=0.0, validator=non_negative)  # once per step: sync, update
     state_bytes: float = field(
         default=0.0, validator=non_negative

@@ -21,8 +21,10 @@ from stage_dp.layer_clustering import (
 )
 from stage_dp.pipeline_time import PipelineTime, pipeline_time
 from stage_dp.schedules import (
+    SCHEDULE_RULES,
     SCHEDULES,
     Schedule,
+    ScheduleRule,
     Step,
     adaptive_warmups,
     default_warmups,
@@ -38,6 +40,7 @@ from stage_dp.token_slicing import TokenPlan, TokenProblem, flow_seconds, slice_
 
 __all__ = [
     "SCHEDULES",
+    "SCHEDULE_RULES",
     "Clustering",
     "ClusteringOptions",
     "HybridPlan",
@@ -47,6 +50,7 @@ __all__ = [
     "OpSequence",
     "PipelineTime",
     "Schedule",
+    "ScheduleRule",
     "Step",
     "StrategyRow",
     "TokenPlan",

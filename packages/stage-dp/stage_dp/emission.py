@@ -25,9 +25,17 @@ from collections.abc import Sequence
 from attrs import define, field, frozen
 
 from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, TaskSpec
-from stage_dp.schedules import Step, order
+from stage_dp.schedules import SCHEDULE_RULES, Step, order
 
-EARLY_SCHEDULES = ("eager-1f1b", "adaptive")
+STAGED_PHASES = ("forward", "backward", "backward_input", "backward_weight")
+PHASES_OF_STEP = {
+    "forward": ("forward",),
+    "backward": ("backward", "backward_input", "backward_weight"),
+    "backward_input": ("backward", "backward_input"),
+    "backward_weight": ("backward_weight",),
+}
+"""By phase of a step of the schedule: the phases of the tasks it runs. A backward in one task runs
+where the previous stage may wait for it."""
 
 
 @frozen
@@ -74,15 +82,17 @@ def emit(
 
     `warmups` [stages] is handed to the schedule ("adaptive" needs it: `StagePlan.in_flight`).
     `receive` is "late" or "early"; by default early for "eager-1f1b" and "adaptive". A graph
-    without backward tasks runs its forwards only. Inputs that are not per step stand for one buffer
+    without backward tasks runs its forwards only; tasks whose schedule splits the backward have the
+    phases "backward_input" and "backward_weight". Inputs that are not per step stand for one buffer
     per microbatch on their home mesh, and so do outputs. `free_donated` adds frees of donated
     inputs, for runtimes that keep a reference to a buffer its run has consumed.
     """
     if receive is None:
-        receive = "early" if schedule_name in EARLY_SCHEDULES else "late"
+        rule = SCHEDULE_RULES.get(schedule_name)
+        receive = "early" if rule is not None and rule.receives_early else "late"
     if receive not in ("early", "late"):
         raise ValueError(f'receive must be "early" or "late", got {receive!r}')
-    staged = [task for task in graph.tasks if task.phase in ("forward", "backward")]
+    staged = [task for task in graph.tasks if task.phase in STAGED_PHASES]
     num_stages = 1 + max((task.stage for task in staged), default=0)
     num_meshes = 1 + max([*(task.mesh for task in graph.tasks), *graph.home], default=0)
     runs = _sequence(graph, schedule_name, num_stages, num_microbatches, warmups)
@@ -121,7 +131,7 @@ def _sequence(
     by_step: dict[tuple[str, int], list[TaskSpec]] = defaultdict(list)
     mesh_of: dict[int, int] = {}
     for task in graph.tasks:
-        if task.phase in ("forward", "backward"):
+        if task.phase in STAGED_PHASES:
             by_step[task.phase, task.stage].append(task)
             if mesh_of.setdefault(task.stage, task.mesh) != task.mesh:
                 raise ValueError(
@@ -129,13 +139,21 @@ def _sequence(
                     f"tasks of that stage run on mesh {mesh_of[task.stage]}; a stage has one mesh"
                 )
     steps: tuple[Step, ...] = ()
+    rule = SCHEDULE_RULES.get(schedule_name)
+    if rule is not None and not rule.has_backward:
+        backward = [t.name for t in graph.tasks if t.phase in STAGED_PHASES[1:]]
+        if backward:
+            raise ValueError(
+                f"schedule {schedule_name!r} runs no backward, but the graph has the tasks "
+                f"{backward[:8]}; leave them out or take another schedule"
+            )
     if by_step:
         num_meshes = None
-        if schedule_name == "interleaved-1f1b":
+        if rule is not None and rule.interleaves:
             num_meshes = len(set(mesh_of.values()))
             if any(mesh_of.get(s) != mesh_of[s % num_meshes] for s in range(num_stages)):
                 raise ValueError(
-                    f"interleaved-1f1b needs stage s on the mesh of stage s mod {num_meshes}, "
+                    f"{schedule_name} needs stage s on the mesh of stage s mod {num_meshes}, "
                     f"got meshes {[mesh_of.get(s) for s in range(num_stages)]}"
                 )
         schedule = order(
@@ -162,9 +180,13 @@ def _sequence(
     for microbatch in range(num_microbatches if before else 0):
         for task in _by_dependency(before):
             add(task, microbatch)
-    ordered = {key: _by_dependency(tasks) for key, tasks in by_step.items()}
+    ordered: dict[tuple[str, int], list[TaskSpec]] = {}
     for step in steps:
-        for task in ordered.get((step.phase, step.stage), ()):
+        key = step.phase, step.stage
+        if key not in ordered:
+            phases = PHASES_OF_STEP[step.phase]
+            ordered[key] = _by_dependency([t for p in phases for t in by_step[p, step.stage]])
+        for task in ordered[key]:
             add(task, step.microbatch)
     for task in _by_dependency([t for t in graph.tasks if t.phase == "update"]):
         add(task, None)

@@ -1,8 +1,9 @@
 """Exact step time of a pipeline: the longest path through its schedule (max-plus).
 
 A step starts when its mesh is free and what it reads has arrived. Crossing boundary i takes c_i
-seconds in either direction; each direction is a link of its own that carries one transfer at a
-time, beside the compute. After its last step a mesh runs its synchronisation and update.
+seconds in either direction, none where both stages are on one mesh; from each mesh to each other
+goes a link of its own that carries one transfer at a time, in the order of the runs that made them,
+beside the compute. After its last step a mesh runs its synchronisation and update.
 """
 
 from __future__ import annotations
@@ -39,26 +40,37 @@ def pipeline_time(
     backward: Times,
     boundary: Times = (),
     tail: Sequence[float] = (),
+    *,
+    weight: Times = (),
 ) -> PipelineTime:
     """Return the step time of `schedule`.
 
     `forward`, `backward`: seconds per stage [stages], or per stage and microbatch [stages,
     microbatches] where units differ. `boundary`: one-way seconds [stages - 1], or with microbatches
-    [stages - 1, microbatches]. `tail`: seconds per mesh once per step.
+    [stages - 1, microbatches]. `tail`: seconds per mesh once per step. `weight`: for schedules that
+    split the backward, the part of `backward` that only weights wait for; as `forward`.
     """
     n, m = schedule.num_stages, schedule.num_microbatches
     work = {"forward": _grid(forward, n, m), "backward": _grid(backward, n, m)}
+    later = _grid(weight, n, m) if len(weight) else [[0.0] * m for _ in range(n)]
+    work["backward_weight"] = later
+    work["backward_input"] = [
+        [whole - part for whole, part in zip(*rows, strict=True)]
+        for rows in zip(work["backward"], later, strict=True)
+    ]
     crossing = _grid(boundary, n - 1, m) if len(boundary) else [[0.0] * m for _ in range(n)]
     arrived: dict[tuple[bool, int, int], float] = {}
     done: dict[tuple[int, int], float] = {}  # forwards
     clock = [0.0] * schedule.num_meshes
     busy = [0.0] * schedule.num_meshes
-    link = {True: [0.0] * n, False: [0.0] * n}
+    link: dict[tuple[int, int], float] = {}
     for step in schedule.global_order():
         stage, unit = step.stage, step.microbatch
         mesh = schedule.mesh_of(stage)
         is_forward = step.phase == "forward"
-        start = max(clock[mesh], arrived.get((is_forward, stage, unit), 0.0))
+        start = clock[mesh]
+        if step.phase != "backward_weight":
+            start = max(start, arrived.get((is_forward, stage, unit), 0.0))
         if not is_forward:
             start = max(start, done[stage, unit])
         seconds = work[step.phase][stage][unit]
@@ -68,10 +80,12 @@ def pipeline_time(
         if is_forward:
             done[stage, unit] = stop
         following = stage + 1 if is_forward else stage - 1
-        if 0 <= following < n:
-            edge = min(stage, following)
-            sent = max(stop, link[is_forward][edge]) + crossing[edge][unit]
-            link[is_forward][edge] = sent
+        if 0 <= following < n and step.phase != "backward_weight":
+            sent, target = stop, schedule.mesh_of(following)
+            if target != mesh:
+                sent = max(stop, link.get((mesh, target), 0.0))
+                sent += crossing[min(stage, following)][unit]
+                link[mesh, target] = sent
             arrived[is_forward, following, unit] = sent
     ends = [stop + (tail[mesh] if mesh < len(tail) else 0.0) for mesh, stop in enumerate(clock)]
     return PipelineTime(

@@ -11,6 +11,15 @@ is also the largest number of microbatches whose activations are alive on stage 
     eager-1f1b        k_i = min(m, 2(n-i) - 1)  hides transfers up to half a stage's time
     adaptive          k_i = k_{i+1} + 1 + ceil(2 c_i / t): eager only at slow boundaries
     interleaved-1f1b  several stages per mesh, stage s on mesh s mod p (Megatron-LM)
+    zero-bubble-h1    1f1b with the backward in two parts (Qi et al. 2023), see below
+    forward-only      the forwards, for inference
+
+zero-bubble-h1 runs the part of a backward that the previous stage waits for (by input) where 1f1b
+runs the backward, and the rest (by weight) later: it fills the time in which the first microbatches
+come back, and the end. Stage i delays at most d_i = k_i - min(m, n-i) of them, so that k_i
+microbatches are alive; at k_i = min(m, n), what 1f1b holds on its first stage, equal stages take
+m (f + b + w) + (n-1) (f + b - w) where the three parts take the same time.
+-> _delayed()
 
 eager-1f1b and adaptive follow the cross-mesh resharding paper (MLSys'23) and its steady-state law
 
@@ -23,17 +32,74 @@ for equal stages of t seconds (forward plus backward) and c_i seconds to cross b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 
 from attrs import frozen
 
-SCHEDULES = ("sequential", "gpipe", "1f1b", "eager-1f1b", "adaptive", "interleaved-1f1b")
+NOMINAL_SECONDS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
+"""By phase: what runs take in `Schedule.global_order`. A backward has twice the products."""
+
+InFlight = Callable[[int, int], tuple[int, ...]]
+"""From the numbers of stages and microbatches to the microbatches in flight on each stage."""
+
+
+@frozen(kw_only=True)
+class ScheduleRule:
+    """What the search, the emission and the options need to know of a schedule.
+
+    `in_flight` is the least that the schedule runs with (None: it depends on times, or on how many
+    stages a mesh runs), `most_in_flight` what it can make use of where that is more.
+    """
+
+    name: str
+    in_flight: InFlight | None
+    most_in_flight: InFlight | None = None
+    splits_backward: bool = False  # backward_input and backward_weight in place of backward
+    has_backward: bool = True
+    interleaves: bool = False  # a mesh runs several stages (chunks)
+    receives_early: bool = False  # transfers are received before the run that waits for them
+
+
+def _one_per_stage_to_come(n: int, m: int) -> tuple[int, ...]:
+    return tuple(min(m, n - i) for i in range(n))
+
+
+SCHEDULE_RULES: Mapping[str, ScheduleRule] = MappingProxyType(
+    {
+        rule.name: rule
+        for rule in (
+            ScheduleRule(name="sequential", in_flight=lambda n, m: (1,) * n),
+            ScheduleRule(name="gpipe", in_flight=lambda n, m: (m,) * n),
+            ScheduleRule(name="1f1b", in_flight=_one_per_stage_to_come),
+            ScheduleRule(
+                name="eager-1f1b",
+                in_flight=lambda n, m: tuple(min(m, 2 * (n - i) - 1) for i in range(n)),
+                receives_early=True,
+            ),
+            ScheduleRule(name="adaptive", in_flight=None, receives_early=True),
+            ScheduleRule(name="interleaved-1f1b", in_flight=None, interleaves=True),
+            ScheduleRule(
+                name="zero-bubble-h1",
+                in_flight=_one_per_stage_to_come,
+                most_in_flight=lambda n, m: (min(m, n),) * n,
+                splits_backward=True,
+            ),
+            ScheduleRule(name="forward-only", in_flight=lambda n, m: (1,) * n, has_backward=False),
+        )
+    }
+)
+SCHEDULES = tuple(SCHEDULE_RULES)
 
 
 @frozen(kw_only=True)
 class Step:
-    """One run of one stage: its phase ("forward" or "backward") and microbatch."""
+    """One run of one stage: its phase and microbatch.
+
+    The phase is "forward" or "backward", where the backward is split "backward_input" (what the
+    previous stage waits for) and "backward_weight" (the rest).
+    """
 
     phase: str
     stage: int
@@ -58,16 +124,20 @@ class Schedule:
         return stage % self.num_meshes
 
     def in_flight(self, stage: int) -> int:
-        """Return the most microbatches of `stage` that wait for their backward at one time."""
+        """Return the most microbatches of `stage` whose activations are alive at one time."""
+        if not SCHEDULE_RULES[self.name].has_backward:
+            return 1
+        change = {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -1}
         alive = peak = 0
         for step in self.steps[self.mesh_of(stage)]:
             if step.stage == stage:
-                alive += 1 if step.phase == "forward" else -1
+                alive += change[step.phase]
                 peak = max(peak, alive)
         return peak
 
     def global_order(self) -> tuple[Step, ...]:
-        """Return all steps in the order of their start when forward takes 1 s and backward 2 s.
+        """Return all steps in the order of their start when forward takes 1 s and backward 2 s
+        (or 1 s for each of its parts).
 
         Every step comes after the steps it depends on, so a schedule that has such an order cannot
         wait for itself. Raises ValueError for one that can.
@@ -96,7 +166,7 @@ class Schedule:
                     if any(other not in finish for other in before):
                         break
                     start = max([clock[mesh], *(finish[other] for other in before)])
-                    clock[mesh] = start + (1.0 if step.phase == "forward" else 2.0)
+                    clock[mesh] = start + NOMINAL_SECONDS[step.phase]
                     finish[step] = clock[mesh]
                     started.append((start, mesh, step))
                     position[mesh] += 1
@@ -114,10 +184,12 @@ def dependencies(step: Step, num_stages: int) -> tuple[Step, ...]:
         if step.stage == 0:
             return ()
         return (Step(phase="forward", stage=step.stage - 1, microbatch=step.microbatch),)
+    if step.phase == "backward_weight":
+        return (Step(phase="backward_input", stage=step.stage, microbatch=step.microbatch),)
     own = Step(phase="forward", stage=step.stage, microbatch=step.microbatch)
     if step.stage == num_stages - 1:
         return (own,)
-    return (own, Step(phase="backward", stage=step.stage + 1, microbatch=step.microbatch))
+    return (own, Step(phase=step.phase, stage=step.stage + 1, microbatch=step.microbatch))
 
 
 def order(
@@ -132,7 +204,8 @@ def order(
 
     `num_meshes` is for "interleaved-1f1b" (a divisor of `num_stages`); elsewhere each stage has its
     own mesh. `warmups` [num_stages] is needed by "adaptive" (from `adaptive_warmups`, or
-    `StagePlan.in_flight`) and replaces the rule of the other schedules where given.
+    `StagePlan.in_flight`) and replaces the rule of the other schedules where given; for
+    "zero-bubble-h1" it is the microbatches in flight, by default as many as it can use.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {SCHEDULES}, got {name!r}")
@@ -141,7 +214,8 @@ def order(
             "a schedule needs at least one stage and one microbatch, got "
             f"num_stages={num_stages}, num_microbatches={num_microbatches}"
         )
-    if name == "interleaved-1f1b":
+    rule = SCHEDULE_RULES[name]
+    if rule.interleaves:
         if warmups is not None:
             raise ValueError("schedule 'interleaved-1f1b' has its own warm-up; leave out `warmups`")
         return _interleaved(num_stages, num_microbatches, num_meshes or num_stages)
@@ -151,10 +225,15 @@ def order(
             "meshes; use 'interleaved-1f1b' for several stages per mesh"
         )
     if warmups is None:
-        warmups = default_warmups(name, num_stages, num_microbatches)
-    _check_warmups(name, warmups, num_stages)
+        given = rule.most_in_flight
+        warmups = (
+            given(num_stages, num_microbatches)
+            if given
+            else default_warmups(name, num_stages, num_microbatches)
+        )
+    _check_warmups(rule, warmups, num_stages, num_microbatches)
     steps = tuple(
-        _alternating(stage, min(warmup, num_microbatches), num_microbatches)
+        _order_of(rule, stage, num_stages, min(warmup, num_microbatches), num_microbatches)
         for stage, warmup in enumerate(warmups)
     )
     return Schedule(
@@ -163,17 +242,11 @@ def order(
 
 
 def default_warmups(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return the warm-up of each stage, which is also its microbatches in flight: [num_stages]."""
-    n, m = num_stages, num_microbatches
-    if name == "sequential":
-        return (1,) * n
-    if name == "gpipe":
-        return (m,) * n
-    if name == "1f1b":
-        return tuple(min(m, n - i) for i in range(n))
-    if name == "eager-1f1b":
-        return tuple(min(m, 2 * (n - i) - 1) for i in range(n))
-    if name == "adaptive":
+    """Return the least microbatches in flight on each stage: [num_stages]."""
+    rule = SCHEDULE_RULES[name]
+    if rule.in_flight is not None:
+        return rule.in_flight(num_stages, num_microbatches)
+    if not rule.interleaves:
         raise ValueError(
             "schedule 'adaptive' depends on times; pass warmups=adaptive_warmups(...) or the "
             "plan's in_flight"
@@ -208,17 +281,60 @@ def extra_in_flight(boundary: float, stage_seconds: float, tolerance: float = 0.
     return max(0, math.ceil(min(2 * boundary / stage_seconds, 1e6) - tolerance - 1e-9))
 
 
-def _check_warmups(name: str, warmups: Sequence[int], num_stages: int) -> None:
+def _check_warmups(
+    rule: ScheduleRule, warmups: Sequence[int], num_stages: int, num_microbatches: int
+) -> None:
     if len(warmups) != num_stages:
         raise ValueError(f"warmups needs one entry per stage: {num_stages}, got {list(warmups)}")
     if min(warmups) < 1:
         raise ValueError(f"every warm-up must be at least 1, got {list(warmups)}")
+    if rule.splits_backward:
+        least = default_warmups(rule.name, num_stages, num_microbatches)
+        if any(k < needed for k, needed in zip(warmups, least, strict=True)):
+            raise ValueError(
+                f"schedule {rule.name!r} needs at least {list(least)} microbatches in flight, got "
+                f"{list(warmups)}"
+            )
+        return
     for stage, (this, following) in enumerate(zip(warmups, warmups[1:], strict=False)):
         if this < following:
             raise ValueError(
-                f"schedule {name!r}: warm-up of stage {stage} is {this}, below the {following} of "
-                "the next stage, which would wait for forwards that never come; make it as large"
+                f"schedule {rule.name!r}: warm-up of stage {stage} is {this}, below the "
+                f"{following} of the next stage, which would wait for forwards that never come; "
+                "make it as large"
             )
+
+
+def _order_of(
+    rule: ScheduleRule, stage: int, num_stages: int, in_flight: int, num_microbatches: int
+) -> tuple[Step, ...]:
+    if not rule.has_backward:
+        return tuple(
+            Step(phase="forward", stage=stage, microbatch=m) for m in range(num_microbatches)
+        )
+    if rule.splits_backward:
+        warmup = min(num_stages - stage, num_microbatches)
+        return _delayed(stage, warmup, in_flight - warmup, num_microbatches)
+    return _alternating(stage, in_flight, num_microbatches)
+
+
+def _delayed(stage: int, warmup: int, delay: int, num_microbatches: int) -> tuple[Step, ...]:
+    """Return `_alternating` with split backwards, each part by weight `delay` microbatches late."""
+    steps: list[Step] = []
+    for step in _alternating(stage, warmup, num_microbatches):
+        if step.phase == "forward":
+            steps.append(step)
+            continue
+        m = step.microbatch
+        steps.append(Step(phase="backward_input", stage=stage, microbatch=m))
+        if m >= delay:
+            steps.append(Step(phase="backward_weight", stage=stage, microbatch=m - delay))
+    first_left = max(0, num_microbatches - delay)
+    steps += [
+        Step(phase="backward_weight", stage=stage, microbatch=m)
+        for m in range(first_left, num_microbatches)
+    ]
+    return tuple(steps)
 
 
 def _alternating(stage: int, warmup: int, num_microbatches: int) -> tuple[Step, ...]:

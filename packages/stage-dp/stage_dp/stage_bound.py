@@ -8,6 +8,13 @@ after the first of i, its last backward before the last of i:
     W_i = max(B t_i, t_i + 2 c_i + W_{i+1})            step >= W_0 + u_0
     V_i = max(B t_i + u_i, c_i + V_{i+1})              step >= V_0     -> quick_bound()
 
+A schedule that splits the backward delays its last part, w_i of t_i (the share that it has of the
+candidate's own time), past the last backward by input. In place of W_i there is
+
+    Y_i = max(B (t_i - w_i), t_i - w_i + 2 c_i + Y_{i+1})              step >= Y_0 + w_0 + u_0
+
+and in V_i the forward f_i stands beside c_i.
+
 A schedule that holds k_i microbatches on stage i leaves it idle: between the end of its first
 forward and the start of that microbatch's backward lies a way forth and back of 2 c_i + P_i, where
 P_i = sum over j > i of (t_j + 2 c_j), filled with k_i - 1 forwards; likewise between the last
@@ -29,6 +36,7 @@ import heapq
 
 import numpy as np
 
+from stage_dp.schedules import SCHEDULE_RULES
 from stage_dp.stage_table import Array, Entrance, StageTable, Sweep
 
 MAX_SPLITS = 40
@@ -52,8 +60,15 @@ def quick_bound(table: StageTable) -> float:
             use_memory=False,
         ).best()
 
-    there_and_back = least(runs * (table.least + 2 * crossing), num * table.least, table.update)
+    if SCHEDULE_RULES[table.schedule].splits_backward:
+        seconds = np.maximum(table.forward + table.backward, 1e-300)
+        later = table.least * table.later / seconds
+        forward = table.least * table.forward / seconds
+        busy = least(forward + crossing, num * table.least + table.update, None)
+        early = table.least - later
+        return max(busy, least(early + 2 * crossing, num * early, later + table.update))
     with_updates = least(runs * crossing, num * table.least + table.update, None)
+    there_and_back = least(runs * (table.least + 2 * crossing), num * table.least, table.update)
     return max(there_and_back, with_updates)
 
 

@@ -32,11 +32,19 @@ from alpa_interchange.stage import PlacedStage, StageCandidate, StagePlan, Stage
 from stage_dp.device_pool import DevicePool, place
 from stage_dp.infeasibility import InfeasibleError
 from stage_dp.pipeline_time import pipeline_time
-from stage_dp.schedules import Schedule, default_warmups, extra_in_flight, order
+from stage_dp.schedules import (
+    SCHEDULE_RULES,
+    Schedule,
+    default_warmups,
+    extra_in_flight,
+    order,
+)
 from stage_dp.stage_bound import quick_bound, refined_bound
 from stage_dp.stage_table import StageTable, Sweep
 
-STAGE_SCHEDULES = ("sequential", "gpipe", "1f1b", "eager-1f1b", "adaptive")
+STAGE_SCHEDULES = tuple(
+    name for name, rule in SCHEDULE_RULES.items() if rule.has_backward and not rule.interleaves
+)
 PLANS_SCORED = 24  # per microbatch count and schedule
 
 
@@ -64,9 +72,9 @@ def solve_stages(problem: StageProblem) -> StagePlan:
     for bound, table in sorted(zip(bounds, tables, strict=True), key=lambda item: item[0]):
         if best is not None and bound >= best.step_seconds:
             break
-        schedules: dict[int, Schedule] = {}
-        for found in _search(table):
-            scored = _score(found, schedules)
+        schedules: dict[tuple[int, ...], Schedule] = {}
+        for found in _plans(table):
+            scored = _score(found, schedules, table.problem)
             if not table.pool.exact and not _packs(problem, found):
                 continue
             if best is None or scored.step_seconds < best.step_seconds * (1 - 1e-12):
@@ -174,6 +182,20 @@ def _tables(problem: StageProblem) -> list[StageTable]:
     ]
 
 
+def _plans(table: StageTable) -> list[_Found]:
+    """Return the plans to score: where the backward is split, those of 1f1b too.
+
+    The estimate takes every part by weight for delayed as far as is of use. Where memory or few
+    microbatches forbid that, the best plan is nearer to 1f1b's: of 475 random problems of up to 4
+    layers 6 were not solved by their best plan without those, 3 with them.
+    """
+    found = _search(table)
+    if SCHEDULE_RULES[table.schedule].splits_backward:
+        alike = StageTable(table.problem, table.candidates, "1f1b", table.pool)
+        found += [evolve(one, schedule=table.schedule) for one in _search(alike)]
+    return found
+
+
 def _search(table: StageTable) -> list[_Found]:
     """Return the plans met, by estimate, best first; the first has the least estimate of all."""
     allowed = table.holds >= 1
@@ -263,14 +285,34 @@ def _fits(table: StageTable, plan: Sequence[int]) -> bool:
     return bool(np.all(table.holds[list(plan)] >= np.array(counts)))
 
 
-def _score(found: _Found, schedules: dict[int, Schedule]) -> _Found:
-    counts = in_flight_counts(found.candidates, found.schedule)
-    num_stages = len(found.candidates)
-    schedule = schedules.get(num_stages) if found.schedule != "adaptive" else None
+def _score(
+    found: _Found, schedules: dict[tuple[int, ...], Schedule], problem: StageProblem
+) -> _Found:
+    counts = _most_in_flight(found, problem)
+    schedule = schedules.get(counts)
     if schedule is None:
-        schedule = order(found.schedule, num_stages, found.num_microbatches, warmups=counts)
-        schedules[num_stages] = schedule
+        schedule = order(found.schedule, len(counts), found.num_microbatches, warmups=counts)
+        schedules[counts] = schedule
     return evolve(found, step_seconds=_time(found.candidates, schedule), in_flight=counts)
+
+
+def _most_in_flight(found: _Found, problem: StageProblem) -> tuple[int, ...]:
+    """Return as many microbatches in flight on each stage as its schedule uses and memory holds."""
+    least = in_flight_counts(found.candidates, found.schedule)
+    most = SCHEDULE_RULES[found.schedule].most_in_flight
+    if most is None:
+        return least
+
+    def fits(candidate: StageCandidate, count: int) -> bool:
+        memory = problem.device_groups[candidate.submesh.host_group].memory
+        return peak_bytes(candidate, count) <= memory * (1 + 1e-12)
+
+    return tuple(
+        next((k for k in range(upper, lower, -1) if fits(candidate, k)), lower)
+        for candidate, lower, upper in zip(
+            found.candidates, least, most(len(least), found.num_microbatches), strict=True
+        )
+    )
 
 
 def _time(candidates: Sequence[StageCandidate], schedule: Schedule) -> float:
@@ -280,6 +322,7 @@ def _time(candidates: Sequence[StageCandidate], schedule: Schedule) -> float:
         [c.backward_seconds for c in candidates],
         [c.boundary_seconds for c in candidates[:-1]],
         [c.step_seconds for c in candidates],
+        weight=[c.backward_weight_seconds for c in candidates],
     ).step_seconds
 
 

@@ -18,6 +18,7 @@ follows the steady-state law in schedules.py for two neighbouring stages:
 
     schedule     a_i          b_i
     1f1b         t + 2c       (B-1) (t + c) + u
+    zero-bubble  t - 2w + 2c  (B-1) (t + c) + 2w + u   (w of t: the backward by weight; H1)
     eager-1f1b   t + 2c       (B-1) max(t, c, (2t + 2c) / 3) + u
     adaptive     t + 2c       (B-1) max(t, c) + u
     gpipe        t + 2c       (B-1) (max(f, c) + max(b, c)) + u
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 
 from alpa_interchange.stage import StageCandidate, StageProblem
 from stage_dp.device_pool import DevicePool
-from stage_dp.schedules import extra_in_flight
+from stage_dp.schedules import SCHEDULE_RULES, extra_in_flight
 
 MAX_BLOCK = 500_000  # numbers in one temporary array
 
@@ -62,7 +63,7 @@ def next_level(
 ) -> Level:
     """Return the level after one more stage in front; `extra` is for "adaptive"."""
     k = level.in_flight
-    if schedule == "1f1b":
+    if schedule in ("1f1b", "zero-bubble-h1"):
         k += 1
     elif schedule == "eager-1f1b":
         k += 1 if k == 0 else 2
@@ -95,19 +96,24 @@ class StageTable:
         last = np.array([c.layer_stop == problem.num_layers for c in candidates])
         self.forward = np.array([c.forward_seconds for c in candidates])
         self.backward = np.array([c.backward_seconds for c in candidates])
+        self.later = np.zeros_like(self.forward)  # backward by weight, where it is split
+        if SCHEDULE_RULES[schedule].splits_backward:
+            self.later = np.array([c.backward_weight_seconds for c in candidates])
         self.crossing = np.where(last, 0.0, [c.boundary_seconds for c in candidates])
         self.update = np.array([c.step_seconds for c in candidates])
         seconds, crossing = self.forward + self.backward, self.crossing
         self.least = np.minimum(seconds, [c.lower_bound_seconds for c in candidates])
         pace = {
             "1f1b": seconds + crossing,
+            "zero-bubble-h1": seconds + crossing,
             "eager-1f1b": np.maximum(np.maximum(seconds, crossing), (seconds + crossing) * 2 / 3),
             "adaptive": np.maximum(seconds, crossing),
             "gpipe": np.maximum(self.forward, crossing) + np.maximum(self.backward, crossing),
             "sequential": np.zeros_like(seconds),
         }[schedule]
-        self.cost = (seconds + 2 * crossing) * (num if schedule == "sequential" else 1)
-        self.bottleneck = (num - 1) * pace + self.update
+        path = np.maximum(seconds - 2 * self.later, 0.0) + 2 * crossing
+        self.cost = path * (num if schedule == "sequential" else 1)
+        self.bottleneck = (num - 1) * pace + 2 * self.later + self.update
         self.extra = [
             extra_in_flight(c, t) if schedule == "adaptive" and t > 0 else 0
             for c, t in zip(crossing.tolist(), seconds.tolist(), strict=True)

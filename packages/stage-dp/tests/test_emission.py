@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_interchange.schedule import TaskGraph, TaskSpec
-from stage_dp import SCHEDULES, adaptive_warmups, emit
+from stage_dp import SCHEDULE_RULES, SCHEDULES, adaptive_warmups, emit
+
+TRAINING = [name for name in SCHEDULES if SCHEDULE_RULES[name].has_backward]
 
 
 def interpret(graph, schedule, num_microbatches, *, blocking_sends=False):
@@ -72,8 +74,10 @@ def interpret(graph, schedule, num_microbatches, *, blocking_sends=False):
     return alive
 
 
-def training_graph(num_stages, mesh_of, *, tied=False, skip=False, clip=True):
-    """Return a training step; optionally tied weights, a skip connection, clipping by norm."""
+def training_graph(num_stages, mesh_of, *, tied=False, skip=False, clip=True, split=False):
+    """Return a training step; optionally tied weights, a skip connection, clipping by norm, and
+    backwards in two parts.
+    """
     tasks, per_step, inputs, home, outputs = [], [], [], [], []
 
     def add_input(value, mesh, once=True):
@@ -127,9 +131,22 @@ def training_graph(num_stages, mesh_of, *, tied=False, skip=False, clip=True):
         if tied and s == last and last:
             reads.append("gtied")
             writes.append("gtied")
+        phase = "backward"
+        if split:
+            phase = "backward_weight"
+            if s:
+                given = [value for value in reads if not value.startswith("g")]
+                tasks.append(
+                    TaskSpec(
+                        name=f"input{s}", mesh=mesh, stage=s, phase="backward_input",
+                        inputs=tuple(given), outputs=(f"d{s}", f"kept{s}"),
+                    )
+                )  # fmt: skip
+                reads = [f"kept{s}", *(value for value in reads if not value.startswith("d"))]
+                writes.remove(f"d{s}")
         tasks.append(
             TaskSpec(
-                name=f"bwd{s}", mesh=mesh, stage=s, phase="backward", inputs=tuple(reads),
+                name=f"bwd{s}", mesh=mesh, stage=s, phase=phase, inputs=tuple(reads),
                 outputs=tuple(writes), donated=(f"g{s}", f"r{s}"),
             )
         )  # fmt: skip
@@ -179,20 +196,23 @@ def training_graph(num_stages, mesh_of, *, tied=False, skip=False, clip=True):
 
 @settings(derandomize=True, max_examples=120, deadline=None)
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(TRAINING),
     meshes=st.integers(1, 4),
     chunks=st.integers(1, 3),
     microbatches=st.integers(1, 7),
+    split=st.booleans(),
     tied=st.booleans(),
     skip=st.booleans(),
     clip=st.booleans(),
     receive=st.sampled_from([None, "early", "late"]),
 )
 def test_programs_define_what_they_read_leak_nothing_and_do_not_deadlock(
-    name, meshes, chunks, microbatches, tied, skip, clip, receive
+    name, meshes, chunks, microbatches, split, tied, skip, clip, receive
 ):
     stages = meshes * chunks if name == "interleaved-1f1b" else meshes
-    graph = training_graph(stages, lambda s: s % meshes, tied=tied, skip=skip, clip=clip)
+    graph = training_graph(
+        stages, lambda s: s % meshes, tied=tied, skip=skip, clip=clip, split=split
+    )
     warmups = (
         adaptive_warmups([0.4] * (stages - 1), 1.0, microbatches) if name == "adaptive" else None
     )
@@ -205,7 +225,8 @@ def test_programs_define_what_they_read_leak_nothing_and_do_not_deadlock(
     ]  # fmt: skip
     runs = Counter(i.task for p in schedule.programs for i in p if i.kind == "run")
     for task in graph.tasks:
-        assert runs[task.name] == (microbatches if task.phase in ("forward", "backward") else 1)
+        once = task.phase in ("start", "update")
+        assert runs[task.name] == (1 if once else microbatches)
     if receive == "early":
         interpret(graph, schedule, microbatches, blocking_sends=True)
 
@@ -236,6 +257,26 @@ def test_forward_only_graph_runs_forwards_and_frees_inputs_at_their_last_use():
         "free x@0", "send a@0", "free a@0", "free w,x@1", "send a@1", "free a@1"
     ]  # fmt: skip
     assert [sorted(s) for s in interpret(graph, schedule, 2)] == [[], ["z@0", "z@1"]]
+
+
+def test_a_forward_only_schedule_holds_one_microbatch_and_refuses_backwards():
+    graph = two_stages()
+    schedule = emit(graph, "forward-only", 3)
+    assert [sorted(s) for s in interpret(graph, schedule, 3)] == [[], ["z@0", "z@1", "z@2"]]
+    with pytest.raises(ValueError, match="runs no backward, but the graph has"):
+        emit(training_graph(2, lambda s: s), "forward-only", 3)
+
+
+def test_a_delayed_backward_by_weight_comes_after_the_next_forward():
+    graph = training_graph(2, lambda s: s, split=True)
+    program = emit(graph, "zero-bubble-h1", 3).programs[1]
+    runs = [
+        f"{i.task}@{i.microbatch}" for i in program if i.kind == "run" and i.microbatch is not None
+    ]
+    assert runs == [
+        "fwd1@0", "input1@0", "fwd1@1", "input1@1", "bwd1@0", "fwd1@2", "input1@2", "bwd1@1",
+        "bwd1@2",
+    ]  # fmt: skip
 
 
 def test_a_per_step_input_read_on_another_mesh_is_sent_once():

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage_dp import SCHEDULES, Step, adaptive_warmups, default_warmups, order, pipeline_time
+from stage_dp import (
+    SCHEDULE_RULES,
+    SCHEDULES,
+    Step,
+    adaptive_warmups,
+    default_warmups,
+    order,
+    pipeline_time,
+)
 
 
 def test_1f1b_of_two_stages_and_three_microbatches():
@@ -51,22 +59,48 @@ def test_every_step_is_there_once_and_after_what_it_reads(
         warmups=warmups,
     )
     steps = schedule.global_order()
-    assert len(steps) == len(set(steps)) == 2 * stages * microbatches
+    rule = SCHEDULE_RULES[name]
+    per_microbatch = 1 + rule.has_backward + rule.splits_backward
+    assert len(steps) == len(set(steps)) == per_microbatch * stages * microbatches
     place = {step: at for at, step in enumerate(steps)}
     for step in steps:
-        if step.phase == "backward":
+        if step.phase == "backward_weight":
+            by_input = Step(phase="backward_input", stage=step.stage, microbatch=step.microbatch)
+            assert place[step] > place[by_input]
+        elif step.phase != "forward":
             assert (
                 place[step]
                 > place[Step(phase="forward", stage=step.stage, microbatch=step.microbatch)]
             )
             if step.stage + 1 < stages:
-                later = Step(phase="backward", stage=step.stage + 1, microbatch=step.microbatch)
+                later = Step(phase=step.phase, stage=step.stage + 1, microbatch=step.microbatch)
                 assert place[step] > place[later]
         elif step.stage:
             before = Step(phase="forward", stage=step.stage - 1, microbatch=step.microbatch)
             assert place[step] > place[before]
     for mesh, own in enumerate(schedule.steps):
         assert [s for s in steps if schedule.mesh_of(s.stage) == mesh] == list(own)
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 8), (3, 12), (2, 2), (1, 4)])
+def test_zero_bubble_h1_has_a_third_of_the_bubble_in_the_memory_of_1f1b(n, m):
+    # m (f + b + w) + (n-1) (f + b - w) with f = b = w = 1 (Qi et al. 2023, Table 2).
+    times = ([1.0] * n, [2.0] * n)
+    schedule = order("zero-bubble-h1", n, m)
+    step = pipeline_time(schedule, *times, weight=[1.0] * n).step_seconds
+    assert step == pytest.approx(3 * m + n - 1)
+    assert {schedule.in_flight(stage) for stage in range(n)} == {min(n, m)}
+    assert min(n, m) == order("1f1b", n, m).in_flight(0)
+
+
+def test_zero_bubble_h1_with_the_memory_of_1f1b_on_each_stage_lies_between():
+    n, m = 4, 8
+    times = ([1.0] * n, [2.0] * n)
+    least = default_warmups("zero-bubble-h1", n, m)
+    schedule = order("zero-bubble-h1", n, m, warmups=least)
+    assert [schedule.in_flight(stage) for stage in range(n)] == [4, 3, 2, 1]
+    assert pipeline_time(schedule, *times, weight=[1.0] * n).step_seconds == 3 * m + 2 * (n - 1)
+    assert pipeline_time(order("1f1b", n, m), *times).step_seconds == 3 * m + 3 * (n - 1)
 
 
 def test_interleaving_shortens_the_bubble():
@@ -122,5 +156,7 @@ def test_wrong_arguments_are_refused(arguments, message):
 def test_warmups_that_would_deadlock_are_refused():
     with pytest.raises(ValueError, match="forwards that never come"):
         order("1f1b", 2, 4, warmups=(1, 2))
+    with pytest.raises(ValueError, match="needs at least .2, 1. microbatches in flight"):
+        order("zero-bubble-h1", 2, 4, warmups=(1, 1))
     with pytest.raises(ValueError, match="multiple of num_meshes"):
         order("interleaved-1f1b", 5, 4, num_meshes=2)

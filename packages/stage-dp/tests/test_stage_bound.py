@@ -6,15 +6,16 @@ from hypothesis import strategies as st
 
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup, StageCandidate, StageProblem
-from stage_dp import solve_stages, step_seconds
+from stage_dp import SCHEDULE_RULES, solve_stages, step_seconds
 from stage_dp.device_pool import DevicePool
 from stage_dp.stage_bound import quick_bound, refined_bound
+from stage_dp.stage_construction import STAGE_SCHEDULES
 from stage_dp.stage_table import StageTable
 
 ONE = SubmeshSpec(num_hosts=1, devices_per_host=1)
 
 
-def chain_of(forward, backward, crossing, update, microbatches):
+def chain_of(forward, backward, crossing, update, microbatches, later=0.0):
     return tuple(
         StageCandidate(
             layer_start=k,
@@ -24,6 +25,7 @@ def chain_of(forward, backward, crossing, update, microbatches):
             num_microbatches=microbatches,
             forward_seconds=forward[k],
             backward_seconds=backward[k],
+            backward_weight_seconds=later * backward[k],
             boundary_seconds=crossing[k],
             step_seconds=update[k],
             lower_bound_seconds=forward[k] + backward[k],
@@ -45,7 +47,8 @@ times = st.lists(st.floats(0, 3), min_size=6, max_size=6)
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(
-    schedule=st.sampled_from(["sequential", "gpipe", "1f1b", "eager-1f1b", "adaptive"]),
+    schedule=st.sampled_from(STAGE_SCHEDULES),
+    later=st.floats(0, 1),
     num_stages=st.integers(1, 6),
     microbatches=st.integers(1, 9),
     forward=times,
@@ -55,13 +58,14 @@ times = st.lists(st.floats(0, 3), min_size=6, max_size=6)
     slow_links=st.booleans(),
 )
 def test_no_pipeline_is_faster_than_its_bound(
-    schedule, num_stages, microbatches, forward, backward, crossing, update, slow_links
+    schedule, later, num_stages, microbatches, forward, backward, crossing, update, slow_links
 ):
     crossing = [c * (1.0 if slow_links else 0.1) for c in crossing]
     n = num_stages
-    chain = chain_of(forward[:n], backward[:n], crossing[:n], update[:n], microbatches)
+    chain = chain_of(forward[:n], backward[:n], crossing[:n], update[:n], microbatches, later)
     table = table_of(chain, schedule)
-    exact = step_seconds(chain, schedule)
+    most = SCHEDULE_RULES[schedule].most_in_flight
+    exact = step_seconds(chain, schedule, most(n, microbatches) if most else None)
     quick = quick_bound(table)
     assert quick <= exact * (1 + 1e-9) + 1e-12
     refined = refined_bound(table, quick, 2 * exact + 1.0)
