@@ -30,6 +30,8 @@ class StageCandidate:
         default=0.0, validator=non_negative
     )  # parameters, optimiser, gradients
     activation_bytes: float = field(default=0.0, validator=non_negative)  # per microbatch in flight
+    # Cotangents that a delayed backward by weight keeps besides, per microbatch that waits for it.
+    delayed_bytes: float = field(default=0.0, validator=non_negative)
     transient_bytes: float = field(default=0.0, validator=non_negative)  # largest temporary
     # Seconds to send one microbatch's activations to the next stage; gradients take as long back.
     boundary_seconds: float = field(default=0.0, validator=non_negative)

@@ -99,7 +99,13 @@ def solve_stages(problem: StageProblem) -> StagePlan:
         step_seconds=best.step_seconds,
         lower_bound=min(lower, best.step_seconds),
         peak_bytes=tuple(
-            peak_bytes(c, k) for c, k in zip(best.candidates, best.in_flight, strict=True)
+            peak_bytes(c, k, k - least)
+            for c, k, least in zip(
+                best.candidates,
+                best.in_flight,
+                in_flight_counts(best.candidates, best.schedule),
+                strict=True,
+            )
         ),
         in_flight=best.in_flight,
     )
@@ -139,11 +145,13 @@ def in_flight_counts(candidates: Sequence[StageCandidate], schedule: str) -> tup
     return tuple(min(num_microbatches, count) for count in reversed(counts))
 
 
-def peak_bytes(candidate: StageCandidate, in_flight: int) -> float:
-    """Return the bytes per device that a stage needs with `in_flight` microbatches alive."""
-    return (
-        candidate.state_bytes + candidate.transient_bytes + in_flight * candidate.activation_bytes
-    )
+def peak_bytes(candidate: StageCandidate, in_flight: int, num_delayed: int = 0) -> float:
+    """Return the bytes per device that a stage needs with `in_flight` microbatches alive.
+
+    `num_delayed` of them wait for their backward by weight.
+    """
+    fixed = candidate.state_bytes + candidate.transient_bytes
+    return fixed + in_flight * candidate.activation_bytes + num_delayed * candidate.delayed_bytes
 
 
 def _check(problem: StageProblem) -> None:
@@ -303,12 +311,12 @@ def _most_in_flight(found: _Found, problem: StageProblem) -> tuple[int, ...]:
     if most is None:
         return least
 
-    def fits(candidate: StageCandidate, count: int) -> bool:
+    def fits(candidate: StageCandidate, count: int, delayed: int) -> bool:
         memory = problem.device_groups[candidate.submesh.host_group].memory
-        return peak_bytes(candidate, count) <= memory * (1 + 1e-12)
+        return peak_bytes(candidate, count, delayed) <= memory * (1 + 1e-12)
 
     return tuple(
-        next((k for k in range(upper, lower, -1) if fits(candidate, k)), lower)
+        next((k for k in range(upper, lower, -1) if fits(candidate, k, k - lower)), lower)
         for candidate, lower, upper in zip(
             found.candidates, least, most(len(least), found.num_microbatches), strict=True
         )

@@ -2,8 +2,9 @@
 
 Per stage: `start` zeroes the accumulators, `statistics` adds up the totals that microbatches read,
 if any, `forward` and `backward` run once per microbatch (one task, `train`, where there is no
-pipeline), `update` runs once per step, in levels
-where stages need each other's scalars, and `metrics` scales totals that only the result reads.
+pipeline; `backward_input` and `backward_weight` where the schedule splits it), `update` runs once
+per step, in levels where stages need each other's scalars, and `metrics` scales totals that only
+the result reads.
 Values leave the microbatches as `accumulation` says.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 from attrs import evolve, field, frozen
 
 from alpa_interchange import TaskGraph, TaskSpec
+from alpa_interchange.schedule import TASK_PHASES
 from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, is_drop
 from alpa_meta.execution.accumulation import Accumulation, accumulation_of, crossing_values
 from alpa_meta.inter_op.staging import Staging
@@ -122,12 +124,13 @@ class _TaskBuilder:
                 kind = "backward"
             if phase == "update" and single and self.count == 1:
                 kind = "backward"
+            if phase == "backward" and not single and staging.by_weight is not None:
+                kind = "backward_weight" if k in staging.by_weight else "backward_input"
             level = staging.levels[k] if kind == "update" else 0
             groups.setdefault((kind, stage, level), []).append(k)
         readers = self._readers(groups)
         tasks: list[Task] = []
-        order = {"forward": 0, "backward": 1, "update": 2}
-        for key in sorted(groups, key=lambda key: (order[key[0]], key[2], key[1])):
+        for key in sorted(groups, key=lambda key: (TASK_PHASES.index(key[0]), key[2], key[1])):
             tasks.append(self._task(key, groups[key], readers))
         tasks = [*self._start_tasks(), *self._statistics_tasks(), *tasks]
         return self._finish(tasks)
@@ -411,7 +414,7 @@ class _TaskBuilder:
         }
         position = tasks.index(task)
         later = {name for other in tasks[position + 1 :] for name in other.spec.inputs}
-        if task.spec.phase in ("forward", "backward") and self.count > 1:
+        if task.spec.phase not in ("start", "update") and self.count > 1:
             replaced = set()
         donated = (*task.spec.donated, *sorted(replaced - later - returned))
         return evolve(task, spec=evolve(task.spec, donated=donated))

@@ -215,6 +215,7 @@ def _candidate(
 ) -> StageCandidate:
     costs, part = solved.costs, slice(start, stop)
     forward, backward = costs.forward[part].sum() / count, costs.backward[part].sum() / count
+    by_weight = costs.by_weight[part].sum() / count
     update = costs.update[part].sum() + totals_share * costs.forward[part].sum()
     least = costs.floor[part].sum(axis=0)
     bound = least[0] / count
@@ -225,6 +226,7 @@ def _candidate(
     if floor:
         scale = min(1.0, bound / max(forward + backward, 1e-300))
         forward, backward, update = forward * scale, backward * scale, least[1]
+        by_weight *= scale
     edge = 0.0
     if stop < len(costs.forward) and not floor:
         edge = float(model.transfer_seconds(crossing[stop - 1], solved.submesh, solved.submesh))
@@ -236,9 +238,11 @@ def _candidate(
         num_microbatches=count,
         forward_seconds=float(forward),
         backward_seconds=float(backward),
+        backward_weight_seconds=float(min(by_weight, backward)),
         step_seconds=float(update),
         state_bytes=0.0 if floor else held[0],
         activation_bytes=0.0 if floor else held[1],
+        delayed_bytes=0.0 if floor else float(costs.delayed[part].sum()),
         transient_bytes=0.0 if floor else held[2],
         boundary_seconds=edge,
         lower_bound_seconds=float(min(bound, forward + backward)),
@@ -282,9 +286,11 @@ def exact_candidate(
         template,
         forward_seconds=float(costs.forward.sum() / count),
         backward_seconds=float(costs.backward.sum() / count),
+        backward_weight_seconds=float(costs.by_weight.sum() / count),
         step_seconds=float(costs.update.sum() + share * costs.forward.sum()),
         state_bytes=state + gradients,
         activation_bytes=activations / scope.eqns.in_flight,
+        delayed_bytes=0.0,  # of those that are delayed, part of `activation_bytes`
         transient_bytes=temporaries,
         lower_bound_seconds=0.0,
     )

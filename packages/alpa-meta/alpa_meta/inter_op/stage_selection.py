@@ -11,6 +11,7 @@ from attrs import frozen
 from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.execution.accumulation import crossing_values
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.inter_op.split_backward import by_weight, kept_for_weights
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.inter_op.window import Window
 from alpa_meta.intra_op.folding import fold_keys
@@ -41,11 +42,13 @@ def stage_scope(
     pins: Mapping[Var, Pin] | None = None,
     apart: bool = False,
     window: Window | None = None,
+    num_delayed: int = 0,
 ) -> StageScope:
     """Return the scope of `stage`, with `in_flight` microbatches of activations alive.
 
-    `apart`: the forward pass is to be a program of its own, as it is where there are more stages.
-    `window`: `staging` is the window's, whose equations count more than once.
+    `num_delayed` of them wait for their backward by weight. `apart`: the forward pass is to be a
+    program of its own, as it is where there are more stages. `window`: `staging` is the window's,
+    whose equations count more than once.
     """
     members = [k for k, home in enumerate(staging.stages) if home == stage]
     eqns = [staging.eqns[k] for k in members]
@@ -95,6 +98,10 @@ def stage_scope(
     local_only = frozenset(
         var for var, readers in crossing.items() if var in defined and readers <= {stage}
     )
+    delayed: frozenset[Any] = frozenset()
+    if staging.by_weight is not None:
+        later = {at for at, k in enumerate(members) if k in staging.by_weight}
+        delayed = kept_for_weights(eqns, phases, later)
     stage_eqns = StageEqns(
         eqns=eqns,
         phases=phases,
@@ -105,6 +112,8 @@ def stage_scope(
         accumulated=local_only,
         num_microbatches=program.num_microbatches,
         in_flight=in_flight,
+        delayed=delayed,
+        num_delayed=num_delayed,
         received=frozenset((read & others_made) - defined),
         pins=pins or {},
         times=() if window is None else window.times,
@@ -119,10 +128,12 @@ class StageCosts:
 
     forward: np.ndarray
     backward: np.ndarray
+    by_weight: np.ndarray  # the part of `backward` that no other layer waits for
     update: np.ndarray
     state: np.ndarray
     gradients: np.ndarray
     activations: np.ndarray  # of one microbatch
+    delayed: np.ndarray  # what one microbatch keeps besides for a delayed backward by weight
     transient: np.ndarray  # most temporaries at a time
     floor: np.ndarray  # [layers, 2] least seconds: microbatches, update
     peak: Peak  # of all layers together
@@ -142,8 +153,11 @@ def solved_costs(
     mesh = selection.costs.mesh
     seconds = selection.node_layer_cost(choice)
     table = {name: np.zeros(num_layers) for name in ("forward", "backward", "update")}
+    delayed, by_weight_seconds = _delayed(scope), np.zeros(num_layers)
     state, gradients = np.zeros(num_layers), np.zeros(num_layers)
     activations, transient = np.zeros(num_layers), np.zeros(num_layers)
+    cotangents = np.zeros(num_layers)
+    kept = kept_for_weights(scope.eqns.eqns, scope.eqns.phases, delayed)
 
     def local(var: Var, widened: bool = False) -> float:
         spec = selection.spec(var, choice)
@@ -163,10 +177,14 @@ def solved_costs(
     for k, (eqn, phase, layer) in enumerate(zip(eqns, phases, scope.layers, strict=True)):
         place = layer or 0
         table[phase][place] += seconds[k]
+        if k in delayed:
+            by_weight_seconds[place] += seconds[k]
         transient[place] = max(transient[place], working[k])
         for var in eqn.outvars:
             if is_drop(var):
                 continue
+            if var in kept:
+                cotangents[place] += local(var)
             if var in scope.residuals:
                 activations[place] += local(var)
             if var in scope.eqns.accumulated:
@@ -180,14 +198,21 @@ def solved_costs(
     return StageCosts(
         table["forward"][forth],
         table["backward"][back],
+        by_weight_seconds[back],
         table["update"][back],
         state[back],
         gradients[back],
         activations[back],
+        cotangents[back],
         transient[back],
         floors[back],
         selection.memory.peak(choice),
     )
+
+
+def _delayed(scope: StageScope) -> frozenset[int]:
+    """Return the positions of the equations that a split backward runs later."""
+    return by_weight(scope.eqns.eqns, scope.eqns.phases, scope.layers, scope.boundary_out)
 
 
 def _state_layers(scope: StageScope) -> dict[Var, int]:

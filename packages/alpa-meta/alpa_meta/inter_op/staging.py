@@ -23,7 +23,11 @@ HUB = 0  # the stage that computes scalars of several stages
 @frozen(eq=False)
 class Staging:
     """Equations with phase and stage; `levels` order the update: a level reads what lower ones
-    sent."""
+    sent.
+
+    `by_weight` are the positions of backward equations that run in a task of their own (None: the
+    backward is one task; see `split_backward`).
+    """
 
     eqns: tuple[JaxprEqn, ...]
     phases: tuple[str, ...]
@@ -31,6 +35,7 @@ class Staging:
     layers: tuple[int | None, ...]
     levels: tuple[int, ...]
     num_stages: int
+    by_weight: frozenset[int] | None = None
 
 
 def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Atom]) -> Staging:

@@ -151,13 +151,12 @@ class Builder:
             self._constants.append((source, KINDS.index("state"), self._times))
         elif var in self.stage.received:
             self.timeline.store(source)
-            self._keep_others(source)
+            self._keep_others(source, self.stage.in_flight - 1)
         if pinned is not None:
             self._pin(source, pinned)
 
-    def _keep_others(self, source: Source) -> None:
-        """Count a value that the other microbatches in flight keep at the same time."""
-        copies = self.stage.in_flight - 1
+    def _keep_others(self, source: Source, copies: int) -> None:
+        """Count a value that `copies` other microbatches keep at the same time."""
         if copies > 0:
             kept = Source(source.node, source.specs, source.shape, source.bytes * copies)
             self._constants.append((kept, KINDS.index("activations"), self._times))
@@ -246,7 +245,10 @@ class Builder:
                     self._pin(source, self.stage.pins[var])
                 if var in self.stage.kept:
                     self.timeline.hold([source])
-                    self._keep_others(source)
+                    self._keep_others(source, self.stage.in_flight - 1)
+                if var in self.stage.delayed:
+                    self.timeline.hold([source])
+                    self._keep_others(source, self.stage.num_delayed)
                 if var in self.stage.accumulated and self.stage.num_microbatches > 1:
                     size = max(source.bytes, 4.0 * math.prod(source.shape))
                     widened = Source(source.node, source.specs, source.shape, size)

@@ -59,6 +59,8 @@ class StageEqns:
     the values that the forward pass leaves for the backward pass as results of a program of its
     own, once per microbatch of the `in_flight`; `received` are inputs from other stages. `times`
     and `reads` are those of a `Window`; without them everything counts once.
+    `delayed` are the values that a split backward keeps for its part by weight, which `num_delayed`
+    microbatches wait for.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -74,3 +76,7 @@ class StageEqns:
     pins: Mapping[Var, Pin] = field(factory=dict)
     times: Sequence[int] = ()
     reads: Mapping[int, Mapping[Var, int]] = field(factory=dict)
+    delayed: frozenset[Any] = frozenset()
+    num_delayed: int = 0
+    received: frozenset[Any] = frozenset()
+    pins: Mapping[Any, Pin] = field(factory=dict)

@@ -26,6 +26,7 @@ from alpa_meta.inter_op.candidates import (
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.meshes import usable_memory
 from alpa_meta.inter_op.scan_stages import staged_program
+from alpa_meta.inter_op.split_backward import with_split_backward
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.staging import Staging, assign_stages
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -72,7 +73,10 @@ def stage_selection(
     options: Options,
 ) -> tuple[Any, Selection]:
     pins = input_pins(program, candidate.logical, options)
-    scope = stage_scope(program, staging, stage, in_flight, pins)
+    num_delayed = 0
+    if staging.by_weight is not None:
+        num_delayed = in_flight - min(program.num_microbatches, staging.num_stages - stage)
+    scope = stage_scope(program, staging, stage, in_flight, pins, num_delayed=num_delayed)
     costs = MeshCosts(candidate.logical, model, candidate.submesh.host_group)
     return scope, build(scope.eqns, costs, f"stage {stage}")
 
@@ -98,7 +102,7 @@ def finish(
     if not cuts and outlook.uncut is not None:
         outlook, layering = outlook.uncut
         stage_plan = _over_all_layers(stage_plan, outlook.num_layers)
-    program, staging = chosen_stages(outlook, layering, cuts)
+    program, staging = chosen_stages(outlook, layering, cuts, stage_plan.schedule)
     names = StageNames(staging)
     selections, shardings, stages, peaks = [], [], [], []
     solved: dict[str, ShardingSolution] = {}
@@ -168,15 +172,20 @@ def finish(
 
 
 def chosen_stages(
-    outlook: Outlook, layering: Layering, cuts: Sequence[int]
+    outlook: Outlook, layering: Layering, cuts: Sequence[int], schedule: str
 ) -> tuple[Program, Staging]:
-    """Return the program that runs when the layers are cut into stages at `cuts`, and its
-    staging."""
-    if outlook.cut is not None:
-        return staged_program(outlook.cut, layering, cuts)
-    if not cuts:
+    """Return the program that runs when the layers are cut into stages at `cuts`, and its staging
+    for a schedule."""
+    if not cuts and outlook.cut is None:
         return outlook.program, outlook.staging
-    return outlook.program, assign_stages(layering, cuts, outlook.program.jaxpr.outvars)
+    if outlook.cut is not None:
+        program, staging = staged_program(outlook.cut, layering, cuts)
+    else:
+        program = outlook.program
+        staging = assign_stages(layering, cuts, program.jaxpr.outvars)
+    if stage_dp.SCHEDULE_RULES[schedule].splits_backward:
+        staging = with_split_backward(staging)
+    return program, staging
 
 
 def _over_all_layers(plan: StagePlan, num_layers: int) -> StagePlan:

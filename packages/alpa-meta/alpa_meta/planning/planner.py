@@ -217,7 +217,8 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
 def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
     outlook, layering = staged_outlook(step, plan, options)
-    program, staging = chosen_stages(outlook, layering, plan.layer_cuts)
+    schedule = plan.stage_plan.schedule
+    program, staging = chosen_stages(outlook, layering, plan.layer_cuts, schedule)
     check_program(plan, program, step)
     model = calibrated_model(plan.cluster)
     names = StageNames(staging)

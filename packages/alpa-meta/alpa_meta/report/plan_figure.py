@@ -91,6 +91,8 @@ def _task_seconds(plan: ParallelPlan) -> dict[str, float]:
             "statistics": candidate.forward_seconds,
             "forward": candidate.forward_seconds,
             "backward": candidate.backward_seconds,
+            "backward_input": candidate.backward_seconds - candidate.backward_weight_seconds,
+            "backward_weight": candidate.backward_weight_seconds,
             "update": candidate.step_seconds,
         }
         if "forward" not in phases:

@@ -17,6 +17,8 @@ PHASE_COLOURS = {
     "statistics": "#f0e442",
     "forward": "#56b4e9",
     "backward": "#e69f00",
+    "backward_input": "#e69f00",
+    "backward_weight": "#d55e00",
     "forward + backward": "#56b4e9",  # never beside "forward": a step without a pipeline
     "update": "#009e73",
     "send": "#cc79a7",

@@ -1,0 +1,71 @@
+"""The backward pass in two parts: what other stages wait for, and the rest.
+
+By dataflow: an equation of the backward pass belongs to the part *by input* if a value that another
+stage reads depends on it (the chain of cotangents), else to the part *by weight* (what only weight
+gradients, and so only the update, wait for). An equation with a body is one equation: a scan over
+layers, or a `jax.checkpoint` that makes a cotangent, is by input as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+from attrs import evolve
+
+from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop
+from alpa_meta.inter_op.staging import Staging
+
+
+def by_weight(
+    eqns: Sequence[JaxprEqn],
+    phases: Sequence[str],
+    places: Sequence[Hashable],
+    sent: Collection[Var] = (),
+) -> frozenset[int]:
+    """Return the positions of the backward equations that no other place waits for.
+
+    `places` are the stages (or layers) of the equations; `sent` are values that equations not
+    listed wait for.
+    """
+    producer: dict[Any, int] = {
+        var: k
+        for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True))
+        if phase == "backward"
+        for var in eqn.outvars
+        if not is_drop(var)
+    }
+    waited = [producer[var] for var in sent if var in producer]
+    for eqn, phase, place in zip(eqns, phases, places, strict=True):
+        if phase != "update":
+            read = [producer[a] for a in eqn.invars if not isinstance(a, Literal) and a in producer]
+            waited += [k for k in read if places[k] != place]
+    by_input: set[int] = set()
+    while waited:
+        k = waited.pop()
+        if k not in by_input:
+            by_input.add(k)
+            read = [a for a in eqns[k].invars if not isinstance(a, Literal)]
+            waited += [producer[atom] for atom in read if atom in producer]
+    return frozenset(producer.values()) - by_input
+
+
+def kept_for_weights(
+    eqns: Sequence[JaxprEqn], phases: Sequence[str], delayed: Collection[int]
+) -> frozenset[Var]:
+    """Return the values that the part by input makes for the part by weight (the `delayed`)."""
+    made = {
+        var
+        for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True))
+        if phase == "backward" and k not in delayed
+        for var in eqn.outvars
+        if not is_drop(var)
+    }
+    read = {a for k in delayed for a in eqns[k].invars if not isinstance(a, Literal)}
+    return frozenset(made & read)
+
+
+def with_split_backward(staging: Staging) -> Staging:
+    """Return the staging with the backward pass of each stage in two parts."""
+    delayed = by_weight(staging.eqns, staging.phases, staging.stages)
+    return evolve(staging, by_weight=delayed)
