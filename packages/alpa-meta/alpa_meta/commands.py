@@ -65,7 +65,8 @@ Microbatches = Annotated[
 Schedule = Annotated[
     str | None,
     typer.Option(
-        help="Pipeline schedule: 1f1b, gpipe, eager-1f1b, adaptive or zero-bubble-h1.",
+        help="Pipeline schedule: 1f1b, gpipe, eager-1f1b, adaptive, interleaved-1f1b (several "
+        "stages per mesh) or zero-bubble-h1.",
         show_default="1f1b",
     ),
 ]

@@ -118,7 +118,7 @@ def priced(name: str, planned: Any) -> Compared:
     sent = [0.0] * len(plan.shardings)
     count = 0
     for task in planned.tasks.tasks:
-        stage = task.spec.mesh
+        stage = task.spec.stage
         per_step = task.spec.phase in ("start", "update") or plan.num_microbatches == 1
         runs = 1 if per_step else plan.num_microbatches
         mesh = plan.shardings[stage].mesh.logical

@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many parts are done, how many there are)."""
 
 EXECUTORS = ("auto", "shard_map", "constraint")
-SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "adaptive", "zero-bubble-h1")
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "adaptive", "interleaved-1f1b", "zero-bubble-h1")
 
 
 def _quiet(stage: str, done: int, total: int) -> None:

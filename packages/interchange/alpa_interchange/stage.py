@@ -93,6 +93,11 @@ class StagePlan:
     in_flight: tuple[int, ...] = ()  # per stage: forwards before the first backward
 
     @property
+    def num_meshes(self) -> int:
+        """Return the number of submeshes; fewer than stages where a submesh runs several."""
+        return len({stage.device_ids for stage in self.stages})
+
+    @property
     def gap(self) -> float:
         """Return the share of the step time that is not proven necessary (0.0: proven optimal)."""
         return 1.0 - self.lower_bound / self.step_seconds if self.step_seconds > 0 else 0.0

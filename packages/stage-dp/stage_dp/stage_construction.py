@@ -16,6 +16,8 @@ that score is returned. -> _score()
 The returned lower bound is on that exact score, over all plans from the candidates, schedules and
 microbatch counts given, without memory limit, and with forward plus backward replaced by each
 candidate's `lower_bound_seconds`. -> stage_bound.py
+
+Interleaved pipelines are searched apart. -> interleaved_search.py
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ from numpy.typing import NDArray
 from alpa_interchange.stage import PlacedStage, StageCandidate, StagePlan, StageProblem
 from stage_dp.device_pool import DevicePool, place
 from stage_dp.infeasibility import InfeasibleError
+from stage_dp.interleaved_search import (
+    INTERLEAVED,
+    device_seconds_bound,
+    interleaved_plans,
+)
 from stage_dp.pipeline_time import pipeline_time
 from stage_dp.schedules import (
     SCHEDULE_RULES,
@@ -42,9 +49,7 @@ from stage_dp.schedules import (
 from stage_dp.stage_bound import quick_bound, refined_bound
 from stage_dp.stage_table import StageTable, Sweep
 
-STAGE_SCHEDULES = tuple(
-    name for name, rule in SCHEDULE_RULES.items() if rule.has_backward and not rule.interleaves
-)
+STAGE_SCHEDULES = tuple(name for name, rule in SCHEDULE_RULES.items() if rule.has_backward)
 PLANS_SCORED = 24  # per microbatch count and schedule
 
 
@@ -58,6 +63,7 @@ class _Found:
     num_microbatches: int
     step_seconds: float = math.inf
     in_flight: tuple[int, ...] = ()
+    num_meshes: int | None = None  # None: one per stage
 
 
 def solve_stages(problem: StageProblem) -> StagePlan:
@@ -79,18 +85,27 @@ def solve_stages(problem: StageProblem) -> StagePlan:
                 continue
             if best is None or scored.step_seconds < best.step_seconds * (1 - 1e-12):
                 best = scored
+    lower, lacking = math.inf, math.inf
+    if INTERLEAVED in problem.schedules:
+        lower = device_seconds_bound(problem)
+        if best is None or lower < best.step_seconds:
+            found_apart, lacking = _interleaved(problem)
+            if found_apart is not None and (
+                best is None or found_apart.step_seconds < best.step_seconds * (1 - 1e-12)
+            ):
+                best = found_apart
     if best is None:
-        raise _infeasible(problem, tables)
-    submeshes = [candidate.submesh for candidate in best.candidates]
-    lower = min(
-        bound if bound >= best.step_seconds else refined_bound(table, bound, best.step_seconds)
-        for bound, table in zip(bounds, tables, strict=True)
-    )
+        raise _infeasible(problem, tables, lacking)
+    for bound, table in zip(bounds, tables, strict=True):
+        if bound < best.step_seconds:
+            bound = refined_bound(table, bound, best.step_seconds)
+        lower = min(lower, bound)
+    num_meshes = best.num_meshes or len(best.candidates)
+    submeshes = [candidate.submesh for candidate in best.candidates[:num_meshes]]
+    places = place(problem.device_groups, submeshes)
     stages = tuple(
-        PlacedStage(candidate=candidate, device_ids=devices)
-        for candidate, devices in zip(
-            best.candidates, place(problem.device_groups, submeshes), strict=True
-        )
+        PlacedStage(candidate=candidate, device_ids=places[stage % num_meshes])
+        for stage, candidate in enumerate(best.candidates)
     )
     return StagePlan(
         stages=stages,
@@ -101,14 +116,39 @@ def solve_stages(problem: StageProblem) -> StagePlan:
         peak_bytes=tuple(
             peak_bytes(c, k, k - least)
             for c, k, least in zip(
-                best.candidates,
-                best.in_flight,
-                in_flight_counts(best.candidates, best.schedule),
-                strict=True,
+                best.candidates, best.in_flight, _least_in_flight(best), strict=True
             )
         ),
         in_flight=best.in_flight,
     )
+
+
+def _least_in_flight(found: _Found) -> tuple[int, ...]:
+    if SCHEDULE_RULES[found.schedule].interleaves:
+        return found.in_flight
+    return in_flight_counts(found.candidates, found.schedule)
+
+
+def _interleaved(problem: StageProblem) -> tuple[_Found | None, float]:
+    """Return the fastest of the interleaved plans, or None and the bytes that the leanest lacks."""
+    best, lacking = None, math.inf
+    for plan in interleaved_plans(problem):
+        if plan.missing_bytes > 0:
+            lacking = min(lacking, plan.missing_bytes)
+            continue
+        chain = plan.candidates
+        seconds = step_seconds(chain, INTERLEAVED, num_meshes=plan.num_meshes)
+        if best is None or seconds < best.step_seconds:
+            best = _Found(
+                plan.estimate,
+                chain,
+                INTERLEAVED,
+                chain[0].num_microbatches,
+                seconds,
+                plan.in_flight,
+                plan.num_meshes,
+            )
+    return best, lacking
 
 
 def _packs(problem: StageProblem, found: _Found) -> bool:
@@ -120,12 +160,21 @@ def _packs(problem: StageProblem, found: _Found) -> bool:
 
 
 def step_seconds(
-    candidates: Sequence[StageCandidate], schedule: str, in_flight: Sequence[int] | None = None
+    candidates: Sequence[StageCandidate],
+    schedule: str,
+    in_flight: Sequence[int] | None = None,
+    *,
+    num_meshes: int | None = None,
 ) -> float:
     """Return the exact step time of a pipeline of `candidates`, first to last, under `schedule`.
 
-    `in_flight` [stages] is for "adaptive"; by default what `in_flight_counts` says.
+    `in_flight` [stages] is for "adaptive" and "zero-bubble-h1"; by default what `in_flight_counts`
+    says. `num_meshes` is for interleaved schedules.
     """
+    if SCHEDULE_RULES[schedule].interleaves:
+        count = candidates[0].num_microbatches
+        plan = order(schedule, len(candidates), count, num_meshes=num_meshes)
+        return _time(candidates, plan)
     in_flight = in_flight or in_flight_counts(candidates, schedule)
     plan = order(schedule, len(candidates), candidates[0].num_microbatches, warmups=in_flight)
     return _time(candidates, plan)
@@ -158,8 +207,7 @@ def _check(problem: StageProblem) -> None:
     for schedule in problem.schedules:
         if schedule not in STAGE_SCHEDULES:
             raise ValueError(
-                f"StageProblem.schedules must be among {STAGE_SCHEDULES}, got {schedule!r}; "
-                "interleaved schedules run several stages per submesh and are not searched here"
+                f"StageProblem.schedules must be among {STAGE_SCHEDULES}, got {schedule!r}"
             )
     if not problem.schedules or not problem.candidates:
         raise ValueError("StageProblem needs at least one schedule and one candidate")
@@ -187,6 +235,7 @@ def _tables(problem: StageProblem) -> list[StageTable]:
         StageTable(problem, candidates, schedule, pool)
         for _, candidates in sorted(by_count.items())
         for schedule in problem.schedules
+        if not SCHEDULE_RULES[schedule].interleaves
     ]
 
 
@@ -329,13 +378,25 @@ def _time(candidates: Sequence[StageCandidate], schedule: Schedule) -> float:
         [c.forward_seconds for c in candidates],
         [c.backward_seconds for c in candidates],
         [c.boundary_seconds for c in candidates[:-1]],
-        [c.step_seconds for c in candidates],
+        [
+            sum(c.step_seconds for c in candidates[mesh :: schedule.num_meshes])
+            for mesh in range(schedule.num_meshes)
+        ],
         weight=[c.backward_weight_seconds for c in candidates],
     ).step_seconds
 
 
-def _infeasible(problem: StageProblem, tables: Sequence[StageTable]) -> InfeasibleError:
-    missing = min(_least_missing(table) for table in tables)
+def _infeasible(
+    problem: StageProblem, tables: Sequence[StageTable], lacking: float
+) -> InfeasibleError:
+    """Return what to tell where nothing fits; interleaved plans lack at least `lacking` bytes."""
+    missing = min([lacking, *(_least_missing(table) for table in tables)])
+    if math.isinf(missing) and not tables:
+        stages = problem.num_stages or "a multiple of the meshes as number of"
+        return InfeasibleError(
+            f"no interleaved pipeline: it takes at least two equal submeshes with two or more of "
+            f"{problem.num_layers} layers each, and {stages} stages; name another schedule"
+        )
     if math.isinf(missing):
         return InfeasibleError(_gap_in_candidates(problem))
     remedies = []

@@ -245,7 +245,7 @@ def test_searched_schedules_only():
         num_layers=1,
         device_groups=groups,
         candidates=(candidate(0, 1, 1, 1, 1.0),),
-        schedules=("interleaved-1f1b",),
+        schedules=("forward-only",),
     )
     with pytest.raises(ValueError, match="must be among"):
         solve_stages(problem)

@@ -158,7 +158,7 @@ def audit_tasks(
     memory = {
         name: task_memory(
             task,
-            planned.plan.shardings[task.task.spec.mesh].memory,
+            planned.plan.shardings[task.task.spec.stage].memory,
             batch,
             judge_peak=backend != "cpu",
         )

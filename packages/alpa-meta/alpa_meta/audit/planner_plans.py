@@ -68,7 +68,7 @@ def audit_planned(
     devices = target_devices(target, num_devices)
     meshes = [_mesh(devices, sharding.mesh) for sharding in planned.plan.shardings]
     tasks = {
-        task.spec.name: _compiled(planned, task, meshes[task.spec.mesh])
+        task.spec.name: _compiled(planned, task, meshes[task.spec.stage])
         for task in planned.tasks.tasks
     }
     return audit_tasks(_Tasks(tasks), tasks, planned, backend="cuda")

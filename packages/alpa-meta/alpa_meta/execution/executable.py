@@ -100,7 +100,7 @@ class Executable:
                 f"process has {len(devices)}; plan for the devices there are, or, on a CPU, start "
                 f"with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
             )
-        self.meshes = tuple(
+        self.stage_meshes = tuple(
             Mesh(
                 np.array([devices[k] for k in sharding.mesh.device_ids]).reshape(
                     sharding.mesh.logical.shape
@@ -110,14 +110,15 @@ class Executable:
             )
             for sharding in self.plan.shardings
         )
+        self.meshes = self.stage_meshes[: len(self.plan.schedule.programs)]
         self.tasks = {
-            task.spec.name: compile_task(planned, task, self.meshes[task.spec.mesh], donate)
+            task.spec.name: compile_task(planned, task, self.stage_meshes[task.spec.stage], donate)
             for task in planned.tasks.tasks
         }
         self._runtime = InProcessRuntime(self.meshes, transfer=move, trace=trace)
         self._runtime.load(
             self.plan.schedule,
-            executables={name: task.function for name, task in self.tasks.items()},
+            executables=self._functions(),
             shardings=self._shardings(),
             outputs=self._output_names(),
         )
@@ -247,12 +248,29 @@ class Executable:
 
     # ------------------------------------------------------------------ where values live
 
+    def _functions(self) -> dict[str, Any]:
+        """Return the function of each task; where stages that share a mesh lay out one value in two
+        ways, the task that finds it laid out otherwise converts it first.
+        """
+        if len(self.meshes) == len(self.stage_meshes):
+            return {name: task.function for name, task in self.tasks.items()}
+        held = self._shardings()
+        for compiled in self.tasks.values():
+            spec, stage = compiled.task.spec, self.stage_meshes[compiled.task.spec.stage]
+            for name, found in zip(spec.outputs, compiled.plan.outputs, strict=True):
+                if name not in spec.inputs:
+                    held[spec.mesh][name] = NamedSharding(stage, partition_spec(found))
+        return {
+            name: _converting(compiled, held[compiled.task.spec.mesh])
+            for name, compiled in self.tasks.items()
+        }
+
     def _shardings(self) -> list[dict[str, NamedSharding]]:
         shardings: list[dict[str, NamedSharding]] = [{} for _ in self.meshes]
         for compiled in self.tasks.values():
-            mesh = compiled.task.spec.mesh
+            mesh, stage = compiled.task.spec.mesh, self.stage_meshes[compiled.task.spec.stage]
             for name, spec in zip(compiled.task.spec.inputs, compiled.plan.inputs, strict=True):
-                shardings[mesh].setdefault(name, self._sharding(mesh, spec))
+                shardings[mesh].setdefault(name, NamedSharding(stage, partition_spec(spec)))
         graph = self.planned.tasks.graph
         paths = {
             leaf.path: var
@@ -263,11 +281,8 @@ class Executable:
         for name, home in zip(graph.inputs, graph.home, strict=True):
             if name not in shardings[home]:
                 spec = ShardingSpec.replicated(len(shape_of(paths[name])))
-                shardings[home][name] = self._sharding(home, spec)
+                shardings[home][name] = NamedSharding(self.meshes[home], partition_spec(spec))
         return shardings
-
-    def _sharding(self, mesh: int, spec: ShardingSpec) -> NamedSharding:
-        return NamedSharding(self.meshes[mesh], partition_spec(spec))
 
     def _input_places(self) -> dict[str, NamedSharding]:
         """Return the sharding each input has on its home mesh, for inputs that some task reads."""
@@ -328,6 +343,27 @@ class Executable:
         self._runtime.close()
 
 
+def _converting(compiled: CompiledTask, held: Mapping[str, NamedSharding]) -> Any:
+    """Return the function of a task for operands laid out as `held` on its mesh."""
+    others = {
+        k: wanted.sharding
+        for k, (name, wanted) in enumerate(
+            zip(compiled.task.spec.inputs, compiled.arguments(), strict=True)
+        )
+        if not held[name].is_equivalent_to(wanted.sharding, len(wanted.shape))
+    }
+    if not others:
+        return compiled.function
+
+    def run(*operands: Any) -> Any:
+        placed = list(operands)
+        for k, sharding in others.items():
+            placed[k] = move(placed[k], sharding)
+        return compiled.function(*placed)
+
+    return run
+
+
 def move(array: jax.Array, sharding: Any) -> Any:
     """Return `array` on another mesh: by a resharding plan on host devices, else by jax."""
     host = sharding.mesh.devices.flat[0].platform == "cpu"
@@ -347,7 +383,7 @@ def compile_task(
 
     Without `donate`, inputs of the step are not overwritten. `compiler_options` are XLA's.
     """
-    stage = task.spec.mesh
+    stage = task.spec.stage
     selection = planned.selections[stage]
     sharding = planned.plan.shardings[stage]
     choice = sharding.solution.choice
@@ -402,11 +438,11 @@ def compile_task(
 def _with_second_gathers(
     planned: Planned, task: Task, plan: JaxprPlan
 ) -> tuple[tuple[Any, ...], JaxprPlan]:
-    stage = planned.selections[task.spec.mesh].stage
+    stage = planned.selections[task.spec.stage].stage
     phase_of = {id(eqn): phase for eqn, phase in zip(stage.eqns, stage.phases, strict=True)}
     phases = [phase_of.get(id(eqn), "update") for eqn in task.eqns]
-    mesh = planned.plan.shardings[task.spec.mesh].mesh.logical
-    least = WORTH * planned.plan.stage_plan.peak_bytes[task.spec.mesh]
+    mesh = planned.plan.shardings[task.spec.stage].mesh.logical
+    least = WORTH * planned.plan.stage_plan.peak_bytes[task.spec.stage]
     return with_second_gathers(task.eqns, plan, task.invars, phases, mesh, least)
 
 

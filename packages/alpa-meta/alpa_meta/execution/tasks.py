@@ -201,7 +201,7 @@ class _TaskBuilder:
         spec = TaskSpec(
             name=f"{'train' if kind == 'backward' and self.staging.num_stages == 1 else kind}"
             f".{stage}" + (f".{level}" if kind == "update" and level else ""),
-            mesh=stage,
+            mesh=self.staging.mesh_of(stage),
             stage=stage,
             phase=kind,
             inputs=tuple(names_in),
@@ -240,7 +240,7 @@ class _TaskBuilder:
                 zeros.append(zero)
             spec = TaskSpec(
                 name=f"start.{stage}",
-                mesh=stage,
+                mesh=self.staging.mesh_of(stage),
                 stage=stage,
                 phase="start",
                 inputs=(),
@@ -285,7 +285,7 @@ class _TaskBuilder:
             names = [self._name(total) for total in added]
             spec = TaskSpec(
                 name=f"statistics.{stage}",
-                mesh=stage,
+                mesh=self.staging.mesh_of(stage),
                 stage=stage,
                 phase="statistics",
                 inputs=(*map(self._statistic_name, read), *names),
@@ -393,7 +393,7 @@ class _TaskBuilder:
                 results.append(fresh)
             spec = TaskSpec(
                 name=f"metrics.{stage}",
-                mesh=stage,
+                mesh=self.staging.mesh_of(stage),
                 stage=stage,
                 phase="update",
                 inputs=tuple(self._input_name(self.accumulators[v]) for v in values),

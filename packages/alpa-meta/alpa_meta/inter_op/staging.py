@@ -25,6 +25,7 @@ class Staging:
     """Equations with phase and stage; `levels` order the update: a level reads what lower ones
     sent.
 
+    Stage s runs on mesh s mod `num_meshes` (None: each on its own).
     `by_weight` are the positions of backward equations that run in a task of their own (None: the
     backward is one task; see `split_backward`).
     """
@@ -36,6 +37,11 @@ class Staging:
     levels: tuple[int, ...]
     num_stages: int
     by_weight: frozenset[int] | None = None
+    num_meshes: int | None = None
+
+    def mesh_of(self, stage: int) -> int:
+        """Return the mesh that runs `stage`."""
+        return stage if self.num_meshes is None else stage % self.num_meshes
 
 
 def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Atom]) -> Staging:

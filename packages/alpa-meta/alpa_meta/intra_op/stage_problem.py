@@ -76,7 +76,5 @@ class StageEqns:
     pins: Mapping[Var, Pin] = field(factory=dict)
     times: Sequence[int] = ()
     reads: Mapping[int, Mapping[Var, int]] = field(factory=dict)
-    delayed: frozenset[Any] = frozenset()
+    delayed: frozenset[Var] = frozenset()
     num_delayed: int = 0
-    received: frozenset[Any] = frozenset()
-    pins: Mapping[Any, Pin] = field(factory=dict)

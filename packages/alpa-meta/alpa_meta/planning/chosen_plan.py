@@ -102,7 +102,7 @@ def finish(
     if not cuts and outlook.uncut is not None:
         outlook, layering = outlook.uncut
         stage_plan = _over_all_layers(stage_plan, outlook.num_layers)
-    program, staging = chosen_stages(outlook, layering, cuts, stage_plan.schedule)
+    program, staging = chosen_stages(outlook, layering, cuts, stage_plan)
     names = StageNames(staging)
     selections, shardings, stages, peaks = [], [], [], []
     solved: dict[str, ShardingSolution] = {}
@@ -116,8 +116,9 @@ def finish(
             scope, selection = stage_selection(
                 program, staging, stage, placed.candidate, in_flight, model, options
             )
-        limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
-        key = problem_hash(selection) + repr(selection.problem.node_cost.sum())
+        memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
+        limit = _limit(stage_plan, stage, memory_limit, peaks)
+        key = problem_hash(selection) + repr((selection.problem.node_cost.sum(), limit))
         if key not in solved:
             solved[key] = choose(placed.candidate, selection, limit)
         solution = solved[key]
@@ -142,7 +143,10 @@ def finish(
         peaks.append(sum(memory.values()))
     options.progress("stages", len(stages), len(stages))
     chain = [stage.candidate for stage in stages]
-    seconds = stage_dp.step_seconds(chain, stage_plan.schedule, stage_plan.in_flight)
+    interleaves = stage_dp.SCHEDULE_RULES[stage_plan.schedule].interleaves
+    seconds = stage_dp.step_seconds(
+        chain, stage_plan.schedule, stage_plan.in_flight, num_meshes=stage_plan.num_meshes
+    )
     exact = evolve(
         stage_plan,
         stages=tuple(stages),
@@ -155,7 +159,7 @@ def finish(
         tasks.graph,
         stage_plan.schedule,
         stage_plan.num_microbatches,
-        warmups=stage_plan.in_flight,
+        warmups=None if interleaves else stage_plan.in_flight,
     )
     plan = ParallelPlan(
         program=program_summary(program, step),
@@ -172,10 +176,10 @@ def finish(
 
 
 def chosen_stages(
-    outlook: Outlook, layering: Layering, cuts: Sequence[int], schedule: str
+    outlook: Outlook, layering: Layering, cuts: Sequence[int], stage_plan: StagePlan
 ) -> tuple[Program, Staging]:
     """Return the program that runs when the layers are cut into stages at `cuts`, and its staging
-    for a schedule."""
+    for the schedule and meshes of `stage_plan`."""
     if not cuts and outlook.cut is None:
         return outlook.program, outlook.staging
     if outlook.cut is not None:
@@ -183,9 +187,25 @@ def chosen_stages(
     else:
         program = outlook.program
         staging = assign_stages(layering, cuts, program.jaxpr.outvars)
-    if stage_dp.SCHEDULE_RULES[schedule].splits_backward:
+    rule = stage_dp.SCHEDULE_RULES[stage_plan.schedule]
+    if rule.splits_backward:
         staging = with_split_backward(staging)
+    if rule.interleaves:
+        staging = evolve(staging, num_meshes=stage_plan.num_meshes)
     return program, staging
+
+
+def _limit(stage_plan: StagePlan, stage: int, memory: float, solved: Sequence[float]) -> float:
+    """Return the bytes that a stage may use of its devices' `memory`: what the other stages of its
+    mesh leave, those already solved (their `solved` bytes) and those to come.
+    """
+    own = stage_plan.stages[stage].device_ids
+    taken = 0.0
+    for other, placed in enumerate(stage_plan.stages):
+        if other != stage and placed.device_ids == own:
+            held = solved[other] if other < len(solved) else stage_plan.peak_bytes[other]
+            taken += held - placed.candidate.transient_bytes
+    return memory - taken
 
 
 def _over_all_layers(plan: StagePlan, num_layers: int) -> StagePlan:

@@ -217,8 +217,7 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
 def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
     outlook, layering = staged_outlook(step, plan, options)
-    schedule = plan.stage_plan.schedule
-    program, staging = chosen_stages(outlook, layering, plan.layer_cuts, schedule)
+    program, staging = chosen_stages(outlook, layering, plan.layer_cuts, plan.stage_plan)
     check_program(plan, program, step)
     model = calibrated_model(plan.cluster)
     names = StageNames(staging)
@@ -353,7 +352,7 @@ def _meshes(outlook: Outlook, model: CostModel, options: Options) -> list[tuple[
         if options.num_stages == 1 and not whole and len(cluster.host_groups) == 1:
             continue
         if options.num_stages is not None and options.num_stages > 1:
-            if submesh.num_devices > cluster.num_devices - options.num_stages + 1:
+            if submesh.num_devices > cluster.num_devices - _other_meshes(options):
                 continue
         elif options.num_stages is None and single and not whole and cluster.num_devices > 1:
             continue  # pipelines are planned with more microbatches
@@ -370,6 +369,13 @@ def _meshes(outlook: Outlook, model: CostModel, options: Options) -> list[tuple[
             f"mesh_shape={options.mesh_shape}, {cluster.num_devices} devices in {cluster.name!r}"
         )
     return found
+
+
+def _other_meshes(options: Options) -> int:
+    """Return how many meshes there are at least beside that of one stage."""
+    if options.schedule and stage_dp.SCHEDULE_RULES[options.schedule].interleaves:
+        return 1  # two may run any number of stages
+    return (options.num_stages or 1) - 1
 
 
 def device_groups(cluster: ClusterSpec, options: Options) -> tuple[DeviceGroup, ...]:

@@ -35,6 +35,9 @@ from cost_model import CostModel
 
 def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -> Planned:
     """Return a random plan for `step` on `cluster`; `options` fix what they name."""
+    schedule = options.schedule or "1f1b"
+    if stage_dp.SCHEDULE_RULES[schedule].interleaves:
+        raise PlanError(f"random plans have one stage per mesh; leave out schedule={schedule!r}")
     options = with_user_mesh(step.program(1), cluster, options)
     random = np.random.default_rng(seed)
     model = CostModel(cluster)
@@ -67,7 +70,6 @@ def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -
                 backward_seconds=0.0,
             )
         )
-    schedule = options.schedule or "1f1b"
     plan = StagePlan(
         stages=tuple(
             PlacedStage(candidate=candidate, device_ids=devices)
