@@ -16,6 +16,7 @@ from alpa_interchange import ParallelPlan
 from alpa_interchange.amounts import parse_bytes
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
+from alpa_meta.inter_op.recomputation import RECOMPUTATIONS, Recomputation
 from alpa_meta.presets import check_preset
 from mesh_runtime import TRACE_MODES
 
@@ -108,6 +109,13 @@ def _dims(value: Any) -> bool:
     return all(map(is_mark, jax.tree.leaves(value)))
 
 
+def _recomputation(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return _positions(tuple(value)) and _recomputation(tuple(value.values()))
+    named = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(one, str) and one in RECOMPUTATIONS for one in named)
+
+
 def _one_of(names: tuple[str, ...]) -> Callable[[Any, Attribute[Any], Any], None]:
     return _must(f"one of {', '.join(names)}", lambda value: value in names)
 
@@ -133,6 +141,9 @@ class Options:
     `batch_argnums` are the arguments that microbatches split along their first dim (default: array
     arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
     given plan.
+    `recompute` says what the backward pass computes again instead of keeping it: "full" keeps what
+    each layer is given, "selective" also what is dear to redo, "none" (the default) everything; for
+    all layers, or a sequence or mapping of them (`alpa_meta.inter_op.recomputation`).
     `exact` refuses microbatches for a step whose result would change with them (batch statistics,
     random numbers shaped by the batch). `pins` fixes input shardings: path -> PartitionSpec-like
     tuple, for all logical meshes that have the named axes. `preset` plans under the constraints of
@@ -159,6 +170,15 @@ class Options:
         ),
     )
     num_layers: int | None = field(default=None, validator=_COUNT_OR_NONE)
+    recompute: Recomputation = field(
+        default=None,
+        converter=_tuple,
+        validator=_must(
+            f"one of {', '.join(RECOMPUTATIONS)}, one for each layer, a mapping from layers to "
+            "them, or None",
+            _optional(_recomputation),
+        ),
+    )
     memory: float | None = field(
         default=None,
         converter=_bytes,

@@ -23,6 +23,8 @@ WRONG = [
     {"num_stages": True},
     {"num_microbatches": 0},
     {"num_layers": -1},
+    {"recompute": "some"},
+    {"recompute": {"0": "full"}},
     {"schedule": "1f2b"},
     {"schedule": "1f2b"},
     {"memory": -5},

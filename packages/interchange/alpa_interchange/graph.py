@@ -77,6 +77,7 @@ class Layer:
     parameter_bytes: float  # bytes of state first used in this layer
     boundary_bytes: float  # bytes that cross from this layer to the next, forward
     name: str = ""
+    recomputation: str = "none"  # what its backward pass computes again: none, selective or full
 
 
 @frozen(kw_only=True)

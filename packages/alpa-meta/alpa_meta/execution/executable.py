@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -372,6 +373,11 @@ def move(array: jax.Array, sharding: Any) -> Any:
     return jax.device_put(array, sharding)
 
 
+KEEPING_BARRIERS = MappingProxyType({"xla_disable_hlo_passes": "cse_barrier_expander"})
+"""XLA's option to keep barriers on host devices, where it drops them and merges what a layer
+computes again with the first run."""
+
+
 def compile_task(
     planned: Planned,
     task: Task,
@@ -420,6 +426,8 @@ def compile_task(
     chosen = dict(compiler_options or {})
     if jax_mesh is not None and jax_mesh.devices.flat[0].platform == "gpu":
         chosen = {**combiner_options(mesh), **chosen}
+    if on_host and any(eqn.primitive.name == "optimization_barrier" for eqn in task.eqns):
+        chosen = {**KEEPING_BARRIERS, **chosen}
     if chosen:
         options["compiler_options"] = chosen
     if jax_mesh is not None:

@@ -24,7 +24,8 @@ from alpa_meta.step.program import Program
 class Layering:
     """Equations in program order with their phase and layer, constants cloned where they are read.
 
-    `input_layers[k]` are the layers whose forward or backward pass reads input k.
+    `input_layers[k]` are the layers whose forward or backward pass reads input k. What each layer's
+    backward pass computes again is one of `recomputation.RECOMPUTATIONS`.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -32,6 +33,7 @@ class Layering:
     layers: tuple[int | None, ...]
     num_layers: int
     input_layers: tuple[frozenset[int], ...]
+    recomputation: tuple[str, ...]
 
 
 def tensor_bytes(atom: Atom) -> float:
@@ -90,6 +92,7 @@ def assign_layers(
         tuple(layers),
         num_layers,
         tuple(frozenset(readers[var]) for var in jaxpr.invars),
+        ("none",) * num_layers,
     )
 
 

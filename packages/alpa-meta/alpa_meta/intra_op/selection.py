@@ -87,6 +87,12 @@ def build(stage: StageEqns, costs: MeshCosts, name: str) -> Selection:
 
 
 def _chosen(record: Record, choice: Sequence[int]) -> Strategy | RegionPlan:
+    if record.passes_on:
+        return Strategy(
+            assignment=(),
+            operands=tuple(_spec_of(source, choice) for source in record.operands),
+            results=tuple(_spec_of(source, choice) for source in record.results),
+        )
     if not record.bodies:
         strategy = record.strategies[choice[record.node] if record.node is not None else 0]
         if record.completed is not None:

@@ -30,7 +30,10 @@ class Source:
 
 @define(eq=False)
 class Record:
-    """What the problem knows of one equation: its node and strategies, or its region's bodies."""
+    """What the problem knows of one equation: its node and strategies, or its region's bodies.
+
+    What `passes_on` its operands has neither: each result comes from where its operand does.
+    """
 
     node: int | None
     strategies: tuple[Strategy, ...] = ()
@@ -38,6 +41,7 @@ class Record:
     results: tuple[Source, ...] = ()
     bodies: tuple[Body, ...] = ()
     completed: Source | None = None  # the result after its partial sums were completed
+    passes_on: bool = False
 
 
 @define(eq=False)

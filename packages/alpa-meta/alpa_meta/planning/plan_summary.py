@@ -148,6 +148,7 @@ def layer_summaries(outlook: Outlook, layering: Layering) -> tuple[Layer, ...]:
             backward_flops=float(work[k, 1]),
             parameter_bytes=float(parameters[k]),
             boundary_bytes=float(crossing[k]),
+            recomputation=layering.recomputation[k],
         )
         for k in range(count)
     )

@@ -34,6 +34,7 @@ from alpa_meta.inter_op.candidates import (
 )
 from alpa_meta.inter_op.layering import Layering, assign_layers, clustered_positions, tensor_bytes
 from alpa_meta.inter_op.meshes import logical_meshes, submeshes, usable_memory
+from alpa_meta.inter_op.recomputation import chosen_recomputation, recomputed
 from alpa_meta.inter_op.scan_stages import cut_evenly
 from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.intra_op.folding import eqn_signature
@@ -266,7 +267,7 @@ def outlook_of(
     num_layers: int | None = None,
     like: Program | None = None,
 ) -> tuple[Outlook, Layering]:
-    """Return the program in layers, and as one stage.
+    """Return the program in layers, with what they recompute, and as one stage.
 
     `like` is a program of the same structure at other sizes: its layers are kept.
     """
@@ -277,6 +278,8 @@ def outlook_of(
     forward = [source.jaxpr.eqns[k] for k in clustered_positions(source)]
     clustered = stage_dp.cluster_layers(_sequence(forward), wanted).layer_of_op if forward else ()
     layering = assign_layers(program, lambda eqns, inputs: clustered)
+    chosen = chosen_recomputation(options.recompute, layering.num_layers)
+    layering = recomputed(layering, chosen)
     staging = assign_stages(layering, [], program.jaxpr.outvars)
     return Outlook(program, staging, layering.num_layers), layering
 
@@ -301,6 +304,7 @@ def staged_outlook(
     """Return the layers of `step` that the stages of `plan` are cut from (`like`: `outlook_of`)."""
     program = step.program(plan.num_microbatches)
     count = len(plan.layers)
+    options = evolve(options, recompute=[layer.recomputation for layer in plan.layers])
     found = None
     if plan.num_stages > 1:
         found = outlook_in_pieces(program, options, count, like)
