@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from alpa_meta.compat import is_drop
 from alpa_meta.inter_op.layering import Layering, assign_layers, clustered_positions
+from alpa_meta.inter_op.recomputation import recomputed
 from alpa_meta.inter_op.scan_cutting import CutProgram, Origin, cut_scans
 from alpa_meta.inter_op.stacks import Stack, even_bounds, is_cuttable, stacked_inputs, stacks_of
 from alpa_meta.inter_op.staging import Staging, assign_stages
@@ -47,9 +48,15 @@ def staged_program(
     for position in clustered_positions(coarse.program):
         latest = max(latest, _stage(coarse.origins[position], stages, latest))
         found.append(latest)
-    if sorted(set(found)) != list(range(len(stops))):
+    of_stages = [
+        layering.recomputation[start:stop] for start, stop in zip([0, *cuts], stops, strict=True)
+    ]
+    mixed = any(len(set(kinds)) > 1 for kinds in of_stages)
+    if mixed or sorted(set(found)) != list(range(len(stops))):
         return cut.program, assign_stages(layering, cuts, cut.program.jaxpr.outvars)
     merged = assign_layers(coarse.program, lambda eqns, inputs: found)
+    kinds = {stage: kinds[0] for stage, kinds in enumerate(of_stages)}
+    merged = recomputed(merged, kinds, coarse.program)
     outvars = coarse.program.jaxpr.outvars
     return coarse.program, assign_stages(merged, range(1, len(stops)), outvars)
 

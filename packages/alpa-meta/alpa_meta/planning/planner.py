@@ -279,7 +279,7 @@ def outlook_of(
     clustered = stage_dp.cluster_layers(_sequence(forward), wanted).layer_of_op if forward else ()
     layering = assign_layers(program, lambda eqns, inputs: clustered)
     chosen = chosen_recomputation(options.recompute, layering.num_layers)
-    layering = recomputed(layering, chosen)
+    layering = recomputed(layering, chosen, program)
     staging = assign_stages(layering, [], program.jaxpr.outvars)
     return Outlook(program, staging, layering.num_layers), layering
 

@@ -1,0 +1,171 @@
+"""One layer's forward equations, cloned into its backward pass (see `recomputation`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import jax
+from jax import lax
+
+from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, is_plain, subjaxprs
+from alpa_meta.inter_op.layering import Layering, tensor_bytes
+from alpa_meta.operators import flops, kernel_kind
+from alpa_meta.operators.regions import is_remat, is_scan
+from alpa_meta.passes.added_equations import equations_of
+
+DEAR = 0.25
+"""Of the mean operations per byte of a layer's results, from which a result is kept.
+
+A projection of width h does h of them (in two bytes), the scores of heads of width d only d. In the
+layers of GPTs from 350M to 39B, whose heads are 64 or 128 wide, the mean is from h/2 to h.
+"""
+
+
+class LayerClones:
+    """One layer's forward equations, cloned as its backward pass comes to read their results.
+
+    `kept` are values that are not to be redone; `given` is what the clones read from outside, from
+    behind a barrier if there is to be one.
+    """
+
+    def __init__(
+        self,
+        layering: Layering,
+        layer: int,
+        selective: bool,
+        kept: Collection[Var] = (),
+        *,
+        barrier: bool = True,
+    ) -> None:
+        places = list(zip(layering.phases, layering.layers, strict=True))
+        self._eqns, self._layer = layering.eqns, layer
+        self._backward = [k for k, place in enumerate(places) if place == ("backward", layer)]
+        own = [k for k, place in enumerate(places) if place == ("forward", layer)]
+        once = {var for k in own if self._eqns[k].effects for var in self._eqns[k].outvars}
+        regions = [self._eqns[k] for k in self._backward if is_remat(self._eqns[k])]
+        spared = once.union(kept, *map(_read, regions))
+        self._producer = {
+            var: k
+            for k in own
+            for var in self._eqns[k].outvars
+            if not is_drop(var) and var not in spared
+        }
+        read = [atom for k in self._backward for atom in _read(self._eqns[k])]
+        redone = self._needed(read)
+        if selective:
+            dear = _dear([self._eqns[k] for k in redone])
+            self._producer = {v: k for v, k in self._producer.items() if v not in dear}
+            redone = self._needed(read)
+        made = {var for k in redone for var in self._eqns[k].outvars}
+        operands = (atom for k in sorted(redone) for atom in _read(self._eqns[k]))
+        self.given = tuple(dict.fromkeys(atom for atom in operands if atom not in made))
+        self._cotangent = self._last_cotangent(places)
+        self._barred = not barrier
+        self._cloned: set[int] = set()
+        self._inside: dict[Var, Var] = {}  # what clones read instead
+        self._outside: dict[Var, Var] = {}  # what the layer's backward pass reads instead
+
+    def before(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        """Return the clones that an equation of the backward pass is the first to need."""
+        new = sorted(self._needed(_read(eqn), self._cloned))
+        found = self._barrier() if new and not self._barred else []
+        self._barred = self._barred or bool(new)
+        self._cloned.update(new)
+        for k in new:
+            original = self._eqns[k]
+            results = [var if is_drop(var) else Var(var.aval) for var in original.outvars]
+            found.append(_renamed(original, self._inside).replace(outvars=results))
+            for var, result in zip(original.outvars, results, strict=True):
+                if var in self._producer:
+                    self._inside[var] = self._outside[var] = result
+        return found
+
+    def reading(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Return an equation of the backward pass as a reader of the clones."""
+        return _renamed(eqn, self._outside)
+
+    def _barrier(self) -> list[JaxprEqn]:
+        """Return equations for what the clones read, available with the layer's cotangent."""
+        held = [var for var in self.given if is_plain(var) or _is_key(var)]
+        behind = [Var(var.aval) for var in held]
+        self._inside.update(zip(held, behind, strict=True))
+        if self._cotangent is not None:
+            self._outside[self._cotangent] = Var(self._cotangent.aval)
+            held.append(self._cotangent)
+            behind.append(self._outside[self._cotangent])
+        return equations_of(_behind_barrier, held, behind) if held else []
+
+    def _needed(self, atoms: Iterable[Var], known: Collection[int] = ()) -> set[int]:
+        """Return the forward equations that make `atoms` of what the layer was given, without the
+        `known` ones."""
+        pending, found = list(atoms), set()
+        while pending:
+            k = self._producer.get(pending.pop())
+            if k is not None and k not in found and k not in known:
+                found.add(k)
+                pending += _read(self._eqns[k])
+        return found
+
+    def _last_cotangent(self, places: Sequence[tuple[str, int | None]]) -> Var | None:
+        """Return what the layer's backward pass is given last by other layers, before it needs
+        clones; None for the last layer."""
+        begins = next((k for k in self._backward if self._needed(_read(self._eqns[k]))), 0)
+        read = {atom for k in self._backward for atom in _read(self._eqns[k])}
+        for k in range(begins - 1, -1, -1):
+            phase, layer = places[k]
+            if phase == "backward" and layer != self._layer:
+                for var in self._eqns[k].outvars:
+                    if not is_drop(var) and var in read and is_plain(var):
+                        return var
+        return None
+
+
+def _behind_barrier(*values: jax.Array) -> list[jax.Array]:
+    """Return the values behind one optimisation barrier; of keys their bits are."""
+    keys = [jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) for value in values]
+    bits = [jax.random.key_data(v) if key else v for v, key in zip(values, keys, strict=True)]
+    return [
+        jax.random.wrap_key_data(held, impl=jax.random.key_impl(value)) if key else held
+        for value, key, held in zip(values, keys, lax.optimization_barrier(bits), strict=True)
+    ]
+
+
+def _is_key(var: Var) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _read(eqn: JaxprEqn) -> list[Var]:
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
+def _renamed(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
+    """Return an equation that reads renamed values: the same object if it reads none."""
+    if not any(atom in names for atom in _read(eqn)):
+        return eqn
+    atoms = [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in eqn.invars]
+    renamed: JaxprEqn = eqn.replace(invars=atoms)
+    return renamed
+
+
+def _dear(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """Return the results that take long to redo for the bytes they take."""
+    work = [(eqn, _operations(eqn), sum(map(tensor_bytes, eqn.outvars))) for eqn in eqns]
+    all_bytes = sum(size for eqn, _, size in work if _multiplies(eqn))
+    least = DEAR * sum(count for _, count, _ in work) / max(all_bytes, 1.0)
+    return {
+        var
+        for eqn, count, size in work
+        if _multiplies(eqn) and count >= least * size
+        for var in eqn.outvars
+        if not is_drop(var)
+    }
+
+
+def _multiplies(eqn: JaxprEqn) -> bool:
+    """Return whether an equation may do many operations per byte: products, loops, kernels."""
+    return bool(subjaxprs(eqn)) or kernel_kind(eqn) != "elementwise"
+
+
+def _operations(eqn: JaxprEqn) -> float:
+    return float(flops(eqn) * (eqn.params["length"] if is_scan(eqn) else 1))
