@@ -98,7 +98,7 @@ def stage_scope(
     local_only = frozenset(
         var for var, readers in crossing.items() if var in defined and readers <= {stage}
     )
-    delayed: frozenset[Any] = frozenset()
+    delayed: frozenset[Var] = frozenset()
     if staging.by_weight is not None:
         later = {at for at, k in enumerate(members) if k in staging.by_weight}
         delayed = kept_for_weights(eqns, phases, later)
