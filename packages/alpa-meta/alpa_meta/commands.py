@@ -259,8 +259,9 @@ def plan(
             "--model and --step name programs, which have their own sizes; a model of the corpus "
             "has several: name:size"
         )
+    own = model is None and step is None
     request = PlanRequest(
-        settings=_settings(sizes, {}, other),
+        settings=_settings(sizes, {}, other) if own else None,
         model=model,
         step=step,
         cluster=cluster,
@@ -331,7 +332,9 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _settings(model: dict[str, Any], optimiser: dict[str, Any], other: dict[str, Any]) -> Any:
-    from alpa_meta.trainer import GptOptions, OptimiserOptions, TrainSettings
+    from alpa_meta.trainer.model import GptOptions
+    from alpa_meta.trainer.settings import TrainSettings
+    from alpa_meta.trainer.step import OptimiserOptions
 
     try:
         return TrainSettings(

@@ -17,7 +17,6 @@ from alpa_interchange.amounts import parse_bytes
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.inter_op.recomputation import RECOMPUTATIONS, Recomputation
-from alpa_meta.presets import check_preset
 from mesh_runtime import TRACE_MODES
 
 Progress = Callable[[str, int, int], None]
@@ -122,6 +121,8 @@ def _one_of(names: tuple[str, ...]) -> Callable[[Any, Attribute[Any], Any], None
 
 def _known_preset(_: object, __: object, name: str | None) -> None:
     if name is not None:
+        from alpa_meta.presets import check_preset  # late: what presets need takes 0.2 s to import
+
         check_preset(name)
 
 

@@ -37,17 +37,22 @@ class CorpusModel:
     @property
     def state(self) -> Tree:
         """The state's shapes and dtypes; nothing is allocated."""
-        return jax.eval_shape(self.make_state, jax.random.key(0))
+        return shapes_from_key(self.make_state)
 
     @property
     def batch(self) -> Tree:
         """The batch's shapes and dtypes; nothing is allocated."""
-        return jax.eval_shape(self.make_batch, jax.random.key(0))
+        return shapes_from_key(self.make_batch)
 
     def arguments(self) -> tuple[Tree, Tree]:
         """Return a state and a batch, made anew on one device."""
         state = jax.jit(self.make_state)(jax.random.key(0))
         return state, jax.jit(self.make_batch)(jax.random.key(1))
+
+
+def shapes_from_key(make: Callable[[jax.Array], Tree]) -> Tree:
+    """Return the shapes of what `make` makes of a random key, without starting a device for it."""
+    return jax.eval_shape(lambda: make(jax.random.key(0)))
 
 
 def deterministic_model(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from attrs import frozen
@@ -19,7 +20,10 @@ from alpa_meta.errors import InfeasibleError
 from alpa_meta.inter_op.meshes import memory_per_device, usable_memory
 from alpa_meta.options import Options
 from alpa_meta.step.arguments import abstract_leaf, is_array
-from alpa_meta.step.program import Leaf, Step
+from alpa_meta.step.pure_call import flat_objects
+
+if TYPE_CHECKING:  # the command refuses what cannot fit before it imports the planner
+    from alpa_meta.step.program import Step
 
 _MOST_DEVICES = 1 << 20  # up to which the number that would hold the state is searched
 _NARROW = 2  # bytes of an element of bfloat16
@@ -49,23 +53,24 @@ def check_state_fits(step: Step, cluster: ClusterSpec, options: Options) -> None
 
     Tracing a large step takes seconds. What is no batch by its shapes is looked at before.
     """
-    _check(_lasting(step, options), cluster, options)
-    _check([leaf for leaf in step.leaves if leaf.role == "state"], cluster, options)
+    check_arguments_fit(step.args, cluster, options)
+    _check([leaf.aval for leaf in step.leaves if leaf.role == "state"], cluster, options)
 
 
-def _lasting(step: Step, options: Options) -> list[Leaf]:
-    """Return the arrays of arguments that cannot be the batch: their first dims differ."""
-    found: list[Leaf] = []
-    for number, argument in enumerate(step.args):
-        arrays = [leaf for leaf in jax.tree.leaves(argument) if is_array(leaf)]
-        named = options.batch_argnums is not None and number in options.batch_argnums
-        lengths = {tuple(array.shape[:1]) for array in arrays}
-        if number not in options.static_argnums and not named and len(lengths) > 2:
-            found += [Leaf("", abstract_leaf(array), "state") for array in arrays]
-    return found
+def check_arguments_fit(args: Sequence[Any], cluster: ClusterSpec, options: Options) -> None:
+    """Raise InfeasibleError if arguments that cannot be the batch take more memory than there is:
+    those whose arrays differ in their first dims."""
+    found: list[jax.ShapeDtypeStruct] = []
+    for number, argument in enumerate(args):
+        if number in options.static_argnums or number in (options.batch_argnums or ()):
+            continue
+        arrays = [abstract_leaf(leaf) for leaf in flat_objects(argument)[0] if is_array(leaf)]
+        if len({array.shape[:1] for array in arrays}) > 2:
+            found += arrays
+    _check(found, cluster, options)
 
 
-def _check(state: list[Leaf], cluster: ClusterSpec, options: Options) -> None:
+def _check(state: list[jax.ShapeDtypeStruct], cluster: ClusterSpec, options: Options) -> None:
     has = room(cluster, options)
     needed = _per_device(state, has.num_devices, options)
     limit = has.total / has.num_devices
@@ -82,7 +87,7 @@ def _check(state: list[Leaf], cluster: ClusterSpec, options: Options) -> None:
 
 
 def _remedies(
-    state: list[Leaf], cluster: ClusterSpec, options: Options, limit: float
+    state: list[jax.ShapeDtypeStruct], cluster: ClusterSpec, options: Options, limit: float
 ) -> Iterator[str]:
     """Yield what would hold the state, with the bytes per device that it would then take."""
     count = cluster.num_devices
@@ -102,26 +107,26 @@ def _remedies(
         yield f"use devices with at least {needed:,.0f} bytes: that much of the state is not cut"
 
 
-def _bytes(leaf: Leaf) -> float:
-    return float(math.prod(leaf.aval.shape) * getattr(leaf.aval.dtype, "itemsize", 8))
+def _bytes(array: jax.ShapeDtypeStruct) -> float:
+    return float(math.prod(array.shape) * getattr(array.dtype, "itemsize", 8))
 
 
-def _narrowed(leaf: Leaf) -> float:
+def _narrowed(array: jax.ShapeDtypeStruct) -> float:
     """Return the bytes of an array with its floats in bfloat16."""
-    kind = getattr(leaf.aval.dtype, "kind", "")
-    width = min(_NARROW, leaf.aval.dtype.itemsize) if kind == "f" else None
-    return _bytes(leaf) if width is None else float(math.prod(leaf.aval.shape) * width)
+    kind = getattr(array.dtype, "kind", "")
+    width = min(_NARROW, array.dtype.itemsize) if kind == "f" else None
+    return _bytes(array) if width is None else float(math.prod(array.shape) * width)
 
 
-def _size(state: list[Leaf]) -> float:
+def _size(state: list[jax.ShapeDtypeStruct]) -> float:
     return sum(map(_bytes, state))
 
 
 def _per_device(
-    state: list[Leaf],
+    state: list[jax.ShapeDtypeStruct],
     num_devices: int,
     options: Options,
-    size_of: Callable[[Leaf], float] = _bytes,
+    size_of: Callable[[jax.ShapeDtypeStruct], float] = _bytes,
 ) -> float:
     """Return the least bytes of state per device.
 
@@ -129,7 +134,7 @@ def _per_device(
     """
     if options.num_stages != 1:
         return sum(map(size_of, state)) / num_devices
-    return sum(size_of(leaf) / most_parts(tuple(leaf.aval.shape), num_devices) for leaf in state)
+    return sum(size_of(array) / most_parts(tuple(array.shape), num_devices) for array in state)
 
 
 @functools.lru_cache(maxsize=1 << 14)

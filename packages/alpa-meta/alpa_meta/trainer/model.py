@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from attrs import field, frozen
 from attrs.validators import ge, in_
+
+from alpa_meta.extras import named
+
+try:
+    import flax.linen as nn
+    import optax  # noqa: F401  (the optimiser's, in `trainer.step`)
+except ModuleNotFoundError as error:
+    raise named(error, "alpa_meta.trainer") from None
 
 DTYPES = ("float32", "bfloat16")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,18 @@ from rich.console import Console
 import alpa_meta as alpa
 from alpa_interchange import ClusterSpec, save
 from alpa_interchange.plan import ParallelPlan
+from alpa_meta.corpus.model import shapes_from_key
 from alpa_meta.errors import PlanError
+from alpa_meta.options import Options
 from alpa_meta.own_step import Runnable, corpus_model, load_step
+from alpa_meta.planning.memory_floor import check_arguments_fit
 from alpa_meta.report.cluster import cluster_table
-from alpa_meta.report.plan_figure import draw_plan
 from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress
-from alpa_meta.trainer.settings import TrainSettings
-from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
 from cost_model import cluster as named_cluster
+
+if TYPE_CHECKING:  # brings flax and optax, which other programs may not need
+    from alpa_meta.trainer.settings import TrainSettings
 
 
 @frozen(kw_only=True)
@@ -43,12 +46,13 @@ class Parallelism:
 
 @frozen(kw_only=True)
 class PlanRequest:
-    """What the user asked `alpa plan` for.
+    """What the user asked `alpa plan` for: one of three programs.
 
-    `model` is one of the corpus, as name or name:size; `step` a program, as module:function.
+    `settings` are of the bundled GPT, `model` is one of the corpus, as name or name:size; `step` a
+    program, as module:function.
     """
 
-    settings: TrainSettings = TrainSettings()
+    settings: TrainSettings | None = None
     model: str | None = None
     step: str | None = None
     cluster: str = "host:8"
@@ -72,6 +76,15 @@ def parallel_step(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Any:
     """Return `step` parallelised as asked for, not planned yet."""
+    options = _options(parallelism, plan, progress)
+    return alpa.parallelize(step, cluster=cluster, options=options)
+
+
+def _options(
+    parallelism: Parallelism,
+    plan: ParallelPlan | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Options:
     chosen: dict[str, Any] = {
         "num_stages": parallelism.num_stages,
         "num_microbatches": parallelism.num_microbatches,
@@ -82,12 +95,9 @@ def parallel_step(
         "trace": "ready",
     }
     try:
-        options = alpa.Options(
-            **{name: value for name, value in chosen.items() if value is not None}
-        )
+        return Options(**{name: value for name, value in chosen.items() if value is not None})
     except (TypeError, ValueError) as error:
         raise PlanError(str(error)) from None
-    return alpa.parallelize(step, cluster=cluster, options=options)
 
 
 def make_plan(
@@ -97,6 +107,7 @@ def make_plan(
     cluster = find_cluster(request.cluster)
     step, state, batch = _program(request)
     console.print(cluster_table(cluster))
+    check_arguments_fit((state,), cluster, _options(request.parallelism))
     with stages_progress(console) as progress:
         parallel = parallel_step(step, cluster, request.parallelism, progress=progress)
         plan: ParallelPlan = parallel.plan_for(state, batch)
@@ -105,6 +116,8 @@ def make_plan(
         save(plan, out)
         console.print(f"wrote {out}")
     if picture is not None:
+        from alpa_meta.report.plan_figure import draw_plan
+
         draw_plan(picture, plan)
         console.print(f"wrote {picture}")
     return plan
@@ -119,10 +132,12 @@ def _program(request: PlanRequest) -> tuple[Callable[..., Any], Any, Any]:
         else:
             program = corpus_model(request.model or "", "--model")
         return program.train_step, program.state, program.batch
-    settings = request.settings
+    from alpa_meta.trainer.settings import TrainSettings
+    from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
+
+    settings = request.settings or TrainSettings()
     make_state = make_state_maker(settings.model, make_optimiser(settings.optimiser))
-    state = jax.eval_shape(make_state, jax.random.key(0))
-    return train_step, state, batch_shapes(settings)
+    return train_step, shapes_from_key(make_state), batch_shapes(settings)
 
 
 def batch_shapes(settings: TrainSettings) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,11 +1,12 @@
 import jax
 import numpy as np
 
-from alpa_meta.trainer import GptOptions, OptimiserOptions, TrainSettings, make_state_maker
 from alpa_meta.trainer.checkpoint import read_checkpoint, restore_state, save_checkpoint
 from alpa_meta.trainer.comparison import compare_with_one_device, difference
 from alpa_meta.trainer.loop import OneDeviceStep, batch_of, run_steps
-from alpa_meta.trainer.step import make_optimiser
+from alpa_meta.trainer.model import GptOptions
+from alpa_meta.trainer.settings import TrainSettings
+from alpa_meta.trainer.step import OptimiserOptions, make_optimiser, make_state_maker
 
 SETTINGS = TrainSettings(
     model=GptOptions(num_layers=1, hidden=16, num_heads=2, context=16),
