@@ -8,6 +8,7 @@ starts as a sum (in the first microbatch).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -32,7 +33,6 @@ from alpa_meta.microbatch.placement import (
     split,
 )
 from alpa_meta.operators.regions import bodies, fold, is_region
-from alpa_meta.step.trace import inline
 
 Atom = Var | Literal
 
@@ -68,8 +68,15 @@ def read(atom: Atom, known: Mapping[Var, Placement]) -> Placement:
 
 def run_of(eqn: JaxprEqn, operands: Sequence[Placement], num_microbatches: int) -> Run:
     """Return how an equation runs on operands of these placements; MixedError if it cannot."""
-    if is_region(eqn) and all(operand.kind == "replicated" for operand in operands):
+    if not is_region(eqn):
+        return Run(operator_reading(eqn, operands, num_microbatches))
+    if all(operand.kind == "replicated" for operand in operands):
         return Run(Reading(tuple(operands), (REPLICATED,) * len(eqn.outvars)))
+    return _region(eqn, tuple(operands), num_microbatches)
+
+
+@functools.lru_cache(maxsize=1 << 10)  # every trip on which a loop settles asks for those inside
+def _region(eqn: JaxprEqn, operands: tuple[Placement, ...], num_microbatches: int) -> Run:
     given = eqn, operands, num_microbatches
     return fold(
         eqn,
@@ -77,7 +84,6 @@ def run_of(eqn: JaxprEqn, operands: Sequence[Placement], num_microbatches: int) 
         loop=lambda: _while(*given),
         branches=lambda: _cond(*given),
         remat=lambda: _remat(*given),
-        operator=lambda: Run(operator_reading(*given)),
     )
 
 
@@ -88,8 +94,7 @@ def _remat(eqn: JaxprEqn, operands: Sequence[Placement], num_microbatches: int) 
 
 
 def _follow(body: ClosedJaxpr, inputs: Sequence[Placement], num_microbatches: int) -> Flow:
-    flat = inline(body)
-    jaxpr = open_jaxpr(flat)
+    jaxpr = open_jaxpr(body)
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     runs = []
     for eqn in jaxpr.eqns:
@@ -101,7 +106,7 @@ def _follow(body: ClosedJaxpr, inputs: Sequence[Placement], num_microbatches: in
             if not is_drop(var)
         )
     outputs = tuple(read(atom, known) for atom in jaxpr.outvars)
-    return Flow(flat, tuple(inputs), tuple(runs), outputs)
+    return Flow(body, tuple(inputs), tuple(runs), outputs)
 
 
 def _joined(eqn: JaxprEqn, placements: Sequence[Placement]) -> Placement:
