@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 
 from alpa_interchange import ClusterSpec, ParallelPlan, PipelineSchedule
 from alpa_interchange.plan_text import one_line
+from alpa_meta.compat import trace_settings
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
 from alpa_meta.execution.executable import Executable
@@ -108,7 +109,7 @@ class ParallelStep:
         self._cache: dict[Any, tuple[Step, Lowered, PureCall]] = {}
         self._buckets = Buckets(options)
         self._latest: Any = None
-        self._direct: dict[tuple[Any, Any], tuple[Any, DirectCall]] = {}
+        self._direct: dict[tuple[Any, ...], tuple[Any, DirectCall]] = {}
 
     def __repr__(self) -> str:
         if self._latest is None:
@@ -239,9 +240,10 @@ class ParallelStep:
     def _run_direct(self, args: Sequence[Any], key: Any) -> Any:
         """Return the pure result of a call like an earlier one, NOT_DIRECT if it is not."""
         leaves, tree = jax.tree.flatten(args)
-        if (tree, key) not in self._direct:
+        like = tree, key, trace_settings()
+        if like not in self._direct:
             return NOT_DIRECT
-        latest, direct = self._direct[tree, key]
+        latest, direct = self._direct[like]
         result = direct(leaves)
         if result is not NOT_DIRECT:
             self._latest = latest
@@ -255,7 +257,7 @@ class ParallelStep:
         leaves, tree = jax.tree.flatten(call.args)
         made = direct_call(step, executable, leaves)
         if made is not None:
-            self._direct[tree, call.key] = (self._latest, made)
+            self._direct[tree, call.key, trace_settings()] = (self._latest, made)
         return _rebuild(step, results)
 
     def init(self, make: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
@@ -402,7 +404,7 @@ class ParallelStep:
             tuple(None if k in static_argnums else arg for k, arg in enumerate(call.args))
         )
         static = tuple(call.args[k] for k in static_argnums if k < len(call.args))
-        return tree, tuple(map(_leaf_key, leaves)), static, call.key
+        return tree, tuple(map(_leaf_key, leaves)), static, call.key, trace_settings()
 
 
 def _leaf_key(leaf: Any) -> Any:

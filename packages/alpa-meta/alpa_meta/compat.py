@@ -30,7 +30,18 @@ _DropVar = getattr(jex, "DropVar", None)
 
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _MOST_FRAMES = 100
+_TRACE_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+)
 _EMPTY_MESH = jax.sharding.Mesh(np.empty((), dtype=object), ())
+
+
+def trace_settings() -> tuple[object, ...]:
+    """Return jax' settings, here and now, that a traced program depends on."""
+    return tuple(getattr(jax.config, name, None) for name in _TRACE_SETTINGS)
 
 
 def is_drop(var: Any) -> bool:

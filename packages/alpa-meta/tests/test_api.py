@@ -31,6 +31,17 @@ def test_arrays_and_their_shapes_give_one_plan(parallel):
     assert parallel.schedule is parallel.plan.schedule
 
 
+def test_a_step_is_traced_again_under_another_precision_of_products():
+    parallel = alpa.parallelize(step, cluster="host:2", num_stages=1)
+    usual = parallel.lower(WEIGHT, BATCH)
+    with jax.default_matmul_precision("highest"):
+        highest = parallel.lower(WEIGHT, BATCH)
+        assert parallel.lower(WEIGHT, BATCH) is highest
+    assert parallel.lower(WEIGHT, BATCH) is usual
+    assert "HIGHEST" in str(highest.planned.program.jaxpr)
+    assert "HIGHEST" not in str(usual.planned.program.jaxpr)
+
+
 def test_lowering_compiles_once(parallel):
     assert parallel.lower(WEIGHT, BATCH).compile() is parallel.lower(WEIGHT, BATCH).compile()
 

@@ -30,7 +30,7 @@ import jax
 from attrs import evolve, fields
 
 from alpa_interchange import ClusterSpec, ParallelPlan, ShardingRule, to_json
-from alpa_meta.compat import Jaxpr, JaxprEqn, open_jaxpr
+from alpa_meta.compat import Jaxpr, JaxprEqn, open_jaxpr, trace_settings
 from alpa_meta.operators import operator_of, sharding_rule
 from alpa_meta.operators.regions import bodies, is_region
 from alpa_meta.options import Options
@@ -111,7 +111,7 @@ def plan_key(step: Step, cluster: ClusterSpec, options: Options) -> str:
         },
         "versions": provenance(),
         "sources": _sources_hash(),
-        "precision": str(getattr(jax.config, "jax_default_matmul_precision", None)),
+        "settings": [str(setting) for setting in trace_settings()],
         "backend": jax.default_backend(),  # whose lowering `executor_choice` asks
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
