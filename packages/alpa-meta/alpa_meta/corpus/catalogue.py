@@ -9,6 +9,11 @@ from typing import Any
 from alpa_meta.corpus.model import SIZES, CorpusModel
 from alpa_meta.extras import named
 
+
+def _with(module: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    return module, options
+
+
 _MODULES: MappingProxyType[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
         "convnet": ("convnet", {}),
@@ -17,14 +22,14 @@ _MODULES: MappingProxyType[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         "dropout-mlp": ("dropout_mlp", {}),
         "equinox-mlp": ("equinox_mlp", {}),
         "gpt": ("gpt", {}),
-        "gpt-remat": ("gpt_stacked", {"scan": False, "remat": True}),
-        "gpt-scan": ("gpt_stacked", {"scan": True, "remat": True}),
-        "gpt-tied": ("gpt_stacked", {"scan": False, "remat": False}),
+        "gpt-remat": _with("gpt_stacked", scan=False, remat=True),
+        "gpt-scan": _with("gpt_stacked", scan=True, remat=True),
+        "gpt-tied": _with("gpt_stacked", scan=False, remat=False),
         "llama": ("llama", {}),
-        "mamba": ("mamba", {"scan": "associative"}),
-        "mamba-sequential": ("mamba", {"scan": "sequential"}),
-        "moe-einsum": ("moe", {"dispatch": "einsum"}),
-        "moe-sort": ("moe", {"dispatch": "sort"}),
+        "mamba": _with("mamba", scan="associative"),
+        "mamba-sequential": _with("mamba", scan="sequential"),
+        "moe-einsum": _with("moe", sorts=False),
+        "moe-sort": _with("moe", sorts=True),
         "t5": ("t5", {}),
         "unet": ("unet", {}),
         "vit": ("vit", {}),

@@ -1,14 +1,13 @@
 """A mixture-of-experts transformer block in plain JAX, top-2 routing, two ways to dispatch.
 
-`dispatch="einsum"`: GShard's one-hot dispatch and combine tensors with a capacity per expert
-(dropped tokens pass through). `dispatch="sort"`: tokens sorted by expert and scattered into the
+`sorts=False`: GShard's one-hot dispatch and combine tensors with a capacity per expert
+(dropped tokens pass through). `sorts=True`: tokens sorted by expert and scattered into the
 experts' slots, no one-hot tensor. Both add the load-balancing loss of GShard (section 2.2).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +72,10 @@ SHAPES = {
 }
 
 
-def build(size: str = "tiny", *, dispatch: Literal["einsum", "sort"] = "einsum") -> CorpusModel:
+def build(size: str = "tiny", *, sorts: bool = False) -> CorpusModel:
     """Return the mixture-of-experts model of `size` (the large one has Mixtral 8x7B's widths)."""
     shape = SHAPES[size]
-    experts = _experts_by_einsum if dispatch == "einsum" else _experts_by_sort
+    experts = _experts_by_sort if sorts else _experts_by_einsum
 
     def loss(params: Tree, batch: Tree) -> jax.Array:
         x = params["embed"][batch["tokens"]]
@@ -91,7 +90,7 @@ def build(size: str = "tiny", *, dispatch: Literal["einsum", "sort"] = "einsum")
         return next_token_loss(logits, batch["labels"]) + 0.01 * balance
 
     return deterministic_model(
-        name=f"moe-{dispatch}",
+        name="moe-sort" if sorts else "moe-einsum",
         size=size,
         init=lambda key: _init(key, shape),
         loss=loss,

@@ -39,8 +39,8 @@ from alpa_meta.microbatch.placement import REPLICATED, Placement, Reading
 from alpa_meta.operators import LocalCall, operator_of, operator_signature, sharding_rule
 from alpa_meta.operators.operator import run_unchanged
 from alpa_meta.operators.regions import fold, with_bodies
+from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.passes.added_equations import jaxpr_of
-from alpa_meta.passes.replacement import instantiated
 from alpa_meta.step.trace import inline
 
 AXIS = "microbatch"

@@ -33,6 +33,8 @@ _SCATTER_REDUCTIONS = {
     "scatter-max": "max",
     "scatter_max": "max",
 }
+SCATTERS = (*_SCATTER_REDUCTIONS, "scatter", "scatter-mul", "scatter_mul")
+"""The primitives that write or add elements at computed places."""
 
 
 def _gather_rule(eqn: JaxprEqn) -> ShardingRule:
@@ -376,6 +378,4 @@ OPERATORS = {
         flops=nothing,
         bytes=operand_bytes(1, 2),
     ),
-} | {
-    name: _scatter(name) for name in (*_SCATTER_REDUCTIONS, "scatter", "scatter-mul", "scatter_mul")
-}
+} | {name: _scatter(name) for name in SCATTERS}

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from alpa_meta.compat import Atom, JaxprEqn, dtype_of, open_jaxpr, shape_of
-from alpa_meta.passes.replacement import instantiated
+from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.step.trace import inline
 
 

@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from alpa_meta.compat import ClosedJaxpr, JaxprEqn, with_eqns
 from alpa_meta.operators.regions import bodies, is_while
-from alpa_meta.passes.replacement import replacement
+from alpa_meta.operators.rewrites.replacement import replacement
 
 
 def with_one_condition(program: ClosedJaxpr) -> ClosedJaxpr:

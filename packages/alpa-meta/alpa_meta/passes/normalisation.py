@@ -8,45 +8,40 @@ constants  values of the microbatches that do not depend on the batch (a key spl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from attrs import evolve
+
 from alpa_meta.compat import Atom, ClosedJaxpr, Literal, Var, consts, is_drop, open_jaxpr
-from alpa_meta.microbatch.placement import REPLICATED, Placement
+from alpa_meta.microbatch.placement import REPLICATED
+from alpa_meta.passes.flat_program import FlatProgram
 from alpa_meta.passes.live import live_eqns
 from alpa_meta.step.phases import gradient_marker
 
 
-def without_markers(closed: ClosedJaxpr, phases: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-    """Return the program and its phases without gradient markers."""
-    jaxpr = open_jaxpr(closed)
+def without_markers(program: FlatProgram) -> FlatProgram:
+    """Return the program without gradient markers."""
+    jaxpr = open_jaxpr(program.closed)
     renamed: dict[Var, Any] = {}
 
     def read(atom: Atom) -> Any:
         return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
 
     eqns, kept = [], []
-    for eqn, phase in zip(jaxpr.eqns, phases, strict=True):
+    for eqn, phase in zip(jaxpr.eqns, program.phases, strict=True):
         if eqn.primitive is gradient_marker:
             renamed[eqn.outvars[0]] = read(eqn.invars[0])
             continue
         eqns.append(eqn.replace(invars=[read(atom) for atom in eqn.invars]))
         kept.append(phase)
     outvars = [read(atom) for atom in jaxpr.outvars]
-    return ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), consts(closed)), tuple(kept)
+    flat = ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), consts(program.closed))
+    return evolve(program, closed=flat, phases=tuple(kept))
 
 
-def with_constants_in_update(
-    closed: ClosedJaxpr,
-    phases: Sequence[str],
-    placements: Mapping[Var, Placement],
-    also: Iterable[Var] = (),
-) -> tuple[Any, tuple[str, ...]]:
-    """Return the program and its phases with batch-independent values computed in the update.
-
-    `also` are values that are needed beside its results.
-    """
-    jaxpr = open_jaxpr(closed)
+def with_constants_in_update(program: FlatProgram) -> FlatProgram:
+    """Return the program with batch-independent values computed in the update."""
+    jaxpr, phases, placements = open_jaxpr(program.closed), program.phases, program.placements
     producer = {
         var: k
         for k, (eqn, phase) in enumerate(zip(jaxpr.eqns, phases, strict=True))
@@ -73,7 +68,7 @@ def with_constants_in_update(
             read = [a for a in jaxpr.eqns[k].invars if not isinstance(a, Literal)]
             pending += [producer[atom] for atom in read if atom in producer]
     if not copied:
-        return closed, tuple(phases)
+        return program
     fresh: dict[Var, Any] = {}
 
     def again(atom: Atom) -> Any:
@@ -93,15 +88,15 @@ def with_constants_in_update(
                 if not is_drop(var):
                     fresh[var] = copy
     outvars = [again(atom) for atom in jaxpr.outvars]
-    return _live(ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), consts(closed)), kept, also)
+    flat = ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), consts(program.closed))
+    return _live(evolve(program, closed=flat, phases=tuple(kept)))
 
 
-def _live(
-    closed: ClosedJaxpr, phases: Sequence[str], also: Iterable[Var]
-) -> tuple[ClosedJaxpr, tuple[str, ...]]:
-    """Return a program and its phases without the equations that nobody needs."""
-    jaxpr = open_jaxpr(closed)
-    live = {id(eqn) for eqn in live_eqns(jaxpr.eqns, [*jaxpr.outvars, *also])}
-    pairs = [(e, p) for e, p in zip(jaxpr.eqns, phases, strict=True) if id(e) in live]
+def _live(program: FlatProgram) -> FlatProgram:
+    """Return a program without the equations that nobody needs."""
+    jaxpr = open_jaxpr(program.closed)
+    live = {id(eqn) for eqn in live_eqns(jaxpr.eqns, [*jaxpr.outvars, *program.needed])}
+    pairs = [(e, p) for e, p in zip(jaxpr.eqns, program.phases, strict=True) if id(e) in live]
     kept = jaxpr.replace(eqns=[eqn for eqn, _ in pairs])
-    return ClosedJaxpr(kept, consts(closed)), tuple(phase for _, phase in pairs)
+    phases = tuple(phase for _, phase in pairs)
+    return evolve(program, closed=ClosedJaxpr(kept, consts(program.closed)), phases=phases)

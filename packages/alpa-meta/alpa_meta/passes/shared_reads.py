@@ -15,6 +15,7 @@ from itertools import repeat
 from typing import Any
 
 import jax
+from attrs import evolve
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -31,6 +32,7 @@ from alpa_meta.compat import (
 from alpa_meta.microbatch.placement import Placement
 from alpa_meta.operators import is_heavy
 from alpa_meta.operators.regions import is_control_flow, with_bodies
+from alpa_meta.passes.flat_program import FlatProgram
 
 _read_p = Primitive("alpa_read")
 _read_p.def_impl(lambda x: x)
@@ -43,14 +45,13 @@ def is_shared_read(eqn: JaxprEqn) -> bool:
     return eqn.primitive is _read_p
 
 
-def with_shared_reads(
-    closed: ClosedJaxpr, phases: Sequence[str], placements: dict[Var, Placement]
-) -> tuple[Any, tuple[str, ...]]:
-    """Return the program and its phases with shared reads; their placements are added."""
-    jaxpr = open_jaxpr(closed)
-    pairs = list(_shared(jaxpr.eqns, phases, placements))
-    eqns = [eqn for eqn, _ in pairs]
-    return ClosedJaxpr(jaxpr.replace(eqns=eqns), consts(closed)), tuple(p for _, p in pairs)
+def with_shared_reads(program: FlatProgram) -> FlatProgram:
+    """Return the program with shared reads, which have the placements of what they read."""
+    jaxpr, placements = open_jaxpr(program.closed), dict(program.placements)
+    pairs = list(_shared(jaxpr.eqns, program.phases, placements))
+    flat = ClosedJaxpr(jaxpr.replace(eqns=[eqn for eqn, _ in pairs]), consts(program.closed))
+    phases = tuple(phase for _, phase in pairs)
+    return evolve(program, closed=flat, phases=phases, placements=placements)
 
 
 def _shared(

@@ -16,11 +16,8 @@ from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.cut import Cut, Given, Statistics, cut_program
 from alpa_meta.microbatch.example_dims import example_dims
 from alpa_meta.microbatch.placement import REPLICATED, SUM, Placement, split
-from alpa_meta.passes.normalisation import (
-    with_constants_in_update,
-    without_markers,
-)
-from alpa_meta.passes.shared_reads import with_shared_reads
+from alpa_meta.passes.flat_program import FlatProgram
+from alpa_meta.passes.order import rewritten
 from alpa_meta.step.arguments import (
     Arguments,
     abstract,
@@ -327,10 +324,10 @@ def _program(step: Step, num_microbatches: int) -> Program:
         if step.exact:
             return _made(step, closed, phases, placements, num_microbatches, cut.reasons)
         return _averaged(step, num_microbatches, cut.reasons)
-    closed, of_eqn = with_constants_in_update(
-        cut.closed, cut.phases, cut.placements, cut.totals.values()
-    )
-    program = _made(step, closed, evolve(phases, of_eqn=of_eqn), cut.placements, num_microbatches)
+    needed = tuple(cut.totals.values())
+    flat = rewritten(FlatProgram(cut.closed, cut.phases, cut.placements, needed), "cut")
+    phases = evolve(phases, of_eqn=flat.phases)
+    program = _made(step, flat.closed, phases, cut.placements, num_microbatches)
     given = tuple(Leaf(one.name, _given_aval(one, num_microbatches), one.kind) for one in cut.given)
     return evolve(
         program, inputs=(*program.inputs, *given), statistics=cut.statistics, totals=cut.totals
@@ -350,8 +347,8 @@ def _classified(
 ) -> tuple[ClosedJaxpr, Phases, dict[Var, Placement]]:
     placements = example_dims(closed, [split(0) if is_batch else None for is_batch in step._batch])
     phases = classify(open_jaxpr(closed).eqns, placements)
-    closed, kept = without_markers(closed, phases.of_eqn)
-    return closed, evolve(phases, of_eqn=kept), placements
+    flat = rewritten(FlatProgram(closed, phases.of_eqn, placements), "classified")
+    return flat.closed, evolve(phases, of_eqn=flat.phases), placements
 
 
 def _cut(step: Step, num_microbatches: int) -> Cut:
@@ -393,15 +390,14 @@ def _made(
     inexact: tuple[str, ...] = (),
 ) -> Program:
     _, _, _, paths = step.output_tree
-    known = dict(placements)
-    closed, of_eqn = with_shared_reads(closed, phases.of_eqn, known)
+    flat = rewritten(FlatProgram(closed, phases.of_eqn, placements), "planned")
     return Program(
-        closed=closed,
+        closed=flat.closed,
         inputs=step.leaves,
         outputs=paths,
         aliases=step._roles[1],
-        phases=evolve(phases, of_eqn=of_eqn),
-        placements=known,
+        phases=evolve(phases, of_eqn=flat.phases),
+        placements=flat.placements,
         num_microbatches=num_microbatches,
         inexact=inexact,
     )

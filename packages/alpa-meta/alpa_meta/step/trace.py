@@ -34,12 +34,13 @@ from alpa_meta.compat import (
 )
 from alpa_meta.errors import PlanError
 from alpa_meta.operators.regions import called, with_bodies
-from alpa_meta.passes.former_axes import (
+from alpa_meta.operators.rewrites.former_axes import (
     effects_without_axes,
     former_axes,
     of_one_member,
     unbound_axis,
 )
+from alpa_meta.passes.flat_program import FlatProgram
 from alpa_meta.passes.order import rewritten
 
 
@@ -70,7 +71,8 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 
 
 def inline(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """Return `jaxpr` with every call equation replaced by its body, rewritten by all `PASSES`."""
+    """Return `jaxpr` with every call equation replaced by its body, after the `PASSES` of that
+    moment."""
     source = closed(jaxpr)
     inner = open_jaxpr(source)
     constvars, values = list(inner.constvars), consts(source)
@@ -80,7 +82,7 @@ def inline(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     outvars = [atom if isinstance(atom, Literal) else env[atom] for atom in inner.outvars]
     effects = effects_without_axes(inner.effects)
     flat = inner.replace(constvars=constvars, eqns=eqns, outvars=outvars, effects=effects)
-    return rewritten(ClosedJaxpr(flat, values))
+    return rewritten(FlatProgram(ClosedJaxpr(flat, values)), "inlined").closed
 
 
 def _inline_eqns(

@@ -21,8 +21,6 @@ FREE = {
 ALLOWED = {
     "audit/hlo.py": ("while concatenate", "opcodes of compiled programs"),
     "compat.py": ("name", "a parameter that Pallas calls have"),
-    "corpus/catalogue.py": ("scan remat sort", "settings of models"),
-    "corpus/moe.py": ("sort", "a setting of the model"),
     "execution/combiners.py": ("all_gather reduce_scatter", "options of XLA"),
     "inter_op/scan_cutting.py": ("slice", "what an added equation is for"),
     "intra_op/bucketed_traffic.py": ("slice", "a step of a conversion between specs"),
@@ -32,19 +30,6 @@ ALLOWED = {
         "collectives that this package emits, of which no program of a user has any",
     ),
     "trainer/run_folder.py": ("checkpoint", "the name of a folder"),
-    # rewrites of one pattern each, which is made of these operators and no others
-    "passes/former_axes.py": (
-        "psum pmax pmin all_gather all_to_all axis_index ppermute reduce_scatter",
-        "collectives over axes of a former pmap",
-    ),
-    "passes/lookups.py": (
-        "convert_element_type copy copy_p select_n reshape squeeze expand_dims broadcast_in_dim "
-        "gather scatter concatenate lt iota",
-        "index columns that count their own places",
-    ),
-    "passes/mapped_reductions.py": ("psum pmax pmin", "collectives of jax.vmap"),
-    "passes/shifts.py": ("pad split slice concatenate", "cuts that are joined again"),
-    "passes/whole_slices.py": ("gather scatter", "indices of dims taken whole"),
 }
 
 

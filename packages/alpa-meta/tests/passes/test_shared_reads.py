@@ -9,6 +9,7 @@ from jax import lax
 
 from alpa_meta.compat import Literal, open_jaxpr, subjaxprs
 from alpa_meta.microbatch.placement import split
+from alpa_meta.passes.flat_program import FlatProgram
 from alpa_meta.passes.shared_reads import is_shared_read, with_shared_reads
 from alpa_meta.step.program import Step
 from alpa_meta.step.trace import inline
@@ -20,9 +21,10 @@ W = jnp.linspace(0.5, 1.5, 16).reshape(4, 4)
 def shared(function, *args, phase=lambda k: "forward"):
     """Return the program of `function` with shared reads, which must compute the same."""
     closed = inline(jax.make_jaxpr(function)(*args))
-    phases = [phase(k) for k in range(len(closed.jaxpr.eqns))]
-    found, kept = with_shared_reads(closed, phases, {})
-    assert len(kept) == len(found.jaxpr.eqns)
+    phases = tuple(phase(k) for k in range(len(closed.jaxpr.eqns)))
+    program = with_shared_reads(FlatProgram(closed, phases))
+    found = program.closed
+    assert len(program.phases) == len(found.jaxpr.eqns)
     results = jax.jit(jax.extend.core.jaxpr_as_fun(found))(*jax.tree.leaves(args))
     for one, other in zip(results, jax.tree.leaves(jax.jit(function)(*args)), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -19,7 +19,7 @@ from jax import lax
 
 from alpa_meta.compat import JaxprEqn, Literal, Var
 from alpa_meta.errors import PlanError
-from alpa_meta.passes.replacement import replacement
+from alpa_meta.operators.rewrites.replacement import replacement
 
 _UNBOUND = re.compile(r"unbound axis name: ([^.\s]+)")
 

@@ -10,7 +10,7 @@ that the dim would be gathered in between; of the merged operator only the edges
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,18 +19,9 @@ import numpy as np
 from attrs import frozen
 from jax import lax
 
-from alpa_meta.compat import (
-    Atom,
-    ClosedJaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    dtype_of,
-    is_drop,
-    shape_of,
-    with_eqns,
-)
-from alpa_meta.passes.replacement import replacement
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, shape_of
+from alpa_meta.operators.rewrites.replacement import replacement
+from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite
 
 _MOST_PARTS = 3
 
@@ -39,73 +30,71 @@ _MOST_PARTS = 3
 class _Cut:
     """A value that is `source` without (before, after) elements at the ends of each dim."""
 
-    source: Any
+    source: Var
     ends: tuple[tuple[int, int], ...]
 
 
-def with_merged_shifts(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Return the program with cuts merged into the operators that restore the size of a dim."""
-    cuts: dict[Atom, _Cut] = {}
-    found: list[JaxprEqn] = []
-    for eqn in program.jaxpr.eqns:
-        _note(eqn, cuts)
-        name = eqn.primitive.name
-        if name == "pad" and eqn.invars[0] in cuts:
-            eqn = _merged_pad(eqn, cuts[eqn.invars[0]])
-        elif name == "concatenate" and _is_shift(eqn, cuts):
-            found += _merged_join(eqn, cuts)
-            continue
-        found.append(eqn)
-    return with_eqns(program, found)
+def _merged(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
+    """Return a pad or join merged with the cuts of what it restores the size of."""
+    cuts = {
+        atom: cut
+        for atom in eqn.invars
+        if not isinstance(atom, Literal) and (cut := _cut(atom, origins)) is not None
+    }
+    if eqn.primitive.name == "pad":
+        padded = eqn.invars[0]
+        return _merged_pad(eqn, cuts[padded]) if padded in cuts else None
+    return _merged_join(eqn, cuts) if _is_shift(eqn, cuts) else None
 
 
-def _note(eqn: JaxprEqn, cuts: dict[Atom, _Cut]) -> None:
-    """Note the results of `eqn` that are cut out of its operand."""
+def _cut(var: Var, origins: Origins) -> _Cut | None:
+    """Return what a value is cut out of, None if it is no cut."""
+    found: _Cut | None = None
+    while (eqn := origins.eqn(var)) is not None:
+        ends = None if 0 in shape_of(var) else _cut_ends(eqn, var)
+        source = eqn.invars[0] if ends is not None else None
+        if ends is None or not isinstance(source, Var):
+            break
+        if found is not None:
+            ends = [(a + c, b + d) for (a, b), (c, d) in zip(ends, found.ends, strict=True)]
+        found = _Cut(source, tuple(ends))
+        var = source
+    return found
+
+
+def _cut_ends(eqn: JaxprEqn, result: Var) -> list[tuple[int, int]] | None:
+    """Return how many elements of each dim of its operand an equation leaves out before and after
+    `result`, None if it does more than that."""
     name, params = eqn.primitive.name, eqn.params
-    if name not in ("slice", "split", "pad") or isinstance(eqn.invars[0], Literal):
-        return
-    source = eqn.invars[0]
-    shape = shape_of(source)
     if name == "split":
-        place = 0
-        for var, size in zip(eqn.outvars, map(int, params["sizes"]), strict=True):
-            ends = [(0, 0)] * len(shape)
-            ends[params["axis"]] = (place, shape[params["axis"]] - place - size)
-            _add(var, source, ends, cuts)
-            place += size
-    elif name == "pad":
-        if all(max(amount) <= 0 and amount[2] == 0 for amount in params["padding_config"]):
-            ends = [(-int(low), -int(high)) for low, high, _ in params["padding_config"]]
-            _add(eqn.outvars[0], source, ends, cuts)
-    elif all(stride == 1 for stride in params["strides"] or ()):
+        axis, sizes = params["axis"], [int(size) for size in params["sizes"]]
+        number = eqn.outvars.index(result)
+        before, after = sum(sizes[:number]), sum(sizes[number + 1 :])
+        return [(before, after) if d == axis else (0, 0) for d in range(len(shape_of(result)))]
+    if name == "pad":
+        config = params["padding_config"]
+        if all(max(amount) <= 0 and amount[2] == 0 for amount in config):
+            return [(-int(low), -int(high)) for low, high, _ in config]
+    if name == "slice" and all(stride == 1 for stride in params["strides"] or ()):
+        shape = shape_of(eqn.invars[0])
         limits = zip(shape, params["start_indices"], params["limit_indices"], strict=True)
-        ends = [(int(start), int(size - stop)) for size, start, stop in limits]
-        _add(eqn.outvars[0], source, ends, cuts)
+        return [(int(start), int(size - stop)) for size, start, stop in limits]
+    return None
 
 
-def _add(var: Var, source: Any, ends: Sequence[tuple[int, int]], cuts: dict[Atom, _Cut]) -> None:
-    if is_drop(var) or 0 in shape_of(var):
-        return
-    if source in cuts:
-        inner = cuts[source]
-        ends = [(a + c, b + d) for (a, b), (c, d) in zip(inner.ends, ends, strict=True)]
-        source = inner.source
-    cuts[var] = _Cut(source, tuple(ends))
-
-
-def _merged_pad(eqn: JaxprEqn, cut: _Cut) -> Any:
+def _merged_pad(eqn: JaxprEqn, cut: _Cut) -> list[JaxprEqn] | None:
     """Return the pad of a cut as a pad of what was cut, if that restores the size."""
     if shape_of(eqn.outvars[0]) != shape_of(cut.source):
-        return eqn
+        return None
     config = []
     for (low, high, between), (before, after) in zip(
         eqn.params["padding_config"], cut.ends, strict=True
     ):
         if (before and low > 0) or (after and high > 0) or between:
-            return eqn
+            return None
         config.append((int(low) - before, int(high) - after, 0))
     params = {**eqn.params, "padding_config": tuple(config)}
-    return eqn.replace(invars=[cut.source, eqn.invars[1]], params=params)
+    return [eqn.replace(invars=[cut.source, eqn.invars[1]], params=params)]
 
 
 def _is_shift(eqn: JaxprEqn, cuts: Mapping[Atom, _Cut]) -> bool:
@@ -156,3 +145,6 @@ def _merged_join(eqn: JaxprEqn, cuts: Mapping[Atom, _Cut]) -> list[JaxprEqn]:
         return result
 
     return replacement(joined, sources, eqn.outvars, eqn)
+
+
+MERGED_SHIFTS = Rewrite(frozenset({"pad", "concatenate"}), _merged)

@@ -11,15 +11,14 @@ and the same for every scatter, a gather's gradient among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from attrs import frozen
 
-from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, shape_of, with_eqns
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, shape_of
+from alpa_meta.operators.indexing import SCATTERS
+from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite
 
 _GATHER = ("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
 _SCATTER = (
@@ -31,47 +30,16 @@ _SAME_DIMS = ("convert_element_type", "copy", "copy_p", "select_n")
 _UNIT_DIMS = ("reshape", "squeeze", "expand_dims")
 
 
-@frozen(eq=False)
-class _Origins:
-    """Where values come from: {variable: its equation}, {variable: the constant closed over}."""
-
-    eqns: Mapping[Var, Any]
-    constants: Mapping[Var, Any]
-
-    def eqn(self, atom: Atom) -> JaxprEqn | None:
-        return None if isinstance(atom, Literal) else self.eqns.get(atom)
-
-    def constant(self, atom: Atom) -> Any | None:
-        """Return the array that `atom` is, if it is closed over and can be read here."""
-        value = None if isinstance(atom, Literal) else self.constants.get(atom)
-        return None if isinstance(value, jax.Array) and not value.is_fully_addressable else value
-
-
-def with_batched_lookups(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Return the program with what is indexed by its own place turned into batching dims."""
-    eqns = program.jaxpr.eqns
-    names = [eqn.primitive.name for eqn in eqns]
-    lookups = {k for k, name in enumerate(names) if name == "gather" or name.startswith("scatter")}
-    if not lookups:
-        return program
-    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    origins = _Origins({var: eqn for eqn in eqns for var in eqn.outvars}, constants)
-    found: list[JaxprEqn] = []
-    for k, eqn in enumerate(eqns):
-        found += _batched(eqn, origins) if k in lookups else [eqn]
-    return with_eqns(program, found)
-
-
-def _batched(eqn: JaxprEqn, origins: _Origins) -> list[JaxprEqn]:
+def _batched(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
     """Return a gather or scatter without the index columns that are places, and its indices."""
     operand, indices = eqn.invars[:2]
     numbers, join = eqn.params["dimension_numbers"], origins.eqn(indices)
     indexed, left_out, batching = _GATHER if eqn.primitive.name == "gather" else _SCATTER
     dims, vector_dim = getattr(numbers, indexed), len(shape_of(indices)) - 1
     if join is None or join.primitive.name != "concatenate":
-        return [eqn]
+        return None
     if join.params["dimension"] != vector_dim or len(join.invars) != len(dims):
-        return [eqn]
+        return None
     pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, batching), strict=True))
     kept = []
     for dim, column in zip(dims, join.invars, strict=True):
@@ -89,7 +57,7 @@ def _batched(eqn: JaxprEqn, origins: _Origins) -> list[JaxprEqn]:
         del pairs[dims[-1]]
         kept = [(dims[-1], join.invars[-1])]
     if len(kept) == len(dims):
-        return [eqn]
+        return None
     operand_dims, index_dims = zip(*sorted(pairs.items()), strict=True)
     replaced = {
         indexed: tuple(dim for dim, _ in kept),
@@ -111,7 +79,7 @@ def _batched(eqn: JaxprEqn, origins: _Origins) -> list[JaxprEqn]:
     return [*added, eqn.replace(invars=[operand, *columns, *eqn.invars[2:]], params=params)]
 
 
-def _place_dim(atom: Atom, origins: _Origins) -> int | None:
+def _place_dim(atom: Atom, origins: Origins) -> int | None:
     """Return the dim along which each element of a value is its own place, if one is found."""
     path: list[Any] = []
     while (source := _carried(origins.eqn(atom), origins)) is not None:
@@ -125,7 +93,7 @@ def _place_dim(atom: Atom, origins: _Origins) -> int | None:
     return dim
 
 
-def _carried(eqn: JaxprEqn | None, origins: _Origins) -> Any | None:
+def _carried(eqn: JaxprEqn | None, origins: Origins) -> Any | None:
     """Return the operand whose elements an equation hands on, perhaps along other dims."""
     if eqn is None:
         return None
@@ -135,7 +103,7 @@ def _carried(eqn: JaxprEqn | None, origins: _Origins) -> Any | None:
     return eqn.invars[0] if name in (*_SAME_DIMS, *_UNIT_DIMS, "broadcast_in_dim") else None
 
 
-def _keeps_first(eqn: JaxprEqn, origins: _Origins) -> bool:
+def _keeps_first(eqn: JaxprEqn, origins: Origins) -> bool:
     """Return whether a selection is of the first case only, provided that is nowhere negative.
 
     So are indices from the end of a dim brought inside: select_n(i < 0, i, i + size).
@@ -151,7 +119,7 @@ def _keeps_first(eqn: JaxprEqn, origins: _Origins) -> bool:
     return isinstance(zero, Literal) and bool(np.all(zero.val == 0))
 
 
-def _counted_dim(atom: Atom, origins: _Origins) -> int | None:
+def _counted_dim(atom: Atom, origins: Origins) -> int | None:
     """Return the dim along which an iota or an equal constant counts; None for other values."""
     eqn, value = origins.eqn(atom), origins.constant(atom)
     if eqn is not None and eqn.primitive.name == "iota":
@@ -188,3 +156,6 @@ def _carried_dim(eqn: JaxprEqn, dim: int) -> int | None:
     if dim not in before or [source[d] for d in before] != [target[d] for d in after]:
         return None
     return after[before.index(dim)]
+
+
+BATCHED_LOOKUPS = Rewrite(frozenset({"gather", *SCATTERS}), _batched)

@@ -1,0 +1,21 @@
+"""Patterns of operators that programs write, and the operators they are equal to.
+
+A file per pattern, registered with the primitives at which it ends. `alpa_meta.passes` applies
+them, in an order of its own, and knows no primitive. `former_axes` is no pattern: it says what
+collectives over an axis of one member are, which inlining leaves out.
+"""
+
+from alpa_meta.operators.rewrites.lookups import BATCHED_LOOKUPS
+from alpa_meta.operators.rewrites.mapped_reductions import MAPPED_REDUCTIONS
+from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite
+from alpa_meta.operators.rewrites.shifts import MERGED_SHIFTS
+from alpa_meta.operators.rewrites.whole_slices import WHOLE_SLICES
+
+__all__ = [
+    "BATCHED_LOOKUPS",
+    "MAPPED_REDUCTIONS",
+    "MERGED_SHIFTS",
+    "WHOLE_SLICES",
+    "Origins",
+    "Rewrite",
+]

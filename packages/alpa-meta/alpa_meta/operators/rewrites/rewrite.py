@@ -1,0 +1,40 @@
+"""What a rewrite is: a pattern of operators, known by the one at which it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from attrs import frozen
+
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var
+
+
+@frozen(eq=False)
+class Origins:
+    """Where values come from: {variable: its equation}, {variable: the constant closed over}."""
+
+    eqns: Mapping[Var, JaxprEqn]
+    constants: Mapping[Var, Any]
+
+    def eqn(self, atom: Atom) -> JaxprEqn | None:
+        """Return the equation that `atom` is a result of, if there is one."""
+        return None if isinstance(atom, Literal) else self.eqns.get(atom)
+
+    def constant(self, atom: Atom) -> Any | None:
+        """Return the array that `atom` is, if it is closed over and can be read here."""
+        value = None if isinstance(atom, Literal) else self.constants.get(atom)
+        return None if isinstance(value, jax.Array) and not value.is_fully_addressable else value
+
+
+@frozen
+class Rewrite:
+    """A pattern of operators that ends at one of the primitives `ends`.
+
+    `replaced` returns the equations that compute the results of such an equation instead, None
+    where it ends no such pattern. What only the old ones read becomes dead.
+    """
+
+    ends: frozenset[str]
+    replaced: Callable[[JaxprEqn, Origins], Sequence[JaxprEqn] | None]
