@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +19,8 @@ from alpa_meta.versions import installed_versions
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from alpa_meta.trainer.settings import TrainSettings
 
 WIDTH = 120  # of the output where it is no terminal
 
@@ -95,6 +99,40 @@ OwnProgram = Annotated[
     ),
 ]
 
+SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "layers": Layers,
+        "hidden": Hidden,
+        "heads": Heads,
+        "context": Context,
+        "batch": Batch,
+        "dtype": Dtype,
+    }
+)
+"""The options that say how large the bundled GPT and its batch are."""
+
+_FIELDS = {"layers": "num_layers", "heads": "num_heads"}  # of GptOptions, where named otherwise
+NO_SIZES: Mapping[str, Any] = MappingProxyType({})
+
+
+def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes the options `SIZES` in place of its parameter `sizes`, which gets
+    those that are given, by name."""
+    own = inspect.signature(command, eval_str=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    options = [inspect.Parameter(k, kind, default=None, annotation=o) for k, o in SIZES.items()]
+    parameters: list[inspect.Parameter] = []
+    for one in own.parameters.values():
+        parameters += options if one.name == "sizes" else [one.replace(kind=kind)]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        sizes = _given(**{name: given.pop(name) for name in SIZES})
+        command(sizes=sizes, **given)
+
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
 
 def application(arguments: Sequence[str]) -> typer.Typer:
     """Return the command `alpa`, of what stands elsewhere only what `arguments` run."""
@@ -145,6 +183,7 @@ def alpa(
     """Plans how a JAX training step runs fastest on a cluster, and runs it there."""
 
 
+@with_sizes
 def train(
     cluster: Cluster = "host:8",
     stages: Stages = None,
@@ -168,12 +207,7 @@ def train(
     learning_rate: Annotated[
         float | None, typer.Option(help="Highest learning rate.", show_default="0.01")
     ] = None,
-    layers: Layers = None,
-    hidden: Hidden = None,
-    heads: Heads = None,
-    context: Context = None,
-    batch: Batch = None,
-    dtype: Dtype = None,
+    sizes: Mapping[str, Any] = NO_SIZES,
     seed: Seed = None,
     compare: Annotated[
         int,
@@ -186,35 +220,29 @@ def train(
 
     A program of your own trains on its one batch, or on those that its iterator gives.
     """
+    parallelism = _parallelism(stages, microbatches, schedule, memory)
+    optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps)
+    fixed = {**sizes, **optimiser, **_given(seed=seed)}
     if step is not None:
-        given = _given(layers=layers, hidden=hidden, heads=heads, context=context, batch=batch,
-                       dtype=dtype, seed=seed, resume=resume, schedule_steps=schedule_steps,
-                       learning_rate=learning_rate)  # fmt: skip
-        _train_own(step, given, cluster, _parallelism(stages, microbatches, schedule, memory),
-                   plan, out, steps, compare)  # fmt: skip
+        given = {**fixed, **_given(resume=resume)}
+        _train_own(step, given, cluster, parallelism, plan, out, steps, compare)
         return
     from alpa_meta.trainer.job import TrainRequest, run_training
 
-    model = _given(num_layers=layers, hidden=hidden, num_heads=heads, context=context, dtype=dtype)
-    optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps or steps)
-    other = _given(batch_size=batch, seed=seed)
-    if resume is not None:
-        fixed = {
-            **model,
-            **_given(learning_rate=learning_rate, schedule_steps=schedule_steps),
-            **other,
-        }
-        if fixed:
-            names = ", ".join(sorted(fixed))
-            raise PlanError(
-                f"--resume goes on with the settings of the run, so {names} cannot be given with "
-                "it; leave them out or train anew with --out"
-            )
+    if resume is not None and fixed:
+        raise PlanError(
+            f"--resume goes on with the settings of the run, so {_options(fixed)} cannot be given "
+            "with it; leave them out or train anew with --out"
+        )
     request = TrainRequest(
-        settings=_settings(model, optimiser, other),
+        settings=_settings(
+            sizes,
+            {**_given(schedule_steps=steps), **optimiser},
+            _given(seed=seed),
+        ),
         steps=steps,
         cluster=cluster,
-        parallelism=_parallelism(stages, microbatches, schedule, memory),
+        parallelism=parallelism,
         plan=plan,
         out=out,
         resume=resume,
@@ -225,18 +253,14 @@ def train(
     run_training(request, _console())
 
 
+@with_sizes
 def plan(
     cluster: Cluster = "host:8",
     stages: Stages = None,
     microbatches: Microbatches = None,
     schedule: Schedule = None,
     memory: Memory = None,
-    layers: Layers = None,
-    hidden: Hidden = None,
-    heads: Heads = None,
-    context: Context = None,
-    batch: Batch = None,
-    dtype: Dtype = None,
+    sizes: Mapping[str, Any] = NO_SIZES,
     model: Annotated[
         str | None,
         typer.Option(
@@ -250,18 +274,16 @@ def plan(
     """Plan a training step for any cluster, without executing it and without its devices."""
     from alpa_meta.trainer.planning import PlanRequest, make_plan
 
-    sizes = _given(num_layers=layers, hidden=hidden, num_heads=heads, context=context, dtype=dtype)
-    other = _given(batch_size=batch)
     if model is not None and step is not None:
         raise PlanError("--model and --step both name the program to plan; give one of them")
-    if (model or step) is not None and (sizes or other):
+    if (model or step) is not None and sizes:
         raise PlanError(
             "--model and --step name programs, which have their own sizes; a model of the corpus "
             "has several: name:size"
         )
     own = model is None and step is None
     request = PlanRequest(
-        settings=_settings(sizes, {}, other) if own else None,
+        settings=_settings(sizes, {}, {}) if own else None,
         model=model,
         step=step,
         cluster=cluster,
@@ -307,10 +329,9 @@ def _train_own(
     compare: int,
 ) -> None:
     if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise PlanError(
-            f"{names} is of the bundled GPT and cannot be given with --step; leave it out and set "
-            "it in the program"
+            f"{_options(given)} is of the bundled GPT and cannot be given with --step; leave it "
+            "out and set it in the program"
         )
     _use_devices(cluster)
     from alpa_meta.trainer.own_training import OwnRequest, run_own_training
@@ -327,18 +348,26 @@ def _train_own(
     run_own_training(request, _console())
 
 
+def _options(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in given)
+
+
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _settings(model: dict[str, Any], optimiser: dict[str, Any], other: dict[str, Any]) -> Any:
+def _settings(
+    sizes: Mapping[str, Any], optimiser: Mapping[str, Any], other: Mapping[str, Any]
+) -> TrainSettings:
     from alpa_meta.trainer.model import GptOptions
     from alpa_meta.trainer.settings import TrainSettings
     from alpa_meta.trainer.step import OptimiserOptions
 
+    model = {_FIELDS.get(name, name): size for name, size in sizes.items() if name != "batch"}
+    batch = _given(batch_size=sizes.get("batch"))
     try:
         return TrainSettings(
-            model=GptOptions(**model), optimiser=OptimiserOptions(**optimiser), **other
+            model=GptOptions(**model), optimiser=OptimiserOptions(**optimiser), **batch, **other
         )
     except ValueError as error:  # attrs puts more than the sentence into args
         raise PlanError(str(error.args[0])) from None
