@@ -98,3 +98,20 @@ def test_the_module_is_found_in_the_folder_the_command_runs_in(tmp_path):
     )  # fmt: skip
     assert found.returncode == 2
     assert "module 'listed_programs' has no 'nothing'" in found.stderr
+
+
+REFUSED = """
+import sys
+from alpa_meta.cli import run
+assert run("plan --cluster h100:8 --model llama:small --memory 1GiB".split()) == 2
+slow = {"alpa_meta.planning.planner", "flax", "ilp_sharding", "matplotlib"}
+assert not slow & set(sys.modules), slow & set(sys.modules)
+"""
+
+
+def test_state_that_cannot_fit_is_refused_before_the_planner_is_imported():
+    found = subprocess.run(
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert "the state alone takes" in found.stderr
