@@ -36,7 +36,7 @@ class _Cut:
 
 def _merged(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
     """Return a pad or join merged with the cuts of what it restores the size of."""
-    cuts = {
+    cuts: dict[Atom, _Cut] = {
         atom: cut
         for atom in eqn.invars
         if not isinstance(atom, Literal) and (cut := _cut(atom, origins)) is not None
