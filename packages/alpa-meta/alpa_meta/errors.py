@@ -10,11 +10,17 @@ class PlanError(ValueError):
 
 class InfeasibleError(PlanError):
     """No plan fits the memory; `missing_bytes` is how much each device lacks at least, and
-    `mesh_shape` the mesh of all devices that came closest, if one was tried."""
+    `mesh_shape` and `num_microbatches` the mesh of all devices and the cut of the batch that came
+    closest, if one was tried."""
 
     def __init__(
-        self, message: str, missing_bytes: float, mesh_shape: tuple[int, ...] | None = None
+        self,
+        message: str,
+        missing_bytes: float,
+        mesh_shape: tuple[int, ...] | None = None,
+        num_microbatches: int = 1,
     ) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes
         self.mesh_shape = mesh_shape
+        self.num_microbatches = num_microbatches

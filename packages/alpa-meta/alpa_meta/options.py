@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -14,13 +14,17 @@ from jax.sharding import PartitionSpec
 
 from alpa_interchange import ParallelPlan
 from alpa_interchange.amounts import parse_bytes
+from alpa_interchange.menu import RECOMPUTATIONS
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
-from alpa_meta.inter_op.recomputation import RECOMPUTATIONS, Recomputation
 from mesh_runtime import TRACE_MODES
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many parts are done, how many there are)."""
+
+Recomputation = str | Sequence[str] | Mapping[int, str] | None
+"""What the backward pass computes again: the same for every layer, or of each layer by number;
+None: nothing."""
 
 EXECUTORS = ("auto", "shard_map", "constraint")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "adaptive", "interleaved-1f1b", "zero-bubble-h1")

@@ -25,7 +25,7 @@ class Layering:
     """Equations in program order with their phase and layer, constants cloned where they are read.
 
     `input_layers[k]` are the layers whose forward or backward pass reads input k. What each layer's
-    backward pass computes again is one of `recomputation.RECOMPUTATIONS`.
+    backward pass computes again is one of `alpa_interchange.menu.RECOMPUTATIONS`.
     """
 
     eqns: tuple[JaxprEqn, ...]

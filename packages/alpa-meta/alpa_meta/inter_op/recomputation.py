@@ -20,7 +20,7 @@ redone, and effects happen once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from attrs import evolve
 
@@ -30,13 +30,8 @@ from alpa_meta.inter_op.layer_clones import LayerClones
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.scan_recomputation import layer_scans, with_recomputed_scan
 from alpa_meta.inter_op.stacks import stacks_of
+from alpa_meta.options import Recomputation
 from alpa_meta.step.program import Program
-
-RECOMPUTATIONS = ("none", "selective", "full")
-
-Recomputation = str | Sequence[str] | Mapping[int, str] | None
-"""What the backward pass computes again: the same for every layer, or of each layer by number;
-None: nothing."""
 
 
 def chosen_recomputation(given: Recomputation, num_layers: int) -> dict[int, str]:

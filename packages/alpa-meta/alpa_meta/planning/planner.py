@@ -65,9 +65,11 @@ from cost_model import CostModel, calibrated_model
 
 @frozen
 class _Missing:
-    """The bytes that one attempt lacks per device, and its mesh where it has all devices."""
+    """The bytes that one attempt lacks per device, its number of microbatches, and its mesh where
+    it has all devices."""
 
     bytes: float
+    num_microbatches: int = 1
     mesh_shape: tuple[int, ...] | None = None
 
 
@@ -202,7 +204,8 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
         solved[id(outlook)] += found
         whole_fits = whole_fits or bool(whole and found)
         if lacking:
-            missing.append(_Missing(lacking, mesh.shape if whole else None))
+            count = outlook.program.num_microbatches
+            missing.append(_Missing(lacking, count, mesh.shape if whole else None))
     for outlook, layering in outlooks:
         if solved[id(outlook)]:
             searches.append(
@@ -479,12 +482,13 @@ def _infeasible(
 ) -> InfeasibleError:
     least = min((one.bytes for one in missing if one.bytes > 0), default=0.0)
     whole = [one for one in missing if one.bytes > 0 and one.mesh_shape is not None]
-    shape = min(whole, key=lambda one: one.bytes).mesh_shape if whole else None
+    closest = min(whole, key=lambda one: one.bytes) if whole else _Missing(least)
     limit = usable_memory(cluster, 0, options.memory)
     detail = f" ({gaps[0]})" if gaps and not least else ""
     return InfeasibleError(
         f"no plan fits the memory: each device has {limit:,.0f} bytes for the program and lacks at "
         f"least {math.ceil(least):,} more on cluster {cluster.name!r}{detail}",
         least,
-        shape,
+        closest.mesh_shape,
+        closest.num_microbatches,
     )

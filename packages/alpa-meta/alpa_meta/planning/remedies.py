@@ -1,18 +1,17 @@
 """What would make a step fit that does not: a remedy is planned before it is named.
 
-The step is planned once with the memory that it lacks. What that plan holds (state, gradients,
-activations, temporaries) says how far each remedy has to go; it is then planned like the step, on
-the mesh that came closest, and named with the bytes per device that its plan takes. Recomputation
-cannot be planned, since the user's code says it (`jax.checkpoint`); what it would take is computed.
+The step is planned once with the memory that it lacks, in as many microbatches as came closest.
+What that plan holds (state, gradients, activations, temporaries) says how far each remedy has to
+go; it is then planned like the step, on the mesh that came closest, and named with the bytes per
+device that its plan takes. Recomputation is not planned here; what it would take is computed.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 
-from attrs import evolve, frozen
+from attrs import define, evolve, frozen
 
 from alpa_interchange import ClusterSpec
 from alpa_meta.compat import JaxprEqn, Literal, Var, open_jaxpr, scan_counts
@@ -30,19 +29,21 @@ Plan = Callable[[Step, ClusterSpec, Options], Planned]
 """Plans with the number of microbatches that the options name; InfeasibleError if nothing fits."""
 
 MOST_DOUBLINGS = 10  # of the devices: beyond 1024 times as many, no advice
-SECONDS = 30.0  # for all trials: about what planning takes itself, so that a refusal is not late
-MARGINS = (1.05, 2.0, 4.0)  # of the missing bytes, which are a bound, until there is a plan
+MOST_TRIALS = 8  # plans after which no further kind of remedy is looked for, once there is one
+SOLVER_SECONDS = 10.0  # of each problem of a trial: that a plan fits is what counts, not its speed
+MARGINS = (1.05, 2.0, 16.0)  # of the missing bytes, which are a bound, until there is a plan
 
 
-@frozen
+@define
 class _Trial:
-    """A step that does not fit, and how variants of it are planned."""
+    """A step that does not fit, and how variants of it are planned; `count` have been."""
 
     step: Step
     cluster: ClusterSpec
     options: Options
     limit: float
     plan: Plan
+    count: int = 0
 
     def peak(
         self,
@@ -58,6 +59,7 @@ class _Trial:
         self, options: Options, step: Step | None = None, cluster: ClusterSpec | None = None
     ) -> Planned | None:
         """Return a variant's plan, None if it does not fit either."""
+        self.count += 1
         try:
             return self.plan(step or self.step, cluster or self.cluster, options)
         except PlanError:
@@ -70,23 +72,25 @@ def with_remedies(
     """Return the error with the remedies that were found to help, those that change least first."""
     options = evolve(
         options,
-        num_microbatches=options.num_microbatches or 1,
+        num_microbatches=options.num_microbatches or failed.num_microbatches,
         progress=None,
-        solver_seconds=min(options.solver_seconds, SECONDS / 3),
+        solver_seconds=min(options.solver_seconds, SOLVER_SECONDS),
     )
     if options.num_stages in (None, 1):
         shape = failed.mesh_shape or options.mesh_shape
         options = evolve(options, num_stages=1, mesh_shape=shape)
     trial = _Trial(step, cluster, options, room(cluster, options).least, plan)
-    until = time.monotonic() + SECONDS
     roomy = _with_more_memory(trial, failed.missing_bytes)
     found: list[str] = []
     for remedy in (_microbatches, _no_preset, _recomputation, _smaller_batch, _more_devices):
-        if roomy is not None and time.monotonic() < until:
+        if roomy is not None and (trial.count < MOST_TRIALS or not found):
             found.extend(remedy(trial, roomy))
     text = ", or ".join(found) or "none that was tried is enough; use a smaller model or batch"
     return InfeasibleError(
-        f"{failed}; cheapest remedy: {text}", failed.missing_bytes, failed.mesh_shape
+        f"{failed}; cheapest remedy: {text}",
+        failed.missing_bytes,
+        failed.mesh_shape,
+        failed.num_microbatches,
     )
 
 
