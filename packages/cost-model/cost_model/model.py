@@ -96,12 +96,15 @@ class CostModel:
         device = self._devices[host_group]
         return device.launch_latency if device.platform == "cpu" else 0.0
 
-    def transfer_seconds(self, bytes: Any, source: SubmeshSpec, target: SubmeshSpec) -> Any:
+    def transfer_seconds(
+        self, bytes: Any, source: SubmeshSpec, target: SubmeshSpec, link: str | None = None
+    ) -> Any:
         """Return the seconds to move a tensor of `bytes` in all from one submesh to another.
 
         The tensor is taken as cut over all source devices and wanted in full by every target host
         once (broadcast inside a host is cheap), the lower bound that a good resharding plan
-        reaches. Two submeshes that fit into one host together are taken as neighbours on that host.
+        reaches. `link` says where the submeshes lie ("host": on one host; "hosts", "groups": not);
+        without it two that fit into one host together are taken as neighbours on that host.
         """
         sender = host_group(self.cluster, source)
         receiver = host_group(self.cluster, target)
@@ -109,18 +112,19 @@ class CostModel:
             source.host_group == target.host_group
             and source.num_hosts == target.num_hosts == 1
             and source.devices_per_host + target.devices_per_host <= sender.devices_per_host
+            and link in (None, "host")
         )
         if same_host:
-            link = sender.intra_host
+            inside = sender.intra_host
             lanes = min(source.devices_per_host, target.devices_per_host)
-            return _move(bytes, link.latency, link.effective_bandwidth * lanes)
-        link = self.cluster.link_between(source.host_group, target.host_group)
+            return _move(bytes, inside.latency, inside.effective_bandwidth * lanes)
+        between = self.cluster.link_between(source.host_group, target.host_group)
         sent = source.num_hosts * nic_bandwidth(sender, source.devices_per_host)
         taken = target.num_hosts * nic_bandwidth(receiver, target.devices_per_host)
         if source.host_group != target.host_group:
-            sent = min(sent, source.num_hosts * link.effective_bandwidth * sender.num_nics)
-            taken = min(taken, target.num_hosts * link.effective_bandwidth * receiver.num_nics)
-        return _move(bytes, link.latency, min(sent, taken))
+            sent = min(sent, source.num_hosts * between.effective_bandwidth * sender.num_nics)
+            taken = min(taken, target.num_hosts * between.effective_bandwidth * receiver.num_nics)
+        return _move(bytes, between.latency, min(sent, taken))
 
     def interval(self, seconds: float) -> tuple[float, float]:
         """Return the bounds that 80 % of measurements of a step of `seconds` are expected within.

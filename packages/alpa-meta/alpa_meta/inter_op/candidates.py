@@ -51,15 +51,14 @@ LEAN_WEIGHTS = (1.0, 20.0)  # weight of memory against time in the leaner soluti
 
 @frozen(eq=False)
 class MeshSolution:
-    """The whole program solved on one logical mesh."""
+    """The whole program solved on one logical mesh, by its window."""
 
     submesh: SubmeshSpec
     mesh: LogicalMesh
     costs: StageCosts
     solution: ShardingSolution
     whole: bool  # the mesh is the whole cluster, its memory limit was part of the problem
-    scope: StageScope | None = None  # of a whole solution, with its problem
-    selection: Selection | None = None
+    selection: Selection
 
 
 @frozen(eq=False)
@@ -98,9 +97,8 @@ def solve_mesh(
     solutions that weigh memory more are added where the first one would not fit.
     """
     pins = input_pins(outlook.program, mesh, options)
-    window = None if whole else outlook.window
-    staging = outlook.staging if window is None else window.staging
-    scope = stage_scope(outlook.program, staging, 0, 1, pins, apart=not whole, window=window)
+    window = outlook.window
+    scope = stage_scope(outlook.program, window.staging, 0, 1, pins, apart=not whole, window=window)
     costs = MeshCosts(mesh, model, submesh.host_group)
     selection = build(scope.eqns, costs, f"{submesh.num_devices} devices {mesh.shape}")
     free = options.preset is None and not options.pins
@@ -117,13 +115,13 @@ def solve_mesh(
     if whole:
         return _solve_whole(outlook, submesh, scope, selection, found, memory, options)
     first = solved_costs(scope, selection, found.choice, outlook.num_layers, window)
-    solutions = [MeshSolution(submesh, mesh, first, found, False, scope, selection)]
+    solutions = [MeshSolution(submesh, mesh, first, found, False, selection)]
     if _needed(first) > memory:
         for weight in LEAN_WEIGHTS:
             lean = _solve_lean(selection, found, weight, options)
             if lean.choice is not None:
                 part = solved_costs(scope, selection, lean.choice, outlook.num_layers, window)
-                solutions.append(MeshSolution(submesh, mesh, part, lean, False))
+                solutions.append(MeshSolution(submesh, mesh, part, lean, False, selection))
     return solutions, 0.0
 
 
@@ -143,9 +141,9 @@ def _solve_whole(
             assert free.choice is not None
             return [], selection.memory.peak(free.choice).total - memory
         return [], max(found.smallest_memory - memory, 1.0)
-    costs = solved_costs(scope, selection, found.choice, outlook.num_layers)
+    costs = solved_costs(scope, selection, found.choice, outlook.num_layers, outlook.window)
     mesh = selection.costs.mesh
-    return [MeshSolution(submesh, mesh, costs, found, True, scope, selection)], 0.0
+    return [MeshSolution(submesh, mesh, costs, found, True, selection)], 0.0
 
 
 def _solve_lean(

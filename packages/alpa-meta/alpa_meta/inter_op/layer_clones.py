@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, is_plain, subjaxprs
@@ -122,7 +123,7 @@ class LayerClones:
 
 def _behind_barrier(*values: jax.Array) -> list[jax.Array]:
     """Return the values behind one optimisation barrier; of keys their bits are."""
-    keys = [jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) for value in values]
+    keys = [jnp.issubdtype(value.dtype, jax.dtypes.prng_key) for value in values]
     bits = [jax.random.key_data(v) if key else v for v, key in zip(values, keys, strict=True)]
     return [
         jax.random.wrap_key_data(held, impl=jax.random.key_impl(value)) if key else held
@@ -132,7 +133,7 @@ def _behind_barrier(*values: jax.Array) -> list[jax.Array]:
 
 def _is_key(var: Var) -> bool:
     dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _read(eqn: JaxprEqn) -> list[Var]:

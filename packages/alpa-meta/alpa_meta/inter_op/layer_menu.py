@@ -20,16 +20,22 @@ from collections.abc import Mapping, Sequence
 from attrs import define, evolve, field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingSolution, SubmeshSpec
-from alpa_interchange.menu import Affine, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.menu import Affine, LayerFloor, LayerMenu, LayerRow, MeshMenu
 from alpa_meta.compat import Literal, Var, dtype_of, is_drop, shape_of
 from alpa_meta.inter_op.candidates import Outlook, input_pins, totals_share
 from alpa_meta.inter_op.layering import tensor_bytes
-from alpa_meta.inter_op.stage_selection import StageCosts, StageScope, solved_costs, stage_scope
+from alpa_meta.inter_op.stage_selection import (
+    StageCosts,
+    StageScope,
+    least_costs,
+    solved_costs,
+    stage_scope,
+)
 from alpa_meta.inter_op.window import Window
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.intra_op.selection import Selection, build
+from alpa_meta.intra_op.selection import Selection, build, same_choice
 from alpa_meta.options import Options
 from alpa_meta.pinning import UnfitPinError
 from cost_model import CostModel
@@ -45,6 +51,12 @@ class Boundary:
 
     values: tuple[Var, ...]
     kinds: tuple[tuple[bool, str, int], ...]  # forward?, dtype, rank
+
+    @property
+    def forward_bytes(self) -> float:
+        """Bytes of one microbatch that the next layer is sent."""
+        pairs = zip(self.values, self.kinds, strict=True)
+        return sum(tensor_bytes(var) for var, (forward, _, _) in pairs if forward)
 
     def layout(self, selection: Selection, choice: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(selection.spec(var, choice)) for var in self.values)
@@ -145,7 +157,8 @@ class MenuBuilder:
     options: Options
     batch: int
     solved: dict[str, SolvedMesh] = field(factory=dict)  # by key of the row
-    missing: list[float] = field(factory=list)
+    # Bytes per sample that cross forward, by mesh and layout.
+    crossing: dict[tuple[SubmeshSpec, LogicalMesh, int], float] = field(factory=dict)
     _boundaries: dict[int, dict[int, Boundary]] = field(factory=dict)
 
     def mesh_menu(
@@ -275,6 +288,7 @@ class _MeshRows:
     def _nothing(self) -> int:
         if () not in self.layouts:
             self.layouts.append(())
+            self.builder.crossing[self.submesh, self.mesh, len(self.layouts) - 1] = 0.0
             self._values.append((Boundary((), ()), self._values[0][1], ()))
         return self.layouts.index(())
 
@@ -284,6 +298,9 @@ class _MeshRows:
         if label not in self.layouts:
             self.layouts.append(label)
             self._values.append((boundary, priced, choice))
+            self.builder.crossing[self.submesh, self.mesh, len(self.layouts) - 1] = (
+                boundary.forward_bytes / priced.sized.samples
+            )
         return self.layouts.index(label)
 
     def _at_another_size(
@@ -294,7 +311,7 @@ class _MeshRows:
         for neighbour in (number + 1, number - 1):
             if 0 <= neighbour < len(self.builder.sizes[kind]):
                 there = self.priced(kind, neighbour)
-                same = _same_choice(here, choice, there.selection)
+                same = same_choice(here, choice, there.selection)
                 if same is not None:
                     return there.sized, there.costs(same)
         return None
@@ -335,6 +352,33 @@ class _MeshRows:
             rows=tuple(map(tuple, self.rows)),
             layouts=tuple(" ".join(label) for label in self.layouts),
             conversion=self._conversions(),
+            floors=self._floors(),
+        )
+
+    def _floors(self) -> tuple[tuple[LayerFloor, ...], ...]:
+        """Return what a layer of each class takes at least: every equation at its cheapest.
+
+        Per sample, as in the largest microbatch priced: kernels take no less in smaller ones.
+        """
+        priced = max(
+            (one for (kind, _), one in self._priced.items() if kind == "none"),
+            key=lambda one: one.sized.samples,
+        )
+        outlook = priced.sized.outlook
+        floors = least_costs(priced.scope, priced.selection, outlook.num_layers, outlook.window)
+        examples = _examples(self.classes, outlook.window.layer_of)
+        per_sample = priced.sized.count * priced.sized.samples
+        return tuple(
+            (
+                LayerFloor(
+                    seconds=Affine(0.0, float(floors[layer, 0]) / per_sample),
+                    step_seconds=float(floors[layer, 1]),
+                ),
+            )
+            for layer in (
+                next(k for k in examples if self.classes[k] == number)
+                for number in range(len(self.rows))
+            )
         )
 
     def _conversions(self) -> dict[tuple[int, int], Affine]:
@@ -409,25 +453,6 @@ def _examples(classes: Sequence[int], layer_of: Sequence[tuple[int, int]]) -> li
     """Return the layers, those in the middle of a run first: they stand for its every layer."""
     inside = [k for k, stands in enumerate(layer_of) if stands != (k, k)]
     return inside + [k for k in range(len(classes)) if k not in set(inside)]
-
-
-def _same_choice(
-    here: Selection, choice: Sequence[int], there: Selection
-) -> tuple[int, ...] | None:
-    """Return the choice of the same strategies, by name, at another size; None if one lacks."""
-    before, after = here.problem, there.problem
-    if before.node_names != after.node_names:
-        return None
-    found = []
-    for node, chosen in enumerate(choice):
-        mine, names = before.strategy_names[node], after.strategy_names[node]
-        if mine == names:
-            found.append(int(chosen))
-        elif mine[chosen] in names:
-            found.append(names.index(mine[chosen]))
-        else:
-            return None
-    return tuple(found)
 
 
 def _solve_lean(

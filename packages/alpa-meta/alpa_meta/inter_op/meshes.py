@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from alpa_interchange import ClusterSpec, LogicalMesh, SubmeshSpec
+from alpa_interchange import ClusterSpec, DeviceGroup, LogicalMesh, SubmeshSpec
 from cost_model import CostModel
 
 AXIS_NAMES = ("x", "y", "z", "w")
@@ -87,3 +87,15 @@ def memory_per_device(cluster: ClusterSpec, host_group: int = 0) -> float:
 def usable_memory(cluster: ClusterSpec, host_group: int, given: float | None) -> float:
     """Return the bytes a plan may use on a device: as given, else what there is."""
     return given or memory_per_device(cluster, host_group)
+
+
+def device_groups(cluster: ClusterSpec, memory: float | None) -> tuple[DeviceGroup, ...]:
+    """Return the hosts that stages are cut from, with the memory that plans may use."""
+    return tuple(
+        DeviceGroup(
+            num_hosts=group.num_hosts,
+            devices_per_host=group.devices_per_host,
+            memory=usable_memory(cluster, number, memory),
+        )
+        for number, group in enumerate(cluster.host_groups)
+    )

@@ -78,14 +78,14 @@ def recomputed(layering: Layering, choice: Mapping[int, str], program: Program) 
     eqns: list[JaxprEqn] = []
     phases: list[str] = []
     layers: list[int | None] = []
-    for eqn, phase, layer in zip(layering.eqns, layering.phases, layering.layers, strict=True):
+    for eqn, phase, home in zip(layering.eqns, layering.phases, layering.layers, strict=True):
         found = [eqn]
-        if phase == "backward" and layer in again:
-            found = again[layer].before(eqn)
-            found.append(again[layer].reading(eqn))
+        if phase == "backward" and home in again:
+            found = again[home].before(eqn)
+            found.append(again[home].reading(eqn))
         eqns += found
         phases += [phase] * len(found)
-        layers += [layer] * len(found)
+        layers += [home] * len(found)
     return evolve(
         layering,
         eqns=tuple(eqns),

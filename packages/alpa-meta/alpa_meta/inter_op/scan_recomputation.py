@@ -26,11 +26,13 @@ from alpa_meta.compat import (
     JaxprEqn,
     Literal,
     Var,
+    array_type,
     closed,
     consts,
     is_drop,
     open_jaxpr,
     scan_counts,
+    shape_of,
 )
 from alpa_meta.inter_op.layer_clones import LayerClones
 from alpa_meta.inter_op.layering import Layering
@@ -150,8 +152,8 @@ class _Pair:
         stacks = {inner: outer for outer, inner in stays if isinstance(inner, Var)}
         for var in wanted:
             if var not in stacks:
-                shape = (forward.params["length"], *var.aval.shape)
-                stacks[var] = Var(var.aval.update(shape=shape))
+                shape = (forward.params["length"], *shape_of(var))
+                stacks[var] = Var(array_type(var).update(shape=shape))
                 stays.append((stacks[var], var))
         results = [*body.outvars[: len(carry)], *(inner for _, inner in stays)]
         first = jaxpr_of(body, [], body.invars, results, live_eqns(body.eqns, results))

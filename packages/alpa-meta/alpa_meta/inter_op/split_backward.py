@@ -45,8 +45,8 @@ def by_weight(
         k = waited.pop()
         if k not in by_input:
             by_input.add(k)
-            read = [a for a in eqns[k].invars if not isinstance(a, Literal)]
-            waited += [producer[atom] for atom in read if atom in producer]
+            atoms = [a for a in eqns[k].invars if not isinstance(a, Literal)]
+            waited += [producer[atom] for atom in atoms if atom in producer]
     return frozenset(producer.values()) - by_input
 
 

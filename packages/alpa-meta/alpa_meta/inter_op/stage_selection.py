@@ -191,7 +191,7 @@ def solved_costs(
                 gradients[place] += local(var, widened=True)
     for phase, more in selection.traffic.extra(choice).items():
         table[phase] += more / num_layers
-    floors = _floors(scope, selection, num_layers)
+    floors = least_costs(scope, selection, num_layers)
     forth = back = np.arange(num_layers)
     if window is not None:
         forth, back = np.array(window.layer_of).T
@@ -233,7 +233,9 @@ def _state_layers(scope: StageScope) -> dict[Var, int]:
     return home
 
 
-def _floors(scope: StageScope, selection: Selection, num_layers: int) -> np.ndarray:
+def least_costs(
+    scope: StageScope, selection: Selection, num_layers: int, window: Window | None = None
+) -> np.ndarray:
     """Return [layers, 2] seconds no choice can beat, of the microbatches and of the update.
 
     Each equation costs at least the least it costs under any of its strategies, without
@@ -243,6 +245,8 @@ def _floors(scope: StageScope, selection: Selection, num_layers: int) -> np.ndar
     floors = np.zeros((num_layers, 2))
     for k, (phase, layer) in enumerate(zip(scope.eqns.phases, scope.layers, strict=True)):
         floors[layer or 0, 1 if phase == "update" else 0] += least[k]
+    if window is not None:
+        floors = floors[[back for _, back in window.layer_of]]
     return floors
 
 

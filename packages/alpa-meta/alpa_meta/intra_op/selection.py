@@ -86,6 +86,25 @@ def build(stage: StageEqns, costs: MeshCosts, name: str) -> Selection:
     )
 
 
+def same_choice(here: Selection, choice: Sequence[int], there: Selection) -> tuple[int, ...] | None:
+    """Return the choice of the same strategies, by name, in a problem like `here`: of a window, or
+    at another size. None if a node or a strategy lacks.
+    """
+    before, after = here.problem, there.problem
+    if before.node_names != after.node_names:
+        return None
+    found = []
+    for node, chosen in enumerate(choice):
+        mine, names = before.strategy_names[node], after.strategy_names[node]
+        if mine == names:
+            found.append(int(chosen))
+        elif mine[chosen] in names:
+            found.append(names.index(mine[chosen]))
+        else:
+            return None
+    return tuple(found)
+
+
 def _chosen(record: Record, choice: Sequence[int]) -> Strategy | RegionPlan:
     if record.passes_on:
         return Strategy(

@@ -90,12 +90,10 @@ def finish(
     model: CostModel,
     options: Options,
     choose: Choose,
-    solutions: Sequence[MeshSolution] = (),
 ) -> Planned | float:
     """Return the plan with every stage solved exactly, or the bytes missing if one does not fit.
 
-    `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`). A
-    single stage's problem is taken from `solutions` where it was built already.
+    `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`).
     """
     cluster = model.cluster
     cuts = [stage.candidate.layer_start for stage in stage_plan.stages[1:]]
@@ -104,18 +102,15 @@ def finish(
         stage_plan = _over_all_layers(stage_plan, outlook.num_layers)
     program, staging = chosen_stages(outlook, layering, cuts, stage_plan)
     names = StageNames(staging)
-    selections, shardings, stages, peaks = [], [], [], []
+    selections, shardings, stages = [], [], []
+    peaks: list[float] = []
     solved: dict[str, ShardingSolution] = {}
     for stage, placed in enumerate(stage_plan.stages):
         options.progress("stages", stage, len(stage_plan.stages))
         in_flight = stage_plan.in_flight[stage]
-        built = None if cuts else whole_solution(placed.candidate, solutions)
-        if built is not None and built.scope is not None and built.selection is not None:
-            scope, selection = built.scope, built.selection
-        else:
-            scope, selection = stage_selection(
-                program, staging, stage, placed.candidate, in_flight, model, options
-            )
+        scope, selection = stage_selection(
+            program, staging, stage, placed.candidate, in_flight, model, options
+        )
         memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
         limit = _limit(stage_plan, stage, memory_limit, peaks)
         key = problem_hash(selection) + repr((selection.problem.node_cost.sum(), limit))

@@ -15,13 +15,13 @@ from attrs import evolve, frozen
 import stage_dp
 from alpa_interchange import (
     ClusterSpec,
-    DeviceGroup,
     ParallelPlan,
     ShardingSolution,
     StageCandidate,
     StagePlan,
     StageProblem,
 )
+from alpa_interchange.menu import RECOMPUTATIONS
 from alpa_meta.compat import Literal, Var
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.tasks import build_tasks
@@ -32,14 +32,15 @@ from alpa_meta.inter_op.candidates import (
     range_candidates,
     solve_mesh,
 )
+from alpa_meta.inter_op.layer_menu import Sized, menu_sizes
 from alpa_meta.inter_op.layering import Layering, assign_layers, clustered_positions, tensor_bytes
-from alpa_meta.inter_op.meshes import logical_meshes, submeshes, usable_memory
+from alpa_meta.inter_op.meshes import device_groups, logical_meshes, submeshes, usable_memory
 from alpa_meta.inter_op.recomputation import chosen_recomputation, recomputed
 from alpa_meta.inter_op.scan_stages import cut_evenly
 from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.intra_op.folding import eqn_signature
 from alpa_meta.intra_op.memory_limit import solve_within
-from alpa_meta.intra_op.selection import Selection
+from alpa_meta.intra_op.selection import Selection, same_choice
 from alpa_meta.operators import flops
 from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.pinning import UnfitPinError, pinned_axes
@@ -53,6 +54,7 @@ from alpa_meta.planning.chosen_plan import (
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.memory_floor import check_state_fits
+from alpa_meta.planning.menu_search import search_menu
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.plan_cache import searched_once
 from alpa_meta.planning.plan_identity import check_program
@@ -61,6 +63,8 @@ from alpa_meta.planning.remedies import with_remedies
 from alpa_meta.step.program import Program, Step
 from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel, calibrated_model
+
+MEMORY_ROUNDS = 6  # of searching with less memory, where a chosen stage turns out not to fit
 
 
 @frozen
@@ -106,19 +110,115 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
 
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
+    """Return the best of the plan from the layer menu and of the plans with one stage."""
     failed: InfeasibleError | None = None
+    plans: list[Planned] = []
     counts, uncut = _counts(step, options)
-    while counts:
+    if _may_cut(max(counts), cluster, options):
         try:
-            planned = _plan_with(counts, step, cluster, options)
-            program = evolve(planned.plan.program, uncut=uncut)
-            return evolve(planned, plan=evolve(planned.plan, program=program))
+            found = _from_menu(step, calibrated_model(cluster), options)
+        except InfeasibleError as error:
+            found, failed = None, error
+        if found is not None:
+            plans.append(found)
+    if plans and options.num_stages is None:
+        counts = [options.num_microbatches or 1]
+        options = evolve(options, num_stages=1)
+    while counts and not (plans and (options.num_stages or 0) > 1):
+        try:
+            plans.append(_plan_with(counts, step, cluster, options))
+            break
         except InfeasibleError as error:
             if failed is None or error.missing_bytes < failed.missing_bytes:
                 failed = error
-        counts = _larger_counts(max(counts), step, options)
-    assert failed is not None
-    raise with_remedies(failed, step, cluster, options, _plan_as_told)
+        counts = [] if plans else _larger_counts(max(counts), step, options)
+    if not plans:
+        assert failed is not None
+        raise with_remedies(failed, step, cluster, options, _plan_as_told)
+    best = min(plans, key=lambda planned: planned.plan.step_seconds)
+    bound = min(planned.plan.lower_bound for planned in plans)
+    program = evolve(best.plan.program, uncut=uncut)
+    return evolve(best, plan=evolve(best.plan, program=program, lower_bound=bound))
+
+
+def _from_menu(step: Step, model: CostModel, options: Options) -> Planned | None:
+    """Return the plan that the joint search chooses, None for a step or cluster it is not for."""
+    sized = _sized(step, model.cluster, options)
+    if sized is None:
+        return None
+    outlook = sized["none"][0].outlook
+    if options.num_stages is not None and options.num_stages > outlook.num_layers:
+        raise PlanError(
+            f"{options.num_stages} stages need as many layers, but the forward pass of the step "
+            f"cannot be cut into more than {outlook.num_layers}; use "
+            f"num_stages={outlook.num_layers}"
+        )
+    counts = [options.num_microbatches] if options.num_microbatches else None
+    meshes = [(submesh, mesh) for submesh, mesh, _ in _meshes(outlook, model, options)]
+    axes = pinned_axes(outlook.program, options.pins, [mesh for _, mesh in meshes])
+    meshes = [one for one in meshes if axes <= set(one[1].axis_names)] or meshes
+    try:
+        search = search_menu(step, sized, meshes, model, options, counts)
+    except stage_dp.InfeasibleError as error:
+        raise InfeasibleError(str(error), error.missing_bytes, None) from None
+    if search is None:
+        return None
+
+    def choose(_: StageCandidate, selection: Selection, memory: float) -> ShardingSolution:
+        return solve_within(selection, options, memory)
+
+    missing = 0.0
+    for _ in range(MEMORY_ROUNDS):
+        plan = search.stage_plan()
+        chosen = options
+        if options.recompute is None:
+            chosen = evolve(options, recompute=search.recomputation())
+        program = step.program(plan.num_microbatches)
+        found = outlook_in_pieces(program, chosen, like=_like(sized)) or outlook_of(
+            program, chosen, like=_like(sized)
+        )
+        bound = search.plan.lower_bound
+        planned = finish(plan, *found, bound, step, model, options, choose)
+        if isinstance(planned, Planned):
+            return planned
+        missing = planned
+        try:
+            search = search.within_less(missing)
+        except stage_dp.InfeasibleError:
+            break
+    raise InfeasibleError("no pipeline fits the memory", missing, None)
+
+
+def _sized(step: Step, cluster: ClusterSpec, options: Options) -> dict[str, list[Sized]] | None:
+    """Return the program at the sizes of its menu, by kind of recomputation."""
+    if step.batch_size is None:
+        return None
+    if options.num_microbatches:
+        sizes: tuple[int, ...] = (step.batch_size // options.num_microbatches,)
+    else:
+        sizes = menu_sizes(step.batch_size, cluster.num_devices)
+    sized: dict[str, list[Sized]] = {}
+    like: Program | None = None
+    for size in sizes:
+        count = step.batch_size // size
+        if options.num_microbatches is None and _refusal(step, count, options):
+            continue
+        program = step.program(count)
+        for kind in ("none",) if options.recompute else RECOMPUTATIONS:
+            chosen = options if options.recompute else evolve(options, recompute=kind)
+            found = outlook_in_pieces(program, chosen, like=like) or outlook_of(
+                program, chosen, like=like
+            )
+            outlook = found[0]
+            like = like or outlook.program
+            base = sized["none"][0].outlook.window if sized else outlook.window
+            if outlook.window.classes == base.classes:
+                sized.setdefault(kind, []).append(Sized(size, kind, outlook))
+    return sized or None
+
+
+def _like(sized: dict[str, list[Sized]]) -> Program:
+    return sized["none"][0].outlook.program
 
 
 def _plan_as_told(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
@@ -385,18 +485,6 @@ def _other_meshes(options: Options) -> int:
     return (options.num_stages or 1) - 1
 
 
-def device_groups(cluster: ClusterSpec, options: Options) -> tuple[DeviceGroup, ...]:
-    """Return the hosts that stages are cut from, with the memory that plans may use."""
-    return tuple(
-        DeviceGroup(
-            num_hosts=group.num_hosts,
-            devices_per_host=group.devices_per_host,
-            memory=usable_memory(cluster, number, options.memory),
-        )
-        for number, group in enumerate(cluster.host_groups)
-    )
-
-
 def _search(
     outlook: Outlook,
     layering: Layering,
@@ -407,7 +495,7 @@ def _search(
 ) -> _Search:
     problem = StageProblem(
         num_layers=outlook.num_layers,
-        device_groups=device_groups(cluster, options),
+        device_groups=device_groups(cluster, options.memory),
         candidates=tuple(range_candidates(outlook, solutions, model)),
         schedules=SCHEDULES if options.schedule is None else (options.schedule,),
         num_stages=options.num_stages,
@@ -449,12 +537,13 @@ def _best(
             candidate: StageCandidate, selection: Selection, memory: float, search: _Search = search
         ) -> ShardingSolution:
             known = whole_solution(candidate, search.solutions)
-            return known.solution if known else solve_within(selection, options, memory)
+            same = known and same_choice(known.selection, known.solution.choice or (), selection)
+            if known and same and selection.memory.peak(same).total <= memory:
+                return evolve(known.solution, choice=same)
+            return solve_within(selection, options, memory)
 
         outlook, layering = search.outlook, search.layering
-        planned = finish(
-            plan, outlook, layering, bound, step, model, options, choose, search.solutions
-        )
+        planned = finish(plan, outlook, layering, bound, step, model, options, choose)
         if isinstance(planned, Planned):
             return planned
         missing.append(_Missing(planned))

@@ -23,11 +23,11 @@ from alpa_interchange import (
     SubmeshSpec,
 )
 from alpa_meta.errors import PlanError
-from alpa_meta.inter_op.meshes import logical_meshes, submeshes
+from alpa_meta.inter_op.meshes import device_groups, logical_meshes, submeshes
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
-from alpa_meta.planning.planner import device_groups, outlook_in_pieces, outlook_of
+from alpa_meta.planning.planner import outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Step
 from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel
@@ -55,7 +55,7 @@ def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -
     cuts = sorted(int(cut) for cut in random.choice(inner, num_stages - 1, replace=False))
     bounds = [0, *cuts, outlook.num_layers]
     parts = _submeshes(cluster, num_stages, random)
-    places = stage_dp.place(device_groups(cluster, options), parts)
+    places = stage_dp.place(device_groups(cluster, options.memory), parts)
     candidates = []
     for start, stop, part in zip(bounds[:-1], bounds[1:], parts, strict=True):
         meshes = logical_meshes(model, part, options.max_mesh_axes, options.axis_names)
@@ -111,7 +111,7 @@ def _submeshes(
         parts.append(fitting[random.choice(len(fitting), p=weights / weights.sum())])
         free -= parts[-1].num_devices
     try:
-        stage_dp.place(device_groups(cluster, Options()), parts)
+        stage_dp.place(device_groups(cluster, None), parts)
     except ValueError:
         smallest = min(known, key=lambda part: part.num_devices)
         return [smallest] * num_stages

@@ -1,0 +1,138 @@
+"""The joint search over a step's layer menu.
+
+menu      what each kind of layer costs on each mesh               -> inter_op.layer_menu
+search    stage_dp.solve_joint, with boundaries on the links that they cross
+plan      the stages it chose, which `chosen_plan.finish` solves exactly
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import evolve, frozen
+
+import stage_dp
+from alpa_interchange import (
+    LogicalMesh,
+    PlacedStage,
+    StageCandidate,
+    StagePlan,
+    SubmeshSpec,
+)
+from alpa_interchange.menu import Affine, Boundary, JointPlan, JointProblem, LayerMenu
+from alpa_meta.inter_op.layer_menu import MenuBuilder, Sized, menu_of
+from alpa_meta.inter_op.meshes import device_groups, usable_memory
+from alpa_meta.options import Options
+from alpa_meta.step.program import Step
+from cost_model import CostModel
+
+SEARCHED = ("gpipe", "1f1b", "eager-1f1b", "adaptive")
+
+
+@frozen(eq=False)
+class MenuSearch:
+    """A menu with what was chosen from it."""
+
+    builder: MenuBuilder
+    menu: LayerMenu
+    problem: JointProblem
+    plan: JointPlan
+
+    def recomputation(self) -> tuple[str, ...]:
+        """Return what each layer computes again."""
+        found = []
+        for stage in self.plan.stages:
+            rows = self.menu.meshes[stage.mesh].rows
+            for layer, row in zip(
+                range(stage.layer_start, stage.layer_stop), stage.rows, strict=True
+            ):
+                found.append(rows[self.menu.class_of_layer[layer]][row].recomputation)
+        return tuple(found)
+
+    def within_less(self, bytes: float) -> MenuSearch:
+        """Return the search where devices have `bytes` less; stage_dp.InfeasibleError if none
+        fits."""
+        groups = tuple(
+            evolve(group, memory=max(group.memory - 1.02 * bytes, 1.0))
+            for group in self.problem.device_groups
+        )
+        problem = evolve(self.problem, device_groups=groups)
+        plan = stage_dp.solve_joint(problem)
+        bound = min(self.plan.lower_bound, plan.lower_bound)
+        return evolve(self, problem=problem, plan=evolve(plan, lower_bound=bound))
+
+    def stage_plan(self) -> StagePlan:
+        """Return the chosen pipeline as stages with their predicted costs."""
+        plan = self.plan
+        stages = []
+        for stage, peak in zip(plan.stages, plan.peak_bytes, strict=True):
+            menu = self.menu.meshes[stage.mesh]
+            candidate = StageCandidate(
+                layer_start=stage.layer_start,
+                layer_stop=stage.layer_stop,
+                submesh=menu.submesh,
+                logical=menu.logical,
+                num_microbatches=plan.num_microbatches,
+                forward_seconds=stage.forward_seconds,
+                backward_seconds=stage.backward_seconds,
+                backward_weight_seconds=stage.weight_seconds,
+                step_seconds=stage.step_seconds,
+                boundary_seconds=stage.boundary_seconds,
+                state_bytes=peak,
+            )
+            stages.append(PlacedStage(candidate=candidate, device_ids=stage.device_ids))
+        return StagePlan(
+            stages=tuple(stages),
+            num_microbatches=plan.num_microbatches,
+            schedule=plan.schedule,
+            step_seconds=plan.step_seconds,
+            lower_bound=plan.lower_bound,
+            peak_bytes=plan.peak_bytes,
+            in_flight=plan.in_flight,
+        )
+
+
+def search_menu(
+    step: Step,
+    sized: Mapping[str, Sequence[Sized]],
+    meshes: Sequence[tuple[SubmeshSpec, LogicalMesh]],
+    model: CostModel,
+    options: Options,
+    counts: Sequence[int] | None,
+) -> MenuSearch | None:
+    """Return the best pipeline for `step` by its menu; None where no mesh can be used.
+
+    Raises stage_dp.InfeasibleError where no pipeline fits the memory.
+    """
+    cluster = model.cluster
+    assert step.batch_size is not None
+    builder = MenuBuilder(sized, model, options, step.batch_size)
+    memory = [
+        usable_memory(cluster, number, options.memory) for number in range(len(cluster.host_groups))
+    ]
+    menu = menu_of(builder, meshes, memory)
+    if menu is None:
+        return None
+    problem = JointProblem(
+        menu=menu,
+        batch_size=step.batch_size,
+        device_groups=device_groups(cluster, options.memory),
+        boundary=_boundary(menu, builder, model),
+        counts=None if counts is None else tuple(counts),
+        schedules=SEARCHED if options.schedule is None else (options.schedule,),
+        num_stages=options.num_stages,
+    )
+    return MenuSearch(builder, menu, problem, stage_dp.solve_joint(problem))
+
+
+def _boundary(menu: LayerMenu, builder: MenuBuilder, model: CostModel) -> Boundary:
+    def seconds(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link: str) -> Affine:
+        source, target = menu.meshes[mesh_a], menu.meshes[mesh_b]
+        each = builder.crossing[source.submesh, source.logical, layout_out]
+        one, two = (
+            float(model.transfer_seconds(size, source.submesh, target.submesh, link))
+            for size in (each, 2 * each)
+        )
+        return Affine(max(2 * one - two, 0.0), max(two - one, 0.0))
+
+    return seconds
