@@ -24,6 +24,7 @@ from alpa_meta.execution.piecewise import parted, united
 from alpa_meta.execution.second_gathers import WORTH, with_second_gathers
 from alpa_meta.execution.task_plan import task_plan
 from alpa_meta.execution.tasks import Task
+from alpa_meta.operators.elementwise import is_barrier
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import (
     HOST_BUCKETS,
@@ -426,7 +427,7 @@ def compile_task(
     chosen = dict(compiler_options or {})
     if jax_mesh is not None and jax_mesh.devices.flat[0].platform == "gpu":
         chosen = {**combiner_options(mesh), **chosen}
-    if on_host and any(eqn.primitive.name == "optimization_barrier" for eqn in task.eqns):
+    if on_host and any(map(is_barrier, task.eqns)):
         chosen = {**KEEPING_BARRIERS, **chosen}
     if chosen:
         options["compiler_options"] = chosen

@@ -221,6 +221,11 @@ def _lowers_elementwise(lowering: _Lowering) -> bool:
     return not broadcast_of_tensor and all(name in _SCALAR_OPERATIONS for name in found)
 
 
+def is_barrier(eqn: JaxprEqn) -> bool:
+    """Return whether `eqn` keeps the compiler from merging what is before it with what is after."""
+    return bool(eqn.primitive.name == "optimization_barrier")
+
+
 def is_selection(eqn: JaxprEqn) -> bool:
     """Return whether an equation selects between its operands behind the first by the first."""
     return bool(eqn.primitive.name == "select_n")
