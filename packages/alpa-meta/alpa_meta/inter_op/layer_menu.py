@@ -41,7 +41,9 @@ from alpa_meta.pinning import UnfitPinError
 from cost_model import CostModel
 
 SIZE_RATIO = 8  # between the microbatch sizes that problems are built at: a host's devices, mostly
-LEAN_WEIGHTS = (1.0, 20.0)  # weight of memory against time in the leaner choices of a mesh
+# Weights of memory against time in the leaner choices of a mesh. Neighbours a factor of 4 apart, as
+# layers of a stage may mix their rows.
+LEAN_WEIGHTS = (0.1, 0.4, 1.6, 6.4, 25.6)
 TIGHT = 0.8  # of the memory, from which leaner choices and recomputation are worth their search
 
 
@@ -76,17 +78,16 @@ class Sized:
 
 
 def menu_sizes(batch: int, num_devices: int) -> tuple[int, ...]:
-    """Return the microbatch sizes to build problems at: 1, up to what all devices share, and one
-    more, so that there is a next size for each; at least two microbatches each.
+    """Return the microbatch sizes to build problems at: 1, up to what all devices share, and half
+    the batch, the largest there is; none for a batch of one.
     """
     divisors = [size for size in range(1, batch // 2 + 1) if batch % size == 0]
-    sizes, wanted = [], 1
-    while divisors and wanted <= SIZE_RATIO * max(num_devices, 1):
-        size = max(d for d in divisors if d <= wanted)
-        if size not in sizes:
-            sizes.append(size)
+    sizes = {max(divisors)} if divisors else set()
+    wanted = 1
+    while divisors and wanted < SIZE_RATIO * num_devices:
+        sizes.add(max(d for d in divisors if d <= wanted))
         wanted *= SIZE_RATIO
-    return tuple(sizes)
+    return tuple(sorted(sizes))
 
 
 def boundaries(window: Window) -> dict[int, Boundary]:
@@ -170,10 +171,9 @@ class MenuBuilder:
         """
         found = _MeshRows(self, submesh, mesh)
         sizes = self.sizes["none"]
-        enough = next((k for k, one in enumerate(sizes) if one.samples >= mesh.num_devices), None)
-        solving = range(len(sizes) if enough is None else enough + 1)
-        if len(sizes) > 1 and enough is None and self.batch > 2 * sizes[-1].samples:
-            solving = range(len(sizes) - 1)
+        last = len(sizes) - 1
+        enough = next((k for k, one in enumerate(sizes) if one.samples >= mesh.num_devices), last)
+        solving = range(enough + 1)
         tight = False
         for number in solving:
             tight = found.solve("none", number, memory, share) or tight
@@ -306,15 +306,15 @@ class _MeshRows:
     def _at_another_size(
         self, kind: str, number: int, choice: Sequence[int]
     ) -> tuple[Sized, StageCosts] | None:
-        """Return what the same strategies cost at the next size, else at the one before."""
+        """Return what the same strategies cost at the largest size, else at the one before."""
         here = self.priced(kind, number).selection
-        for neighbour in (number + 1, number - 1):
-            if 0 <= neighbour < len(self.builder.sizes[kind]):
-                there = self.priced(kind, neighbour)
-                same = same_choice(here, choice, there.selection)
-                if same is not None:
-                    return there.sized, there.costs(same)
-        return None
+        last = len(self.builder.sizes[kind]) - 1
+        other = last if number < last else number - 1
+        if other < 0:
+            return None
+        there = self.priced(kind, other)
+        same = same_choice(here, choice, there.selection)
+        return None if same is None else (there.sized, there.costs(same))
 
     def _batch_split(self, priced: _Priced, kind: str, choice: Sequence[int]) -> int:
         """Return what the samples of a microbatch must be a multiple of."""
@@ -358,7 +358,7 @@ class _MeshRows:
     def _floors(self) -> tuple[tuple[LayerFloor, ...], ...]:
         """Return what a layer of each class takes at least: every equation at its cheapest.
 
-        Per sample, as in the largest microbatch priced: kernels take no less in smaller ones.
+        Per sample, as in the largest microbatch: what runs for fewer runs for their multiples.
         """
         priced = max(
             (one for (kind, _), one in self._priced.items() if kind == "none"),

@@ -113,12 +113,16 @@ def search_menu(
     menu = menu_of(builder, meshes, memory)
     if menu is None:
         return None
+    if counts is None:  # larger microbatches than any the menu was made from have no bound
+        largest = sized["none"][-1].samples
+        possible = stage_dp.microbatch_counts(step.batch_size)
+        counts = [count for count in possible if step.batch_size // count <= largest]
     problem = JointProblem(
         menu=menu,
         batch_size=step.batch_size,
         device_groups=device_groups(cluster, options.memory),
         boundary=_boundary(menu, builder, model),
-        counts=None if counts is None else tuple(counts),
+        counts=tuple(counts),
         schedules=SEARCHED if options.schedule is None else (options.schedule,),
         num_stages=options.num_stages,
     )
