@@ -16,6 +16,7 @@ import time
 import numpy as np
 
 import stage_dp
+from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup, StageCandidate, StageProblem
 
@@ -272,7 +273,107 @@ def show_layers() -> None:
         print(f"{blocks:6d} {len(ops.flops):6d} {layers.num_layers:7d} {classes:8d} {seconds:7.2f}")
 
 
+def joint_problem(
+    num_layers: int, num_hosts: int, memory: float, batch_size: int = 1024, *, scale: float = 1.0
+) -> JointProblem:
+    """Return a transformer with an embedding, blocks and a head on hosts of 8 devices.
+
+    A device does 1e14 flop/s of a block of 1.2e9 parameters / `scale` and 2048 tokens per sample;
+    8 rows per class: tensor parallel or not within the mesh's inner axis x sharded state or not x
+    recomputation or not. Links: 200 GB/s in a host, 25 GB/s between hosts.
+    """
+    classes = {"embed": (0.05, 0.4), "block": (1.0, 1.0), "head": (0.6, 0.4)}
+    sizes = [(1, 1), (1, 2), (1, 4), (1, 8)]
+    hosts = 2
+    while hosts <= num_hosts:
+        sizes.append((hosts, 8))
+        hosts *= 2
+    meshes = []
+    for hosts, devices in sizes:
+        total = hosts * devices
+        for tensor in (1, 2, 4, 8):
+            if tensor > devices or total // tensor > batch_size:
+                continue
+            data = total // tensor
+            slow = 25e9 if hosts > 1 else 200e9
+            rows = []
+            for work, weight in classes.values():
+                own = []
+                for sharded, again, split in itertools.product((0, 1), (0, 1), (0, 1)):
+                    parameters = 1.2e9 / scale * weight
+                    flops = 2 * 1.2e9 / scale * work * 2048 / 1e14 / total
+                    exchange = 4 * 2048 * 8192 * 2 * (tensor - 1) / tensor / 200e9 / data
+                    exchange *= 0.7 if split else 1.0
+                    gather = 2 * parameters / tensor * (data - 1) / data / slow
+                    kept = 34 * 2048 * 8192 / scale**0.5 * (0.4 + 0.6 / tensor) / data
+                    kept *= 0.8 if split else 1.0
+                    own.append(
+                        LayerRow(
+                            forward=Affine(2e-5 + gather * sharded, flops + exchange),
+                            backward_input=Affine(
+                                4e-5 + gather * sharded,
+                                flops * (1 + again) * (1.03 if split else 1.0) + exchange,
+                            ),
+                            backward_weight=Affine(0.0, flops),
+                            step_seconds=2 * gather + 16 * parameters / tensor / 2e12,
+                            state_bytes=16 * parameters / tensor / (data if sharded else 1),
+                            activation_bytes=Affine(0.0, kept * (0.12 if again else 1.0) * work),
+                            transient_bytes=Affine(0.0, 0.3 * kept),
+                            batch_split=data,
+                        )
+                    )
+                rows.append(tuple(own))
+            meshes.append(
+                MeshMenu(
+                    submesh=SubmeshSpec(num_hosts=hosts, devices_per_host=devices),
+                    logical=LogicalMesh(
+                        axes=(MeshAxis(name="data", size=data), MeshAxis(name="model", size=tensor))
+                    ),
+                    rows=tuple(rows),
+                )
+            )
+    each = {"host": 2048 * 8192 * 2 / 200e9, "hosts": 2048 * 8192 * 2 / 25e9, "groups": 1e-3}
+    return JointProblem(
+        menu=LayerMenu(class_of_layer=(0, *(1,) * (num_layers - 2), 2), meshes=tuple(meshes)),
+        batch_size=batch_size,
+        device_groups=(DeviceGroup(num_hosts=num_hosts, devices_per_host=8, memory=memory),),
+        boundary=lambda a, y, b, x, link: Affine(1e-5, each[link]),
+    )
+
+
+JOINT = {
+    # layers, hosts, bytes per device, batch, parameters of a block down by
+    "48 layers, 64 devices, 80 GB": (48, 8, 80 * GB, 1024, 2.5),
+    "48 layers, 64 devices, 32 GB": (48, 8, 32 * GB, 1024, 2.5),
+    "96 layers, 64 devices, 80 GB": (96, 8, 80 * GB, 1024, 5.0),
+    "96 layers, 64 devices, 24 GB": (96, 8, 24 * GB, 1024, 5.0),
+    "96 layers, 1024 devices, 80 GB": (96, 128, 80 * GB, 2048, 0.7),
+    "96 layers, 1024 devices, 32 GB": (96, 128, 32 * GB, 2048, 0.7),
+    "96 layers, 4096 devices, 80 GB": (96, 512, 80 * GB, 4096, 0.5),
+}
+
+
+def show_joint() -> None:
+    """Print the joint search table."""
+    print("\nJoint search, synthetic transformers, 8 rows per class, all counts, four schedules")
+    print(
+        "problem                             meshes  CPU s  stages  count  schedule     step s    gap"
+    )
+    for name, (layers, hosts, memory, batch, scale) in JOINT.items():
+        problem = joint_problem(layers, hosts, memory, batch, scale=scale)
+        start = time.process_time()
+        plan = stage_dp.solve_joint(problem)
+        seconds = time.process_time() - start
+        print(
+            f"{name:32s} {len(problem.menu.meshes):6d} {seconds:6.2f} {len(plan.stages):7d} "
+            f"{plan.num_microbatches:6d}  {plan.schedule:10s} {plan.step_seconds:8.3f} "
+            f"{plan.gap:6.2%}",
+            flush=True,
+        )
+
+
 PARTS = {
+    "joint": show_joint,
     "stages": show_stages,
     "hybrid": show_hybrid,
     "tokens": show_tokens,

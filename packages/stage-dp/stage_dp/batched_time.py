@@ -84,8 +84,9 @@ def extrapolated_step_seconds(
 ) -> Array:
     """Return the step times with many microbatches from those with few: [pipelines].
 
-    A longest path grows by one period per microbatch once the pipeline is full, so two runs that
-    are long enough give the rest. Exact but where two stages are nearly equally slow.
+    A longest path grows by one period per microbatch once the pipeline is full, so two runs give
+    the rest, but where a stage that is slower by a little takes over late: each stage's own busy
+    time with the way to it is the least. Below the exact time by less than 1e-3 where it differs.
     """
     num = forward.shape[1]
     held = max((k for k in warmups if k < num_microbatches), default=num)
@@ -100,7 +101,12 @@ def extrapolated_step_seconds(
         some = [count if k >= num_microbatches else min(k, count) for k in warmups]
         runs.append(batched_step_seconds(some, count, *figures))
     period = (runs[1] - runs[0]) / (long - short)
-    return runs[1] + (num_microbatches - long) * period
+    seconds = forward + backward
+    way = seconds[:, :-1] + 2 * boundary
+    before = np.concatenate([np.zeros((len(way), 1)), np.cumsum(way, axis=1)], axis=1)
+    own = before + num_microbatches * seconds + tail[:, :1]
+    result: Array = np.maximum(runs[1] + (num_microbatches - long) * period, own.max(axis=1))
+    return result
 
 
 def _waves(held: Sequence[int], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -16,10 +16,13 @@ from the first forward to the last backward of stage i is at least
 
     B t_i + max(0, 2 (2 c_i + P_i) - (k_i - 1) t_i),   k_i - 1 = held (number of stages after i)
 
-A schedule that ends all forwards before it begins the backwards takes at least
-sum (t_j + 2 c_j) from i on + (B - 1) t_i. Both are bounded for pipelines whose slowest stage i
-has lo <= t_i <= hi, where each stage after it adds 2 (t + 2 c) - held hi. Ranges
-of t are split where the bound is least, until it reaches the plan in hand. -> refined_bound()
+The first of the two gaps alone is at least 2 c_i + P_i - (k_i - 1) f_i whatever B is, where
+f_i <= share t_i; that is the better one for schedules that hold more. "adaptive" holds
+1 + ceil(2 c / t) more at each boundary. A schedule that ends all forwards before it begins the
+backwards takes at least sum (t_j + 2 c_j) from i on + (B - 1) t_i. All are bounded for pipelines
+whose slowest stage i has lo <= t_i <= hi, where each stage after it adds n (t + 2 c) - held hi with
+n = 2 gaps, or n = 1 and share held in place of held. Ranges of t are split where the bound is
+least, until it reaches the plan in hand. -> refined_bound()
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from stage_dp.joint_schedules import JointRule
 from stage_dp.joint_sweep import Entrance, Space, Sweep
 from stage_dp.menu_table import Array
 
-MAX_SPLITS = 24  # two sweeps each; gaps fall little after
+MAX_SPLITS = 8  # six sweeps each; gaps fall little after
 CLOSE = 2e-4  # relative distance to the plan at which a bound need not be refined
 
 
@@ -43,7 +46,8 @@ class Bounds:
     """Lower bounds of stages: [sequences, kinds, levels], for one microbatch count B.
 
     `seconds` t, `busy` of B t + u, `once` of t + u. `crossing` [kinds] one way. `levels`: None
-    where all places are alike, else the numbers of stages that a pipeline may have.
+    where all places are alike, else the numbers of stages that a pipeline may have. `longest`
+    [kinds]: the most that a crossing may take; `share` the largest share of a forward in t.
     """
 
     space: Space
@@ -52,7 +56,10 @@ class Bounds:
     busy: Array
     once: Array
     crossing: Array
+    longest: Array
+    share: float
     counted: bool
+    open_ended: bool
     final: tuple[int, ...] | None = None
 
     @property
@@ -69,7 +76,7 @@ def quick_bound(bounds: Bounds) -> float:
 
 def refined_bound(bounds: Bounds, rule: JointRule, bound: float, target: float) -> float:
     """Return a bound at least as good as `bound`; stops where `target` is proven."""
-    if rule.held is None or bound >= target:
+    if bound >= target:
         return bound
     values = np.unique(bounds.seconds[np.isfinite(bounds.seconds)])
     # A stage with B t beyond the plan in hand cannot be part of a better one.
@@ -100,6 +107,7 @@ def _there_and_back(bounds: Bounds, high: float) -> float:
         _within(bounds.seconds, bounds.seconds, high),
         bounds.spread_crossing,
         counted=bounds.counted,
+        open_ended=bounds.open_ended,
         first=_within(bounds.once, bounds.seconds, high),
         floor=count * bounds.seconds,
         first_floor=bounds.busy,
@@ -113,25 +121,27 @@ def _within(weight: Array, seconds: Array, high: float) -> Array:
 def _ranged(bounds: Bounds, rule: JointRule, low: float, high: float) -> float:
     """Return a bound for pipelines whose slowest stage takes from `low` to `high` seconds."""
     base = _there_and_back(bounds, high)
-    if math.isinf(base) or rule.held is None:
+    if math.isinf(base):
         return base
-    count, held = bounds.num_microbatches, rule.held
+    count = bounds.num_microbatches
     seconds = _within(bounds.seconds, bounds.seconds, high)
-    scale = 1 if rule.all_first else 2
+    gaps, held = _gaps(bounds, rule)
     suffix = Sweep(
         bounds.space,
-        scale * seconds - held * high,
-        scale * bounds.spread_crossing,
+        np.where(np.isfinite(seconds), gaps * seconds - held * high, np.inf),
+        gaps * bounds.spread_crossing,
         counted=bounds.counted,
+        open_ended=bounds.open_ended,
     )
-    if not rule.all_first:
-        suffix.forget(_overlapping(bounds, held))
+    if gaps == 2:
+        suffix.forget(_overlapping(bounds, rule.held))
     slow = (bounds.seconds >= low * (1 - 1e-12)) & (bounds.seconds <= high * (1 + 1e-12))
     with_idle = Sweep(
         bounds.space,
         seconds,
         bounds.spread_crossing,
         counted=bounds.counted,
+        open_ended=bounds.open_ended,
         first=_within(bounds.once, bounds.seconds, high),
         entrance=Entrance(
             suffix=suffix,
@@ -140,6 +150,22 @@ def _ranged(bounds: Bounds, rule: JointRule, low: float, high: float) -> float:
         ),
     ).best(bounds.final)
     return max(base, with_idle)
+
+
+def _gaps(bounds: Bounds, rule: JointRule) -> tuple[int, Array | float]:
+    """Return how many idle gaps count, and the seconds of the slowest stage that fill them, per
+    stage after it."""
+    if rule.all_first:
+        return 1, 0.0
+    if rule.flexible:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            extra = np.ceil(2 * bounds.longest[None, :, None] / bounds.seconds)
+        return 1, bounds.share * (1 + np.minimum(extra, bounds.num_microbatches))
+    if 2 - rule.held > 1 - rule.held * bounds.share:
+        overlapping = _overlapping(bounds, rule.held)
+        if not overlapping[0].all():
+            return 2, float(rule.held)
+    return 1, bounds.share * rule.held
 
 
 def _overlapping(bounds: Bounds, held: int) -> Array:
@@ -151,6 +177,8 @@ def _overlapping(bounds: Bounds, held: int) -> Array:
     stages = np.minimum(layers[:, None], space.pool.free[None, :] // smallest)[:, None, :]
     if bounds.counted:
         levels = np.arange(bounds.seconds.shape[2] + 1)
+        if bounds.open_ended:
+            levels[-1] = space.num_layers
         stages = np.minimum(stages, levels[None, :, None])
     result: Array = held * stages + 1 >= bounds.num_microbatches
     return result

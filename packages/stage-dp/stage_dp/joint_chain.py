@@ -68,10 +68,12 @@ def score(
     links: Links,
     *,
     quick: bool = False,
+    limit: float = math.inf,
 ) -> Scored | None:
     """Return the best of `chains` that can be placed and fits in memory; None if none does.
 
-    `quick`: step times of many microbatches are extrapolated.
+    `quick`: step times of many microbatches are extrapolated. Pipelines that cannot take less than
+    `limit` seconds are left out.
     """
     timed = extrapolated_step_seconds if quick else batched_step_seconds
     groups: dict[tuple[int, ...], list[tuple[tuple[StageChoice, ...], tuple[float, ...]]]] = {}
@@ -86,7 +88,9 @@ def score(
         )
         if not all(map(math.isfinite, crossing)):
             continue
-        for held in _in_flight(stages, crossing, rule, table):
+        if _least_seconds(stages, crossing, table) >= limit:
+            continue
+        for held in _in_flight(stages, crossing, rule, table, 1 if quick else MAX_EXTRAS):
             groups.setdefault(held, []).append((stages, crossing))
     best: Scored | None = None
     for held, members in groups.items():
@@ -107,8 +111,25 @@ def score(
     return best
 
 
+def _least_seconds(
+    stages: Sequence[StageChoice], crossing: Sequence[float], table: MenuTable
+) -> float:
+    """Return a bound on the step time: each mesh's work and the way to it."""
+    way, least = 0.0, 0.0
+    for stage, c in zip(stages, (*crossing, 0.0), strict=True):
+        busy = table.num_microbatches * stage.seconds
+        least = max(least, way + busy + float(stages[0].columns[STEP]))
+        least = max(least, busy + float(stage.columns[STEP]))
+        way += stage.seconds + 2 * c
+    return max(least, way + float(stages[0].columns[STEP]))
+
+
 def _in_flight(
-    stages: Sequence[StageChoice], crossing: Sequence[float], rule: JointRule, table: MenuTable
+    stages: Sequence[StageChoice],
+    crossing: Sequence[float],
+    rule: JointRule,
+    table: MenuTable,
+    most: int,
 ) -> list[tuple[int, ...]]:
     """Return the distinct microbatches in flight that fit in memory and may be of use."""
     count = table.num_microbatches
@@ -122,7 +143,7 @@ def _in_flight(
         return [held] if fits(held) else []
     useful = useful_extras(crossing, [stage.seconds for stage in stages])
     useful = tuple(min(extra, count) for extra in useful)
-    if math.prod(extra + 1 for extra in useful) <= MAX_EXTRAS:
+    if math.prod(extra + 1 for extra in useful) <= most:
         tries = itertools.product(*(range(extra + 1) for extra in useful))
     else:
         tries = iter(_growing(useful, count, rule, fits))

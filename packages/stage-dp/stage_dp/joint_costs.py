@@ -27,6 +27,7 @@ from stage_dp.menu_table import (
 )
 
 MAX_HELD = 24  # different numbers in flight whose bounds are computed; others are rounded down
+TOLERANCE = 3e-3  # of a stage's seconds, while pipelines are looked for
 MAX_TRANSIENTS = 6  # limits on transient bytes tried for one stage
 
 
@@ -44,6 +45,7 @@ class CountCosts:
 
     def __init__(self, table: MenuTable, space: Space) -> None:
         self.table, self.space = table, space
+        self.tolerance = TOLERANCE
         menus = table.problem.menu.meshes
         kinds = space.pool.kinds
         self.meshes = [
@@ -63,6 +65,22 @@ class CountCosts:
     def same_proof(self) -> bool:
         """Return whether bounds hold for the rows alone."""
         return self._rows[True] is self._rows[False]
+
+    @property
+    def forward_share(self) -> float:
+        """Return the largest share that a forward can have in forward plus backward."""
+        if not self.same_proof:
+            return 1.0
+        shares = [0.0]
+        for m in self.meshes:
+            for rows in self.table.rows[m].values():
+                whole = rows.columns[:, FORWARD] + rows.columns[:, BACKWARD]
+                part = rows.columns[:, FORWARD] / np.where(whole > 0, whole, 1.0)
+                shares += part.tolist()
+            change = self.table.conversion[m]
+            if (change[np.isfinite(change)] > 0).any():
+                shares.append(0.5)
+        return max(shares)
 
     def bounds(self, proof: bool, held: tuple[int, ...] = ()) -> StageBounds:
         """Return bounds of the rows, or with `proof` of what lower bounds may count.
@@ -100,6 +118,11 @@ class CountCosts:
         for j, kind in enumerate(self.kind):
             np.minimum(result[:, kind], values[:, j], out=result[:, kind])
         return result
+
+    def sharpen(self) -> None:
+        """Solve stages exactly from now on."""
+        self.tolerance = 1e-12
+        self._choices.clear()
 
     def choices(self, start: int, stop: int, kind: int, held: int) -> list[StageChoice]:
         """Return the ways to run layers start..stop that are best for t or for t + u / B within
@@ -154,7 +177,7 @@ class CountCosts:
         best: tuple[float, tuple[int, ...]] | None = None
         for limit in limits:
             rows = self._layer_rows(mesh, classes, held, weight, limit)
-            found = choose_rows(rows, self.table.memory[mesh] - limit)
+            found = choose_rows(rows, self.table.memory[mesh] - limit, self.tolerance)
             if found is not None and (best is None or found[1] < best[0]):
                 best = (found[1], found[0])
             if found is not None and limit == limits[0] and found[1] <= found[2] * (1 + 1e-9):

@@ -171,7 +171,7 @@ class Enumeration:
         busy = count * seconds
         if self.rule.all_first:
             busy = busy + way
-        elif self.rule.held is not None and held < count:
+        elif not self.rule.flexible and held < count:
             busy = busy + np.maximum(2 * way - (held - 1) * seconds, 0.0)
         span = np.maximum(busy, seconds + 2 * crossing + part.span)
         bound = np.maximum(span + self._fastest[start], part.bound)

@@ -21,8 +21,10 @@ from stage_dp.joint_schedules import JointRule
 from stage_dp.joint_sweep import Sweep
 from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
 
-MAX_SWEEPS = 16  # per search over limits
+LEVELS = 12  # places told apart where memory binds
+MAX_SWEEPS = 8  # per search over limits
 LIMITS_TRIED = 6  # limits on the slowest stage tried for one pipeline's rows
+NEAR = 2e-3  # beyond the best plan, of pipelines that are kept to be solved exactly
 SHARE_FORWARD = 1 / 3  # of a stage's time where only the whole is known (three products in all)
 
 Chain = list[tuple[int, int, int]]
@@ -42,10 +44,14 @@ class Guide:
         crossing: Array,
         most: int,
         final: tuple[int, ...] | None,
+        rules: tuple[JointRule, ...],
     ) -> None:
         self.costs, self.rule, self.links = costs, rule, links
-        self.crossing, self.most, self.final = crossing, most, final
-        self.held = held_by_place(rule, costs.table.num_microbatches, most)
+        self.crossing, self.final, self.rules = crossing, final, rules
+        self.all_held = held_by_place(rule, costs.table.num_microbatches, most)
+        self.most = most if final else min(most, LEVELS)
+        self.open_ended = self.most < most
+        self.held = self.all_held[: self.most]
         self.binding = False  # whether memory is looked at in the sweeps
         self.bound = 0.0  # of the objective, over all pipelines
         self._start()
@@ -73,9 +79,13 @@ class Guide:
         self.exact = np.zeros(seconds.shape, dtype=bool)
         self.counted = counted
 
-    def run(self, rounds: int, limit: float) -> Scored | None:
-        """Return the best pipeline met below `limit` seconds in at most so many rounds."""
-        best: Scored | None = None
+    def run(self, rounds: int, limit: float) -> dict[str, Scored]:
+        """Return the best pipelines met by schedule, in at most so many rounds.
+
+        Pipelines are scored under all of `rules`; those with more than `limit` seconds are not
+        looked for.
+        """
+        best: dict[str, Scored] = {}
         for number in range(rounds):
             found = self._least(limit)
             if not found:
@@ -83,15 +93,20 @@ class Guide:
             new = False
             for chain in found:
                 new |= self._solve(chain)
-            scored = score(
-                [c for chain in found for c in self._rows(chain)],
-                self.rule,
-                self.costs.table,
-                self.links,
-                quick=True,
-            )
-            if scored is not None and scored.step_seconds < limit * (1 - 1e-12):
-                best, limit = scored, scored.step_seconds
+            rows = [c for chain in found for c in self._rows(chain)]
+            for rule in self.rules:
+                known = best[rule.name].step_seconds if rule.name in best else math.inf
+                scored = score(
+                    rows,
+                    rule,
+                    self.costs.table,
+                    self.links,
+                    quick=True,
+                    limit=min(known, limit * (1 + NEAR)),
+                )
+                if scored is not None and scored.step_seconds < known:
+                    best[rule.name] = scored
+                    limit = min(limit, scored.step_seconds)
             if not new:
                 break
             if not self.binding and number == 0 and self._starved(found[0]):
@@ -101,11 +116,21 @@ class Guide:
                     self._solve(chain)
         return best
 
+    def polish(self, best: Scored) -> Scored | None:
+        """Return the pipeline with its stages' rows solved exactly, if that is faster."""
+        self.costs.sharpen()
+        chain = [(s.layer_start, s.layer_stop, self.links.kind[s.mesh]) for s in best.stages]
+        held = self.all_held
+        self.all_held = tuple(best.in_flight[::-1])
+        rows = self._rows(chain)
+        self.all_held = held
+        return score(rows, best.rule, self.costs.table, self.links)
+
     def _starved(self, chain: Chain) -> bool:
         """Return whether memory makes the stages of `chain` slower than their bounds."""
         loose = self.costs.bounds(False).seconds
         for place, (start, stop, kind) in enumerate(reversed(chain), 1):
-            choices = self.costs.choices(start, stop, kind, self.held[place - 1])
+            choices = self.costs.choices(start, stop, kind, self.all_held[place - 1])
             number = self.costs.space.sequences.number[start, stop]
             least = min((c.seconds for c in choices), default=math.inf)
             if least > loose[number, kind, 0] * (1 + 1e-6):
@@ -118,13 +143,13 @@ class Guide:
         count = self.costs.table.num_microbatches
         near = self.crossing.min(axis=1)
         for place, (start, stop, kind) in enumerate(reversed(chain), 1):
-            level = place - 1 if self.counted else 0
+            level = min(place, self.most) - 1 if self.counted else 0
             number = int(self.costs.space.sequences.number[start, stop])
             if self.exact[number, kind, level]:
                 continue
             new = True
             self.exact[number, kind, level] = True
-            choices = self.costs.choices(start, stop, kind, self.held[place - 1])
+            choices = self.costs.choices(start, stop, kind, self.all_held[place - 1])
             if not choices:
                 self.sum[number, kind, level] = self.slow[number, kind, level] = np.inf
                 continue
@@ -145,14 +170,20 @@ class Guide:
 
         def solve(number: int) -> tuple[float, float]:
             weight = np.where(self.slow <= values[number], self.sum, np.inf)
-            sweep = Sweep(self.costs.space, weight, 2 * self.crossing, counted=self.counted)
+            sweep = Sweep(
+                self.costs.space,
+                weight,
+                2 * self.crossing,
+                counted=self.counted,
+                open_ended=self.open_ended,
+            )
             total = sweep.best(self.final)
             if not math.isfinite(total):
                 return math.inf, math.inf
             chain = sweep.chain(self.final)
             slowest = 0.0
             for place, (start, stop, kind) in enumerate(reversed(chain), 1):
-                level = place - 1 if self.counted else 0
+                level = min(place, self.most) - 1 if self.counted else 0
                 number = int(self.costs.space.sequences.number[start, stop])
                 slowest = max(slowest, float(self.slow[number, kind, level]))
             found[tuple(chain)] = total + slowest
@@ -187,7 +218,7 @@ class Guide:
         """Return choices of rows for `chain`, for several limits on the slowest stage."""
         num = len(chain)
         options = [
-            self.costs.choices(start, stop, kind, self.held[num - 1 - n])
+            self.costs.choices(start, stop, kind, self.all_held[num - 1 - n])
             for n, (start, stop, kind) in enumerate(chain)
         ]
         if not all(options):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from alpa_interchange.menu import LINKS, JointProblem
@@ -67,7 +66,8 @@ class Links:
 
     def least(self, a: int, layout_out: int, b: int, layout_in: int, n: int) -> float:
         """Return the least seconds over the links that a and b may have."""
-        return min(
-            (self.seconds(a, layout_out, b, layout_in, link, n) for link in self.possible(a, b)),
-            default=math.inf,
-        )
+        return min(self.all_seconds(a, layout_out, b, layout_in, n))
+
+    def all_seconds(self, a: int, layout_out: int, b: int, layout_in: int, n: int) -> list[float]:
+        """Return the seconds over each link that a and b may have."""
+        return [self.seconds(a, layout_out, b, layout_in, x, n) for x in self.possible(a, b)]

@@ -13,9 +13,9 @@ by sum a_i + max b_i with
 where "adaptive" holds up to ceil(2 c / t) more at each boundary, as far as memory allows. Plans are
 scored by the exact longest path; the guide only says which to look at.
 
-The lower bounds use `held`: a stage at place v runs at most `held` (v - 1) forwards between its
-first forward and that microbatch's backward (None: nothing is known, 0 with `all_first`: all
-forwards come before the backwards).   -> joint_bound.py
+The lower bounds use `held`: the stage at place v runs `held` (v - 1) forwards between its first
+forward and that microbatch's backward (0 with `all_first`: all forwards come before the backwards,
+which the bounds treat apart). -> joint_bound.py
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class JointRule:
     name: str
     in_flight: Callable[[int, int], int]  # (place, microbatches)
     pace: Pace  # (forward, backward, crossing) -> seconds per microbatch
-    held: int | None
+    held: int  # of a flexible rule: without what it holds for slow boundaries
     all_first: bool = False
     flexible: bool = False  # may hold more at slow boundaries
 
@@ -73,7 +73,7 @@ RULES: Mapping[str, JointRule] = MappingProxyType(
                 name="adaptive",
                 in_flight=lambda place, count: min(count, place),
                 pace=lambda f, b, c: np.maximum(f + b, c),
-                held=None,
+                held=1,
                 flexible=True,
             ),
         )

@@ -14,6 +14,7 @@ counts of work, so that plans repeat, unless the problem has a deadline.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 
@@ -34,8 +35,12 @@ from stage_dp.joint_schedules import RULES, JointRule
 from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import BACKWARD, FORWARD, STEP, WEIGHT, Array, MenuTable, Sequences
 
-ROUNDS = 8  # of the guided search per setting
+ROUNDS = 4  # of the guided search per microbatch count
+LEVELS = 8  # places told apart by bounds where memory binds
+ENUMERATED_LAYERS = 10  # of more layers there are too many pipelines
 STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
+GUIDES = ("1f1b", "eager-1f1b")  # schedules that guide, by preference
+POLISHED = 2  # best plans of settings whose rows are solved exactly
 LABELS = 40_000  # labels of the enumeration per microbatch count
 
 
@@ -43,7 +48,7 @@ class BoundError(AssertionError):
     """A plan is below the bound that was proven for it: the proof or the costs are wrong."""
 
 
-@define
+@define(eq=False)
 class _Setting:
     """A microbatch count with a schedule, and what is known of it."""
 
@@ -51,7 +56,6 @@ class _Setting:
     rule: JointRule
     bound: float
     best: Scored | None = None
-    searched: bool = False
     done: bool = False  # every pipeline that could be better was tried
 
 
@@ -88,6 +92,7 @@ class _Search:
         self.final = None if problem.num_stages is None else (problem.num_stages,)
         self.settings: list[_Setting] = []
         self.best: Scored | None = None
+        self._crossings: dict[int, tuple[Array, Array]] = {}
 
     @property
     def limit(self) -> float:
@@ -104,16 +109,16 @@ class _Search:
             if not costs.meshes:
                 continue
             bound = quick_bound(self._bounds(costs))
-            for name in self.problem.schedules:
+            for name in self.problem.schedules[: 1 if count == 1 else None]:
                 self.settings.append(_Setting(costs, RULES[name], bound))
         self.settings.sort(key=lambda s: s.bound)
-        for setting in self.settings:
-            if setting.bound >= self.limit or self.late():
+        for costs in dict.fromkeys(setting.costs for setting in self.settings):
+            own = [setting for setting in self.settings if setting.costs is costs]
+            if own[0].bound >= self.limit or self.late():
                 break
-            self._guide(setting)
-        for setting in self.settings:
-            if setting.bound < self.limit and not self.late():
-                self._refine(setting)
+            self._guide(own)
+        self._polish()
+        self._refine_all()
         self._enumerate()
         if self.best is None:
             raise InfeasibleError("no pipeline fits in memory")
@@ -125,36 +130,82 @@ class _Search:
         arrays = [found.seconds, found.busy, found.once]
         if counted and arrays[0].shape[2] == 1:
             arrays = [np.repeat(a, self.most, axis=2) for a in arrays]
-        crossing = self._crossing(costs)
+        least, most = self._crossing(costs)
+        levels = arrays[0].shape[2]
+        open_ended = counted and self.final is None and levels < self.most
+        count, share = costs.table.num_microbatches, costs.forward_share
         return Bounds(
-            self.space, costs.table.num_microbatches, *arrays, crossing, counted, self.final
+            self.space, count, *arrays, least, most, share, counted, open_ended, self.final
         )
 
-    def _crossing(self, costs: CountCosts) -> Array:
-        """Return the least seconds one way after a stage of each kind: [kinds]."""
+    def _crossing(self, costs: CountCosts) -> tuple[Array, Array]:
+        """Return the least and the most seconds one way after a stage of each kind: [kinds]."""
         menus = self.problem.menu.meshes
         result = np.full(len(self.pool.kinds), np.inf)
+        most = np.zeros(len(self.pool.kinds))
+        samples = costs.table.samples
+        if samples in self._crossings:
+            return self._crossings[samples]
         for a, kind in zip(costs.meshes, costs.kind, strict=True):
             outs = {int(y) for r in costs.table.rows[a].values() for y in r.layout_out}
             for b in costs.meshes:
                 ins = {int(x) for r in costs.table.rows[b].values() for x in r.layout_in}
                 for y in outs:
                     for x in ins:
-                        seconds = self.links.least(a, y, b, x, costs.table.samples)
+                        seconds = self.links.least(a, y, b, x, samples)
                         result[kind] = min(result[kind], seconds)
+                        most[kind] = max(most[kind], *self.links.all_seconds(a, y, b, x, samples))
         if any(menu.floors for menu in menus):
             # Floors may have layouts that no row has.
-            result[:] = 0.0
-        return result
+            result[:], most[:] = 0.0, np.inf
+        self._crossings[samples] = result, most
+        return result, most
 
-    def _guide(self, setting: _Setting) -> None:
-        crossing = self._crossing(setting.costs)
+    def _guide_of(self, costs: CountCosts, rules: tuple[JointRule, ...]) -> Guide:
+        crossing, _ = self._crossing(costs)
         spread = np.repeat(crossing[:, None], self.pool.num_states + 1, axis=1)
-        guide = Guide(setting.costs, setting.rule, self.links, spread, self.most, self.final)
-        setting.best = guide.run(ROUNDS, self.limit)
-        setting.searched = True
-        if setting.best is not None and setting.best.step_seconds < self.limit:
-            self.best = setting.best
+        named = {rule.name: rule for rule in rules}
+        rule = next((named[name] for name in GUIDES if name in named), rules[0])
+        return Guide(costs, rule, self.links, spread, self.most, self.final, rules)
+
+    def _guide(self, settings: list[_Setting]) -> None:
+        """Look for good pipelines of one microbatch count, guided by its first schedule."""
+        costs = settings[0].costs
+        guide = self._guide_of(costs, tuple(setting.rule for setting in settings))
+        found = guide.run(ROUNDS, self.limit)
+        for setting in settings:
+            best = found.get(setting.rule.name)
+            if best is None or best.step_seconds >= self.limit:
+                continue
+            # Quick scores may be low by a little.
+            setting.best = score([best.stages], best.rule, costs.table, self.links)
+            if setting.best is not None and setting.best.step_seconds < self.limit:
+                self.best = setting.best
+
+    def _polish(self) -> None:
+        """Solve the rows of the best plans exactly."""
+        leaders = [s for s in self.settings if s.best is not None]
+        leaders.sort(key=lambda s: s.best.step_seconds if s.best else math.inf)
+        for setting in leaders[:POLISHED]:
+            assert setting.best is not None
+            guide = self._guide_of(setting.costs, (setting.rule,))
+            better = guide.polish(setting.best)
+            if better is not None and better.step_seconds < setting.best.step_seconds:
+                setting.best = better
+                if better.step_seconds < self.limit:
+                    self.best = better
+
+    def _refine_all(self) -> None:
+        """Refine the least bound until it stays the least: the others do not matter then."""
+        waiting = [(s.bound, n, s) for n, s in enumerate(self.settings)]
+        heapq.heapify(waiting)
+        lowest = math.inf
+        while waiting and not self.late():
+            bound, _, setting = heapq.heappop(waiting)
+            if bound >= min(lowest, self.limit):
+                break
+            self._refine(setting)
+            lowest = min(lowest, setting.bound)
 
     def _refine(self, setting: _Setting) -> None:
         costs, rule = setting.costs, setting.rule
@@ -164,11 +215,15 @@ class _Search:
             held = held_by_place(rule, costs.table.num_microbatches, self.most)
             if len(set(held)) == 1 and self.final is None:
                 held = held[:1]
+            elif self.final is None:
+                held = held[:LEVELS]
             bounds = self._bounds(costs, held)
             setting.bound = max(setting.bound, quick_bound(bounds))
             setting.bound = refined_bound(bounds, rule, setting.bound, self.limit)
 
     def _enumerate(self) -> None:
+        if self.layers > ENUMERATED_LAYERS:
+            return
         budget = Budget(STAGES_TRIED)
         fronts: dict[int, Fronts] = {}
         for setting in sorted(self.settings, key=lambda s: s.bound):

@@ -60,7 +60,7 @@ class Sweep:
 
     `crossing` [kinds, states + 1]: seconds added to the weight of a stage that is not the last, by
     the state after it. `first`: weights of the stage at layer 0 if others. `floor`, `first_floor`:
-    the least value through a stage.
+    the least value through a stage. `open_ended`: the last level stands for all places from it on.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Sweep:
         crossing: Array,
         *,
         counted: bool,
+        open_ended: bool = False,
         first: Array | None = None,
         floor: Array | None = None,
         first_floor: Array | None = None,
@@ -78,7 +79,7 @@ class Sweep:
     ) -> None:
         self.space, self.weight, self.crossing = space, weight, crossing
         self.first, self.floor, self.first_floor = first, floor, first_floor
-        self.entrance, self.counted = entrance, counted
+        self.entrance, self.counted, self.open_ended = entrance, counted, open_ended
         layers, states = space.num_layers, space.pool.num_states
         self.levels = weight.shape[2] if counted else 1
         rows = self.levels + 1 if counted else 1
@@ -120,6 +121,8 @@ class Sweep:
 
     def _pass_on(self, layer: int) -> None:
         suffix = self.value[layer, :-1] if self.counted else self.value[layer]
+        if self.counted and self.open_ended:
+            suffix = np.concatenate([suffix[:-1], self.value[layer, -2:].min(axis=0)[None]])
         following = self.space.following
         reached = suffix[:, following[:, :, 0]]  # [levels, kinds, states + 1]
         for choice in range(1, following.shape[2]):
@@ -153,9 +156,14 @@ class Sweep:
             at = int(np.argmin(through))
             stop, kind = (int(part[at]) for part in self._pairs[layer])
             result.append((layer, stop, kind))
-            level = level - 1 if self.counted else 0
             choices = self.space.following[kind, state]
-            state = int(choices[int(np.argmin(self.value[stop, level, choices]))])
+            before = [max(level - 1, 0)]
+            if self.open_ended and level == self.levels:
+                before.append(level)
+            level, state = min(
+                ((v, int(s)) for v in before for s in choices),
+                key=lambda item: float(self.value[stop, item[0], item[1]]),
+            )
             layer = stop
         return result
 

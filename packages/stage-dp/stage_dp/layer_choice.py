@@ -36,13 +36,18 @@ class LayerRows:
     names: tuple[NDArray[np.int64], ...]  # strategy numbers behind the entries
 
 
-def choose_rows(rows: LayerRows, memory: float) -> tuple[tuple[int, ...], float, float] | None:
-    """Return strategies, seconds and the priced lower bound, or None if nothing fits."""
+def choose_rows(
+    rows: LayerRows, memory: float, tolerance: float = 1e-12
+) -> tuple[tuple[int, ...], float, float] | None:
+    """Return strategies, seconds and the priced lower bound, or None if nothing fits.
+
+    A plan within `tolerance` of the bound is not improved.
+    """
     allowed = memory * (1 + 1e-12)
     if sum(float(b.min()) for b in rows.bytes) > allowed:
         return None
-    price, bound, best = _best_price(rows, allowed)
-    if best is None or bound < best[1] * (1 - 1e-12):
+    price, bound, best = _best_price(rows, allowed, tolerance)
+    if best is None or bound < best[1] * (1 - tolerance):
         better = _front(rows, allowed, price, best[1] if best else math.inf)
         best = better or best
     if best is None:
@@ -77,7 +82,7 @@ def _path(rows: LayerRows, price: float) -> tuple[list[int], float, float]:
 
 
 def _best_price(
-    rows: LayerRows, memory: float
+    rows: LayerRows, memory: float, tolerance: float
 ) -> tuple[float, float, tuple[list[int], float] | None]:
     """Return the price with the highest bound, that bound, and the best plan met that fits."""
     choice, seconds, size = _path(rows, 0.0)
@@ -85,6 +90,7 @@ def _best_price(
         return 0.0, seconds, (choice, seconds)
     # Two paths that span the price: one too large, one that fits. Their crossing gives the next.
     over = (seconds, size)
+    large = choice
     best: tuple[list[int], float] | None = None
     under = (0.0, 0.0)
     price, bound = 0.0, seconds
@@ -97,9 +103,10 @@ def _best_price(
         if size <= memory:
             under, best = (seconds, size), (choice, seconds)
             break
-        over = (seconds, size)
+        over, large = (seconds, size), choice
     if best is None:
         return price, bound, None
+    small = best[0]
     for _ in range(100):
         crossing = (under[0] - over[0]) / (over[1] - under[1])
         choice, seconds, size = _path(rows, crossing)
@@ -110,12 +117,49 @@ def _best_price(
         if value >= under[0] + crossing * under[1] - 1e-12 * abs(value):
             break
         if size <= memory:
-            under = (seconds, size)
+            under, small = (seconds, size), choice
             if seconds < best[1]:
                 best = (choice, seconds)
         else:
-            over = (seconds, size)
+            over, large = (seconds, size), choice
+        if bound >= best[1] * (1 - tolerance):
+            return price, bound, best
+    for first, second in ((large, small), (small, large)):
+        mixed = _mixed(rows, first, second, memory)
+        if mixed is not None and mixed[1] < best[1]:
+            best = mixed
     return price, bound, best
+
+
+def _mixed(
+    rows: LayerRows, first: list[int], second: list[int], memory: float
+) -> tuple[list[int], float] | None:
+    """Return the best plan that fits and follows `first` up to a layer, `second` from there on."""
+    num = len(first)
+
+    def sums(choice: list[int]) -> tuple[Array, Array]:
+        seconds = [rows.seconds[k][s] for k, s in enumerate(choice)]
+        for k in range(1, num):
+            seconds[k] += rows.transitions[k][choice[k - 1], choice[k]]
+        return np.cumsum(seconds), np.cumsum([rows.bytes[k][s] for k, s in enumerate(choice)])
+
+    time_first, size_first = sums(first)
+    time_second, size_second = sums(second)
+    change = np.array(
+        [
+            rows.transitions[k][first[k - 1], second[k]]
+            - rows.transitions[k][second[k - 1], second[k]]
+            for k in range(1, num)
+        ]
+    )
+    with np.errstate(invalid="ignore"):
+        time = time_first[:-1] + time_second[-1] - time_second[:-1] + change
+    size = size_first[:-1] + size_second[-1] - size_second[:-1]
+    time = np.where((size <= memory) & np.isfinite(time), time, np.inf)
+    if not len(time) or not np.isfinite(time.min()):
+        return None
+    at = int(np.argmin(time)) + 1
+    return [*first[:at], *second[at:]], float(time[at - 1])
 
 
 def _front(
@@ -162,7 +206,7 @@ def _front(
         for s, (time, _, _, _) in enumerate(labels[-1])
         for i in range(len(time))
     ]
-    if not ends:
+    if not ends or min(ends)[0] >= limit:
         return None
     seconds, strategy, at = min(ends)
     choice = []
