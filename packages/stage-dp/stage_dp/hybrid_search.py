@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from alpa_interchange.check import non_empty, non_negative
@@ -148,6 +148,7 @@ def segment_candidates(
     num = len(problem.layers)
     most = min(problem.num_microbatches, max_in_flight or problem.num_microbatches)
     solved: dict[tuple[str, ...], list[HybridPlan]] = {}
+    floors: dict[tuple[str, ...], float] = {}
     result = []
     for start in range(num):
         for stop in range(start + 1, num + 1):
@@ -155,6 +156,8 @@ def segment_candidates(
             names = tuple(layer.name for layer in layers)
             if names not in solved:
                 solved[names] = _plans_by_memory(problem, layers, most)
+            if solved[names] and names not in floors:
+                floors[names] = _least_seconds(problem, layers)
             for plan in solved[names]:
                 rows = [t.strategies[s] for t, s in zip(layers, plan.choice, strict=True)]
                 share = _transition_seconds(problem, layers, plan.choice)
@@ -174,7 +177,7 @@ def segment_candidates(
                         boundary_seconds=boundary_seconds[stop - 1] if boundary_seconds else 0.0,
                         lower_bound_seconds=min(
                             sum(r.forward_seconds + r.backward_seconds for r in rows) + share,
-                            _unlimited_seconds(problem, layers),
+                            floors[names],
                         ),
                         key=" ".join(map(str, plan.choice)),
                     )
@@ -211,13 +214,16 @@ def _plans_by_memory(
     return list(plans.values())
 
 
-def _unlimited_seconds(problem: HybridProblem, layers: Sequence[LayerType]) -> float:
-    """Return the least forward plus backward seconds of the layers without a memory limit."""
-    value = np.array([r.forward_seconds + r.backward_seconds for r in layers[0].strategies])
-    for before, after in zip(layers, layers[1:], strict=False):
-        seconds = np.array([r.forward_seconds + r.backward_seconds for r in after.strategies])
-        value = (value[:, None] + problem.transition(before, after)).min(axis=0) + seconds
-    return float(value.min())
+def _least_seconds(problem: HybridProblem, layers: tuple[LayerType, ...]) -> float:
+    """Return the least forward plus backward seconds that fit with one microbatch in flight."""
+    free = {
+        layer.name: evolve(
+            layer, strategies=tuple(evolve(s, step_seconds=0.0) for s in layer.strategies)
+        )
+        for layer in layers
+    }
+    part = evolve(problem, layers=tuple(free[layer.name] for layer in layers))
+    return solve_layers(part).seconds
 
 
 def _transition_seconds(

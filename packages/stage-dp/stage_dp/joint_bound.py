@@ -80,9 +80,11 @@ def refined_bound(bounds: Bounds, rule: JointRule, bound: float, target: float) 
         return bound
     values = np.unique(bounds.seconds[np.isfinite(bounds.seconds)])
     # A stage with B t beyond the plan in hand cannot be part of a better one.
-    values = values[values <= target / bounds.num_microbatches]
+    near = values <= target / bounds.num_microbatches
+    beyond = bounds.num_microbatches * float(values[~near].min(initial=math.inf))
+    values = values[near]
     if not len(values):
-        return target
+        return beyond
     heap = [(bound, float(values[0]), float(values[-1]))]
     for _ in range(MAX_SPLITS):
         least, low, high = heap[0]
@@ -96,7 +98,7 @@ def refined_bound(bounds: Bounds, rule: JointRule, bound: float, target: float) 
         for part in (inside[:cut], inside[cut:]):
             a, b = float(part[0]), float(part[-1])
             heapq.heappush(heap, (max(least, _ranged(bounds, rule, a, b)), a, b))
-    return min(heap[0][0], target) if heap else target
+    return min(heap[0][0], beyond)
 
 
 def _there_and_back(bounds: Bounds, high: float) -> float:

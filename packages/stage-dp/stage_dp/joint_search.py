@@ -24,7 +24,7 @@ from attrs import define
 from alpa_interchange.menu import JointPlan, JointProblem, JointStage, TriedCount
 from stage_dp.cell_fronts import Fronts
 from stage_dp.device_pool import DevicePool
-from stage_dp.infeasibility import InfeasibleError
+from stage_dp.infeasibility import InfeasibleError, check_bound
 from stage_dp.joint_bound import Bounds, quick_bound, refined_bound
 from stage_dp.joint_chain import Scored, score
 from stage_dp.joint_costs import CountCosts, held_by_place
@@ -42,10 +42,6 @@ STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
 GUIDES = ("1f1b", "eager-1f1b")  # schedules that guide, by preference
 POLISHED = 2  # best plans of settings whose rows are solved exactly
 LABELS = 40_000  # labels of the enumeration per microbatch count
-
-
-class BoundError(AssertionError):
-    """A plan is below the bound that was proven for it: the proof or the costs are wrong."""
 
 
 @define(eq=False)
@@ -246,13 +242,10 @@ class _Search:
         lower = best.step_seconds
         for setting in self.settings:
             bound = best.step_seconds if setting.done else setting.bound
-            own = setting.best
-            if own is not None and own.step_seconds < setting.bound * (1 - 1e-9):
-                raise BoundError(
-                    f"a pipeline with {own.num_microbatches} microbatches under "
-                    f"{own.rule.name!r} takes {own.step_seconds!r} s, below the bound "
-                    f"{setting.bound!r} s proven for it"
-                )
+            if setting.best is not None:
+                what = f"a pipeline of {setting.best.num_microbatches} microbatches under "
+                what += repr(setting.rule.name)
+                check_bound(setting.bound, setting.best.step_seconds, what)
             lower = min(lower, bound)
         return plan_of(best, self.problem, self.links, lower, self._tried())
 

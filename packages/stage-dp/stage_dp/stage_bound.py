@@ -78,10 +78,12 @@ def refined_bound(table: StageTable, bound: float, target: float) -> float:
     if table.schedule not in held:
         return bound
     values = np.unique(table.least)
+    num = table.num_microbatches
     # A stage with B t beyond the plan in hand cannot be part of a better one.
-    high = int(np.searchsorted(values, target / table.num_microbatches, side="right")) - 1
+    high = int(np.searchsorted(values, target / num, side="right")) - 1
+    beyond = num * float(values[high + 1]) if high + 1 < len(values) else np.inf
     if high < 0:
-        return target
+        return beyond
     heap = [(bound, 0, high)]
     for _ in range(MAX_SPLITS):
         low_bound, low, high = heap[0]
@@ -93,7 +95,7 @@ def refined_bound(table: StageTable, bound: float, target: float) -> float:
         for a, b in ((low, middle), (middle + 1, high)):
             ranged = _ranged_bound(table, float(values[a]), float(values[b]), held[table.schedule])
             heapq.heappush(heap, (max(low_bound, ranged), a, b))
-    return min(heap[0][0], target)
+    return float(min(heap[0][0], beyond))
 
 
 def _ranged_bound(table: StageTable, low: float, high: float, held: int) -> float:

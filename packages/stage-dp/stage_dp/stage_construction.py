@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from alpa_interchange.stage import PlacedStage, StageCandidate, StagePlan, StageProblem
 from stage_dp.device_pool import DevicePool, place
-from stage_dp.infeasibility import InfeasibleError
+from stage_dp.infeasibility import InfeasibleError, check_bound
 from stage_dp.interleaved_search import (
     INTERLEAVED,
     device_seconds_bound,
@@ -99,6 +99,8 @@ def solve_stages(problem: StageProblem) -> StagePlan:
     for bound, table in zip(bounds, tables, strict=True):
         if bound < best.step_seconds:
             bound = refined_bound(table, bound, best.step_seconds)
+        if (table.schedule, table.num_microbatches) == (best.schedule, best.num_microbatches):
+            check_bound(bound, best.step_seconds, "the chosen pipeline")
         lower = min(lower, bound)
     num_meshes = best.num_meshes or len(best.candidates)
     submeshes = [candidate.submesh for candidate in best.candidates[:num_meshes]]
