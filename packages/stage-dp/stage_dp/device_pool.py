@@ -60,6 +60,50 @@ class DevicePool:
             self.following.append(table)
 
 
+class CoarsePool:
+    """As DevicePool, but devices are counted in units, some to a unit, in each group.
+
+    Each submesh takes its devices' units, rounded up (what fits here fits by count) or down (what
+    fits by count fits here). At most about `most` states. `free` [states]: devices left, an upper
+    limit where units are rounded down.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        groups: Sequence[DeviceGroup],
+        kinds: Sequence[SubmeshSpec],
+        *,
+        round_up: bool,
+        most: int,
+    ) -> None:
+        self.kinds = tuple(kinds)
+        devices = [group.num_hosts * group.devices_per_host for group in groups]
+        unit = 1
+        while np.prod([count // unit + 1 for count in devices]) > most + 1:
+            unit *= 2
+        units = [count // unit if round_up else -(-count // unit) for count in devices]
+        taken = np.array(
+            [
+                -(-kind.num_devices // unit) if round_up else kind.num_devices // unit
+                for kind in kinds
+            ]
+        )
+        # Units taken by group, in mixed radix: state 0 has all free.
+        places = np.cumprod([1, *(n + 1 for n in units)])
+        self.num_states = self.dead = int(places[-1])
+        used = np.arange(self.num_states)[:, None] // places[:-1] % (np.array(units) + 1)
+        left = np.array(units) - used
+        self.free: NDArray[np.int64] = left.sum(axis=1) * unit
+        self.following: list[NDArray[np.int64]] = []
+        for kind, count in zip(kinds, taken, strict=True):
+            g = kind.host_group
+            after = np.arange(self.num_states) + count * places[g]
+            after = np.where(left[:, g] >= count, after, self.dead)
+            self.following.append(np.append(after, self.dead)[:, None].astype(np.int64))
+
+
 State = tuple[tuple[int, ...], ...]  # per group: free devices in all, or of each host, sorted
 
 

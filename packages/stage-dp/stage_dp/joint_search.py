@@ -22,8 +22,9 @@ import numpy as np
 from attrs import define
 
 from alpa_interchange.menu import JointPlan, JointProblem, JointStage, TriedCount
+from alpa_interchange.mesh import SubmeshSpec
 from stage_dp.cell_fronts import Fronts
-from stage_dp.device_pool import DevicePool
+from stage_dp.device_pool import CoarsePool, DevicePool, nested
 from stage_dp.infeasibility import InfeasibleError, check_bound
 from stage_dp.joint_bound import Bounds, quick_bound, refined_bound
 from stage_dp.joint_chain import Scored, score
@@ -36,6 +37,7 @@ from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import BACKWARD, FORWARD, STEP, WEIGHT, Array, MenuTable, Sequences
 
 ROUNDS = 4  # of the guided search per microbatch count
+MAX_STATES = 80  # of free devices; above, devices are counted in units
 LEVELS = 8  # places told apart by bounds where memory binds
 ENUMERATED_LAYERS = 10  # of more layers there are too many pipelines
 STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
@@ -77,11 +79,11 @@ class _Search:
         self.links = Links(problem)
         self.sequences = Sequences(problem.menu.class_of_layer)
         kinds = list(dict.fromkeys(self.links.submeshes))
-        self.pool = DevicePool(problem.device_groups, kinds)
         self.layers = problem.menu.num_layers
-        self.space = Space.of(self.sequences, self.layers, self.pool, problem.use_all_devices)
+        self.space, self.proof_space = self._spaces(kinds)
         smallest = min(kind.num_devices for kind in kinds)
-        most = min(self.layers, max(1, int(self.pool.free[0]) // smallest))
+        devices = sum(g.num_hosts * g.devices_per_host for g in problem.device_groups)
+        most = min(self.layers, max(1, devices // smallest))
         if problem.num_stages is not None:
             most = problem.num_stages
         self.most = most
@@ -89,6 +91,25 @@ class _Search:
         self.settings: list[_Setting] = []
         self.best: Scored | None = None
         self._crossings: dict[int, tuple[Array, Array]] = {}
+
+    def _spaces(self, kinds: list[SubmeshSpec]) -> tuple[Space, Space]:
+        """Return the spaces of the guided search and of the bounds."""
+        groups, use_all = self.problem.device_groups, self.problem.use_all_devices
+
+        def space(pool: DevicePool | CoarsePool, use_all: bool) -> Space:
+            return Space.of(self.sequences, self.layers, pool, use_all)
+
+        states = math.prod(g.num_hosts * g.devices_per_host + 1 for g in groups)
+        counted = all(
+            nested(group, [k for k in kinds if k.host_group == g]) for g, group in enumerate(groups)
+        )
+        if use_all or not counted or states <= MAX_STATES or self.layers <= ENUMERATED_LAYERS:
+            exact = space(DevicePool(groups, kinds), use_all)
+            return exact, exact
+        coarse, loose = (
+            CoarsePool(groups, kinds, round_up=up, most=MAX_STATES) for up in (True, False)
+        )
+        return space(coarse, False), space(loose, False)
 
     @property
     def limit(self) -> float:
@@ -131,14 +152,14 @@ class _Search:
         open_ended = counted and self.final is None and levels < self.most
         count, share = costs.table.num_microbatches, costs.forward_share
         return Bounds(
-            self.space, count, *arrays, least, most, share, counted, open_ended, self.final
+            self.proof_space, count, *arrays, least, most, share, counted, open_ended, self.final
         )
 
     def _crossing(self, costs: CountCosts) -> tuple[Array, Array]:
         """Return the least and the most seconds one way after a stage of each kind: [kinds]."""
         menus = self.problem.menu.meshes
-        result = np.full(len(self.pool.kinds), np.inf)
-        most = np.zeros(len(self.pool.kinds))
+        result = np.full(len(self.space.pool.kinds), np.inf)
+        most = np.zeros(len(self.space.pool.kinds))
         samples = costs.table.samples
         if samples in self._crossings:
             return self._crossings[samples]
@@ -159,7 +180,7 @@ class _Search:
 
     def _guide_of(self, costs: CountCosts, rules: tuple[JointRule, ...]) -> Guide:
         crossing, _ = self._crossing(costs)
-        spread = np.repeat(crossing[:, None], self.pool.num_states + 1, axis=1)
+        spread = np.repeat(crossing[:, None], self.space.pool.num_states + 1, axis=1)
         named = {rule.name: rule for rule in rules}
         rule = next((named[name] for name in GUIDES if name in named), rules[0])
         return Guide(costs, rule, self.links, spread, self.most, self.final, rules)
@@ -220,6 +241,8 @@ class _Search:
     def _enumerate(self) -> None:
         if self.layers > ENUMERATED_LAYERS:
             return
+        pool = self.space.pool
+        assert isinstance(pool, DevicePool)
         budget = Budget(STAGES_TRIED)
         fronts: dict[int, Fronts] = {}
         for setting in sorted(self.settings, key=lambda s: s.bound):
@@ -230,7 +253,7 @@ class _Search:
             if count not in fronts:
                 fronts[count] = Fronts(table, self.sequences, LABELS)
             found, complete = Enumeration(
-                table, setting.rule, fronts[count], self.pool, self.links, budget, self.limit
+                table, setting.rule, fronts[count], pool, self.links, budget, self.limit
             ).run()
             setting.done = complete and setting.costs.same_proof
             if found is not None:

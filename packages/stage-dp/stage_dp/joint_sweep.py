@@ -15,7 +15,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from stage_dp.device_pool import DevicePool
+from stage_dp.device_pool import CoarsePool, DevicePool
 from stage_dp.menu_table import Array, Index, Sequences
 
 
@@ -28,12 +28,14 @@ class Space:
 
     sequences: Sequences
     num_layers: int
-    pool: DevicePool
+    pool: DevicePool | CoarsePool
     following: Index
     use_all_devices: bool
 
     @classmethod
-    def of(cls, sequences: Sequences, num_layers: int, pool: DevicePool, use_all: bool) -> Space:
+    def of(
+        cls, sequences: Sequences, num_layers: int, pool: DevicePool | CoarsePool, use_all: bool
+    ) -> Space:
         """Return the space over a pool of devices."""
         width = max(table.shape[1] for table in pool.following)
         following = np.full((len(pool.kinds), pool.num_states + 1, width), pool.dead)
