@@ -10,7 +10,7 @@ from stage_dp.hybrid_search import (
     segment_candidates,
     solve_layers,
 )
-from stage_dp.infeasibility import InfeasibleError
+from stage_dp.infeasibility import BoundError, InfeasibleError
 from stage_dp.joint_search import microbatch_counts, solve_joint
 from stage_dp.layer_clustering import (
     Clustering,
@@ -41,6 +41,7 @@ from stage_dp.token_slicing import TokenPlan, TokenProblem, flow_seconds, slice_
 __all__ = [
     "SCHEDULES",
     "SCHEDULE_RULES",
+    "BoundError",
     "Clustering",
     "ClusteringOptions",
     "HybridPlan",

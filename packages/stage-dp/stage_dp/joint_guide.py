@@ -15,14 +15,13 @@ import math
 import numpy as np
 
 from stage_dp.joint_chain import Scored, StageChoice, score
-from stage_dp.joint_costs import CountCosts, held_by_place
+from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_links import Links
 from stage_dp.joint_schedules import JointRule
 from stage_dp.joint_sweep import Sweep
 from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
 
-LEVELS = 12  # places told apart where memory binds
-MAX_SWEEPS = 8  # per search over limits
+MAX_SWEEPS = 6  # per search over limits
 LIMITS_TRIED = 6  # limits on the slowest stage tried for one pipeline's rows
 NEAR = 2e-3  # beyond the best plan, of pipelines that are kept to be solved exactly
 SHARE_FORWARD = 1 / 3  # of a stage's time where only the whole is known (three products in all)

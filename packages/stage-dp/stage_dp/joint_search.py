@@ -19,7 +19,7 @@ import math
 import time
 
 import numpy as np
-from attrs import define
+from attrs import define, evolve
 
 from alpa_interchange.menu import JointPlan, JointProblem, JointStage, TriedCount
 from alpa_interchange.mesh import SubmeshSpec
@@ -28,7 +28,7 @@ from stage_dp.device_pool import CoarsePool, DevicePool, nested
 from stage_dp.infeasibility import InfeasibleError, check_bound
 from stage_dp.joint_bound import Bounds, quick_bound, refined_bound
 from stage_dp.joint_chain import Scored, score
-from stage_dp.joint_costs import CountCosts, held_by_place
+from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_enumeration import Budget, Enumeration
 from stage_dp.joint_guide import Guide
 from stage_dp.joint_links import Links
@@ -36,9 +36,8 @@ from stage_dp.joint_schedules import RULES, JointRule
 from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import BACKWARD, FORWARD, STEP, WEIGHT, Array, MenuTable, Sequences
 
-ROUNDS = 4  # of the guided search per microbatch count
+ROUNDS = 3  # of the guided search per microbatch count
 MAX_STATES = 80  # of free devices; above, devices are counted in units
-LEVELS = 8  # places told apart by bounds where memory binds
 ENUMERATED_LAYERS = 10  # of more layers there are too many pipelines
 STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
 GUIDES = ("1f1b", "eager-1f1b")  # schedules that guide, by preference
@@ -90,6 +89,7 @@ class _Search:
         self.final = None if problem.num_stages is None else (problem.num_stages,)
         self.settings: list[_Setting] = []
         self.best: Scored | None = None
+        self.binding = False  # whether memory was seen to matter
         self._crossings: dict[int, tuple[Array, Array]] = {}
 
     def _spaces(self, kinds: list[SubmeshSpec]) -> tuple[Space, Space]:
@@ -131,14 +131,18 @@ class _Search:
         self.settings.sort(key=lambda s: s.bound)
         for costs in dict.fromkeys(setting.costs for setting in self.settings):
             own = [setting for setting in self.settings if setting.costs is costs]
-            if own[0].bound >= self.limit or self.late():
+            if own[0].bound >= self.limit or (self.best is not None and self.late()):
                 break
-            self._guide(own)
+            if self.binding:
+                self._raise_bounds(own)
+            open_settings = [setting for setting in own if setting.bound < self.limit]
+            if open_settings:
+                self._guide(open_settings)
         self._polish()
         self._refine_all()
         self._enumerate()
         if self.best is None:
-            raise InfeasibleError("no pipeline fits in memory")
+            raise self._infeasible()
         return self._plan(self.best)
 
     def _bounds(self, costs: CountCosts, held: tuple[int, ...] = ()) -> Bounds:
@@ -178,6 +182,19 @@ class _Search:
         self._crossings[samples] = result, most
         return result, most
 
+    def _raise_bounds(self, settings: list[_Setting]) -> None:
+        """Raise bounds by what memory allows."""
+        for setting in settings:
+            held = self._held(setting)
+            setting.bound = max(setting.bound, quick_bound(self._bounds(setting.costs, held)))
+
+    def _held(self, setting: _Setting) -> tuple[int, ...]:
+        """Return the microbatches in flight of the levels that bounds tell apart."""
+        held = held_by_place(setting.rule, setting.costs.table.num_microbatches, self.most)
+        if self.final is not None:
+            return held
+        return held[:1] if len(set(held)) == 1 else held[:LEVELS]
+
     def _guide_of(self, costs: CountCosts, rules: tuple[JointRule, ...]) -> Guide:
         crossing, _ = self._crossing(costs)
         spread = np.repeat(crossing[:, None], self.space.pool.num_states + 1, axis=1)
@@ -190,6 +207,7 @@ class _Search:
         costs = settings[0].costs
         guide = self._guide_of(costs, tuple(setting.rule for setting in settings))
         found = guide.run(ROUNDS, self.limit)
+        self.binding |= guide.binding
         for setting in settings:
             best = found.get(setting.rule.name)
             if best is None or best.step_seconds >= self.limit:
@@ -229,12 +247,7 @@ class _Search:
         bounds = self._bounds(costs)
         setting.bound = refined_bound(bounds, rule, setting.bound, self.limit)
         if setting.bound < self.limit * (1 - 1e-3):
-            held = held_by_place(rule, costs.table.num_microbatches, self.most)
-            if len(set(held)) == 1 and self.final is None:
-                held = held[:1]
-            elif self.final is None:
-                held = held[:LEVELS]
-            bounds = self._bounds(costs, held)
+            bounds = self._bounds(costs, self._held(setting))
             setting.bound = max(setting.bound, quick_bound(bounds))
             setting.bound = refined_bound(bounds, rule, setting.bound, self.limit)
 
@@ -259,6 +272,21 @@ class _Search:
             if found is not None:
                 setting.best = self.best = found
 
+    def _infeasible(self) -> InfeasibleError:
+        counts = sorted({s.costs.table.num_microbatches for s in self.settings})
+        if not any(math.isfinite(s.bound) for s in self.settings):
+            return InfeasibleError(
+                f"no chain of the menu's meshes covers all {self.layers} layers on the devices "
+                f"with {counts} microbatches; add smaller meshes, rows whose batch_split divides the "
+                "samples of a microbatch, or allow idle devices"
+            )
+        remedy = "rows that keep less (recomputation, sharded state) or more devices"
+        return InfeasibleError(
+            f"no pipeline fits in memory with {counts} microbatches under "
+            f"{self.problem.schedules}; add {remedy}",
+            remedy=remedy,
+        )
+
     def _plan(self, best: Scored) -> JointPlan:
         exact = score([best.stages], best.rule, self._table(best), self.links)
         best = exact or best
@@ -270,7 +298,8 @@ class _Search:
                 what += repr(setting.rule.name)
                 check_bound(setting.bound, setting.best.step_seconds, what)
             lower = min(lower, bound)
-        return plan_of(best, self.problem, self.links, lower, self._tried())
+        plan = plan_of(best, self.problem, self.links, lower, self._tried())
+        return evolve(plan, complete=not self.late())
 
     def _table(self, best: Scored) -> MenuTable:
         return next(

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from stage_dp.device_pool import CoarsePool, DevicePool
 from stage_dp.menu_table import Array, Index, Sequences
 
+NEVER = 1e30  # seconds; finite, so that what cannot be stays infinite
+
 
 @frozen(eq=False)
 class Space:
@@ -134,8 +136,8 @@ class Sweep:
             self.after[layer] += self.crossing[:, None, :]
 
     def forget(self, where: NDArray[np.bool_]) -> None:
-        """Set F to minus infinity at `where` [layers + 1, levels, states], for an entrance."""
-        self.value[:, :, :-1] = np.where(where, -np.inf, self.value[:, :, :-1])
+        """Set F below every sum at `where` [layers + 1, levels, states], for an entrance."""
+        self.value[:, :, :-1] = np.where(where, -NEVER, self.value[:, :, :-1])
         for layer in range(len(self.value)):
             self._pass_on(layer)
 

@@ -1,0 +1,34 @@
+"""Many pipelines at once against the longest path of each."""
+
+import numpy as np
+import pytest
+
+from stage_dp import order, pipeline_time
+from stage_dp.batched_time import batched_step_seconds, extrapolated_step_seconds
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_waves_give_the_longest_path(seed):
+    rng = np.random.default_rng(seed)
+    n, count = int(rng.integers(1, 7)), int(rng.integers(1, 12))
+    name = ("gpipe", "1f1b", "eager-1f1b", "adaptive")[seed % 4]
+    warmups = None
+    if name == "adaptive":
+        warmups = 1 + np.cumsum([0, *(1 + rng.integers(0, 4, n - 1))])[::-1]
+        warmups = [int(min(count, k)) for k in warmups]
+    schedule = order(name, n, count, warmups=warmups)
+    held = [schedule.in_flight(stage) for stage in range(n)]
+    forward, backward, tail = rng.uniform(0, 3, (3, 4, n))
+    boundary = rng.uniform(0, 2, (4, n - 1)) * rng.integers(0, 2, (4, n - 1))
+    seconds = batched_step_seconds(held, count, forward, backward, boundary, tail)
+    for row in range(4):
+        alone = pipeline_time(schedule, forward[row], backward[row], boundary[row], tail[row])
+        assert seconds[row] == pytest.approx(alone.step_seconds)
+
+
+def test_many_microbatches_are_extrapolated_to_a_thousandth():
+    rng = np.random.default_rng(0)
+    figures = (*rng.uniform(1.0, 1.05, (2, 8, 6)), np.full((8, 5), 0.01), np.ones((8, 6)))
+    held = tuple(range(6, 0, -1))
+    exact = batched_step_seconds(held, 300, *figures)
+    assert extrapolated_step_seconds(held, 300, *figures) == pytest.approx(exact, rel=1e-3)
