@@ -112,7 +112,8 @@ def floor_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays | None:
                     floor.activation_bytes.value(table.samples),
                     0.0,
                 )
-    return RowArrays(*padded, rows.memory, change, rows.classes)
+    seconds, step, state, activation, transient = padded
+    return RowArrays(seconds, step, state, activation, transient, rows.memory, change, rows.classes)
 
 
 def fastest(rows: RowArrays, sequences: Sequences, weights: Sequence[float]) -> Array:

@@ -32,6 +32,7 @@ import math
 
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from stage_dp.joint_schedules import JointRule
 from stage_dp.joint_sweep import Entrance, Space, Sweep
@@ -170,7 +171,7 @@ def _gaps(bounds: Bounds, rule: JointRule) -> tuple[int, Array | float]:
     return 1, bounds.share * rule.held
 
 
-def _overlapping(bounds: Bounds, held: int) -> Array:
+def _overlapping(bounds: Bounds, held: int) -> NDArray[np.bool_]:
     """Return where B may be no more than the microbatches in flight, so that idle time overlaps:
     [layers + 1, levels, states]."""
     space = bounds.space
@@ -182,5 +183,5 @@ def _overlapping(bounds: Bounds, held: int) -> Array:
         if bounds.open_ended:
             levels[-1] = space.num_layers
         stages = np.minimum(stages, levels[None, :, None])
-    result: Array = held * stages + 1 >= bounds.num_microbatches
+    result: NDArray[np.bool_] = held * stages + 1 >= bounds.num_microbatches
     return result

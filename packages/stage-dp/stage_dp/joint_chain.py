@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from attrs import frozen
@@ -144,14 +144,14 @@ def _in_flight(
     useful = useful_extras(crossing, [stage.seconds for stage in stages])
     useful = tuple(min(extra, count) for extra in useful)
     if math.prod(extra + 1 for extra in useful) <= most:
-        tries = itertools.product(*(range(extra + 1) for extra in useful))
+        tries = list(itertools.product(*(range(extra + 1) for extra in useful)))
     else:
-        tries = iter(_growing(useful, count, rule, fits))
+        tries = _growing(useful, count, rule, fits)
     return list(dict.fromkeys(h for t in tries if fits(h := warmups(rule, count, t, num))))
 
 
 def _growing(
-    useful: tuple[int, ...], count: int, rule: JointRule, fits: object
+    useful: tuple[int, ...], count: int, rule: JointRule, fits: Callable[[tuple[int, ...]], bool]
 ) -> list[tuple[int, ...]]:
     """Return none, all, and what fits when boundaries are given theirs from the last to the first
     and from the first to the last."""

@@ -156,7 +156,17 @@ class _Search:
         open_ended = counted and self.final is None and levels < self.most
         count, share = costs.table.num_microbatches, costs.forward_share
         return Bounds(
-            self.proof_space, count, *arrays, least, most, share, counted, open_ended, self.final
+            space=self.proof_space,
+            num_microbatches=count,
+            seconds=arrays[0],
+            busy=arrays[1],
+            once=arrays[2],
+            crossing=least,
+            longest=most,
+            share=share,
+            counted=counted,
+            open_ended=open_ended,
+            final=self.final,
         )
 
     def _crossing(self, costs: CountCosts) -> tuple[Array, Array]:
@@ -277,8 +287,8 @@ class _Search:
         if not any(math.isfinite(s.bound) for s in self.settings):
             return InfeasibleError(
                 f"no chain of the menu's meshes covers all {self.layers} layers on the devices "
-                f"with {counts} microbatches; add smaller meshes, rows whose batch_split divides the "
-                "samples of a microbatch, or allow idle devices"
+                f"with {counts} microbatches; add smaller meshes, rows whose batch_split "
+                "divides the samples of a microbatch, or allow idle devices"
             )
         remedy = "rows that keep less (recomputation, sharded state) or more devices"
         return InfeasibleError(

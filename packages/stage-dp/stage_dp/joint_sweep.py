@@ -97,7 +97,7 @@ class Sweep:
         self.after: Array = np.empty((layers + 1, kinds, self.levels, states + 1))
         self._pass_on(layers)
         self._pairs: list[tuple[Index, Index]] = [(np.zeros(0, int), np.zeros(0, int))] * layers
-        usable: NDArray[np.bool_] = (weight < below).any(axis=2)
+        usable: NDArray[np.bool_] = np.any(weight < below, axis=2)
         for layer in range(layers - 1, -1, -1):
             stops, kind = np.nonzero(usable[space.sequences.number[layer, layer + 1 :]])
             self._pairs[layer] = (stops + layer + 1, kind)

@@ -10,7 +10,15 @@ from attrs import evolve
 from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
-from stage_dp import InfeasibleError, default_warmups, order, pipeline_time, place, solve_joint
+from stage_dp import (
+    InfeasibleError,
+    default_warmups,
+    joint_search,
+    order,
+    pipeline_time,
+    place,
+    solve_joint,
+)
 from stage_dp.batched_time import batched_step_seconds
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "adaptive")
@@ -257,3 +265,18 @@ def recomputed(problem, plan):
             crossing.append(cost.value(samples))
     schedule = order(plan.schedule, len(plan.stages), plan.num_microbatches, warmups=plan.in_flight)
     return pipeline_time(schedule, forward, backward, crossing, tail).step_seconds
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_relaxed_bounds_hold_where_pipelines_are_not_enumerated(seed, monkeypatch):
+    monkeypatch.setattr(joint_search, "ENUMERATED_LAYERS", 0)
+    problem = random_problem(seed, use_all_devices=False)
+    best = brute_force(problem)
+    if math.isinf(best):
+        return
+    try:
+        plan = solve_joint(problem)
+    except InfeasibleError:
+        return
+    assert plan.lower_bound <= best * (1 + 1e-9)
+    assert recomputed(problem, plan) == pytest.approx(plan.step_seconds)
