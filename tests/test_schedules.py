@@ -8,6 +8,7 @@ import pytest
 
 import alpa_meta as alpa
 from alpa_meta.options import SCHEDULES
+from alpa_meta.report.predicted_events import predicted_events
 
 WIDTH = 8
 
@@ -50,6 +51,9 @@ def test_every_schedule_equals_one_device(agrees, schedule, num_stages, num_micr
         schedule=schedule,
     )
     assert parallel.plan.stage_plan.schedule == schedule
+    stop = max(event.stop for event in predicted_events(parallel.plan))
+    assert stop == pytest.approx(parallel.plan.step_seconds, rel=1e-9)
+    assert all(c.candidate.boundary_seconds > 0 for c in parallel.plan.stage_plan.stages[:-1])
     assert parallel.plan.schedule.name == schedule
     assert parallel.plan.num_stages == num_stages
     if "interleaved" in schedule:

@@ -270,6 +270,10 @@ def plan(
     step: OwnProgram = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the plan into this PNG file.")] = None,
+    schedule_csv: Annotated[
+        Path | None,
+        typer.Option(help="Write the schedule to this CSV file of torch.distributed.pipelining."),
+    ] = None,
 ) -> None:
     """Plan a training step for any cluster, without executing it and without its devices."""
     from alpa_meta.trainer.planning import PlanRequest, make_plan
@@ -290,7 +294,7 @@ def plan(
         parallelism=_parallelism(stages, microbatches, schedule, memory),
     )
     _use_one_cpu()
-    make_plan(request, _console(), out=out, picture=picture)
+    make_plan(request, _console(), out=out, picture=picture, schedule_csv=schedule_csv)
 
 
 def show(

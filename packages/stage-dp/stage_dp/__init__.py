@@ -33,10 +33,12 @@ from stage_dp.schedules import (
 from stage_dp.stage_construction import (
     in_flight_counts,
     peak_bytes,
+    schedule_of,
     solve_stages,
     step_seconds,
 )
 from stage_dp.token_slicing import TokenPlan, TokenProblem, flow_seconds, slice_tokens
+from stage_dp.torch_csv import torch_csv
 
 __all__ = [
     "SCHEDULES",
@@ -68,10 +70,12 @@ __all__ = [
     "peak_bytes",
     "pipeline_time",
     "place",
+    "schedule_of",
     "segment_candidates",
     "slice_tokens",
     "solve_joint",
     "solve_layers",
     "solve_stages",
     "step_seconds",
+    "torch_csv",
 ]

@@ -182,6 +182,18 @@ def step_seconds(
     return _time(candidates, plan)
 
 
+def schedule_of(plan: StagePlan) -> Schedule:
+    """Return the order in which each mesh of `plan` runs its stages."""
+    interleaves = SCHEDULE_RULES[plan.schedule].interleaves
+    return order(
+        plan.schedule,
+        len(plan.stages),
+        plan.num_microbatches,
+        num_meshes=plan.num_meshes if interleaves else None,
+        warmups=None if interleaves else plan.in_flight,
+    )
+
+
 def in_flight_counts(candidates: Sequence[StageCandidate], schedule: str) -> tuple[int, ...]:
     """Return the microbatches in flight on each stage of a pipeline of `candidates`."""
     num_microbatches = candidates[0].num_microbatches

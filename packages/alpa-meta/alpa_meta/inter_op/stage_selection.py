@@ -32,6 +32,7 @@ class StageScope:
     layers: tuple[int | None, ...]
     residuals: frozenset[Var]  # forward values the backward pass reads
     boundary_out: frozenset[Var]  # values the next stages read
+    by_weight: frozenset[int] | None = None  # positions of what a split backward delays
 
 
 def stage_scope(
@@ -98,10 +99,9 @@ def stage_scope(
     local_only = frozenset(
         var for var, readers in crossing.items() if var in defined and readers <= {stage}
     )
-    delayed: frozenset[Var] = frozenset()
+    later = None
     if staging.by_weight is not None:
-        later = {at for at, k in enumerate(members) if k in staging.by_weight}
-        delayed = kept_for_weights(eqns, phases, later)
+        later = frozenset(at for at, k in enumerate(members) if k in staging.by_weight)
     stage_eqns = StageEqns(
         eqns=eqns,
         phases=phases,
@@ -112,14 +112,15 @@ def stage_scope(
         accumulated=local_only,
         num_microbatches=program.num_microbatches,
         in_flight=in_flight,
-        delayed=delayed,
+        delayed=kept_for_weights(eqns, phases, later or ()),
         num_delayed=num_delayed,
         received=frozenset((read & others_made) - defined),
         pins=pins or {},
         times=() if window is None else window.times,
         reads={} if window is None else window.reads,
     )
-    return StageScope(stage_eqns, tuple(layers), residuals, frozenset(defined & others))
+    sent = frozenset(defined & others)
+    return StageScope(stage_eqns, tuple(layers), residuals, sent, later)
 
 
 @frozen(eq=False)
@@ -211,7 +212,11 @@ def solved_costs(
 
 
 def _delayed(scope: StageScope) -> frozenset[int]:
-    """Return the positions of the equations that a split backward runs later."""
+    """Return the positions of the equations that a split backward runs later, of one that is not
+    split what it would be where a stage began with any of its layers.
+    """
+    if scope.by_weight is not None:
+        return scope.by_weight
     return by_weight(scope.eqns.eqns, scope.eqns.phases, scope.layers, scope.boundary_out)
 
 

@@ -15,11 +15,10 @@ from alpa_interchange import TensorType
 from alpa_interchange.amounts import counted, format_bytes, format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.report.plan_table import device_text, layer_text, mesh_text
+from alpa_meta.report.predicted_events import predicted_events
 from alpa_meta.report.style import INK, SERIES_COLOURS, figure_file, plain
 from alpa_meta.report.tensor_class import classify_tensors
 from alpa_meta.report.timeline_figure import phase_patches, plot_events
-from cost_model import simulate
-from mesh_runtime import TraceEvent
 
 MAX_DRAWN_TENSORS = 7  # per stage, the largest
 MAX_TENSOR_PANELS = 4  # stages beyond are like these, or are shown by `alpa show`
@@ -58,51 +57,6 @@ def draw_plan(path: Path, plan: ParallelPlan) -> None:
             frameon=False,
             fontsize=8,
         )
-
-
-def predicted_events(plan: ParallelPlan) -> list[TraceEvent]:
-    """Return the schedule of `plan` simulated with the predicted times of its stages."""
-    simulation = simulate(plan.schedule, _task_seconds(plan))
-    return [
-        TraceEvent(mesh, plan.schedule.programs[mesh][position], float(start), float(stop))
-        for mesh, timeline in enumerate(simulation.timelines)
-        for position, start, stop in zip(
-            timeline.instructions, timeline.starts, timeline.stops, strict=True
-        )
-    ]
-
-
-def _task_seconds(plan: ParallelPlan) -> dict[str, float]:
-    """Return the predicted seconds of one run of each task.
-
-    Where a stage has no task of its own for a phase, another task does that work.
-    """
-    tasks: dict[int, dict[str, set[str]]] = {}
-    for program in plan.schedule.programs:
-        for instruction in program:
-            if instruction.kind == "run":
-                phases = tasks.setdefault(instruction.stage, {})
-                phases.setdefault(instruction.phase, set()).add(instruction.task)
-    seconds: dict[str, float] = {}
-    for stage, phases in tasks.items():
-        candidate = plan.stage_plan.stages[stage].candidate
-        per_phase = {
-            "start": 0.0,
-            "statistics": candidate.forward_seconds,
-            "forward": candidate.forward_seconds,
-            "backward": candidate.backward_seconds,
-            "backward_input": candidate.backward_seconds - candidate.backward_weight_seconds,
-            "backward_weight": candidate.backward_weight_seconds,
-            "update": candidate.step_seconds,
-        }
-        if "forward" not in phases:
-            per_phase["backward"] += per_phase.pop("forward")
-        if "update" not in phases:
-            per_phase["backward"] += per_phase.pop("update")
-        for phase, names in phases.items():
-            for name in names:
-                seconds[name] = per_phase.get(phase, 0.0) / len(names)
-    return seconds
 
 
 def _draw_layers(axes: Axes, plan: ParallelPlan) -> None:

@@ -23,6 +23,7 @@ from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress
 from cost_model import cluster as named_cluster
+from stage_dp import schedule_of, torch_csv
 
 if TYPE_CHECKING:  # brings flax and optax, which other programs may not need
     from alpa_meta.trainer.settings import TrainSettings
@@ -101,7 +102,12 @@ def _options(
 
 
 def make_plan(
-    request: PlanRequest, console: Console, *, out: Path | None, picture: Path | None
+    request: PlanRequest,
+    console: Console,
+    *,
+    out: Path | None,
+    picture: Path | None,
+    schedule_csv: Path | None = None,
 ) -> ParallelPlan:
     """Return the plan that was asked for, having shown it and written it where asked."""
     cluster = find_cluster(request.cluster)
@@ -120,6 +126,9 @@ def make_plan(
 
         draw_plan(picture, plan)
         console.print(f"wrote {picture}")
+    if schedule_csv is not None:
+        schedule_csv.write_text(torch_csv(schedule_of(plan.stage_plan)))
+        console.print(f"wrote {schedule_csv}")
     return plan
 
 

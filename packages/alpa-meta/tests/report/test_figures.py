@@ -3,7 +3,8 @@ import pytest
 
 from alpa_interchange import Instruction
 from alpa_meta.report.loss_figure import draw_loss
-from alpa_meta.report.plan_figure import draw_plan, predicted_events
+from alpa_meta.report.plan_figure import draw_plan
+from alpa_meta.report.predicted_events import predicted_events
 from alpa_meta.report.timeline_figure import draw_timeline
 from alpa_meta.trainer.metrics import StepMetrics
 from mesh_runtime import TraceEvent

@@ -1,0 +1,101 @@
+"""The schedule of a plan, simulated with the times that the plan predicts.
+
+The simulated step is the plan's own step time where stages read from their neighbours only and no
+scalar of several stages is computed in the update: both are the longest path through one schedule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from alpa_interchange import Instruction, ParallelPlan
+from cost_model import simulate
+from mesh_runtime import TraceEvent
+
+
+def predicted_events(plan: ParallelPlan) -> list[TraceEvent]:
+    """Return the schedule of `plan` simulated with the predicted times of stages and transfers."""
+    transfers = _transfer_seconds(plan)
+    simulation = simulate(
+        plan.schedule,
+        _task_seconds(plan),
+        lambda source, target, value: transfers.get((source, target, value), 0.0),
+    )
+    return [
+        TraceEvent(mesh, plan.schedule.programs[mesh][position], float(start), float(stop))
+        for mesh, timeline in enumerate(simulation.timelines)
+        for position, start, stop in zip(
+            timeline.instructions, timeline.starts, timeline.stops, strict=True
+        )
+    ]
+
+
+def _transfer_seconds(plan: ParallelPlan) -> dict[tuple[int, int, str], float]:
+    """Return the seconds of each value that one stage sends another, by source, target and name.
+
+    What a stage sends forwards, and what it sends backwards, takes the seconds of the boundary it
+    crosses, in equal parts. Inputs of the step and values of the update cost nothing here: the
+    update's share is part of the stage's seconds per step.
+    """
+    num_meshes = len(plan.schedule.programs)
+    boundary_of: dict[tuple[int, int, str], tuple[int, str]] = {}
+    for mesh, program in enumerate(plan.schedule.programs):
+        for instruction in program:
+            boundary = _boundary(instruction, mesh, num_meshes)
+            if boundary is None or instruction.peer is None:
+                continue
+            for name in instruction.inputs:
+                key = (mesh, instruction.peer, name.partition("@")[0])
+                boundary_of[key] = (boundary, instruction.phase)
+    parts = Counter(boundary_of.values())
+    stages = plan.stage_plan.stages
+    return {
+        key: stages[boundary].candidate.boundary_seconds / parts[boundary_of[key]]
+        for key, (boundary, _) in boundary_of.items()
+    }
+
+
+def _boundary(instruction: Instruction, mesh: int, num_meshes: int) -> int | None:
+    """Return which boundary a send crosses first: k is between stages k and k + 1."""
+    stage = instruction.stage
+    if instruction.kind != "send" or instruction.microbatch is None or stage % num_meshes != mesh:
+        return None
+    if instruction.phase == "forward":
+        return stage
+    return stage - 1 if instruction.phase in ("backward", "backward_input") and stage else None
+
+
+def _task_seconds(plan: ParallelPlan) -> dict[str, float]:
+    """Return the predicted seconds of one run of each task.
+
+    Where a stage has no task of its own for a phase, another task does that work.
+    """
+    tasks: dict[int, dict[str, set[str]]] = {}
+    for program in plan.schedule.programs:
+        for instruction in program:
+            if instruction.kind == "run":
+                phases = tasks.setdefault(instruction.stage, {})
+                phases.setdefault(instruction.phase, set()).add(instruction.task)
+    seconds: dict[str, float] = {}
+    for stage, phases in tasks.items():
+        candidate = plan.stage_plan.stages[stage].candidate
+        by_weight = candidate.backward_weight_seconds
+        per_phase = {
+            "start": 0.0,
+            "statistics": candidate.forward_seconds,
+            "forward": candidate.forward_seconds,
+            "backward": candidate.backward_seconds,
+            "backward_input": candidate.backward_seconds - by_weight,
+            "backward_weight": by_weight,
+            "update": candidate.step_seconds,
+        }
+        if "backward_input" not in phases:
+            per_phase["backward_weight"] += per_phase.pop("backward_input")
+        if "forward" not in phases:
+            per_phase["backward"] += per_phase.pop("forward")
+        if "update" not in phases:
+            per_phase["backward"] += per_phase.pop("update")
+        for phase, names in phases.items():
+            for name in names:
+                seconds[name] = per_phase.get(phase, 0.0) / len(names)
+    return seconds

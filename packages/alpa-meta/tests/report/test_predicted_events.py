@@ -1,0 +1,88 @@
+"""The event simulator and the search's own step time are one model: equal to 1e-9."""
+
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alpa_interchange.schedule import TaskGraph, TaskSpec
+from alpa_meta.report.predicted_events import predicted_events
+from cost_model import simulate
+from stage_dp import SCHEDULE_RULES, SCHEDULES, adaptive_warmups, emit, order, pipeline_time
+
+
+def pipeline(num_stages, num_meshes, rule):
+    """Return the tasks of a pipeline: activations `a` forwards, cotangents `d` backwards."""
+    tasks, last = [], num_stages - 1
+
+    def add(name, stage, phase, inputs, outputs):
+        tasks.append(
+            TaskSpec(
+                name=f"{name}{stage}", mesh=stage % num_meshes, stage=stage, phase=phase,
+                inputs=tuple(inputs), outputs=tuple(outputs),
+            )
+        )  # fmt: skip
+
+    for s in range(num_stages):
+        add("f", s, "forward", [f"a{s - 1}" if s else "x"], [f"a{s}", f"r{s}"])
+        read = [f"r{s}"] + ([f"d{s + 1}"] if s < last else [])
+        made = [f"d{s}"] if s else []
+        if not rule.has_backward:
+            continue
+        if rule.splits_backward:
+            add("i", s, "backward_input", read, [*made, f"k{s}"])
+            add("w", s, "backward_weight", [f"k{s}"], [f"g{s}"])
+        else:
+            add("b", s, "backward", read, [*made, f"g{s}"])
+    return TaskGraph(tasks=tuple(tasks), per_step=(), inputs=("x",), home=(0,), outputs=())
+
+
+seconds = st.lists(st.floats(0.1, 3), min_size=12, max_size=12)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(SCHEDULES),
+    meshes=st.integers(1, 4),
+    chunks=st.integers(2, 3),
+    microbatches=st.integers(1, 8),
+    forward=seconds,
+    by_input=seconds,
+    by_weight=seconds,
+    crossing=seconds,
+    slow_links=st.booleans(),
+)
+def test_the_simulated_step_is_the_longest_path(
+    name, meshes, chunks, microbatches, forward, by_input, by_weight, crossing, slow_links
+):
+    rule = SCHEDULE_RULES[name]
+    n = meshes * chunks if rule.interleaves else meshes
+    crossing = [c * (1.0 if slow_links else 0.05) for c in crossing]
+    backward = [i + w for i, w in zip(by_input, by_weight, strict=True)]
+    warmups = adaptive_warmups(crossing[: n - 1], 1.0, microbatches) if name == "adaptive" else None
+    expected = pipeline_time(
+        order(name, n, microbatches, num_meshes=meshes, warmups=warmups),
+        forward[:n], backward[:n], crossing[: n - 1], weight=by_weight[:n],
+    ).step_seconds  # fmt: skip
+    task_seconds = {}
+    for s in range(n):
+        task_seconds |= {f"f{s}": forward[s], f"b{s}": backward[s]}
+        task_seconds |= {f"i{s}": by_input[s], f"w{s}": by_weight[s]}
+
+    def transfer(source, target, value):
+        stage = int(value[1:])
+        return crossing[stage if value[0] == "a" else stage - 1]
+
+    graph = pipeline(n, meshes, rule)
+    found = simulate(emit(graph, name, microbatches, warmups=warmups), task_seconds, transfer)
+    assert found.step_seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_transfers_take_the_seconds_of_their_boundary(make_plan):
+    plan = make_plan(2, 4)
+    first, second = plan.stage_plan.stages
+    first = evolve(first, candidate=evolve(first.candidate, boundary_seconds=7e-4))
+    plan = evolve(plan, stage_plan=evolve(plan.stage_plan, stages=(first, second)))
+    sends = [event for event in predicted_events(plan) if event.instruction.kind == "send"]
+    assert len(sends) == 8  # an activation forwards and a cotangent backwards, 4 microbatches
+    assert all(event.stop - event.start == pytest.approx(7e-4) for event in sends)
