@@ -17,6 +17,7 @@ from alpa_interchange.plan_text import one_line
 from alpa_meta.compat import trace_settings
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
+from alpa_meta.execution.evaluation import Evaluation
 from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.piecewise import Piece, PiecewiseArray, gathered, state_arrays
 from alpa_meta.options import Options, with_settings
@@ -89,6 +90,11 @@ class Lowered:
     @functools.cached_property
     def _executable(self) -> Executable:
         return Executable(self.planned, trace=self.options.trace, donate=self.options.donate)
+
+    @functools.cached_property
+    def evaluation(self) -> Evaluation:
+        """The plan without its backward, compiled."""
+        return Evaluation(self.planned, self.options.trace)
 
     def compile(self) -> Executable:
         """Return the plan compiled for this process's devices: the one that calls run, too."""
@@ -259,6 +265,14 @@ class ParallelStep:
         if made is not None:
             self._direct[tree, call.key, trace_settings()] = (self._latest, made)
         return _rebuild(step, results)
+
+    def evaluate(self, *args: Any, **keywords: Any) -> Any:
+        """Return what the step returns, by its forward pass alone: the state as given, None for
+        results that depend on gradients."""
+        call = self._pure(self._born(positional(self._function, args, keywords)))
+        evaluation = self._lowered(call).evaluation
+        step = self._cache[self._latest][0]
+        return call.finish(_rebuild(step, evaluation(step.flatten(call.args))), call.objects)
 
     def init(self, make: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
         """Return make(*args), every array made where the plan wants it, never whole on one device.

@@ -135,12 +135,15 @@ class Executable:
         runs = [i for program in self.plan.schedule.programs for i in program if i.kind != "free"]
         return runs[0] if len(runs) == 1 and runs[0].kind == "run" else None
 
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the array leaves of the step's result for those of its arguments, in order."""
-        with no_mesh():
-            return self._run(inputs)
+    def __call__(self, inputs: Sequence[Any], computed: Sequence[bool] | None = None) -> list[Any]:
+        """Return the array leaves of the step's result for those of its arguments, in order.
 
-    def _run(self, inputs: Sequence[Any]) -> list[Any]:
+        Outputs that are not `computed` are None (by default all are).
+        """
+        with no_mesh():
+            return self._run(inputs, computed)
+
+    def _run(self, inputs: Sequence[Any], computed: Sequence[bool] | None) -> list[Any]:
         inputs = parted(self.planned.program, [*inputs, *self._given(inputs)])
         buffers: dict[str, Any] = {}
         placed = list(inputs)
@@ -154,6 +157,8 @@ class Executable:
                 buffers[leaf.path] = placed[k] = self._placed(leaf.path, inputs[k], seen)
         results = self._runtime.step(buffers)
         outputs = [self._output(output, results, placed) for output in self.planned.tasks.outputs]
+        if computed is not None:
+            outputs = [one if there else None for one, there in zip(outputs, computed, strict=True)]
         return united(self.planned.program, outputs)
 
     def _given(self, inputs: Sequence[Any]) -> list[Any]:

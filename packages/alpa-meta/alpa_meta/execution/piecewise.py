@@ -176,7 +176,7 @@ def parted(program: Program, leaves: Sequence[Any]) -> list[Any]:
 
 def united(program: Program, results: Sequence[Any]) -> list[Any]:
     """Return the leaves of the user's result for the outputs of `program`, stacked ones in
-    pieces."""
+    pieces; None for those of which a part is None."""
     if not program.output_parts:
         return list(results)
     leaves: dict[int, list[Any]] = {}
@@ -185,5 +185,8 @@ def united(program: Program, results: Sequence[Any]) -> list[Any]:
         leaves.setdefault(part.leaf, []).append(value)
         pieces.setdefault(part.leaf, []).append(Piece("", part.start, part.stop))
     return [
-        StateArray(tuple(pieces[leaf])).united(values) for leaf, values in sorted(leaves.items())
+        None
+        if any(value is None for value in values)
+        else StateArray(tuple(pieces[leaf])).united(values)
+        for leaf, values in sorted(leaves.items())
     ]

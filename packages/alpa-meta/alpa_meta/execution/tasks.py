@@ -117,13 +117,12 @@ class _TaskBuilder:
     def build(self) -> Tasks:
         staging = self.staging
         single = staging.num_stages == 1
+        together = "forward" if staging.forward_only else "backward"  # where there is no pipeline
         groups: dict[tuple[str, int, int], list[int]] = {}
         for k, (phase, stage) in enumerate(zip(staging.phases, staging.stages, strict=True)):
             kind = phase
-            if phase != "update" and single:
-                kind = "backward"
-            if phase == "update" and single and self.count == 1:
-                kind = "backward"
+            if single and (phase != "update" or self.count == 1):
+                kind = together
             if phase == "backward" and not single and staging.by_weight is not None:
                 kind = "backward_weight" if k in staging.by_weight else "backward_input"
             level = staging.levels[k] if kind == "update" else 0
@@ -435,7 +434,7 @@ class _TaskBuilder:
             elif self.count == 1:
                 crossing = {self._name(var) for var in self.crossing}
                 state = [name for name in task.spec.outputs if name in crossing]
-                single = task.spec.name.startswith("train")
+                single = self.staging.num_stages == 1
                 updated = task.spec.outputs if single else ()
                 names.update((name, None) for name in (*state, *updated))
         return list(names)

@@ -25,9 +25,9 @@ class Staging:
     """Equations with phase and stage; `levels` order the update: a level reads what lower ones
     sent.
 
-    Stage s runs on mesh s mod `num_meshes` (None: each on its own).
-    `by_weight` are the positions of backward equations that run in a task of their own (None: the
-    backward is one task; see `split_backward`).
+    Stage s runs on mesh s mod `num_meshes` (None: each on its own). `by_weight` are the positions
+    of backward equations that run in a task of their own (None: the backward is one task; see
+    `split_backward`). `forward_only`: there is no backward pass, the step is evaluated.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -38,6 +38,7 @@ class Staging:
     num_stages: int
     by_weight: frozenset[int] | None = None
     num_meshes: int | None = None
+    forward_only: bool = False
 
     def mesh_of(self, stage: int) -> int:
         """Return the mesh that runs `stage`."""

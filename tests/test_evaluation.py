@@ -1,0 +1,81 @@
+"""Evaluating a step: its forward pass alone, on the devices and stages of its plan."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import alpa_meta as alpa
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+
+
+def _loss(params, batch):
+    x = batch
+    for w in params:
+        x = x + jnp.tanh(x @ w)
+    each = jnp.mean(x**2, -1)
+    return each.mean(), each
+
+
+def _step(state, batch):
+    params, moments = state
+    (loss, each), gradients = jax.value_and_grad(_loss, has_aux=True)(params, batch)
+    updates, moments = OPTIMIZER.update(gradients, moments, params)
+    metrics = {
+        "loss": loss,
+        "each": each,
+        "perplexity": jnp.exp(loss),
+        "norm": sum(jnp.sum(g**2) for g in gradients),
+    }
+    return (optax.apply_updates(params, updates), moments), metrics
+
+
+@pytest.fixture
+def training():
+    """Return a state of four layers and a batch."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = [0.3 * jax.random.normal(k, (8, 8)) for k in keys[:4]]
+    return (params, OPTIMIZER.init(params)), jax.random.normal(keys[4], (8, 8))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches", "schedule"),
+    [(1, 1, "1f1b"), (1, 2, "1f1b"), (2, 4, "1f1b"), (4, 4, "interleaved-1f1b"),
+     (2, 2, "zero-bubble-h1")],
+)  # fmt: skip
+def test_an_evaluation_computes_what_the_forward_pass_does(
+    close, training, num_stages, num_microbatches, schedule
+):
+    state, batch = training
+    loss, each = jax.jit(_loss)(state[0], batch)
+    step = alpa.parallelize(
+        _step,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        max_mesh_axes=1,
+    )
+    same, metrics = step.evaluate(state, batch)
+    close(same, state)
+    expected = {"loss": loss, "each": each, "perplexity": jnp.exp(loss), "norm": None}
+    close(metrics, expected)
+    again, _ = step(state, batch)  # the state was not given away
+    phases = {i.phase for p in step.schedule.programs for i in p if i.kind == "run"}
+    assert any(phase.startswith("backward") for phase in phases)
+    expected = _loss(step.gather(again)[0], batch)[0]
+    close(step.evaluate(again, batch)[1]["loss"], expected)
+
+
+def test_nothing_of_the_backward_runs(training):
+    state, batch = training
+    step = alpa.parallelize(_step, num_stages=2, num_microbatches=4, max_mesh_axes=1)
+    evaluation = step.lower(state, batch).evaluation
+    schedule = evaluation.executable.plan.schedule
+    runs = [i for p in schedule.programs for i in p if i.kind == "run"]
+    assert {i.phase for i in runs} <= {"start", "forward", "update"}
+    assert [i.microbatch for i in runs if i.phase == "forward"] == [*range(4), *range(4)]
+    assert schedule.name == "forward-only"
+    assert evaluation.computed.count(False) == 1
