@@ -45,7 +45,8 @@ def forward_only(planned: Planned) -> tuple[Planned, tuple[bool, ...]]:
     jaxpr = program.jaxpr
     producer = {var: k for k, eqn in enumerate(staging.eqns) for var in eqn.outvars}
     needed: set[int] = set()
-    computed, outvars = [], []
+    computed: list[bool] = []
+    outvars: list[Var | Literal] = []
     for atom, alias in zip(jaxpr.outvars, program.aliases, strict=True):
         if alias is not None:
             computed.append(True)
@@ -70,7 +71,9 @@ def forward_only(planned: Planned) -> tuple[Planned, tuple[bool, ...]]:
     )
 
 
-def _ancestors(atoms: list[Any], staging: Staging, producer: dict[Var, int]) -> set[int] | None:
+def _ancestors(
+    atoms: Sequence[Var | Literal], staging: Staging, producer: dict[Var, int]
+) -> set[int] | None:
     """Return the equations that `atoms` depend on, None if one is of the backward pass."""
     found: set[int] = set()
     pending = [producer[a] for a in atoms if not isinstance(a, Literal) and a in producer]
