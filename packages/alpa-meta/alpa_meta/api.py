@@ -267,8 +267,7 @@ class ParallelStep:
         return _rebuild(step, results)
 
     def evaluate(self, *args: Any, **keywords: Any) -> Any:
-        """Return what the step returns, by its forward pass alone: the state as given, None for
-        results that depend on gradients."""
+        """Return what the forward pass alone gives: the state as it was, None for gradients."""
         call = self._pure(self._born(positional(self._function, args, keywords)))
         evaluation = self._lowered(call).evaluation
         step = self._cache[self._latest][0]

@@ -54,7 +54,7 @@ from alpa_meta.planning.chosen_plan import (
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.memory_floor import check_state_fits
-from alpa_meta.planning.menu_search import search_menu
+from alpa_meta.planning.menu_search import SEARCHED, search_menu
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.plan_cache import searched_once
 from alpa_meta.planning.plan_identity import check_program
@@ -142,7 +142,10 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
 
 
 def _from_menu(step: Step, model: CostModel, options: Options) -> Planned | None:
-    """Return the plan that the joint search chooses, None for a step or cluster it is not for."""
+    """Return the plan that the joint search chooses, None for a step, cluster or schedule it is
+    not for."""
+    if options.schedule not in (None, *SEARCHED):
+        return None
     sized = _sized(step, model.cluster, options)
     if sized is None:
         return None
