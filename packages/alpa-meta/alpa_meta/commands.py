@@ -74,6 +74,14 @@ Schedule = Annotated[
         show_default="1f1b",
     ),
 ]
+Recompute = Annotated[
+    str | None,
+    typer.Option(
+        help="What the backward pass computes again instead of keeping it: none, selective or "
+        "full, for all layers or one for each, with commas.",
+        show_default="none",
+    ),
+]
 Memory = Annotated[
     str | None,
     typer.Option(help="Memory per device a plan may use, e.g. 16GiB; default: all of it."),
@@ -189,6 +197,7 @@ def train(
     stages: Stages = None,
     microbatches: Microbatches = None,
     schedule: Schedule = None,
+    recompute: Recompute = None,
     memory: Memory = None,
     plan: Annotated[
         Path | None, typer.Option(help="Run this saved plan; refused if made for another program.")
@@ -220,7 +229,7 @@ def train(
 
     A program of your own trains on its one batch, or on those that its iterator gives.
     """
-    parallelism = _parallelism(stages, microbatches, schedule, memory)
+    parallelism = _parallelism(stages, microbatches, schedule, recompute, memory)
     optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps)
     fixed = {**sizes, **optimiser, **_given(seed=seed)}
     if step is not None:
@@ -259,6 +268,7 @@ def plan(
     stages: Stages = None,
     microbatches: Microbatches = None,
     schedule: Schedule = None,
+    recompute: Recompute = None,
     memory: Memory = None,
     sizes: Mapping[str, Any] = NO_SIZES,
     model: Annotated[
@@ -291,7 +301,7 @@ def plan(
         model=model,
         step=step,
         cluster=cluster,
-        parallelism=_parallelism(stages, microbatches, schedule, memory),
+        parallelism=_parallelism(stages, microbatches, schedule, recompute, memory),
     )
     _use_one_cpu()
     make_plan(request, _console(), out=out, picture=picture, schedule_csv=schedule_csv)
@@ -378,17 +388,26 @@ def _settings(
 
 
 def _parallelism(
-    stages: int | None, microbatches: int | None, schedule: str | None, memory: str | None
+    stages: int | None,
+    microbatches: int | None,
+    schedule: str | None,
+    recompute: str | None,
+    memory: str | None,
 ) -> Any:
     from alpa_meta.options import Options
     from alpa_meta.trainer.planning import Parallelism
 
+    kinds = recompute.split(",") if recompute and "," in recompute else recompute
     try:
-        options = Options(memory=memory, **_given(schedule=schedule))
+        options = Options(memory=memory, recompute=kinds, **_given(schedule=schedule))
     except PlanError as error:
         raise PlanError(str(error).replace("Options.", "--")) from None
     return Parallelism(
-        num_stages=stages, num_microbatches=microbatches, schedule=schedule, memory=options.memory
+        num_stages=stages,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        recompute=options.recompute,
+        memory=options.memory,
     )
 
 

@@ -43,8 +43,9 @@ class LayerClones:
         self._backward = [k for k, place in enumerate(places) if place == ("backward", layer)]
         own = [k for k, place in enumerate(places) if place == ("forward", layer)]
         once = {var for k in own if self._eqns[k].effects for var in self._eqns[k].outvars}
-        regions = [self._eqns[k] for k in self._backward if is_remat(self._eqns[k])]
-        spared = once.union(kept, *map(_read, regions))
+        if any(is_remat(self._eqns[k]) for k in self._backward):
+            once.update(var for k in own for var in self._eqns[k].outvars)
+        spared = once.union(kept)
         self._producer = {
             var: k
             for k in own
@@ -61,7 +62,7 @@ class LayerClones:
         operands = (atom for k in sorted(redone) for atom in _read(self._eqns[k]))
         self.given = tuple(dict.fromkeys(atom for atom in operands if atom not in made))
         self._cotangent = self._last_cotangent(places)
-        self._barred = not barrier
+        self._begun = not barrier
         self._cloned: set[int] = set()
         self._inside: dict[Var, Var] = {}  # what clones read instead
         self._outside: dict[Var, Var] = {}  # what the layer's backward pass reads instead
@@ -69,8 +70,8 @@ class LayerClones:
     def before(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """Return the clones that an equation of the backward pass is the first to need."""
         new = sorted(self._needed(_read(eqn), self._cloned))
-        found = self._barrier() if new and not self._barred else []
-        self._barred = self._barred or bool(new)
+        found = self._barrier() if new and not self._begun else []
+        self._begun = self._begun or bool(new)
         self._cloned.update(new)
         for k in new:
             original = self._eqns[k]
@@ -115,7 +116,8 @@ class LayerClones:
         for k in range(begins - 1, -1, -1):
             phase, layer = places[k]
             if phase == "backward" and layer != self._layer:
-                for var in self._eqns[k].outvars:
+                results: list[Var] = self._eqns[k].outvars
+                for var in results:
                     if not is_drop(var) and var in read and is_plain(var):
                         return var
         return None

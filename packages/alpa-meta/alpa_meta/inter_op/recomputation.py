@@ -14,8 +14,8 @@ per byte of results. In a transformer those are the projections; the scores of a
 whose inner products are as short as a head (Korthikanti et al. 2022, section 5), nor what is
 elementwise.
 
-The user's own recomputations (`jax.checkpoint`) keep what they keep, what other layers keep is not
-redone, and effects happen once.
+Layers with recomputations of the user's own (`jax.checkpoint`) are left as they are, what other
+layers keep is not redone, and effects happen once.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def recomputed(layering: Layering, choice: Mapping[int, str], program: Program) 
     eqns: list[JaxprEqn] = []
     phases: list[str] = []
     layers: list[int | None] = []
-    for eqn, phase, home in zip(layering.eqns, layering.phases, layering.layers, strict=True):
+    places = zip(layering.eqns, layering.phases, layering.layers, strict=True)
+    for eqn, phase, home in places:
         found = [eqn]
         if phase == "backward" and home in again:
-            found = again[home].before(eqn)
-            found.append(again[home].reading(eqn))
+            found = [*again[home].before(eqn), again[home].reading(eqn)]
         eqns += found
         phases += [phase] * len(found)
         layers += [home] * len(found)

@@ -30,7 +30,7 @@ from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.operator_seconds import operator_seconds
 from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
-from alpa_meta.intra_op.regions import operand_source, region_record
+from alpa_meta.intra_op.regions import barrier_record, region_record
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 from alpa_meta.operators import (
     is_heavy,
@@ -228,7 +228,7 @@ class Builder:
         if is_region(eqn):
             record = region_record(self, eqn, key, weight, scope, phase)
         elif operator_of(eqn).passes_on and len(eqn.outvars) > 1:
-            record = self._passed_on(eqn, scope)
+            record = barrier_record(self, eqn, scope)
         else:
             record = self.operator(eqn, key, weight, scope, phase)
             read = self._read(eqn, scope, phase)
@@ -299,12 +299,6 @@ class Builder:
             completed = self.completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)
             return Record(node, strategies, (), (completed,), completed=completed)
         return Record(node, strategies, (), outputs)
-
-    def _passed_on(self, eqn: Any, scope: dict[Any, Source]) -> Record:
-        """Return the record of a barrier: every operand as it comes, in memory."""
-        sources = tuple(operand_source(atom, scope) for atom in eqn.invars)
-        self.timeline.hold(sources)
-        return Record(None, (), sources, sources, passes_on=True)
 
     def _found(
         self, eqn: JaxprEqn, key: Hashable, weight: float, scope: dict[Atom, Source], phase: str

@@ -52,6 +52,13 @@ def region_record(
     )
 
 
+def barrier_record(builder: Builder, eqn: Any, scope: Mapping[Any, Source]) -> Record:
+    """Return the record of a barrier of several values: each as it comes, and in memory."""
+    sources = tuple(operand_source(atom, scope) for atom in eqn.invars)
+    builder.timeline.hold(sources)
+    return Record(None, (), sources, sources, passes_on=True)
+
+
 def _remat(
     builder: Builder,
     eqn: JaxprEqn,

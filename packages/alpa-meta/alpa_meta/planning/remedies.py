@@ -3,7 +3,7 @@
 The step is planned once with the memory that it lacks, in as many microbatches as came closest.
 What that plan holds (state, gradients, activations, temporaries) says how far each remedy has to
 go; it is then planned like the step, on the mesh that came closest, and named with the bytes per
-device that its plan takes. Recomputation is not planned here; what it would take is computed.
+device that its plan takes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from attrs import define, evolve, frozen
 
 from alpa_interchange import ClusterSpec
-from alpa_meta.compat import JaxprEqn, Literal, Var, open_jaxpr, scan_counts
 from alpa_meta.errors import InfeasibleError, PlanError
-from alpa_meta.inter_op.layering import tensor_bytes
-from alpa_meta.inter_op.staging import Staging
 from alpa_meta.intra_op.liveness import KINDS
-from alpa_meta.operators.regions import is_scan
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.memory_floor import room
@@ -98,10 +94,8 @@ def with_remedies(
 class _Roomy:
     """A plan with more memory than there is, and what its fullest device holds at its peak."""
 
-    planned: Planned
     fixed: float  # state and gradients
     moving: float  # activations and temporaries
-    activations: float
 
 
 def _with_more_memory(trial: _Trial, missing: float) -> _Roomy | None:
@@ -111,7 +105,7 @@ def _with_more_memory(trial: _Trial, missing: float) -> _Roomy | None:
         if planned is not None:
             held = max((s.memory for s in planned.plan.shardings), key=lambda m: sum(m.values()))
             state, gradients, activations, temporaries = (held[kind] for kind in KINDS)
-            return _Roomy(planned, state + gradients, activations + temporaries, activations)
+            return _Roomy(state + gradients, activations + temporaries)
     return None
 
 
@@ -186,64 +180,11 @@ def _more_devices(trial: _Trial, roomy: _Roomy) -> Iterator[str]:
             return
 
 
-def _recomputation(trial: _Trial, roomy: _Roomy) -> Iterator[str]:
-    """Yield what recomputing every layer would take, if that is enough."""
-    saved = roomy.activations * (1 - kept_share(roomy.planned.staging))
-    after = roomy.fixed + roomy.moving - saved
-    if after <= trial.limit:
-        yield f"recompute layers by jax.checkpoint (then about {after:,.0f} bytes on each device)"
-
-
-def kept_share(staging: Staging) -> float:
-    """Return the share of the bytes of activations that stay if every layer is recomputed.
-
-    What one layer hands to another stays, and of the rest that of one layer at a time. A scan over
-    layers keeps its carry per iteration, and of what it stacks for the backward pass one iteration.
-    """
-    eqns, phases, layers = staging.eqns, staging.phases, staging.layers
-    read = {
-        atom
-        for eqn, phase in zip(eqns, phases, strict=True)
-        if phase == "backward"
-        for atom in eqn.invars
-        if not isinstance(atom, Literal)
-    }
-    home: dict[Var, int] = {}
-    handed: set[Var] = set()
-    recomputed: dict[int, float] = {}
-    total = kept = 0.0
-    for eqn, phase, layer in zip(eqns, phases, layers, strict=True):
-        if phase != "forward":
-            continue
-        handed.update(
-            atom
-            for atom in eqn.invars
-            if not isinstance(atom, Literal) and home.get(atom, layer) != layer
-        )
-        home.update(dict.fromkeys(eqn.outvars, layer or 0))
-        if is_scan(eqn):
-            stacked = _stacked_bytes(eqn, read)
-            total += stacked
-            kept += min(stacked, _carried_bytes(eqn) + stacked / eqn.params["length"])
-            read.difference_update(eqn.outvars)
-    for var, layer in home.items():
-        if var in read:
-            size = tensor_bytes(var)
-            total += size
-            if var in handed:
-                kept += size
-            else:
-                recomputed[layer] = recomputed.get(layer, 0.0) + size
-    kept += max(recomputed.values(), default=0.0)
-    return kept / total if total else 1.0
-
-
-def _stacked_bytes(eqn: JaxprEqn, read: set[Var]) -> float:
-    _, num_carry, _ = scan_counts(eqn)
-    return sum(tensor_bytes(var) for var in eqn.outvars[num_carry:] if var in read)
-
-
-def _carried_bytes(eqn: JaxprEqn) -> float:
-    num_consts, num_carry, _ = scan_counts(eqn)
-    carries = open_jaxpr(eqn.params["jaxpr"]).invars[num_consts : num_consts + num_carry]
-    return float(sum(map(tensor_bytes, carries)) * eqn.params["length"])
+def _recomputation(trial: _Trial, _: _Roomy) -> Iterator[str]:
+    """Yield the recomputation of every layer that fits, selective if that is enough."""
+    if trial.options.recompute is None:
+        for kind in ("selective", "full"):
+            peak = trial.peak(evolve(trial.options, recompute=kind))
+            if peak is not None:
+                yield f"recompute={kind!r} {_figure(peak)}"
+                return

@@ -58,10 +58,23 @@ def plan_summary(plan: ParallelPlan) -> str:
         f"program: {program.num_ops} operations, {counted(len(plan.layers), 'layer')}{batch}\n"
         f"plan: {counted(stages, 'stage')}, "
         f"{counted(microbatches, 'microbatch', 'microbatches')}, "
-        f"schedule {plan.stage_plan.schedule}\n{uncut}"
+        f"schedule {plan.stage_plan.schedule}{recomputation_text(plan)}\n{uncut}"
         f"predicted: {format_seconds(plan.step_seconds)} per step, at most {format_bytes(peak)} "
         f"per device\n{proven}"
     )
+
+
+def recomputation_text(plan: ParallelPlan) -> str:
+    """Return which layers are recomputed, to be appended to a sentence; empty if none is."""
+    found = ""
+    for kind, how in (("full", "in full"), ("selective", "selectively")):
+        chosen = [layer.index for layer in plan.layers if layer.recomputation == kind]
+        if len(chosen) == len(plan.layers):
+            found += f", every layer recomputed {how}"
+        elif chosen:
+            noun = "layer" if len(chosen) == 1 else "layers"
+            found += f", {noun} {device_text(chosen)} recomputed {how}"
+    return found
 
 
 def mesh_text(mesh: LogicalMesh) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from attrs import frozen
+from attrs import astuple, frozen
 from rich.console import Console
 
 import alpa_meta as alpa
@@ -16,7 +16,7 @@ from alpa_interchange import ClusterSpec, save
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.corpus.model import shapes_from_key
 from alpa_meta.errors import PlanError
-from alpa_meta.options import Options
+from alpa_meta.options import Options, Recomputation
 from alpa_meta.own_step import Runnable, corpus_model, load_step
 from alpa_meta.planning.memory_floor import check_arguments_fit
 from alpa_meta.report.cluster import cluster_table
@@ -36,13 +36,13 @@ class Parallelism:
     num_stages: int | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
+    recompute: Recomputation = None
     memory: float | None = None
 
     @property
     def is_free(self) -> bool:
         """Return whether nothing is fixed."""
-        choices = (self.num_stages, self.num_microbatches, self.schedule, self.memory)
-        return all(choice is None for choice in choices)
+        return all(choice is None for choice in astuple(self, recurse=False))
 
 
 @frozen(kw_only=True)
@@ -90,6 +90,7 @@ def _options(
         "num_stages": parallelism.num_stages,
         "num_microbatches": parallelism.num_microbatches,
         "schedule": parallelism.schedule,
+        "recompute": parallelism.recompute,
         "memory": parallelism.memory,
         "plan": plan,
         "progress": progress,

@@ -140,3 +140,21 @@ def test_what_is_read_for_several_is_held_until_the_last_has_read_it():
         expected = 0 if k in readers else 16 * 16 * 4
         assert more[selection.times[k]] == pytest.approx(expected)
     assert readers[-1] > readers[0] + 1
+
+
+def test_a_barrier_of_several_values_leaves_each_as_it_is_sharded():
+    def step(weights, batch):
+        held, behind = jax.lax.optimization_barrier((jnp.sin(batch), weights[0]))
+        return [behind - jax.grad(lambda w: jnp.mean(jnp.tanh(held @ w)))(weights[0])]
+
+    _, scope, selection = _selection(1, step=step)
+    (position,) = (
+        k for k, eqn in enumerate(scope.eqns.eqns) if eqn.primitive.name == "optimization_barrier"
+    )
+    eqn = scope.eqns.eqns[position]
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        choice = random.integers(selection.problem.num_strategies).tolist()
+        strategy = selection.strategy(position, choice)
+        operands = tuple(selection.spec(atom, choice) for atom in eqn.invars)
+        assert strategy.operands == strategy.results == operands

@@ -12,7 +12,6 @@ from attrs import evolve
 from alpa_meta.errors import InfeasibleError
 from alpa_meta.options import Options
 from alpa_meta.planning.planner import make_plan
-from alpa_meta.planning.remedies import kept_share
 from alpa_meta.step.program import Step
 from cost_model import cluster
 
@@ -24,13 +23,13 @@ def _block(weights, x):
     return x + jnp.tanh(jnp.tanh(x @ weights["up"]) @ weights["down"])
 
 
-def make_step(couple=lambda x: x, block=_block, loss=lambda x: jnp.mean(x**2)):
+def make_step(couple=lambda x: x):
     def train_step(params, batch):
         def value(params):
             x = batch
             for weights in params:
-                x = block(weights, x)
-            return loss(couple(x))
+                x = _block(weights, x)
+            return jnp.mean(couple(x) ** 2)
 
         gradients = jax.grad(value)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
@@ -86,8 +85,9 @@ def test_what_replicates_the_state_is_named():
     assert re.search(r"preset 'zero[23]' instead of 'dp' \(then", message)
 
 
-def test_recomputation_keeps_what_layers_hand_on_and_one_layer_at_a_time():
-    found = kept_share(plan(make_step(), num_layers=LAYERS).staging)
-    assert 1 / LAYERS < found < 1
-    again = kept_share(plan(make_step(block=jax.checkpoint(_block)), num_layers=LAYERS).staging)
-    assert again > found
+def test_recomputation_that_is_named_fits_with_the_bytes_it_is_named_with(half):
+    message = refusal(make_step(), memory=half, num_layers=LAYERS)
+    kind, figure = re.search(r"recompute='(\w+)' \(then ([\d,]+) bytes", message).groups()
+    peak = plan(make_step(), memory=half, num_layers=LAYERS, recompute=kind).plan.stage_plan
+    assert f"{peak.peak_bytes[0]:,.0f}" == figure
+    assert "recompute=" not in refusal(make_step(), memory=half, recompute="none")

@@ -1,8 +1,9 @@
 from io import StringIO
 
+from attrs import evolve
 from rich.console import Console
 
-from alpa_meta.report.plan_table import device_text, print_plan
+from alpa_meta.report.plan_table import device_text, plan_summary, print_plan
 
 
 def _shown(plan, **options):
@@ -29,6 +30,16 @@ def test_the_tables_say_everything_the_plan_decides(make_plan):
         "parameters",
     ):
         assert expected in text, expected
+
+
+def test_what_is_recomputed_is_said(make_plan):
+    plan = make_plan(2, 4)
+    assert "recomputed" not in plan_summary(plan)
+    first, second = plan.layers
+    some = evolve(plan, layers=(evolve(first, recomputation="full"), second))
+    assert "schedule 1f1b, layer 0 recomputed in full\n" in plan_summary(some)
+    every = [evolve(layer, recomputation="selective") for layer in plan.layers]
+    assert "every layer recomputed selectively\n" in plan_summary(evolve(plan, layers=every))
 
 
 def test_every_parameter_is_listed_when_asked_for(make_plan):
