@@ -85,9 +85,14 @@ def test_what_replicates_the_state_is_named():
     assert re.search(r"preset 'zero[23]' instead of 'dp' \(then", message)
 
 
-def test_recomputation_that_is_named_fits_with_the_bytes_it_is_named_with(half):
-    message = refusal(make_step(), memory=half, num_layers=LAYERS)
+def test_recomputation_that_is_named_takes_the_bytes_it_is_named_with():
+    def peak(kind):
+        found = plan(make_step(), num_layers=LAYERS, preset="dp", recompute=kind).plan
+        return found.stage_plan.peak_bytes[0]
+
+    assert peak("full") < peak("none")
+    settings = {"num_layers": LAYERS, "preset": "dp", "memory": 1.01 * peak("full")}
+    message = refusal(make_step(), **settings)
     kind, figure = re.search(r"recompute='(\w+)' \(then ([\d,]+) bytes", message).groups()
-    peak = plan(make_step(), memory=half, num_layers=LAYERS, recompute=kind).plan.stage_plan
-    assert f"{peak.peak_bytes[0]:,.0f}" == figure
-    assert "recompute=" not in refusal(make_step(), memory=half, recompute="none")
+    assert f"{peak(kind):,.0f}" == figure
+    assert "recompute=" not in refusal(make_step(), recompute="none", **settings)
