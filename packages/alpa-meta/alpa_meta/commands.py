@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from alpa_meta.errors import PlanError
+from alpa_meta.published_models import PUBLISHED
 from alpa_meta.versions import installed_versions
 
 if TYPE_CHECKING:
@@ -120,6 +121,11 @@ SIZES: Mapping[str, Any] = MappingProxyType(
 """The options that say how large the bundled GPT and its batch are."""
 
 _FIELDS = {"layers": "num_layers", "heads": "num_heads"}  # of GptOptions, where named otherwise
+_PUBLISHED_SIZES: Mapping[str, str] = MappingProxyType(
+    {"layers": "num_layers", "context": "length", "batch": "batch", "dtype": "dtype"}
+)
+"""The options that change a published model, with the fields of its shape."""
+
 NO_SIZES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -154,8 +160,9 @@ def application(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(alpa)
-    for command in (train, plan, show):
+    for command in (train, show):
         app.command()(command)
+    app.command(epilog=f"Published models (--model): {', '.join(PUBLISHED)}.")(plan)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     for name, (place, line) in MOUNTED.items():
         if name == chosen:
@@ -274,7 +281,9 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Plan this model of the corpus instead of the bundled GPT, e.g. moe:tiny."
+            help="Plan this model instead of the bundled GPT: a published one, listed below, with "
+            "its dtype, optimiser and batch (--layers, --context, --batch and --dtype change it), "
+            "or one of the corpus, e.g. moe-sort:small."
         ),
     ] = None,
     step: OwnProgram = None,
@@ -290,15 +299,21 @@ def plan(
 
     if model is not None and step is not None:
         raise PlanError("--model and --step both name the program to plan; give one of them")
+    changed: dict[str, Any] = {}
+    if model in PUBLISHED and set(sizes) <= set(_PUBLISHED_SIZES):
+        changed = {_PUBLISHED_SIZES[name]: size for name, size in sizes.items()}
+        sizes = NO_SIZES
     if (model or step) is not None and sizes:
         raise PlanError(
             "--model and --step name programs, which have their own sizes; a model of the corpus "
-            "has several: name:size"
+            "has several: name:size, and a published one takes --layers, --context, --batch and "
+            "--dtype"
         )
     own = model is None and step is None
     request = PlanRequest(
         settings=_settings(sizes, {}, {}) if own else None,
         model=model,
+        model_sizes=changed,
         step=step,
         cluster=cluster,
         parallelism=_parallelism(stages, microbatches, schedule, recompute, memory),

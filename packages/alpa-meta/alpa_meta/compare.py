@@ -218,7 +218,10 @@ def _rows(found: Sequence[Compared], ran: bool) -> Iterator[tuple[str, ...]]:
 def compare_command(
     model: Annotated[
         str | None,
-        typer.Argument(help="Corpus model, with its size if not tiny: gpt, llama:small."),
+        typer.Argument(
+            help="Published model, as `alpa plan --help` lists them, or one of the corpus with its "
+            "size if not tiny: gpt-39b, gpt, llama:small."
+        ),
     ] = None,
     step: Annotated[
         str | None,
@@ -254,12 +257,12 @@ def compare_command(
     except ValueError as error:
         raise PlanError(str(error)) from None
     if (model is None) == (step is None):
-        raise PlanError("alpa compare needs a corpus model or --step module:function, one of them")
+        raise PlanError("alpa compare needs a model or --step module:function, one of them")
     prepare_environment(count if run else 1)
-    from alpa_meta.own_step import corpus_model, load_step
+    from alpa_meta.own_step import load_step, named_model
 
     if model is not None:
-        program: Runnable = corpus_model(model)
+        program: Runnable = named_model(model)
     else:
         assert step is not None
         program = load_step(step)
@@ -290,6 +293,7 @@ def compare_command(
             progress=progress,
             num_stages=stages,
             num_microbatches=microbatches,
+            exact=program.exact,
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(comparison_table(model or program.name, cluster, found))

@@ -7,6 +7,7 @@ or of batch arguments stands for several arguments of the step. A `CorpusModel` 
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
@@ -18,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from attrs import frozen
 
-from alpa_meta.corpus import NAMES, SIZES, CorpusModel, build
+from alpa_meta.corpus import NAMES, SIZES, CorpusModel, build, published
 from alpa_meta.errors import PlanError
+from alpa_meta.published_models import PUBLISHED
 from alpa_meta.step.arguments import num_arguments
 from alpa_meta.step.pure_call import flat_objects
 
@@ -41,6 +43,10 @@ class Runnable(Protocol):
     def batch(self) -> Any:
         """The batch, or its shapes."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether microbatches must give the results of the whole batch (`Options.exact`)."""
+
     def arguments(self) -> tuple[Any, Any]:
         """Return a state and a batch of arrays that the step may overwrite."""
 
@@ -54,6 +60,7 @@ class OwnStep:
     state: Any
     batch: Any
     later: Iterator[Any] | None = None  # batches after the first, where there are several
+    exact: bool = True
 
     def arguments(self) -> tuple[Any, Any]:
         """Return a state and a batch that a step may overwrite."""
@@ -84,15 +91,30 @@ def load_step(place: str) -> Runnable:
     return OwnStep(name=place, train_step=two, state=state, batch=batch, later=later)
 
 
-def corpus_model(text: str, option: str = "") -> CorpusModel:
-    """Return the corpus model that "name" or "name:size" names; `option` is what was given it."""
+def named_model(text: str, option: str = "", **changed: Any) -> CorpusModel:
+    """Return the published model of a name, or the corpus model that "name" or "name:size" names.
+
+    `option` is what was given it; `changed` are fields of a published model's shape.
+    """
+    place = f"{option} {text}: " if option else ""
+    if text in PUBLISHED:
+        try:
+            return published(text, **changed)
+        except ValueError as error:
+            raise PlanError(f"{place}{error}") from None
+    if changed:
+        raise PlanError(
+            f"{place}only published models take other sizes (got {', '.join(changed)}); a model of "
+            f"the corpus has {', '.join(SIZES)}: name:size"
+        )
     name, _, size = text.partition(":")
     size = size or SIZES[0]
     if name not in NAMES or size not in SIZES:
         what = f"no model {name!r}" if name not in NAMES else f"no size {size!r} of {name}"
         known = ", ".join(NAMES if name not in NAMES else SIZES)
-        place = f"{option} {text}: " if option else ""
-        raise PlanError(f"{place}the corpus has {what}; it has {known}")
+        near = difflib.get_close_matches(name, PUBLISHED, n=3) if name not in NAMES else []
+        hint = f"; among the published models are {', '.join(near)}" if near else ""
+        raise PlanError(f"{place}the corpus has {what}; it has {known}{hint}")
     return build(name, size)
 
 

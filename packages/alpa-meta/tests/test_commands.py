@@ -62,8 +62,11 @@ def test_a_mounted_command_has_its_own_help(capsys):
         (["plan", "--cluster", "absent.toml"], "absent.toml: cannot be read: No such file"),
         (["plan", "--step", "math:pi"], "--step math:pi must name a function without arguments"),
         (["plan", "--step", "math:pi", "--model", "gpt"], "give one of them"),
+        (["plan", "--model", "gpt-40b"], "among the published models are gpt"),
+        (["plan", "--model", "gpt-39b", "--hidden", "8"], "a published one takes --layers"),
+        (["plan", "--model", "gpt-39b", "--dtype", "int8"], "dtype must be one of float32"),
         (["compare", "llama:huge"], "no size 'huge' of llama"),
-        (["compare"], "needs a corpus model or --step"),
+        (["compare"], "needs a model or --step"),
         (["audit", "--step", "math:pi"], "must name a function without arguments"),
         (["train", "--step", "listed_programs:program", "--layers", "2"], "--layers is of the"),
     ],
@@ -74,6 +77,14 @@ def test_mistakes_are_one_sentence(arguments, message, capsys):
     error = capsys.readouterr().err.strip()
     assert error.startswith("alpa: ") and message in error
     assert "Traceback" not in error and "Attribute(" not in error
+
+
+def test_a_published_model_is_planned_by_its_name(capsys):
+    arguments = ["--layers", "1", "--batch", "8", "--context", "64", "--cluster", "p3.16xlarge:2"]
+    assert run(["plan", "--model", "gpt-125m", *arguments]) == 0
+    assert "1 stage" in capsys.readouterr().out
+    assert run(["plan", "--help"]) == 0
+    assert "gpt-39b" in capsys.readouterr().out
 
 
 def test_a_program_of_ones_own_is_planned_and_trained(capsys):

@@ -7,7 +7,7 @@ import pytest
 
 from alpa_meta.corpus import build
 from alpa_meta.errors import PlanError
-from alpa_meta.own_step import after_step, corpus_model, load_step
+from alpa_meta.own_step import after_step, load_step, named_model
 
 SOURCE = """
 import jax, jax.numpy as jnp
@@ -94,9 +94,9 @@ def test_what_is_no_program_is_refused_in_a_sentence(place, message):
 
 
 def test_corpus_models_go_by_name_and_size():
-    assert corpus_model("convnet").size == "tiny"
-    assert corpus_model("convnet:small").name == build("convnet", "small").name
+    assert named_model("convnet").size == "tiny"
+    assert named_model("convnet:small").name == build("convnet", "small").name
     with pytest.raises(PlanError, match="no size 'huge' of llama; it has tiny"):
-        corpus_model("llama:huge")
+        named_model("llama:huge")
     with pytest.raises(PlanError, match="--model foo: the corpus has no model 'foo'"):
-        corpus_model("foo", "--model")
+        named_model("foo", "--model")

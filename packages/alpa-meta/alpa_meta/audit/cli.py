@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from alpa_meta.errors import PlanError
+from alpa_meta.published_models import PUBLISHED
 
 if TYPE_CHECKING:
     from alpa_meta.audit.random_plans import RandomAudits
@@ -158,7 +159,7 @@ def _jobs(
         programs = [what] if what is not None else models or list(NAMES)
     for program in programs:
         name = program.partition(":")[0]
-        if program != step and name not in NAMES:
+        if program != step and name not in NAMES and program not in PUBLISHED:
             raise PlanError(f"the corpus has no model {name!r}; it has {', '.join(NAMES)}")
     jobs: list[tuple[str, int | None]] = []
     for program in programs:
@@ -172,9 +173,10 @@ def _jobs(
 def _built(program: str) -> Runnable:
     """Return the program that a model's name (gpt, llama:small) or module:function stands for."""
     from alpa_meta.corpus import NAMES
-    from alpa_meta.own_step import corpus_model, load_step
+    from alpa_meta.own_step import load_step, named_model
 
-    return corpus_model(program) if program.partition(":")[0] in NAMES else load_step(program)
+    known = program.partition(":")[0] in NAMES or program in PUBLISHED
+    return named_model(program) if known else load_step(program)
 
 
 def _mesh_shape(text: str) -> tuple[int, ...]:

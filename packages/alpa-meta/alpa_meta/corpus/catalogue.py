@@ -1,4 +1,4 @@
-"""The corpus by name. A model's module is imported only when it is built."""
+"""The corpus and the published models by name. A module is imported only to build its model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from attrs import evolve, fields_dict
+
 from alpa_meta.corpus.model import SIZES, CorpusModel
 from alpa_meta.extras import named
+from alpa_meta.published_models import PUBLISHED
 
 
 def _with(module: str, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -39,6 +42,45 @@ _MODULES: MappingProxyType[str, tuple[str, dict[str, Any]]] = MappingProxyType(
 
 NAMES = tuple(_MODULES)
 """The models of the corpus."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+_SHAPES: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "bottleneck_resnet": "BottleneckResNetShape",
+        "llama": "LlamaShape",
+        "swin": "SwinShape",
+        "t5": "T5Shape",
+        "transformer": "TransformerShape",
+        "vit": "ViTShape",
+    }
+)
+"""The class of the shapes of each module that makes published models."""
+
+
+def published(name: str, **changed: Any) -> CorpusModel:
+    """Return the published model `name`, some fields of its shape changed; nothing is allocated."""
+    if name not in PUBLISHED:
+        raise ValueError(
+            f"there is no published model {name!r}; there are {', '.join(PUBLISHED)}. Pass one of "
+            "these names."
+        )
+    record = PUBLISHED[name]
+    try:
+        module = import_module(f"alpa_meta.corpus.{record.program}")
+    except ModuleNotFoundError as error:
+        raise named(error, f"model {name!r}") from None
+    shape = getattr(module, _SHAPES[record.program])
+    if changed.get("dtype", "float32") not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {changed['dtype']!r}")
+    for field, value in changed.items():
+        if field not in fields_dict(shape):
+            raise ValueError(
+                f"the shape of {name} has no {field!r}, got {value!r} for it; it has "
+                f"{', '.join(fields_dict(shape))}"
+            )
+    made: CorpusModel = module.of_shape(name, shape(**{**record.shape, **changed}))
+    return evolve(made, exact=record.exact)
 
 
 def build(name: str, size: str = "tiny") -> CorpusModel:

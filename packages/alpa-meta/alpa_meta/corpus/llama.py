@@ -10,10 +10,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model, optimiser
+from alpa_meta.corpus.moe import through_experts
 from alpa_meta.corpus.tokens import next_token_batch, next_token_loss
 
 
@@ -30,6 +30,8 @@ class LlamaShape:
     length: int
     batch: int
     dtype: str
+    num_experts: int = 0  # SwiGLU networks of which each token takes two, as Mixtral's
+    capacity: int = 0  # tokens per expert and sequence
 
 
 SHAPES = {
@@ -71,18 +73,22 @@ SHAPES = {
 
 def build(size: str = "tiny") -> CorpusModel:
     """Return the Llama-style model of `size` (the large one has the shape of Llama 3 70B)."""
-    shape = SHAPES[size]
+    return of_shape("llama", SHAPES[size], size)
+
+
+def of_shape(name: str, shape: LlamaShape, size: str = "large") -> CorpusModel:
+    """Return the Llama-style model of a shape."""
 
     def loss(params: Tree, batch: Tree) -> jax.Array:
         return next_token_loss(_logits(params, batch["tokens"], shape), batch["labels"])
 
     return deterministic_model(
-        name="llama",
+        name=name,
         size=size,
         init=lambda key: _init(key, shape),
         loss=loss,
         make_batch=lambda key: next_token_batch(key, shape.batch, shape.length, shape.vocab),
-        optimizer=optax.adamw(1e-3, b2=0.95, weight_decay=0.1),
+        optimizer=optimiser("adamw"),
     )
 
 
@@ -97,7 +103,8 @@ def _init(key: jax.Array, shape: LlamaShape) -> Tree:
 
 
 def _init_layer(key: jax.Array, shape: LlamaShape) -> Tree:
-    keys = jax.random.split(key, 7)
+    experts = (shape.num_experts,) if shape.num_experts else ()
+    keys = jax.random.split(key, 7 + len(experts))
     head = shape.hidden // shape.num_heads
 
     def weight(k: jax.Array, *dims: int) -> jax.Array:
@@ -110,9 +117,15 @@ def _init_layer(key: jax.Array, shape: LlamaShape) -> Tree:
         "value": weight(keys[2], shape.hidden, shape.num_key_value_heads, head),
         "out": weight(keys[3], shape.num_heads, head, shape.hidden),
         "inner_norm": jnp.ones(shape.hidden),
-        "gate": weight(keys[4], shape.hidden, shape.inner),
-        "up": weight(keys[5], shape.hidden, shape.inner),
-        "down": weight(keys[6], shape.inner, shape.hidden),
+        **{
+            name: weight(k, *experts, *dims)
+            for name, k, dims in (
+                ("gate", keys[4], (shape.hidden, shape.inner)),
+                ("up", keys[5], (shape.hidden, shape.inner)),
+                ("down", keys[6], (shape.inner, shape.hidden)),
+            )
+        },
+        **({"router": weight(keys[7], shape.hidden, shape.num_experts)} if experts else {}),
     }
 
 
@@ -150,6 +163,22 @@ def _attention(params: Tree, x: jax.Array, shape: LlamaShape) -> jax.Array:
     return jnp.einsum("blhk,hkd->bld", mixed, params["out"].astype(dtype))
 
 
+def _feed_forward(params: Tree, y: jax.Array) -> jax.Array:
+    dtype = y.dtype
+    gated = jax.nn.silu(y @ params["gate"].astype(dtype)) * (y @ params["up"].astype(dtype))
+    return gated @ params["down"].astype(dtype)
+
+
+def _experts(params: Tree, y: jax.Array, shape: LlamaShape) -> jax.Array:
+    def run(inputs: jax.Array) -> jax.Array:
+        gate, up, down = (params[name].astype(y.dtype) for name in ("gate", "up", "down"))
+        gated = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", inputs, gate))
+        return jnp.einsum("ebcf,efd->ebcd", gated * jnp.einsum("ebcd,edf->ebcf", inputs, up), down)
+
+    gates = jax.nn.softmax((y @ params["router"].astype(y.dtype)).astype(jnp.float32))
+    return through_experts(y, gates, shape.num_experts, shape.capacity, run)
+
+
 def _logits(params: Tree, tokens: jax.Array, shape: LlamaShape) -> jax.Array:
     """Return [batch, length, vocab] in the compute dtype."""
     dtype = jnp.dtype(shape.dtype)
@@ -157,7 +186,6 @@ def _logits(params: Tree, tokens: jax.Array, shape: LlamaShape) -> jax.Array:
     for layer in params["layers"]:
         x = x + _attention(layer, _rms_norm(layer["attention_norm"], x), shape)
         y = _rms_norm(layer["inner_norm"], x)
-        gated = jax.nn.silu(y @ layer["gate"].astype(dtype)) * (y @ layer["up"].astype(dtype))
-        x = x + gated @ layer["down"].astype(dtype)
+        x = x + (_experts(layer, y, shape) if shape.num_experts else _feed_forward(layer, y))
     logits: jax.Array = _rms_norm(params["norm"], x) @ params["head"].astype(dtype)
     return logits

@@ -33,6 +33,7 @@ class CorpusModel:
     train_step: Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]
     make_state: Callable[[jax.Array], Tree]
     make_batch: Callable[[jax.Array], Tree]
+    exact: bool = True  # False: its source trains on microbatches that are not the whole batch
 
     @property
     def state(self) -> Tree:
@@ -53,6 +54,17 @@ class CorpusModel:
 def shapes_from_key(make: Callable[[jax.Array], Tree]) -> Tree:
     """Return the shapes of what `make` makes of a random key, without starting a device for it."""
     return jax.eval_shape(lambda: make(jax.random.key(0)))
+
+
+def optimiser(name: str) -> optax.GradientTransformation:
+    """Return the optimiser that a published model names, with a usual learning rate."""
+    import optax
+
+    return {
+        "adam": lambda: optax.adam(1e-3),
+        "adamw": lambda: optax.adamw(1e-3, b2=0.95, weight_decay=0.1),
+        "adafactor": lambda: optax.adafactor(1e-2),
+    }[name]()
 
 
 def deterministic_model(

@@ -8,6 +8,7 @@ experts' slots, no one-hot tensor. Both add the load-balancing loss of GShard (s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -143,21 +144,38 @@ def _balance_loss(gates: jax.Array, num_experts: int) -> jax.Array:
 
 def _experts_by_einsum(params: Tree, x: jax.Array, gates: jax.Array, shape: MoEShape) -> jax.Array:
     """Return the mixed expert outputs [batch, length, hidden] through one-hot tensors."""
+
+    def run(inputs: jax.Array) -> jax.Array:
+        inner = jax.nn.gelu(jnp.einsum("ebcd,edf->ebcf", inputs, params["up"]))
+        return jnp.einsum("ebcf,efd->ebcd", inner, params["down"])
+
+    return through_experts(x, gates, shape.num_experts, shape.capacity, run)
+
+
+def through_experts(
+    x: jax.Array,
+    gates: jax.Array,
+    num_experts: int,
+    capacity: int,
+    run: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Return what the two chosen experts of each token make of it: x [batch, length, hidden].
+
+    `run` takes and returns [experts, batch, capacity, hidden]; `gates` [batch, length, experts].
+    """
     chosen_gates, chosen = jax.lax.top_k(gates, TOP)
     chosen_gates = chosen_gates / chosen_gates.sum(-1, keepdims=True)
-    filled = jnp.zeros((x.shape[0], 1, shape.num_experts), jnp.int32)
-    combine = jnp.zeros((*x.shape[:2], shape.num_experts, shape.capacity))
+    filled = jnp.zeros((x.shape[0], 1, num_experts), jnp.int32)
+    combine = jnp.zeros((*x.shape[:2], num_experts, capacity), x.dtype)
     for rank in range(TOP):
-        expert = jax.nn.one_hot(chosen[..., rank], shape.num_experts, dtype=jnp.int32)
+        expert = jax.nn.one_hot(chosen[..., rank], num_experts, dtype=jnp.int32)
         slot = jnp.sum((jnp.cumsum(expert, axis=1) - 1 + filled) * expert, axis=-1)
         filled = filled + expert.sum(axis=1, keepdims=True)
-        slots = jax.nn.one_hot(slot, shape.capacity)
-        weight = chosen_gates[..., rank, None, None]
-        combine = combine + weight * expert[..., None] * slots[:, :, None, :]
+        slots = jax.nn.one_hot(slot, capacity, dtype=x.dtype)
+        weight = chosen_gates[..., rank, None, None].astype(x.dtype)
+        combine = combine + weight * expert[..., None].astype(x.dtype) * slots[:, :, None, :]
     dispatch = (combine > 0).astype(x.dtype)
-    inputs = jnp.einsum("blec,bld->ebcd", dispatch, x)
-    inner = jax.nn.gelu(jnp.einsum("ebcd,edf->ebcf", inputs, params["up"]))
-    outputs = jnp.einsum("ebcf,efd->ebcd", inner, params["down"])
+    outputs = run(jnp.einsum("blec,bld->ebcd", dispatch, x))
     return jnp.einsum("blec,ebcd->bld", combine, outputs)
 
 

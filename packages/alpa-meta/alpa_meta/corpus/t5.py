@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model, optimiser
 
 
 @frozen(kw_only=True)
@@ -25,6 +25,7 @@ class T5Shape:
     target: int
     batch: int
     num_buckets: int = 32
+    optimiser: str = ""  # empty: Adafactor as T5 was trained
 
 
 SHAPES = {
@@ -159,7 +160,11 @@ class T5(nn.Module):
 
 def build(size: str = "tiny") -> CorpusModel:
     """Return the T5 of `size` (the large one has the shape of T5-11B)."""
-    shape = SHAPES[size]
+    return of_shape("t5", SHAPES[size], size)
+
+
+def of_shape(name: str, shape: T5Shape, size: str = "large") -> CorpusModel:
+    """Return the T5 of a shape."""
     network = T5(shape)
 
     def init(key: jax.Array) -> Tree:
@@ -182,10 +187,12 @@ def build(size: str = "tiny") -> CorpusModel:
         return jnp.sum(loss * weight) / jnp.sum(weight)
 
     return deterministic_model(
-        name="t5",
+        name=name,
         size=size,
         init=init,
         loss=loss,
         make_batch=make_batch,
-        optimizer=optax.adafactor(3e-3, min_dim_size_to_factor=64),
+        optimizer=optimiser(shape.optimiser)
+        if shape.optimiser
+        else optax.adafactor(3e-3, min_dim_size_to_factor=64),
     )

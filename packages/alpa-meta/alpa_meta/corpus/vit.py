@@ -86,7 +86,11 @@ class ViT(nnx.Module):
 
 def build(size: str = "tiny") -> CorpusModel:
     """Return the vision transformer of `size` (the large one has the shape of ViT-G/14)."""
-    shape = SHAPES[size]
+    return of_shape("vit", SHAPES[size], size)
+
+
+def of_shape(name: str, shape: ViTShape, size: str = "large") -> CorpusModel:
+    """Return the vision transformer of a shape."""
     definition, _ = nnx.split(nnx.eval_shape(lambda: ViT(shape, nnx.Rngs(0))))
 
     def init(key: jax.Array) -> Tree:
@@ -99,7 +103,7 @@ def build(size: str = "tiny") -> CorpusModel:
         return jnp.mean(losses)
 
     return deterministic_model(
-        name="vit",
+        name=name,
         size=size,
         init=init,
         loss=loss,

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.images import labelled_images
-from alpa_meta.corpus.model import CorpusModel, Tree
+from alpa_meta.corpus.images import statistics_model
+from alpa_meta.corpus.model import CorpusModel
 
 
 @frozen(kw_only=True)
@@ -80,38 +80,14 @@ class WideResNet(nn.Module):
 def build(size: str = "tiny") -> CorpusModel:
     """Return the Wide-ResNet of `size`."""
     shape = SHAPES[size]
-    network = WideResNet(shape)
-    optimizer = optax.chain(
-        optax.add_decayed_weights(1e-4), optax.sgd(0.05, momentum=0.9, nesterov=True)
-    )
-
-    def make_state(key: jax.Array) -> Tree:
-        variables = network.init(key, jnp.zeros((1, shape.image, shape.image, 3)))
-        return {
-            "params": variables["params"],
-            "batch_stats": variables["batch_stats"],
-            "opt_state": optimizer.init(variables["params"]),
-        }
-
-    def train_step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        def loss_fn(params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-            variables = {"params": params, "batch_stats": state["batch_stats"]}
-            logits, changed = network.apply(variables, batch["images"], mutable=["batch_stats"])
-            loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-            return loss, (logits, changed["batch_stats"])
-
-        gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, (logits, batch_stats)), gradients = gradient(state["params"])
-        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        accuracy = jnp.mean(jnp.argmax(logits, -1) == batch["labels"])
-        state = {"params": params, "batch_stats": batch_stats, "opt_state": opt_state}
-        return state, {"loss": loss, "accuracy": accuracy}
-
-    return CorpusModel(
+    return statistics_model(
         name="wide-resnet",
         size=size,
-        train_step=train_step,
-        make_state=make_state,
-        make_batch=lambda key: labelled_images(key, shape.batch, shape.image, shape.num_classes),
+        network=WideResNet(shape),
+        batch=shape.batch,
+        image=shape.image,
+        num_classes=shape.num_classes,
+        optimizer=optax.chain(
+            optax.add_decayed_weights(1e-4), optax.sgd(0.05, momentum=0.9, nesterov=True)
+        ),
     )

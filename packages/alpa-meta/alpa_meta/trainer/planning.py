@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from attrs import astuple, frozen
+from attrs import astuple, field, frozen
 from rich.console import Console
 
 import alpa_meta as alpa
@@ -17,7 +17,7 @@ from alpa_interchange.plan import ParallelPlan
 from alpa_meta.corpus.model import shapes_from_key
 from alpa_meta.errors import PlanError
 from alpa_meta.options import Options, Recomputation
-from alpa_meta.own_step import Runnable, corpus_model, load_step
+from alpa_meta.own_step import Runnable, load_step, named_model
 from alpa_meta.planning.memory_floor import check_arguments_fit
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.plan_table import print_plan
@@ -49,12 +49,13 @@ class Parallelism:
 class PlanRequest:
     """What the user asked `alpa plan` for: one of three programs.
 
-    `settings` are of the bundled GPT, `model` is one of the corpus, as name or name:size; `step` a
-    program, as module:function.
+    `settings` are of the bundled GPT, `model` is a published one, with `model_sizes` changed, or
+    one of the corpus, as name or name:size; `step` a program, as module:function.
     """
 
     settings: TrainSettings | None = None
     model: str | None = None
+    model_sizes: Mapping[str, Any] = field(factory=dict)
     step: str | None = None
     cluster: str = "host:8"
     parallelism: Parallelism = Parallelism()
@@ -75,9 +76,10 @@ def parallel_step(
     *,
     plan: ParallelPlan | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    exact: bool = True,
 ) -> Any:
     """Return `step` parallelised as asked for, not planned yet."""
-    options = _options(parallelism, plan, progress)
+    options = _options(parallelism, plan, progress, exact)
     return alpa.parallelize(step, cluster=cluster, options=options)
 
 
@@ -85,6 +87,7 @@ def _options(
     parallelism: Parallelism,
     plan: ParallelPlan | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    exact: bool = True,
 ) -> Options:
     chosen: dict[str, Any] = {
         "num_stages": parallelism.num_stages,
@@ -95,6 +98,7 @@ def _options(
         "plan": plan,
         "progress": progress,
         "trace": "ready",
+        "exact": exact,
     }
     try:
         return Options(**{name: value for name, value in chosen.items() if value is not None})
@@ -112,11 +116,11 @@ def make_plan(
 ) -> ParallelPlan:
     """Return the plan that was asked for, having shown it and written it where asked."""
     cluster = find_cluster(request.cluster)
-    step, state, batch = _program(request)
+    step, state, batch, exact = _program(request)
     console.print(cluster_table(cluster))
     check_arguments_fit((state,), cluster, _options(request.parallelism))
     with stages_progress(console) as progress:
-        parallel = parallel_step(step, cluster, request.parallelism, progress=progress)
+        parallel = parallel_step(step, cluster, request.parallelism, progress=progress, exact=exact)
         plan: ParallelPlan = parallel.plan_for(state, batch)
     print_plan(plan, console)
     if out is not None:
@@ -133,21 +137,22 @@ def make_plan(
     return plan
 
 
-def _program(request: PlanRequest) -> tuple[Callable[..., Any], Any, Any]:
-    """Return the step and the shapes of its state and batch."""
+def _program(request: PlanRequest) -> tuple[Callable[..., Any], Any, Any, bool]:
+    """Return the step, the shapes of its state and batch, and whether microbatches must be
+    exact."""
     if request.model is not None or request.step is not None:
         program: Runnable
         if request.step is not None:
             program = load_step(request.step)
         else:
-            program = corpus_model(request.model or "", "--model")
-        return program.train_step, program.state, program.batch
+            program = named_model(request.model or "", "--model", **request.model_sizes)
+        return program.train_step, program.state, program.batch, program.exact
     from alpa_meta.trainer.settings import TrainSettings
     from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
 
     settings = request.settings or TrainSettings()
     make_state = make_state_maker(settings.model, make_optimiser(settings.optimiser))
-    return train_step, shapes_from_key(make_state), batch_shapes(settings)
+    return train_step, shapes_from_key(make_state), batch_shapes(settings), True
 
 
 def batch_shapes(settings: TrainSettings) -> dict[str, jax.ShapeDtypeStruct]:
