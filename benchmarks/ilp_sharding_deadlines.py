@@ -111,8 +111,8 @@ def planner_problems(shape: tuple[int, ...], num_layers: int) -> Iterator[Shardi
     program = Step(model.train_step, (model.state, model.batch)).program(1)
     gpt.SHAPES.update(shapes)
     options = Options(max_mesh_axes=len(shape))
-    outlook, _ = outlook_of(program, options)
     costs = CostModel(cluster("h100:64"))
+    outlook, _ = outlook_of(program, options, costs.cluster)
     submesh = whole_cluster(costs.cluster)
     assert submesh is not None
     meshes = logical_meshes(costs, submesh, len(shape), ordered=True)

@@ -75,7 +75,7 @@ def measure(
         clock.lap("trace")
         program = step.program(1)
         clock.lap("program")
-        outlook: Outlook = outlook_of(program, options)[0]
+        outlook: Outlook = outlook_of(program, options, described)[0]
         clock.lap("layers")
         scope = stage_scope(program, outlook.staging, 0, 1)
         selection = build_problem(scope.eqns, MeshCosts(mesh, costs), name)

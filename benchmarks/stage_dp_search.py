@@ -256,7 +256,7 @@ def transformer(num_blocks: int) -> stage_dp.OpSequence:
         x = add("residual", [x, h], 1.0)
     add("head", [x], 10.0, 10.0)
     return stage_dp.OpSequence(
-        flops=flops, operands=operands, results=results, value_bytes=sizes, signatures=signatures
+        seconds=flops, operands=operands, results=results, value_bytes=sizes, signatures=signatures
     )
 
 
@@ -270,7 +270,9 @@ def show_layers() -> None:
         layers = stage_dp.cluster_layers(ops)
         seconds = time.process_time() - start
         classes = len(set(layers.equivalence_classes))
-        print(f"{blocks:6d} {len(ops.flops):6d} {layers.num_layers:7d} {classes:8d} {seconds:7.2f}")
+        print(
+            f"{blocks:6d} {len(ops.seconds):6d} {layers.num_layers:7d} {classes:8d} {seconds:7.2f}"
+        )
 
 
 def joint_problem(

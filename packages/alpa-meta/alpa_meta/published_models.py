@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 
 ALPA = "Zheng et al., Alpa, OSDI 2022, tables 4-6; benchmark/alpa/suite_*.py of its repository"
 LLAMA_2 = "Touvron et al., Llama 2, 2023, table 1"
@@ -34,7 +34,7 @@ class PublishedModel:
 
     name: str
     program: str
-    shape: Mapping[str, Any] = field(converter=MappingProxyType)
+    shape: Mapping[str, Any]
     cluster: str  # that the source trains it on
     source: str
     exact: bool = True
@@ -151,7 +151,7 @@ def _llamas() -> Iterator[PublishedModel]:
         ("llama-405b", 126, 16384, 128, 8, 53248, 128256, 8192, 2048, "h100:2048x8", LLAMA_3),
         ("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 4096, 256, "h100:8x8", MIXTRAL),
     ):
-        shape = {
+        shape: dict[str, Any] = {
             "num_layers": layers,
             "hidden": hidden,
             "num_heads": heads,

@@ -1,7 +1,7 @@
 """Layer clustering: cut the forward program, in program order, into layers of similar work.
 
-With w(j, k) the work of ops j..k over the average per layer and x(k) the bytes that cross a cut
-before op k over a typical cut's bytes, the layers minimise
+With w(j, k) the work (seconds) of ops j..k over the average per layer and x(k) the bytes that cross
+a cut before op k over a typical cut's bytes, the layers minimise
 
     sum over layers  10 max(0, w - 1 - eps)^2 + 10 max(0, 1 - eps - w)^2 + (w - 1)^2 / 10
     + sum over cuts  x(k) / 5  (+ 1/1000 for a cut that is not a border of repeated blocks)
@@ -10,23 +10,25 @@ by G(q, k) = min over j < k of G(q - 1, j) + layer(j, k) + cut(j)    -> _best_cu
 
 Both bounds on the work are penalties, so there is always an answer. Cuts are taken at block borders
 of repeated structure (-> repetition.py) and anywhere outside of it; where more layers are wanted
-than there are blocks, every block of a run is cut at the same inner places. -> _places()
+than there are blocks, or a layer would have less than 1 - eps of the average work, every block of a
+run is cut at the same inner places. -> _places(), _starts()
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-from alpa_interchange.graph import OpGraph
 from stage_dp.repetition import Run, repeated_runs
 
 Array = NDArray[np.float64]
 MAX_LOOSE_CUTS = 256  # considered in each stretch without repetition
+FINER_PIECES = 3  # more pieces of a block than needed, tried before a layer is left light
 
 
 @frozen(kw_only=True)
@@ -34,10 +36,10 @@ class OpSequence:
     """The forward ops in program order. Values are numbers; those no op produces are inputs.
 
     `signatures` are equal for ops that do the same on the same shapes; by default they are made of
-    flops and bytes. `may_cut[k]` says whether a layer may begin at op k (default: anywhere).
+    seconds and bytes. `may_cut[k]` says whether a layer may begin at op k (default: anywhere).
     """
 
-    flops: Sequence[float]
+    seconds: Sequence[float]  # of each op, in any unit
     operands: Sequence[Sequence[int]]
     results: Sequence[Sequence[int]]
     value_bytes: Mapping[int, float]
@@ -45,7 +47,7 @@ class OpSequence:
     may_cut: Sequence[bool] | None = None
 
     def __attrs_post_init__(self) -> None:
-        num = len(self.flops)
+        num = len(self.seconds)
         for name in ("operands", "results", "signatures", "may_cut"):
             given = getattr(self, name)
             if given is not None and len(given) != num:
@@ -53,41 +55,12 @@ class OpSequence:
                     f"OpSequence.{name} needs one entry per op: {num}, got {len(given)}"
                 )
 
-    @staticmethod
-    def of_graph(graph: OpGraph) -> OpSequence:
-        """Return the forward ops of `graph`; their signatures are name, rule, types and work."""
-        ops = [op for op in graph.ops if op.phase == "forward"]
-        numbers = {v for op in ops for v in (*op.operands, *op.results)}
-        return OpSequence(
-            flops=[op.flops for op in ops],
-            operands=[op.operands for op in ops],
-            results=[op.results for op in ops],
-            value_bytes={v: float(graph.values[v].type.bytes) for v in numbers},
-            signatures=[
-                (
-                    op.name,
-                    str(op.rule),
-                    tuple(
-                        (graph.values[v].type.shape, graph.values[v].type.dtype)
-                        for v in op.operands
-                    ),
-                    tuple(
-                        (graph.values[v].type.shape, graph.values[v].type.dtype) for v in op.results
-                    ),
-                    op.flops,
-                    op.trips,
-                )
-                for op in ops
-            ],
-        )
-
 
 @frozen(kw_only=True)
 class ClusteringOptions:
-    """`balance` is eps of the module docstring. `max_layers` bounds a number chosen here."""
+    """`balance` is eps of the module docstring."""
 
     balance: float = 0.5
-    max_layers: int = 64
 
 
 @frozen(kw_only=True)
@@ -96,7 +69,7 @@ class Clustering:
 
     starts: tuple[int, ...]  # [layers + 1]
     equivalence_classes: tuple[int, ...]  # [layers], numbered by first appearance
-    flops: tuple[float, ...] = field(repr=False)  # [layers]
+    seconds: tuple[float, ...] = field(repr=False)  # [layers]
     boundary_bytes: tuple[float, ...] = field(repr=False)  # [layers]: to later layers; last is 0
 
     @property
@@ -121,23 +94,22 @@ def cluster_layers(
     """Return `num_layers` layers (fewer only where there are not that many cuts), None: chosen
     here.
 
-    Chosen numbers give each repeated block a layer of its own (several blocks where there are more
-    than `max_layers`), and what is before, between and after them one where it has at least half a
-    block's work.
+    Chosen numbers give each repeated block a layer of its own, and what is before, between and
+    after them one where it has at least half a block's work.
     """
     options = options or ClusteringOptions()
     if num_layers is not None and num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, got {num_layers}")
-    num_ops = len(ops.flops)
+    num_ops = len(ops.seconds)
     if not num_ops:
         raise ValueError("layer clustering needs at least one op, got an empty sequence")
-    work = np.asarray(ops.flops, dtype=np.float64)
+    work = np.asarray(ops.seconds, dtype=np.float64)
     if not work.sum() > 0:
         work = np.ones(num_ops)
     live = live_bytes(ops)
     signatures = ops.signatures or [
-        (flops, tuple(ops.value_bytes[v] for v in results))
-        for flops, results in zip(ops.flops, ops.results, strict=True)
+        (seconds, tuple(ops.value_bytes[v] for v in results))
+        for seconds, results in zip(ops.seconds, ops.results, strict=True)
     ]
     allowed = np.ones(num_ops + 1, dtype=bool)
     if ops.may_cut is not None:
@@ -149,31 +121,53 @@ def cluster_layers(
         if allowed[np.array(run.cuts)[1:-1]].all()
     )
     if num_layers is None:
-        num_layers = _chosen_number(work, runs, options)
-    places = _places(num_layers, work, live, runs, allowed)
-    borders = {cut for run in runs for cut in run.cuts}
-    loose = np.array([place not in borders for place in places]) * 1e-3
-    starts = _best_cuts(min(num_layers, len(places) - 1), places, work, live, options, loose)
-    spans = list(zip(starts, starts[1:], strict=False))
+        num_layers = _chosen_number(work, runs)
+    starts = _starts(num_layers, work, live, runs, allowed, options)
+    spans = list(itertools.pairwise(starts))
     return Clustering(
         starts=tuple(starts),
         equivalence_classes=_classes(ops, signatures, spans),
-        flops=tuple(float(np.sum(np.asarray(ops.flops[a:b], dtype=float))) for a, b in spans),
+        seconds=tuple(float(np.sum(np.asarray(ops.seconds[a:b], dtype=float))) for a, b in spans),
         boundary_bytes=tuple(float(live[b]) for _, b in spans),
     )
+
+
+def _starts(
+    num_layers: int,
+    work: Array,
+    live: Array,
+    runs: Sequence[Run],
+    allowed: NDArray[np.bool_],
+    options: ClusteringOptions,
+) -> list[int]:
+    """Return the cuts [layers + 1]: of whole blocks, or of as few pieces of them as leave no layer
+    without its share of the work."""
+    borders = {cut for run in runs for cut in run.cuts}
+    best: tuple[float, list[int]] | None = None
+    for places in _places(num_layers, work, live, runs, allowed):
+        loose = np.array([place not in borders for place in places]) * 1e-3
+        count = min(num_layers, len(places) - 1)
+        cost, cuts = _best_cuts(count, places, work, live, options, loose)
+        if best is None or cost < best[0]:
+            best = cost, cuts
+        least = min(work[a:b].sum() for a, b in itertools.pairwise(cuts))
+        if least >= (1 - options.balance) * work.sum() / num_layers:
+            break
+    assert best is not None
+    return best[1]
 
 
 def live_bytes(ops: OpSequence) -> Array:
     """Return the bytes of values made before op k and read by op k or later: [ops + 1]."""
     made: dict[int, int] = {}
     last: dict[int, int] = {}
-    for k in range(len(ops.flops)):
+    for k in range(len(ops.seconds)):
         for value in ops.operands[k]:
             if value in made:
                 last[value] = k
         for value in ops.results[k]:
             made[value] = k
-    change = np.zeros(len(ops.flops) + 2)
+    change = np.zeros(len(ops.seconds) + 2)
     for value, k in last.items():
         change[made[value] + 1] += ops.value_bytes[value]
         change[k + 1] -= ops.value_bytes[value]
@@ -181,45 +175,45 @@ def live_bytes(ops: OpSequence) -> Array:
     return np.maximum(live, 0.0)
 
 
-def _chosen_number(work: Array, runs: Sequence[Run], options: ClusteringOptions) -> int:
+def _chosen_number(work: Array, runs: Sequence[Run]) -> int:
     if not runs:
         heavy = int((work >= 0.01 * work.sum()).sum())
-        return max(1, min(options.max_layers, 16, heavy // 3 + 1))
-    blocks = sum(run.count for run in runs)
-    each = math.ceil(blocks / options.max_layers)
-    while each < blocks and any(run.count % each for run in runs):
-        each += 1
-        if each > 2 * math.ceil(blocks / options.max_layers):
-            each = math.ceil(blocks / options.max_layers)
-            break
-    block = min(work[run.start : run.start + run.period].sum() for run in runs) * each
+        return max(1, min(16, heavy // 3 + 1))
+    block = min(work[run.start : run.start + run.period].sum() for run in runs)
     edges = [0, *(edge for run in runs for edge in (run.start, run.stop)), len(work)]
     between = [work[a:b].sum() for a, b in zip(edges[::2], edges[1::2], strict=True)]
-    return max(
-        1, sum(run.count // each for run in runs) + sum(int(w >= block / 2) for w in between)
-    )
+    return sum(run.count for run in runs) + sum(int(w >= block / 2) for w in between)
 
 
 def _places(
     num_layers: int, work: Array, live: Array, runs: Sequence[Run], allowed: NDArray[np.bool_]
-) -> list[int]:
-    """Return the op positions where layers may begin or end, 0 and the number of ops included."""
-    for finer in range(len(work) + 1):
-        places = {0, len(work)}
+) -> Iterator[list[int]]:
+    """Yield the op positions where layers may begin or end, 0 and the number of ops included.
+
+    First as few as give so many layers, then with the blocks of runs in more and more pieces.
+    """
+    edges = [0, *(edge for run in runs for edge in (run.start, run.stop)), len(work)]
+    outside = {0, len(work)}
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        loose = [k for k in range(start + 1, stop) if allowed[k]]
+        loose.sort(key=lambda k: float(live[k]))
+        outside.update(loose[: max(MAX_LOOSE_CUTS, num_layers)])
+    enough = 0
+    for finer in range(max((run.period for run in runs), default=1)):
+        places = set(outside)
         for run in runs:
             wanted = num_layers * work[run.start : run.stop].sum() / work.sum()
             pieces = max(1, math.floor(wanted / run.count + 0.25)) + finer
             inner = _inner_cuts(pieces, work, live, run, allowed)
             places |= {start + at for start in run.cuts[:-1] for at in (0, *inner)} | {run.stop}
-        edges = [0, *(edge for run in runs for edge in (run.start, run.stop)), len(work)]
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            loose = [k for k in range(start + 1, stop) if allowed[k]]
-            loose.sort(key=lambda k: float(live[k]))
-            places.update(loose[: max(MAX_LOOSE_CUTS, num_layers)])
-        places = {k for k in places if allowed[k]}
-        if len(places) > num_layers or all(run.period <= finer for run in runs):
-            return sorted(places)
-    return sorted(np.flatnonzero(allowed).tolist())
+        found = sorted(k for k in places if allowed[k])
+        if len(found) > num_layers:
+            yield found
+            enough += 1
+        if enough > FINER_PIECES:
+            return
+    if not enough:
+        yield np.flatnonzero(allowed).tolist()
 
 
 def _inner_cuts(
@@ -234,7 +228,7 @@ def _inner_cuts(
         return []
     first = slice(run.start, run.start + run.period)
     crossing = np.append(live[first], live[run.start + run.period])
-    cuts = _best_cuts(
+    _, cuts = _best_cuts(
         pieces, [0, *offsets, run.period], work[first], crossing, ClusteringOptions(), 0.0
     )
     return cuts[1:-1]
@@ -247,8 +241,8 @@ def _best_cuts(
     live: Array,
     options: ClusteringOptions,
     loose: Array | float,
-) -> list[int]:
-    """Return `num_layers` + 1 of `places` that minimise the module docstring's sum.
+) -> tuple[float, list[int]]:
+    """Return the least sum of the module docstring, and the `num_layers` + 1 of `places` it is of.
 
     `loose`: [places] or one for all, what a cut there costs on top.
     """
@@ -281,7 +275,7 @@ def _best_cuts(
     for origin in reversed(origins):
         at = int(origin[at])
         cuts.append(places[at])
-    return cuts[::-1]
+    return float(value[-1]), cuts[::-1]
 
 
 def _classes(

@@ -13,7 +13,8 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-MIN_SHARE = 0.01  # of all work: smaller blocks are not worth a layer
+MIN_SHARE = 0.01  # of all work: smaller blocks are not worth a layer,
+MAIN_SHARE = 0.5  # unless together they are most of the program, as the blocks of 192 layers are
 SAME_BYTES = 1.01  # live bytes within this factor count as equal
 
 
@@ -79,7 +80,7 @@ def _largest(
                 continue
             # Whichever whole blocks are taken, they hold the same work up to rounding.
             held = total[first + length // period * period] - total[first]
-            if held < MIN_SHARE * total[-1] * (length // period):
+            if held < min(MIN_SHARE * (length // period), MAIN_SHARE) * total[-1]:
                 continue
             key = (round(held / total[-1], 9), -period, first, length)
             if best is None or key[:2] > best[:2]:

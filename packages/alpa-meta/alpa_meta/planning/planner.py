@@ -22,7 +22,6 @@ from alpa_interchange import (
     StageProblem,
 )
 from alpa_interchange.menu import RECOMPUTATIONS
-from alpa_meta.compat import Literal, Var
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.candidates import (
@@ -33,15 +32,14 @@ from alpa_meta.inter_op.candidates import (
     solve_mesh,
 )
 from alpa_meta.inter_op.layer_menu import Sized, menu_sizes
-from alpa_meta.inter_op.layering import Layering, assign_layers, clustered_positions, tensor_bytes
+from alpa_meta.inter_op.layer_work import op_sequence
+from alpa_meta.inter_op.layering import Layering, assign_layers, clustered_positions
 from alpa_meta.inter_op.meshes import device_groups, logical_meshes, submeshes, usable_memory
 from alpa_meta.inter_op.recomputation import chosen_recomputation, recomputed
 from alpa_meta.inter_op.scan_stages import cut_evenly
 from alpa_meta.inter_op.staging import assign_stages
-from alpa_meta.intra_op.folding import eqn_signature
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.selection import Selection, same_choice
-from alpa_meta.operators import flops
 from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.pinning import UnfitPinError, pinned_axes
 from alpa_meta.planning.chosen_plan import (
@@ -177,8 +175,8 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> Planned | None
         if options.recompute is None:
             chosen = evolve(options, recompute=search.recomputation())
         program = step.program(plan.num_microbatches)
-        found = outlook_in_pieces(program, chosen, like=_like(sized)) or outlook_of(
-            program, chosen, like=_like(sized)
+        found = outlook_in_pieces(program, chosen, model.cluster, like=_like(sized)) or outlook_of(
+            program, chosen, model.cluster, like=_like(sized)
         )
         bound = search.plan.lower_bound
         planned = finish(plan, *found, bound, step, model, options, choose)
@@ -209,8 +207,8 @@ def _sized(step: Step, cluster: ClusterSpec, options: Options) -> dict[str, list
         program = step.program(count)
         for kind in ("none",) if options.recompute else RECOMPUTATIONS:
             chosen = options if options.recompute else evolve(options, recompute=kind)
-            found = outlook_in_pieces(program, chosen, like=like) or outlook_of(
-                program, chosen, like=like
+            found = outlook_in_pieces(program, chosen, cluster, like=like) or outlook_of(
+                program, chosen, cluster, like=like
             )
             outlook = found[0]
             like = like or outlook.program
@@ -269,9 +267,9 @@ def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Opt
     divided: set[int] = set()  # outlooks with whole scans beside one with scans in pieces
     for number, count in enumerate(counts):
         options.progress("trace", number, len(counts))
-        outlooks.append(outlook_of(step.program(count), options))
+        outlooks.append(outlook_of(step.program(count), options, cluster))
         if _may_cut(count, cluster, options):
-            pieces = outlook_in_pieces(step.program(count), options)
+            pieces = outlook_in_pieces(step.program(count), options, cluster)
             if pieces is not None:
                 divided.add(id(outlooks[-1][0]))
                 outlooks.append(pieces)
@@ -370,6 +368,7 @@ def _refusal(step: Step, count: int, options: Options) -> str:
 def outlook_of(
     program: Program,
     options: Options,
+    cluster: ClusterSpec,
     num_layers: int | None = None,
     like: Program | None = None,
 ) -> tuple[Outlook, Layering]:
@@ -380,9 +379,11 @@ def outlook_of(
     source = like or program
     wanted = num_layers or options.num_layers
     if wanted is None and options.num_stages and options.num_stages > 1:
-        wanted = _at_least(source, options.num_stages)
+        wanted = _at_least(source, options.num_stages, cluster)
     forward = [source.jaxpr.eqns[k] for k in clustered_positions(source)]
-    clustered = stage_dp.cluster_layers(_sequence(forward), wanted).layer_of_op if forward else ()
+    clustered: tuple[int, ...] = ()
+    if forward:
+        clustered = stage_dp.cluster_layers(op_sequence(forward, cluster), wanted).layer_of_op
     layering = assign_layers(program, lambda eqns, inputs: clustered)
     chosen = chosen_recomputation(options.recompute, layering.num_layers)
     layering = recomputed(layering, chosen, program)
@@ -393,6 +394,7 @@ def outlook_of(
 def outlook_in_pieces(
     program: Program,
     options: Options,
+    cluster: ClusterSpec,
     num_layers: int | None = None,
     like: Program | None = None,
 ) -> tuple[Outlook, Layering] | None:
@@ -400,8 +402,8 @@ def outlook_in_pieces(
     cut = None if program.totals else cut_evenly(program)  # totals are sums over whole layers
     if cut is None:
         return None
-    outlook, layering = outlook_of(cut.program, options, num_layers, like)
-    return evolve(outlook, cut=cut, uncut=outlook_of(program, options)), layering
+    outlook, layering = outlook_of(cut.program, options, cluster, num_layers, like)
+    return evolve(outlook, cut=cut, uncut=outlook_of(program, options, cluster)), layering
 
 
 def staged_outlook(
@@ -413,8 +415,8 @@ def staged_outlook(
     options = evolve(options, recompute=[layer.recomputation for layer in plan.layers])
     found = None
     if plan.num_stages > 1:
-        found = outlook_in_pieces(program, options, count, like)
-    return found or outlook_of(program, options, count, like)
+        found = outlook_in_pieces(program, options, plan.cluster, count, like)
+    return found or outlook_of(program, options, plan.cluster, count, like)
 
 
 def _may_cut(num_microbatches: int, cluster: ClusterSpec, options: Options) -> bool:
@@ -424,32 +426,15 @@ def _may_cut(num_microbatches: int, cluster: ClusterSpec, options: Options) -> b
     return cluster.num_devices > 1 and (num_microbatches > 1 or len(cluster.host_groups) > 1)
 
 
-def _at_least(program: Program, num_stages: int) -> int | None:
+def _at_least(program: Program, num_stages: int, cluster: ClusterSpec) -> int | None:
     """Return a number of layers if fewer than `num_stages` would be chosen, else None."""
     forward = [
         eqn
         for eqn, phase in zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True)
         if phase == "forward"
     ]
-    chosen = stage_dp.cluster_layers(_sequence(forward)).num_layers if forward else 0
+    chosen = stage_dp.cluster_layers(op_sequence(forward, cluster)).num_layers if forward else 0
     return None if chosen >= num_stages else num_stages
-
-
-def _sequence(eqns: Any) -> stage_dp.OpSequence:
-    number: dict[Var, int] = {}
-
-    def of(var: Var) -> int:
-        return number.setdefault(var, len(number))
-
-    operands = [[of(a) for a in eqn.invars if not isinstance(a, Literal)] for eqn in eqns]
-    results = [[of(var) for var in eqn.outvars] for eqn in eqns]
-    return stage_dp.OpSequence(
-        flops=[float(flops(eqn)) for eqn in eqns],
-        operands=operands,
-        results=results,
-        value_bytes={place: tensor_bytes(var) for var, place in number.items()},
-        signatures=[eqn_signature(eqn) for eqn in eqns],
-    )
 
 
 def _meshes(outlook: Outlook, model: CostModel, options: Options) -> list[tuple[Any, Any, bool]]:

@@ -43,7 +43,8 @@ def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -
     model = CostModel(cluster)
     count = options.num_microbatches or int(random.choice(_exact_counts(step)))
     program = step.program(count)
-    outlook, layering = outlook_in_pieces(program, options) or outlook_of(program, options)
+    found = outlook_in_pieces(program, options, cluster)
+    outlook, layering = found or outlook_of(program, options, cluster)
     most = min(outlook.num_layers, cluster.num_devices)
     num_stages = options.num_stages or int(random.integers(1, min(most, 4) + 1))
     if num_stages > most:

@@ -40,12 +40,14 @@ def scan_lengths(program):
 def test_a_program_without_scans_over_layers_is_not_cut():
     plain = Step(lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), (BATCH.T, BATCH))
     assert cut_evenly(plain.program(1)) is None
-    assert outlook_in_pieces(plain.program(1), Options()) is None
+    assert outlook_in_pieces(plain.program(1), Options(), cluster("h100:8")) is None
 
 
 @pytest.mark.parametrize("cuts", [[3], [1, 4], [2, 3, 5]])
 def test_consecutive_pieces_of_a_stage_are_one_scan_again(cuts):
-    outlook, layering = outlook_in_pieces(traced(6).program(2), Options(num_layers=6))
+    outlook, layering = outlook_in_pieces(
+        traced(6).program(2), Options(num_layers=6), cluster("h100:8")
+    )
     assert scan_lengths(outlook.program) == [1] * 12
     program, staging = staged_program(outlook.cut, layering, cuts)
     lengths = np.diff([0, *cuts, 6]).tolist()
@@ -63,7 +65,7 @@ def test_consecutive_pieces_of_a_stage_are_one_scan_again(cuts):
 
 def num_choices(layers):
     """Return the number of choices in the problem of the program in pieces on two devices."""
-    outlook, _ = outlook_in_pieces(traced(layers).program(2), Options())
+    outlook, _ = outlook_in_pieces(traced(layers).program(2), Options(), cluster("h100:8"))
     model = CostModel(cluster("host:4"))
     submesh = next(found for found in submeshes(model.cluster) if found.num_devices == 2)
     (mesh,) = logical_meshes(model, submesh, 1)

@@ -35,7 +35,7 @@ def test_the_layers_that_stand_for_others_are_the_ends_of_a_run():
 def test_a_window_costs_layer_by_layer_what_the_whole_program_costs(name, shape):
     model = corpus_model(name, "small")
     program = Step(model.train_step, (model.state, model.batch)).program(2)
-    outlook, _ = outlook_of(program, Options())
+    outlook, _ = outlook_of(program, Options(), cluster("h100:4"))
     results = {atom for atom in program.jaxpr.outvars if not isinstance(atom, Literal)}
     window = window_of(outlook.staging, outlook.num_layers, results)
     assert len(window.staging.eqns) < 0.7 * len(outlook.staging.eqns)

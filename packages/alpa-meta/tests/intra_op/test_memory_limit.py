@@ -28,7 +28,7 @@ def selection():
 
     shapes = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
     program = Step(step, shapes).program(1)
-    scope = stage_scope(program, outlook_of(program, Options())[0].staging, 0, 1)
+    scope = stage_scope(program, outlook_of(program, Options(), cluster("h100:8"))[0].staging, 0, 1)
     return build(scope.eqns, MeshCosts(MESH, CostModel(cluster("h100:4"))), "small")
 
 
