@@ -163,10 +163,11 @@ def _attention(params: Tree, x: jax.Array, shape: LlamaShape) -> jax.Array:
     return jnp.einsum("blhk,hkd->bld", mixed, params["out"].astype(dtype))
 
 
-def _feed_forward(params: Tree, y: jax.Array) -> jax.Array:
-    dtype = y.dtype
-    gated = jax.nn.silu(y @ params["gate"].astype(dtype)) * (y @ params["up"].astype(dtype))
-    return gated @ params["down"].astype(dtype)
+def _feed_forward(params: Tree, x: jax.Array) -> jax.Array:
+    dtype = x.dtype
+    gated = jax.nn.silu(x @ params["gate"].astype(dtype)) * (x @ params["up"].astype(dtype))
+    y: jax.Array = gated @ params["down"].astype(dtype)
+    return y
 
 
 def _experts(params: Tree, y: jax.Array, shape: LlamaShape) -> jax.Array:

@@ -60,7 +60,7 @@ def _init(key: jax.Array, shape: SwinShape) -> Tree:
     for number, (depth, stage_key) in enumerate(zip(shape.depths, stage_keys, strict=True)):
         width = shape.hidden * 2**number
         merge_key, *keys = jax.random.split(stage_key, depth + 1)
-        stage = {"blocks": [_init_block(k, width, shape) for k in keys]}
+        stage: Tree = {"blocks": [_init_block(k, width, shape) for k in keys]}
         if number:
             merge = _weight(merge_key, 2 * width, width)
             stage["merge"] = {"norm": _init_norm(2 * width), "weight": merge}

@@ -105,7 +105,8 @@ def _norm(params: Tree, x: jax.Array) -> jax.Array:
     mean = wide.mean(-1, keepdims=True)
     variance = jnp.square(wide - mean).mean(-1, keepdims=True)
     wide = (wide - mean) * jax.lax.rsqrt(variance + 1e-5) * params["scale"] + params["bias"]
-    return wide.astype(x.dtype)
+    y: jax.Array = wide.astype(x.dtype)
+    return y
 
 
 def _attention(params: Tree, x: jax.Array, causal: bool) -> jax.Array:
@@ -118,14 +119,16 @@ def _attention(params: Tree, x: jax.Array, causal: bool) -> jax.Array:
         scores = jnp.where(position[:, None] >= position[None, :], scores, -1e9)
     weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
     mixed = jnp.einsum("bhqm,bmhk->bqhk", weights, v)
-    out = jnp.einsum("blhk,hkd->bld", mixed, params["out"].astype(dtype))
-    return out + params["out_bias"].astype(dtype)
+    out: jax.Array = jnp.einsum("blhk,hkd->bld", mixed, params["out"].astype(dtype))
+    out = out + params["out_bias"].astype(dtype)
+    return out
 
 
 def _feed_forward(params: Tree, x: jax.Array) -> jax.Array:
     dtype = x.dtype
     inner = jax.nn.gelu(x @ params["up"].astype(dtype) + params["up_bias"].astype(dtype))
-    return inner @ params["down"].astype(dtype) + params["down_bias"].astype(dtype)
+    y: jax.Array = inner @ params["down"].astype(dtype) + params["down_bias"].astype(dtype)
+    return y
 
 
 def _experts(params: Tree, x: jax.Array, shape: TransformerShape) -> jax.Array:
