@@ -1,0 +1,278 @@
+"""Plans of published models beside the best point of Megatron's grid, in the same cost model.
+
+    .venv/bin/python benchmarks/planner_suite.py              # every problem, an hour or more
+    .venv/bin/python benchmarks/planner_suite.py --quick      # a few of them, two minutes
+    .venv/bin/python benchmarks/planner_suite.py gpt-39b      # those whose names begin so
+    .venv/bin/python benchmarks/planner_suite.py --no-grid    # planning only
+
+A problem is planned as `alpa plan --model` plans it, with nothing given but the cluster, without
+the cache of plans. Each plan and each grid (`megatron_grid.py`) runs in a process of its own: CPU
+seconds are that process's from the described model on (imports are not counted), and the peak is
+its resident memory. A target that is missed is printed as FAILED, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+from attrs import field, frozen
+
+MIXED = MappingProxyType(
+    {
+        "name": "a100 and v100",
+        "host_groups": [
+            {"preset": "a100-40gb", "num_hosts": 2},
+            {"preset": "v100-32gb", "num_hosts": 2},
+        ],
+        "inter_group": "infiniband-100",
+    }
+)
+"""Two hosts of 8 A100 and two of 8 V100 with 32 GB."""
+
+
+@frozen(kw_only=True)
+class Problem:
+    """A published model, with sizes changed, on a cluster, and what planning it must reach.
+
+    `ratio` is the grid's step time over the plan's, at least.
+    """
+
+    model: str
+    cluster: str
+    sizes: Mapping[str, Any] = field(factory=dict)
+    ratio: float = 1.0
+    cpu_seconds: float | None = None
+    resident_bytes: float | None = None
+    gap: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What the tables call it."""
+        sizes = "".join(f" {key}={value}" for key, value in self.sizes.items())
+        return f"{self.model}{sizes} on {self.cluster}"
+
+
+def _problems() -> tuple[Problem, ...]:
+    from alpa_meta.published_models import ALPA, PUBLISHED
+
+    targets: dict[str, dict[str, Any]] = {
+        "gpt-39b": {"cpu_seconds": 20, "resident_bytes": 1e9, "gap": 0.03}
+    }
+    suites = [
+        Problem(
+            model=name,
+            cluster=record.cluster,
+            ratio=1.0 if name.startswith("gpt") else 1.1,
+            **targets.get(name, {}),
+        )
+        for name, record in PUBLISHED.items()
+        if record.source == ALPA and name not in ("gpt-76b", "moe-7.1b", "moe-140b")
+    ]
+    llama = {"length": 4096, "batch": 64}
+    others = [
+        Problem(model="llama-8b", cluster="h100:8x8", sizes=llama, cpu_seconds=10,
+                resident_bytes=1e9, gap=0.02),
+        Problem(model="llama-8b", cluster="h100:8", sizes=llama, cpu_seconds=10, gap=0.02),
+        Problem(model="llama-70b", cluster="h100:64x8"),
+        Problem(model="gpt-175b", cluster="a100-80gb:128x8", cpu_seconds=30),
+        Problem(model="gpt-2.6b", cluster="mixed", ratio=1.1),
+    ]  # fmt: skip
+    return (*suites, *others)
+
+
+QUICK = ("gpt-1.3b on", "moe-690m on", "llama-8b length=4096 batch=64 on h100:8 ")
+"""The beginnings of the problems of --quick, whose names end in a space there."""
+
+LAYERS = (24, 48, 96, 192)  # of GPT-2.6B's width on 8 V100
+DEVICES = (8, 64, 512, 4096)  # for GPT-175B
+
+
+def scaling() -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    """Return the problems that differ in layers only, and those that differ in devices only."""
+    layers = tuple(
+        Problem(model="gpt-2.6b", cluster="p3dn.24xlarge:8", sizes={"num_layers": n})
+        for n in LAYERS
+    )
+    devices = tuple(
+        Problem(
+            model="gpt-175b",
+            cluster=f"a100-80gb:{max(1, n // 8)}x8",
+            sizes={"batch": 4096, **({"num_layers": 12} if n == 8 else {})},
+            cpu_seconds=60 if n == 4096 else None,
+        )
+        for n in DEVICES
+    )
+    return layers, devices
+
+
+def described(name: str) -> Any:
+    """Return the cluster of a problem."""
+    from cost_model import cluster
+    from cost_model.cluster_file import parse_cluster
+
+    return parse_cluster(dict(MIXED)) if name == "mixed" else cluster(name)
+
+
+def plan_one(problem: Problem) -> dict[str, Any]:
+    """Return what the planner finds, in this process."""
+    import alpa_meta as alpa
+    from alpa_meta.corpus import published
+
+    devices = described(problem.cluster)
+    started = time.process_time()
+    model = published(problem.model, **problem.sizes)
+    step = alpa.parallelize(
+        model.train_step, cluster=devices, options=alpa.Options(cache=False, exact=model.exact)
+    )
+    plan = step.plan_for(model.state, model.batch)
+    seconds = time.process_time() - started
+    return {
+        "step_seconds": plan.step_seconds,
+        "gap": 1 - plan.lower_bound / plan.step_seconds,
+        "memory": max(plan.stage_plan.peak_bytes),
+        "what": f"{plan.num_stages} stages, {plan.num_microbatches} microbatches, "
+        f"{plan.stage_plan.schedule}",
+        "cpu_seconds": seconds,
+        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def grid_one(problem: Problem) -> dict[str, Any]:
+    """Return the best point of the grid, in this process."""
+    from megatron_grid import Grid, best_point
+
+    point = best_point(Grid.of(problem.model, described(problem.cluster), **problem.sizes))
+    if point is None:
+        return {"error": "no point of the grid fits"}
+    return {"step_seconds": point.seconds, "what": str(point), "memory": point.peak_bytes}
+
+
+def _elsewhere(part: str, problem: Problem, limit: float) -> dict[str, Any]:
+    """Return the result of `plan` or `grid` in a process of its own, or {"error": why}."""
+    job = json.dumps([problem.model, problem.cluster, dict(problem.sizes)])
+    command = [sys.executable, __file__, "--part", part, "--job", job]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit, cwd=Path(__file__).parent
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done in {limit:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = done.stderr.strip().splitlines()
+        return {"error": last[-1] if last else f"exit status {done.returncode}"}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def failures(problem: Problem, plan: Mapping[str, Any], grid: Mapping[str, Any]) -> list[str]:
+    """Return the targets that are missed."""
+    if "error" in plan:
+        return [f"no plan: {plan['error']}"]
+    found = []
+    for name, text in (
+        ("cpu_seconds", "CPU s"),
+        ("resident_bytes", "bytes resident"),
+        ("gap", "gap"),
+    ):
+        most = getattr(problem, name)
+        if most is not None and plan[name] > most:
+            found.append(f"{text} {plan[name]:.3g} above {most:.3g}")
+    if "step_seconds" in grid:
+        ratio = grid["step_seconds"] / plan["step_seconds"]
+        if ratio < problem.ratio * (1 - 1e-9):
+            found.append(f"{ratio:.3f} x the grid's speed, must be {problem.ratio}")
+    return found
+
+
+def show(problem: Problem, with_grid: bool, limit: float) -> tuple[dict[str, Any], list[str]]:
+    """Plan a problem, print it beside the grid, return the result and the missed targets."""
+    plan = _elsewhere("plan", problem, limit)
+    grid = _elsewhere("grid", problem, limit) if with_grid else {"error": "left out"}
+    missed = failures(problem, plan, grid)
+    print(f"\n{problem.name}")
+    if "error" not in plan:
+        print(
+            f"  plan {plan['step_seconds']:10.4g} s  {plan['memory'] / 1e9:6.1f} GB  gap "
+            f"{plan['gap']:.1%}  {plan['cpu_seconds']:.1f} CPU s  "
+            f"{plan['resident_bytes'] / 1e9:.2f} GB resident  {plan['what']}"
+        )
+    if "error" not in grid:
+        print(
+            f"  grid {grid['step_seconds']:10.4g} s  {grid['memory'] / 1e9:6.1f} GB  {grid['what']}"
+        )
+        if "error" not in plan:
+            print(f"  the plan is {grid['step_seconds'] / plan['step_seconds']:.3f} x as fast")
+    elif with_grid:
+        print(f"  grid: {grid['error']}")
+    for one in missed:
+        print(f"  FAILED {one}")
+    sys.stdout.flush()
+    return plan, missed
+
+
+def show_scaling(quick: bool, limit: float) -> int:
+    """Print how planning grows with layers and with devices; return the missed targets."""
+    missed = 0
+    for problems in scaling():
+        print("\nplanning time\n  CPU s  resident GB    step s      gap  problem")
+        first: float | None = None
+        for problem in problems[: 2 if quick else None]:
+            plan = _elsewhere("plan", problem, limit)
+            failed = failures(problem, plan, {})
+            if "error" not in plan:
+                print(
+                    f"{plan['cpu_seconds']:7.1f} {plan['resident_bytes'] / 1e9:12.2f} "
+                    f"{plan['step_seconds']:9.4g} {plan['gap']:8.1%}  {problem.name}"
+                )
+                if problem.sizes.get("num_layers") == LAYERS[0]:
+                    first = plan["cpu_seconds"]
+                elif first is not None and problem.sizes.get("num_layers") == 96:
+                    if plan["cpu_seconds"] > 1.3 * first:
+                        failed.append(f"{plan['cpu_seconds'] / first:.1f} x of 24 layers, most 1.3")
+            for one in failed:
+                print(f"  FAILED {problem.name}: {one}")
+            missed += len(failed)
+            sys.stdout.flush()
+    return missed
+
+
+def main(
+    problems: Annotated[
+        list[str] | None, typer.Argument(help="Beginnings of names of problems; default: all.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few problems, two minutes.")] = False,
+    grid: Annotated[bool, typer.Option(help="Compare with the grid.")] = True,
+    limit: Annotated[float | None, typer.Option(help="Seconds of each plan and grid.")] = None,
+    part: Annotated[str | None, typer.Option(hidden=True)] = None,
+    job: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Print plans beside the best points of the grid, and how planning time grows."""
+    if part is not None and job is not None:
+        model, devices, sizes = json.loads(job)
+        one = Problem(model=model, cluster=devices, sizes=sizes)
+        print(json.dumps(plan_one(one) if part == "plan" else grid_one(one)))
+        return
+    limit = limit or (30.0 if quick else 1800.0)
+    begins: Sequence[str] = tuple(problems or (QUICK if quick else ("",)))
+    chosen = [p for p in _problems() if f"{p.name} ".startswith(tuple(begins))]
+    if not chosen:
+        raise SystemExit(f"no problem begins with {', '.join(begins)}")
+    missed = sum(len(show(problem, grid, limit)[1]) for problem in chosen)
+    if not problems:
+        missed += show_scaling(quick, limit)
+    print(f"\n{missed} targets missed" if missed else "\nall targets are reached")
+    raise SystemExit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
