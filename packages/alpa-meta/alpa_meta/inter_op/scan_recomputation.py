@@ -37,7 +37,6 @@ from alpa_meta.compat import (
 from alpa_meta.inter_op.layer_clones import LayerClones
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.stacks import stacked_inputs
-from alpa_meta.operators.operator import shape_of
 from alpa_meta.operators.regions import is_scan
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.passes.added_equations import equations_of, jaxpr_of

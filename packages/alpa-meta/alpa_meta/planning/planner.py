@@ -175,8 +175,8 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> Planned | None
         if options.recompute is None:
             chosen = evolve(options, recompute=search.recomputation())
         program = step.program(plan.num_microbatches)
-        found = outlook_in_pieces(program, chosen, model.cluster, like=_like(sized)) or outlook_of(
-            program, chosen, model.cluster, like=_like(sized)
+        found = outlook_in_pieces(program, chosen, cluster, outlook.num_layers) or outlook_of(
+            program, chosen, cluster, outlook.num_layers
         )
         bound = search.plan.lower_bound
         planned = finish(plan, *found, bound, step, model, options, choose)
@@ -216,10 +216,6 @@ def _sized(step: Step, cluster: ClusterSpec, options: Options) -> dict[str, list
             if outlook.window.classes == base.classes:
                 sized.setdefault(kind, []).append(Sized(size, kind, outlook))
     return sized or None
-
-
-def _like(sized: dict[str, list[Sized]]) -> Program:
-    return sized["none"][0].outlook.program
 
 
 def _plan_as_told(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
