@@ -144,7 +144,8 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> Planned | None
     not for."""
     if options.schedule not in (None, *SEARCHED):
         return None
-    sized = _sized(step, model.cluster, options)
+    cluster = model.cluster
+    sized = _sized(step, cluster, options)
     if sized is None:
         return None
     outlook = sized["none"][0].outlook
