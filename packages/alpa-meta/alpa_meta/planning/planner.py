@@ -400,7 +400,11 @@ def outlook_in_pieces(
     if cut is None:
         return None
     outlook, layering = outlook_of(cut.program, options, cluster, num_layers, like)
-    return evolve(outlook, cut=cut, uncut=outlook_of(program, options, cluster)), layering
+    kinds = set(chosen_recomputation(options.recompute, outlook.num_layers).values())
+    if len(kinds) > 1:  # what one scan cannot do
+        return evolve(outlook, cut=cut), layering
+    whole = evolve(options, recompute=kinds.pop())
+    return evolve(outlook, cut=cut, uncut=outlook_of(program, whole, cluster)), layering
 
 
 def staged_outlook(
