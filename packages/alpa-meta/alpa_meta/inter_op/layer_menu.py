@@ -45,7 +45,7 @@ SIZE_RATIO = 8  # between the microbatch sizes that problems are built at: a hos
 LEAN_WEIGHTS = (0.1, 1.0, 10.0)  # of memory against time in the leaner choices of a mesh, first
 # Weights between them that are tried too, where what is held differs most. With the first alone,
 # 16 layers of 2560 on 8 V100 had no row with only the moments sharded, and a step of 6.03 s.
-LEAN_STEPS = 5
+LEAN_STEPS = 4
 TIGHT = 0.8  # of the memory, from which leaner choices and recomputation are worth their search
 
 
@@ -176,14 +176,10 @@ class MenuBuilder:
         last = len(sizes) - 1
         enough = next((k for k, one in enumerate(sizes) if one.samples >= mesh.num_devices), last)
         solving = range(enough + 1)
-        tight = False
-        for number in solving:
-            tight = found.solve("none", number, memory, share) or tight
-        if tight:
-            for kind in self.sizes:
-                if kind != "none":
-                    for number in solving:
-                        found.solve(kind, number, memory, share)
+        tight = list(solving)
+        for kind in self.sizes:  # from the one that keeps most to the one that keeps least
+            steps = LEAN_STEPS if kind == "none" else 0
+            tight = [number for number in tight if found.solve(kind, number, memory, share, steps)]
         return found.menu()
 
     def boundaries(self, sized: Sized) -> dict[int, Boundary]:
@@ -222,8 +218,11 @@ class _MeshRows:
             self._priced[kind, number] = _Priced(sized, scope, selection)
         return self._priced[kind, number]
 
-    def solve(self, kind: str, number: int, memory: float, share: float) -> bool:
-        """Add the rows of one size; return whether memory is tight there."""
+    def solve(self, kind: str, number: int, memory: float, share: float, steps: int) -> bool:
+        """Add the rows of one size; return whether memory is tight there.
+
+        `steps`: prices of memory to try beside the first.
+        """
         priced = self.priced(kind, number)
         options = self.builder.options
         found = solve_in_buckets(priced.selection, options)
@@ -234,7 +233,7 @@ class _MeshRows:
         if held <= TIGHT * memory:
             return False
         weights = [(0.0, held), *((weight, math.nan) for weight in LEAN_WEIGHTS)]
-        for number_tried in range(len(LEAN_WEIGHTS) + LEAN_STEPS):
+        for number_tried in range(len(LEAN_WEIGHTS) + steps):
             if number_tried < len(LEAN_WEIGHTS):
                 place = number_tried + 1
                 weight = LEAN_WEIGHTS[number_tried]
