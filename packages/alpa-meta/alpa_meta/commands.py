@@ -80,7 +80,7 @@ Recompute = Annotated[
     typer.Option(
         help="What the backward pass computes again instead of keeping it: none, selective or "
         "full, for all layers or one for each, with commas.",
-        show_default="none",
+        show_default="chosen where memory is short",
     ),
 ]
 Memory = Annotated[

@@ -147,8 +147,8 @@ class Options:
     arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
     given plan.
     `recompute` says what the backward pass computes again instead of keeping it: "full" keeps what
-    each layer is given, "selective" also what is dear to redo, "none" (the default) everything; for
-    all layers, or a sequence or mapping of them (`alpa_meta.inter_op.recomputation`).
+    each layer is given, "selective" also what is dear to redo, "none" everything; for all layers,
+    or a sequence or mapping of them (`alpa_meta.inter_op.recomputation`).
     `exact` refuses microbatches for a step whose result would change with them (batch statistics,
     random numbers shaped by the batch). `pins` fixes input shardings: path -> PartitionSpec-like
     tuple, for all logical meshes that have the named axes. `preset` plans under the constraints of

@@ -105,8 +105,8 @@ def search_menu(
     Raises stage_dp.InfeasibleError where no pipeline fits the memory.
     """
     cluster = model.cluster
-    assert step.batch_size is not None
-    builder = MenuBuilder(sized, model, options, step.batch_size)
+    batch = step.batch_size or 1
+    builder = MenuBuilder(sized, model, options, batch)
     memory = [
         usable_memory(cluster, number, options.memory) for number in range(len(cluster.host_groups))
     ]
@@ -115,11 +115,11 @@ def search_menu(
         return None
     if counts is None:  # larger microbatches than any the menu was made from have no bound
         largest = sized["none"][-1].samples
-        possible = stage_dp.microbatch_counts(step.batch_size)
-        counts = [count for count in possible if step.batch_size // count <= largest]
+        possible = stage_dp.microbatch_counts(batch)
+        counts = [count for count in possible if batch // count <= largest]
     problem = JointProblem(
         menu=menu,
-        batch_size=step.batch_size,
+        batch_size=batch,
         device_groups=device_groups(cluster, options.memory),
         boundary=_boundary(menu, builder, model),
         counts=tuple(counts),

@@ -112,7 +112,8 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     failed: InfeasibleError | None = None
     plans: list[Planned] = []
     counts, uncut = _counts(step, options)
-    if _may_cut(max(counts), cluster, options):
+    searched = _may_cut(max(counts), cluster, options)
+    if searched:
         try:
             found = _from_menu(step, calibrated_model(cluster), options)
         except InfeasibleError as error:
@@ -130,6 +131,13 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
             if failed is None or error.missing_bytes < failed.missing_bytes:
                 failed = error
         counts = [] if plans else _larger_counts(max(counts), step, options)
+    if not plans and not searched and options.recompute is None:
+        try:  # what each layer recomputes is chosen from the menu only
+            alone = evolve(options, num_microbatches=1) if uncut or step.uncut else options
+            found = _from_menu(step, calibrated_model(cluster), alone)
+        except InfeasibleError as error:
+            found, failed = None, failed or error
+        plans += [] if found is None else [found]
     if not plans:
         assert failed is not None
         raise with_remedies(failed, step, cluster, options, _plan_as_told)
@@ -193,16 +201,15 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> Planned | None
 
 def _sized(step: Step, cluster: ClusterSpec, options: Options) -> dict[str, list[Sized]] | None:
     """Return the program at the sizes of its menu, by kind of recomputation."""
-    if step.batch_size is None:
-        return None
+    batch = step.batch_size or 1
     if options.num_microbatches:
-        sizes: tuple[int, ...] = (step.batch_size // options.num_microbatches,)
+        sizes: tuple[int, ...] = (batch // options.num_microbatches,)
     else:
-        sizes = menu_sizes(step.batch_size, cluster.num_devices)
+        sizes = menu_sizes(batch, cluster.num_devices)
     sized: dict[str, list[Sized]] = {}
     like: Program | None = None
     for size in sizes:
-        count = step.batch_size // size
+        count = batch // size
         if options.num_microbatches is None and _refusal(step, count, options):
             continue
         program = step.program(count)
