@@ -1,0 +1,107 @@
+"""Layer menus: rows that hold for any microbatch, layouts at boundaries, floors below rows."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_meta.inter_op.layer_menu import MenuBuilder, Sized, boundaries, menu_of, menu_sizes
+from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
+from alpa_meta.options import Options
+from alpa_meta.planning.planner import outlook_of
+from alpa_meta.step.program import Step
+from cost_model import CostModel, cluster
+
+WIDTH, LAYERS, BATCH = 512, 6, 64
+MODEL = CostModel(cluster("h100:4"))
+
+
+def _step(weights, batch):
+    def loss(weights):
+        x = batch
+        for weight in weights:
+            x = jnp.tanh(x @ weight["up"]) @ weight["down"]
+        return jnp.mean(x**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def _sized(sizes, kind="none"):
+    layer = {
+        "up": jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32),
+        "down": jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32),
+    }
+    batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    step = Step(_step, ([layer] * LAYERS, batch))
+    options = Options(num_layers=LAYERS, recompute=kind)
+    return [
+        Sized(size, kind, outlook_of(step.program(BATCH // size), options, MODEL.cluster)[0])
+        for size in sizes
+    ]
+
+
+def _menu(sizes, memory=80e9, kinds=("none",), **options):
+    sized = {k: _sized(sizes, k) for k in kinds}
+    builder = MenuBuilder(sized, MODEL, Options(**options), BATCH)
+    submesh = whole_cluster(MODEL.cluster)
+    meshes = [(submesh, mesh) for mesh in logical_meshes(MODEL, submesh, 1)]
+    return menu_of(builder, meshes, [memory])
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "sizes"),
+    [(1024, 64, (1, 8, 64, 512)), (64, 4, (1, 8, 32)), (2, 8, (1,)), (1, 8, ()), (7, 2, (1,))],
+)
+def test_sizes_reach_from_one_example_to_half_the_batch(batch, devices, sizes):
+    assert menu_sizes(batch, devices) == sizes
+
+
+def test_a_row_says_what_its_choice_costs_at_sizes_it_was_not_solved_at():
+    (few,) = _menu((8, 32)).meshes
+    (given,) = _menu((16,)).meshes
+    middle = few.rows[1][0]
+    exact = given.rows[1][0]
+    assert middle.forward.value(16) == pytest.approx(exact.forward.value(16), rel=0.05)
+    assert middle.activation_bytes.value(16) == pytest.approx(exact.activation_bytes.value(16))
+    assert middle.state_bytes == exact.state_bytes
+
+
+def test_a_row_that_splits_the_batch_needs_microbatches_that_divide():
+    (menu,) = _menu((8, 32), preset="dp").meshes
+    assert {row.batch_split for rows in menu.rows for row in rows} == {4}
+
+
+def test_equal_layers_hand_over_the_layout_that_they_take():
+    (menu,) = _menu((8, 32)).meshes
+    inside = menu.rows[1][0]
+    assert inside.layout_in == inside.layout_out
+
+
+def test_one_activation_crosses_each_boundary_forward_and_one_cotangent_back():
+    window = _sized((8,))[0].outlook.window
+    found = boundaries(window)
+    first = found[0]
+    assert [kind[0] for kind in first.kinds] == [False, True]
+    assert first.forward_bytes == 8 * WIDTH * 4
+
+
+def test_where_memory_is_short_the_menu_has_leaner_rows_and_recomputation():
+    roomy = _menu((8, 32), kinds=("none", "full")).meshes[0].rows[1]
+    held = roomy[0].state_bytes * LAYERS
+    short = _menu((8, 32), memory=held, kinds=("none", "full")).meshes[0].rows[1]
+    assert {row.recomputation for row in roomy} == {"none"}
+    assert {row.recomputation for row in short} == {"none", "full"}
+    assert min(row.state_bytes for row in short) < roomy[0].state_bytes
+    full = next(row for row in short if row.recomputation == "full")
+    kept = next(row for row in short if row.recomputation == "none")
+    assert full.activation_bytes.value(8) < kept.activation_bytes.value(8)
+
+
+def test_floors_are_below_every_row():
+    (menu,) = _menu((1, 8, 32)).meshes
+    for rows, (floor,) in zip(menu.rows, menu.floors, strict=True):
+        for row in rows:
+            for samples in (1, 2, 4, 8, 16, 32):
+                seconds = row.forward.value(samples) + row.backward_input.value(samples)
+                seconds += row.backward_weight.value(samples)
+                assert floor.seconds.value(samples) <= seconds * (1 + 1e-9)

@@ -1,0 +1,75 @@
+"""The joint search: no plan with fixed stages or microbatches is faster than what it finds."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from alpa_meta.errors import InfeasibleError
+from alpa_meta.options import Options
+from alpa_meta.planning.planner import make_plan
+from alpa_meta.step.program import Step
+from cost_model import cluster
+
+WIDTH, LAYERS, BATCH = 1024, 6, 512
+
+
+def _step(weights, batch):
+    def loss(weights):
+        x = batch
+        for weight in weights:
+            x = x + jnp.tanh(x @ weight["up"]) @ weight["down"]
+        return jnp.mean(x**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+LAYER = {
+    "up": jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32),
+    "down": jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32),
+}
+STEP = Step(_step, ([LAYER] * LAYERS, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)))
+SLOW = "p3.16xlarge:16"  # two hosts with a slow link between them
+
+
+def _plan(**options):
+    return make_plan(STEP, cluster(SLOW), Options(cache=False, schedule=None, **options)).plan
+
+
+def test_no_fixed_number_of_stages_or_microbatches_gives_a_faster_plan():
+    free = _plan()
+    for stages, count in ((1, 1), (2, 8), (2, 32), (4, 16)):
+        fixed = _plan(num_stages=stages, num_microbatches=count)
+        assert free.step_seconds <= fixed.step_seconds * 1.001
+        assert free.lower_bound <= fixed.step_seconds
+
+
+def test_a_boundary_between_hosts_is_priced_on_the_link_between_them():
+    plan = _plan(num_stages=2, num_microbatches=8)
+    first, second = plan.stage_plan.stages
+    hosts = {device // 8 for device in (*first.device_ids, *second.device_ids)}
+    assert hosts == {0, 1}
+    inside = make_plan(
+        STEP,
+        cluster("p3.16xlarge:8"),
+        Options(cache=False, num_stages=2, num_microbatches=8),
+    ).plan.stage_plan.stages[0]
+    assert first.candidate.boundary_seconds > inside.candidate.boundary_seconds
+
+
+def test_short_memory_is_met_by_recomputation_or_smaller_microbatches():
+    roomy = _plan()
+    peak = max(sharding.peak_bytes for sharding in roomy.shardings)
+    tight = _plan(memory=0.7 * peak)
+    assert max(sharding.peak_bytes for sharding in tight.shardings) <= 0.7 * peak
+    assert tight.step_seconds >= roomy.step_seconds
+
+
+def test_memory_that_no_pipeline_fits_is_refused():
+    with pytest.raises(InfeasibleError, match="lacks at least|state alone"):
+        _plan(memory=1e6)
+
+
+def test_the_chosen_recomputation_is_the_plan_of_each_layer():
+    plan = _plan(recompute="full")
+    assert {layer.recomputation for layer in plan.layers} == {"full"}
