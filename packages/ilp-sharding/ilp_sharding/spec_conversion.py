@@ -27,6 +27,7 @@ from attrs import field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingSpec
 
+FEW_STATES = 100  # of a tensor, up to which the paths from all cost little more than from one
 FREE = ("slice", "mask")
 """The steps that send nothing."""
 
@@ -101,9 +102,11 @@ class ConversionTable:
 
     def _from(self, starts: Collection[int]) -> None:
         """Find the cheapest paths from these states: [states] seconds and last state before."""
-        missing = np.array([start for start in dict.fromkeys(starts) if start not in self._paths])
-        if not len(missing):
+        if all(start in self._paths for start in starts):
             return
+        count = len(self._graph.index)
+        wanted = range(count) if count <= FEW_STATES else dict.fromkeys(starts)
+        missing = np.array([start for start in wanted if start not in self._paths])
         rows = np.arange(len(missing))
         cost = np.full((len(self._graph.index), len(missing)), np.inf)
         before = np.full(cost.shape, -1)
@@ -129,11 +132,19 @@ class ConversionTable:
         self, sources: Sequence[ShardingSpec], targets: Sequence[ShardingSpec]
     ) -> np.ndarray:
         """Return [sources, targets] least seconds."""
-        rows, columns = list(map(self._number, sources)), list(map(self._number, targets))
-        self._from(rows)
-        return np.array([self._paths[row][0][columns] for row in rows]).reshape(
-            len(rows), len(columns)
-        )
+        return self.at(self.places(sources), self.places(targets))
+
+    def places(self, specs: Sequence[ShardingSpec]) -> np.ndarray:
+        """Return [specs] numbers of states, which `at` takes."""
+        return np.array(list(map(self._number, specs)), dtype=np.int64)
+
+    def at(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return [sources, targets] least seconds between states by number."""
+        distinct, rows = np.unique(sources, return_inverse=True)
+        self._from(distinct.tolist())
+        costs = np.array([self._paths[row][0] for row in distinct.tolist()])
+        found: np.ndarray = costs.reshape(len(distinct), -1)[rows[:, None], targets]
+        return found
 
     def steps(self, source: ShardingSpec, target: ShardingSpec) -> tuple[ConversionStep, ...]:
         """Return the steps of a cheapest conversion."""
@@ -208,11 +219,11 @@ class Conversions:
         """Return the table for tensors like one of `shape` and `bytes`."""
         total = self.mesh.num_devices
         pattern = tuple(math.gcd(size, total) if size else total for size in shape)
-        size_class = round(math.log(max(bytes, 1.0), 4))
-        key = (pattern, size_class)
+        nominal = nominal_bytes(bytes)
+        key = (pattern, nominal)
         if key not in self._tables:
             self._tables[key] = ConversionTable(
-                pattern, 4.0**size_class, self.mesh, self.collective_seconds
+                pattern, nominal, self.mesh, self.collective_seconds
             )
         return self._tables[key]
 
@@ -242,8 +253,13 @@ class Conversions:
     ) -> np.ndarray:
         """Return [sources, targets] seconds, scaled from the size class to `bytes`."""
         table = self.table(shape, bytes)
-        nominal = 4.0 ** round(math.log(max(bytes, 1.0), 4))
+        nominal = nominal_bytes(bytes)
         return table.matrix(sources, targets) * (bytes / nominal if bytes else 0.0)
+
+
+def nominal_bytes(bytes: float) -> float:
+    """Return the bytes whose paths a tensor of `bytes` shares: a power of four."""
+    return float(4.0 ** round(math.log(max(bytes, 1.0), 4)))
 
 
 def _states(shape: tuple[int, ...], mesh: LogicalMesh) -> Iterator[ShardingSpec]:

@@ -38,7 +38,7 @@ from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build, same_choice
 from alpa_meta.options import Options
-from alpa_meta.pinning import UnfitPinError
+from alpa_meta.pinning import Pin, UnfitPinError
 from cost_model import CostModel
 
 SIZE_RATIO = 8  # between the microbatch sizes that problems are built at: a host's devices, mostly
@@ -163,6 +163,7 @@ class MenuBuilder:
     # Bytes per sample that cross forward, by mesh and layout.
     crossing: dict[tuple[SubmeshSpec, LogicalMesh, int], float] = field(factory=dict)
     _boundaries: dict[int, dict[int, Boundary]] = field(factory=dict)
+    _scopes: dict[int, list[StageScope]] = field(factory=dict)  # by id of the outlook
 
     def mesh_menu(
         self, submesh: SubmeshSpec, mesh: LogicalMesh, memory: float, share: float
@@ -181,6 +182,16 @@ class MenuBuilder:
             steps = LEAN_STEPS if kind == "none" else 0
             tight = [number for number in tight if found.solve(kind, number, memory, share, steps)]
         return found.menu()
+
+    def scope(self, outlook: Outlook, pins: Mapping[Var, Pin]) -> StageScope:
+        """Return the window of a program as one stage, the same for all meshes of equal `pins`."""
+        for known in self._scopes.setdefault(id(outlook), []):
+            if known.eqns.pins == pins:
+                return known
+        window = outlook.window
+        found = stage_scope(outlook.program, window.staging, 0, 1, pins, apart=True, window=window)
+        self._scopes[id(outlook)].append(found)
+        return found
 
     def boundaries(self, sized: Sized) -> dict[int, Boundary]:
         """Return what crosses between the layers of the window."""
@@ -209,10 +220,7 @@ class _MeshRows:
             sized = self.builder.sizes[kind][number]
             outlook = sized.outlook
             pins = input_pins(outlook.program, self.mesh, self.builder.options)
-            window = outlook.window
-            scope = stage_scope(
-                outlook.program, window.staging, 0, 1, pins, apart=True, window=window
-            )
+            scope = self.builder.scope(outlook, pins)
             name = f"{self.submesh.num_devices} devices {self.mesh.shape}"
             selection = build(scope.eqns, self.costs, name)
             self._priced[kind, number] = _Priced(sized, scope, selection)

@@ -17,6 +17,7 @@ loops not to be unrolled.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from attrs import define, evolve, field, frozen
 from alpa_interchange import LogicalMesh, ShardingProblem, ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Jaxpr, JaxprEqn, Literal, Var, array_type, is_drop, subjaxprs
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.layouts import layouts_of
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import operator_of
@@ -37,6 +39,7 @@ Sent = tuple[str, float, tuple[str, ...]]
 """A collective: kind, bytes of the larger side on one device, mesh axes."""
 
 
+@functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
 def late_values(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> frozenset[Var]:
     """Return the values of the microbatches that nothing but the update and the result waits for.
 
@@ -77,6 +80,7 @@ def _late(
     return frozenset(late)
 
 
+@functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
 def sums_together(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> Mapping[int, int]:
     """Return, by the id of an equation, how many small sums are sent with its own, itself included.
 
@@ -102,37 +106,17 @@ def sums_together(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> Mappin
 def completion_steps(
     mesh: LogicalMesh, bytes: float, natural: ShardingSpec, final: ShardingSpec
 ) -> Iterator[Sent]:
-    """Yield what completes partial sums of a tensor of `bytes` in all, from one spec to another.
-
-    Scattering comes first, because the rest then reduces less.
-    """
-    local = bytes / mesh.size(tuple(axis for dim in natural.dims for axis in dim))
-    scattered = []
-    for before, after in zip(natural.dims, final.dims, strict=True):
-        for axis in after[len(before) :]:
-            yield "reduce-scatter", local, (axis,)
-            local /= mesh.size((axis,))
-            scattered.append(axis)
-    left = tuple(a for a in natural.partial if a not in scattered and a not in final.partial)
-    if left:
-        yield "all-reduce", local, left
+    """Yield what completes partial sums of a tensor of `bytes` in all, from one spec to another."""
+    for kind, parts, axes in layouts_of(mesh).completion_steps(natural, final):
+        yield kind, bytes / parts, axes
 
 
 def own_sums(
     eqn: JaxprEqn, rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh
 ) -> Iterator[Sent]:
     """Yield the all-reduces of sums that an operator does not leave partial."""
-    reduced = [
-        axis
-        for name, axes in strategy.assignment
-        if rule.factor(name).kind == "reduction"
-        for axis in axes
-    ]
-    for var, result in zip(eqn.outvars, strategy.results, strict=True):
-        summed = tuple(axis for axis in reduced if axis not in result.partial)
-        if summed:
-            local = tensor_bytes(var) / mesh.size(tuple(a for dim in result.dims for a in dim))
-            yield "all-reduce", local, summed
+    for number, parts, axes in layouts_of(mesh).own_sums_of(rule, strategy):
+        yield "all-reduce", tensor_bytes(eqn.outvars[number]) / parts, axes
 
 
 def surplus(priced: np.ndarray, shared: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ What an equation is given is elsewhere: an operand to follow (`light_equations`)
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,13 +37,35 @@ from alpa_meta.operators import (
     is_heavy,
     linear_operands,
     operator_of,
-    operator_signature,
     sharding_rule,
 )
 from alpa_meta.operators.regions import is_region
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
 from ilp_sharding.problem_builder import ProblemBuilder
+
+
+@frozen(eq=False)
+class _Shape:
+    """What the walk asks of an equation that depends on neither the mesh nor the stage."""
+
+    region: bool
+    reads: tuple[Var, ...]
+    read_at: tuple[int, ...]  # the operand that each of them is
+    zero: bool  # an operand is the number 0
+    results: tuple[tuple[tuple[int, ...], float], ...]  # shape and bytes
+
+
+@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
+def _shape(eqn: JaxprEqn) -> _Shape:
+    reads = [(k, atom) for k, atom in enumerate(eqn.invars) if not isinstance(atom, Literal)]
+    return _Shape(
+        region=is_region(eqn),
+        reads=tuple(atom for _, atom in reads),
+        read_at=tuple(k for k, _ in reads),
+        zero=any(isinstance(atom, Literal) and _is_zero(atom.val) for atom in eqn.invars),
+        results=tuple((shape_of(var), tensor_bytes(var)) for var in eqn.outvars),
+    )
 
 
 @frozen(eq=False)
@@ -72,7 +95,6 @@ class Builder:
         self.partial = may_stay_partial(stage)
         self._order: dict[Var, int] = {}
         self._spread: set[Var] = set()
-        self._seconds: dict[Hashable, np.ndarray] = {}
         self._operators: dict[Hashable, _Operator] = {}
         self._matrices: dict[tuple[int, float], np.ndarray] = {}
         self._state_nodes: set[int] = set()
@@ -93,12 +115,7 @@ class Builder:
     def eqns(self) -> list[Record]:
         """Return the records of the stage's equations, walked over in order."""
         stage = self.stage
-        defined = {
-            var: position
-            for position, eqn in enumerate(stage.eqns)
-            for var in eqn.outvars
-            if not is_drop(var)
-        }
+        defined = stage.defined
         records = []
         for position, (eqn, phase, key) in enumerate(
             zip(stage.eqns, stage.phases, stage.keys, strict=True)
@@ -107,14 +124,14 @@ class Builder:
             self._count(position)
             self.times.append(self.timeline.now + 1)
             weight = 1.0 if phase == "update" else float(stage.num_microbatches)
-            for number, atom in enumerate(eqn.invars):
-                if isinstance(atom, Literal) or atom in defined:
-                    continue
-                if atom not in self.sources:
+            shape = _shape(eqn)
+            for number, var in zip(shape.read_at, shape.reads, strict=True):
+                if var not in self.sources and var not in defined:
                     input_key = None if key is None else ("input", key, number)
-                    self._input(atom, input_key)
-            reads = stage.reads.get(position, {})
-            self._read_times = {id(self.sources[var]): times for var, times in reads.items()}
+                    self._input(var, input_key)
+            if position in stage.reads:
+                reads = stage.reads[position]
+                self._read_times = {id(self.sources[var]): times for var, times in reads.items()}
             records.append(self.equation(eqn, key, weight, self.sources, phase))
         self._phase = "update"
         for new, old in stage.carried:
@@ -173,15 +190,19 @@ class Builder:
         """Return the node that chooses a value's spec, and the value's source; a value that is
         `summed` may also be an unreduced sum."""
         shape = shape_of(var)
-        specs = self.costs.summed_specs(shape) if summed else self.costs.specs(shape)
+        layouts = self.costs.layouts
+        specs = layouts.summed_specs(shape) if summed else layouts.specs(shape)
         if len(specs) == 1:
             return self._fixed, Source(self._fixed, specs, shape, tensor_bytes(var))
         node = self._node(key, name, specs)
         return node, Source(node, specs, shape, tensor_bytes(var))
 
-    def _node(self, key: Hashable, name: str, choices: Sequence[ShardingSpec | Strategy]) -> int:
+    def _node(
+        self, key: Hashable, name: str, choices: tuple[ShardingSpec, ...] | tuple[Strategy, ...]
+    ) -> int:
         """Return the node of `key`, which chooses one of these."""
-        node = self.problem.node(key, name, self.costs.names(choices))
+        names = self.costs.layouts.names(self.costs.number(choices))
+        node = self.problem.node(key, name, names)
         self._choices.setdefault(node, choices)
         return node
 
@@ -225,48 +246,49 @@ class Builder:
         `scope`."""
         key = key if key is not None else ("eqn", id(eqn))
         self.timeline.advance(phase)
-        if is_region(eqn):
+        shape = _shape(eqn)
+        if shape.region:
             record = region_record(self, eqn, key, weight, scope, phase)
-        elif operator_of(eqn).passes_on and len(eqn.outvars) > 1:
+        elif len(eqn.outvars) > 1 and operator_of(eqn).passes_on:
             record = barrier_record(self, eqn, scope)
         else:
             record = self.operator(eqn, key, weight, scope, phase)
-            read = self._read(eqn, scope, phase)
-            zero = any(isinstance(atom, Literal) and _is_zero(atom.val) for atom in eqn.invars)
-            self.timeline.compute(operator_of(eqn).liveness, read, record.results, zero)
-        for atom in eqn.invars:
-            if not isinstance(atom, Literal) and atom in self._copy_of:
-                self._hold_copy(self._copy_of[atom])
+            read = self._read(shape.reads, scope, phase)
+            self.timeline.compute(operator_of(eqn).liveness, read, record.results, shape.zero)
+        if self._copy_of:
+            for var in shape.reads:
+                if var in self._copy_of:
+                    self._hold_copy(self._copy_of[var])
         for var, source in zip(eqn.outvars, record.results, strict=True):
             if is_drop(var):
                 continue
             scope[var] = source
             self._order[var] = len(self._order)
-            if scope is self.sources:
-                if var in self.stage.pins:
-                    self._pin(source, self.stage.pins[var])
-                if var in self.stage.kept:
-                    self.timeline.hold([source])
-                    self._keep_others(source, self.stage.in_flight - 1)
-                if var in self.stage.delayed:
-                    self.timeline.hold([source])
-                    self._keep_others(source, self.stage.num_delayed)
-                if var in self.stage.accumulated and self.stage.num_microbatches > 1:
-                    size = max(source.bytes, 4.0 * math.prod(source.shape))
-                    widened = Source(source.node, source.specs, source.shape, size)
-                    self._constants.append((widened, KINDS.index("gradients"), self._times))
+            if scope is self.sources and var in self.stage.marked:
+                self._mark(var, source)
         return record
 
-    def _read(self, eqn: JaxprEqn, scope: Mapping[Atom, Source], phase: str) -> list[Source]:
+    def _mark(self, var: Var, source: Source) -> None:
+        """Note what is asked of a result beside its readers."""
+        stage = self.stage
+        if var in stage.pins:
+            self._pin(source, stage.pins[var])
+        if var in stage.kept:
+            self.timeline.hold([source])
+            self._keep_others(source, stage.in_flight - 1)
+        if var in stage.delayed:
+            self.timeline.hold([source])
+            self._keep_others(source, stage.num_delayed)
+        if var in stage.accumulated and stage.num_microbatches > 1:
+            size = max(source.bytes, 4.0 * math.prod(source.shape))
+            widened = Source(source.node, source.specs, source.shape, size)
+            self._constants.append((widened, KINDS.index("gradients"), self._times))
+
+    def _read(self, reads: Sequence[Var], scope: Mapping[Atom, Source], phase: str) -> list[Source]:
         """Return the values that an equation reads; the update reads accumulators instead."""
-        apart = phase == "update" and self.stage.num_microbatches > 1
-        return [
-            scope[atom]
-            for atom in eqn.invars
-            if not isinstance(atom, Literal)
-            and atom in scope
-            and not (apart and atom in self.stage.accumulated)
-        ]
+        if phase == "update" and self.stage.num_microbatches > 1:
+            reads = [var for var in reads if var not in self.stage.accumulated]
+        return [scope[var] for var in reads if var in scope]
 
     def operator(
         self, eqn: JaxprEqn, key: Hashable, weight: float, scope: dict[Atom, Source], phase: str
@@ -274,25 +296,33 @@ class Builder:
         """Return the record of an equation that is no region: its node, its operands converted."""
         found = self._found(eqn, key, weight, scope, phase)
         rule, leader, node, strategies = found.rule, found.leader, found.node, found.strategies
+        shape = _shape(eqn)
         if leader is not None:
             followed = eqn.invars[leader]
-            wider = [v for v in eqn.outvars if tensor_bytes(v) > scope[followed].bytes]
-            self._spread.update(eqn.outvars if followed in self._spread else wider)
+            if followed in self._spread:
+                self._spread.update(eqn.outvars)
+            else:
+                least = scope[followed].bytes
+                for var, (_, size) in zip(eqn.outvars, shape.results, strict=True):
+                    if size > least:
+                        self._spread.add(var)
         if found.late and rule is not None:
             self._note_sums(eqn, rule, node, strategies, weight)
         self._add_cost(node, found.seconds)
         columns = self.costs.columns(strategies)
         num_copies = len(self._copies)
-        for number, atom in enumerate(eqn.invars):
-            if not isinstance(atom, Literal) and atom in scope:
-                self.convert(scope[atom], node, columns.operands[number], weight, atom in self.late)
+        for number, var in zip(shape.read_at, shape.reads, strict=True):
+            if var in scope:
+                self.convert(scope[var], node, columns.operands[number], weight, var in self.late)
         if is_shared_read(eqn):
             self._copy_of.pop(eqn.outvars[0], None)  # a body may be walked over more than once
             if len(self._copies) > num_copies:
                 self._copy_of[eqn.outvars[0]] = num_copies
         outputs = tuple(
-            Source(node, columns.results[k], shape_of(var), tensor_bytes(var))
-            for k, var in enumerate(eqn.outvars)
+            [
+                Source(node, specs, dims, size)
+                for specs, (dims, size) in zip(columns.results, shape.results, strict=True)
+            ]
         )
         if leader is None and len(outputs) == 1 and found.partial:
             self.timeline.store(outputs[0])  # beside its sum, for as long as it takes
@@ -305,18 +335,16 @@ class Builder:
     ) -> _Operator:
         """Return what an operator chooses from, remembered for equal ones that read alike."""
         late, together = self._is_late(eqn), self._together.get(id(eqn), 1)
-        read = [None if isinstance(atom, Literal) else scope.get(atom) for atom in eqn.invars]
+        reads, accumulated, number = _shape(eqn).reads, self.stage.accumulated, self.costs.number
+        read = [scope.get(var) for var in reads]
         alike = (
             key,
             weight,
             late,
             together,
-            tuple(None if s is None else (s.node, self.costs.number(s.specs)) for s in read),
-            tuple(
-                s is not None and a in self.stage.accumulated
-                for a, s in zip(eqn.invars, read, strict=True)
-            ),
-            tuple((v in self.partial, v in self.stage.accumulated) for v in eqn.outvars),
+            tuple([None if s is None else (s.node, number(s.specs)) for s in read]),
+            tuple([v in accumulated for v in reads]),
+            tuple([(v in self.partial, v in accumulated) for v in eqn.outvars]),
         )
         known = self._operators.get(alike)
         if known is None:
@@ -330,12 +358,8 @@ class Builder:
             else:
                 node = self._node(key, eqn.primitive.name, strategies)
             assert node is not None
-            priced = (operator_signature(eqn), id(strategies), late, together)
-            if priced not in self._seconds:
-                found = operator_seconds(self.costs, eqn, rule, strategies, late, together)
-                self._seconds[priced] = found
-            seconds = self._seconds[priced] * weight
-            partial = any(spec.partial for strategy in strategies for spec in strategy.results)
+            seconds = weight * operator_seconds(self.costs, eqn, rule, strategies, late, together)
+            partial = self.costs.layouts.leaves_sums(number(strategies))
             known = _Operator(rule, leader, node, strategies, seconds, late, partial)
             self._operators[alike] = known
         return known
@@ -376,7 +400,7 @@ class Builder:
             return following_strategies(
                 self.costs, rule, leader, followed, passes=passes, leaves=leaves
             )
-        strategies = self.costs.strategies(rule)
+        strategies = self.costs.layouts.strategies(rule)
         if is_pin(eqn):
             strategies = pinned_strategies(eqn, strategies, self.costs.mesh)
             if not strategies:

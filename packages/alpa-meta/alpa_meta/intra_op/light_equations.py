@@ -6,18 +6,16 @@ follows and takes the sharding it finds there.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from alpa_interchange import LogicalMesh, ShardingRule, ShardingSpec, Strategy
+from alpa_interchange import ShardingRule, Strategy
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
 from alpa_meta.operators import is_heavy
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import is_pin
-from ilp_sharding.strategies import shardable_factors
 
 
 def leading_operand(
@@ -72,60 +70,5 @@ def following_strategies(
     passes: bool = False,
     leaves: bool = False,
 ) -> tuple[Strategy, ...]:
-    """Return the strategy under each spec of the operand that is followed, remembered.
-
-    Partial sums go through an equation that `passes` them on, and are completed before any other.
-    One that `leaves` its own sums to be completed behind its region does so under every spec.
-    """
-    key = (costs.number(rule), leader, passes, leaves, costs.number(source.specs))
-    if key not in costs.followed:
-        found = {
-            spec: _followed(costs.mesh, rule, leader, spec, passes, leaves)
-            for spec in dict.fromkeys(source.specs)
-        }
-        costs.followed[key] = tuple(found[spec] for spec in source.specs)
-    return costs.followed[key]
-
-
-def _followed(
-    mesh: LogicalMesh,
-    rule: ShardingRule,
-    leader: int,
-    spec: ShardingSpec,
-    passes: bool,
-    leaves: bool,
-) -> Strategy:
-    shardable = _shardable(rule)
-    assignment: dict[str, tuple[str, ...]] = {}
-    for dim, axes in zip(rule.operands[leader], spec.dims, strict=True):
-        if dim and dim[0] in shardable and dim[0] not in assignment:
-            size = rule.factor(dim[0]).size
-            while axes and size % mesh.size(axes):
-                axes = axes[:-1]
-            if axes:
-                assignment[dim[0]] = axes
-    passed = spec.partial if passes else ()
-    own = {
-        axis
-        for name, axes in assignment.items()
-        if leaves and rule.factor(name).kind == "reduction" and rule.factor(name).reduction == "add"
-        for axis in axes
-    }
-    left = tuple(axis for axis in mesh.axis_names if axis in own or axis in passed)
-
-    def sharded(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> ShardingSpec:
-        return ShardingSpec(
-            tuple(tuple(a for name in dim for a in assignment.get(name, ())) for dim in dims),
-            partial,
-        )
-
-    return Strategy(
-        assignment=tuple(sorted(assignment.items())),
-        operands=tuple(sharded(dims, passed) for dims in rule.operands),
-        results=tuple(sharded(dims, left) for dims in rule.results),
-    )
-
-
-@functools.lru_cache(maxsize=65536)
-def _shardable(rule: ShardingRule) -> frozenset[str]:
-    return frozenset(shardable_factors(rule))
+    """Return the strategy under each spec of the operand that is followed (`Layouts.following`)."""
+    return costs.layouts.following(rule, leader, costs.number(source.specs), passes, leaves)

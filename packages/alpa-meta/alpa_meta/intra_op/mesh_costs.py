@@ -4,25 +4,16 @@ remembered."""
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 from attrs import field, frozen
 
-from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
+from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
+from alpa_meta.intra_op.layouts import Columns, Layouts, layouts_of
 from cost_model import CostModel
-from ilp_sharding.spec_conversion import Conversions, sharding_specs
-from ilp_sharding.strategies import natural_strategies
-
-
-@frozen(eq=False)
-class Columns:
-    """The specs of each operand and result under every strategy of an operator."""
-
-    operands: tuple[tuple[ShardingSpec, ...], ...]
-    results: tuple[tuple[ShardingSpec, ...], ...]
+from ilp_sharding.spec_conversion import Conversions, ConversionTable, nominal_bytes
 
 
 @frozen(eq=False)
@@ -41,25 +32,24 @@ class MeshCosts:
     model: CostModel
     host_group: int = 0
     while_trips: int = 8  # assumed trips of a while loop, whose true number is not known
-    followed: dict[Hashable, tuple[Strategy, ...]] = field(factory=dict, repr=False)
     completed: dict[Hashable, tuple[tuple[ShardingSpec, ...], np.ndarray]] = field(
         factory=dict, repr=False
     )
-    _strategies: dict[int, tuple[Strategy, ...]] = field(factory=dict, repr=False)
+    operators: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
     _matrices: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
-    _specs: dict[tuple[int, ...], tuple[ShardingSpec, ...]] = field(factory=dict, repr=False)
-    _summed_specs: dict[tuple[int, ...], tuple[ShardingSpec, ...]] = field(factory=dict, repr=False)
+    _scaled: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
     _conversions: dict[Hashable, Conversion] = field(factory=dict, repr=False)
-    _names: dict[int, tuple[Any, list[str]]] = field(factory=dict, repr=False)
-    _columns: dict[int, tuple[Any, Columns]] = field(factory=dict, repr=False)
-    _only: dict[Strategy, tuple[Strategy, ...]] = field(factory=dict, repr=False)
     _numbers: dict[int, tuple[Any, int]] = field(factory=dict, repr=False)
-    _of_value: dict[Any, int] = field(factory=dict, repr=False)
+
+    @functools.cached_property
+    def layouts(self) -> Layouts:
+        """Return the specs and strategies on this mesh."""
+        return layouts_of(self.mesh)
 
     @functools.cached_property
     def conversions(self) -> Conversions:
         """Return the conversions between specs on this mesh."""
-        return Conversions(self.mesh, self.collective_seconds)
+        return Conversions(self.layouts.mesh, self.collective_seconds)
 
     def collective_seconds(
         self, kind: str, bytes: float, axes: tuple[str, ...], in_buckets: bool = False
@@ -72,7 +62,7 @@ class MeshCosts:
     @functools.cached_property
     def bucketed(self) -> Conversions:
         """Return the conversions of values that travel in buckets, at their share of a bucket."""
-        return Conversions(self.mesh, self.bucket_share_seconds)
+        return Conversions(self.layouts.mesh, self.bucket_share_seconds)
 
     def bucket_share_seconds(self, kind: str, bytes: float, axes: tuple[str, ...]) -> float:
         """Return the seconds a tensor adds to a bucket of collectives along mesh axes."""
@@ -85,60 +75,23 @@ class MeshCosts:
     def _axes(self, names: tuple[str, ...]) -> tuple[MeshAxis, ...]:
         return tuple(axis for axis in self.mesh.axes if axis.name in names)
 
-    def specs(self, shape: tuple[int, ...]) -> tuple[ShardingSpec, ...]:
-        """Return the sharding specs of tensors of `shape`, remembered."""
-        if shape not in self._specs:
-            self._specs[shape] = sharding_specs(shape, self.mesh)
-        return self._specs[shape]
-
-    def summed_specs(self, shape: tuple[int, ...]) -> tuple[ShardingSpec, ...]:
-        """Return the sharding specs of tensors of `shape`, also of unreduced sums, remembered."""
-        if shape not in self._summed_specs:
-            names = [axis.name for axis in self.mesh.axes if axis.size > 1]
-            self._summed_specs[shape] = tuple(
-                ShardingSpec(spec.dims, left)
-                for spec in self.specs(shape)
-                for count in range(len(names) + 1)
-                for left in itertools.combinations(names, count)
-                if not any(axis in dim for dim in spec.dims for axis in left)
-            )
-        return self._summed_specs[shape]
-
-    def names(self, choices: Sequence[Any]) -> list[str]:
-        """Return specs or strategies as text, remembered for as long as they are the same
-        objects."""
-        known = self._names.get(id(choices))
-        if known is None:
-            known = (choices, [str(choice) for choice in choices])
-            self._names[id(choices)] = known
-        return known[1]
-
     def only(self, strategy: Strategy) -> tuple[Strategy, ...]:
         """Return the strategy as the only one, the same object for equal strategies."""
-        if strategy not in self._only:
-            self._only[strategy] = (strategy,)
-        return self._only[strategy]
+        only: tuple[Strategy, ...] = self.layouts.value(self.layouts.number((strategy,)))
+        return only
 
     def columns(self, strategies: tuple[Strategy, ...]) -> Columns:
-        """Return the specs of an operator's operands and results, remembered likewise."""
-        known = self._columns.get(id(strategies))
-        if known is None:
-            made = Columns(
-                tuple(zip(*(one.operands for one in strategies), strict=True)),
-                tuple(zip(*(one.results for one in strategies), strict=True)),
-            )
-            known = (strategies, made)
-            self._columns[id(strategies)] = known
-        return known[1]
+        """Return the specs of an operator's operands and results under its strategies."""
+        return self.layouts.columns(self.number(strategies))
 
     def number(self, value: Hashable) -> int:
-        """Return a number that is equal for equal values; objects seen before are not compared.
+        """Return the number of a value (`Layouts`); objects seen before are not compared.
 
         Hashing a tuple of fifty specs takes longer than all else that is done with it.
         """
         known = self._numbers.get(id(value))
         if known is None:
-            known = (value, self._of_value.setdefault(value, len(self._of_value)))
+            known = (value, self.layouts.number(value))
             self._numbers[id(value)] = known
         return known[1]
 
@@ -155,24 +108,17 @@ class MeshCosts:
 
         A part of what is there already takes no memory.
         """
-        key = (shape, bytes, self.number(sources), self.number(targets), in_buckets, alike)
+        there = self.number(targets)
+        key = (shape, bytes, self.number(sources), there, in_buckets, alike)
         known = self._conversions.get(key)
         if known is None:
             seconds = self.conversion_seconds(shape, bytes, sources, targets, in_buckets)
             alone = self.conversion_seconds(shape, bytes, sources, targets)
             sends = alone > 1e-12 + 1e-17 * bytes
-            sizes = [self.mesh.size(tuple(a for dim in s.dims for a in dim)) for s in targets]
-            copied = sends * (bytes / np.array(sizes))
+            copied = sends * (bytes / self.layouts.parts(there))
             known = Conversion(*(_unless_zero(one, alike) for one in (seconds, copied)))
             self._conversions[key] = known
         return known
-
-    def strategies(self, rule: ShardingRule) -> tuple[Strategy, ...]:
-        """Return all strategies of a rule on the mesh with sums left partial, remembered."""
-        key = self.number(rule)
-        if key not in self._strategies:
-            self._strategies[key] = natural_strategies(rule, self.mesh)
-        return self._strategies[key]
 
     def conversion_seconds(
         self,
@@ -183,16 +129,29 @@ class MeshCosts:
         in_buckets: bool = False,
     ) -> np.ndarray:
         """Return [sources, targets] seconds of conversion, alone or in buckets, remembered."""
-        key = (shape, bytes, self.number(sources), self.number(targets), in_buckets)
-        if key not in self._matrices:
-            rows = {spec: number for number, spec in enumerate(dict.fromkeys(sources))}
-            columns = {spec: number for number, spec in enumerate(dict.fromkeys(targets))}
-            conversions = self.bucketed if in_buckets else self.conversions
-            small = conversions.matrix(shape, bytes, list(rows), list(columns))
-            self._matrices[key] = small[
-                np.ix_([rows[spec] for spec in sources], [columns[spec] for spec in targets])
-            ]
-        return self._matrices[key]
+        pattern = self.layouts.pattern(shape)
+        key = (pattern, bytes, self.number(sources), self.number(targets), in_buckets)
+        known = self._scaled.get(key)
+        if known is None:
+            nominal = nominal_bytes(bytes)
+            base = (pattern, nominal, *key[2:])
+            if base not in self._matrices:
+                conversions = self.bucketed if in_buckets else self.conversions
+                table = conversions.table(pattern, nominal)
+                self._matrices[base] = table.at(
+                    self._places(pattern, sources, table), self._places(pattern, targets, table)
+                )
+            known = self._matrices[base] * (bytes / nominal if bytes else 0.0)
+            self._scaled[key] = known
+        return known
+
+    def _places(
+        self, pattern: tuple[int, ...], specs: tuple[ShardingSpec, ...], table: ConversionTable
+    ) -> np.ndarray:
+        """Return the numbers of specs in the tables of all tensors of one pattern, remembered."""
+        return self.layouts.once(
+            ("places", pattern, self.number(specs)), lambda: table.places(specs)
+        )
 
     @property
     def platform(self) -> str:

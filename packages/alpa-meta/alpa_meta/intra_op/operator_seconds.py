@@ -10,63 +10,103 @@ from alpa_interchange import LogicalMesh, ShardingRule, Strategy
 from alpa_meta.compat import JaxprEqn
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.arithmetic import arithmetic
-from alpa_meta.intra_op.bucketed_traffic import Sent, own_sums
+from alpa_meta.intra_op.bucketed_traffic import Sent
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.operators import flops, kernel_kind, operator_of, sharding_rule, traffic_bytes
+from alpa_meta.operators import (
+    flops,
+    kernel_kind,
+    operator_of,
+    operator_signature,
+    sharding_rule,
+    traffic_bytes,
+)
 
 
 def operator_seconds(
     costs: MeshCosts,
     eqn: JaxprEqn,
     rule: ShardingRule | None,
-    strategies: Sequence[Strategy],
+    strategies: tuple[Strategy, ...],
     late: bool,
     together: int = 1,
 ) -> np.ndarray:
-    """Return [strategies] seconds of compute and of completing sums, once.
+    """Return [strategies] seconds of compute and of completing sums, once; remembered.
 
     `late` sums, which nothing but the update waits for, travel in buckets; others with those of
     `together` equations.
     """
+    number = costs.number(strategies)
+    key = (operator_signature(eqn), number, late, together)
+    known = costs.operators.get(key)
+    if known is None:
+        seconds = _compute_seconds(costs, eqn, rule, strategies, number)
+        if rule is not None:
+            inner = _inner_seconds(costs, eqn, rule, strategies, number, late, together)
+            seconds = [one + more for one, more in zip(seconds, inner, strict=True)]
+        known = costs.operators[key] = np.array(seconds)
+    return known
+
+
+def _compute_seconds(
+    costs: MeshCosts,
+    eqn: JaxprEqn,
+    rule: ShardingRule | None,
+    strategies: Sequence[Strategy],
+    number: int,
+) -> list[float]:
+    """Return [strategies] seconds of an operator's part on one device."""
     work, traffic, kind = flops(eqn), traffic_bytes(eqn), kernel_kind(eqn)
     patch_bytes = operator_of(eqn).patch_bytes if costs.platform == "cpu" else None
     dtype, passes = arithmetic(eqn, costs.platform)
-    seconds = []
-    for strategy in strategies:
-        shards = costs.mesh.size(tuple(a for _, axes in strategy.assignment for a in axes))
-        moved = traffic / shards
-        if patch_bytes is not None and rule is not None:
-            moved += patch_bytes(eqn, rule, strategy, costs.mesh)
-        cost = costs.compute_seconds(kind, passes * work / shards, moved, dtype)
-        if rule is not None:
-            cost += _inner_seconds(costs, eqn, rule, strategy, late, together)
-        seconds.append(cost)
-    return np.array(seconds)
+
+    def part(shards: int, patch: float) -> float:
+        return costs.compute_seconds(kind, passes * work / shards, traffic / shards + patch, dtype)
+
+    shards = costs.layouts.shards(number)
+    if patch_bytes is not None and rule is not None:
+        patches = [patch_bytes(eqn, rule, strategy, costs.mesh) for strategy in strategies]
+        return list(map(part, shards, patches))
+    seconds = {count: part(count, 0.0) for count in set(shards)}
+    return [seconds[count] for count in shards]
 
 
 def _inner_seconds(
     costs: MeshCosts,
     eqn: JaxprEqn,
     rule: ShardingRule,
-    strategy: Strategy,
+    strategies: Sequence[Strategy],
+    number: int,
     late: bool,
     together: int,
-) -> float:
-    """Return the seconds of collectives inside an operator, and of sums it completes itself.
+) -> list[float]:
+    """Return [strategies] seconds of collectives inside an operator, and of sums it completes
+    itself.
 
     Sums over "add" factors are completed elsewhere for operators with a node of their own.
     """
-    mesh, total = costs.mesh, 0.0
-    exchanges = operator_of(eqn).exchanges or _halos
-    if any(rule.factor(name).kind == "permutation" for name, _ in strategy.assignment):
-        for sent in exchanges(eqn, strategy, mesh):
-            total += costs.collective_seconds(*sent)
-    for kind, size, axes in own_sums(eqn, rule, strategy, mesh):
-        if late:
-            total += costs.collective_seconds(kind, size, axes, in_buckets=True)
-        else:
-            total += costs.collective_seconds(kind, size * together, axes) / together
-    return total
+    totals = [0.0] * len(strategies)
+    exchanged = {factor.name for factor in rule.factors if factor.kind == "permutation"}
+    if exchanged:
+        exchanges = operator_of(eqn).exchanges or _halos
+        for place, strategy in enumerate(strategies):
+            if any(name in exchanged for name, _ in strategy.assignment):
+                for sent in exchanges(eqn, strategy, costs.mesh):
+                    totals[place] += costs.collective_seconds(*sent)
+    if all(factor.kind != "reduction" for factor in rule.factors):
+        return totals
+    known: dict[tuple[float, tuple[str, ...]], float] = {}
+    sizes = [tensor_bytes(var) for var in eqn.outvars]
+    for place, sums in enumerate(costs.layouts.own_sums(rule, number)):
+        for result, parts, axes in sums:
+            size = sizes[result] / parts
+            if (size, axes) not in known:
+                if late:
+                    found = costs.collective_seconds("all-reduce", size, axes, in_buckets=True)
+                else:
+                    found = costs.collective_seconds("all-reduce", size * together, axes) / together
+                known[size, axes] = found
+            totals[place] += known[size, axes]
+    return totals
 
 
 def _halos(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> Iterator[Sent]:

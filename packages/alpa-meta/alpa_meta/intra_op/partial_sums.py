@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,14 +21,13 @@ from alpa_meta.compat import (
     scan_counts,
     shape_of,
 )
-from alpa_meta.intra_op.bucketed_traffic import completion_steps
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import linear_operands
 from alpa_meta.operators.regions import is_region
-from ilp_sharding.strategies import completed_specs
 
 
+@functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
 def may_stay_partial(stage: StageEqns) -> frozenset[Var]:
     """Return the values that may remain unreduced sums until the update.
 
@@ -106,20 +106,16 @@ def completions(
 
     `allowed` sums may also stay partial; `late` ones travel in buckets.
     """
-    key = (costs.number(natural.specs), natural.shape, natural.bytes, allowed, late)
-    if key not in costs.completed:
-        reachable = {
-            spec: completed_specs(spec, natural.shape, costs.mesh, allowed)
-            for spec in dict.fromkeys(natural.specs)
-        }
-        finals = tuple(dict.fromkeys(f for specs in reachable.values() for f in specs))
-        position = {spec: number for number, spec in enumerate(finals)}
-        matrix = np.full((len(natural.specs), len(finals)), math.inf)
-        for row, spec in enumerate(natural.specs):
-            for final in reachable[spec]:
-                matrix[row, position[final]] = sum(
-                    costs.collective_seconds(*sent, in_buckets=late)
-                    for sent in completion_steps(costs.mesh, natural.bytes, spec, final)
-                )
-        costs.completed[key] = (finals, matrix)
-    return costs.completed[key]
+    number = costs.number(natural.specs)
+    key = (number, natural.shape, natural.bytes, allowed, late)
+    known = costs.completed.get(key)
+    if known is None:
+        found = costs.layouts.completions(number, natural.shape, allowed)
+        matrix = np.full((len(natural.specs), len(found.finals)), math.inf)
+        for row, column, steps in found.steps:
+            matrix[row, column] = sum(
+                costs.collective_seconds(kind, natural.bytes / parts, axes, in_buckets=late)
+                for kind, parts, axes in steps
+            )
+        known = costs.completed[key] = (found.finals, matrix)
+    return known

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
 from alpa_interchange import ShardingSpec, Strategy
-from alpa_meta.compat import Jaxpr, JaxprEqn, Var
+from alpa_meta.compat import Jaxpr, JaxprEqn, Var, is_drop
 from alpa_meta.pinning import Pin
 from alpa_meta.spmd import stacked
 
@@ -82,3 +83,18 @@ class StageEqns:
     reads: Mapping[int, Mapping[Var, int]] = field(factory=dict)
     delayed: frozenset[Var] = frozenset()
     num_delayed: int = 0
+
+    @functools.cached_property
+    def defined(self) -> Mapping[Var, int]:
+        """Return the position of the equation that each value is a result of."""
+        return {
+            var: position
+            for position, eqn in enumerate(self.eqns)
+            for var in eqn.outvars
+            if not is_drop(var)
+        }
+
+    @functools.cached_property
+    def marked(self) -> frozenset[Var]:
+        """Return the values of which more is asked than that equations read them."""
+        return self.kept | self.delayed | self.accumulated | self.pins.keys()

@@ -99,7 +99,7 @@ def register(
     else:
         facts["linear_in"] = groups
     _OPERATORS[primitive_name] = Operator(rule, local, **facts)
-    for remembered in (_rule_of, sharding_rule, _number_of):
+    for remembered in (_rule_of, sharding_rule, _number_of, operator_of, is_heavy, linear_operands):
         remembered.cache_clear()
 
 
@@ -124,6 +124,7 @@ def known_primitives() -> frozenset[str]:
     return frozenset(_OPERATORS)
 
 
+@lru_cache(maxsize=1 << 17)
 def operator_of(eqn: JaxprEqn) -> Operator:
     """Return the table entry of an equation's primitive, or of its kernel."""
     return _OPERATORS.get(_entry_name(eqn), _UNKNOWN)
@@ -140,6 +141,7 @@ def _entry_name(eqn: JaxprEqn) -> str:
     return kernel if kernel in _OPERATORS else name
 
 
+@lru_cache(maxsize=1 << 17)
 def is_heavy(eqn: JaxprEqn) -> bool:
     """Return whether an equation chooses its own strategy instead of following an operand."""
     heavy = operator_of(eqn).heavy
@@ -226,11 +228,12 @@ def operator_signature(eqn: JaxprEqn) -> Hashable:
         params,
     )
     try:
-        return _Signature(eqn, key)
+        return _same(_Signature(eqn, key))
     except TypeError:
         return eqn
 
 
+@lru_cache(maxsize=1 << 17)
 def linear_operands(eqn: JaxprEqn) -> bool:
     """Return whether `eqn` is linear in its tensor operands together.
 
@@ -267,6 +270,12 @@ class _Signature:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Signature) and self.key == other.key
+
+
+@lru_cache(maxsize=1 << 14)
+def _same(signature: _Signature) -> _Signature:
+    """Return one object for all equal ones: it is compared with itself in no time."""
+    return signature
 
 
 @lru_cache(maxsize=1 << 14)

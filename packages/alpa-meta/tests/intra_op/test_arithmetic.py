@@ -82,7 +82,7 @@ def test_a_default_product_on_h100_is_priced_at_tensorfloat32():
     def seconds(precision):
         eqn = equation(lambda a, b: lax.dot(a, b, precision=precision), LARGE, LARGE)
         rule = sharding_rule(eqn)
-        (one,) = operator_seconds(costs, eqn, rule, costs.strategies(rule), late=False)
+        (one,) = operator_seconds(costs, eqn, rule, costs.layouts.strategies(rule), late=False)
         return one - model.device().launch_latency
 
     assert seconds("highest") / seconds(None) == pytest.approx(494.7 / 66.9)

@@ -19,7 +19,7 @@ COSTS = MeshCosts(MESH, MODEL)
 def equation(function, *args):
     """Return the only equation of `function`, and its strategies."""
     (eqn,) = open_jaxpr(jax.make_jaxpr(function)(*args)).eqns
-    return eqn, COSTS.strategies(sharding_rule(eqn))
+    return eqn, COSTS.layouts.strategies(sharding_rule(eqn))
 
 
 def test_a_product_costs_a_devices_share_of_its_work():
@@ -33,7 +33,7 @@ def test_a_product_costs_a_devices_share_of_its_work():
 
 def test_an_operator_without_a_rule_is_computed_whole_on_every_device():
     eqn, strategies = equation(jnp.tanh, jnp.ones((64, 64)))
-    whole = [one for one in strategies if not one.assignment]
+    whole = tuple(one for one in strategies if not one.assignment)
     (seconds,) = operator_seconds(COSTS, eqn, None, whole, late=False)
     assert seconds == pytest.approx(
         COSTS.compute_seconds("elementwise", 0.0, traffic_bytes(eqn), "float32")
@@ -101,7 +101,7 @@ def _convolutions(costs, image, kernel, groups):
 
     (eqn,) = open_jaxpr(jax.make_jaxpr(convolve)(image, kernel)).eqns
     rule = sharding_rule(eqn)
-    strategies = costs.strategies(rule)
+    strategies = costs.layouts.strategies(rule)
     seconds = operator_seconds(costs, eqn, rule, strategies, late=False)
     return {one.results[0]: cost for one, cost in zip(strategies, seconds, strict=True)}
 

@@ -1,0 +1,322 @@
+"""Specs and strategies on meshes of one shape: what of them does not depend on links or bytes.
+
+Whether axes divide a dim is all that its size decides, so sizes with the same common divisor with
+the number of devices share everything here, and so do meshes with axes of the same names and sizes.
+Equal tuples of specs or strategies have one number, by which all else is remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from attrs import evolve, field, frozen
+
+from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
+from ilp_sharding.spec_conversion import sharding_specs
+from ilp_sharding.strategies import completed_specs, natural_strategies, shardable_factors
+
+T = TypeVar("T")
+
+Sum = tuple[int, int, tuple[str, ...]]
+"""A sum that an operator completes: which result, over how many parts it is sharded, mesh axes."""
+
+
+@frozen(eq=False)
+class Columns:
+    """The specs of each operand and result under every strategy of an operator."""
+
+    operands: tuple[tuple[ShardingSpec, ...], ...]
+    results: tuple[tuple[ShardingSpec, ...], ...]
+
+
+@frozen(eq=False)
+class Completions:
+    """The specs sums can be completed in, and the collectives of each possible (natural, final).
+
+    A collective is its kind, by how much of the tensor it moves less, and its mesh axes.
+    """
+
+    finals: tuple[ShardingSpec, ...]
+    steps: tuple[tuple[int, int, tuple[tuple[str, int, tuple[str, ...]], ...]], ...]
+
+
+@frozen(eq=False)
+class Layouts:
+    """Specs and strategies on a mesh, of which only the names and sizes of its axes matter."""
+
+    mesh: LogicalMesh
+    _remembered: dict[Hashable, Any] = field(factory=dict, repr=False)
+    _specs: dict[Hashable, ShardingSpec] = field(factory=dict, repr=False)
+    _numbers: dict[Hashable, int] = field(factory=dict, repr=False)
+    _values: list[Any] = field(factory=list, repr=False)
+
+    def number(self, value: Hashable) -> int:
+        """Return a number that is equal for equal values."""
+        found = self._numbers.setdefault(value, len(self._values))
+        if found == len(self._values):
+            self._values.append(value)
+        return found
+
+    def value(self, number: int) -> Any:
+        """Return the value of a number: the first of those that are equal."""
+        return self._values[number]
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned when `key` was first asked for."""
+        found: T | None = self._remembered.get(key)
+        if found is None:
+            found = self._remembered[key] = make()
+        return found
+
+    def pattern(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return sizes that the axes divide as they do those of `shape`."""
+        total = self.mesh.num_devices
+        return tuple(math.gcd(size, total) for size in shape)
+
+    def like(self, rule: ShardingRule) -> ShardingRule:
+        """Return a rule with the same strategies, equal for all rules alike."""
+        return self.once(("like", rule), lambda: self._like(rule))
+
+    def _like(self, rule: ShardingRule) -> ShardingRule:
+        total = self.mesh.num_devices
+
+        def size(given: int) -> int:
+            common = math.gcd(given, total)
+            return total + 1 if common == 1 < given else common  # which no axis divides
+
+        factors = tuple(evolve(factor, size=size(factor.size), halo=0) for factor in rule.factors)
+        made = evolve(rule, factors=factors)
+        return self._same(made)
+
+    def spec(self, dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> ShardingSpec:
+        """Return the spec of these axes, made and checked once."""
+        found = self._specs.get((dims, partial))
+        if found is None:
+            found = self._specs[dims, partial] = ShardingSpec(dims, partial)
+        return found
+
+    def specs(self, shape: Sequence[int]) -> tuple[ShardingSpec, ...]:
+        """Return the sharding specs of tensors of `shape`."""
+        pattern = self.pattern(shape)
+        return self.once(("specs", pattern), lambda: sharding_specs(pattern, self.mesh))
+
+    def summed_specs(self, shape: Sequence[int]) -> tuple[ShardingSpec, ...]:
+        """Return the sharding specs of tensors of `shape`, also of unreduced sums."""
+        pattern = self.pattern(shape)
+        names = [axis.name for axis in self.mesh.axes if axis.size > 1]
+        return self.once(
+            ("summed", pattern),
+            lambda: tuple(
+                ShardingSpec(spec.dims, left)
+                for spec in self.specs(pattern)
+                for count in range(len(names) + 1)
+                for left in itertools.combinations(names, count)
+                if not any(axis in dim for dim in spec.dims for axis in left)
+            ),
+        )
+
+    def strategies(self, rule: ShardingRule) -> tuple[Strategy, ...]:
+        """Return all strategies of a rule, with sums left partial."""
+        like = self.like(rule)
+        return self.once(("strategies", like), lambda: natural_strategies(like, self.mesh))
+
+    def names(self, number: int) -> tuple[str, ...]:
+        """Return specs or strategies, by their number, as text."""
+        return self.once(("names", number), lambda: tuple(map(str, self._values[number])))
+
+    def columns(self, number: int) -> Columns:
+        """Return the specs of the operands and results of strategies, by their number."""
+
+        def make() -> Columns:
+            strategies = self._values[number]
+            return Columns(
+                tuple(map(self._same, zip(*(one.operands for one in strategies), strict=True))),
+                tuple(map(self._same, zip(*(one.results for one in strategies), strict=True))),
+            )
+
+        return self.once(("columns", number), make)
+
+    def _same(self, value: T) -> T:
+        """Return one object for all equal ones."""
+        found: T = self._values[self.number(value)]  # type: ignore[arg-type]
+        return found
+
+    def parts(self, number: int) -> np.ndarray:
+        """Return [specs] over how many devices each shards a tensor, of specs by their number."""
+        return self.once(
+            ("parts", number), lambda: np.array([self._parts(s) for s in self._values[number]])
+        )
+
+    def _parts(self, spec: ShardingSpec) -> int:
+        return self.mesh.size(tuple(axis for dim in spec.dims for axis in dim))
+
+    def leaves_sums(self, number: int) -> bool:
+        """Return whether some of these strategies leave a sum partial."""
+        return self.once(
+            ("leaves", number),
+            lambda: any(spec.partial for one in self._values[number] for spec in one.results),
+        )
+
+    def shards(self, number: int) -> tuple[int, ...]:
+        """Return over how many devices each strategy divides its operator."""
+        return self.once(
+            ("shards", number),
+            lambda: tuple(
+                self.mesh.size(tuple(a for _, axes in one.assignment for a in axes))
+                for one in self._values[number]
+            ),
+        )
+
+    def own_sums(self, rule: ShardingRule, number: int) -> tuple[tuple[Sum, ...], ...]:
+        """Return, by strategy, the sums that an operator does not leave partial."""
+        like = self.like(rule)
+        return self.once(
+            ("sums", like, number),
+            lambda: tuple(tuple(self.own_sums_of(like, one)) for one in self._values[number]),
+        )
+
+    def own_sums_of(self, rule: ShardingRule, strategy: Strategy) -> Iterator[Sum]:
+        """Yield the sums that an operator does not leave partial under one strategy."""
+        reduced = [
+            axis
+            for name, axes in strategy.assignment
+            if rule.factor(name).kind == "reduction"
+            for axis in axes
+        ]
+        for number, result in enumerate(strategy.results):
+            summed = tuple(axis for axis in reduced if axis not in result.partial)
+            if summed:
+                yield number, self._parts(result), summed
+
+    def following(
+        self, rule: ShardingRule, leader: int, number: int, passes: bool, leaves: bool
+    ) -> tuple[Strategy, ...]:
+        """Return the strategy under each spec, by their number, of the operand `leader`.
+
+        Partial sums go through an equation that `passes` them on, and are completed before any
+        other. One that `leaves` its own sums to be completed behind its region does so under every
+        spec.
+        """
+        like = self.like(rule)
+
+        def make() -> tuple[Strategy, ...]:
+            specs = self._values[number]
+            follower = _Follower(self, like, leader, passes, leaves)
+            found = {spec: follower.strategy(spec) for spec in dict.fromkeys(specs)}
+            return self._same(tuple([found[spec] for spec in specs]))
+
+        return self.once(("following", like, leader, number, passes, leaves), make)
+
+    def completions(self, number: int, shape: Sequence[int], allowed: bool) -> Completions:
+        """Return how sums of `shape` whose natural specs have this number can be completed."""
+        pattern = self.pattern(shape)
+        return self.once(
+            ("completions", number, pattern, allowed),
+            lambda: self._completions(self._values[number], pattern, allowed),
+        )
+
+    def _completions(
+        self, natural: Sequence[ShardingSpec], shape: tuple[int, ...], allowed: bool
+    ) -> Completions:
+        reachable = {
+            spec: completed_specs(spec, shape, self.mesh, allowed)
+            for spec in dict.fromkeys(natural)
+        }
+        finals = tuple(dict.fromkeys(f for specs in reachable.values() for f in specs))
+        position = {spec: number for number, spec in enumerate(finals)}
+        steps = tuple(
+            (row, position[final], tuple(self.completion_steps(spec, final)))
+            for row, spec in enumerate(natural)
+            for final in reachable[spec]
+        )
+        return Completions(self._same(finals), steps)
+
+    def completion_steps(
+        self, natural: ShardingSpec, final: ShardingSpec
+    ) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+        """Yield what completes partial sums, from one spec to another, as in `Completions`.
+
+        Scattering comes first, because the rest then reduces less.
+        """
+        parts = self._parts(natural)
+        scattered = []
+        for before, after in zip(natural.dims, final.dims, strict=True):
+            for axis in after[len(before) :]:
+                yield "reduce-scatter", parts, (axis,)
+                parts *= self.mesh.size((axis,))
+                scattered.append(axis)
+        left = tuple(a for a in natural.partial if a not in scattered and a not in final.partial)
+        if left:
+            yield "all-reduce", parts, left
+
+
+def layouts_of(mesh: LogicalMesh) -> Layouts:
+    """Return the layouts of all meshes with axes of these names and sizes."""
+    return _layouts(tuple((axis.name, axis.size) for axis in mesh.axes))
+
+
+@functools.lru_cache(maxsize=64)  # a search has some tens of meshes
+def _layouts(axes: tuple[tuple[str, int], ...]) -> Layouts:
+    return Layouts(LogicalMesh(axes=tuple(MeshAxis(name=name, size=size) for name, size in axes)))
+
+
+class _Follower:
+    """What an equation does under each spec of the operand that it follows."""
+
+    def __init__(
+        self, layouts: Layouts, rule: ShardingRule, leader: int, passes: bool, leaves: bool
+    ) -> None:
+        self.layouts, self.rule, self.passes = layouts, rule, passes
+        shardable, factors = _shardable(rule), {factor.name: factor for factor in rule.factors}
+        self._led: list[tuple[int, str, int]] = []  # dim of the leader, factor on it, size
+        for number, dim in enumerate(rule.operands[leader]):
+            if dim and dim[0] in shardable and all(dim[0] != name for _, name, _ in self._led):
+                self._led.append((number, dim[0], factors[dim[0]].size))
+        self._left = {
+            factor.name
+            for factor in rule.factors
+            if leaves and factor.kind == "reduction" and factor.reduction == "add"
+        }
+
+    def strategy(self, spec: ShardingSpec) -> Strategy:
+        """Return the strategy under one spec."""
+        mesh = self.layouts.mesh
+        assignment: dict[str, tuple[str, ...]] = {}
+        for number, name, size in self._led:
+            axes = spec.dims[number]
+            while axes and size % mesh.size(axes):
+                axes = axes[:-1]
+            if axes:
+                assignment[name] = axes
+        passed = spec.partial if self.passes else ()
+        own = {axis for name in self._left for axis in assignment.get(name, ())}
+        left = tuple(axis for axis in mesh.axis_names if axis in own or axis in passed)
+        return Strategy(
+            assignment=tuple(sorted(assignment.items())),
+            operands=tuple([self._sharded(one, assignment, passed) for one in self.rule.operands]),
+            results=tuple([self._sharded(one, assignment, left) for one in self.rule.results]),
+        )
+
+    def _sharded(
+        self,
+        dims: tuple[tuple[str, ...], ...],
+        assignment: Mapping[str, tuple[str, ...]],
+        partial: tuple[str, ...],
+    ) -> ShardingSpec:
+        split = [
+            assignment.get(dim[0], ())
+            if len(dim) == 1
+            else tuple([axis for name in dim for axis in assignment.get(name, ())])
+            for dim in dims
+        ]
+        return self.layouts.spec(tuple(split), partial)
+
+
+@functools.lru_cache(maxsize=65536)
+def _shardable(rule: ShardingRule) -> frozenset[str]:
+    return frozenset(shardable_factors(rule))
