@@ -158,6 +158,8 @@ class Options:
     batch arguments if there are several) with a dim, a set of dims or None per leaf: batches that
     differ in nothing else share their choices, without another search
     (`alpa_meta.planning.shape_buckets`).
+    `solver_seconds` is the time for one selection problem; without it limits are counts of work,
+    and the same step, cluster and options give the same plan however busy the machine is.
     `executor` is what runs the stages: shard_map with the planned collectives, or sharding
     constraints with collectives of XLA's choice; "auto" takes the latter for a stage that would
     gather operands for an operator without a sharding rule (`alpa_meta.planning.executor_choice`).
@@ -220,8 +222,12 @@ class Options:
     )
     donate: bool = field(default=True, validator=_TRUTH)
     exact: bool = field(default=True, validator=_TRUTH)
-    solver_seconds: float = field(
-        default=30.0, validator=_must("seconds above 0", lambda v: _is_number(v) and v > 0)
+    solver_seconds: float | None = field(
+        default=None,
+        validator=_must(
+            "seconds above 0, or None for limits that count work",
+            _optional(lambda v: _is_number(v) and v > 0),
+        ),
     )
     seed: int = field(
         default=0, validator=_must("a whole number of at least 0", lambda v: _is_int(v) and v >= 0)

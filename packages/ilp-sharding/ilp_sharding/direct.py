@@ -38,6 +38,7 @@ PROGRAM_SECONDS = 3e-6  # per table entry, to hand it to HiGHS
 _PEAK_SECONDS = 2e-5  # per row of a table, to hand the smallest peak to HiGHS
 _MOVE_SECONDS = 1e-4  # for one move of a repair, and
 _MOVE_ENTRY_SECONDS = 3e-9  # per entry of the usage
+_HUNG_SECONDS = 120.0  # of HiGHS on a program that should take it a few
 DENSE_USAGE = 3e7  # entries of the dense [times, strategies] usage,
 DENSE_SECONDS = 3e-8  # and per entry, to make it and find the binding times
 
@@ -47,7 +48,8 @@ class Search:
     """The state of one solve: best original choice, its cost, the bound, and when to stop.
 
     `until` is a `time.perf_counter()` value; `report(phase)` is called after every improvement.
-    `programs` says whether integer programs may be solved, whose time nobody can foresee.
+    `programs` says whether integer programs may be solved, whose time nobody can foresee, and
+    `max_nodes` how far their trees may grow where work is counted instead of seconds.
     """
 
     instance: Instance
@@ -60,6 +62,7 @@ class Search:
     gap_tolerance: float = 0.0
     seed: int = 0
     programs: bool = True
+    max_nodes: int | None = None
     report: Callable[[str], None] = field(default=lambda phase: None)
 
     def offer(self, choice: np.ndarray, phase: str) -> None:
@@ -91,6 +94,13 @@ class Search:
         if self.instance.integral:
             return self.objective - 1 + 1e-6
         return self.objective + 1e-12 * abs(self.objective)
+
+    @property
+    def until_hung(self) -> float:
+        """When a run of HiGHS ends: where nodes are counted, only if it hangs (`highs_run`)."""
+        if self.max_nodes is None:
+            return self.until
+        return min(self.until, time.perf_counter() + _HUNG_SECONDS)
 
     @property
     def late(self) -> bool:
@@ -206,7 +216,9 @@ def prove_infeasible(
     rows = sum(len(table) for node in nodes for table in network.tables[node].values())
     if _PEAK_SECONDS * (rows + len(slack)) > search.seconds:
         return
-    _, excess, proved = smallest_peak(network, nodes, usage, slack, search.until)
+    _, excess, proved = smallest_peak(
+        network, nodes, usage, slack, search.until_hung, search.max_nodes
+    )
     if proved:
         search.smallest_memory = search.instance.limit + excess
 
@@ -383,8 +395,9 @@ def _integer_program(network: Network, search: Search) -> None:
         exact_memory=exact,
         cutoff=search.cutoff(),
         seed=search.seed,
+        max_nodes=search.max_nodes,
     )
-    outcome = program.solve(search.until)
+    outcome = program.solve(search.until_hung)
     if outcome.chosen is not None:
         search.offer(
             network.expand(dict(zip(nodes, outcome.chosen.tolist(), strict=True))),

@@ -62,6 +62,7 @@ class IntegerProgram:
         cutoff: float = math.inf,
         constant: float = 0.0,
         seed: int = 0,
+        max_nodes: int | None = None,
     ) -> None:
         sizes = np.array([len(cost) for cost in costs], dtype=np.int64)
         self.offset = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -79,7 +80,7 @@ class IntegerProgram:
         room = cutoff - self.shift if math.isfinite(cutoff) else largest
         self.room = max(min(room, largest * (len(finite) + 1)), 0.0)
         self.scale = max(min(self.room, largest), 1e-300) / 1e4
-        self.highs = _quiet(seed)
+        self.highs = _quiet(seed, max_nodes)
         self._pass_model(costs, pairs)
 
     @classmethod
@@ -93,6 +94,7 @@ class IntegerProgram:
         exact_memory: bool,
         cutoff: float,
         seed: int,
+        max_nodes: int | None = None,
     ) -> IntegerProgram:
         """Return the program over the open `nodes` of `network`."""
         position = {node: p for p, node in enumerate(nodes)}
@@ -111,10 +113,13 @@ class IntegerProgram:
             cutoff=cutoff,
             constant=network.constant(),
             seed=seed,
+            max_nodes=max_nodes,
         )
 
     @classmethod
-    def of_graph(cls, graph: TableGraph, *, cutoff: float, seed: int) -> IntegerProgram:
+    def of_graph(
+        cls, graph: TableGraph, *, cutoff: float, seed: int, max_nodes: int | None = None
+    ) -> IntegerProgram:
         """Return the program over a table graph of moderate size."""
         tables, rows = graph.tables, graph.rows
         offset, bounds = tables.offset.tolist(), tables.entry_offset.tolist()
@@ -137,6 +142,7 @@ class IntegerProgram:
             cutoff=cutoff,
             constant=graph.constant,
             seed=seed,
+            max_nodes=max_nodes,
         )
 
     def solve(
@@ -290,7 +296,12 @@ class IntegerProgram:
 
 
 def smallest_peak(
-    network: Network, nodes: Sequence[int], usage: np.ndarray, slack: np.ndarray, deadline: float
+    network: Network,
+    nodes: Sequence[int],
+    usage: np.ndarray,
+    slack: np.ndarray,
+    deadline: float,
+    max_nodes: int | None = None,
 ) -> tuple[np.ndarray | None, float, bool]:
     """Return (positions per open node, excess, proved): the choice whose worst `usage - slack` is
     least.
@@ -334,7 +345,7 @@ def smallest_peak(
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = start, index, value
     lp.integrality_ = [highspy.HighsVarType.kInteger] * num + [highspy.HighsVarType.kContinuous]
-    highs = _quiet(0)
+    highs = _quiet(0, max_nodes)
     if num < _PRESOLVE_COLUMNS:
         highs.setOptionValue("presolve", "off")
     highs.passModel(lp)
@@ -365,7 +376,8 @@ def smallest_peak(
     return chosen, (info.mip_dual_bound - 1e-7) * scale, False
 
 
-def _quiet(seed: int) -> highspy.Highs:
+def _quiet(seed: int, max_nodes: int | None = None) -> highspy.Highs:
+    """Return HiGHS that prints nothing; its tree ends at `max_nodes`, if given."""
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in {
         "output_flag": False,
@@ -376,6 +388,8 @@ def _quiet(seed: int) -> highspy.Highs:
         "mip_abs_gap": 1e-4,  # of a cost range of 1e4
     }.items():
         highs.setOptionValue(name, value)
+    if max_nodes is not None:
+        highs.setOptionValue("mip_max_nodes", max_nodes)
     return highs
 
 

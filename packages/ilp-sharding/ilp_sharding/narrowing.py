@@ -215,8 +215,10 @@ def solve_rest(
         return False
     if rest.num_times * float(rest.num_strategies) > DENSE_USAGE or not search.programs:
         return False
-    program = IntegerProgram.of_graph(rest, cutoff=cutoff, seed=search.seed)
-    outcome = program.solve(search.until)
+    program = IntegerProgram.of_graph(
+        rest, cutoff=cutoff, seed=search.seed, max_nodes=search.max_nodes
+    )
+    outcome = program.solve(search.until_hung)
     if outcome.chosen is not None:
         full = dict(zip(nodes, rest.lift(outcome.chosen).tolist(), strict=True))
         search.offer(network.expand(full), "narrowing")

@@ -61,9 +61,10 @@ class SolveOptions:
 
     `deadline`: wall-clock seconds for everything, `inf` for none. `num_workers`: processes for
     problems too large to solve directly; small problems always stay in this process. `rounds`:
-    search those for that many rounds in this process instead, which gives the same answer every
-    time. `seed`: same problem, options and seed give the same choice, cost and bound, as long as no
-    deadline cuts the search short and no worker processes are needed.
+    search those for that many rounds in this process instead, and bound the trees of integer
+    programs, which gives the same answer every time. `seed`: same problem, options and seed give
+    the same choice, cost and bound, as long as no deadline cuts the search short and no worker
+    processes are needed.
     `warm_start`: a previous choice to start from; entries that no longer fit are replaced. `pins`:
     {node: strategy} to fix; `forbid`: {(node, strategy)} to exclude. `gap_tolerance`: stop once
     (objective - bound) / |bound| is at most this. `progress` is called in the caller's thread.

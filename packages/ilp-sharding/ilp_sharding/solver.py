@@ -59,6 +59,7 @@ QUICK_WORK = 1e6  # table entries of an elimination that is as quick as a first 
 LIMITED_TABLES = 5e5  # table entries up to which `narrow` is tried with a memory limit,
 LIMITED_SHARE = 0.5  # for this share of the time,
 FREE_SHARE = 0.2  # and this share of that without the limit
+PROGRAM_NODES = 1000  # of the tree of an integer program, where rounds are counted, not seconds
 ROUNDS = 100  # of a search in this process before workers start, if time does not end it
 
 
@@ -109,7 +110,7 @@ def _search(
         until=began + options.deadline - _closing_seconds(instance, options.deadline),
         gap_tolerance=options.gap_tolerance,
         seed=options.seed,
-        programs=options.rounds is None,
+        max_nodes=None if options.rounds is None else PROGRAM_NODES,
     )
     if options.progress is not None:
         callback = options.progress
@@ -241,7 +242,12 @@ def _solve_reduced(
             _smallest_memory(network, search, memory)
             return
     if options.rounds is not None:
-        search_rounds(network, memory, search, options.rounds)
+        try:
+            search_rounds(network, memory, search, options.rounds)
+        except NoAssignment:
+            search.infeasible = search.choice is None
+            search.raise_bound(search.objective, "search")
+        _smallest_memory(network, search, memory)
         return
     if not workers.started and search.seconds < WORKER_SECONDS:
         return
@@ -296,7 +302,7 @@ def _narrowed(network: Network, search: Search, memory: MemoryProfile | None) ->
 def _searched_here(network: Network, search: Search, memory: MemoryProfile | None) -> bool:
     """Return whether rounds in this process end the search in less time than workers take to
     load."""
-    if not search.programs or search.seconds < 2.0 * WORKER_SECONDS:
+    if search.max_nodes is not None or search.seconds < 2.0 * WORKER_SECONDS:
         return False
     until = search.until
     search.until = time.perf_counter() + WORKER_SECONDS

@@ -109,8 +109,8 @@ def solve_mesh(
         if found.status == "infeasible":
             return [], 0.0
         raise PlanError(
-            f"no sharding was found on a mesh of {mesh.shape} within {options.solver_seconds} s; "
-            "raise Options.solver_seconds"
+            f"no sharding was found on a mesh of {mesh.shape} (Options.solver_seconds="
+            f"{options.solver_seconds}); give more seconds"
         )
     if whole:
         return _solve_whole(outlook, submesh, scope, selection, found, memory, options)

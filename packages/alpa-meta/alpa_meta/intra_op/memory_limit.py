@@ -25,6 +25,10 @@ from alpa_meta.options import Options
 
 ROUNDS = 12  # of adding a time or reserving more; few are ever needed
 PRICING_SHARE = 0.3  # of the time, at most, for prices
+# Without a time, work is counted in table entries, of which a sweep visits each: about 10 s of
+# search and as many of prices, as `solver_seconds=30` gave the largest problems of the corpus.
+SWEPT_ENTRIES, PRICED_ENTRIES = 4e7, 3e7
+MOST_ROUNDS, LEAST_ROUNDS = 60, 3
 
 
 def solve(
@@ -34,12 +38,14 @@ def solve(
     start: tuple[int, ...] | None = None,
     classes: Classes | None = None,
 ) -> ShardingSolution:
-    """Return the solution of a selection problem, found in `seconds` or less.
+    """Return the solution of a selection problem, found in `seconds` or less, if
+    `Options.solver_seconds` are given; else by as much work as its size allows.
 
     A large problem is solved by `classes` of alike strategies, if there are any.
     """
+    seconds = min(_seconds(options), seconds)
     if classes is not None and problem.edge_cost.size > LARGE:
-        until = time.perf_counter() + min(options.solver_seconds, seconds)
+        until = time.perf_counter() + seconds
 
         def part(smaller: ShardingProblem, seconds: float) -> ShardingSolution:
             return solve(smaller, options, seconds)
@@ -48,11 +54,21 @@ def solve(
     return ilp_sharding.solve(
         problem,
         ilp_sharding.SolveOptions(
-            deadline=max(min(options.solver_seconds, seconds), 0.0),
+            deadline=max(seconds, 0.0),
+            rounds=_rounds(problem, SWEPT_ENTRIES) if options.solver_seconds is None else None,
             seed=options.seed,
             warm_start=start,
         ),
     )
+
+
+def _seconds(options: Options) -> float:
+    return math.inf if options.solver_seconds is None else options.solver_seconds
+
+
+def _rounds(problem: ShardingProblem, entries: float) -> int:
+    """Return the rounds that visit so many table entries in all."""
+    return int(max(LEAST_ROUNDS, min(MOST_ROUNDS, entries / max(problem.edge_cost.size, 1))))
 
 
 def solve_within(
@@ -64,8 +80,8 @@ def solve_within(
     """Return the solution whose memory peak is at most `limit` bytes, None for no limit.
 
     `free` is the solution without a limit, if it is known. The search under a limit ends after
-    `Options.solver_seconds` with the best choice known to fit. An infeasible solution has the least
-    limit that would do as `smallest_memory`, or what is proved of it from below.
+    `Options.solver_seconds`, if given, with the best choice known to fit. An infeasible solution
+    has the least limit that would do as `smallest_memory`, or what is proved of it from below.
     """
     began = time.perf_counter()
     found = free or solve(selection.problem, options, classes=selection.classes)
@@ -81,7 +97,7 @@ def _limited(
 ) -> ShardingSolution:
     """Return the solution under a limit that the solution `free` breaks."""
     problem, memory = selection.problem, selection.memory
-    until = time.perf_counter() + options.solver_seconds
+    until = time.perf_counter() + _seconds(options)
 
     def left() -> float:
         return until - time.perf_counter()
@@ -90,7 +106,11 @@ def _limited(
         return solve(priced, options, left(), classes=selection.classes)
 
     priced = PricedMemory(problem, memory, limit, priced_solution)
-    priced.search(free, time.perf_counter() + PRICING_SHARE * options.solver_seconds)
+    priced.search(
+        free,
+        time.perf_counter() + PRICING_SHARE * _seconds(options),
+        _rounds(problem, PRICED_ENTRIES),
+    )
     if priced.least_peak > limit:
         return _without_choice(free, "infeasible", priced.least_peak)
     choice, objective = priced.choice, priced.objective

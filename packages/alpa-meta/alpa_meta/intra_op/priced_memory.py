@@ -49,18 +49,19 @@ class PricedMemory:
         priced = tuple(at for at, price in self._prices.items() if price > 0)
         return priced or tuple(self._prices)
 
-    def search(self, free: ShardingSolution, until: float) -> None:
-        """Search until a `time.perf_counter()`, beginning with the solution without a limit."""
-        self._raise_bound(free, until)
+    def search(self, free: ShardingSolution, until: float, steps: int = STEPS) -> None:
+        """Search until a `time.perf_counter()` or for so many `steps` of each kind, beginning with
+        the solution without a limit."""
+        self._raise_bound(free, until, steps)
         if self.choice is None:
-            self._find_least_peak(until)
+            self._find_least_peak(until, steps)
 
-    def _raise_bound(self, free: ShardingSolution, until: float) -> None:
+    def _raise_bound(self, free: ShardingSolution, until: float, steps: int) -> None:
         """Change prices towards the greatest bound."""
         found, value = free.choice, free.lower_bound or 0.0
         best: Mapping[int, float] = {}
         planes: list[tuple[float, np.ndarray]] = []
-        for _ in range(STEPS):
+        for _ in range(steps):
             if found is None:
                 return
             usage = self._offer(found)
@@ -96,14 +97,14 @@ class PricedMemory:
         priced = prices * scale / self.limit
         return height * scale, dict(zip(times, priced.tolist(), strict=True))
 
-    def _find_least_peak(self, until: float) -> None:
+    def _find_least_peak(self, until: float, steps: int) -> None:
         """Look for a choice of the least peak, and prove by how much the limit is too small.
 
         min_x sum_t w_t usage_t(x) over weights w of sum one is at most the peak of any choice; the
         weights of the times with most usage grow.
         """
         weights = dict.fromkeys(self._prices, 1.0)
-        for _ in range(STEPS):
+        for _ in range(steps):
             total = sum(weights.values())
             shares = {at: weight / total for at, weight in weights.items()}
             found, value = self._priced(shares, costs=0.0)

@@ -70,7 +70,7 @@ def with_remedies(
         options,
         num_microbatches=options.num_microbatches or failed.num_microbatches,
         progress=None,
-        solver_seconds=min(options.solver_seconds, SOLVER_SECONDS),
+        solver_seconds=options.solver_seconds and min(options.solver_seconds, SOLVER_SECONDS),
     )
     if options.num_stages in (None, 1):
         shape = failed.mesh_shape or options.mesh_shape

@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from attrs import evolve
 
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta.corpus import build as corpus_model
@@ -51,6 +52,18 @@ def test_the_answer_is_the_cheapest_of_all_choices_that_fit():
             assert answer.lower_bound <= min(fitting) * (1 + 1e-12)
             if answer.status == "optimal":
                 assert answer.objective == pytest.approx(min(fitting))
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
+def test_without_solver_seconds_the_clock_changes_nothing(monkeypatch, share):
+    found = selection()
+    free = solve(found.problem, Options())
+    limit = share * found.memory.peak(free.choice).total
+    answer = solve_within(found, Options(), limit, free)
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    slow = solve_within(found, Options(), limit, solve(found.problem, Options()))
+    assert evolve(slow, seconds=0.0) == evolve(answer, seconds=0.0)
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
