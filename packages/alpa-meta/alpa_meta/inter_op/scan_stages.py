@@ -7,6 +7,7 @@ where stages meet.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from alpa_meta.compat import is_drop
@@ -18,6 +19,7 @@ from alpa_meta.inter_op.staging import Staging, assign_stages
 from alpa_meta.step.program import Program
 
 
+@functools.lru_cache(maxsize=4)  # asked for every kind of recomputation of one program
 def cut_evenly(program: Program) -> CutProgram | None:
     """Return `program` with its scans over layers in even pieces, None if it has none."""
     stacks = stacks_of(program)

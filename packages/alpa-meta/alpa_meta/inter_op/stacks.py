@@ -14,6 +14,7 @@ A scan over time is no stack (its inputs come from the batch), nor is one in a l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,11 +40,20 @@ class Stack:
     members: frozenset[Var]
 
 
+@functools.lru_cache(maxsize=4)  # asked for every kind of recomputation of one program
 def stacks_of(program: Program) -> tuple[Stack, ...]:
     """Return the stacks of a program that may be cut between stages."""
     jaxpr = program.jaxpr
-    links = _Links()
     eqns, phases = jaxpr.eqns, program.phases.of_eqn
+    total = sum(flops(eqn) for eqn, phase in zip(eqns, phases, strict=True) if phase == "forward")
+    scans = [
+        eqn
+        for eqn, phase in zip(eqns, phases, strict=True)
+        if phase == "forward" and is_cuttable(eqn) and flops(eqn) >= LEAST_SHARE * total
+    ]
+    if not scans:
+        return ()
+    links = _Links()
     for eqn in eqns:
         for carriers in _carriers(eqn):
             links.join(carriers)
@@ -51,11 +61,9 @@ def stacks_of(program: Program) -> tuple[Stack, ...]:
         if alias is not None and not isinstance(atom, Literal):
             if links.has(atom) and links.has(jaxpr.invars[alias]):
                 links.join([atom, jaxpr.invars[alias]])
-    total = sum(flops(eqn) for eqn, phase in zip(eqns, phases, strict=True) if phase == "forward")
     heavy: dict[Var, int] = {}
-    for eqn, phase in zip(eqns, phases, strict=True):
-        if phase == "forward" and is_cuttable(eqn) and flops(eqn) >= LEAST_SHARE * total:
-            heavy[links.root(stacked_inputs(eqn)[0])] = eqn.params["length"]
+    for eqn in scans:
+        heavy[links.root(stacked_inputs(eqn)[0])] = eqn.params["length"]
     groups: dict[Var, set[Var]] = {root: set() for root in heavy}
     for var in links.known():
         if links.root(var) in groups:

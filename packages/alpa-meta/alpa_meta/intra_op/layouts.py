@@ -143,7 +143,7 @@ class Layouts:
 
     def _same(self, value: T) -> T:
         """Return one object for all equal ones."""
-        found: T = self._values[self.number(value)]  # type: ignore[arg-type]
+        found: T = self._values[self.number(value)]
         return found
 
     def parts(self, number: int) -> np.ndarray:

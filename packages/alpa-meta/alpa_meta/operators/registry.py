@@ -99,7 +99,8 @@ def register(
     else:
         facts["linear_in"] = groups
     _OPERATORS[primitive_name] = Operator(rule, local, **facts)
-    for remembered in (_rule_of, sharding_rule, _number_of, operator_of, is_heavy, linear_operands):
+    of_equations = (sharding_rule, operator_of, is_heavy, linear_operands, rule_number)
+    for remembered in (_rule_of, _number_of, *of_equations):
         remembered.cache_clear()
 
 
@@ -209,6 +210,7 @@ def sharding_rule(eqn: JaxprEqn) -> ShardingRule | None:
     return _rule_of(signature) if isinstance(signature, _Signature) else _computed(eqn)
 
 
+@lru_cache(maxsize=1 << 17)
 def rule_number(eqn: JaxprEqn) -> int:
     """Return a number that is equal for equations of one primitive, types, rule and work."""
     return _number_of(operator_signature(eqn))

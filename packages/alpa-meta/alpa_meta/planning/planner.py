@@ -6,6 +6,7 @@ trace at each microbatch count -> layers -> selection problems on every logical 
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any
@@ -388,11 +389,16 @@ def outlook_of(
     clustered: tuple[int, ...] = ()
     if forward:
         clustered = stage_dp.cluster_layers(op_sequence(forward, cluster), wanted).layer_of_op
-    layering = assign_layers(program, lambda eqns, inputs: clustered)
+    layering = _layers(program, clustered)
     chosen = chosen_recomputation(options.recompute, layering.num_layers)
     layering = recomputed(layering, chosen, program)
     staging = assign_stages(layering, [], program.jaxpr.outvars)
     return Outlook(program, staging, layering.num_layers), layering
+
+
+@functools.lru_cache(maxsize=4)  # asked for every kind of recomputation of one program
+def _layers(program: Program, clustered: tuple[int, ...]) -> Layering:
+    return assign_layers(program, lambda eqns, inputs: clustered)
 
 
 def outlook_in_pieces(
