@@ -6,16 +6,14 @@ What an equation is given is elsewhere: an operand to follow (`light_equations`)
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from attrs import frozen
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
-from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, Var, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import (
     BucketedTraffic,
@@ -25,6 +23,7 @@ from alpa_meta.intra_op.bucketed_traffic import (
     sums_together,
 )
 from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
+from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.light_equations import following_strategies, leading_operand
 from alpa_meta.intra_op.liveness import KINDS, Span, Timeline
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
@@ -39,33 +38,9 @@ from alpa_meta.operators import (
     operator_of,
     sharding_rule,
 )
-from alpa_meta.operators.regions import is_region
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
 from ilp_sharding.problem_builder import ProblemBuilder
-
-
-@frozen(eq=False)
-class _Shape:
-    """What the walk asks of an equation that depends on neither the mesh nor the stage."""
-
-    region: bool
-    reads: tuple[Var, ...]
-    read_at: tuple[int, ...]  # the operand that each of them is
-    zero: bool  # an operand is the number 0
-    results: tuple[tuple[tuple[int, ...], float], ...]  # shape and bytes
-
-
-@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
-def _shape(eqn: JaxprEqn) -> _Shape:
-    reads = [(k, atom) for k, atom in enumerate(eqn.invars) if not isinstance(atom, Literal)]
-    return _Shape(
-        region=is_region(eqn),
-        reads=tuple(atom for _, atom in reads),
-        read_at=tuple(k for k, _ in reads),
-        zero=any(isinstance(atom, Literal) and _is_zero(atom.val) for atom in eqn.invars),
-        results=tuple((shape_of(var), tensor_bytes(var)) for var in eqn.outvars),
-    )
 
 
 @frozen(eq=False)
@@ -124,7 +99,7 @@ class Builder:
             self._count(position)
             self.times.append(self.timeline.now + 1)
             weight = 1.0 if phase == "update" else float(stage.num_microbatches)
-            shape = _shape(eqn)
+            shape = facts_of(eqn)
             for number, var in zip(shape.read_at, shape.reads, strict=True):
                 if var not in self.sources and var not in defined:
                     input_key = None if key is None else ("input", key, number)
@@ -246,7 +221,7 @@ class Builder:
         `scope`."""
         key = key if key is not None else ("eqn", id(eqn))
         self.timeline.advance(phase)
-        shape = _shape(eqn)
+        shape = facts_of(eqn)
         if shape.region:
             record = region_record(self, eqn, key, weight, scope, phase)
         elif len(eqn.outvars) > 1 and operator_of(eqn).passes_on:
@@ -296,7 +271,7 @@ class Builder:
         """Return the record of an equation that is no region: its node, its operands converted."""
         found = self._found(eqn, key, weight, scope, phase)
         rule, leader, node, strategies = found.rule, found.leader, found.node, found.strategies
-        shape = _shape(eqn)
+        shape = facts_of(eqn)
         if leader is not None:
             followed = eqn.invars[leader]
             if followed in self._spread:
@@ -335,7 +310,7 @@ class Builder:
     ) -> _Operator:
         """Return what an operator chooses from, remembered for equal ones that read alike."""
         late, together = self._is_late(eqn), self._together.get(id(eqn), 1)
-        reads, accumulated, number = _shape(eqn).reads, self.stage.accumulated, self.costs.number
+        reads, accumulated, number = facts_of(eqn).reads, self.stage.accumulated, self.costs.number
         read = [scope.get(var) for var in reads]
         alike = (
             key,
@@ -545,7 +520,3 @@ class Builder:
             return seconds
 
         return by_equation, least
-
-
-def _is_zero(value: Any) -> bool:
-    return not np.any(np.asarray(value))

@@ -1,0 +1,41 @@
+"""What the walk over a stage asks of every equation, on every mesh, found once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from alpa_meta.compat import JaxprEqn, Literal, Var, shape_of
+from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.operators.regions import is_region
+
+
+@frozen(eq=False)
+class EquationFacts:
+    """What the walk asks of an equation that depends on neither the mesh nor the stage."""
+
+    region: bool
+    reads: tuple[Var, ...]
+    read_at: tuple[int, ...]  # the operand that each of them is
+    zero: bool  # an operand is the number 0
+    results: tuple[tuple[tuple[int, ...], float], ...]  # shape and bytes
+
+
+@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
+def facts_of(eqn: JaxprEqn) -> EquationFacts:
+    """Return the facts of an equation, remembered."""
+    reads = [(k, atom) for k, atom in enumerate(eqn.invars) if not isinstance(atom, Literal)]
+    return EquationFacts(
+        region=is_region(eqn),
+        reads=tuple(atom for _, atom in reads),
+        read_at=tuple(k for k, _ in reads),
+        zero=any(isinstance(atom, Literal) and _is_zero(atom.val) for atom in eqn.invars),
+        results=tuple((shape_of(var), tensor_bytes(var)) for var in eqn.outvars),
+    )
+
+
+def _is_zero(value: Any) -> bool:
+    return not np.any(np.asarray(value))
