@@ -40,7 +40,7 @@ from alpa_meta.model_dims import model_dims
 from alpa_meta.options import Options
 from alpa_meta.pinning import Pin
 from alpa_meta.planning.collection_pause import collections_paused
-from alpa_meta.planning.planner import outlook_of
+from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.presets import preset_pins
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.step.program import Program, Step

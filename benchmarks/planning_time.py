@@ -31,7 +31,7 @@ from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build as build_problem
 from alpa_meta.options import Options
 from alpa_meta.planning.collection_pause import collections_paused
-from alpa_meta.planning.planner import outlook_of
+from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 

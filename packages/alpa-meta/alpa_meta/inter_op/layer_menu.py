@@ -6,7 +6,7 @@ what one of its layers costs under those choices. -> MenuBuilder
 
     row      value(samples) = fixed + each * samples, through the size that the row was solved at
              and the next size, where the same strategies are priced again          -> _affine()
-    layout   the specs of the values that cross between two layers, forward and back -> boundaries()
+    layout   the specs of the values that cross between two layers, forward and back -> layer_boundaries
 
 A row holds where its microbatch divides as that of its strategies does: a choice solved for 8
 examples that splits them over 4 devices runs with 4, 8, 12, ... of them.   -> _batch_split()
@@ -22,8 +22,9 @@ from attrs import define, evolve, field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingSolution, SubmeshSpec
 from alpa_interchange.menu import Affine, LayerFloor, LayerMenu, LayerRow, MeshMenu
-from alpa_meta.compat import Literal, Var, dtype_of, is_drop, shape_of
+from alpa_meta.compat import Var, is_drop, shape_of
 from alpa_meta.inter_op.candidates import Outlook, input_pins, totals_share
+from alpa_meta.inter_op.layer_boundaries import Boundary, boundaries
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.stage_selection import (
     StageCosts,
@@ -32,7 +33,6 @@ from alpa_meta.inter_op.stage_selection import (
     solved_costs,
     stage_scope,
 )
-from alpa_meta.inter_op.window import Window
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -47,23 +47,6 @@ LEAN_WEIGHTS = (0.1, 1.0, 10.0)  # of memory against time in the leaner choices 
 # 16 layers of 2560 on 8 V100 had no row with only the moments sharded, and a step of 6.03 s.
 LEAN_STEPS = 4
 TIGHT = 0.8  # of the memory, from which leaner choices and recomputation are worth their search
-
-
-@frozen(eq=False)
-class Boundary:
-    """The values that cross from one layer of a window to the next, forward and back."""
-
-    values: tuple[Var, ...]
-    kinds: tuple[tuple[bool, str, int], ...]  # forward?, dtype, rank
-
-    @property
-    def forward_bytes(self) -> float:
-        """Bytes of one microbatch that the next layer is sent."""
-        pairs = zip(self.values, self.kinds, strict=True)
-        return sum(tensor_bytes(var) for var, (forward, _, _) in pairs if forward)
-
-    def layout(self, selection: Selection, choice: Sequence[int]) -> tuple[str, ...]:
-        return tuple(str(selection.spec(var, choice)) for var in self.values)
 
 
 @frozen(eq=False)
@@ -90,40 +73,6 @@ def menu_sizes(batch: int, num_devices: int) -> tuple[int, ...]:
         sizes.add(max(d for d in divisors if d <= wanted))
         wanted *= SIZE_RATIO
     return tuple(sorted(sizes))
-
-
-def boundaries(window: Window) -> dict[int, Boundary]:
-    """Return, by layer of the window, what crosses from it and those before it to those behind."""
-    staging = window.staging
-    made: dict[Var, int] = {}
-    backward: set[Var] = set()
-    last: dict[Var, int] = {}
-    for eqn, phase, layer in zip(staging.eqns, staging.phases, staging.layers, strict=True):
-        if layer is None or phase == "update":
-            continue
-        for atom in eqn.invars:
-            if isinstance(atom, Literal) or atom not in made:
-                continue
-            if (phase == "backward") == (atom in backward):
-                end = min if phase == "backward" else max
-                last[atom] = end(last.get(atom, layer), layer)
-        for var in eqn.outvars:
-            if not is_drop(var):
-                made[var] = layer
-                if phase == "backward":
-                    backward.add(var)
-    found = {}
-    for layer in sorted({layer for layer in staging.layers if layer is not None}):
-        crossing = [
-            (var not in backward, str(dtype_of(var)), len(shape_of(var)), number, var)
-            for number, (var, stop) in enumerate(last.items())
-            if min(made[var], stop) <= layer < max(made[var], stop)
-        ]
-        crossing.sort(key=lambda one: one[:4])
-        found[layer] = Boundary(
-            tuple(one[4] for one in crossing), tuple(one[:3] for one in crossing)
-        )
-    return found
 
 
 @define(eq=False)

@@ -13,17 +13,27 @@ from attrs import evolve, frozen
 
 import stage_dp
 from alpa_interchange import (
+    ClusterSpec,
     LogicalMesh,
     PlacedStage,
     StageCandidate,
     StagePlan,
     SubmeshSpec,
 )
-from alpa_interchange.menu import Affine, Boundary, JointPlan, JointProblem, LayerMenu
-from alpa_meta.inter_op.layer_menu import MenuBuilder, Sized, menu_of
+from alpa_interchange.menu import (
+    RECOMPUTATIONS,
+    Affine,
+    Boundary,
+    JointPlan,
+    JointProblem,
+    LayerMenu,
+)
+from alpa_meta.inter_op.layer_menu import MenuBuilder, Sized, menu_of, menu_sizes
 from alpa_meta.inter_op.meshes import device_groups, usable_memory
 from alpa_meta.options import Options
-from alpa_meta.step.program import Step
+from alpa_meta.planning.microbatch_counts import refusal
+from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
+from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
 SEARCHED = ("gpipe", "1f1b", "eager-1f1b", "adaptive")
@@ -140,3 +150,32 @@ def _boundary(menu: LayerMenu, builder: MenuBuilder, model: CostModel) -> Bounda
         return Affine(max(2 * one - two, 0.0), max(two - one, 0.0))
 
     return seconds
+
+
+def sized_programs(
+    step: Step, cluster: ClusterSpec, options: Options
+) -> dict[str, list[Sized]] | None:
+    """Return the program at the sizes of its menu, by kind of recomputation."""
+    batch = step.batch_size or 1
+    if options.num_microbatches:
+        sizes: tuple[int, ...] = (batch // options.num_microbatches,)
+    else:
+        sizes = menu_sizes(batch, cluster.num_devices)
+    sized: dict[str, list[Sized]] = {}
+    like: Program | None = None
+    for size in sizes:
+        count = batch // size
+        if options.num_microbatches is None and refusal(step, count, options):
+            continue
+        program = step.program(count)
+        for kind in ("none",) if options.recompute else RECOMPUTATIONS:
+            chosen = options if options.recompute else evolve(options, recompute=kind)
+            found = outlook_in_pieces(program, chosen, cluster, like=like) or outlook_of(
+                program, chosen, cluster, like=like
+            )
+            outlook = found[0]
+            like = like or outlook.program
+            base = sized["none"][0].outlook.window if sized else outlook.window
+            if outlook.window.classes == base.classes:
+                sized.setdefault(kind, []).append(Sized(size, kind, outlook))
+    return sized or None

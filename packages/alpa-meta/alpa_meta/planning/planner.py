@@ -6,7 +6,6 @@ trace at each microbatch count -> layers -> selection problems on every logical 
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from typing import Any
@@ -22,23 +21,16 @@ from alpa_interchange import (
     StagePlan,
     StageProblem,
 )
-from alpa_interchange.menu import RECOMPUTATIONS
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.candidates import (
     MeshSolution,
     Outlook,
-    microbatch_counts,
     range_candidates,
     solve_mesh,
 )
-from alpa_meta.inter_op.layer_menu import Sized, menu_sizes
-from alpa_meta.inter_op.layer_work import op_sequence
-from alpa_meta.inter_op.layering import Layering, assign_layers, clustered_positions
+from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.meshes import device_groups, logical_meshes, submeshes, usable_memory
-from alpa_meta.inter_op.recomputation import chosen_recomputation, recomputed
-from alpa_meta.inter_op.scan_stages import cut_evenly
-from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.selection import Selection, same_choice
 from alpa_meta.options import SCHEDULES, Options
@@ -53,13 +45,15 @@ from alpa_meta.planning.chosen_plan import (
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.memory_floor import check_state_fits
-from alpa_meta.planning.menu_search import SEARCHED, search_menu
+from alpa_meta.planning.menu_search import SEARCHED, search_menu, sized_programs
+from alpa_meta.planning.microbatch_counts import larger_counts, microbatch_counts_of
 from alpa_meta.planning.operator_names import StageNames
+from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of, staged_outlook
 from alpa_meta.planning.plan_cache import searched_once
 from alpa_meta.planning.plan_identity import check_program
 from alpa_meta.planning.plan_operators import restored_choice
 from alpa_meta.planning.remedies import with_remedies
-from alpa_meta.step.program import Program, Step
+from alpa_meta.step.program import Step
 from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel, calibrated_model
 
@@ -112,7 +106,7 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     """Return the best of the plan from the layer menu and of the plans with one stage."""
     failed: InfeasibleError | None = None
     plans: list[Planned] = []
-    counts, uncut = _counts(step, options)
+    counts, uncut = microbatch_counts_of(step, options)
     searched = _may_cut(max(counts), cluster, options)
     if searched:
         try:
@@ -131,7 +125,7 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         except InfeasibleError as error:
             if failed is None or error.missing_bytes < failed.missing_bytes:
                 failed = error
-        counts = [] if plans else _larger_counts(max(counts), step, options)
+        counts = [] if plans else larger_counts(max(counts), step, options)
     if not plans and not searched and options.recompute is None:
         try:  # what each layer recomputes is chosen from the menu only
             alone = evolve(options, num_microbatches=1) if uncut or step.uncut else options
@@ -154,7 +148,7 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> Planned | None
     if options.schedule not in (None, *SEARCHED):
         return None
     cluster = model.cluster
-    sized = _sized(step, cluster, options)
+    sized = sized_programs(step, cluster, options)
     if sized is None:
         return None
     outlook = sized["none"][0].outlook
@@ -200,33 +194,6 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> Planned | None
     raise InfeasibleError("no pipeline fits the memory", missing, None)
 
 
-def _sized(step: Step, cluster: ClusterSpec, options: Options) -> dict[str, list[Sized]] | None:
-    """Return the program at the sizes of its menu, by kind of recomputation."""
-    batch = step.batch_size or 1
-    if options.num_microbatches:
-        sizes: tuple[int, ...] = (batch // options.num_microbatches,)
-    else:
-        sizes = menu_sizes(batch, cluster.num_devices)
-    sized: dict[str, list[Sized]] = {}
-    like: Program | None = None
-    for size in sizes:
-        count = batch // size
-        if options.num_microbatches is None and _refusal(step, count, options):
-            continue
-        program = step.program(count)
-        for kind in ("none",) if options.recompute else RECOMPUTATIONS:
-            chosen = options if options.recompute else evolve(options, recompute=kind)
-            found = outlook_in_pieces(program, chosen, cluster, like=like) or outlook_of(
-                program, chosen, cluster, like=like
-            )
-            outlook = found[0]
-            like = like or outlook.program
-            base = sized["none"][0].outlook.window if sized else outlook.window
-            if outlook.window.classes == base.classes:
-                sized.setdefault(kind, []).append(Sized(size, kind, outlook))
-    return sized or None
-
-
 def _plan_as_told(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     """Return the plan with the number of microbatches that the options name."""
     check_state_fits(step, cluster, options)
@@ -255,13 +222,6 @@ def _warn(planned: Planned, options: Options) -> None:
             UserWarning,
             stacklevel=2,
         )
-
-
-def _larger_counts(tried: int, step: Step, options: Options) -> list[int]:
-    """Return the next numbers of microbatches to try for their smaller activations."""
-    if options.num_microbatches is not None or (options.exact and step.inexact):
-        return []
-    return [count for count in step.microbatch_counts if count >= 4 * tried][:1]
 
 
 def _plan_with(counts: list[int], step: Step, cluster: ClusterSpec, options: Options) -> Planned:
@@ -345,110 +305,11 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     return Planned(plan, program, staging, tuple(selections), tasks)
 
 
-def _counts(step: Step, options: Options) -> tuple[list[int], str]:
-    """Return the numbers of microbatches to plan for, and why only one if others were refused."""
-    given = options.num_microbatches
-    counts = microbatch_counts(step.batch_size or 1, options.num_stages, given)
-    if given is None:
-        refusals = {count: _refusal(step, count, options) for count in counts if count > 1}
-        exact = [count for count in counts if not refusals.get(count)] or [1]
-        return exact, step.uncut or next(iter(refusals.values()), "") if exact == [1] else ""
-    if given > 1 and options.exact and step.program(given).inexact:
-        raise PlanError(
-            f"{given} microbatches would change the result: {step.program(given).inexact[0]}; use "
-            "num_microbatches=1, or Options(exact=False) to accept it"
-        )
-    return counts, ""
-
-
-def _refusal(step: Step, count: int, options: Options) -> str:
-    """Return why the planner may not cut the batch into `count` parts, empty if it may."""
-    try:
-        reasons = step.program(count).inexact
-    except PlanError as error:
-        return str(error)
-    return reasons[0] if options.exact and reasons else ""
-
-
-def outlook_of(
-    program: Program,
-    options: Options,
-    cluster: ClusterSpec,
-    num_layers: int | None = None,
-    like: Program | None = None,
-) -> tuple[Outlook, Layering]:
-    """Return the program in layers, with what they recompute, and as one stage.
-
-    `like` is a program of the same structure at other sizes: its layers are kept.
-    """
-    source = like or program
-    wanted = num_layers or options.num_layers
-    if wanted is None and options.num_stages and options.num_stages > 1:
-        wanted = _at_least(source, options.num_stages, cluster)
-    forward = [source.jaxpr.eqns[k] for k in clustered_positions(source)]
-    clustered: tuple[int, ...] = ()
-    if forward:
-        clustered = stage_dp.cluster_layers(op_sequence(forward, cluster), wanted).layer_of_op
-    layering = _layers(program, clustered)
-    chosen = chosen_recomputation(options.recompute, layering.num_layers)
-    layering = recomputed(layering, chosen, program)
-    staging = assign_stages(layering, [], program.jaxpr.outvars)
-    return Outlook(program, staging, layering.num_layers), layering
-
-
-@functools.lru_cache(maxsize=4)  # asked for every kind of recomputation of one program
-def _layers(program: Program, clustered: tuple[int, ...]) -> Layering:
-    return assign_layers(program, lambda eqns, inputs: clustered)
-
-
-def outlook_in_pieces(
-    program: Program,
-    options: Options,
-    cluster: ClusterSpec,
-    num_layers: int | None = None,
-    like: Program | None = None,
-) -> tuple[Outlook, Layering] | None:
-    """Return the program with its scans over layers in pieces, None if it has none."""
-    cut = None if program.totals else cut_evenly(program)  # totals are sums over whole layers
-    if cut is None:
-        return None
-    outlook, layering = outlook_of(cut.program, options, cluster, num_layers, like)
-    kinds = set(chosen_recomputation(options.recompute, outlook.num_layers).values())
-    if len(kinds) > 1:  # what one scan cannot do
-        return evolve(outlook, cut=cut), layering
-    whole = evolve(options, recompute=kinds.pop())
-    return evolve(outlook, cut=cut, uncut=outlook_of(program, whole, cluster)), layering
-
-
-def staged_outlook(
-    step: Step, plan: ParallelPlan, options: Options, like: Program | None = None
-) -> tuple[Outlook, Layering]:
-    """Return the layers of `step` that the stages of `plan` are cut from (`like`: `outlook_of`)."""
-    program = step.program(plan.num_microbatches)
-    count = len(plan.layers)
-    options = evolve(options, recompute=[layer.recomputation for layer in plan.layers])
-    found = None
-    if plan.num_stages > 1:
-        found = outlook_in_pieces(program, options, plan.cluster, count, like)
-    return found or outlook_of(program, options, plan.cluster, count, like)
-
-
 def _may_cut(num_microbatches: int, cluster: ClusterSpec, options: Options) -> bool:
     """Return whether plans with several stages are searched."""
     if options.num_stages is not None:
         return options.num_stages > 1
     return cluster.num_devices > 1 and (num_microbatches > 1 or len(cluster.host_groups) > 1)
-
-
-def _at_least(program: Program, num_stages: int, cluster: ClusterSpec) -> int | None:
-    """Return a number of layers if fewer than `num_stages` would be chosen, else None."""
-    forward = [
-        eqn
-        for eqn, phase in zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True)
-        if phase == "forward"
-    ]
-    chosen = stage_dp.cluster_layers(op_sequence(forward, cluster)).num_layers if forward else 0
-    return None if chosen >= num_stages else num_stages
 
 
 def _meshes(outlook: Outlook, model: CostModel, options: Options) -> list[tuple[Any, Any, bool]]:

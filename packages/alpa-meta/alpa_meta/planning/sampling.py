@@ -27,7 +27,7 @@ from alpa_meta.inter_op.meshes import device_groups, logical_meshes, submeshes
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
-from alpa_meta.planning.planner import outlook_in_pieces, outlook_of
+from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Step
 from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel

@@ -29,7 +29,7 @@ from alpa_meta.inter_op.scan_stages import cut_evenly
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
-from alpa_meta.planning.planner import staged_outlook
+from alpa_meta.planning.outlooks import staged_outlook
 from alpa_meta.step.program import Program, Step
 from cost_model import calibrated_model
 

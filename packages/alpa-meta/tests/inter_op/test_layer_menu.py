@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_meta.inter_op.layer_menu import MenuBuilder, Sized, boundaries, menu_of, menu_sizes
+from alpa_meta.inter_op.layer_boundaries import boundaries
+from alpa_meta.inter_op.layer_menu import MenuBuilder, Sized, menu_of, menu_sizes
 from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
 from alpa_meta.options import Options
-from alpa_meta.planning.planner import outlook_of
+from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 

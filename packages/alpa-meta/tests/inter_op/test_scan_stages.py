@@ -12,7 +12,7 @@ from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
 from alpa_meta.options import Options
-from alpa_meta.planning.planner import outlook_in_pieces
+from alpa_meta.planning.outlooks import outlook_in_pieces
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 

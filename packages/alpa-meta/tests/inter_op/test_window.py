@@ -14,7 +14,7 @@ from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
 from alpa_meta.options import Options
-from alpa_meta.planning.planner import outlook_of
+from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 

@@ -14,7 +14,8 @@ from alpa_meta.intra_op.memory_limit import solve, solve_within
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
 from alpa_meta.options import Options
-from alpa_meta.planning.planner import make_plan, outlook_of
+from alpa_meta.planning.outlooks import outlook_of
+from alpa_meta.planning.planner import make_plan
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 from ilp_sharding import check

@@ -1,0 +1,42 @@
+"""The numbers of microbatches to plan for, and why others are refused."""
+
+from __future__ import annotations
+
+from alpa_meta.errors import PlanError
+from alpa_meta.inter_op.candidates import (
+    microbatch_counts,
+)
+from alpa_meta.options import Options
+from alpa_meta.step.program import Step
+
+
+def microbatch_counts_of(step: Step, options: Options) -> tuple[list[int], str]:
+    """Return the numbers of microbatches to plan for, and why only one if others were refused."""
+    given = options.num_microbatches
+    counts = microbatch_counts(step.batch_size or 1, options.num_stages, given)
+    if given is None:
+        refusals = {count: refusal(step, count, options) for count in counts if count > 1}
+        exact = [count for count in counts if not refusals.get(count)] or [1]
+        return exact, step.uncut or next(iter(refusals.values()), "") if exact == [1] else ""
+    if given > 1 and options.exact and step.program(given).inexact:
+        raise PlanError(
+            f"{given} microbatches would change the result: {step.program(given).inexact[0]}; use "
+            "num_microbatches=1, or Options(exact=False) to accept it"
+        )
+    return counts, ""
+
+
+def refusal(step: Step, count: int, options: Options) -> str:
+    """Return why the planner may not cut the batch into `count` parts, empty if it may."""
+    try:
+        reasons = step.program(count).inexact
+    except PlanError as error:
+        return str(error)
+    return reasons[0] if options.exact and reasons else ""
+
+
+def larger_counts(tried: int, step: Step, options: Options) -> list[int]:
+    """Return the next numbers of microbatches to try for their smaller activations."""
+    if options.num_microbatches is not None or (options.exact and step.inexact):
+        return []
+    return [count for count in step.microbatch_counts if count >= 4 * tried][:1]
