@@ -5,8 +5,8 @@ microbatch sizes, prices of memory and kinds of recomputation. The rows of a cla
 what one of its layers costs under those choices. -> MenuBuilder
 
     row      value(samples) = fixed + each * samples, through the size that the row was solved at
-             and the next size, where the same strategies are priced again          -> _affine()
-    layout   the specs of the values that cross between two layers, forward and back -> layer_boundaries
+             and the largest, where the same strategies are priced again    -> _affine()
+    layout   the specs of the values that cross between two layers        -> layer_boundaries
 
 A row holds where its microbatch divides as that of its strategies does: a choice solved for 8
 examples that splits them over 4 devices runs with 4, 8, 12, ... of them.   -> _batch_split()
@@ -14,10 +14,10 @@ examples that splits them over 4 devices runs with 4, 8, 12, ... of them.   -> _
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from attrs import define, evolve, field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingSolution, SubmeshSpec
@@ -46,6 +46,7 @@ LEAN_WEIGHTS = (0.1, 1.0, 10.0)  # of memory against time in the leaner choices 
 # Weights between them that are tried too, where what is held differs most. With the first alone,
 # 16 layers of 2560 on 8 V100 had no row with only the moments sharded, and a step of 6.03 s.
 LEAN_STEPS = 4
+WORTH_A_PRICE = 0.05  # of the bytes held: neighbours that differ by less may do without another
 TIGHT = 0.8  # of the memory, from which leaner choices and recomputation are worth their search
 
 
@@ -189,25 +190,36 @@ class _MeshRows:
         held = self._held(costs, share)
         if held <= TIGHT * memory:
             return False
-        weights = [(0.0, held), *((weight, math.nan) for weight in LEAN_WEIGHTS)]
-        for number_tried in range(len(LEAN_WEIGHTS) + steps):
-            if number_tried < len(LEAN_WEIGHTS):
-                place = number_tried + 1
-                weight = LEAN_WEIGHTS[number_tried]
-            else:
-                drops = [one[1] - two[1] for one, two in zip(weights, weights[1:], strict=False)]
-                place = int(np.argmax(drops)) + 1
-                if drops[place - 1] <= 0.05 * held:
-                    break
-                below, above = weights[place - 1][0], weights[place][0]
-                weight = math.sqrt(below * above) if below else above / 4
-                weights.insert(place, (weight, math.nan))
-            lean = _solve_lean(priced.selection, found, weight, options)
-            if lean.choice is None:
-                break
-            costs = self._add(priced, kind, number, lean, f"lean{weight:.2g}")
-            weights[place] = (weight, self._held(costs, share))
+        self._add_leaner(priced, kind, number, found, share, {0.0: held}, steps)
         return True
+
+    def _add_leaner(
+        self,
+        priced: _Priced,
+        kind: str,
+        number: int,
+        free: ShardingSolution,
+        share: float,
+        held: dict[float, float],
+        steps: int,
+    ) -> None:
+        """Add the rows of choices where memory has a price; `held` are the bytes by price."""
+        waiting = list(LEAN_WEIGHTS)
+        for _ in range(len(LEAN_WEIGHTS) + steps):
+            if waiting:
+                weight = waiting.pop(0)
+            else:
+                below, above = max(
+                    itertools.pairwise(sorted(held)), key=lambda pair: held[pair[0]] - held[pair[1]]
+                )
+                if held[below] - held[above] <= WORTH_A_PRICE * held[0.0]:
+                    return
+                weight = math.sqrt(below * above) if below else above / 4
+            lean = _solve_lean(priced.selection, free, weight, self.builder.options)
+            if lean.choice is None:
+                return
+            costs = self._add(priced, kind, number, lean, f"lean{weight:.2g}")
+            held[weight] = self._held(costs, share)
 
     def _held(self, costs: StageCosts, share: float) -> float:
         """Return the bytes that a stage of this share of the layers holds, one microbatch each."""
