@@ -72,7 +72,7 @@ Schedule = Annotated[
     typer.Option(
         help="Pipeline schedule: 1f1b, gpipe, eager-1f1b, adaptive, interleaved-1f1b (several "
         "stages per mesh) or zero-bubble-h1.",
-        show_default="1f1b",
+        show_default="chosen",
     ),
 ]
 Recompute = Annotated[

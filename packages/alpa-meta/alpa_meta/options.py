@@ -141,8 +141,8 @@ _TRUTH = _must("True or False", lambda value: isinstance(value, bool))
 class Options:
     """Options of `parallelize`. None means: the planner chooses.
 
-    `schedule` is 1F1B unless another is named or None given. `memory` is bytes per device that the
-    plan may use, a number or "16GiB" (default: what the cluster says).
+    `schedule` is chosen of gpipe, 1f1b, eager-1f1b and adaptive. `memory` is bytes per device that
+    the plan may use, a number or "16GiB" (default: what the cluster says).
     `batch_argnums` are the arguments that microbatches split along their first dim (default: array
     arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
     given plan.
@@ -170,7 +170,7 @@ class Options:
     num_stages: int | None = field(default=None, validator=_COUNT_OR_NONE)
     num_microbatches: int | None = field(default=None, validator=_COUNT_OR_NONE)
     schedule: str | None = field(
-        default="1f1b",
+        default=None,
         validator=_must(
             f"one of {', '.join(SCHEDULES)}, or None for the planner's choice",
             lambda value: value is None or value in SCHEDULES,

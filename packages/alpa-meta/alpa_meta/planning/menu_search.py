@@ -36,7 +36,7 @@ from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
-SEARCHED = ("gpipe", "1f1b", "eager-1f1b", "adaptive")
+SEARCHED = ("1f1b", "gpipe", "eager-1f1b", "adaptive")  # of equal plans the first is taken
 
 
 @frozen(eq=False)

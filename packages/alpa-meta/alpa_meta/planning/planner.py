@@ -348,6 +348,12 @@ def _other_meshes(options: Options) -> int:
     return (options.num_stages or 1) - 1
 
 
+def _schedules(options: Options) -> tuple[str, ...]:
+    if options.schedule is not None:
+        return (options.schedule,)
+    return SCHEDULES[:1] if options.num_stages == 1 else SCHEDULES  # one stage has one order
+
+
 def _search(
     outlook: Outlook,
     layering: Layering,
@@ -360,7 +366,7 @@ def _search(
         num_layers=outlook.num_layers,
         device_groups=device_groups(cluster, options.memory),
         candidates=tuple(range_candidates(outlook, solutions, model)),
-        schedules=SCHEDULES if options.schedule is None else (options.schedule,),
+        schedules=_schedules(options),
         num_stages=options.num_stages,
     )
     floors = evolve(
