@@ -81,8 +81,9 @@ def test_a_step_that_cannot_be_cut_is_not_told_to_use_microbatches(half):
 
 def test_what_replicates_the_state_is_named():
     wide = plan(make_step(), preset="dp").plan.shardings[0].memory
-    limit = 1.02 * wide["state"]  # nothing but the state
-    message = refusal(make_step(), preset="dp", memory=limit, num_stages=1)
+    limit = sum(wide.values()) - 0.5 * wide["state"]
+    told = {"num_stages": 1, "num_microbatches": 1, "recompute": "none"}
+    message = refusal(make_step(), preset="dp", memory=limit, **told)
     assert re.search(r"preset 'zero[23]' instead of 'dp' \(then", message)
 
 
