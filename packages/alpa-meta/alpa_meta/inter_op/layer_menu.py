@@ -46,6 +46,9 @@ LEAN_WEIGHTS = (0.1, 1.0, 10.0)  # of memory against time in the leaner choices 
 # Weights between them that are tried too, where what is held differs most. With the first alone,
 # 16 layers of 2560 on 8 V100 had no row with only the moments sharded, and a step of 6.03 s.
 LEAN_STEPS = 4
+FEW_MESHES = (
+    12  # up to which they are tried: GPT-39B on 64 devices has 21 and took 216 CPU s with them
+)
 WORTH_A_PRICE = 0.05  # of the bytes held: neighbours that differ by less may do without another
 TIGHT = 0.8  # of the memory, from which leaner choices and recomputation are worth their search
 
@@ -110,6 +113,7 @@ class MenuBuilder:
     options: Options
     batch: int
     solved: dict[str, SolvedMesh] = field(factory=dict)  # by key of the row
+    steps: int = LEAN_STEPS  # prices of memory to try beside the first, where memory is tight
     # Bytes per sample that cross forward, by mesh and layout.
     crossing: dict[tuple[SubmeshSpec, LogicalMesh, int], float] = field(factory=dict)
     _boundaries: dict[int, dict[int, Boundary]] = field(factory=dict)
@@ -129,7 +133,7 @@ class MenuBuilder:
         solving = range(enough + 1)
         tight = list(solving)
         for kind in self.sizes:  # from the one that keeps most to the one that keeps least
-            steps = LEAN_STEPS if kind == "none" else 0
+            steps = self.steps if kind == "none" else 0
             tight = [number for number in tight if found.solve(kind, number, memory, share, steps)]
         return found.menu()
 
@@ -204,8 +208,8 @@ class _MeshRows:
         steps: int,
     ) -> None:
         """Add the rows of choices where memory has a price; `held` are the bytes by price."""
-        waiting = list(LEAN_WEIGHTS)
-        for _ in range(len(LEAN_WEIGHTS) + steps):
+        waiting = list(LEAN_WEIGHTS if kind == "none" else LEAN_WEIGHTS[1:2])
+        for _ in range(len(waiting) + steps):
             if waiting:
                 weight = waiting.pop(0)
             else:
@@ -462,6 +466,8 @@ def menu_of(
 ) -> LayerMenu | None:
     """Return the menu of all `meshes`, None where none can be used; `memory` by host group."""
     found = []
+    if len(meshes) > FEW_MESHES:
+        builder.steps = 0
     total = builder.model.cluster.num_devices
     for number, (submesh, mesh) in enumerate(meshes):
         builder.options.progress("menu", number, len(meshes))
