@@ -46,9 +46,7 @@ LEAN_WEIGHTS = (0.1, 1.0, 10.0)  # of memory against time in the leaner choices 
 # Weights between them that are tried too, where what is held differs most. With the first alone,
 # 16 layers of 2560 on 8 V100 had no row with only the moments sharded, and a step of 6.03 s.
 LEAN_STEPS = 4
-FEW_MESHES = (
-    12  # up to which they are tried: GPT-39B on 64 devices has 21 and took 216 CPU s with them
-)
+FEW_MESHES = 12  # up to which they are tried: GPT-39B on 64 V100 has 21, and took 216 CPU s so
 WORTH_A_PRICE = 0.05  # of the bytes held: neighbours that differ by less may do without another
 TIGHT = 0.8  # of the memory, from which leaner choices and recomputation are worth their search
 
