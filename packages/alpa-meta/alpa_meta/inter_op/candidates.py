@@ -118,7 +118,7 @@ def solve_mesh(
     solutions = [MeshSolution(submesh, mesh, first, found, False, selection)]
     if _needed(first) > memory:
         for weight in LEAN_WEIGHTS:
-            lean = _solve_lean(selection, found, weight, options)
+            lean = solve_lean(selection, found, weight, options)
             if lean.choice is not None:
                 part = solved_costs(scope, selection, lean.choice, outlook.num_layers, window)
                 solutions.append(MeshSolution(submesh, mesh, part, lean, False, selection))
@@ -146,7 +146,7 @@ def _solve_whole(
     return [MeshSolution(submesh, mesh, costs, found, True, selection)], 0.0
 
 
-def _solve_lean(
+def solve_lean(
     selection: Selection, first: ShardingSolution, weight: float, options: Options
 ) -> ShardingSolution:
     """Return the solution where memory has a price: `weight` times all seconds for all bytes."""

@@ -18,12 +18,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingSolution, SubmeshSpec
 from alpa_interchange.menu import Affine, LayerFloor, LayerMenu, LayerRow, MeshMenu
 from alpa_meta.compat import Var, is_drop, shape_of
-from alpa_meta.inter_op.candidates import Outlook, input_pins, totals_share
+from alpa_meta.inter_op.candidates import Outlook, input_pins, solve_lean, totals_share
 from alpa_meta.inter_op.layer_boundaries import Boundary, boundaries
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.stage_selection import (
@@ -34,7 +34,6 @@ from alpa_meta.inter_op.stage_selection import (
     stage_scope,
 )
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
-from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build, same_choice
 from alpa_meta.options import Options
@@ -48,7 +47,9 @@ LEAN_WEIGHTS = (0.1, 1.0, 10.0)  # of memory against time in the leaner choices 
 LEAN_STEPS = 4
 FEW_MESHES = 12  # up to which they are tried: GPT-39B on 64 V100 has 21, and took 216 CPU s so
 WORTH_A_PRICE = 0.05  # of the bytes held: neighbours that differ by less may do without another
-TIGHT = 0.8  # of the memory, from which leaner choices and recomputation are worth their search
+# Of the memory, from which leaner choices and recomputation are worth their search: what a stage
+# holds is estimated for an even share of the layers, the chosen one may have more. Not fitted.
+TIGHT = 0.8
 
 
 @frozen(eq=False)
@@ -217,7 +218,7 @@ class _MeshRows:
                 if held[below] - held[above] <= WORTH_A_PRICE * held[0.0]:
                     return
                 weight = math.sqrt(below * above) if below else above / 4
-            lean = _solve_lean(priced.selection, free, weight, self.builder.options)
+            lean = solve_lean(priced.selection, free, weight, self.builder.options)
             if lean.choice is None:
                 return
             costs = self._add(priced, kind, number, lean, f"lean{weight:.2g}")
@@ -443,18 +444,6 @@ def _examples(classes: Sequence[int], layer_of: Sequence[tuple[int, int]]) -> li
     """Return the layers, those in the middle of a run first: they stand for its every layer."""
     inside = [k for k, stands in enumerate(layer_of) if stands != (k, k)]
     return inside + [k for k in range(len(classes)) if k not in set(inside)]
-
-
-def _solve_lean(
-    selection: Selection, first: ShardingSolution, weight: float, options: Options
-) -> ShardingSolution:
-    """Return the solution where memory has a price: `weight` times all seconds for all bytes."""
-    assert first.choice is not None and first.objective is not None
-    peak = selection.memory.peak(first.choice)
-    row, _ = selection.memory.row(peak.time)
-    price = weight * first.objective / max(peak.total, 1.0)
-    problem = selection.problem
-    return solve(evolve(problem, node_cost=problem.node_cost + price * row), options)
 
 
 def menu_of(

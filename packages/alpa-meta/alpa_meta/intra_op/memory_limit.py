@@ -25,8 +25,9 @@ from alpa_meta.options import Options
 
 ROUNDS = 12  # of adding a time or reserving more; few are ever needed
 PRICING_SHARE = 0.3  # of the time, at most, for prices
-# Without a time, work is counted in table entries, of which a sweep visits each: about 10 s of
-# search and as many of prices, as `solver_seconds=30` gave the largest problems of the corpus.
+# Without a time, work is counted in table entries, of which a sweep visits each. The numbers are
+# estimates, not fitted: small problems are proven long before, and gpt large on 8x8 devices with
+# 70 GB takes 17 CPU s with them (`benchmarks/planning_time.py --model gpt --memory 70e9`).
 SWEPT_ENTRIES, PRICED_ENTRIES = 4e7, 3e7
 MOST_ROUNDS, LEAST_ROUNDS = 60, 3
 
