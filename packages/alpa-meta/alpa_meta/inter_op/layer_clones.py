@@ -25,8 +25,8 @@ layers of GPTs from 350M to 39B, whose heads are 64 or 128 wide, the mean is fro
 class LayerClones:
     """One layer's forward equations, cloned as its backward pass comes to read their results.
 
-    `kept` are values that are not to be redone; `given` is what the clones read from outside, from
-    behind a barrier if there is to be one.
+    `kept` are values that are not to be redone; `redone` are the positions of the equations that
+    are, `given` is what the clones read from outside, from behind a barrier if there is to be one.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class LayerClones:
             dear = _dear([self._eqns[k] for k in redone])
             self._producer = {v: k for v, k in self._producer.items() if v not in dear}
             redone = self._needed(read)
+        self.redone = tuple(sorted(redone))
         made = {var for k in redone for var in self._eqns[k].outvars}
-        operands = (atom for k in sorted(redone) for atom in _read(self._eqns[k]))
+        operands = (atom for k in self.redone for atom in _read(self._eqns[k]))
         self.given = tuple(dict.fromkeys(atom for atom in operands if atom not in made))
         self._cotangent = self._last_cotangent(places)
         self._begun = not barrier
@@ -81,6 +82,18 @@ class LayerClones:
                 if var in self._producer:
                     self._inside[var] = self._outside[var] = result
         return found
+
+    def lifetimes(self) -> dict[Var, tuple[int, int]]:
+        """Return, for each result that is made again, the positions of the backward equations that
+        are the first to need it and the last to read it."""
+        begins: dict[int, int] = {}
+        ends: dict[Var, int] = {}
+        for k in self._backward:
+            new = self._needed(_read(self._eqns[k]), begins)
+            begins.update(dict.fromkeys(new, k))
+            read = [*_read(self._eqns[k]), *(v for one in new for v in _read(self._eqns[one]))]
+            ends.update((var, k) for var in read if var in self._producer)
+        return {var: (begins[self._producer[var]], stop) for var, stop in ends.items()}
 
     def reading(self, eqn: JaxprEqn) -> JaxprEqn:
         """Return an equation of the backward pass as a reader of the clones."""

@@ -20,7 +20,7 @@ layers keep is not redone, and effects happen once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from attrs import evolve
 
@@ -68,13 +68,7 @@ def recomputed(layering: Layering, choice: Mapping[int, str], program: Program) 
             layering = with_recomputed_scan(layering, scan, layer, kind == "selective", results)
         for scan in layer_scans(layering, layer, stacked):
             in_scans.update(scan.outvars)
-    again: dict[int, LayerClones] = {}
-    held = _read_by(layering)
-    for layer in sorted(chosen, reverse=True):  # a layer keeps what those behind it were given
-        kept = in_scans.union(var for var, readers in held.items() if readers - {layer})
-        again[layer] = LayerClones(layering, layer, chosen[layer] == "selective", kept)
-        for var in again[layer].given:
-            held.setdefault(var, set()).add(layer)
+    again = _clones(layering, chosen, in_scans)
     eqns: list[JaxprEqn] = []
     phases: list[str] = []
     layers: list[int | None] = []
@@ -93,6 +87,29 @@ def recomputed(layering: Layering, choice: Mapping[int, str], program: Program) 
         layers=tuple(layers),
         recomputation=tuple(choice.get(layer, "none") for layer in range(layering.num_layers)),
     )
+
+
+def clones_of_layers(
+    eqns: Sequence[JaxprEqn], phases: Sequence[str], layers: Sequence[int | None], kind: str
+) -> dict[int, LayerClones]:
+    """Return what each layer's backward pass would run again if all of them were of one `kind`."""
+    present = sorted({layer for layer in layers if layer is not None})
+    layering = Layering(tuple(eqns), tuple(phases), tuple(layers), len(present), (), ())
+    return _clones(layering, dict.fromkeys(present, kind), frozenset())
+
+
+def _clones(
+    layering: Layering, chosen: Mapping[int, str], kept: Collection[Var]
+) -> dict[int, LayerClones]:
+    again: dict[int, LayerClones] = {}
+    held = _read_by(layering)
+    for layer in sorted(chosen, reverse=True):  # a layer keeps what those behind it were given
+        others = (var for var, readers in held.items() if readers - {layer})
+        spared = {*kept, *others}
+        again[layer] = LayerClones(layering, layer, chosen[layer] == "selective", spared)
+        for var in again[layer].given:
+            held.setdefault(var, set()).add(layer)
+    return again
 
 
 def _read_by(layering: Layering) -> dict[Var, set[int | None]]:

@@ -7,10 +7,10 @@ What an equation is given is elsewhere: an operand to follow (`light_equations`)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Atom, JaxprEqn, Var, is_drop, shape_of
@@ -24,11 +24,13 @@ from alpa_meta.intra_op.bucketed_traffic import (
 )
 from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
 from alpa_meta.intra_op.equation_facts import facts_of
+from alpa_meta.intra_op.equation_seconds import EquationSeconds
 from alpa_meta.intra_op.light_equations import following_strategies, leading_operand
 from alpa_meta.intra_op.liveness import KINDS, Span, Timeline
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
-from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.mesh_costs import Conversion, MeshCosts
 from alpa_meta.intra_op.operator_seconds import operator_seconds
+from alpa_meta.intra_op.other_sizes import others_of
 from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
 from alpa_meta.intra_op.regions import barrier_record, region_record
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
@@ -42,41 +44,48 @@ from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
 from ilp_sharding.problem_builder import ProblemBuilder
 
+Priced = tuple[np.ndarray, ...]
+"""Seconds per step at the size that a problem is built at, then at the others it is priced at."""
+
 
 @frozen(eq=False)
 class _Operator:
-    """What an operator chooses from; `seconds` per step and strategy."""
+    """What an operator chooses from; `seconds` per strategy."""
 
     rule: ShardingRule | None
     leader: int | None
     node: int
     strategies: tuple[Strategy, ...]
-    seconds: np.ndarray
+    seconds: Priced
     late: bool  # sums that it completes travel in buckets
     partial: bool  # sums may be left to be completed
 
 
 class Builder:
-    """Walks equations and fills a `ProblemBuilder`."""
+    """Walks equations and fills a `ProblemBuilder`; `others` are the same ones at other sizes."""
 
-    def __init__(self, costs: MeshCosts, stage: StageEqns) -> None:
+    def __init__(
+        self, costs: MeshCosts, stage: StageEqns, others: tuple[StageEqns, ...] = ()
+    ) -> None:
         self.costs = costs
         self.stage = stage
+        self._others = others_of(stage, others)
+        self._ratios = [other.num_microbatches / stage.num_microbatches for other in others]
         self.problem = ProblemBuilder()
         self.sources: dict[Atom, Source] = {}
-        self._eqn_costs: list[tuple[int, int, np.ndarray]] = []
-        self._eqn_edges: list[tuple[int, int, int, np.ndarray]] = []
+        self._eqn_costs: list[tuple[int, int, Priced]] = []
+        self._eqn_edges: list[tuple[int, int, int, Priced]] = []
         self._position = 0
         self.partial = may_stay_partial(stage)
         self._order: dict[Var, int] = {}
         self._spread: set[Var] = set()
         self._operators: dict[Hashable, _Operator] = {}
-        self._matrices: dict[tuple[int, float], np.ndarray] = {}
+        self._matrices: dict[Hashable, Priced] = {}
         self._state_nodes: set[int] = set()
         self._fixed = self.problem.node("fixed", "fixed", ["replicated"])
         self._choices: dict[int, Sequence[ShardingSpec | Strategy]] = {}
         self._constants: list[tuple[Source, int, int]] = []  # with their kind and count
-        self._copies: list[tuple[int, int, int, int, np.ndarray]] = []
+        self._copies: list[Copy] = []
         self._copy_of: dict[Var, int] = {}  # what is read for several: its place in the copies
         self.timeline = Timeline(apart=bool(stage.kept))
         self.times: list[int] = []  # at which each equation begins
@@ -127,9 +136,13 @@ class Builder:
         """Return the memory of the equations walked over, over time."""
         last = self.timeline.now + 1
         spans = [Span(source, 0, last, kind, count) for source, kind, count in self._constants]
-        copies = [Copy(*copy) for copy in self._copies]
         return MemoryProfile(
-            [*spans, *self.timeline.spans()], copies, self.costs.mesh, num_strategies, last
+            [*spans, *self.timeline.spans()],
+            self._copies,
+            self.costs.mesh,
+            num_strategies,
+            last,
+            len(self._ratios),
         )
 
     def _input(self, var: Var, key: Hashable | None) -> None:
@@ -150,8 +163,7 @@ class Builder:
     def _keep_others(self, source: Source, copies: int) -> None:
         """Count a value that `copies` other microbatches keep at the same time."""
         if copies > 0:
-            kept = Source(source.node, source.specs, source.shape, source.bytes * copies)
-            self._constants.append((kept, KINDS.index("activations"), self._times))
+            self._constants.append((source.times(copies), KINDS.index("activations"), self._times))
 
     def _pin(self, source: Source, pinned: Pin) -> None:
         """Forbid the strategies under which a value is not as pinned."""
@@ -167,10 +179,9 @@ class Builder:
         shape = shape_of(var)
         layouts = self.costs.layouts
         specs = layouts.summed_specs(shape) if summed else layouts.specs(shape)
-        if len(specs) == 1:
-            return self._fixed, Source(self._fixed, specs, shape, tensor_bytes(var))
-        node = self._node(key, name, specs)
-        return node, Source(node, specs, shape, tensor_bytes(var))
+        node = self._fixed if len(specs) == 1 else self._node(key, name, specs)
+        other = tuple(map(tensor_bytes, self._others.values.get(var, ())))
+        return node, Source(node, specs, shape, tensor_bytes(var), other)
 
     def _node(
         self, key: Hashable, name: str, choices: tuple[ShardingSpec, ...] | tuple[Strategy, ...]
@@ -199,15 +210,21 @@ class Builder:
         """Note that what a loop reads, and what was converted for it, lived until its end."""
         self.timeline.hold(read)
         for number in range(len(self._copies) - 1, -1, -1):
-            if self._copies[number][0] < began:
+            if self._copies[number].start < began:
                 break
-            if self._copies[number][0] == began:
+            if self._copies[number].start == began:
                 self._hold_copy(number)
+
+    def _copy(self, source: Source, node: int, bytes: np.ndarray) -> None:
+        """Note a converted copy of a value for the equation walked over."""
+        assert source.node is not None
+        now = self.timeline.now
+        ratios = tuple([size / max(source.bytes, 1.0) for size in source.other_bytes])
+        self._copies.append(Copy(now, now + 1, source.node, node, bytes, ratios))
 
     def _hold_copy(self, number: int) -> None:
         """Note that a converted copy lives until now."""
-        start, _, first, second, sizes = self._copies[number]
-        self._copies[number] = (start, self.timeline.now + 1, first, second, sizes)
+        self._copies[number] = evolve(self._copies[number], stop=self.timeline.now + 1)
 
     def equation(
         self,
@@ -256,7 +273,7 @@ class Builder:
             self._keep_others(source, stage.num_delayed)
         if var in stage.accumulated and stage.num_microbatches > 1:
             size = max(source.bytes, 4.0 * math.prod(source.shape))
-            widened = Source(source.node, source.specs, source.shape, size)
+            widened = source.times(size / max(source.bytes, 1.0))
             self._constants.append((widened, KINDS.index("gradients"), self._times))
 
     def _read(self, reads: Sequence[Var], scope: Mapping[Atom, Source], phase: str) -> list[Source]:
@@ -293,10 +310,13 @@ class Builder:
             self._copy_of.pop(eqn.outvars[0], None)  # a body may be walked over more than once
             if len(self._copies) > num_copies:
                 self._copy_of[eqn.outvars[0]] = num_copies
+        twins = [facts_of(twin).results for twin in self._others.eqns.get(id(eqn), ())]
         outputs = tuple(
             [
-                Source(node, specs, dims, size)
-                for specs, (dims, size) in zip(columns.results, shape.results, strict=True)
+                Source(node, specs, dims, size, tuple([results[number][1] for results in twins]))
+                for number, (specs, (dims, size)) in enumerate(
+                    zip(columns.results, shape.results, strict=True)
+                )
             ]
         )
         if leader is None and len(outputs) == 1 and found.partial:
@@ -333,11 +353,19 @@ class Builder:
             else:
                 node = self._node(key, eqn.primitive.name, strategies)
             assert node is not None
-            seconds = weight * operator_seconds(self.costs, eqn, rule, strategies, late, together)
+            seconds = [weight * operator_seconds(self.costs, eqn, rule, strategies, late, together)]
+            twins = self._others.eqns.get(id(eqn), ())
+            for twin, times in zip(twins, self._weights(weight), strict=False):
+                priced = operator_seconds(self.costs, twin, rule, strategies, late, together)
+                seconds.append(times * priced)
             partial = self.costs.layouts.leaves_sums(number(strategies))
-            known = _Operator(rule, leader, node, strategies, seconds, late, partial)
+            known = _Operator(rule, leader, node, strategies, tuple(seconds), late, partial)
             self._operators[alike] = known
         return known
+
+    def _weights(self, weight: float) -> list[float]:
+        """Return how often what runs `weight` times a step runs at the other sizes."""
+        return [weight if self._phase == "update" else weight * one for one in self._ratios]
 
     def _leader(
         self, eqn: JaxprEqn, rule: ShardingRule | None, scope: dict[Atom, Source], phase: str
@@ -389,31 +417,32 @@ class Builder:
         """Return the source of a result, `var`, after its partial sums were completed."""
         allowed = var in self.partial
         late = self._phase == "update" or var in self.late
-        finals, matrix = completions(self.costs, natural, allowed, late)
+        finals, matrix, *others = completions(self.costs, natural, allowed, late)
         node = self._node((key, allowed), "sum", finals)
         if late:
             self.traffic.sums(self._phase, weight, natural, node, finals, self._times)
             assert natural.node is not None
 
             def priced(costs: MeshCosts) -> np.ndarray:
-                return completions(costs, natural, allowed, late)[1]
+                found: np.ndarray = completions(costs, natural, allowed, late)[1]
+                return found
 
             self.traffic.surcharge(
                 self._phase, weight, natural.node, node, matrix, priced, self._times
             )
-        self._add_edge(natural.node, node, matrix * weight, self._times)
-        return Source(node, finals, natural.shape, natural.bytes)
+        weighted = zip([matrix, *others], [weight, *self._weights(weight)], strict=True)
+        self._add_edge(natural.node, node, tuple([m * w for m, w in weighted]), self._times)
+        return evolve(natural, node=node, specs=finals)
 
     def hold_completion(self, natural: Source, completed: Source) -> None:
         """Count sums that leave a region beside what they are completed from, while they are."""
-        now = self.timeline.now
         self.timeline.hold([natural])
         assert natural.node is not None and completed.node is not None
         mesh = self.costs.mesh
         parts = [mesh.size(tuple(a for dim in s.dims for a in dim)) for s in completed.specs]
         sends = [[before != after for after in completed.specs] for before in natural.specs]
         copied = np.array(sends) * (natural.bytes / np.array(parts))
-        self._copies.append((now, now + 1, natural.node, completed.node, copied))
+        self._copy(natural, completed.node, copied)
 
     def _is_late(self, eqn: JaxprEqn) -> bool:
         """Return whether sums that `eqn` completes itself travel in buckets."""
@@ -458,16 +487,36 @@ class Builder:
             source.shape, source.bytes, source.specs, wanted, in_buckets, source.node == node
         )
         if found.seconds is not None:
-            matrix = self._matrices.get((id(found), weight))
-            if matrix is None:
-                matrix = self._matrices[id(found), weight] = weight * found.seconds
             times = self._read_times.get(id(source), self._times)
-            self._add_edge(source.node, node, matrix, times)
+            self._add_edge(
+                source.node, node, self._weighted(found, source, wanted, weight, in_buckets), times
+            )
             if in_buckets:
                 self._note_conversion(source, node, wanted, weight, found.seconds, times)
         if found.copied is not None:
-            now = self.timeline.now
-            self._copies.append((now, now + 1, source.node, node, found.copied))
+            self._copy(source, node, found.copied)
+
+    def _weighted(
+        self,
+        found: Conversion,
+        source: Source,
+        wanted: tuple[ShardingSpec, ...],
+        weight: float,
+        in_buckets: bool,
+    ) -> Priced:
+        """Return the seconds per step of a conversion, remembered."""
+        assert found.seconds is not None
+        key = (id(found), weight, source.other_bytes, self._phase == "update")
+        known = self._matrices.get(key)
+        if known is None:
+            matrices = [weight * found.seconds]
+            for size, times in zip(source.other_bytes, self._weights(weight), strict=True):
+                priced = self.costs.conversion_seconds(
+                    source.shape, size, source.specs, wanted, in_buckets
+                )
+                matrices.append(times * priced)
+            known = self._matrices[key] = tuple(matrices)
+        return known
 
     def _note_conversion(
         self,
@@ -489,34 +538,17 @@ class Builder:
 
         self.traffic.surcharge(self._phase, weight, source.node, node, seconds, priced, times)
 
-    def _add_edge(self, first: int | None, second: int, matrix: np.ndarray, times: int) -> None:
+    def _add_edge(self, first: int | None, second: int, matrices: Priced, times: int) -> None:
         assert first is not None
+        matrix = matrices[0]
         self.problem.add_edge(first, second, matrix if times == 1 else times * matrix)
-        self._eqn_edges.append((self._position, first, second, matrix))
+        self._eqn_edges.append((self._position, first, second, matrices))
 
-    def _add_cost(self, node: int, cost: np.ndarray) -> None:
+    def _add_cost(self, node: int, costs: Priced) -> None:
+        cost = costs[0]
         self.problem.add_cost(node, cost if self._times == 1 else self._times * cost)
-        self._eqn_costs.append((self._position, node, cost))
+        self._eqn_costs.append((self._position, node, costs))
 
-    def costs_by_equation(
-        self, count: int
-    ) -> tuple[Callable[[Sequence[int]], np.ndarray], Callable[[], np.ndarray]]:
-        """Return functions for [equations] seconds per step: under a choice, and at the very
-        least."""
-        costs, edges = self._eqn_costs, self._eqn_edges
-
-        def by_equation(choice: Sequence[int]) -> np.ndarray:
-            seconds = np.zeros(count)
-            for position, node, cost in costs:
-                seconds[position] += cost[choice[node]]
-            for position, first, second, matrix in edges:
-                seconds[position] += matrix[choice[first], choice[second]]
-            return seconds
-
-        def least() -> np.ndarray:
-            seconds = np.zeros(count)
-            for position, _, cost in costs:
-                seconds[position] += cost.min()
-            return seconds
-
-        return by_equation, least
+    def equation_seconds(self, count: int) -> EquationSeconds:
+        """Return the seconds of the `count` equations walked over, under any choice."""
+        return EquationSeconds(count, 1 + len(self._ratios), self._eqn_costs, self._eqn_edges)

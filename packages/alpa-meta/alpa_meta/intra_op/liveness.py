@@ -178,7 +178,7 @@ class Timeline:
         """Note that a value is written over an input: it takes no memory of its own."""
         value = self._of.get(id(source))
         if value is not None:
-            value.source = Source(source.node, source.specs, source.shape, 0.0)
+            value.source = source.times(0.0)
 
     def spans(self) -> list[Span]:
         """Return when each value that is held in memory lives, kept state apart."""
@@ -250,8 +250,8 @@ class Timeline:
 def _window_positions(gradient: Source) -> Source:
     """Return what XLA computes on GPUs before it scatters the gradient of a window's extreme: the
     extremes and an int32 position per dim."""
-    size = gradient.bytes + 4.0 * math.prod(gradient.shape) * len(gradient.shape)
-    return Source(gradient.node, gradient.specs, gradient.shape, size)
+    positions = 4.0 * math.prod(gradient.shape) * len(gradient.shape)
+    return gradient.times(1.0 + positions / max(gradient.bytes, 1.0))
 
 
 def _kind(value: _Value) -> int:

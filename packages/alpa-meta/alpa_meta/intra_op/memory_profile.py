@@ -24,13 +24,17 @@ LEAST_COPY = 1e-3  # of the limit, from which a converted copy is part of a limi
 
 @frozen(eq=False)
 class Copy:
-    """A converted copy that lives over [start, stop): `bytes` [strategies of first, of second]."""
+    """A converted copy that lives over [start, stop): `bytes` [strategies of first, of second].
+
+    `ratios`: how many times as many bytes it takes at each of the other sizes.
+    """
 
     start: int
     stop: int
     first: int
     second: int
     bytes: np.ndarray
+    ratios: tuple[float, ...] = ()
 
 
 @frozen
@@ -60,12 +64,24 @@ class MemoryProfile:
         mesh: LogicalMesh,
         num_strategies: Sequence[int],
         num_times: int,
+        num_others: int = 0,
     ) -> None:
+        """`num_others`: how many other sizes the bytes of the values are known at."""
         self.num_times = num_times
         self._counts = np.array([*num_strategies, 1], dtype=np.int64)
         self._copies = tuple(copies)
-        tables: list[np.ndarray] = []
-        places: dict[tuple[int, float], int] = {}
+        self._copy_table = np.concatenate([copy.bytes.ravel() for copy in copies] or [np.zeros(1)])
+        sizes = np.array([copy.bytes.size for copy in copies], dtype=np.int64)
+        self._copy_place = np.cumsum(sizes) - sizes
+        self._copy_at = np.array(
+            [(c.first, c.second, c.bytes.shape[1], c.start, c.stop) for c in copies], dtype=np.int64
+        ).reshape(-1, 5)
+        others = [copy.ratios or (1.0,) * num_others for copy in copies]
+        self._copy_ratio = np.array([(1.0, *ratios) for ratios in others]).reshape(
+            -1, 1 + num_others
+        )
+        tables: list[list[np.ndarray]] = [[] for _ in range(1 + num_others)]
+        places: dict[tuple[int, tuple[float, ...]], int] = {}
         fractions: dict[int, np.ndarray] = {}
         length = 0
         fixed = len(num_strategies)
@@ -73,37 +89,47 @@ class MemoryProfile:
         for span in spans:
             source = span.source
             kept = id(source.specs)
-            size = span.count * source.bytes
+            every = (source.bytes, *(source.other_bytes or num_others * (source.bytes,)))
+            size = tuple([span.count * one for one in every])
             if (kept, size) not in places:
                 if kept not in fractions:
-                    sizes = [mesh.size(tuple(a for d in s.dims for a in d)) for s in source.specs]
-                    fractions[kept] = 1.0 / np.array(sizes, dtype=float)
-                tables.append(size * fractions[kept])
+                    parts = [mesh.size(tuple(a for d in s.dims for a in d)) for s in source.specs]
+                    fractions[kept] = 1.0 / np.array(parts, dtype=float)
+                for table, one in zip(tables, size, strict=True):
+                    table.append(one * fractions[kept])
                 places[kept, size] = length
                 length += len(source.specs)
             offset.append(places[kept, size])
             node.append(fixed if source.node is None else source.node)
         self._spans = tuple(spans)  # keeps the specs alive, whose ids are used above
-        self._table = np.concatenate(tables) if tables else np.zeros(0)
+        self._tables = tuple(np.concatenate([*table, np.zeros(0)]) for table in tables)
+        self._table = self._tables[0]
         self._node = np.array(node, dtype=np.int64)
         self._offset = np.array(offset, dtype=np.int64)
         self._start = np.array([span.start for span in spans], dtype=np.int64)
         self._stop = np.array([span.stop for span in spans], dtype=np.int64)
         self._kind = np.array([span.kind for span in spans], dtype=np.int64)
 
-    def usage(self, choice: Sequence[int]) -> np.ndarray:
-        """Return [kinds, times] bytes per device under a choice; copies are temporaries."""
-        held = self._held(choice)
-        changes = np.zeros((len(KINDS), self.num_times + 1))
-        np.add.at(changes, (self._kind, self._start), held)
-        np.add.at(changes, (self._kind, np.minimum(self._stop, self.num_times)), -held)
-        usage: np.ndarray = np.cumsum(changes, axis=1)[:, :-1]
-        usage[KINDS.index("temporaries")] += self._copied(choice)
+    def usage(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
+        """Return [kinds, times] bytes per device under a choice; copies are temporaries.
+
+        `size`: 0 is that of the problem, then come the others.
+        """
+        held, times = self._held(choice, size), self.num_times + 1
+        row = self._kind * times
+        begins = np.bincount(row + self._start, held, len(KINDS) * times)
+        ends = np.bincount(row + np.minimum(self._stop, times - 1), held, len(KINDS) * times)
+        usage: np.ndarray = np.cumsum((begins - ends).reshape(len(KINDS), -1), axis=1)[:, :-1]
+        usage[KINDS.index("temporaries")] += self._copied(choice, size)
         return usage
 
     def peak(self, choice: Sequence[int]) -> Peak:
         """Return where and what the most memory is under a choice."""
-        usage = self.usage(choice)
+        return self.peak_of(self.usage(choice))
+
+    @staticmethod
+    def peak_of(usage: np.ndarray) -> Peak:
+        """Return where and what the most memory is, of [kinds, times] bytes."""
         time = int(np.argmax(usage.sum(axis=0)))
         return Peak(time, tuple(float(part) for part in usage[:, time]))
 
@@ -132,18 +158,18 @@ class MemoryProfile:
             if start < stop and copy.first != copy.second and copy.bytes.max() >= least:
                 yield copy, start, stop
 
-    def _held(self, choice: Sequence[int]) -> np.ndarray:
+    def _held(self, choice: Sequence[int], size: int) -> np.ndarray:
         chosen = np.array([*choice, 0], dtype=np.int64)
-        held: np.ndarray = self._table[self._offset + chosen[self._node]]
+        held: np.ndarray = self._tables[size][self._offset + chosen[self._node]]
         return held
 
-    def _copied(self, choice: Sequence[int]) -> np.ndarray:
-        changes = np.zeros(self.num_times + 1)
-        for copy in self._copies:
-            size = copy.bytes[choice[copy.first], choice[copy.second]]
-            if size:
-                changes[copy.start] += size
-                changes[min(copy.stop, self.num_times)] -= size
+    def _copied(self, choice: Sequence[int], size: int) -> np.ndarray:
+        first, second, width, start, stop = self._copy_at.T
+        chosen, times = np.array([*choice, 0], dtype=np.int64), self.num_times + 1
+        sizes = self._copy_table[self._copy_place + chosen[first] * width + chosen[second]]
+        sizes = sizes * self._copy_ratio[:, size]
+        changes = np.bincount(start, sizes, times)
+        changes -= np.bincount(np.minimum(stop, times - 1), sizes, times)
         copied: np.ndarray = np.cumsum(changes)[:-1]
         return copied
 

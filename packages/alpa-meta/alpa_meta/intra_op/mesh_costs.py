@@ -32,9 +32,7 @@ class MeshCosts:
     model: CostModel
     host_group: int = 0
     while_trips: int = 8  # assumed trips of a while loop, whose true number is not known
-    completed: dict[Hashable, tuple[tuple[ShardingSpec, ...], np.ndarray]] = field(
-        factory=dict, repr=False
-    )
+    completed: dict[Hashable, tuple[Any, ...]] = field(factory=dict, repr=False)
     operators: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
     _matrices: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
     _scaled: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
@@ -83,6 +81,10 @@ class MeshCosts:
     def columns(self, strategies: tuple[Strategy, ...]) -> Columns:
         """Return the specs of an operator's operands and results under its strategies."""
         return self.layouts.columns(self.number(strategies))
+
+    def parts(self, specs: tuple[ShardingSpec, ...]) -> np.ndarray:
+        """Return [specs] over how many devices each shards a tensor."""
+        return self.layouts.parts(self.number(specs))
 
     def number(self, value: Hashable) -> int:
         """Return the number of a value (`Layouts`); objects seen before are not compared.

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from alpa_interchange import ShardingSpec
 from alpa_meta.compat import (
     Jaxpr,
     JaxprEqn,
@@ -99,23 +98,25 @@ def _reaching(
     return frozenset(allowed - blocked)
 
 
-def completions(
-    costs: MeshCosts, natural: Source, allowed: bool, late: bool
-) -> tuple[tuple[ShardingSpec, ...], np.ndarray]:
-    """Return the specs sums can be completed in, and [natural, completed] seconds, remembered.
+def completions(costs: MeshCosts, natural: Source, allowed: bool, late: bool) -> tuple[Any, ...]:
+    """Return the specs sums can be completed in, and [natural, completed] seconds, remembered, at
+    its own size and at others.
 
     `allowed` sums may also stay partial; `late` ones travel in buckets.
     """
     number = costs.number(natural.specs)
-    key = (number, natural.shape, natural.bytes, allowed, late)
+    key = (number, natural.shape, natural.bytes, natural.other_bytes, allowed, late)
     known = costs.completed.get(key)
     if known is None:
         found = costs.layouts.completions(number, natural.shape, allowed)
-        matrix = np.full((len(natural.specs), len(found.finals)), math.inf)
-        for row, column, steps in found.steps:
-            matrix[row, column] = sum(
-                costs.collective_seconds(kind, natural.bytes / parts, axes, in_buckets=late)
-                for kind, parts, axes in steps
-            )
-        known = costs.completed[key] = (found.finals, matrix)
+        matrices = []
+        for size in (natural.bytes, *natural.other_bytes):
+            matrix = np.full((len(natural.specs), len(found.finals)), math.inf)
+            for row, column, steps in found.steps:
+                matrix[row, column] = sum(
+                    costs.collective_seconds(kind, size / parts, axes, in_buckets=late)
+                    for kind, parts, axes in steps
+                )
+            matrices.append(matrix)
+        known = costs.completed[key] = (found.finals, *matrices)
     return known

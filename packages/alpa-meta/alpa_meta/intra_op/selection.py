@@ -20,9 +20,8 @@ the problem (`memory_limit`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 from attrs import evolve, frozen
 
 from alpa_interchange import ShardingProblem, ShardingSpec, Strategy
@@ -30,6 +29,7 @@ from alpa_meta.compat import Atom, shape_of
 from alpa_meta.intra_op.bucketed_traffic import BucketedTraffic
 from alpa_meta.intra_op.builder import Builder
 from alpa_meta.intra_op.coarse_solution import Classes
+from alpa_meta.intra_op.equation_seconds import EquationSeconds
 from alpa_meta.intra_op.memory_profile import MemoryProfile
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
@@ -45,8 +45,7 @@ class Selection:
     records: Sequence[Record]
     stage: StageEqns
     costs: MeshCosts
-    node_layer_cost: Callable[[Sequence[int]], np.ndarray]
-    least_cost: Callable[[], np.ndarray]
+    seconds: EquationSeconds
     traffic: BucketedTraffic
     memory: MemoryProfile
     times: Sequence[int]  # of the memory, at which each equation begins
@@ -64,21 +63,25 @@ class Selection:
         return _chosen(self.records[position], choice)
 
 
-def build(stage: StageEqns, costs: MeshCosts, name: str) -> Selection:
-    """Return the selection problem of a stage on a mesh."""
-    builder = Builder(costs, stage)
+def build(
+    stage: StageEqns, costs: MeshCosts, name: str, others: tuple[StageEqns, ...] = ()
+) -> Selection:
+    """Return the selection problem of a stage on a mesh.
+
+    `others` are the same equations at other sizes, at which choices are priced too
+    (`other_sizes`).
+    """
+    builder = Builder(costs, stage, others)
     records = builder.eqns()
     problem = builder.problem.build(name)
     memory = builder.memory(problem.num_strategies.tolist())
-    by_equation, least = builder.costs_by_equation(len(records))
     return Selection(
         problem,
         builder.sources,
         records,
         stage,
         costs,
-        by_equation,
-        least,
+        builder.equation_seconds(len(records)),
         builder.traffic,
         memory,
         tuple(builder.times),

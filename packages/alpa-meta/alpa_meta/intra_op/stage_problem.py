@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.compat import Jaxpr, JaxprEqn, Var, is_drop
@@ -16,17 +16,26 @@ from alpa_meta.spmd import stacked
 @frozen(eq=False)
 class Source:
     """Where a value comes from: a node, and the value's spec under each of the node's
-    strategies."""
+    strategies.
+
+    `other_bytes` are its bytes at the other sizes that the problem is priced at.
+    """
 
     node: int | None  # None: replicated constants
     specs: tuple[ShardingSpec, ...]
     shape: tuple[int, ...]
     bytes: float
+    other_bytes: tuple[float, ...] = ()
 
     def stacked(self, length: int) -> Source:
         """Return the source of `length` of these values stacked along a new leading dim."""
         specs = tuple(map(stacked, self.specs))
-        return Source(self.node, specs, (length, *self.shape), self.bytes * length)
+        return evolve(self.times(length), specs=specs, shape=(length, *self.shape))
+
+    def times(self, factor: float) -> Source:
+        """Return the source of a value of `factor` times as many bytes."""
+        other = tuple([factor * size for size in self.other_bytes])
+        return Source(self.node, self.specs, self.shape, factor * self.bytes, other)
 
 
 @define(eq=False)

@@ -28,8 +28,10 @@ from alpa_interchange.menu import (
     JointProblem,
     LayerMenu,
 )
-from alpa_meta.inter_op.layer_menu import MenuBuilder, Sized, menu_of, menu_sizes
+from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
+from alpa_meta.inter_op.mesh_rows import Sized
 from alpa_meta.inter_op.meshes import device_groups, usable_memory
+from alpa_meta.operators.regions import is_scan
 from alpa_meta.options import Options
 from alpa_meta.planning.microbatch_counts import refusal
 from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
@@ -168,7 +170,7 @@ def sized_programs(
         if options.num_microbatches is None and refusal(step, count, options):
             continue
         program = step.program(count)
-        for kind in ("none",) if options.recompute else RECOMPUTATIONS:
+        for kind in _kinds(program, options):
             chosen = options if options.recompute else evolve(options, recompute=kind)
             found = outlook_in_pieces(program, chosen, cluster, like=like) or outlook_of(
                 program, chosen, cluster, like=like
@@ -179,3 +181,11 @@ def sized_programs(
             if outlook.window.classes == base.classes:
                 sized.setdefault(kind, []).append(Sized(size, kind, outlook))
     return sized or None
+
+
+def _kinds(program: Program, options: Options) -> tuple[str, ...]:
+    """Return the kinds of recomputation that need programs of their own: where layers lie inside a
+    scan. Of others the menu derives what they cost.
+    """
+    free = options.recompute is None
+    return RECOMPUTATIONS if free and any(map(is_scan, program.jaxpr.eqns)) else ("none",)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_meta.inter_op.layer_boundaries import boundaries
-from alpa_meta.inter_op.layer_menu import MenuBuilder, Sized, menu_of, menu_sizes
+from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
+from alpa_meta.inter_op.mesh_rows import Sized
 from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
 from alpa_meta.options import Options
 from alpa_meta.planning.outlooks import outlook_of

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from alpa_meta.inter_op.candidates import microbatch_counts
+from alpa_meta.inter_op.layer_costs import solved_costs
 from alpa_meta.inter_op.layering import assign_layers
 from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
-from alpa_meta.inter_op.stage_selection import boundary_bytes, solved_costs, stage_scope
+from alpa_meta.inter_op.stage_selection import boundary_bytes, stage_scope
 from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build

@@ -7,8 +7,9 @@ import pytest
 
 from alpa_meta.compat import Literal
 from alpa_meta.corpus import build as corpus_model
+from alpa_meta.inter_op.layer_costs import solved_costs
 from alpa_meta.inter_op.meshes import AXIS_NAMES, whole_cluster
-from alpa_meta.inter_op.stage_selection import solved_costs, stage_scope
+from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.window import Run, repeated_units, window_of
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.mesh_costs import MeshCosts

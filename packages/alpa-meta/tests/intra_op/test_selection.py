@@ -54,9 +54,9 @@ def test_a_choice_costs_what_its_equations_cost():
     random = np.random.default_rng(0)
     others = [random.integers(problem.num_strategies).tolist() for _ in range(5)]
     for choice in (solution.choice, *others):
-        by_equation = selection.node_layer_cost(choice).sum()
+        by_equation = selection.seconds.under(choice).sum()
         assert by_equation == pytest.approx(ilp_sharding.check(problem, choice).cost)
-        assert selection.least_cost().sum() <= by_equation + 1e-12
+        assert selection.seconds.least().sum() <= by_equation + 1e-12
 
 
 def test_inner_layers_of_a_chain_share_their_nodes():

@@ -1,0 +1,342 @@
+"""What a choice of strategies costs and holds, layer by layer.
+
+What a layer takes that recomputes needs no program of its own: its backward pass runs some
+equations of its forward pass once more, under the strategies of the first run, and holds their
+results as temporaries instead of from one pass to the other.               -> LayerCosts.under()
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from attrs import define, field, frozen
+
+from alpa_meta.compat import Literal, Var, is_drop, shape_of
+from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.inter_op.recomputation import clones_of_layers
+from alpa_meta.inter_op.split_backward import by_weight, kept_for_weights
+from alpa_meta.inter_op.stage_selection import StageScope
+from alpa_meta.inter_op.window import Window
+from alpa_meta.intra_op.liveness import KINDS, PHASES
+from alpa_meta.intra_op.memory_profile import Peak
+from alpa_meta.intra_op.selection import Selection
+
+HELD = ("state", "gradients", "activations", "delayed")  # what values are held as
+
+
+@frozen(eq=False)
+class StageCosts:
+    """What a choice of strategies costs, per layer: seconds per step, bytes per device."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    by_weight: np.ndarray  # the part of `backward` that no other layer waits for
+    update: np.ndarray
+    state: np.ndarray
+    gradients: np.ndarray
+    activations: np.ndarray  # of one microbatch
+    delayed: np.ndarray  # what one microbatch keeps besides for a delayed backward by weight
+    transient: np.ndarray  # most temporaries at a time
+    floor: np.ndarray  # [layers, 2] least seconds: microbatches, update
+    peak: Peak  # of all layers together
+
+
+@define(eq=False)
+class _Held:
+    """Values that layers hold: the layer and the bytes of each, whole."""
+
+    values: list[Var] = field(factory=list)
+    layers: list[int] = field(factory=list)
+    sizes: list[float] = field(factory=list)
+
+    def add(self, var: Var, layer: int, size: float | None = None) -> None:
+        self.values.append(var)
+        self.layers.append(layer)
+        self.sizes.append(tensor_bytes(var) if size is None else size)
+
+
+_Gathered = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Of values, on one mesh: nodes, places in a table of fractions, [sizes, values] bytes, layers; and
+the table."""
+
+
+@frozen(eq=False)
+class Redone:
+    """What layers of one kind of recomputation run once more: positions of equations; and which
+    results of the forward pass they keep or make again: positions and numbers of results.
+
+    `lifetimes` [made again, 2]: positions of the first equation that needs it, of the last.
+    """
+
+    equations: np.ndarray
+    kept: tuple[tuple[int, int], ...]
+    made_again: tuple[tuple[int, int], ...]
+    lifetimes: np.ndarray
+
+
+@frozen(eq=False)
+class ScopeFacts:
+    """What the equations of a stage are, whatever the mesh."""
+
+    scope: StageScope
+    phases: np.ndarray  # [equations] in PHASES
+    layers: np.ndarray  # [equations], 0 for those without a layer
+    delayed: np.ndarray  # [equations] whether a split backward runs them later
+
+    @functools.cached_property
+    def held(self) -> dict[str, _Held]:
+        """The values that layers hold, as what."""
+        scope, found = self.scope, {name: _Held() for name in HELD}
+        home = _state_layers(scope)
+        read = (atom for eqn in scope.eqns.eqns for atom in eqn.invars)
+        for var in dict.fromkeys(atom for atom in read if isinstance(atom, Var)):
+            if var in scope.eqns.state:
+                found["state"].add(var, home.get(var, 0))
+        delayed = np.flatnonzero(self.delayed).tolist()
+        kept = kept_for_weights(scope.eqns.eqns, scope.eqns.phases, delayed)
+        for eqn, layer in zip(scope.eqns.eqns, self.layers.tolist(), strict=True):
+            for var in eqn.outvars:
+                if is_drop(var):
+                    continue
+                if var in kept:
+                    found["delayed"].add(var, layer)
+                if var in scope.residuals:
+                    found["activations"].add(var, layer)
+                if var in scope.eqns.accumulated:
+                    widened = max(tensor_bytes(var), 4.0 * math.prod(shape_of(var)))
+                    found["gradients"].add(var, layer, widened)
+        return found
+
+    def redone(self, kind: str) -> Redone:
+        """Return what is run once more where all layers recompute as `kind` says."""
+        eqns = self.scope.eqns
+        clones = clones_of_layers(eqns.eqns, eqns.phases, self.scope.layers, kind)
+        equations = sorted({k for one in clones.values() for k in one.redone})
+        made = {var for k in equations for var in eqns.eqns[k].outvars}
+        given = {var for one in clones.values() for var in one.given}
+        alive = {v: ends for one in clones.values() for v, ends in one.lifetimes().items()}
+        kept, again, lifetimes = [], [], []
+        for k, (eqn, phase) in enumerate(zip(eqns.eqns, eqns.phases, strict=True)):
+            for number, var in enumerate(eqn.outvars if phase == "forward" else ()):
+                residual = var in self.scope.residuals
+                if var in given or residual and var not in made:
+                    kept.append((k, number))
+                elif residual and var in alive:
+                    again.append((k, number))
+                    lifetimes.append(alive[var])
+        positions = np.array(equations, dtype=np.int64)
+        ends = np.array(lifetimes, dtype=np.int64).reshape(-1, 2)
+        return Redone(positions, tuple(kept), tuple(again), ends)
+
+    def held_at(self, places: Sequence[tuple[int, int]]) -> _Held:
+        """Return results, by the position of the equation and their number, as what layers
+        hold."""
+        found = _Held()
+        for k, number in places:
+            found.add(self.scope.eqns.eqns[k].outvars[number], int(self.layers[k]))
+        return found
+
+
+@functools.lru_cache(maxsize=32)  # scopes compare by identity, and are on many meshes
+def facts_of_scope(scope: StageScope) -> ScopeFacts:
+    """Return the facts of a scope, remembered."""
+    eqns = scope.eqns
+    later = scope.by_weight
+    if later is None:  # what it would be where a stage began with any of its layers
+        later = by_weight(eqns.eqns, eqns.phases, scope.layers, scope.boundary_out)
+    delayed = np.zeros(len(eqns.eqns), dtype=bool)
+    delayed[list(later)] = True
+    phases = np.array([PHASES.index(phase) for phase in eqns.phases], dtype=np.int64)
+    layers = np.array([layer or 0 for layer in scope.layers], dtype=np.int64)
+    return ScopeFacts(scope, phases, layers, delayed)
+
+
+@functools.lru_cache(maxsize=64)
+def _redone(facts: ScopeFacts, kind: str) -> Redone:
+    return facts.redone(kind)
+
+
+class LayerCosts:
+    """The costs of a stage's layers on one mesh, under any choice, at its size and at those of
+    `others`.
+
+    Equations without a layer count for layer 0. Of a `window`, layers that it left out cost what
+    those that stand for them do.
+    """
+
+    def __init__(
+        self,
+        scope: StageScope,
+        selection: Selection,
+        num_layers: int,
+        window: Window | None = None,
+        others: Sequence[StageScope] = (),
+    ) -> None:
+        self.selection, self.num_layers = selection, num_layers
+        self.facts = facts_of_scope(scope)
+        self._sizes = (self.facts, *map(facts_of_scope, others))
+        self._forth = self._back = np.arange(num_layers)
+        if window is not None:
+            self._forth, self._back = np.array(window.layer_of).T
+        self._last: tuple[tuple[int, ...], Mapping[str, float]] | None = None
+        self._floors: dict[int, np.ndarray] = {}
+        self._kinds: dict[str, tuple[Redone, _Gathered, _Gathered]] = {}
+        self._bytes = {
+            name: self._gathered([facts.held[name] for facts in self._sizes]) for name in HELD
+        }
+
+    def under(self, choice: Sequence[int], kind: str = "none", size: int = 0) -> StageCosts:
+        """Return the costs of a choice, with layers that recompute as `kind` says.
+
+        `size`: 0 is that of the problem, then come those of the others.
+        """
+        selection, facts, count = self.selection, self.facts, self.num_layers
+        seconds = selection.seconds.under(choice, size)
+        table = np.bincount(
+            facts.phases * count + facts.layers, seconds, len(PHASES) * count
+        ).reshape(len(PHASES), count)
+        for phase, more in self._extra(tuple(choice)).items():
+            runs = 1.0 if phase == "update" else self._ratio(size)
+            table[PHASES.index(phase)] += runs * more / count
+        usage = selection.memory.usage(choice, size)
+        working = self._working(usage[KINDS.index("temporaries")])
+        held = {name: self._summed(self._bytes[name], choice, size) for name in HELD}
+        if kind != "none":
+            redone, made, kept = self._recomputed(kind)
+            again = redone.equations
+            table[1] += np.bincount(facts.layers[again], seconds[again], count)
+            held["activations"] = self._summed(kept, choice, size)
+            working = working + self._alive(redone, self._each(made, choice, size))
+        transient = np.zeros(count)
+        np.maximum.at(transient, facts.layers, working)
+        late = np.bincount(facts.layers[facts.delayed], seconds[facts.delayed], count)
+        back = self._back
+        return StageCosts(
+            table[0][self._forth],
+            table[1][back],
+            late[back],
+            table[2][back],
+            held["state"][back],
+            held["gradients"][back],
+            held["activations"][back],
+            held["delayed"][back],
+            transient[back],
+            self.floors(),
+            selection.memory.peak_of(usage),
+        )
+
+    def floors(self, size: int = 0) -> np.ndarray:
+        """Return [layers, 2] seconds no choice can beat, of the microbatches and of the update.
+
+        Each equation costs at least the least it costs under any of its strategies, without
+        conversions.
+        """
+        if size not in self._floors:
+            updates = self.facts.phases == PHASES.index("update")
+            at = 2 * self.facts.layers + updates
+            least = np.bincount(at, self.selection.seconds.least(size), 2 * self.num_layers)
+            self._floors[size] = least.reshape(-1, 2)[self._back]
+        return self._floors[size]
+
+    def _working(self, temporaries: np.ndarray) -> np.ndarray:
+        """Return [equations] the most temporaries while each runs."""
+        times = self.selection.times
+        return np.maximum.reduceat(temporaries, np.array(times)) if times else np.zeros(0)
+
+    def _alive(self, redone: Redone, sizes: np.ndarray) -> np.ndarray:
+        """Return [equations] the bytes of what was made again and is still read."""
+        count = len(self.facts.layers) + 1
+        begins, ends = redone.lifetimes.T
+        changes = np.bincount(begins, sizes, count) - np.bincount(ends + 1, sizes, count)
+        alive: np.ndarray = np.cumsum(changes)[:-1]
+        return alive
+
+    def _gathered(self, held: Sequence[_Held]) -> _Gathered:
+        """Return values, the same ones at every size, as they lie on the mesh."""
+        nodes, places, parts = [], [], [np.ones(1)]
+        starts: dict[int, int] = {}
+        length = 1
+        for var in held[0].values:
+            source = self.selection.sources.get(var)
+            if source is None or source.node is None:
+                nodes.append(0)
+                places.append(-1)  # whole, under every choice
+                continue
+            if id(source.specs) not in starts:
+                parts.append(1.0 / self.selection.costs.parts(source.specs))
+                starts[id(source.specs)] = length
+                length += len(source.specs)
+            nodes.append(source.node)
+            places.append(starts[id(source.specs)])
+        return (
+            np.array(nodes, dtype=np.int64),
+            np.array(places, dtype=np.int64),
+            np.array([one.sizes for one in held], dtype=float),
+            np.array(held[0].layers, dtype=np.int64),
+            np.concatenate(parts),
+        )
+
+    def _ratio(self, size: int) -> float:
+        """Return how many microbatches there are at a size for each one here."""
+        counts = [facts.scope.eqns.num_microbatches for facts in self._sizes]
+        return counts[size] / counts[0]
+
+    def _extra(self, choice: tuple[int, ...]) -> Mapping[str, float]:
+        """Return what buckets cost beyond their shares, remembered for the last choice."""
+        if self._last is None or self._last[0] != choice:
+            self._last = choice, self.selection.traffic.extra(choice)
+        return self._last[1]
+
+    def _summed(self, gathered: _Gathered, choice: Sequence[int], size: int) -> np.ndarray:
+        """Return [layers] bytes of values under a choice."""
+        return np.bincount(gathered[3], self._each(gathered, choice, size), self.num_layers)
+
+    def _each(self, gathered: _Gathered, choice: Sequence[int], size: int) -> np.ndarray:
+        """Return [values] bytes under a choice."""
+        nodes, places, sizes, _, fractions = gathered
+        chosen = np.array(choice, dtype=np.int64)
+        found: np.ndarray = sizes[size] * fractions[np.where(places < 0, 0, places + chosen[nodes])]
+        return found
+
+    def _recomputed(self, kind: str) -> tuple[Redone, _Gathered, _Gathered]:
+        """Return what a kind of recomputation runs again, what that makes, and what is kept."""
+        if kind not in self._kinds:
+            redone = _redone(self.facts, kind)
+            made, kept = (
+                self._gathered([facts.held_at(places) for facts in self._sizes])
+                for places in (redone.made_again, redone.kept)
+            )
+            self._kinds[kind] = redone, made, kept
+        return self._kinds[kind]
+
+
+def solved_costs(
+    scope: StageScope,
+    selection: Selection,
+    choice: Sequence[int],
+    num_layers: int,
+    window: Window | None = None,
+) -> StageCosts:
+    """Return the costs of one choice by layer (`LayerCosts`)."""
+    return LayerCosts(scope, selection, num_layers, window).under(choice)
+
+
+def _state_layers(scope: StageScope) -> dict[Var, int]:
+    """Return the layer of each state input: of the equation that replaces it, else of its
+    reader."""
+    produced = {
+        var: layer
+        for eqn, layer in zip(scope.eqns.eqns, scope.layers, strict=True)
+        for var in eqn.outvars
+        if layer is not None
+    }
+    home = {old: produced[new] for new, old in scope.eqns.carried if new in produced}
+    for eqn, layer in zip(scope.eqns.eqns, scope.layers, strict=True):
+        if layer is not None:
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal):
+                    home.setdefault(atom, layer)
+    return home

@@ -1,0 +1,441 @@
+"""The rows of one logical mesh: ways to run a layer of each class, and what they cost.
+
+One selection problem of the program's window is built on the mesh, at a microbatch size that all
+its devices can share, and priced at the other sizes of the menu (`other_sizes`).
+
+    smaller sizes     the problem without the strategies that split more examples than there are
+    prices of memory  leaner choices, where memory is short                   -> _add_leaner()
+    recomputation     the same choices, some equations of which run again     -> LayerCosts.under()
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import evolve, frozen
+
+from alpa_interchange import LogicalMesh, ShardingSolution, SubmeshSpec
+from alpa_interchange.menu import Affine, LayerFloor, LayerRow, MeshMenu
+from alpa_meta.compat import is_drop, shape_of
+from alpa_meta.inter_op.candidates import Outlook, input_pins, solve_lean, totals_share
+from alpa_meta.inter_op.layer_boundaries import Boundary
+from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
+from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.selection import Selection, build
+
+if TYPE_CHECKING:
+    from alpa_meta.inter_op.layer_menu import MenuBuilder
+
+LEAN_WEIGHTS = (10.0, 1.0, 0.1)  # of memory against time in the leaner choices of a mesh, first
+# Weights between them that are tried too, where what is held differs most. With the first alone,
+# 16 layers of 2560 on 8 V100 had no row with only the moments sharded, and a step of 6.03 s.
+LEAN_STEPS = 4
+WORTH_A_PRICE = 0.05  # of the bytes held: neighbours that differ by less may do without another
+# Of the memory, from which leaner choices and recomputation are worth their search: what a stage
+# holds is estimated for an even share of the layers, the chosen one may have more. Not fitted.
+TIGHT = 0.8
+
+
+@frozen(eq=False)
+class Sized:
+    """The program with microbatches of `samples` examples, and one kind of recomputation."""
+
+    samples: int
+    recomputation: str
+    outlook: Outlook
+
+    @property
+    def count(self) -> int:
+        return self.outlook.program.num_microbatches
+
+
+class MeshProblem:
+    """The selection problem of one mesh and kind of program, priced at `sizes`: the first is the
+    one that it is built at."""
+
+    def __init__(
+        self,
+        builder: MenuBuilder,
+        submesh: SubmeshSpec,
+        costs: MeshCosts,
+        kind: str,
+        sizes: Sequence[Sized],
+    ) -> None:
+        self.kind, self.sizes = kind, tuple(sizes)
+        scopes = []
+        for sized in sizes:
+            pins = input_pins(sized.outlook.program, costs.mesh, builder.options)
+            scopes.append(builder.scope(sized.outlook, pins))
+        name = f"{submesh.num_devices} devices {costs.mesh.shape}"
+        others = tuple(scope.eqns for scope in scopes[1:])
+        self.selection = build(scopes[0].eqns, costs, name, others)
+        outlook = self.main.outlook
+        self.costs = LayerCosts(
+            scopes[0], self.selection, outlook.num_layers, outlook.window, scopes[1:]
+        )
+
+    @property
+    def main(self) -> Sized:
+        """The size that the problem is built at."""
+        return self.sizes[0]
+
+    def under(self, choice: Sequence[int], kind: str, sized: Sized) -> StageCosts:
+        """Return what a choice costs at one of the sizes."""
+        return self.costs.under(choice, kind, self.sizes.index(sized))
+
+    def for_samples(self, samples: int) -> Selection | None:
+        """Return the problem without what splits the batch into parts that do not divide `samples`;
+        None where nothing is left."""
+        problem = self.selection.problem
+        wrong = [samples % parts != 0 for parts in self.splits]
+        if any(one.all() for one in wrong):
+            return None
+        forbidden = np.concatenate(wrong)
+        if not forbidden.any():
+            return self.selection
+        node_cost = np.where(forbidden, math.inf, problem.node_cost)
+        return evolve(self.selection, problem=evolve(problem, node_cost=node_cost))
+
+    def split(self, choice: Sequence[int]) -> int:
+        """Return what the samples of a microbatch must be a multiple of under a choice."""
+        return math.lcm(*{int(of[one]) for of, one in zip(self.splits, choice, strict=True)})
+
+    @functools.cached_property
+    def splits(self) -> list[np.ndarray]:
+        """By node, [strategies] what the samples must be a multiple of."""
+        counts = self.selection.problem.num_strategies
+        found = [np.ones(count, dtype=np.int64) for count in counts]
+        if len(self.sizes) == 1:
+            return [np.full(count, self.main.samples) for count in counts]
+        mesh, sources = self.selection.costs.mesh, self.selection.sources
+        seen: set[tuple[int | None, int, tuple[int, ...]]] = set()
+        mine, theirs = (one.outlook.window.staging.eqns for one in self.sizes[:2])
+        for eqn, like in zip(mine, theirs, strict=True):
+            for var, twin in zip(eqn.outvars, like.outvars, strict=True):
+                source, shape = sources.get(var), shape_of(var)
+                if is_drop(var) or source is None or source.node is None:
+                    continue
+                mark = (source.node, id(source.specs), shape)
+                if mark in seen or shape == shape_of(twin):
+                    continue
+                seen.add(mark)
+                for dim, (size, its) in enumerate(zip(shape, shape_of(twin), strict=True)):
+                    if size != its:
+                        per_sample = max(size // self.main.samples, 1)
+                        parts = [mesh.size(spec.dims[dim]) for spec in source.specs]
+                        whole = [p // math.gcd(p, per_sample) for p in parts]
+                        found[source.node] = np.lcm(found[source.node], whole)
+        return found
+
+
+class MeshRows:
+    """The rows of one logical mesh."""
+
+    def __init__(self, builder: MenuBuilder, submesh: SubmeshSpec, mesh: LogicalMesh) -> None:
+        self.builder, self.submesh, self.mesh = builder, submesh, mesh
+        self.costs = MeshCosts(mesh, builder.model, submesh.host_group)
+        self.classes = builder.sizes["none"][0].outlook.window.classes
+        self.rows: list[list[LayerRow]] = [[] for _ in range(max(self.classes) + 1)]
+        self.layouts: list[tuple[str, ...]] = []
+        self._values: list[tuple[Boundary, MeshProblem, Sequence[int]]] = []
+        self._added: set[tuple[str, tuple[int, ...]]] = set()
+        self._whole: MeshProblem | None = None
+
+    def solve(self, memory: float, share: float) -> None:
+        """Add the rows of all sizes, where a device has `memory` and stages on this mesh run a
+        `share` of the program."""
+        tight = {sized.samples for sized in self._solved("none")}
+        for kind in self.builder.sizes:
+            sizes = [sized for sized in self._solved(kind) if sized.samples in tight]
+            if not sizes:
+                return
+            problem = self._problem(kind)
+            if kind == "none":
+                self._whole = problem
+            tight = {sized.samples for sized in sizes if self._solve(problem, sized, memory, share)}
+
+    def _solved(self, kind: str) -> Sequence[Sized]:
+        """Return the sizes to solve for: up to what all devices can share."""
+        sizes = self.builder.sizes[kind]
+        enough = (k for k, one in enumerate(sizes) if one.samples >= self.mesh.num_devices)
+        return sizes[: next(enough, len(sizes) - 1) + 1]
+
+    def _problem(self, kind: str) -> MeshProblem:
+        """Return the problem at the largest size that is solved for, priced at those below it and
+        at the largest of all."""
+        solved, largest = self._solved(kind), self.builder.sizes[kind][-1]
+        others = [one for one in (*solved[:-1], largest) if one is not solved[-1]]
+        return MeshProblem(self.builder, self.submesh, self.costs, kind, [solved[-1], *others])
+
+    def _solve(self, problem: MeshProblem, sized: Sized, memory: float, share: float) -> bool:
+        """Add the rows of one size; return whether memory is tight there."""
+        selection = problem.for_samples(sized.samples)
+        if selection is None:
+            return False
+        found = solve_in_buckets(selection, self.builder.options)
+        if found.choice is None:
+            return False
+        held = self._add(problem, sized, found, "free", memory, share)
+        if held <= TIGHT * memory:
+            return False
+        self._add_leaner(problem, selection, sized, found, memory, share, {0.0: held})
+        return True
+
+    def _add_leaner(
+        self,
+        problem: MeshProblem,
+        selection: Selection,
+        sized: Sized,
+        free: ShardingSolution,
+        memory: float,
+        share: float,
+        held: dict[float, float],
+    ) -> None:
+        """Add the rows of choices where memory has a price; `held` are the bytes by price."""
+        waiting = list(LEAN_WEIGHTS)
+        for _ in range(len(waiting) + (self.builder.steps if problem.kind == "none" else 0)):
+            if waiting:
+                weight = waiting.pop(0)
+            else:
+                below, above = _widest(held)
+                weight = math.sqrt(below * above) if below else above / 4
+            lean = solve_lean(selection, free, weight, self.builder.options)
+            if lean.choice is None:
+                return
+            held[weight] = self._add(problem, sized, lean, f"lean{weight:.2g}", memory, share)
+            below, above = _widest(held)
+            if held[below] - held[above] <= WORTH_A_PRICE * held[0.0]:
+                return
+
+    def _add(
+        self,
+        problem: MeshProblem,
+        sized: Sized,
+        solution: ShardingSolution,
+        name: str,
+        memory: float,
+        share: float,
+    ) -> float:
+        """Add the rows of a choice to every class, with recomputation where memory is tight; return
+        the bytes held without."""
+        choice = solution.choice
+        assert choice is not None
+        first = 0.0
+        for number, kind in enumerate(self.builder.derived or (problem.kind,)):
+            costs = problem.under(choice, kind, sized)
+            if (kind, choice) not in self._added:
+                self._added.add((kind, choice))
+                self._add_rows(problem, sized, choice, kind, f"{kind} {sized.samples} {name}")
+            held = self._held(costs, share)
+            if number == 0:
+                first = held
+            if held <= TIGHT * memory:
+                break
+        return first
+
+    def _held(self, costs: StageCosts, share: float) -> float:
+        """Return the bytes that a stage of this share of the layers holds, one microbatch each."""
+        held = float(costs.state.sum() + costs.gradients.sum()) * share
+        return held + float(costs.activations.sum()) + float(costs.transient.max())
+
+    def _add_rows(
+        self, problem: MeshProblem, sized: Sized, choice: Sequence[int], kind: str, key: str
+    ) -> None:
+        split = problem.split(choice)
+        here, there = _line_ends(problem.sizes, split)
+        costs = problem.under(choice, kind, here), problem.under(choice, kind, there)
+        window = problem.main.outlook.window
+        crossing = self.builder.boundaries(problem.main)
+        at = {layer: self._layout(one, problem, choice) for layer, one in crossing.items()}
+        kept = sorted(crossing)
+        before = {layer: kept[k - 1] for k, layer in enumerate(kept) if k}
+        totals = totals_share(problem.main.outlook.program)
+        seen: set[int] = set()
+        for layer in _examples(self.classes, window.layer_of):
+            number = self.classes[layer]
+            if number in seen:
+                continue
+            seen.add(number)
+            forth, back = window.layer_of[layer]
+            line = _Line(layer, (here, there), costs)
+            weight = line.affine("by_weight")
+            row = LayerRow(
+                forward=line.affine("forward"),
+                backward_input=_minus(line.affine("backward"), weight),
+                backward_weight=weight,
+                step_seconds=float(costs[0].update[layer] + totals * costs[0].forward[layer]),
+                state_bytes=float(costs[0].state[layer] + costs[0].gradients[layer]),
+                activation_bytes=line.affine("activations"),
+                transient_bytes=line.affine("transient"),
+                batch_split=split,
+                layout_in=at[before[forth]] if forth in before else self._nothing(),
+                layout_out=at[back],
+                recomputation=kind,
+                key=key,
+            )
+            self.rows[number].append(row)
+
+    def _nothing(self) -> int:
+        if () not in self.layouts:
+            self.layouts.append(())
+            self.builder.crossing[self.submesh, self.mesh, len(self.layouts) - 1] = 0.0
+            self._values.append((Boundary((), ()), self._values[0][1], ()))
+        return self.layouts.index(())
+
+    def _layout(self, boundary: Boundary, problem: MeshProblem, choice: Sequence[int]) -> int:
+        layout = boundary.layout(problem.selection, choice)
+        label = (*map(str, boundary.kinds), *layout)
+        if label not in self.layouts:
+            self.layouts.append(label)
+            self._values.append((boundary, problem, choice))
+            self.builder.crossing[self.submesh, self.mesh, len(self.layouts) - 1] = (
+                boundary.forward_bytes / problem.main.samples
+            )
+        return self.layouts.index(label)
+
+    def menu(self) -> MeshMenu | None:
+        """Return the menu of the rows added, None if there are none."""
+        if not all(self.rows):
+            return None
+        self.rows = [_undominated(rows) for rows in self.rows]
+        return MeshMenu(
+            submesh=self.submesh,
+            logical=self.mesh,
+            rows=tuple(map(tuple, self.rows)),
+            layouts=tuple(" ".join(label) for label in self.layouts),
+            conversion=self._conversions(),
+            floors=self._floors(),
+        )
+
+    def _floors(self) -> tuple[tuple[LayerFloor, ...], ...]:
+        """Return what a layer of each class takes at least: every equation at its cheapest.
+
+        Per sample, as in the largest microbatch: what runs for fewer runs for their multiples.
+        """
+        assert self._whole is not None
+        problem, sizes = self._whole, self._whole.sizes
+        number = max(range(len(sizes)), key=lambda k: sizes[k].samples)
+        floors = problem.costs.floors(number)
+        examples = _examples(self.classes, problem.main.outlook.window.layer_of)
+        per_sample = sizes[number].count * sizes[number].samples
+        layers = [
+            next(k for k in examples if self.classes[k] == one) for one in range(len(self.rows))
+        ]
+        return tuple(
+            (
+                LayerFloor(
+                    seconds=Affine(0.0, float(floors[layer, 0]) / per_sample),
+                    step_seconds=float(floors[layer, 1]),
+                ),
+            )
+            for layer in layers
+        )
+
+    def _conversions(self) -> dict[tuple[int, int], Affine]:
+        """Return the seconds between layouts that layers next to each other leave and want."""
+        pairs = {
+            (one.layout_out, other.layout_in)
+            for before, after in set(zip(self.classes, self.classes[1:], strict=False))
+            for one in self.rows[before]
+            for other in self.rows[after]
+        }
+        return {pair: self._conversion(*pair) for pair in sorted(pairs) if pair[0] != pair[1]}
+
+    def _conversion(self, before: int, after: int) -> Affine:
+        (one, problem, choice), (other, its, its_choice) = self._values[before], self._values[after]
+        if one.kinds != other.kinds:
+            return Affine()
+        seconds = 0.0
+        for number, (var, twin) in enumerate(zip(one.values, other.values, strict=True)):
+            here, there = problem.selection.spec(var, choice), its.selection.spec(twin, its_choice)
+            if here == there:
+                continue
+            if not one.kinds[number][0]:
+                here, there = there, here  # cotangents go the other way
+            found = self.costs.conversion_seconds(
+                shape_of(var), tensor_bytes(var), (here,), (there,), in_buckets=False
+            )
+            seconds += float(found[0, 0]) if math.isfinite(found[0, 0]) else 0.0
+        return Affine(0.0, seconds / problem.main.samples)
+
+
+def _widest(held: Mapping[float, float]) -> tuple[float, float]:
+    """Return the neighbouring prices between which the bytes held differ most."""
+    return max(itertools.pairwise(sorted(held)), key=lambda pair: held[pair[0]] - held[pair[1]])
+
+
+def _line_ends(sizes: Sequence[Sized], split: int) -> tuple[Sized, Sized]:
+    """Return the least and the greatest of the sizes that `split` parts divide."""
+    found = sorted((one for one in sizes if one.samples % split == 0), key=lambda one: one.samples)
+    return (found[0], found[-1]) if found else (sizes[0], sizes[0])
+
+
+@frozen(eq=False)
+class _Line:
+    """What one layer costs at two sizes, which may be one."""
+
+    layer: int
+    sizes: tuple[Sized, Sized]
+    costs: tuple[StageCosts, StageCosts]
+
+    def affine(self, what: str) -> Affine:
+        """Return a quantity of one microbatch, as a line without negative parts."""
+        per_step = what in ("forward", "backward", "by_weight")
+        here, there = (
+            float(getattr(costs, what)[self.layer]) / (sized.count if per_step else 1)
+            for sized, costs in zip(self.sizes, self.costs, strict=True)
+        )
+        size, other = (sized.samples for sized in self.sizes)
+        if size == other:
+            return Affine(0.0, here / size)
+        each = max((there - here) / (other - size), 0.0)
+        fixed = here - each * size
+        return Affine(fixed, each) if fixed >= 0 else Affine(0.0, here / size)
+
+
+def _minus(whole: Affine, part: Affine) -> Affine:
+    return Affine(max(whole.fixed - part.fixed, 0.0), max(whole.each - part.each, 0.0))
+
+
+def _undominated(rows: Sequence[LayerRow]) -> list[LayerRow]:
+    """Return the rows that no other with the same layouts is at least as good as, in
+    everything."""
+    values = [_values(row) for row in rows]
+    found: list[int] = []
+    for number in sorted(range(len(rows)), key=lambda k: tuple(values[k])):
+        row = rows[number]
+        beaten = any(
+            rows[k].layout_in == row.layout_in
+            and rows[k].layout_out == row.layout_out
+            and row.batch_split % rows[k].batch_split == 0
+            and bool(np.all(values[k] <= values[number] * (1 + 1e-12)))
+            for k in found
+        )
+        if not beaten:
+            found.append(number)
+    return [rows[k] for k in sorted(found)]
+
+
+def _values(row: LayerRow) -> np.ndarray:
+    lines = (
+        row.forward,
+        row.backward_input,
+        row.backward_weight,
+        row.activation_bytes,
+        row.transient_bytes,
+    )
+    parts = [value for line in lines for value in (line.fixed, line.each)]
+    return np.array([*parts, row.step_seconds, row.state_bytes])
+
+
+def _examples(classes: Sequence[int], layer_of: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the layers, those in the middle of a run first: they stand for its every layer."""
+    inside = [k for k, stands in enumerate(layer_of) if stands != (k, k)]
+    return inside + [k for k in range(len(classes)) if k not in set(inside)]
