@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from attrs import define, field, frozen
 
+from alpa_interchange import ShardingProblem
 from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.recomputation import clones_of_layers
@@ -240,6 +241,11 @@ class LayerCosts:
             least = np.bincount(at, self.selection.seconds.least(size), 2 * self.num_layers)
             self._floors[size] = least.reshape(-1, 2)[self._back]
         return self._floors[size]
+
+    def layer_problem(self, layer: int, size: int = 0) -> ShardingProblem:
+        """Return the selection problem of one layer alone, whose neighbours hand over and take
+        whatever it likes."""
+        return self.selection.seconds.problem_of(self.facts.layers == layer, size)
 
     def _working(self, temporaries: np.ndarray) -> np.ndarray:
         """Return [equations] the most temporaries while each runs."""

@@ -27,6 +27,7 @@ from alpa_meta.inter_op.layer_boundaries import Boundary
 from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
+from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
 
@@ -315,28 +316,32 @@ class MeshRows:
         )
 
     def _floors(self) -> tuple[tuple[LayerFloor, ...], ...]:
-        """Return what a layer of each class takes at least: every equation at its cheapest.
+        """Return what a layer of each class takes at least, alone and without a memory limit.
 
         Per sample, as in the largest microbatch: what runs for fewer runs for their multiples.
+        Bounds add up both columns, seconds of all microbatches and of the step, so what a layer's
+        own problem takes beyond its equations at their cheapest is put into the second.
         """
         assert self._whole is not None
         problem, sizes = self._whole, self._whole.sizes
         number = max(range(len(sizes)), key=lambda k: sizes[k].samples)
         floors = problem.costs.floors(number)
-        examples = _examples(self.classes, problem.main.outlook.window.layer_of)
+        window = problem.main.outlook.window
+        examples = _examples(self.classes, window.layer_of)
         per_sample = sizes[number].count * sizes[number].samples
-        layers = [
-            next(k for k in examples if self.classes[k] == one) for one in range(len(self.rows))
-        ]
-        return tuple(
-            (
+        found = []
+        for one in range(len(self.rows)):
+            layer = next(k for k in examples if self.classes[k] == one)
+            seconds, update = map(float, floors[layer])
+            alone = problem.costs.layer_problem(window.layer_of[layer][1], number)
+            least = solve(alone, self.builder.options).lower_bound or 0.0
+            found.append(
                 LayerFloor(
-                    seconds=Affine(0.0, float(floors[layer, 0]) / per_sample),
-                    step_seconds=float(floors[layer, 1]),
-                ),
+                    seconds=Affine(0.0, seconds / per_sample),
+                    step_seconds=max(update, least - seconds),
+                )
             )
-            for layer in layers
-        )
+        return tuple((floor,) for floor in found)
 
     def _conversions(self) -> dict[tuple[int, int], Affine]:
         """Return the seconds between layouts that layers next to each other leave and want."""

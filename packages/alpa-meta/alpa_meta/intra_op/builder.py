@@ -24,7 +24,7 @@ from alpa_meta.intra_op.bucketed_traffic import (
 )
 from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
 from alpa_meta.intra_op.equation_facts import facts_of
-from alpa_meta.intra_op.equation_seconds import EquationSeconds
+from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds, Priced
 from alpa_meta.intra_op.light_equations import following_strategies, leading_operand
 from alpa_meta.intra_op.liveness import KINDS, Span, Timeline
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
@@ -43,9 +43,6 @@ from alpa_meta.operators import (
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
 from ilp_sharding.problem_builder import ProblemBuilder
-
-Priced = tuple[np.ndarray, ...]
-"""Seconds per step at the size that a problem is built at, then at the others it is priced at."""
 
 
 @frozen(eq=False)
@@ -74,7 +71,8 @@ class Builder:
         self.problem = ProblemBuilder()
         self.sources: dict[Atom, Source] = {}
         self._eqn_costs: list[tuple[int, int, Priced]] = []
-        self._eqn_edges: list[tuple[int, int, int, Priced]] = []
+        self._eqn_edges: list[Edge] = []
+        self._home: dict[int, int] = {}  # the equation that makes a value, by the id of its source
         self._position = 0
         self.partial = may_stay_partial(stage)
         self._order: dict[Var, int] = {}
@@ -256,7 +254,10 @@ class Builder:
                 continue
             scope[var] = source
             self._order[var] = len(self._order)
-            if scope is self.sources and var in self.stage.marked:
+            if scope is not self.sources:
+                continue
+            self._home[id(source)] = self._position
+            if var in self.stage.marked:
                 self._mark(var, source)
         return record
 
@@ -431,7 +432,8 @@ class Builder:
                 self._phase, weight, natural.node, node, matrix, priced, self._times
             )
         weighted = zip([matrix, *others], [weight, *self._weights(weight)], strict=True)
-        self._add_edge(natural.node, node, tuple([m * w for m, w in weighted]), self._times)
+        priced = tuple([matrix * times for matrix, times in weighted])
+        self._add_edge(natural.node, node, priced, self._times, self._position)
         return evolve(natural, node=node, specs=finals)
 
     def hold_completion(self, natural: Source, completed: Source) -> None:
@@ -488,9 +490,9 @@ class Builder:
         )
         if found.seconds is not None:
             times = self._read_times.get(id(source), self._times)
-            self._add_edge(
-                source.node, node, self._weighted(found, source, wanted, weight, in_buckets), times
-            )
+            priced = self._weighted(found, source, wanted, weight, in_buckets)
+            home = self._home.get(id(source), self._position)
+            self._add_edge(source.node, node, priced, times, home)
             if in_buckets:
                 self._note_conversion(source, node, wanted, weight, found.seconds, times)
         if found.copied is not None:
@@ -538,11 +540,13 @@ class Builder:
 
         self.traffic.surcharge(self._phase, weight, source.node, node, seconds, priced, times)
 
-    def _add_edge(self, first: int | None, second: int, matrices: Priced, times: int) -> None:
+    def _add_edge(
+        self, first: int | None, second: int, matrices: Priced, times: int, home: int
+    ) -> None:
         assert first is not None
         matrix = matrices[0]
         self.problem.add_edge(first, second, matrix if times == 1 else times * matrix)
-        self._eqn_edges.append((self._position, first, second, matrices))
+        self._eqn_edges.append(Edge(self._position, home, first, second, matrices))
 
     def _add_cost(self, node: int, costs: Priced) -> None:
         cost = costs[0]

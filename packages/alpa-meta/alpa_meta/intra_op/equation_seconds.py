@@ -3,38 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+from alpa_interchange import ShardingProblem
+from ilp_sharding.problem_builder import ProblemBuilder
+
+Priced = tuple[np.ndarray, ...]
+"""Seconds per step at the size that a problem is built at, then at the others it is priced at."""
+
+
+class Edge(NamedTuple):
+    """Seconds [strategies of first, of second] that an equation takes to read a value made by the
+    one at `home` (itself, if that is none of these)."""
+
+    position: int
+    home: int
+    first: int
+    second: int
+    seconds: Priced
 
 
 class EquationSeconds:
     """Seconds per step of `count` equations at `num_sizes` sizes, the first of which the problem
     was built at: a cost per strategy, and per pair of strategies.
 
-    costs    (position of the equation, node, by size [strategies] seconds)
-    edges    (position, first node, second node, by size [strategies of first, of second] seconds)
+    `costs` are (position of the equation, node, [strategies] seconds).
     """
 
     def __init__(
         self,
         count: int,
         num_sizes: int,
-        costs: Sequence[tuple[int, int, tuple[np.ndarray, ...]]],
-        edges: Sequence[tuple[int, int, int, tuple[np.ndarray, ...]]],
+        costs: Sequence[tuple[int, int, Priced]],
+        edges: Sequence[Edge],
     ) -> None:
-        self._count, self._costs = count, costs
-        both = (*costs, *edges)
-        self._at = np.array([one[0] for one in both], dtype=np.int64)
-        self._first = np.array([one[1] for one in both], dtype=np.int64)
-        self._second = np.array([0] * len(costs) + [one[2] for one in edges], dtype=np.int64)
-        width = [one[3][0].shape[1] for one in edges]
+        self._count, self._costs, self._edges = count, costs, edges
+        self._at = np.array(
+            [*(one[0] for one in costs), *(one.position for one in edges)], dtype=np.int64
+        )
+        self._first = np.array(
+            [*(one[1] for one in costs), *(one.first for one in edges)], dtype=np.int64
+        )
+        self._second = np.array([0] * len(costs) + [one.second for one in edges], dtype=np.int64)
+        width = [one.seconds[0].shape[1] for one in edges]
         self._stride = np.array([1] * len(costs) + width, dtype=np.int64)
         self._paired = np.array([0] * len(costs) + [1] * len(edges), dtype=np.int64)
         places: dict[int, int] = {}
-        distinct: list[tuple[np.ndarray, ...]] = []
+        distinct: list[Priced] = []
         length = 0
         start = []
-        for priced in (*(one[2] for one in costs), *(one[3] for one in edges)):
+        for priced in (*(one[2] for one in costs), *(one.seconds for one in edges)):
             if id(priced) not in places:
                 places[id(priced)] = length
                 distinct.append(priced)
@@ -59,3 +79,21 @@ class EquationSeconds:
         for position, _, priced in self._costs:
             seconds[position] += priced[size].min()
         return seconds
+
+    def problem_of(self, inside: np.ndarray, size: int = 0) -> ShardingProblem:
+        """Return what the equations `inside` [equations] choose among themselves, once each: what
+        they read from others costs nothing."""
+        problem = ProblemBuilder()
+
+        def node(number: int, count: int) -> int:
+            return problem.node(number, str(number), [""] * count)
+
+        for position, number, priced in self._costs:
+            if inside[position]:
+                problem.add_cost(node(number, len(priced[size])), priced[size])
+        for edge in self._edges:
+            if inside[edge.position] and inside[edge.home]:
+                seconds = edge.seconds[size]
+                first, second = map(node, (edge.first, edge.second), seconds.shape)
+                problem.add_edge(first, second, seconds)
+        return problem.build("part")
