@@ -234,14 +234,37 @@ def train(
 ) -> None:
     """Plan and train the bundled byte-level GPT on the standard library's source text, or --step.
 
-    A program of your own trains on its one batch, or on those that its iterator gives.
+    A program of your own trains on its one batch, or on those that its iterator gives. Both write
+    checkpoints, from which --resume goes on.
     """
     parallelism = _parallelism(stages, microbatches, schedule, recompute, memory)
     optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps)
     fixed = {**sizes, **optimiser, **_given(seed=seed)}
+    if resume is not None and step is None:
+        from alpa_meta.trainer.own_training import own_program
+
+        step = own_program(resume)
     if step is not None:
-        given = {**fixed, **_given(resume=resume)}
-        _train_own(step, given, cluster, parallelism, plan, out, steps, compare)
+        if fixed:
+            raise PlanError(
+                f"{_options(fixed)} is of the bundled GPT and cannot be given with --step; leave "
+                "it out and set it in the program"
+            )
+        from alpa_meta.trainer.own_training import OwnRequest, run_own_training
+
+        own = OwnRequest(
+            step=step,
+            cluster=cluster,
+            parallelism=parallelism,
+            plan=plan,
+            out=out,
+            resume=resume,
+            steps=steps,
+            comparison_steps=compare,
+            checkpoint_every=checkpoint_every,
+        )
+        _use_devices(cluster)
+        run_own_training(own, _console())
         return
     from alpa_meta.trainer.job import TrainRequest, run_training
 
@@ -345,36 +368,6 @@ def show(
     if picture is not None:
         draw_plan(picture, loaded)
         console.print(f"wrote {picture}")
-
-
-def _train_own(
-    step: str,
-    given: Mapping[str, Any],
-    cluster: str,
-    parallelism: Any,
-    plan: Path | None,
-    out: Path,
-    steps: int | None,
-    compare: int,
-) -> None:
-    if given:
-        raise PlanError(
-            f"{_options(given)} is of the bundled GPT and cannot be given with --step; leave it "
-            "out and set it in the program"
-        )
-    _use_devices(cluster)
-    from alpa_meta.trainer.own_training import OwnRequest, run_own_training
-
-    request = OwnRequest(
-        step=step,
-        cluster=cluster,
-        parallelism=parallelism,
-        plan=plan,
-        out=out,
-        steps=20 if steps is None else steps,
-        comparison_steps=compare,
-    )
-    run_own_training(request, _console())
 
 
 def _options(given: Mapping[str, Any]) -> str:

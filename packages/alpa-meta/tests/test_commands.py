@@ -21,6 +21,16 @@ def step(weights, x):
 def program():
     return step, jnp.eye(4) / 2, iter([jnp.ones((8, 4)), jnp.ones((8, 4))])
 
+def decayed(state, x):
+    weights, found = step(state["weights"], x * state["scale"])
+    noise = jax.random.normal(state["key"], weights.shape) / 8
+    key = jax.random.fold_in(state["key"], 1)
+    return {"weights": weights + noise, "key": key, "scale": state["scale"] * 0.5}, found
+
+def many():
+    state = {"weights": jnp.eye(4) / 2, "key": jax.random.key(1), "scale": 1.0}
+    return decayed, state, (jnp.full((8, 4), 1.0 + k) for k in range(9))
+
 def batch():
     return step, jnp.eye(4) / 2, jnp.ones((8, 4))
 """
@@ -99,6 +109,38 @@ def test_a_program_of_ones_own_is_planned_and_trained(capsys):
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[1]["loss"] < rows[0]["loss"]
     assert run(["show", "own/plan.json"]) == 0
+
+
+def test_a_program_of_ones_own_goes_on_from_its_checkpoint(capsys):
+    train = ["train", "--cluster", "host:2", "--stages", "1", "--microbatches", "1"]
+    own = [*train, "--step", "listed_programs:many"]
+    assert run([*own, "--steps", "5", "--out", "whole"]) == 0
+    assert run([*own, "--steps", "3", "--checkpoint-every", "2", "--out", "part"]) == 0
+    assert "go on with: alpa train --resume part" in capsys.readouterr().out
+    assert run(["train", "--cluster", "host:2", "--resume", "part", "--steps", "5"]) == 0
+    assert "resuming part/checkpoint/step-00000003 after step 3" in capsys.readouterr().out
+    losses = [
+        [json.loads(line)["loss"] for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+        for run in ("whole", "part")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 5
+    names = {path.name for path in Path("part").iterdir()}
+    assert {"plan.json", "loss.png", "timeline.png", "checkpoint"} <= names
+
+
+def test_resuming_beyond_the_batches_of_an_iterator_is_refused(capsys):
+    train = ["train", "--cluster", "host:2", "--step", "listed_programs:program"]
+    assert run([*train, "--out", "part"]) == 0
+    assert run([*train, "--resume", "part"]) == 2
+    assert "has no batch after the 2 that the run has had" in capsys.readouterr().err
+
+
+def test_another_program_cannot_go_on(capsys):
+    train = ["train", "--cluster", "host:2"]
+    assert run([*train, "--step", "listed_programs:batch", "--steps", "1", "--out", "part"]) == 0
+    assert run([*train, "--step", "listed_programs:many", "--resume", "part"]) == 2
+    error = capsys.readouterr().err
+    assert "belongs to another program" in error and "'weights'" in error
 
 
 def test_the_module_is_found_in_the_folder_the_command_runs_in(tmp_path):

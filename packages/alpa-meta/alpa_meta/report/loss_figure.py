@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from alpa_meta.report.style import INK, figure_file, plain
-from alpa_meta.trainer.metrics import StepMetrics
 
 SMOOTHED_STEPS = 20
 
 
+class Step(Protocol):
+    """A step with its loss."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def loss(self) -> float | None: ...
+
+
 def draw_loss(
     path: Path,
-    steps: Sequence[StepMetrics],
+    steps: Sequence[Step],
     *,
+    unit: str = "nats per byte",
     trigram: float | None = None,
     held_out: float | None = None,
 ) -> None:
-    """Write the training loss by step, in nats per byte, as a PNG picture at `path`."""
+    """Write the training loss by step as a PNG picture at `path`; `unit` is the loss's, if it has
+    one."""
     with figure_file(path, 7.5, 4.0) as figure:
         axes = plain(figure.subplots())
         at = np.array([step.step for step in steps])
@@ -57,7 +69,7 @@ def draw_loss(
                 clip_on=False,
             )
         axes.set_xlabel("step", color=INK, fontsize=9)
-        axes.set_ylabel("loss, nats per byte", color=INK, fontsize=9)
+        axes.set_ylabel(f"loss, {unit}" if unit else "loss", color=INK, fontsize=9)
         axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.legend(frameon=False, fontsize=8, loc="upper right")

@@ -8,6 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from alpa_interchange.amounts import counted
+from alpa_interchange.plan import ParallelPlan
 from alpa_interchange.schedule import Instruction
 from alpa_meta.report.style import INK, PHASE_COLOURS, figure_file, plain
 from mesh_runtime import TraceEvent
@@ -15,6 +17,16 @@ from mesh_runtime import TraceEvent
 ROW = 1.0
 BOX = 0.62
 LABEL_SHARE = 0.012  # a box narrower than this share of the step carries no number
+
+
+def draw_last_step(path: Path, events: Sequence[TraceEvent], plan: ParallelPlan) -> None:
+    """Write the instructions of the last step that a plan ran as a PNG picture at `path`."""
+    names = [f"mesh {index}" for index in range(len(plan.schedule.programs))]
+    title = (
+        f"one executed step: {plan.stage_plan.schedule}, {counted(plan.num_stages, 'stage')}, "
+        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}"
+    )
+    draw_timeline(path, list(events), title=title, mesh_names=names)
 
 
 def draw_timeline(

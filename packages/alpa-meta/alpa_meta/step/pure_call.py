@@ -148,13 +148,19 @@ def holds_objects(tree: Any) -> bool:
 def flat_objects(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return the leaves of a pytree, those of nnx objects in the order of their state, and the
     function that makes such a tree of other leaves."""
+    state, rebuild = without_objects(tree)
+    flat: tuple[list[Any], Any] = jax.tree.flatten(state)
+    return flat[0], lambda new: rebuild(flat[1].unflatten(new))
+
+
+def without_objects(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a pytree of the leaves of `tree`, of nnx objects their state, and the function that
+    makes such a tree as `tree` of another pytree like it."""
     if not holds_objects(tree):
-        plain: tuple[list[Any], Any] = jax.tree.flatten(tree)
-        return plain[0], plain[1].unflatten
+        return tree, lambda new: new
     nnx: Any = sys.modules["flax.nnx"]
     definition, state = nnx.split(tree)
-    flat: tuple[list[Any], Any] = jax.tree.flatten(state)
-    return flat[0], lambda new: nnx.merge(definition, flat[1].unflatten(new))
+    return state, lambda new: nnx.merge(definition, new)
 
 
 class _Graph:

@@ -105,6 +105,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return _read(paths[-1])
 
 
+def read_settings(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of the newest checkpoint in `folder`, none if there is none to read."""
+    paths = checkpoint_paths(folder)
+    try:
+        return dict(_read_manifest(paths[-1] / MANIFEST)["settings"]) if paths else {}
+    except CheckpointError:
+        return {}
+
+
 def restore_state(checkpoint: Checkpoint, shapes: Tree) -> Tree:
     """Return the state of `checkpoint` as a pytree like `shapes`, of numpy arrays.
 

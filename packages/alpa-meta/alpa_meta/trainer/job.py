@@ -11,7 +11,7 @@ from attrs import frozen
 from rich.console import Console
 
 from alpa_interchange import load, save
-from alpa_interchange.amounts import counted, format_duration, format_seconds
+from alpa_interchange.amounts import format_duration, format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.errors import PlanError
 from alpa_meta.report.cluster import cluster_table
@@ -19,7 +19,7 @@ from alpa_meta.report.loss_figure import draw_loss
 from alpa_meta.report.plan_figure import draw_plan
 from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress, training_progress
-from alpa_meta.report.timeline_figure import draw_timeline
+from alpa_meta.report.timeline_figure import draw_last_step
 from alpa_meta.trainer.checkpoint import CheckpointError, restore_state
 from alpa_meta.trainer.comparison import Comparison, compare_with_one_device
 from alpa_meta.trainer.evaluation import HELD_OUT_BYTES, baseline_loss, held_out_loss
@@ -117,6 +117,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         write_plan=lambda folder: save(plan, folder.plan),
         settings={"run": settings_to_json(settings), "text": text.fingerprint},
         checkpoint_every=request.checkpoint_every,
+        metrics=StepMetrics,
         say=console.print,
     )
     compared, last = _train(request, start, step, state, text, recorder, console)
@@ -127,10 +128,10 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         f"trigram's {trigram:.3f}"
     )
     comparison = _compare(request, start, recorder.steps, compared, first_state, text, console)
-    history = read_metrics(folder.metrics)
+    history = read_metrics(folder.metrics, StepMetrics)
     draw_loss(folder.loss_picture, history, trigram=trigram, held_out=held_out)
     draw_plan(folder.plan_picture, plan)
-    _draw_timeline(folder, step, plan)
+    draw_last_step(folder.timeline_picture, step.last_trace, plan)
     console.print(
         f"wrote {folder.path}/: plan.json, plan.png, metrics.jsonl, loss.png, timeline.png, "
         "checkpoint/; "
@@ -194,7 +195,7 @@ def _train(
     step: Any,
     state: Any,
     text: Text,
-    recorder: RunRecorder,
+    recorder: RunRecorder[StepMetrics],
     console: Console,
 ) -> tuple[Any, Any]:
     """Return the parameters on the host: after the steps to compare, and after the last."""
@@ -261,13 +262,3 @@ def _compare(
         f"{found.relative_difference:.1e} of its norm ({found.worst_parameter})"
     )
     return found
-
-
-def _draw_timeline(folder: RunFolder, step: Any, plan: ParallelPlan) -> None:
-    events = list(step.last_trace)
-    names = [f"mesh {index}" for index in range(len(plan.schedule.programs))]
-    title = (
-        f"one executed step: {plan.stage_plan.schedule}, {counted(plan.num_stages, 'stage')}, "
-        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}"
-    )
-    draw_timeline(folder.timeline_picture, events, title=title, mesh_names=names)

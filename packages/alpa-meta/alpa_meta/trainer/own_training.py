@@ -1,8 +1,8 @@
-"""`alpa train --step module:function`: a user's program, planned, run and compared."""
+"""`alpa train --step module:function`: a user's program, planned, run, compared and kept."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +16,25 @@ from rich.console import Console
 from alpa_interchange import load, save
 from alpa_interchange.amounts import format_seconds
 from alpa_interchange.plan import ParallelPlan
+from alpa_meta.errors import PlanError
 from alpa_meta.own_step import OwnStep, Runnable, after_step, load_step
 from alpa_meta.report.cluster import cluster_table
+from alpa_meta.report.loss_figure import draw_loss
 from alpa_meta.report.plan_figure import draw_plan
 from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress
+from alpa_meta.report.timeline_figure import draw_last_step
 from alpa_meta.step.pure_call import OneDevice
+from alpa_meta.trainer.checkpoint import Checkpoint, read_settings
 from alpa_meta.trainer.host_devices import check_devices
+from alpa_meta.trainer.metrics import OwnMetrics, read_metrics
+from alpa_meta.trainer.own_state import restored_state, stored_state
 from alpa_meta.trainer.planning import Parallelism, find_cluster, parallel_step
+from alpa_meta.trainer.recorder import RunRecorder
+from alpa_meta.trainer.run_folder import RunFolder
+
+STEPS = 20  # of a run, and what resuming one adds
+_STEP = "step"  # the setting of a checkpoint that names the program
 
 
 @frozen(kw_only=True)
@@ -35,57 +46,162 @@ class OwnRequest:
     parallelism: Parallelism = Parallelism()
     plan: Path | None = None
     out: Path = Path("run")
-    steps: int = 20
+    resume: Path | None = None
+    steps: int | None = None
     comparison_steps: int = 20
+    checkpoint_every: int = 100
 
 
-def run_own_training(request: OwnRequest, console: Console) -> list[dict[str, Any]]:
+@frozen(kw_only=True)
+class _Start:
+    """Where a run begins: at step 0, or after a checkpoint's steps with its state."""
+
+    program: Runnable
+    checkpoint: Checkpoint | None
+    step: int
+    stop: int
+    plan: ParallelPlan | None
+
+    def state(self) -> Any:
+        """Return the state that the run begins with, to be overwritten."""
+        state = self.program.arguments()[0]
+        return state if self.checkpoint is None else restored_state(self.checkpoint, state)
+
+
+def own_program(run: Path) -> str | None:
+    """Return the program, as module:function, of the run in a folder; None if it is another's."""
+    place = read_settings(RunFolder(run).checkpoints).get(_STEP)
+    return None if place is None else str(place)
+
+
+def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
     """Return the metrics of each step, having shown them and written the run's folder."""
-    program = load_step(request.step)
-    batches = _batches(program)
-    batch = next(batches)
+    start = _start_of(request, console)
+    program = start.program
     cluster = find_cluster(request.cluster)
     note = check_devices(cluster)
     console.print(cluster_table(cluster))
     if note is not None:
         console.print(note)
-    plan = None if request.plan is None else load(request.plan, ParallelPlan)
+    batches = _batches_from(start)
     with stages_progress(console) as progress:
         step = parallel_step(
-            program.train_step, cluster, request.parallelism, plan=plan, progress=progress
+            program.train_step,
+            cluster,
+            request.parallelism,
+            plan=start.plan,
+            progress=progress,
+            exact=program.exact,
         )
-        state = program.arguments()[0]
-        plan = step.plan_for(state, batch)
+        batch = next(batches)
+        plan = step.plan_for(start.state(), batch)
     print_plan(plan, console)
-    folder = request.out
-    folder.mkdir(parents=True, exist_ok=True)
-    save(plan, folder / "plan.json")
-    draw_plan(folder / "plan.png", plan)
-    plain, other = OneDevice(program.train_step), program.arguments()[0]
-    rows: list[dict[str, Any]] = []
-    difference = 0.0
-    with (folder / "metrics.jsonl").open("w") as lines:
-        for number in range(request.steps):
-            began = time.perf_counter()
-            state, found = after_step(state, jax.block_until_ready(step(state, batch)))
-            seconds = time.perf_counter() - began
-            rows.append({"step": number + 1, **_scalars(found), "step_seconds": seconds})
-            lines.write(json.dumps(rows[-1]) + "\n")
-            console.print(_line(rows[-1]))
-            if number < request.comparison_steps:
-                other, expected = after_step(other, plain(other, batch))
-                difference = max(difference, _difference(rows[-1], _scalars(expected)))
-            if (batch := next(batches, None)) is None:
-                console.print(f"the batches ended after {number + 1} steps")
-                break
-    compared = min(len(rows), request.comparison_steps)
+    folder = RunFolder(request.resume or request.out)
+    recorder = RunRecorder(
+        folder=folder,
+        start=start.step,
+        write_plan=lambda folder: save(plan, folder.plan),
+        settings={_STEP: request.step},
+        checkpoint_every=request.checkpoint_every,
+        metrics=OwnMetrics.of,
+        stored=stored_state,
+        say=console.print,
+    )
+    try:
+        _train(request, start, step, itertools.chain([batch], batches), recorder, console)
+    finally:
+        recorder.close()
+    draw_plan(folder.plan_picture, plan)
+    draw_last_step(folder.timeline_picture, step.last_trace, plan)
+    history = read_metrics(folder.metrics, OwnMetrics.of)
+    pictures = "plan.png, timeline.png"
+    if all(metrics.loss is not None for metrics in history):
+        draw_loss(folder.loss_picture, history, unit="")
+        pictures += ", loss.png"
+    console.print(
+        f"wrote {folder.path}/: plan.json, metrics.jsonl, {pictures}, checkpoint/\n"
+        f"go on with: alpa train --resume {folder.path}"
+    )
+    return recorder.steps
+
+
+def _start_of(request: OwnRequest, console: Console) -> _Start:
+    """Return where the run begins, from the request or from the checkpoint it resumes."""
+    plan = None if request.plan is None else load(request.plan, ParallelPlan)
+    if request.resume is None:
+        stop = request.steps or STEPS
+        program = load_step(request.step)
+        return _Start(program=program, checkpoint=None, step=0, stop=stop, plan=plan)
+    folder = RunFolder(request.resume)
+    checkpoint = folder.read_checkpoint()
+    stop = request.steps or checkpoint.step + STEPS
+    if stop <= checkpoint.step:
+        raise PlanError(
+            f"--steps must be above {checkpoint.step}, the steps {request.resume} has already "
+            f"done, got {stop}"
+        )
+    if plan is None and request.parallelism.is_free and folder.plan.exists():
+        plan = load(folder.plan, ParallelPlan)
+    console.print(f"resuming {checkpoint.path} after step {checkpoint.step}")
+    return _Start(
+        program=load_step(request.step),
+        checkpoint=checkpoint,
+        step=checkpoint.step,
+        stop=stop,
+        plan=plan,
+    )
+
+
+def _train(
+    request: OwnRequest,
+    start: _Start,
+    step: Any,
+    batches: Iterator[Any],
+    recorder: RunRecorder[OwnMetrics],
+    console: Console,
+) -> None:
+    """Run the steps, the first ones also on one device."""
+    plain, other = OneDevice(start.program.train_step), start.state()
+    state, difference, compared = start.state(), 0.0, 0
+    for number in range(start.step, start.stop):
+        if (batch := next(batches, None)) is None:
+            console.print(f"the batches ended after {number} steps")
+            break
+        began = time.perf_counter()
+        state, found = after_step(state, jax.block_until_ready(step(state, batch)))
+        seconds = time.perf_counter() - began
+        values = OwnMetrics.named(_scalars(found))
+        metrics = OwnMetrics(step=number + 1, step_seconds=seconds, values=values)
+        recorder.record(metrics, state)
+        console.print(_line(metrics))
+        if compared < request.comparison_steps:
+            other, expected = after_step(other, plain(other, batch))
+            difference = max(difference, _difference(values, OwnMetrics.named(_scalars(expected))))
+            compared += 1
     if compared:
         console.print(
             f"the same {compared} steps on one device: what the step returns differs by at most "
             f"{difference:.1e}"
         )
-    console.print(f"wrote {folder}/: plan.json, plan.png, metrics.jsonl")
-    return rows
+
+
+def _batches_from(start: _Start) -> Iterator[Any]:
+    """Return the batches that the run has not had; those of an iterator come in its order."""
+    batches = _batches(start.program)
+    if isinstance(start.program, OwnStep) and start.program.later is not None:
+        for had in range(start.step):
+            if next(batches, None) is None:
+                raise PlanError(
+                    f"the run has had {start.step} batches, but the iterator of --step "
+                    f"{start.program.name} ended after {had}; it must give those again, and more"
+                )
+    first = next(batches, None)
+    if first is None:
+        raise PlanError(
+            f"the iterator of --step {start.program.name} has no batch after the {start.step} that "
+            "the run has had; let it give more"
+        )
+    return itertools.chain([first], batches)
 
 
 def _batches(program: Runnable) -> Iterator[Any]:
@@ -108,10 +224,10 @@ def _scalars(found: Any) -> dict[str, float]:
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    values = [f"{name} {row[name]:.6g}" for name in row if name not in ("step", "step_seconds")]
-    return f"step {row['step']}: {', '.join(values)} in {format_seconds(row['step_seconds'])}"
+def _line(metrics: OwnMetrics) -> str:
+    values = [f"{name} {value:.6g}" for name, value in metrics.values.items()]
+    return f"step {metrics.step}: {', '.join(values)} in {format_seconds(metrics.step_seconds)}"
 
 
-def _difference(row: dict[str, Any], expected: dict[str, float]) -> float:
-    return max((abs(row[name] - value) for name, value in expected.items()), default=0.0)
+def _difference(found: dict[str, float], expected: dict[str, float]) -> float:
+    return max((abs(found[name] - value) for name, value in expected.items()), default=0.0)

@@ -20,14 +20,14 @@ def test_steps_come_back_as_written(tmp_path):
     file = MetricsFile(path)
     file.append(_step(2))
     file.close()
-    assert read_metrics(path) == [_step(1), _step(2)]
+    assert read_metrics(path, StepMetrics) == [_step(1), _step(2)]
 
 
 def test_a_last_line_cut_short_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, [_step(1), _step(2)])
     path.write_text(path.read_text()[:-5])
-    assert read_metrics(path) == [_step(1)]
+    assert read_metrics(path, StepMetrics) == [_step(1)]
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
@@ -35,4 +35,4 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     write_metrics(path, [_step(1), _step(2)])
     path.write_text("{}\n" + path.read_text())
     with pytest.raises(ValueError, match="line 1"):
-        read_metrics(path)
+        read_metrics(path, StepMetrics)

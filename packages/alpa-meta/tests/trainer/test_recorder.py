@@ -23,6 +23,7 @@ def _recorder(path, start=0, every=3):
         write_plan=lambda folder: folder.plan.write_text("{}"),
         settings={},
         checkpoint_every=every,
+        metrics=StepMetrics,
     )
 
 
@@ -54,7 +55,9 @@ def test_resuming_cuts_the_metrics_back_to_the_checkpoint(tmp_path):
     again = _recorder(tmp_path / "run", start=3)
     again.record(_step(4), _state(4))
     again.close()
-    assert [step.step for step in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [
+        step.step for step in read_metrics(tmp_path / "run" / "metrics.jsonl", StepMetrics)
+    ] == [1, 2, 3, 4]
 
 
 def test_an_earlier_run_is_moved_aside(tmp_path):
