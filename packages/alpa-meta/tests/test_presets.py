@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -190,14 +191,37 @@ def test_one_model_is_cut_alike_under_the_names_of_every_library(style):
     assert batch["tokens"] == P(("data",), None)
 
 
-def test_plans_are_equal_under_the_names_of_every_library():
-    plans = {}
-    for style in ("hugging face", "meta"):
-        name, step, args = transformer(style)
-        quick = {"cluster": "h100:8", "num_stages": 1, "num_microbatches": 1, "mesh_shape": (2, 4)}
-        plan = alpa.parallelize(step, preset="megatron", **quick).plan_for(*args)
-        plans[style] = plan.step_seconds, plan.stage_plan.peak_bytes
-    assert len(set(plans.values())) == 1
+def whole_plan(style, preset):
+    """Return all that a plan says, with parameters called by their roles."""
+    name, step, args = transformer(style)
+    roles = {own: role for role, own in name.items()}
+    quick = {"num_stages": 1, "num_microbatches": 1, "mesh_shape": (2, 4), "cache": False}
+    plan = alpa.parallelize(step, preset=preset, cluster="h100:8", **quick).plan_for(*args)
+
+    def by_role(specs):
+        return {
+            re.sub(r"'(\w+)'", lambda found: repr(roles.get(found[1], found[1])), path): spec
+            for path, spec in specs.items()
+        }
+
+    (stage,) = plan.shardings
+    return {
+        "state": by_role(stage.state_specs),
+        "activations": by_role(stage.activation_specs),
+        "communication": dict(stage.communication),
+        "memory": dict(stage.memory),
+        "peak": plan.stage_plan.peak_bytes,
+        "seconds": plan.step_seconds,
+        "bound": plan.lower_bound,
+    }
+
+
+@pytest.mark.parametrize("preset", ["megatron", "2d", "zero3", None])
+def test_whole_plans_are_equal_under_the_names_of_every_library(preset):
+    first, *others = (whole_plan(style, preset) for style in NAMES)
+    assert len(first["state"]) == 3 * len(ROLES) + 3  # with moments, a count, and the batch
+    for other in others:
+        assert other == first
 
 
 def test_key_heads_that_are_fewer_than_devices_stay_whole_and_the_share_says_so():
