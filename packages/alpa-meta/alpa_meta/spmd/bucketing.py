@@ -31,6 +31,7 @@ from jax import lax
 
 from alpa_meta import compat
 from alpa_meta.compat import Atom, Jaxpr, JaxprEqn, Var, array_type, dtype_of
+from alpa_meta.operators.collective import REDUCE, Collective, collective_of
 from alpa_meta.spmd.collectives import scopes_of
 
 
@@ -69,43 +70,28 @@ def in_buckets(
 
 
 @frozen(eq=False)
-class _Collective:
-    """A collective that may share a buffer: `fits` are kind, axes and dtype; dims as in jax."""
+class _Sent:
+    """A collective that may share a buffer, over `num_devices`; the larger side's bytes."""
 
-    kind: str
-    axes: tuple[str, ...]
+    of: Collective
     num_devices: int
     bytes: float
-    dim: int = 0
-    to_dim: int = 0
 
     def fits(self, eqn: JaxprEqn) -> tuple[Any, ...]:
-        return self.kind, self.axes, dtype_of(eqn.invars[0])
+        return self.of.kind, self.of.axes, dtype_of(eqn.invars[0])
 
 
-def _collective(eqn: JaxprEqn) -> _Collective | None:
+def _sent(eqn: JaxprEqn) -> _Sent | None:
     """Return what an equation sends, None if it is nothing that can share a buffer."""
-    kind, params = eqn.primitive.name, eqn.params
-    if kind not in _SENDERS or len(eqn.invars) != 1 or params.get("axis_index_groups") is not None:
+    found = collective_of(eqn)
+    if found is None or isinstance(eqn.invars[0], compat.Literal):
         return None
     aval = array_type(eqn.invars[0])
-    if isinstance(eqn.invars[0], compat.Literal) or not hasattr(aval.dtype, "itemsize"):
+    if not hasattr(aval.dtype, "itemsize"):
         return None
-    named = params.get("axes", params.get("axis_name"))
-    axes = named if isinstance(named, tuple) else (named,)
-    if not all(isinstance(axis, str) for axis in axes):
-        return None
-    count = math.prod(lax.axis_size(axis) for axis in axes)
+    count = math.prod(lax.axis_size(axis) for axis in found.axes)
     size = float(max(aval.size, array_type(eqn.outvars[0]).size) * aval.dtype.itemsize)
-    if kind in ("psum", "pmax", "pmin"):
-        return _Collective(kind, axes, count, size)
-    if not params.get("tiled"):
-        return None
-    if kind == "all_gather":
-        return _Collective(kind, axes, count, size, params["all_gather_dimension"])
-    if kind == "reduce_scatter":
-        return _Collective(kind, axes, count, size, params["scatter_dimension"])
-    return _Collective(kind, axes, count, size, params["split_axis"], params["concat_axis"])
+    return _Sent(found, count, size)
 
 
 @define(eq=False)
@@ -113,7 +99,7 @@ class _Bucket:
     """Equations that send together; `needs` are the buckets they wait for, as bits."""
 
     members: list[int] = field(factory=list)
-    sent: list[_Collective] = field(factory=list)
+    sent: list[_Sent] = field(factory=list)
     bytes: float = 0.0
     needs: int = 0
 
@@ -126,7 +112,7 @@ class _Buckets:
         self.all: list[_Bucket] = []
         self._recent: dict[tuple[Any, ...], list[int]] = {}
 
-    def place(self, position: int, sent: _Collective, fits: tuple[Any, ...], needs: int) -> int:
+    def place(self, position: int, sent: _Sent, fits: tuple[Any, ...], needs: int) -> int:
         """Return the number of the bucket that takes equation `position`."""
         recent = self._recent.setdefault(fits, [])
         small = sent.bytes <= self.limits.tensor
@@ -183,7 +169,7 @@ def _run(
                     zip(eqn.outvars, compat.bind(eqn, list(map(read, eqn.invars))), strict=True)
                 )
             else:
-                send = _SENDERS[bucket.sent[0].kind]
+                send = _SENDERS[bucket.sent[0].of.kind]
                 with jax.named_scope("+".join(name for eqn in eqns for name in scopes_of(eqn))):
                     results = send(bucket.sent, [read(eqn.invars[0]) for eqn in eqns])
                 known.update(zip((eqn.outvars[0] for eqn in eqns), results, strict=True))
@@ -204,7 +190,7 @@ def _schedule(jaxpr: Jaxpr, limits: BucketLimits) -> list[_Bucket]:
         needs = 0
         for atom in read:
             needs |= waits_for.get(atom, 0)
-        sent = _collective(eqn)
+        sent = _sent(eqn)
         if sent is None:
             step = len(steps)
             steps.append(_Bucket([position]))
@@ -260,38 +246,38 @@ def _ordered(jaxpr: Jaxpr, steps: Sequence[_Bucket], maker: dict[Var, int]) -> l
     return found
 
 
-def _reduce(sent: Sequence[_Collective], values: Sequence[Any]) -> list[Any]:
-    combine: Any = {"psum": lax.psum, "pmax": lax.pmax, "pmin": lax.pmin}[sent[0].kind]
-    total = combine(jnp.concatenate([jnp.ravel(value) for value in values]), sent[0].axes)
+def _reduce(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
+    reduced: Any = REDUCE[sent[0].of.kind]
+    total = reduced(jnp.concatenate([jnp.ravel(value) for value in values]), sent[0].of.axes)
     pieces = _cut(total, [value.size for value in values])
     return [jnp.reshape(p, v.shape) for p, v in zip(pieces, values, strict=True)]
 
 
-def _gather(sent: Sequence[_Collective], values: Sequence[Any]) -> list[Any]:
+def _gather(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
     mine = jnp.concatenate([jnp.ravel(value) for value in values])
-    rows = lax.all_gather(mine, sent[0].axes)
+    rows = lax.all_gather(mine, sent[0].of.axes)
     pieces = _cut(rows, [value.size for value in values])
     return [
-        _joined(jnp.reshape(piece, (one.num_devices, *value.shape)), one.dim)
+        _joined(jnp.reshape(piece, (one.num_devices, *value.shape)), one.of.dim)
         for one, value, piece in zip(sent, values, pieces, strict=True)
     ]
 
 
-def _scatter(sent: Sequence[_Collective], values: Sequence[Any]) -> list[Any]:
-    parts = [_parted(value, one.dim, one.num_devices) for one, value in zip(sent, values)]
+def _scatter(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
+    parts = [_parted(value, one.of.dim, one.num_devices) for one, value in zip(sent, values)]
     rows = jnp.concatenate([jnp.reshape(p, (p.shape[0], -1)) for p in parts], axis=1)
-    mine = lax.psum_scatter(rows, sent[0].axes, scatter_dimension=0, tiled=False)
+    mine = lax.psum_scatter(rows, sent[0].of.axes, scatter_dimension=0, tiled=False)
     pieces = _cut(mine, [part.size // part.shape[0] for part in parts])
     return [jnp.reshape(piece, p.shape[1:]) for p, piece in zip(parts, pieces, strict=True)]
 
 
-def _exchange(sent: Sequence[_Collective], values: Sequence[Any]) -> list[Any]:
-    parts = [_parted(value, one.dim, one.num_devices) for one, value in zip(sent, values)]
+def _exchange(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
+    parts = [_parted(value, one.of.dim, one.num_devices) for one, value in zip(sent, values)]
     rows = jnp.concatenate([jnp.reshape(p, (p.shape[0], -1)) for p in parts], axis=1)
-    got = lax.all_to_all(rows, sent[0].axes, split_axis=0, concat_axis=0, tiled=True)
+    got = lax.all_to_all(rows, sent[0].of.axes, split_axis=0, concat_axis=0, tiled=True)
     pieces = _cut(got, [part.size // part.shape[0] for part in parts])
     return [
-        _joined(jnp.reshape(piece, part.shape), one.to_dim)
+        _joined(jnp.reshape(piece, part.shape), one.of.to_dim)
         for one, part, piece in zip(sent, parts, pieces, strict=True)
     ]
 
@@ -319,11 +305,9 @@ def _cut(buffer: Any, sizes: Sequence[int]) -> list[Any]:
     return pieces
 
 
-_SENDERS: dict[str, Callable[[Sequence[_Collective], Sequence[Any]], list[Any]]] = {
-    "psum": _reduce,
-    "pmax": _reduce,
-    "pmin": _reduce,
-    "all_gather": _gather,
-    "reduce_scatter": _scatter,
-    "all_to_all": _exchange,
+_SENDERS: dict[str, Callable[[Sequence[_Sent], Sequence[Any]], list[Any]]] = {
+    **dict.fromkeys(REDUCE, _reduce),
+    "all-gather": _gather,
+    "reduce-scatter": _scatter,
+    "all-to-all": _exchange,
 }

@@ -25,10 +25,6 @@ ALLOWED = {
     "inter_op/scan_cutting.py": ("slice", "what an added equation is for"),
     "intra_op/bucketed_traffic.py": ("slice", "a step of a conversion between specs"),
     "spmd/completion.py": ("slice", "a step of a conversion between specs"),
-    "spmd/bucketing.py": (
-        "psum pmax pmin all_gather reduce_scatter all_to_all",
-        "collectives that this package emits, of which no program of a user has any",
-    ),
     "trainer/run_folder.py": ("checkpoint", "the name of a folder"),
 }
 
