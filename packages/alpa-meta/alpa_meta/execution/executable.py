@@ -19,6 +19,7 @@ from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.compat import ClosedJaxpr, Var, dtype_of, no_mesh, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.combiners import combiner_options
+from alpa_meta.execution.fences import with_fences
 from alpa_meta.execution.own_constants import with_own_constants
 from alpa_meta.execution.piecewise import parted, united
 from alpa_meta.execution.second_gathers import WORTH, with_second_gathers
@@ -407,10 +408,9 @@ def compile_task(
     }
     plan = task_plan(task, specs, strategies)
     on_host = jax_mesh is not None and jax_mesh.devices.flat[0].platform == "cpu"
-    eqns = task.eqns
     if sharding.executor != "constraint" and not on_host:
-        eqns, plan = with_own_constants(*_with_second_gathers(planned, task, plan))
-    closed = evolve(task, eqns=eqns).closed(planned.program)
+        task, plan = _with_barriers(planned, task, plan)
+    closed = task.closed(planned.program)
     mesh = sharding.mesh.logical
     conversions = selection.costs.conversions
     buckets = HOST_BUCKETS if on_host else None
@@ -449,15 +449,17 @@ def compile_task(
     )
 
 
-def _with_second_gathers(
-    planned: Planned, task: Task, plan: JaxprPlan
-) -> tuple[tuple[Any, ...], JaxprPlan]:
+def _with_barriers(planned: Planned, task: Task, plan: JaxprPlan) -> tuple[Task, JaxprPlan]:
+    """Return a task and its plan with the barriers that keep its memory as planned."""
     stage = planned.selections[task.spec.stage].stage
     phase_of = {id(eqn): phase for eqn, phase in zip(stage.eqns, stage.phases, strict=True)}
     phases = [phase_of.get(id(eqn), "update") for eqn in task.eqns]
     mesh = planned.plan.shardings[task.spec.stage].mesh.logical
     least = WORTH * planned.plan.stage_plan.peak_bytes[task.spec.stage]
-    return with_second_gathers(task.eqns, plan, task.invars, phases, mesh, least)
+    eqns, plan, outvars, places = with_fences(task.eqns, plan, task.outvars, phases)
+    eqns, plan = with_second_gathers(eqns, plan, task.invars, places, mesh, least)
+    eqns, plan = with_own_constants(eqns, plan)
+    return evolve(task, eqns=eqns, outvars=outvars), plan
 
 
 def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Var, ShardingSpec]:

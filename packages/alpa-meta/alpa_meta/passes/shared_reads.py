@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from alpa_meta.compat import (
+    Atom,
     ClosedJaxpr,
     JaxprEqn,
     Literal,
@@ -65,7 +66,7 @@ def _shared(
         for var in _choosing(eqn):
             if readers[var, phase] > 1 and (var, phase) not in shared:
                 result = shared[var, phase] = Var(var.aval)
-                yield _read(var, result, eqn), phase
+                yield read_once(var, result, eqn), phase
                 if var in placements:
                     placements[result] = placements[var]
         eqn = with_bodies(eqn, _in_body)
@@ -90,8 +91,12 @@ def _chooses(eqn: JaxprEqn) -> bool:
     return is_heavy(eqn) or is_control_flow(eqn)
 
 
-def _read(var: Var, result: Any, reader: Any) -> Any:
-    return _template().replace(invars=[var], outvars=[result], source_info=reader.source_info)
+def read_once(var: Atom, result: Var, reader: JaxprEqn) -> JaxprEqn:
+    """Return an equation that reads `var` on behalf of several others, of the line of `reader`."""
+    read: JaxprEqn = _template().replace(
+        invars=[var], outvars=[result], source_info=reader.source_info
+    )
+    return read
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from alpa_meta.spmd.bucketing import HOST_BUCKETS, BucketLimits
 from alpa_meta.spmd.collectives import CollectiveLog, Collectives
+from alpa_meta.spmd.completion import natural_result
 from alpa_meta.spmd.constraint_program import completed_plan, constraint_program
 from alpa_meta.spmd.evaluation import evaluate, run_local
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
@@ -28,6 +29,7 @@ __all__ = [
     "evaluate",
     "global_shape",
     "jax_sharding",
+    "natural_result",
     "partition_spec",
     "planned_collectives",
     "random_plan",

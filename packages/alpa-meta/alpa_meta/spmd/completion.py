@@ -25,22 +25,32 @@ def complete(
     the rest then reduces less.
     """
     final = strategy.results[result]
+    natural, reduced = natural_result(rule, strategy, result)
+    if natural == final and not reduced:
+        return value
+    value = complete_sums(value, natural, final, collectives, reason)
+    for reduction, axes in reduced.items():
+        value = collectives.all_reduce(value, axes, reduction, f"{reduction} of {reason}")
+    return value
+
+
+def natural_result(
+    rule: ShardingRule, strategy: Strategy, result: int
+) -> tuple[ShardingSpec, dict[str, tuple[str, ...]]]:
+    """Return the spec that an operator leaves a result in on each device, its sums partial, and
+    the axes of reductions of other kinds."""
     reduced: dict[str, tuple[str, ...]] = {}
     for name, axes in strategy.assignment:
         factor = rule.factor(name)
         if factor.kind == "reduction":
             reduced[factor.reduction] = reduced.get(factor.reduction, ()) + axes
     if not reduced:
-        return value
+        return strategy.results[result], {}
     dims = tuple(
         tuple(axis for name in factors for axis in strategy.axes(name))
         for factors in rule.results[result]
     )
-    natural = ShardingSpec(dims, reduced.pop("add", ()))
-    value = complete_sums(value, natural, final, collectives, reason)
-    for reduction, axes in reduced.items():
-        value = collectives.all_reduce(value, axes, reduction, f"{reduction} of {reason}")
-    return value
+    return ShardingSpec(dims, reduced.pop("add", ())), reduced
 
 
 def complete_sums(
