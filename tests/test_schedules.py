@@ -8,7 +8,6 @@ import pytest
 
 import alpa_meta as alpa
 from alpa_meta.options import SCHEDULES
-from alpa_meta.planning.menu_search import SEARCHED
 from alpa_meta.report.predicted_events import predicted_events
 
 WIDTH = 8
@@ -87,6 +86,6 @@ def test_a_chosen_schedule_is_no_slower_than_any_that_is_searched(agrees):
     step, state, batches = _training()
     chosen = {"num_stages": 2, "num_microbatches": 4, "max_mesh_axes": 1}
     parallel = agrees(step, state, batches, schedule=None, **chosen)
-    for schedule in SEARCHED:
+    for schedule in set(SCHEDULES) - {"interleaved-1f1b"}:  # which has four stages at least
         named = alpa.parallelize(step, schedule=schedule, **chosen).plan_for(state, batches[0])
         assert parallel.plan.step_seconds <= named.step_seconds * (1 + 1e-9)

@@ -51,6 +51,7 @@ class LayerRow:
     step_seconds: float = field(default=0.0, validator=non_negative)  # once per step: sync, update
     state_bytes: float = field(default=0.0, validator=non_negative)
     activation_bytes: Affine = NOTHING  # per microbatch in flight
+    delayed_bytes: Affine = NOTHING  # besides, per microbatch whose backward by weight waits
     transient_bytes: Affine = NOTHING  # largest temporary; the largest of a stage counts
     batch_split: int = field(default=1, validator=positive)  # divides a microbatch's samples
     layout_in: int = field(default=0, validator=non_negative)
@@ -153,7 +154,14 @@ class JointProblem:
     boundary: Boundary = no_boundary
     # Microbatch counts to try, divisors of batch_size. None: all divisors 2^k and batch / 2^k.
     counts: tuple[int, ...] | None = None
-    schedules: tuple[str, ...] = ("gpipe", "1f1b", "eager-1f1b", "adaptive")
+    schedules: tuple[str, ...] = (
+        "1f1b",
+        "gpipe",
+        "eager-1f1b",
+        "adaptive",
+        "interleaved-1f1b",
+        "zero-bubble-h1",
+    )
     num_stages: int | None = None  # None: free
     use_all_devices: bool = False  # True: a plan that leaves devices idle is not allowed
     deadline_seconds: float | None = None  # None: limits are counts of work, and plans repeatable
@@ -186,6 +194,7 @@ class JointStage:
     weight_seconds: float  # of the backward: the part that makes weight gradients
     step_seconds: float
     boundary_seconds: float  # one way to the next stage, on the link it crosses; 0 for the last
+    transient_bytes: float = 0.0  # of the stage's `peak_bytes`
 
 
 @frozen(kw_only=True)
@@ -211,6 +220,11 @@ class JointPlan:
     in_flight: tuple[int, ...]  # per stage: microbatches whose activations are alive
     tried: tuple[TriedCount, ...] = ()
     complete: bool = True  # False: the deadline stopped the search
+
+    @property
+    def num_meshes(self) -> int:
+        """Return the number of submeshes; fewer than stages where a submesh runs several."""
+        return len({stage.device_ids for stage in self.stages})
 
     @property
     def gap(self) -> float:

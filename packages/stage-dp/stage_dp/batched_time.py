@@ -7,7 +7,8 @@ and its backward in wave A_i + 2 m, where
 
 so that all runs of one wave are independent: they are computed together, for all pipelines. Stages
 that hold all m microbatches never run a forward after a backward; for them C_i = C_{i+1} - 1 and
-A_i = max(A_{i+1} + 1, C_i + 2 m - 1).
+A_i = max(A_{i+1} + 1, C_i + 2 m - 1). Where the backward is split (zero-bubble-h1), the part by
+input runs in those waves, followed by the part by weight of the microbatch that is d_i earlier.
 """
 
 from __future__ import annotations
@@ -27,15 +28,22 @@ def batched_step_seconds(
     backward: Array,
     boundary: Array,
     tail: Array,
+    weight: Array | None = None,
 ) -> Array:
     """Return the step time of each pipeline: [pipelines].
 
     `forward`, `backward`, `tail`: [pipelines, stages]; `boundary`: one way, [pipelines, stages -
-    1].
-    `warmups` must not grow from one stage to the next.
+    1]. `warmups` must not grow from one stage to the next. `weight` [pipelines, stages]: the part
+    of `backward` by weight, for "zero-bubble-h1", whose `warmups` are the microbatches in flight.
     """
     num, count = forward.shape[1], num_microbatches
     held = [min(k, count) for k in warmups]
+    delay = np.zeros(num, dtype=np.int64)
+    if weight is not None:
+        least = [min(num - i, count) for i in range(num)]
+        delay = np.array(held) - least
+        held = least
+        backward = backward - weight
     begin_forward, begin_backward = _waves(held, count)
     size = forward.shape[0]
     clock = np.zeros((num, size))
@@ -65,11 +73,16 @@ def batched_step_seconds(
             unit = units[on]
             stop = np.maximum(clock[on], returned[on, unit]) + b[on]
             clock[on] = stop
+            if weight is not None:
+                late = on[unit >= delay[on]]
+                clock[late] += weight.T[late]
             sends = on > 0
             rows, stop, unit = on[sends], stop[sends], unit[sends]
             sent = np.maximum(stop, link_back[rows]) + crossing[rows - 1]
             link_back[rows] = sent
             returned[rows - 1, unit] = sent
+    if weight is not None:
+        clock += delay[:, None] * weight.T
     result: Array = (clock.T + tail).max(axis=1)
     return result
 
@@ -81,6 +94,7 @@ def extrapolated_step_seconds(
     backward: Array,
     boundary: Array,
     tail: Array,
+    weight: Array | None = None,
 ) -> Array:
     """Return the step times with many microbatches from those with few: [pipelines].
 
@@ -92,7 +106,7 @@ def extrapolated_step_seconds(
     held = max((k for k in warmups if k < num_microbatches), default=num)
     short = 2 * held + 2 * num
     long = short + num + 4
-    figures = (forward, backward, boundary, tail)
+    figures = (forward, backward, boundary, tail, weight)
     if num_microbatches <= long:
         return batched_step_seconds(warmups, num_microbatches, *figures)
     runs = []
@@ -102,9 +116,10 @@ def extrapolated_step_seconds(
         runs.append(batched_step_seconds(some, count, *figures))
     period = (runs[1] - runs[0]) / (long - short)
     seconds = forward + backward
-    way = seconds[:, :-1] + 2 * boundary
+    split = weight is not None
+    way = forward[:, :-1] + boundary if split else seconds[:, :-1] + 2 * boundary
     before = np.concatenate([np.zeros((len(way), 1)), np.cumsum(way, axis=1)], axis=1)
-    own = before + num_microbatches * seconds + tail[:, :1]
+    own = before + num_microbatches * seconds + (tail if split else tail[:, :1])
     result: Array = np.maximum(runs[1] + (num_microbatches - long) * period, own.max(axis=1))
     return result
 

@@ -23,6 +23,7 @@ from attrs import frozen
 from stage_dp.menu_table import (
     ACTIVATION,
     BACKWARD,
+    COLUMNS,
     FORWARD,
     STATE,
     STEP,
@@ -59,7 +60,7 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
     classes = tuple(sorted(table.rows[meshes[0]]))
     width = max(len(table.rows[m][c].number) for m in meshes for c in classes)
     shape = (len(meshes), len(classes), max(1, width))
-    figures = np.full((7, *shape), np.inf)
+    figures = np.full((COLUMNS, *shape), np.inf)
     for j, m in enumerate(meshes):
         for i, c in enumerate(classes):
             rows = table.rows[m][c]

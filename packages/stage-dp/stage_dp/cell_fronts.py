@@ -16,7 +16,6 @@ from stage_dp.menu_table import (
     ACTIVATION,
     ADDED,
     BACKWARD,
-    COMPARED,
     FORWARD,
     STATE,
     TRANSIENT,
@@ -24,13 +23,14 @@ from stage_dp.menu_table import (
     Index,
     MenuTable,
     Sequences,
+    compared,
     unbeaten,
 )
 
 
 @frozen(eq=False)
 class Front:
-    """Labels of one layer range on one mesh. `columns` [labels, 7] as in ClassRows."""
+    """Labels of one layer range on one mesh. `columns` [labels, COLUMNS] as in ClassRows."""
 
     columns: Array
     layout_in: Index
@@ -95,7 +95,7 @@ class Fronts:
             raise TooManyLabelsError
         columns, before, pick, layout_in = columns[fits], before[fits], pick[fits], layout_in[fits]
         layout_out = rows.layout_out[pick]
-        best = unbeaten(columns[:, COMPARED], layout_in * 4096 + layout_out)
+        best = unbeaten(compared(columns, self.table.splits), layout_in * 4096 + layout_out)
         return Front(
             columns[best], layout_in[best], layout_out[best], before[best], rows.number[pick[best]]
         )

@@ -23,6 +23,10 @@ backwards takes at least sum (t_j + 2 c_j) from i on + (B - 1) t_i. All are boun
 whose slowest stage i has lo <= t_i <= hi, where each stage after it adds n (t + 2 c) - held hi with
 n = 2 gaps, or n = 1 and share held in place of held. Ranges of t are split where the bound is
 least, until it reaches the plan in hand. -> refined_bound()
+
+Where the backward is split ("zero-bubble-h1"), the parts by weight may run while the last
+cotangents go back, so the way counts forwards only, the work of each mesh and its step seconds end
+the step, and P counts what is not by weight; the first gap is the only one.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from stage_dp.joint_schedules import JointRule
 from stage_dp.joint_sweep import Entrance, Space, Sweep
 from stage_dp.menu_table import Array
+from stage_dp.schedules import ScheduleRule
 
 MAX_SPLITS = 8  # six sweeps each; gaps fall little after
 CLOSE = 2e-4  # relative distance to the plan at which a bound need not be refined
@@ -48,7 +52,8 @@ class Bounds:
 
     `seconds` t, `busy` of B t + u, `once` of t + u. `crossing` [kinds] one way. `levels`: None
     where all places are alike, else the numbers of stages that a pipeline may have. `longest`
-    [kinds]: the most that a crossing may take; `share` the largest share of a forward in t.
+    [kinds]: the most that a crossing may take; `share` the largest share of a forward in t,
+    `least_share` the least, `least_rest` the least share of what is not by weight.
     """
 
     space: Space
@@ -59,23 +64,25 @@ class Bounds:
     crossing: Array
     longest: Array
     share: float
+    least_share: float
+    least_rest: float
     counted: bool
     open_ended: bool
     final: tuple[int, ...] | None = None
 
-    @property
-    def spread_crossing(self) -> Array:
-        """Return 2 c by kind and state."""
+    def spread_crossing(self, ways: int) -> Array:
+        """Return c once or twice, by kind and state."""
         states = self.space.pool.num_states + 1
-        return np.repeat(2 * self.crossing[:, None], states, axis=1)
+        return np.repeat(ways * self.crossing[:, None], states, axis=1)
 
 
-def quick_bound(bounds: Bounds) -> float:
-    """Return the bound for any schedule, seconds (inf: there is no pipeline)."""
-    return _there_and_back(bounds, math.inf)
+def quick_bound(bounds: Bounds, rule: ScheduleRule) -> float:
+    """Return the bound, seconds (inf: there is no pipeline); of schedules that do not split the
+    backward it is the same."""
+    return _there_and_back(bounds, rule, math.inf)
 
 
-def refined_bound(bounds: Bounds, rule: JointRule, bound: float, target: float) -> float:
+def refined_bound(bounds: Bounds, rule: ScheduleRule, bound: float, target: float) -> float:
     """Return a bound at least as good as `bound`; stops where `target` is proven."""
     if bound >= target:
         return bound
@@ -102,37 +109,44 @@ def refined_bound(bounds: Bounds, rule: JointRule, bound: float, target: float) 
     return min(heap[0][0], beyond)
 
 
-def _there_and_back(bounds: Bounds, high: float) -> float:
+def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> float:
     """Return W, with the step seconds of the first stage or the busiest."""
-    count = bounds.num_microbatches
+    count, split = bounds.num_microbatches, rule.splits_backward
+    weight = _within(bounds.seconds, bounds.seconds, high)
     return Sweep(
         bounds.space,
-        _within(bounds.seconds, bounds.seconds, high),
-        bounds.spread_crossing,
+        _part(weight, bounds.least_share) if split else weight,
+        bounds.spread_crossing(1 if split else 2),
         counted=bounds.counted,
         open_ended=bounds.open_ended,
-        first=_within(bounds.once, bounds.seconds, high),
-        floor=count * bounds.seconds,
+        first=None if split else _within(bounds.once, bounds.seconds, high),
+        floor=bounds.busy if split else count * bounds.seconds,
         first_floor=bounds.busy,
     ).best(bounds.final)
+
+
+def _part(seconds: Array, share: float) -> Array:
+    return np.where(np.isfinite(seconds), share * seconds, np.inf)
 
 
 def _within(weight: Array, seconds: Array, high: float) -> Array:
     return weight if math.isinf(high) else np.where(seconds <= high * (1 + 1e-12), weight, np.inf)
 
 
-def _ranged(bounds: Bounds, rule: JointRule, low: float, high: float) -> float:
+def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> float:
     """Return a bound for pipelines whose slowest stage takes from `low` to `high` seconds."""
-    base = _there_and_back(bounds, high)
+    base = _there_and_back(bounds, rule, high)
     if math.isinf(base):
         return base
     count = bounds.num_microbatches
     seconds = _within(bounds.seconds, bounds.seconds, high)
     gaps, held = _gaps(bounds, rule)
+    split = rule.splits_backward
+    rest = bounds.least_rest if split else 1.0
     suffix = Sweep(
         bounds.space,
-        np.where(np.isfinite(seconds), gaps * seconds - held * high, np.inf),
-        gaps * bounds.spread_crossing,
+        np.where(np.isfinite(seconds), gaps * rest * seconds - held * high, np.inf),
+        bounds.spread_crossing(2 * gaps),
         counted=bounds.counted,
         open_ended=bounds.open_ended,
     )
@@ -141,21 +155,21 @@ def _ranged(bounds: Bounds, rule: JointRule, low: float, high: float) -> float:
     slow = (bounds.seconds >= low * (1 - 1e-12)) & (bounds.seconds <= high * (1 + 1e-12))
     with_idle = Sweep(
         bounds.space,
-        seconds,
-        bounds.spread_crossing,
+        _part(seconds, bounds.least_share) if split else seconds,
+        bounds.spread_crossing(1 if split else 2),
         counted=bounds.counted,
         open_ended=bounds.open_ended,
-        first=_within(bounds.once, bounds.seconds, high),
+        first=None if split else _within(bounds.once, bounds.seconds, high),
         entrance=Entrance(
             suffix=suffix,
-            weight=np.where(slow, count * bounds.seconds, np.inf),
+            weight=np.where(slow, bounds.busy if split else count * bounds.seconds, np.inf),
             first=np.where(slow, bounds.busy, np.inf),
         ),
     ).best(bounds.final)
     return max(base, with_idle)
 
 
-def _gaps(bounds: Bounds, rule: JointRule) -> tuple[int, Array | float]:
+def _gaps(bounds: Bounds, rule: ScheduleRule) -> tuple[int, Array | float]:
     """Return how many idle gaps count, and the seconds of the slowest stage that fill them, per
     stage after it."""
     if rule.all_first:
@@ -164,7 +178,7 @@ def _gaps(bounds: Bounds, rule: JointRule) -> tuple[int, Array | float]:
         with np.errstate(divide="ignore", invalid="ignore"):
             extra = np.ceil(2 * bounds.longest[None, :, None] / bounds.seconds)
         return 1, bounds.share * (1 + np.minimum(extra, bounds.num_microbatches))
-    if 2 - rule.held > 1 - rule.held * bounds.share:
+    if not rule.splits_backward and 2 - rule.held > 1 - rule.held * bounds.share:
         overlapping = _overlapping(bounds, rule.held)
         if not overlapping[0].all():
             return 2, float(rule.held)

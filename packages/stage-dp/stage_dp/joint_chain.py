@@ -11,24 +11,27 @@ from attrs import frozen
 
 from stage_dp.batched_time import batched_step_seconds, extrapolated_step_seconds
 from stage_dp.joint_links import Links
-from stage_dp.joint_schedules import JointRule, useful_extras, warmups
+from stage_dp.joint_schedules import useful_extras, warmups
 from stage_dp.menu_table import (
     ACTIVATION,
     BACKWARD,
+    DELAYED,
     FORWARD,
     STATE,
     STEP,
     TRANSIENT,
+    WEIGHT,
     Array,
     MenuTable,
 )
+from stage_dp.schedules import ScheduleRule
 
 MAX_EXTRAS = 64  # ways to share out the microbatches in flight that are tried for one pipeline
 
 
 @frozen(eq=False)
 class StageChoice:
-    """A stage with its rows. `columns` [7] as in ClassRows."""
+    """A stage with its rows. `columns` [COLUMNS] as in ClassRows."""
 
     layer_start: int
     layer_stop: int
@@ -38,15 +41,23 @@ class StageChoice:
     layout_out: int
     rows: tuple[int, ...]
 
+    def at(self, start: int, stop: int) -> StageChoice:
+        """Return the same rows for layers start..stop, of the same classes."""
+        return StageChoice(
+            start, stop, self.mesh, self.columns, self.layout_in, self.layout_out, self.rows
+        )
+
     @property
     def seconds(self) -> float:
         """Return forward plus backward of one microbatch."""
         return float(self.columns[FORWARD] + self.columns[BACKWARD])
 
-    def need(self, in_flight: int) -> float:
-        """Return bytes per device with `in_flight` microbatches alive."""
+    def need(self, in_flight: int, num_delayed: int = 0) -> float:
+        """Return bytes per device with `in_flight` microbatches alive, some of which wait for their
+        backward by weight."""
         c = self.columns
-        return float(c[STATE] + in_flight * c[ACTIVATION] + c[TRANSIENT])
+        fixed = c[STATE] + c[TRANSIENT]
+        return float(fixed + in_flight * c[ACTIVATION] + num_delayed * c[DELAYED])
 
 
 @frozen(eq=False)
@@ -54,16 +65,27 @@ class Scored:
     """A pipeline with its step time."""
 
     stages: tuple[StageChoice, ...]
-    rule: JointRule
+    rule: ScheduleRule
     num_microbatches: int
     crossing: tuple[float, ...]  # per boundary
     in_flight: tuple[int, ...]
     step_seconds: float
+    num_meshes: int | None = None  # None: one per stage
+
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Return the bytes per device that each stage needs."""
+        num, delayed = len(self.stages), (0,) * len(self.stages)
+        if self.rule.splits_backward:
+            least = warmups(self.rule, self.num_microbatches, (), num)
+            delayed = tuple(k - n for k, n in zip(self.in_flight, least, strict=True))
+        return tuple(
+            s.need(k, d) for s, k, d in zip(self.stages, self.in_flight, delayed, strict=True)
+        )
 
 
 def score(
     chains: Iterable[Sequence[StageChoice]],
-    rule: JointRule,
+    rule: ScheduleRule,
     table: MenuTable,
     links: Links,
     *,
@@ -88,7 +110,7 @@ def score(
         )
         if not all(map(math.isfinite, crossing)):
             continue
-        if _least_seconds(stages, crossing, table) >= limit:
+        if _least_seconds(stages, crossing, rule, table) >= limit:
             continue
         for held in _in_flight(stages, crossing, rule, table, 1 if quick else MAX_EXTRAS):
             groups.setdefault(held, []).append((stages, crossing))
@@ -102,6 +124,7 @@ def score(
             figures[:, :, BACKWARD],
             np.array([crossing for _, crossing in members]).reshape(len(members), -1),
             figures[:, :, STEP],
+            figures[:, :, WEIGHT] if rule.splits_backward else None,
         )
         at = int(np.argmin(seconds))
         if best is None or seconds[at] < best.step_seconds:
@@ -112,22 +135,28 @@ def score(
 
 
 def _least_seconds(
-    stages: Sequence[StageChoice], crossing: Sequence[float], table: MenuTable
+    stages: Sequence[StageChoice], crossing: Sequence[float], rule: ScheduleRule, table: MenuTable
 ) -> float:
     """Return a bound on the step time: each mesh's work and the way to it."""
     way, least = 0.0, 0.0
     for stage, c in zip(stages, (*crossing, 0.0), strict=True):
         busy = table.num_microbatches * stage.seconds
+        if rule.splits_backward:  # the way back may end before the work
+            least = max(least, way + busy + float(stage.columns[STEP]))
+            way += float(stage.columns[FORWARD]) + c
+            continue
         least = max(least, way + busy + float(stages[0].columns[STEP]))
         least = max(least, busy + float(stage.columns[STEP]))
         way += stage.seconds + 2 * c
+    if rule.splits_backward:
+        return least
     return max(least, way + float(stages[0].columns[STEP]))
 
 
 def _in_flight(
     stages: Sequence[StageChoice],
     crossing: Sequence[float],
-    rule: JointRule,
+    rule: ScheduleRule,
     table: MenuTable,
     most: int,
 ) -> list[tuple[int, ...]]:
@@ -140,6 +169,17 @@ def _in_flight(
 
     if not rule.flexible:
         held = warmups(rule, count, (), num)
+        if rule.most_in_flight is not None and fits(held):
+            held = tuple(
+                next(k for k in range(most, least - 1, -1) if s.need(k, k - least) <= room)
+                for s, least, most, room in zip(
+                    stages,
+                    held,
+                    rule.most_in_flight(num, count),
+                    (table.memory[s.mesh] for s in stages),
+                    strict=True,
+                )
+            )
         return [held] if fits(held) else []
     useful = useful_extras(crossing, [stage.seconds for stage in stages])
     useful = tuple(min(extra, count) for extra in useful)
@@ -151,7 +191,7 @@ def _in_flight(
 
 
 def _growing(
-    useful: tuple[int, ...], count: int, rule: JointRule, fits: Callable[[tuple[int, ...]], bool]
+    useful: tuple[int, ...], count: int, rule: ScheduleRule, fits: Callable[[tuple[int, ...]], bool]
 ) -> list[tuple[int, ...]]:
     """Return none, all, and what fits when boundaries are given theirs from the last to the first
     and from the first to the last."""

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from functools import cached_property
 
 import numpy as np
 from attrs import frozen
 
 from stage_dp.cell_bounds import RowArrays, fastest, floor_arrays, row_arrays, within_memory
 from stage_dp.joint_chain import StageChoice
-from stage_dp.joint_schedules import JointRule
 from stage_dp.joint_sweep import Space
 from stage_dp.layer_choice import LayerRows, choose_rows
 from stage_dp.menu_table import (
     ACTIVATION,
     ADDED,
     BACKWARD,
+    COLUMNS,
     FORWARD,
     STATE,
     STEP,
     TRANSIENT,
+    WEIGHT,
     Array,
     ClassRows,
     MenuTable,
     unbeaten,
 )
+from stage_dp.schedules import ScheduleRule
 
 LEVELS = 12  # places told apart where memory binds; those before count as the last of them
 MAX_HELD = 24  # different numbers in flight whose bounds are computed; others are rounded down
@@ -67,21 +71,24 @@ class CountCosts:
         """Return whether bounds hold for the rows alone."""
         return self._rows[True] is self._rows[False]
 
-    @property
-    def forward_share(self) -> float:
-        """Return the largest share that a forward can have in forward plus backward."""
+    @cached_property
+    def shares(self) -> tuple[float, float, float]:
+        """Return the largest and the least share of a forward in forward plus backward, and the
+        least of what is not by weight."""
         if not self.same_proof:
-            return 1.0
-        shares = [0.0]
+            return 1.0, 0.0, 0.0
+        forward, rest = [], []
         for m in self.meshes:
             for rows in self.table.rows[m].values():
-                whole = rows.columns[:, FORWARD] + rows.columns[:, BACKWARD]
-                part = rows.columns[:, FORWARD] / np.where(whole > 0, whole, 1.0)
-                shares += part.tolist()
+                columns = rows.columns
+                whole = columns[:, FORWARD] + columns[:, BACKWARD]
+                some = whole > 0
+                forward += (columns[some, FORWARD] / whole[some]).tolist()
+                rest += (1 - columns[some, WEIGHT] / whole[some]).tolist()
             change = self.table.conversion[m]
             if (change[np.isfinite(change)] > 0).any():
-                shares.append(0.5)
-        return max(shares)
+                forward.append(0.5)
+        return max(forward, default=0.0), min(forward, default=0.0), min(rest, default=0.0)
 
     def bounds(self, proof: bool, held: tuple[int, ...] = ()) -> StageBounds:
         """Return bounds of the rows, or with `proof` of what lower bounds may count.
@@ -122,6 +129,11 @@ class CountCosts:
             np.minimum(result[:, kind], values[:, j], out=result[:, kind])
         return result
 
+    @property
+    def bounded_rows(self) -> RowArrays:
+        """Return the rows of all meshes that bounds count."""
+        return self._rows[True]
+
     def sharpen(self) -> None:
         """Solve stages nearly exactly from now on."""
         self.tolerance = 1e-4
@@ -134,10 +146,7 @@ class CountCosts:
         key = (sequence, kind, held)
         if key not in self._choices:
             self._choices[key] = self._solved(sequence, kind, held)
-        return [
-            StageChoice(start, stop, c.mesh, c.columns, c.layout_in, c.layout_out, c.rows)
-            for c in self._choices[key]
-        ]
+        return [c.at(start, stop) for c in self._choices[key]]
 
     def _solved(self, sequence: int, kind: int, held: int) -> list[StageChoice]:
         if self._mesh_seconds is None:
@@ -165,8 +174,23 @@ class CountCosts:
         return [result[n] for n in unbeaten(figures, layouts)]
 
     def _best_rows(self, sequence: int, mesh: int, held: int, weight: float) -> StageChoice | None:
-        """Return the rows with the least t + weight u in memory; transients up to a few limits."""
         classes = self.space.sequences.classes(sequence)
+        found = self.best_rows(mesh, classes, (held,) * len(classes), weight)
+        return None if found is None else self.stage(mesh, classes, found)
+
+    def best_rows(
+        self,
+        mesh: int,
+        classes: tuple[int, ...],
+        held: tuple[int, ...],
+        weight: float,
+        cuts: tuple[int, ...] = (),
+    ) -> tuple[int, ...] | None:
+        """Return the rows of layers with the least t + weight u in memory, as positions in
+        `ClassRows`; transients up to a few limits.
+
+        `held` [layers] microbatches in flight; nothing is converted before the layers at `cuts`.
+        """
         all_rows = self.table.rows[mesh]
         if any(not len(all_rows[c].number) for c in classes):
             return None
@@ -179,7 +203,7 @@ class CountCosts:
             limits = [limits[p] for p in dict.fromkeys(picks.tolist())]
         best: tuple[float, tuple[int, ...]] | None = None
         for limit in limits:
-            rows = self._layer_rows(mesh, classes, held, weight, limit)
+            rows = self._layer_rows(mesh, classes, held, weight, limit, cuts)
             found = choose_rows(rows, self.table.memory[mesh] - limit, self.tolerance)
             if found is not None and (best is None or found[1] < best[0]):
                 best = (found[1], found[0])
@@ -187,23 +211,31 @@ class CountCosts:
                 free = choose_rows(rows, np.inf)
                 if free is not None and found[1] <= free[1] * (1 + 1e-12):
                     break
-        return None if best is None else self._stage(mesh, classes, best[1])
+        return None if best is None else best[1]
 
     def _layer_rows(
-        self, mesh: int, classes: tuple[int, ...], held: int, weight: float, limit: float
+        self,
+        mesh: int,
+        classes: tuple[int, ...],
+        held: tuple[int, ...],
+        weight: float,
+        limit: float,
+        cuts: tuple[int, ...],
     ) -> LayerRows:
-        parts = {c: self._part(mesh, c, held, weight, limit) for c in set(classes)}
+        ways = list(zip(classes, held, strict=True))
+        parts = {way: self._part(mesh, *way, weight, limit) for way in set(ways)}
         changes = {
             (a, b): self.table.conversion[mesh][np.ix_(parts[a][3], parts[b][4])]
-            for a, b in set(zip(classes, classes[1:], strict=False))
+            for a, b in set(itertools.pairwise(ways))
         }
+        into = [np.zeros((0, 0)), *(changes[pair] for pair in itertools.pairwise(ways))]
+        for cut in cuts:
+            into[cut] = np.zeros_like(into[cut])
         return LayerRows(
-            tuple(parts[c][0] for c in classes),
-            tuple(parts[c][1] for c in classes),
-            tuple(
-                changes[classes[n - 1], c] if n else np.zeros((0, 0)) for n, c in enumerate(classes)
-            ),
-            tuple(parts[c][2] for c in classes),
+            tuple(parts[way][0] for way in ways),
+            tuple(parts[way][1] for way in ways),
+            tuple(into),
+            tuple(parts[way][2] for way in ways),
         )
 
     def _part(self, mesh: int, c: int, held: int, weight: float, limit: float) -> tuple:  # type: ignore[type-arg]
@@ -218,10 +250,11 @@ class CountCosts:
             rows.layout_in[keep],
         )
 
-    def _stage(self, mesh: int, classes: tuple[int, ...], picks: tuple[int, ...]) -> StageChoice:
+    def stage(self, mesh: int, classes: tuple[int, ...], picks: tuple[int, ...]) -> StageChoice:
+        """Return layers 0.. with these rows as a stage."""
         rows: list[ClassRows] = [self.table.rows[mesh][c] for c in classes]
         figures = np.array([r.columns[p] for r, p in zip(rows, picks, strict=True)])
-        columns = np.zeros(7)
+        columns = np.zeros(COLUMNS)
         columns[ADDED] = figures[:, ADDED].sum(axis=0)
         columns[TRANSIENT] = figures[:, TRANSIENT].max()
         outs = [int(r.layout_out[p]) for r, p in zip(rows, picks, strict=True)]
@@ -252,6 +285,6 @@ def _rounded(held: tuple[int, ...]) -> list[int]:
     return list(held)
 
 
-def held_by_place(rule: JointRule, num_microbatches: int, most: int) -> tuple[int, ...]:
+def held_by_place(rule: ScheduleRule, num_microbatches: int, most: int) -> tuple[int, ...]:
     """Return the microbatches in flight of the stages at places 1 .. most."""
-    return tuple(rule.in_flight(place, num_microbatches) for place in range(1, most + 1))
+    return tuple(rule.least_at(place, num_microbatches) for place in range(1, most + 1))

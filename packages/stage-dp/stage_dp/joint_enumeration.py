@@ -16,8 +16,8 @@ from stage_dp.cell_fronts import Front, Fronts, TooManyLabelsError
 from stage_dp.device_pool import DevicePool
 from stage_dp.joint_chain import Scored, StageChoice, score
 from stage_dp.joint_links import Links
-from stage_dp.joint_schedules import JointRule
 from stage_dp.menu_table import ACTIVATION, BACKWARD, FORWARD, STATE, STEP, TRANSIENT, MenuTable
+from stage_dp.schedules import ScheduleRule
 
 BATCH = 512  # pipelines scored together
 
@@ -58,7 +58,7 @@ class Enumeration:
     def __init__(
         self,
         table: MenuTable,
-        rule: JointRule,
+        rule: ScheduleRule,
         fronts: Fronts,
         pool: DevicePool,
         links: Links,
@@ -87,7 +87,8 @@ class Enumeration:
         result = []
         for c in self.table.problem.menu.class_of_layer:
             figures = [rows[c].columns for rows in self.table.rows if len(rows[c].number)]
-            seconds = [float((f[:, FORWARD] + f[:, BACKWARD]).min()) for f in figures]
+            parts = [FORWARD] if self.rule.splits_backward else [FORWARD, BACKWARD]
+            seconds = [float(f[:, parts].sum(axis=1).min()) for f in figures]
             result.append(min(seconds, default=math.inf))
         return result
 
@@ -155,7 +156,7 @@ class Enumeration:
         columns = front.columns
         count = self.table.num_microbatches
         place = len(after) + 1
-        held = self.rule.in_flight(place, count)
+        held = self.rule.least_at(place, count)
         need = columns[:, STATE] + held * columns[:, ACTIVATION] + columns[:, TRANSIENT]
         seconds = columns[:, FORWARD] + columns[:, BACKWARD]
         crossing = np.zeros(len(columns))
@@ -167,17 +168,23 @@ class Enumeration:
                     for y in front.layout_out
                 ]
             )
-        way = 2 * crossing + part.path
         busy = count * seconds
-        if self.rule.all_first:
-            busy = busy + way
-        elif not self.rule.flexible and held < count:
-            busy = busy + np.maximum(2 * way - (held - 1) * seconds, 0.0)
-        span = np.maximum(busy, seconds + 2 * crossing + part.span)
-        bound = np.maximum(span + self._fastest[start], part.bound)
-        bound = np.maximum(bound, count * seconds + columns[:, STEP])
-        if start == 0:
-            bound = np.maximum(bound, span + columns[:, STEP])
+        way = 2 * crossing + part.path
+        if self.rule.splits_backward:
+            # Counted to the end of all work, by weight too: there is no way back to wait for.
+            span = np.maximum(busy, columns[:, FORWARD] + crossing + part.span)
+            bound = np.maximum(span, busy + columns[:, STEP]) + self._fastest[start]
+            bound = np.maximum(bound, part.bound)
+        else:
+            if self.rule.all_first:
+                busy = busy + way
+            elif not self.rule.flexible and held < count:
+                busy = busy + np.maximum(2 * way - (held - 1) * seconds, 0.0)
+            span = np.maximum(busy, seconds + 2 * crossing + part.span)
+            bound = np.maximum(span + self._fastest[start], part.bound)
+            bound = np.maximum(bound, count * seconds + columns[:, STEP])
+            if start == 0:
+                bound = np.maximum(bound, span + columns[:, STEP])
         keep = np.flatnonzero((need <= self.table.memory[mesh]) & np.isfinite(crossing))
         keep = keep[np.argsort(bound[keep], kind="stable")]
         return [

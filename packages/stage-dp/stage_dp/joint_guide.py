@@ -17,9 +17,9 @@ import numpy as np
 from stage_dp.joint_chain import Scored, StageChoice, score
 from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_links import Links
-from stage_dp.joint_schedules import JointRule
 from stage_dp.joint_sweep import Sweep
 from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
+from stage_dp.schedules import ScheduleRule
 
 MAX_SWEEPS = 6  # per search over limits
 LIMITS_TRIED = 6  # limits on the slowest stage tried for one pipeline's rows
@@ -38,12 +38,12 @@ class Guide:
     def __init__(
         self,
         costs: CountCosts,
-        rule: JointRule,
+        rule: ScheduleRule,
         links: Links,
         crossing: Array,
         most: int,
         final: tuple[int, ...] | None,
-        rules: tuple[JointRule, ...],
+        rules: tuple[ScheduleRule, ...],
     ) -> None:
         self.costs, self.rule, self.links = costs, rule, links
         self.crossing, self.final, self.rules = crossing, final, rules
@@ -114,16 +114,6 @@ class Guide:
                 for chain in found:
                     self._solve(chain)
         return best
-
-    def polish(self, best: Scored) -> Scored | None:
-        """Return the pipeline with its stages' rows solved exactly, if that is faster."""
-        self.costs.sharpen()
-        chain = [(s.layer_start, s.layer_stop, self.links.kind[s.mesh]) for s in best.stages]
-        held = self.all_held
-        self.all_held = tuple(best.in_flight[::-1])
-        rows = self._rows(chain)
-        self.all_held = held
-        return score(rows, best.rule, self.costs.table, self.links)
 
     def _starved(self, chain: Chain) -> bool:
         """Return whether memory makes the stages of `chain` slower than their bounds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from alpa_interchange.menu import LINKS, JointProblem
@@ -38,12 +39,27 @@ class Links:
     def crossed(self, meshes: Sequence[int]) -> tuple[str, ...]:
         """Return the link of each boundary of stages on `meshes`, which fit together."""
         devices = self.placed(meshes) or ()
-        result = []
-        for before, after in zip(devices, devices[1:], strict=False):
-            hosts = {self._host[d] for d in (*before, *after)}
-            groups = {g for g, _ in hosts}
-            result.append("host" if len(hosts) == 1 else "hosts" if len(groups) == 1 else "groups")
-        return tuple(result)
+        return tuple(self._link(*pair) for pair in itertools.pairwise(devices))
+
+    def most_alike(self, mesh: int) -> int:
+        """Return how many meshes like `mesh` fit together, or a little more."""
+        submesh = self.submeshes[mesh]
+        group = self.problem.device_groups[submesh.host_group]
+        parts = group.num_hosts * (group.devices_per_host // submesh.devices_per_host)
+        return parts // submesh.num_hosts if submesh.num_hosts <= group.num_hosts else 0
+
+    def ring(self, mesh: int, num: int) -> tuple[str, ...] | None:
+        """Return the link from each of `num` meshes like `mesh` to the next, from the last to the
+        first; None if they do not fit together."""
+        devices = self.placed([mesh] * num)
+        if devices is None:
+            return None
+        return tuple(self._link(devices[i], devices[(i + 1) % num]) for i in range(num))
+
+    def _link(self, before: tuple[int, ...], after: tuple[int, ...]) -> str:
+        hosts = {self._host[d] for d in (*before, *after)}
+        groups = {g for g, _ in hosts}
+        return "host" if len(hosts) == 1 else "hosts" if len(groups) == 1 else "groups"
 
     def seconds(self, a: int, layout_out: int, b: int, layout_in: int, link: str, n: int) -> float:
         """Return the seconds one way of a microbatch of `n` samples from mesh a to mesh b."""

@@ -31,17 +31,31 @@ from stage_dp.joint_chain import Scored, score
 from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_enumeration import Budget, Enumeration
 from stage_dp.joint_guide import Guide
+from stage_dp.joint_improvement import FRONT_LAYERS, Improvement, Rows, Work
+from stage_dp.joint_interleaved import Interleaving, best_interleaved
 from stage_dp.joint_links import Links
-from stage_dp.joint_schedules import RULES, JointRule
+from stage_dp.joint_schedules import SEARCHED
 from stage_dp.joint_sweep import Space
-from stage_dp.menu_table import BACKWARD, FORWARD, STEP, WEIGHT, Array, MenuTable, Sequences
+from stage_dp.menu_table import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    TRANSIENT,
+    WEIGHT,
+    Array,
+    MenuTable,
+    Sequences,
+)
+from stage_dp.schedules import SCHEDULE_RULES, ScheduleRule
 
 ROUNDS = 3  # of the guided search per microbatch count
 MAX_STATES = 80  # of free devices; above, devices are counted in units
 ENUMERATED_LAYERS = 10  # of more layers there are too many pipelines
 STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
 GUIDES = ("1f1b", "eager-1f1b")  # schedules that guide, by preference
-POLISHED = 2  # best plans of settings whose rows are solved exactly
+IMPROVED = 6  # settings whose best plans are made better by small changes
+POLISHED = 2  # of them whose rows are solved nearly exactly
+STAGES_SOLVED = (1500, 60)  # stages solved for that, of few layers and of more
 LABELS = 40_000  # labels of the enumeration per microbatch count
 
 
@@ -50,8 +64,9 @@ class _Setting:
     """A microbatch count with a schedule, and what is known of it."""
 
     costs: CountCosts
-    rule: JointRule
+    rule: ScheduleRule
     bound: float
+    interleaving: Interleaving | None = None
     best: Scored | None = None
     done: bool = False  # every pipeline that could be better was tried
 
@@ -123,11 +138,8 @@ class _Search:
     def run(self) -> JointPlan:
         for count in self.problem.counts or microbatch_counts(self.problem.batch_size):
             costs = CountCosts(MenuTable(self.problem, count), self.space)
-            if not costs.meshes:
-                continue
-            bound = quick_bound(self._bounds(costs))
-            for name in self.problem.schedules[: 1 if count == 1 else None]:
-                self.settings.append(_Setting(costs, RULES[name], bound))
+            if costs.meshes:
+                self.settings += self._settings(costs)
         self.settings.sort(key=lambda s: s.bound)
         for costs in dict.fromkeys(setting.costs for setting in self.settings):
             own = [setting for setting in self.settings if setting.costs is costs]
@@ -135,15 +147,42 @@ class _Search:
                 break
             if self.binding:
                 self._raise_bounds(own)
-            open_settings = [setting for setting in own if setting.bound < self.limit]
+            open_settings = [
+                setting
+                for setting in own
+                if setting.bound < self.limit and setting.interleaving is None
+            ]
             if open_settings:
                 self._guide(open_settings)
-        self._polish()
+        self._interleave()
+        self._improve()
         self._refine_all()
         self._enumerate()
         if self.best is None:
             raise self._infeasible()
         return self._plan(self.best)
+
+    def _settings(self, costs: CountCosts) -> list[_Setting]:
+        """Return the settings of one microbatch count; of one microbatch all orders are one but
+        those of split backwards."""
+        result = []
+        known: dict[bool, float] = {}
+        alike = False
+        for name in self.problem.schedules:
+            rule = SCHEDULE_RULES[name]
+            single = costs.table.num_microbatches == 1 and not rule.splits_backward
+            if single and alike:
+                continue
+            alike |= single
+            if rule.interleaves:
+                interleaving = Interleaving(costs, self.links)
+                result.append(_Setting(costs, rule, interleaving.bound(), interleaving))
+                continue
+            split = rule.splits_backward
+            if split not in known:
+                known[split] = quick_bound(self._bounds(costs), rule)
+            result.append(_Setting(costs, rule, known[split]))
+        return result
 
     def _bounds(self, costs: CountCosts, held: tuple[int, ...] = ()) -> Bounds:
         found = costs.bounds(True, held)
@@ -154,16 +193,18 @@ class _Search:
         least, most = self._crossing(costs)
         levels = arrays[0].shape[2]
         open_ended = counted and self.final is None and levels < self.most
-        count, share = costs.table.num_microbatches, costs.forward_share
+        share, least_share, least_rest = costs.shares
         return Bounds(
             space=self.proof_space,
-            num_microbatches=count,
+            num_microbatches=costs.table.num_microbatches,
             seconds=arrays[0],
             busy=arrays[1],
             once=arrays[2],
             crossing=least,
             longest=most,
             share=share,
+            least_share=least_share,
+            least_rest=least_rest,
             counted=counted,
             open_ended=open_ended,
             final=self.final,
@@ -195,8 +236,9 @@ class _Search:
     def _raise_bounds(self, settings: list[_Setting]) -> None:
         """Raise bounds by what memory allows."""
         for setting in settings:
-            held = self._held(setting)
-            setting.bound = max(setting.bound, quick_bound(self._bounds(setting.costs, held)))
+            if setting.interleaving is None:
+                bounds = self._bounds(setting.costs, self._held(setting))
+                setting.bound = max(setting.bound, quick_bound(bounds, setting.rule))
 
     def _held(self, setting: _Setting) -> tuple[int, ...]:
         """Return the microbatches in flight of the levels that bounds tell apart."""
@@ -205,7 +247,7 @@ class _Search:
             return held
         return held[:1] if len(set(held)) == 1 else held[:LEVELS]
 
-    def _guide_of(self, costs: CountCosts, rules: tuple[JointRule, ...]) -> Guide:
+    def _guide_of(self, costs: CountCosts, rules: tuple[ScheduleRule, ...]) -> Guide:
         crossing, _ = self._crossing(costs)
         spread = np.repeat(crossing[:, None], self.space.pool.num_states + 1, axis=1)
         named = {rule.name: rule for rule in rules}
@@ -227,18 +269,46 @@ class _Search:
             if setting.best is not None and setting.best.step_seconds < self.limit:
                 self.best = setting.best
 
-    def _polish(self) -> None:
-        """Solve the rows of the best plans exactly."""
-        leaders = [s for s in self.settings if s.best is not None]
+    def _interleave(self) -> None:
+        settings = {s.interleaving: s for s in self.settings if s.interleaving is not None}
+        found = best_interleaved(list(settings), self.limit)
+        if found is not None:
+            own = next(
+                s
+                for s in settings.values()
+                if s.costs.table.num_microbatches == found.num_microbatches
+            )
+            own.best = self.best = found
+
+    def _improve(self) -> None:
+        """Make plans better by small changes: of each setting its own best and the best of all."""
+        work = Work(STAGES_SOLVED[self.layers > FRONT_LAYERS])
+        rows: dict[CountCosts, Rows] = {}
+        settings = [s for s in self.settings if s.interleaving is None]
+        settings.sort(key=lambda s: s.best.step_seconds if s.best else s.bound + self.limit)
+        for setting in settings[:IMPROVED]:
+            starts = [setting.best, self.best]
+            for start in dict.fromkeys(starts):
+                if start is None or start.num_meshes is not None or self.late():
+                    continue
+                if setting.bound >= self.limit:
+                    break
+                own = rows.setdefault(setting.costs, Rows(setting.costs, self.links, work))
+                found = Improvement(own, setting.rule).run(start)
+                if found is None:
+                    continue
+                if setting.best is None or found.step_seconds < setting.best.step_seconds:
+                    setting.best = found
+                if found.step_seconds < self.limit:
+                    self.best = found
+        leaders = [s for s in settings if s.best is not None]
         leaders.sort(key=lambda s: s.best.step_seconds if s.best else math.inf)
         for setting in leaders[:POLISHED]:
             assert setting.best is not None
-            guide = self._guide_of(setting.costs, (setting.rule,))
-            better = guide.polish(setting.best)
-            if better is not None and better.step_seconds < setting.best.step_seconds:
-                setting.best = better
-                if better.step_seconds < self.limit:
-                    self.best = better
+            fresh = Rows(setting.costs, self.links, work)
+            setting.best = Improvement(fresh, setting.rule).polish(setting.best)
+            if setting.best.step_seconds < self.limit:
+                self.best = setting.best
 
     def _refine_all(self) -> None:
         """Refine the least bound until it stays the least: the others do not matter then."""
@@ -253,12 +323,14 @@ class _Search:
             lowest = min(lowest, setting.bound)
 
     def _refine(self, setting: _Setting) -> None:
+        if setting.interleaving is not None:
+            return
         costs, rule = setting.costs, setting.rule
         bounds = self._bounds(costs)
         setting.bound = refined_bound(bounds, rule, setting.bound, self.limit)
         if setting.bound < self.limit * (1 - 1e-3):
             bounds = self._bounds(costs, self._held(setting))
-            setting.bound = max(setting.bound, quick_bound(bounds))
+            setting.bound = max(setting.bound, quick_bound(bounds, rule))
             setting.bound = refined_bound(bounds, rule, setting.bound, self.limit)
 
     def _enumerate(self) -> None:
@@ -269,7 +341,7 @@ class _Search:
         budget = Budget(STAGES_TRIED)
         fronts: dict[int, Fronts] = {}
         for setting in sorted(self.settings, key=lambda s: s.bound):
-            if setting.bound >= self.limit or self.late():
+            if setting.bound >= self.limit or setting.interleaving is not None or self.late():
                 continue
             table = setting.costs.table
             count = table.num_microbatches
@@ -284,6 +356,13 @@ class _Search:
 
     def _infeasible(self) -> InfeasibleError:
         counts = sorted({s.costs.table.num_microbatches for s in self.settings})
+        if all(SCHEDULE_RULES[name].interleaves for name in self.problem.schedules):
+            stages = self.problem.num_stages or "a multiple of the meshes as number of"
+            return InfeasibleError(
+                f"no interleaved pipeline of {self.layers} layers with {counts} microbatches fits: "
+                "it takes at least two equal submeshes with two to four stages each, and "
+                f"{stages} stages; name another schedule"
+            )
         if not any(math.isfinite(s.bound) for s in self.settings):
             return InfeasibleError(
                 f"no chain of the menu's meshes covers all {self.layers} layers on the devices "
@@ -298,8 +377,8 @@ class _Search:
         )
 
     def _plan(self, best: Scored) -> JointPlan:
-        exact = score([best.stages], best.rule, self._table(best), self.links)
-        best = exact or best
+        if best.num_meshes is None:
+            best = score([best.stages], best.rule, self._table(best), self.links) or best
         lower = best.step_seconds
         for setting in self.settings:
             bound = best.step_seconds if setting.done else setting.bound
@@ -331,10 +410,10 @@ class _Search:
 
 
 def _check(problem: JointProblem) -> None:
-    unknown = [name for name in problem.schedules if name not in RULES]
+    unknown = [name for name in problem.schedules if name not in SEARCHED]
     if unknown or not problem.schedules:
         raise ValueError(
-            f"JointProblem.schedules must be some of {tuple(RULES)}, got {problem.schedules}"
+            f"JointProblem.schedules must be some of {SEARCHED}, got {problem.schedules}"
         )
     if problem.num_stages is not None and not 1 <= problem.num_stages <= problem.menu.num_layers:
         raise ValueError(
@@ -351,7 +430,9 @@ def plan_of(
     tried: tuple[TriedCount, ...],
 ) -> JointPlan:
     """Return the plan with its stages placed."""
-    devices = links.placed([s.mesh for s in best.stages]) or ()
+    num_meshes = best.num_meshes or len(best.stages)
+    placed = links.placed([s.mesh for s in best.stages[:num_meshes]]) or ()
+    devices = [placed[number % num_meshes] for number in range(len(best.stages))]
     crossing = (*best.crossing, 0.0)
     stages = tuple(
         JointStage(
@@ -365,6 +446,7 @@ def plan_of(
             weight_seconds=float(s.columns[WEIGHT]),
             step_seconds=float(s.columns[STEP]),
             boundary_seconds=c,
+            transient_bytes=float(s.columns[TRANSIENT]),
         )
         for s, ids, c in zip(best.stages, devices, crossing, strict=True)
     )
@@ -374,7 +456,7 @@ def plan_of(
         schedule=best.rule.name,
         step_seconds=best.step_seconds,
         lower_bound=lower_bound,
-        peak_bytes=tuple(s.need(k) for s, k in zip(best.stages, best.in_flight, strict=True)),
+        peak_bytes=best.peak_bytes(),
         in_flight=best.in_flight,
         tried=tried,
     )

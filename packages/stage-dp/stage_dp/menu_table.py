@@ -9,13 +9,14 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from alpa_interchange.menu import JointProblem, LayerRow, MeshMenu
+from stage_dp.schedules import SCHEDULE_RULES
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
-FORWARD, BACKWARD, WEIGHT, STEP, STATE, ACTIVATION, TRANSIENT = range(7)  # columns of rows
-ADDED = [FORWARD, BACKWARD, WEIGHT, STEP, STATE, ACTIVATION]  # columns that add up over layers
-COMPARED = [FORWARD, BACKWARD, STEP, STATE, ACTIVATION, TRANSIENT]  # less is better
+COLUMNS = 8
+FORWARD, BACKWARD, WEIGHT, STEP, STATE, ACTIVATION, DELAYED, TRANSIENT = range(COLUMNS)  # of rows
+ADDED = [n for n in range(COLUMNS) if n != TRANSIENT]  # columns that add up over layers
 
 SAME = 1 - 1e-12  # sums of the same figures in another order differ by rounding
 
@@ -24,8 +25,9 @@ SAME = 1 - 1e-12  # sums of the same figures in another order differ by rounding
 class ClassRows:
     """The rows of a class on a mesh that the samples of a microbatch allow.
 
-    `columns` [rows, 7]: seconds of one microbatch forward, backward (whole), of it by weight, step
-    seconds, state bytes, activation bytes, transient bytes. `number`: positions in the menu.
+    `columns` [rows, COLUMNS]: seconds of one microbatch forward, backward (whole), of it by weight,
+    step seconds, bytes of state, of activations, of delayed cotangents, of temporaries. `number`:
+    positions in the menu.
     """
 
     columns: Array
@@ -82,10 +84,12 @@ class MenuTable:
         self.problem = problem
         self.num_microbatches = num_microbatches
         self.samples = problem.batch_size // num_microbatches
+        self.splits = any(SCHEDULE_RULES[name].splits_backward for name in problem.schedules)
         classes = sorted(set(problem.menu.class_of_layer))
         meshes = problem.menu.meshes
         self.rows: list[dict[int, ClassRows]] = [
-            {c: class_rows(mesh.rows[c], self.samples) for c in classes} for mesh in meshes
+            {c: class_rows(mesh.rows[c], self.samples, self.splits) for c in classes}
+            for mesh in meshes
         ]
         self.conversion = [_conversions(mesh, self.samples) for mesh in meshes]
         self.memory = [
@@ -98,15 +102,31 @@ class MenuTable:
         return self.conversion[mesh][np.ix_(before.layout_out, after.layout_in)]
 
 
-def class_rows(rows: tuple[LayerRow, ...], samples: int) -> ClassRows:
-    """Return the rows that divide `samples`, without those that another row beats in all."""
+def class_rows(rows: tuple[LayerRow, ...], samples: int, splits: bool) -> ClassRows:
+    """Return the rows that divide `samples`, without those that another row beats in all.
+
+    `splits`: there are schedules with a split backward.
+    """
     kept = [n for n, row in enumerate(rows) if samples % row.batch_split == 0]
-    columns = np.array([_columns(rows[n], samples) for n in kept]).reshape(-1, 7)
+    columns = np.array([_columns(rows[n], samples) for n in kept]).reshape(-1, COLUMNS)
     layout_in = np.array([rows[n].layout_in for n in kept], dtype=np.int64)
     layout_out = np.array([rows[n].layout_out for n in kept], dtype=np.int64)
-    best = unbeaten(columns[:, COMPARED], layout_in * 4096 + layout_out)
+    best = unbeaten(compared(columns, splits), layout_in * 4096 + layout_out)
     number = np.array(kept, dtype=np.int64)
     return ClassRows(columns[best], layout_in[best], layout_out[best], number[best])
+
+
+def compared(columns: Array, splits: bool) -> Array:
+    """Return the columns of which less is better, as far as schedules look at them.
+
+    Neither more nor less by weight is better for all pipelines where the backward is split: of the
+    same whole, more sends cotangents earlier, and leaves more to the end.
+    """
+    if not splits:
+        return columns[:, [FORWARD, BACKWARD, STEP, STATE, ACTIVATION, TRANSIENT]]
+    rest = columns[:, [n for n in range(COLUMNS) if n != WEIGHT]]
+    by_weight = columns[:, [WEIGHT]]
+    return np.concatenate([rest, by_weight, columns[:, [BACKWARD]] - by_weight], axis=1)
 
 
 def _columns(row: LayerRow, samples: int) -> list[float]:
@@ -118,6 +138,7 @@ def _columns(row: LayerRow, samples: int) -> list[float]:
         row.step_seconds,
         row.state_bytes,
         row.activation_bytes.value(samples),
+        row.delayed_bytes.value(samples),
         row.transient_bytes.value(samples),
     ]
 

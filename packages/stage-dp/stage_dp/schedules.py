@@ -27,6 +27,19 @@ eager-1f1b and adaptive follow the cross-mesh resharding paper (MLSys'23) and it
 
 for equal stages of t seconds (forward plus backward) and c_i seconds to cross boundary i one way.
 -> implemented in adaptive_warmups()
+
+The searches are guided by sum a_i + max b_i, where for a stage of t = f + b seconds on B
+microbatches, c seconds one way to the next stage, u once per step and w by weight (0 where the
+backward is not split)
+
+    a = t - 2w + 2c,  b = (B - 1) pace + 2w + u
+
+    schedule                pace
+    gpipe                   max(f, c) + max(b, c)
+    1f1b, zero-bubble-h1    t + c
+    eager-1f1b              max(t, c, (2t + 2c) / 3)
+    adaptive                max(t, c)
+    sequential              none: a = B (t + 2c), b = u
 """
 
 from __future__ import annotations
@@ -36,7 +49,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 
+import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 NOMINAL_SECONDS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
 """By phase: what runs take in `Schedule.global_order`. A backward has twice the products."""
@@ -44,26 +59,54 @@ NOMINAL_SECONDS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "back
 InFlight = Callable[[int, int], tuple[int, ...]]
 """From the numbers of stages and microbatches to the microbatches in flight on each stage."""
 
+Times = NDArray[np.float64]
+Pace = Callable[[Times, Times, Times], Times]
+"""From the seconds of a forward, a backward and a crossing to those between microbatches."""
+
 
 @frozen(kw_only=True)
 class ScheduleRule:
-    """What the search, the emission and the options need to know of a schedule.
+    """What the searches, the emission and the options need to know of a schedule.
 
     `in_flight` is the least that the schedule runs with (None: it depends on times, or on how many
-    stages a mesh runs), `most_in_flight` what it can make use of where that is more.
+    stages a mesh runs), `most_in_flight` what it can make use of where that is more. `pace` guides
+    the searches (None: no pipeline is searched by it). `held`: forwards that a stage runs between
+    its first forward and that microbatch's backward, for each stage after it.
     """
 
     name: str
     in_flight: InFlight | None
     most_in_flight: InFlight | None = None
+    pace: Pace | None = None
+    held: int = 0
     splits_backward: bool = False  # backward_input and backward_weight in place of backward
     has_backward: bool = True
     interleaves: bool = False  # a mesh runs several stages (chunks)
     receives_early: bool = False  # transfers are received before the run that waits for them
 
+    @property
+    def flexible(self) -> bool:
+        """Return whether stages before slow boundaries may hold more microbatches."""
+        return self.in_flight is None and not self.interleaves
+
+    @property
+    def all_first(self) -> bool:
+        """Return whether all forwards come before the backwards."""
+        return self.least_at(1, 2) == 2
+
+    def least_at(self, place: int, num_microbatches: int) -> int:
+        """Return the least microbatches in flight on a stage; the last stage is at place 1."""
+        if self.in_flight is None:
+            return 1 if self.interleaves else min(num_microbatches, place)
+        return self.in_flight(place, num_microbatches)[0]
+
 
 def _one_per_stage_to_come(n: int, m: int) -> tuple[int, ...]:
     return tuple(min(m, n - i) for i in range(n))
+
+
+def _as_1f1b(f: Times, b: Times, c: Times) -> Times:
+    return f + b + c
 
 
 SCHEDULE_RULES: Mapping[str, ScheduleRule] = MappingProxyType(
@@ -71,19 +114,33 @@ SCHEDULE_RULES: Mapping[str, ScheduleRule] = MappingProxyType(
         rule.name: rule
         for rule in (
             ScheduleRule(name="sequential", in_flight=lambda n, m: (1,) * n),
-            ScheduleRule(name="gpipe", in_flight=lambda n, m: (m,) * n),
-            ScheduleRule(name="1f1b", in_flight=_one_per_stage_to_come),
+            ScheduleRule(
+                name="gpipe",
+                in_flight=lambda n, m: (m,) * n,
+                pace=lambda f, b, c: np.maximum(f, c) + np.maximum(b, c),
+            ),
+            ScheduleRule(name="1f1b", in_flight=_one_per_stage_to_come, pace=_as_1f1b, held=1),
             ScheduleRule(
                 name="eager-1f1b",
                 in_flight=lambda n, m: tuple(min(m, 2 * (n - i) - 1) for i in range(n)),
+                pace=lambda f, b, c: np.maximum(np.maximum(f + b, c), (f + b + c) * (2 / 3)),
+                held=2,
                 receives_early=True,
             ),
-            ScheduleRule(name="adaptive", in_flight=None, receives_early=True),
+            ScheduleRule(
+                name="adaptive",
+                in_flight=None,
+                pace=lambda f, b, c: np.maximum(f + b, c),
+                held=1,
+                receives_early=True,
+            ),
             ScheduleRule(name="interleaved-1f1b", in_flight=None, interleaves=True),
             ScheduleRule(
                 name="zero-bubble-h1",
                 in_flight=_one_per_stage_to_come,
                 most_in_flight=lambda n, m: (min(m, n),) * n,
+                pace=_as_1f1b,
+                held=1,
                 splits_backward=True,
             ),
             ScheduleRule(name="forward-only", in_flight=lambda n, m: (1,) * n, has_backward=False),

@@ -13,16 +13,7 @@ holds in flight (and, where the number of stages is fixed, how many stages the s
                   the last backward of a suffix, with every t replaced by its lower bound
 
 with cost a_i and bottleneck b_i of a stage such that sum a_i + max b_i is the step time of a
-pipeline whose slowest stage sets the pace (Alpa's formula for c = u = 0). The pace of each schedule
-follows the steady-state law in schedules.py for two neighbouring stages:
-
-    schedule     a_i          b_i
-    1f1b         t + 2c       (B-1) (t + c) + u
-    zero-bubble  t - 2w + 2c  (B-1) (t + c) + 2w + u   (w of t: the backward by weight; H1)
-    eager-1f1b   t + 2c       (B-1) max(t, c, (2t + 2c) / 3) + u
-    adaptive     t + 2c       (B-1) max(t, c) + u
-    gpipe        t + 2c       (B-1) (max(f, c) + max(b, c)) + u
-    sequential   B (t + 2c)   u
+pipeline whose slowest stage sets the pace (Alpa's formula for c = u = 0). -> schedules.py
 """
 
 from __future__ import annotations
@@ -52,23 +43,19 @@ class Level:
     num_stages: int
 
 
-def first_level(schedule: str, num_microbatches: int, counted: bool) -> Level:
+def first_level(schedule: str, num_microbatches: int) -> Level:
     """Return the level of the empty suffix."""
-    fixed = {"gpipe": num_microbatches, "sequential": 1}
-    return Level(fixed.get(schedule, 0), 0)
+    rule = SCHEDULE_RULES[schedule]
+    return Level(0 if rule.held else rule.least_at(1, num_microbatches), 0)
 
 
 def next_level(
     level: Level, schedule: str, num_microbatches: int, extra: int, counted: bool
 ) -> Level:
     """Return the level after one more stage in front; `extra` is for "adaptive"."""
-    k = level.in_flight
-    if schedule in ("1f1b", "zero-bubble-h1"):
-        k += 1
-    elif schedule == "eager-1f1b":
-        k += 1 if k == 0 else 2
-    elif schedule == "adaptive":
-        k += 1 + (extra if k else 0)
+    k, held = level.in_flight, SCHEDULE_RULES[schedule].held
+    if held:
+        k += held + extra if k else 1
     return Level(min(k, num_microbatches), level.num_stages + 1 if counted else 0)
 
 
@@ -103,14 +90,10 @@ class StageTable:
         self.update = np.array([c.step_seconds for c in candidates])
         seconds, crossing = self.forward + self.backward, self.crossing
         self.least = np.minimum(seconds, [c.lower_bound_seconds for c in candidates])
-        pace = {
-            "1f1b": seconds + crossing,
-            "zero-bubble-h1": seconds + crossing,
-            "eager-1f1b": np.maximum(np.maximum(seconds, crossing), (seconds + crossing) * 2 / 3),
-            "adaptive": np.maximum(seconds, crossing),
-            "gpipe": np.maximum(self.forward, crossing) + np.maximum(self.backward, crossing),
-            "sequential": np.zeros_like(seconds),
-        }[schedule]
+        pace_of = SCHEDULE_RULES[schedule].pace
+        pace = np.zeros_like(seconds)
+        if pace_of is not None:
+            pace = pace_of(self.forward, self.backward, crossing)
         path = np.maximum(seconds - 2 * self.later, 0.0) + 2 * crossing
         self.cost = path * (num if schedule == "sequential" else 1)
         self.bottleneck = (num - 1) * pace + 2 * self.later + self.update
@@ -147,7 +130,7 @@ class StageTable:
         counted = self.problem.num_stages is not None
         most = self.problem.num_stages or min(self.problem.num_layers, self.most_stages())
         extras = sorted(set(self.extra))
-        empty = first_level(self.schedule, self.num_microbatches, counted)
+        empty = first_level(self.schedule, self.num_microbatches)
         number = {empty: 0}
         queue = [(empty, 0)]
         for level, depth in queue:

@@ -11,19 +11,27 @@ from stage_dp.batched_time import batched_step_seconds, extrapolated_step_second
 def test_waves_give_the_longest_path(seed):
     rng = np.random.default_rng(seed)
     n, count = int(rng.integers(1, 7)), int(rng.integers(1, 12))
-    name = ("gpipe", "1f1b", "eager-1f1b", "adaptive")[seed % 4]
+    name = ("gpipe", "1f1b", "eager-1f1b", "adaptive", "zero-bubble-h1")[seed % 5]
     warmups = None
     if name == "adaptive":
         warmups = 1 + np.cumsum([0, *(1 + rng.integers(0, 4, n - 1))])[::-1]
         warmups = [int(min(count, k)) for k in warmups]
+    split = name == "zero-bubble-h1"
+    if split:
+        least = [min(n - i, count) for i in range(n)]
+        warmups = [int(rng.integers(k, min(n, count) + 1)) for k in least]
     schedule = order(name, n, count, warmups=warmups)
-    held = [schedule.in_flight(stage) for stage in range(n)]
+    held = warmups if split else [schedule.in_flight(stage) for stage in range(n)]
     forward, backward, tail = rng.uniform(0, 3, (3, 4, n))
     boundary = rng.uniform(0, 2, (4, n - 1)) * rng.integers(0, 2, (4, n - 1))
-    seconds = batched_step_seconds(held, count, forward, backward, boundary, tail)
+    weight = backward * rng.uniform(0, 1, (4, n))
+    figures = (forward, backward, boundary, tail, weight if split else None)
+    seconds = batched_step_seconds(held, count, *figures)
     for row in range(4):
-        alone = pipeline_time(schedule, forward[row], backward[row], boundary[row], tail[row])
-        assert seconds[row] == pytest.approx(alone.step_seconds)
+        alone = pipeline_time(
+            schedule, forward[row], backward[row], boundary[row], tail[row], weight=weight[row]
+        )
+        assert seconds[row] == pytest.approx(alone.step_seconds, rel=1e-9)
 
 
 def test_many_microbatches_are_extrapolated_to_a_thousandth():

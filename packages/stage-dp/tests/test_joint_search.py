@@ -21,7 +21,7 @@ from stage_dp import (
 )
 from stage_dp.batched_time import batched_step_seconds
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "adaptive")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "adaptive", "zero-bubble-h1")
 
 
 def logical(size):
@@ -39,6 +39,7 @@ def random_row(rng, scale, tight, layouts):
         step_seconds=float(rng.choice([0.0, rng.uniform(0, 4.0)])),
         state_bytes=rng.uniform(0, 4) * tight,
         activation_bytes=Affine(0.0, rng.uniform(0, 1) * tight),
+        delayed_bytes=Affine(0.0, rng.uniform(0, 1) * tight),
         transient_bytes=Affine(float(rng.choice([0.0, 1.0])) * tight),
         batch_split=int(rng.choice([1, 1, 1, 2])),
         layout_in=int(rng.integers(layouts)),
@@ -136,7 +137,8 @@ def link_between(problem, before, after):
 
 
 def stage_options(problem, start, stop, mesh, samples):
-    """Yield (f, b, u, state, activation, transient, layout in, layout out) of all row choices."""
+    """Yield (f, b, u, state, activation, transient, layout in, layout out, b by weight, bytes
+    delayed) of all row choices."""
     menu = problem.menu.meshes[mesh]
     rows = [menu.rows[c] for c in problem.menu.class_of_layer[start:stop]]
     for choice in itertools.product(*rows):
@@ -155,10 +157,28 @@ def stage_options(problem, start, stop, mesh, samples):
             max(r.transient_bytes.value(samples) for r in choice),
             choice[0].layout_in,
             choice[-1].layout_out,
+            sum(r.backward_weight.value(samples) for r in choice),
+            sum(r.delayed_bytes.value(samples) for r in choice),
         )
 
 
-def held_by(schedule, num, count, extras):
+def need(stage, held, delayed=0):
+    return stage[3] + held * stage[4] + stage[5] + delayed * stage[9]
+
+
+def held_by(schedule, stages, count, extras, memory):
+    num = len(stages)
+    if schedule == "zero-bubble-h1":
+        return tuple(
+            max(
+                k
+                for k in range(least, min(num, count) + 1)
+                if k == least or need(stage, k, k - least) <= room * (1 + 1e-12)
+            )
+            for stage, least, room in zip(
+                stages, default_warmups("1f1b", num, count), memory, strict=True
+            )
+        )
     if schedule != "adaptive":
         return default_warmups(schedule, num, count)
     held = [1]
@@ -194,14 +214,15 @@ def brute_force(problem):
                 for schedule in problem.schedules:
                     shares = itertools.product(*extras) if schedule == "adaptive" else [()]
                     for share in shares:
-                        held = held_by(schedule, len(stages), count, share)
+                        held = held_by(schedule, stages, count, share, memory)
                         if all(
-                            s[3] + k * s[4] + s[5] <= m * (1 + 1e-12)
+                            need(s, k) <= m * (1 + 1e-12)
                             for s, k, m in zip(stages, held, memory, strict=True)
                         ):
-                            groups.setdefault(held, []).append((stages, crossing))
-            for held, members in groups.items():
-                figures = np.array([[s[:3] for s in stages] for stages, _ in members])
+                            split = schedule == "zero-bubble-h1"
+                            groups.setdefault((held, split), []).append((stages, crossing))
+            for (held, split), members in groups.items():
+                figures = np.array([stages for stages, _ in members])
                 seconds = batched_step_seconds(
                     held,
                     count,
@@ -209,6 +230,7 @@ def brute_force(problem):
                     figures[:, :, 1],
                     np.array([c for _, c in members]).reshape(len(members), -1),
                     figures[:, :, 2],
+                    figures[:, :, 8] if split else None,
                 )
                 best = min(best, float(seconds.min()))
     return best
@@ -231,7 +253,8 @@ def test_random_problems_against_all_pipelines(seed):
 def recomputed(problem, plan):
     """Return the step time of a plan from the menu, by the longest path of its schedule."""
     samples = problem.batch_size // plan.num_microbatches
-    forward, backward, tail, crossing = [], [], [], []
+    forward, backward, weight, tail, crossing = [], [], [], [], []
+    least = default_warmups("1f1b", len(plan.stages), plan.num_microbatches)
     for number, stage in enumerate(plan.stages):
         menu = problem.menu.meshes[stage.mesh]
         classes = problem.menu.class_of_layer[stage.layer_start : stage.layer_stop]
@@ -244,6 +267,7 @@ def recomputed(problem, plan):
             sum(r.backward_input.value(samples) + r.backward_weight.value(samples) for r in rows)
             + change / 2
         )
+        weight.append(sum(r.backward_weight.value(samples) for r in rows))
         tail.append(sum(r.step_seconds for r in rows))
         group = problem.device_groups[menu.submesh.host_group]
         need = (
@@ -251,6 +275,9 @@ def recomputed(problem, plan):
             + plan.in_flight[number] * sum(r.activation_bytes.value(samples) for r in rows)
             + max(r.transient_bytes.value(samples) for r in rows)
         )
+        if plan.schedule == "zero-bubble-h1":
+            delayed = plan.in_flight[number] - least[number]
+            need += delayed * sum(r.delayed_bytes.value(samples) for r in rows)
         assert need == pytest.approx(plan.peak_bytes[number])
         assert need <= group.memory * (1 + 1e-9)
         if number + 1 < len(plan.stages):
@@ -264,7 +291,7 @@ def recomputed(problem, plan):
             )
             crossing.append(cost.value(samples))
     schedule = order(plan.schedule, len(plan.stages), plan.num_microbatches, warmups=plan.in_flight)
-    return pipeline_time(schedule, forward, backward, crossing, tail).step_seconds
+    return pipeline_time(schedule, forward, backward, crossing, tail, weight=weight).step_seconds
 
 
 @pytest.mark.parametrize("seed", range(60))

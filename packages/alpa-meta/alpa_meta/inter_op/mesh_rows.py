@@ -274,6 +274,7 @@ class MeshRows:
                 step_seconds=float(costs[0].update[layer] + totals * costs[0].forward[layer]),
                 state_bytes=float(costs[0].state[layer] + costs[0].gradients[layer]),
                 activation_bytes=line.affine("activations"),
+                delayed_bytes=line.affine("delayed"),
                 transient_bytes=line.affine("transient"),
                 batch_split=split,
                 layout_in=at[before[forth]] if forth in before else self._nothing(),
@@ -434,6 +435,7 @@ def _values(row: LayerRow) -> np.ndarray:
         row.backward_input,
         row.backward_weight,
         row.activation_bytes,
+        row.delayed_bytes,
         row.transient_bytes,
     )
     parts = [value for line in lines for value in (line.fixed, line.each)]

@@ -32,13 +32,11 @@ from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
 from alpa_meta.inter_op.mesh_rows import Sized
 from alpa_meta.inter_op.meshes import device_groups, usable_memory
 from alpa_meta.operators.regions import is_scan
-from alpa_meta.options import Options
+from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.planning.microbatch_counts import refusal
 from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
-
-SEARCHED = ("1f1b", "gpipe", "eager-1f1b", "adaptive")  # of equal plans the first is taken
 
 
 @frozen(eq=False)
@@ -90,7 +88,8 @@ class MenuSearch:
                 backward_weight_seconds=stage.weight_seconds,
                 step_seconds=stage.step_seconds,
                 boundary_seconds=stage.boundary_seconds,
-                state_bytes=peak,
+                state_bytes=peak - stage.transient_bytes,
+                transient_bytes=stage.transient_bytes,
             )
             stages.append(PlacedStage(candidate=candidate, device_ids=stage.device_ids))
         return StagePlan(
@@ -135,7 +134,7 @@ def search_menu(
         device_groups=device_groups(cluster, options.memory),
         boundary=_boundary(menu, builder, model),
         counts=tuple(counts),
-        schedules=SEARCHED if options.schedule is None else (options.schedule,),
+        schedules=SCHEDULES if options.schedule is None else (options.schedule,),
         num_stages=options.num_stages,
     )
     return MenuSearch(builder, menu, problem, stage_dp.solve_joint(problem))

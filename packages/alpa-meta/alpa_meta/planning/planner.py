@@ -35,7 +35,7 @@ from alpa_meta.planning.chosen_plan import (
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.memory_floor import check_state_fits
-from alpa_meta.planning.menu_search import SEARCHED, MenuSearch, search_menu, sized_programs
+from alpa_meta.planning.menu_search import MenuSearch, search_menu, sized_programs
 from alpa_meta.planning.microbatch_counts import larger_counts, microbatch_counts_of
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of, staged_outlook
@@ -138,10 +138,8 @@ def _finished(prospects: list[Prospect], failed: list[InfeasibleError]) -> Plann
 
 
 def _from_menu(step: Step, model: CostModel, options: Options) -> tuple[Prospect, float] | None:
-    """Return the plan that the joint search chooses and its bound, None for a step, cluster or
-    schedule it is not for."""
-    if options.schedule not in (None, *SEARCHED):
-        return None
+    """Return the plan that the joint search chooses and its bound, None for a step or cluster it
+    is not for."""
     cluster = model.cluster
     sized = sized_programs(step, cluster, options)
     if sized is None:

@@ -3,7 +3,7 @@
 trace at each microbatch count -> layers -> selection problems on every logical mesh (candidates)
 -> stage DP -> the chosen stages solved exactly, each under its memory limit (`chosen_plan`)
 
-This is how plans of one stage are found, and pipelines of schedules that the layer menu is not for.
+This is how plans of one stage are found, and pipelines where the batch is taken whole.
 """
 
 from __future__ import annotations

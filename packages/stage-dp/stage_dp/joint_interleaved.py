@@ -1,0 +1,314 @@
+"""Interleaved pipelines of a microbatch count: p equal meshes that run v stages (chunks) each.
+
+Stage s of n = p v runs on mesh s mod p. On B microbatches with seconds t, step seconds u, state and
+activation bytes s and a of each layer's row, M bytes per device and k the least microbatches that a
+chunk holds (1), the meshes together need sum s + k a <= p M. The slowest mesh takes no less than
+the mean of all, and mesh j starts after j forwards (f: the least of any layer):
+
+    step >= max over prices l of  1/p sum over layers of min over rows (B t + u + l (s + k a))
+            - l M + f (p - 1) / 2                                         -> Interleaving.bound()
+
+and some mesh has at least 1/p, rounded up, of the layers of each class, within its own memory.
+
+Combinations of B, mesh, p and v are tried in the order of that bound with the bubble (p - 1) t / v
+of Megatron-LM (Narayanan et al. 2021, section 2.2) in place of its last term. The layers are cut
+where the slowest stage is fastest, cuts are moved while that evens out the meshes, and the rows of
+all chunks of a mesh are chosen together within its memory. Cuts of the best are then moved while
+the step gets faster: a heuristic, with a proven bound. -> best_interleaved()
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from attrs import frozen
+
+from stage_dp.cell_bounds import hull_prices
+from stage_dp.joint_chain import Scored, StageChoice
+from stage_dp.joint_costs import CountCosts
+from stage_dp.joint_links import Links
+from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
+from stage_dp.pipeline_time import pipeline_time
+from stage_dp.schedules import SCHEDULE_RULES, Schedule, order
+
+INTERLEAVED = next(rule for rule in SCHEDULE_RULES.values() if rule.interleaves)
+MAX_CHUNKS = 4  # from 4 to 8 chunks (p-1)/v falls by 1/8 of a microbatch, transfers double
+WORK = 60_000  # runs of stages simulated per search, some 1 s
+FEW_LAYERS = 10  # up to which more cuts are tried
+NEAR = 1.1  # of the best, beyond which cuts of a pipeline are not moved
+FULL = 3  # groups of p microbatches after which what a chunk holds does not change
+
+
+@frozen
+class _Combination:
+    mesh: int  # position in CountCosts.meshes
+    num_meshes: int
+    bound: float
+    seconds: tuple[float, ...]  # B t + u of each layer at the best price
+    bytes: tuple[float, ...]  # the least of each layer
+
+    def estimate(self, chunks: int, count: int) -> float:
+        """Return the bound with the bubble of `chunks` stages per mesh."""
+        mean = sum(self.seconds) / self.num_meshes
+        return self.bound + (self.num_meshes - 1) * mean / (count * chunks)
+
+
+class Interleaving:
+    """Interleaved pipelines at the microbatch count of `costs`."""
+
+    def __init__(self, costs: CountCosts, links: Links) -> None:
+        self.costs, self.links = costs, links
+        self.problem = costs.table.problem
+        self.classes = self.problem.menu.class_of_layer
+        self.count = costs.table.num_microbatches
+        self._combinations = [
+            found for mesh in range(len(costs.meshes)) for found in self._of_mesh(mesh)
+        ]
+
+    def bound(self) -> float:
+        """Return the bound, seconds (inf: there is no such pipeline)."""
+        return min((found.bound for found in self._combinations), default=math.inf)
+
+    def tries(self) -> list[tuple[float, int, int]]:
+        """Return (estimated seconds, combination, chunks) of all that may be tried."""
+        return [
+            (found.estimate(chunks, self.count), n, chunks)
+            for n, found in enumerate(self._combinations)
+            for chunks in self._chunks(found.num_meshes)
+        ]
+
+    def starts(self, combination: int, chunks: int) -> list[list[int]]:
+        """Return borders of stages where seconds are even, or bytes, and those near them."""
+        found = self._combinations[combination]
+        even = [
+            _evened(shares, _cut(shares, found.num_meshes * chunks), found.num_meshes)
+            for shares in (found.seconds, found.bytes)
+        ]
+        near = [] if len(self.classes) > FEW_LAYERS else _moved(even[-1])
+        return [list(cuts) for cuts in dict.fromkeys(map(tuple, [*even, *near]))]
+
+    def work(self, combination: int, chunks: int) -> int:
+        """Return the runs of stages that a score simulates."""
+        num_meshes = self._combinations[combination].num_meshes
+        return 2 * num_meshes * chunks * min(self.count, (2 * FULL + 2) * num_meshes)
+
+    def scored(
+        self,
+        combination: int,
+        chunks: int,
+        limit: float,
+        cuts: Sequence[int],
+    ) -> Scored | None:
+        """Return the pipeline with these borders of stages if it takes less than `limit`."""
+        found = self._combinations[combination]
+        num, num_meshes = found.num_meshes * chunks, found.num_meshes
+        mesh = self.costs.meshes[found.mesh]
+        links = self.links.ring(mesh, num_meshes)
+        if links is None:
+            return None
+        held = self._held(num, num_meshes)
+        stages = self._stages(mesh, cuts, held, num_meshes)
+        if stages is None:
+            return None
+        samples = self.costs.table.samples
+        crossing = tuple(
+            self.links.seconds(mesh, a.layout_out, mesh, b.layout_in, link, samples)
+            for a, b, link in zip(stages, stages[1:], links * chunks, strict=False)
+        )
+        if not all(map(math.isfinite, crossing)):
+            return None
+        if self._extrapolated(stages, crossing, num_meshes) >= limit:
+            return None
+        schedule = order(INTERLEAVED.name, num, self.count, num_meshes=num_meshes)
+        seconds = _seconds(schedule, stages, crossing)
+        if seconds >= limit:
+            return None
+        return Scored(stages, INTERLEAVED, self.count, crossing, held, seconds, num_meshes)
+
+    def _chunks(self, num_meshes: int) -> list[int]:
+        most = min(MAX_CHUNKS, len(self.classes) // num_meshes)
+        asked = self.problem.num_stages
+        return [v for v in range(2, most + 1) if asked in (None, num_meshes * v)]
+
+    def _of_mesh(self, position: int) -> list[_Combination]:
+        problem, menu = self.problem, self.problem.menu
+        mesh = self.costs.meshes[position]
+        size = menu.meshes[mesh].submesh.num_devices
+        total = sum(g.num_hosts * g.devices_per_host for g in problem.device_groups)
+        rows = self.costs.bounded_rows
+        own = [rows.classes.index(c) for c in self.classes]
+        seconds = self.count * rows.seconds[position] + rows.step[position]
+        bytes = rows.state[position] + rows.activation[position]
+        if not np.isfinite(seconds.min(axis=1)[own]).all():
+            return []
+        finite = np.where(np.isfinite(bytes), bytes, 0.0)
+        prices = np.unique([0.0, *hull_prices(seconds, bytes).ravel()])
+        # [prices, classes, rows]: of each class the row that is least at a price
+        at = np.argmin(seconds + prices[:, None, None] * finite, axis=2)[:, own]
+        picked, kept = seconds[own, at], finite[own, at]  # [prices, layers]
+        kinds, counts = np.unique(own, return_counts=True)
+        layers = counts[None, :]
+        least_priced = (seconds[None] + prices[:, None, None] * finite).min(axis=2)[:, kinds]
+        share = self.costs.shares[1]
+        first = share * float(rows.seconds[position].min())
+        memory = float(rows.memory[position])
+        least = tuple(bytes.min(axis=1)[own].tolist())
+        result = []
+        for num in range(2, min(len(self.classes) // 2, self.links.most_alike(mesh)) + 1):
+            if problem.use_all_devices and num * size != total:
+                continue
+            if not self._chunks(num):
+                continue
+            bounds = (picked + prices[:, None] * kept).sum(axis=1) / num - prices * memory
+            best = int(np.argmax(bounds))
+            bound = float(bounds[best]) + first * (num - 1) / 2
+            # Some mesh has that many of each class.
+            crowd = least_priced * -(-layers // num) - prices[:, None] * memory
+            bound = max(bound, float(crowd.max()))
+            result.append(_Combination(position, num, bound, tuple(picked[best].tolist()), least))
+        return result
+
+    def _held(self, num: int, num_meshes: int) -> tuple[int, ...]:
+        """Return the microbatches in flight of each stage: those of a shorter run, of which the
+        last group of microbatches is as full."""
+        count = self.count
+        if count > (FULL + 1) * num_meshes:
+            count = FULL * num_meshes + count % num_meshes
+        schedule = order(INTERLEAVED.name, num, count, num_meshes=num_meshes)
+        return tuple(map(schedule.in_flight, range(num)))
+
+    def _stages(
+        self, mesh: int, cuts: Sequence[int], held: Sequence[int], num_meshes: int
+    ) -> tuple[StageChoice, ...] | None:
+        """Return the stages with the rows of each mesh's chunks chosen within its memory."""
+        result: dict[int, StageChoice] = {}
+        known: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+        for first in range(num_meshes):
+            own = range(first, len(cuts) - 1, num_meshes)
+            parts = [self.classes[cuts[s] : cuts[s + 1]] for s in own]
+            classes = tuple(c for part in parts for c in part)
+            counts = tuple(held[s] for s, part in zip(own, parts, strict=True) for _ in part)
+            starts = tuple(np.cumsum([len(part) for part in parts])[:-1].tolist())
+            key = (classes, counts, starts)
+            if key not in known:
+                known[key] = self.costs.best_rows(mesh, classes, counts, 1 / self.count, starts)
+            picks = known[key]
+            if picks is None:
+                return None
+            for s, part, at in zip(own, parts, (0, *starts), strict=True):
+                stage = self.costs.stage(mesh, part, picks[at : at + len(part)])
+                result[s] = stage.at(cuts[s], cuts[s + 1])
+        return tuple(result[s] for s in range(len(cuts) - 1))
+
+    def _extrapolated(
+        self, stages: Sequence[StageChoice], crossing: Sequence[float], num_meshes: int
+    ) -> float:
+        """Return the step time, by two short runs where there are many microbatches."""
+        runs = []
+        short = FULL * num_meshes + self.count % num_meshes
+        if self.count <= short + num_meshes:
+            return 0.0
+        for count in (short, short + num_meshes):
+            schedule = order(INTERLEAVED.name, len(stages), count, num_meshes=num_meshes)
+            runs.append(_seconds(schedule, stages, crossing))
+        groups = (self.count - short) / num_meshes
+        # A mesh that is slower by a little may take over late: below the exact time by little.
+        return (runs[0] + groups * (runs[1] - runs[0])) * (1 - 1e-3)
+
+
+def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | None:
+    """Return the best pipeline met that takes less than `limit` seconds."""
+    tries = sorted((*one, at) for at, item in enumerate(some) for one in item.tries())
+    needed = math.isinf(limit)  # there is no other pipeline
+    found: list[tuple[float, int, Scored]] = []
+    left = WORK
+    for number, (estimate, combination, chunks, at) in enumerate(tries):
+        if estimate >= limit or (left < 0 and (found or not needed)):
+            break
+        cost = some[at].work(combination, chunks)
+        for cuts in some[at].starts(combination, chunks):
+            left -= cost
+            start = some[at].scored(combination, chunks, limit, cuts)
+            if start is not None:
+                found.append((start.step_seconds, number, start))
+            elif left < WORK / 2:
+                break
+        limit = min([limit, *(NEAR * seconds for seconds, _, _ in found)])
+    found.sort(key=lambda one: one[:2])
+    for at, (_, number, scored) in enumerate(found):
+        _, combination, chunks, own = tries[number]
+        improved: Scored | None = scored
+        while improved is not None:
+            found[at], scored = (improved.step_seconds, number, improved), improved
+            improved = None
+            borders = [*(s.layer_start for s in scored.stages), scored.stages[-1].layer_stop]
+            for cuts in _moved(borders):
+                left -= some[own].work(combination, chunks)
+                if left < 0:
+                    break
+                limit = (improved or scored).step_seconds
+                improved = some[own].scored(combination, chunks, limit, cuts) or improved
+    return min(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _moved(borders: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the borders with one of them moved by a layer, then with two of them."""
+    for count in (1, 2):
+        for where in itertools.combinations(range(1, len(borders) - 1), count):
+            for by in itertools.product((-1, 1), repeat=count):
+                trial = list(borders)
+                for at, step in zip(where, by, strict=True):
+                    trial[at] += step
+                if all(a < b for a, b in itertools.pairwise(trial)):
+                    yield trial
+
+
+def _seconds(schedule: Schedule, stages: Sequence[StageChoice], crossing: Sequence[float]) -> float:
+    figures = np.array([stage.columns for stage in stages])
+    num = schedule.num_meshes
+    tail = [float(figures[mesh::num, STEP].sum()) for mesh in range(num)]
+    forward, backward = figures[:, FORWARD], figures[:, BACKWARD]
+    return pipeline_time(schedule, forward, backward, crossing, tail).step_seconds
+
+
+def _cut(seconds: Sequence[float], num_stages: int) -> list[int]:
+    """Return the borders of the stages, the slowest of which is as fast as can be."""
+    total = np.concatenate([[0.0], np.cumsum(seconds)])
+    length = len(total)
+    ranges = np.where(np.triu(np.ones((length, length)), 1) > 0, total - total[:, None], np.inf)
+    value = np.full(length, np.inf)
+    value[0] = 0.0
+    before = []
+    for _ in range(num_stages):
+        through = np.maximum(value[:, None], ranges)
+        # Of equal ones the cut nearest to an even share.
+        before.append(np.argmin(through + 1e-9 * ranges, axis=0))
+        value = through.min(axis=0)
+    borders = [length - 1]
+    for choice in reversed(before):
+        borders.append(int(choice[borders[-1]]))
+    return borders[::-1]
+
+
+def _evened(seconds: Sequence[float], borders: list[int], num_meshes: int) -> list[int]:
+    """Return the borders moved, a layer at a time, while the slowest mesh gets faster."""
+    total = np.concatenate([[0.0], np.cumsum(seconds)])
+
+    def load(cuts: Sequence[int]) -> tuple[float, float]:
+        stages: Array = np.diff(total[list(cuts)])
+        meshes = [float(stages[mesh::num_meshes].sum()) for mesh in range(num_meshes)]
+        return max(meshes), float(np.square(meshes).sum())
+
+    best = load(borders)
+    for _ in range(len(seconds)):
+        moved = False
+        for trial in itertools.islice(_moved(borders), 2 * len(borders)):
+            value = load(trial)
+            if value < (best[0] * (1 - 1e-12), best[1] * (1 - 1e-12)):
+                best, borders, moved = value, trial, True
+        if not moved:
+            break
+    return borders

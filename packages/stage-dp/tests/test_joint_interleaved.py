@@ -1,0 +1,133 @@
+"""Interleaved pipelines of the joint search against all of them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_interchange.stage import DeviceGroup
+from stage_dp import InfeasibleError, order, pipeline_time, place, solve_joint
+
+NAME = "interleaved-1f1b"
+
+
+def random_problem(seed):
+    rng = np.random.default_rng(seed)
+    hosts, devices = [(1, 2), (2, 1), (1, 4), (2, 2)][rng.integers(4)]
+    layers, classes = int(rng.integers(4, 7)), int(rng.integers(1, 3))
+    memory = 1e9 if seed % 3 == 0 else rng.uniform(8, 20)
+    meshes = []
+    for size in (1, 2):
+        if size > devices:
+            continue
+        rows = tuple(
+            tuple(
+                LayerRow(
+                    forward=Affine(0.0, rng.uniform(0.5, 1.0) / size),
+                    backward_input=Affine(0.0, rng.uniform(0.5, 2.0) / size),
+                    step_seconds=float(rng.choice([0.0, rng.uniform(0, 3)])),
+                    state_bytes=rng.uniform(0, 2),
+                    activation_bytes=Affine(0.0, rng.uniform(0, 1)),
+                    transient_bytes=Affine(float(rng.choice([0.0, 1.0]))),
+                )
+                for _ in range(int(rng.integers(1, 3)))
+            )
+            for _ in range(classes)
+        )
+        meshes.append(
+            MeshMenu(
+                submesh=SubmeshSpec(num_hosts=1, devices_per_host=size),
+                logical=LogicalMesh(axes=(MeshAxis(name="x", size=size),)),
+                rows=rows,
+            )
+        )
+    seconds = {"host": 0.1, "hosts": 0.4}
+    return JointProblem(
+        menu=LayerMenu(
+            class_of_layer=tuple(int(c) for c in rng.integers(classes, size=layers)),
+            meshes=tuple(meshes),
+        ),
+        batch_size=8,
+        counts=(int(rng.choice([2, 4, 8])),),
+        device_groups=(DeviceGroup(num_hosts=hosts, devices_per_host=devices, memory=memory),),
+        boundary=lambda a, y, b, x, link: Affine(seconds[link]),
+        schedules=(NAME,),
+    )
+
+
+def times(problem, stages, count, num_meshes):
+    """Return the step time of (cuts, mesh, rows per layer), inf if it does not fit."""
+    cuts, mesh, rows = stages
+    samples = problem.batch_size // count
+    menu, group = problem.menu.meshes[mesh], problem.device_groups[0]
+    schedule = order(NAME, len(cuts) - 1, count, num_meshes=num_meshes)
+    devices = place(problem.device_groups, [menu.submesh] * num_meshes)
+    figures, held, largest = [], [0.0] * num_meshes, [0.0] * num_meshes
+    for s, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        own = [
+            menu.rows[c][r]
+            for c, r in zip(problem.menu.class_of_layer[start:stop], rows[start:stop], strict=True)
+        ]
+        figures.append(
+            [
+                sum(r.forward.value(samples) for r in own),
+                sum(r.backward_input.value(samples) for r in own),
+                sum(r.step_seconds for r in own),
+            ]
+        )
+        at = s % num_meshes
+        held[at] += sum(
+            r.state_bytes + schedule.in_flight(s) * r.activation_bytes.value(samples) for r in own
+        )
+        largest[at] = max(largest[at], *(r.transient_bytes.value(samples) for r in own))
+    if max(map(sum, zip(held, largest, strict=True))) > group.memory * (1 + 1e-12):
+        return math.inf
+    host = [device[0] // group.devices_per_host for device in devices]
+    links = [
+        "host" if host[s % num_meshes] == host[(s + 1) % num_meshes] else "hosts"
+        for s in range(len(cuts) - 2)
+    ]
+    crossing = [problem.boundary(mesh, 0, mesh, 0, link).value(samples) for link in links]
+    forward, backward, update = np.array(figures).T
+    tail = [update[m::num_meshes].sum() for m in range(num_meshes)]
+    return pipeline_time(schedule, forward, backward, crossing, tail).step_seconds
+
+
+def brute_force(problem):
+    best = math.inf
+    layers = problem.menu.num_layers
+    total = problem.device_groups[0].num_hosts * problem.device_groups[0].devices_per_host
+    for mesh, menu in enumerate(problem.menu.meshes):
+        choices = list(
+            itertools.product(*(range(len(menu.rows[c])) for c in problem.menu.class_of_layer))
+        )
+        for num_meshes in range(2, total // menu.submesh.num_devices + 1):
+            for num in range(2 * num_meshes, min(4 * num_meshes, layers) + 1, num_meshes):
+                for inner in itertools.combinations(range(1, layers), num - 1):
+                    for rows in choices:
+                        stages = ((0, *inner, layers), mesh, rows)
+                        seconds = times(problem, stages, problem.counts[0], num_meshes)
+                        best = min(best, seconds)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_interleaved_plans_are_near_the_best_and_above_their_bound(seed):
+    problem = random_problem(seed)
+    best = brute_force(problem)
+    if math.isinf(best):
+        with pytest.raises(InfeasibleError):
+            solve_joint(problem)
+        return
+    plan = solve_joint(problem)
+    assert plan.lower_bound <= best * (1 + 1e-9)
+    cuts = [stage.layer_start for stage in plan.stages] + [problem.menu.num_layers]
+    rows = [row for stage in plan.stages for row in stage.rows]
+    again = times(
+        problem, (cuts, plan.stages[0].mesh, rows), plan.num_microbatches, plan.num_meshes
+    )
+    assert plan.step_seconds == pytest.approx(again, rel=1e-9)
+    assert plan.step_seconds <= 1.06 * best
