@@ -432,8 +432,8 @@ class Builder:
                 self._phase, weight, natural.node, node, matrix, priced, self._times
             )
         weighted = zip([matrix, *others], [weight, *self._weights(weight)], strict=True)
-        priced = tuple([matrix * times for matrix, times in weighted])
-        self._add_edge(natural.node, node, priced, self._times, self._position)
+        seconds = tuple([matrix * times for matrix, times in weighted])
+        self._add_edge(natural.node, node, seconds, self._times, self._position)
         return evolve(natural, node=node, specs=finals)
 
     def hold_completion(self, natural: Source, completed: Source) -> None:
