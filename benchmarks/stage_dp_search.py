@@ -357,8 +357,10 @@ JOINT = {
 
 def show_joint() -> None:
     """Print the joint search table."""
-    print("\nJoint search, synthetic transformers, 8 rows per class, all counts, four schedules")
-    print("problem                          meshes  CPU s  stages  count  schedule   step s    gap")
+    print("\nJoint search, synthetic transformers, 8 rows per class, all counts, six schedules")
+    print(
+        "problem                          meshes  CPU s  stages  count  schedule         step s    gap"
+    )
     for name, (layers, hosts, memory, batch, scale) in JOINT.items():
         problem = joint_problem(layers, hosts, memory, batch, scale=scale)
         start = time.process_time()
@@ -366,7 +368,7 @@ def show_joint() -> None:
         seconds = time.process_time() - start
         print(
             f"{name:32s} {len(problem.menu.meshes):6d} {seconds:6.2f} {len(plan.stages):7d} "
-            f"{plan.num_microbatches:6d}  {plan.schedule:10s} {plan.step_seconds:8.3f} "
+            f"{plan.num_microbatches:6d}  {plan.schedule:16s} {plan.step_seconds:8.3f} "
             f"{plan.gap:6.2%}",
             flush=True,
         )

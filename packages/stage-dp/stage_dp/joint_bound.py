@@ -126,7 +126,8 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> float:
 
 
 def _part(seconds: Array, share: float) -> Array:
-    return np.where(np.isfinite(seconds), share * seconds, np.inf)
+    finite = np.isfinite(seconds)
+    return np.where(finite, share * np.where(finite, seconds, 0.0), np.inf)
 
 
 def _within(weight: Array, seconds: Array, high: float) -> Array:
@@ -145,7 +146,7 @@ def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> floa
     rest = bounds.least_rest if split else 1.0
     suffix = Sweep(
         bounds.space,
-        np.where(np.isfinite(seconds), gaps * rest * seconds - held * high, np.inf),
+        np.where(np.isfinite(seconds), gaps * _part(seconds, rest) - held * high, np.inf),
         bounds.spread_crossing(2 * gaps),
         counted=bounds.counted,
         open_ended=bounds.open_ended,

@@ -45,7 +45,9 @@ class Guide:
         final: tuple[int, ...] | None,
         rules: tuple[ScheduleRule, ...],
     ) -> None:
-        self.costs, self.rule, self.links = costs, rule, links
+        self.costs, self.links = costs, links
+        assert rule.pace is not None
+        self.pace = rule.pace
         self.crossing, self.final, self.rules = crossing, final, rules
         self.all_held = held_by_place(rule, costs.table.num_microbatches, most)
         self.most = most if final else min(most, LEVELS)
@@ -69,7 +71,7 @@ class Guide:
         count = self.costs.table.num_microbatches
         near = self.crossing.min(axis=1)[None, :, None]
         with np.errstate(invalid="ignore"):
-            pace = self.rule.pace(
+            pace = self.pace(
                 seconds * SHARE_FORWARD, seconds * (1 - SHARE_FORWARD), np.minimum(near, 1e9)
             )
             slow = busy - seconds + (count - 1) * (pace - seconds)
@@ -144,7 +146,7 @@ class Guide:
                 continue
             figures = np.array([c.columns for c in choices])
             crossing = np.full(len(choices), 0.0 if not np.isfinite(near[kind]) else near[kind])
-            pace = self.rule.pace(figures[:, FORWARD], figures[:, BACKWARD], crossing)
+            pace = self.pace(figures[:, FORWARD], figures[:, BACKWARD], crossing)
             slow = (count - 1) * pace + figures[:, STEP]
             self.sum[number, kind, level] = (figures[:, FORWARD] + figures[:, BACKWARD]).min()
             self.slow[number, kind, level] = slow.min()

@@ -20,12 +20,11 @@ from stage_dp.joint_chain import Scored, StageChoice, score
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
 from stage_dp.joint_schedules import warmups
-from stage_dp.menu_table import BACKWARD, FORWARD, STEP, unbeaten
+from stage_dp.menu_table import BACKWARD, FEW_LAYERS, FORWARD, STEP, unbeaten
 from stage_dp.schedules import ScheduleRule
 
 LIMITS_TRIED = 6  # limits on the slowest stage tried for one chain's rows
 ALL_TRIED = 100  # up to which all choices of rows for one chain are scored
-FRONT_LAYERS = 12  # up to which all labels of a range are looked at
 PROMISING = 6  # neighbours of a chain of more layers whose rows are chosen
 MAX_OPTIONS = 48  # ways to run one stage that are looked at
 LABELS = 20_000  # of the fronts, per microbatch count
@@ -60,7 +59,7 @@ class Rows:
         return [c.at(start, stop) for c in self._known[key]]
 
     def _made(self, start: int, stop: int, kind: int, held: int) -> list[StageChoice]:
-        if self.costs.space.num_layers > FRONT_LAYERS:
+        if self.costs.space.num_layers > FEW_LAYERS:
             return self.costs.choices(start, stop, kind, held)
         found: list[StageChoice] = []
         sequence = int(self.costs.space.sequences.number[start, stop])
@@ -193,7 +192,7 @@ class Improvement:
         limit = best.step_seconds if best else math.inf
         promise = [(self._bound(chain), n) for n, chain in enumerate(chains)]
         promising = sorted(one for one in promise if one[0] < limit)
-        if self.costs.space.num_layers > FRONT_LAYERS:
+        if self.costs.space.num_layers > FEW_LAYERS:
             promising = promising[:PROMISING]
         rows = [
             choices
@@ -218,6 +217,8 @@ class Improvement:
         kinds = [kind for _, _, kind in chain]
         busy = self.bounds.busy[numbers, kinds, 0]
         seconds = self.bounds.seconds[numbers, kinds, 0]
+        if not np.isfinite(seconds).all():
+            return math.inf
         share = self.costs.shares[1] if self.rule.splits_backward else 1.0
         way = np.concatenate([[0.0], np.cumsum(share * seconds)[:-1]])
         return float(max(busy.max(), (way + self.count * seconds).max()))

@@ -24,20 +24,19 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from stage_dp.cell_bounds import hull_prices
 from stage_dp.joint_chain import Scored, StageChoice
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
-from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
+from stage_dp.menu_table import BACKWARD, FEW_LAYERS, FORWARD, STEP, Array
 from stage_dp.pipeline_time import pipeline_time
 from stage_dp.schedules import SCHEDULE_RULES, Schedule, order
 
 INTERLEAVED = next(rule for rule in SCHEDULE_RULES.values() if rule.interleaves)
 MAX_CHUNKS = 4  # from 4 to 8 chunks (p-1)/v falls by 1/8 of a microbatch, transfers double
 WORK = 60_000  # runs of stages simulated per search, some 1 s
-FEW_LAYERS = 10  # up to which more cuts are tried
 NEAR = 1.1  # of the best, beyond which cuts of a pipeline are not moved
 FULL = 3  # groups of p microbatches after which what a chunk holds does not change
 
@@ -120,13 +119,17 @@ class Interleaving:
         )
         if not all(map(math.isfinite, crossing)):
             return None
-        if self._extrapolated(stages, crossing, num_meshes) >= limit:
-            return None
-        schedule = order(INTERLEAVED.name, num, self.count, num_meshes=num_meshes)
-        seconds = _seconds(schedule, stages, crossing)
+        seconds = self._seconds(stages, crossing, num_meshes)
         if seconds >= limit:
             return None
         return Scored(stages, INTERLEAVED, self.count, crossing, held, seconds, num_meshes)
+
+    def exact(self, found: Scored) -> Scored:
+        """Return the pipeline with its exact step time."""
+        num_meshes = found.num_meshes or 1
+        schedule = order(INTERLEAVED.name, len(found.stages), self.count, num_meshes=num_meshes)
+        seconds = _seconds(schedule, found.stages, found.crossing)
+        return evolve(found, step_seconds=seconds)
 
     def _chunks(self, num_meshes: int) -> list[int]:
         most = min(MAX_CHUNKS, len(self.classes) // num_meshes)
@@ -203,20 +206,19 @@ class Interleaving:
                 result[s] = stage.at(cuts[s], cuts[s + 1])
         return tuple(result[s] for s in range(len(cuts) - 1))
 
-    def _extrapolated(
+    def _seconds(
         self, stages: Sequence[StageChoice], crossing: Sequence[float], num_meshes: int
     ) -> float:
-        """Return the step time, by two short runs where there are many microbatches."""
-        runs = []
+        """Return the step time, by two short runs where there are many microbatches: a mesh that is
+        slower by a little may take over late."""
         short = FULL * num_meshes + self.count % num_meshes
-        if self.count <= short + num_meshes:
-            return 0.0
-        for count in (short, short + num_meshes):
+        counts = [short, short + num_meshes] if self.count > short + num_meshes else [self.count]
+        runs = []
+        for count in counts:
             schedule = order(INTERLEAVED.name, len(stages), count, num_meshes=num_meshes)
             runs.append(_seconds(schedule, stages, crossing))
-        groups = (self.count - short) / num_meshes
-        # A mesh that is slower by a little may take over late: below the exact time by little.
-        return (runs[0] + groups * (runs[1] - runs[0])) * (1 - 1e-3)
+        groups = (self.count - counts[0]) / num_meshes
+        return runs[0] + groups * (runs[-1] - runs[0])
 
 
 def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | None:
@@ -251,7 +253,10 @@ def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | Non
                     break
                 limit = (improved or scored).step_seconds
                 improved = some[own].scored(combination, chunks, limit, cuts) or improved
-    return min(found, key=lambda one: one[:2])[2] if found else None
+    if not found:
+        return None
+    _, number, scored = min(found, key=lambda one: one[:2])
+    return some[tries[number][-1]].exact(scored)
 
 
 def _moved(borders: Sequence[int]) -> Iterator[list[int]]:

@@ -31,13 +31,14 @@ from stage_dp.joint_chain import Scored, score
 from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_enumeration import Budget, Enumeration
 from stage_dp.joint_guide import Guide
-from stage_dp.joint_improvement import FRONT_LAYERS, Improvement, Rows, Work
+from stage_dp.joint_improvement import Improvement, Rows, Work
 from stage_dp.joint_interleaved import Interleaving, best_interleaved
 from stage_dp.joint_links import Links
 from stage_dp.joint_schedules import SEARCHED
 from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import (
     BACKWARD,
+    FEW_LAYERS,
     FORWARD,
     STEP,
     TRANSIENT,
@@ -55,7 +56,7 @@ STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
 GUIDES = ("1f1b", "eager-1f1b")  # schedules that guide, by preference
 IMPROVED = 6  # settings whose best plans are made better by small changes
 POLISHED = 2  # of them whose rows are solved nearly exactly
-STAGES_SOLVED = (1500, 60)  # stages solved for that, of few layers and of more
+STAGES_SOLVED = (1500, 16)  # stages solved for that, of few layers and of more
 LABELS = 40_000  # labels of the enumeration per microbatch count
 
 
@@ -272,7 +273,7 @@ class _Search:
     def _interleave(self) -> None:
         settings = {s.interleaving: s for s in self.settings if s.interleaving is not None}
         found = best_interleaved(list(settings), self.limit)
-        if found is not None:
+        if found is not None and found.step_seconds < self.limit:
             own = next(
                 s
                 for s in settings.values()
@@ -282,7 +283,7 @@ class _Search:
 
     def _improve(self) -> None:
         """Make plans better by small changes: of each setting its own best and the best of all."""
-        work = Work(STAGES_SOLVED[self.layers > FRONT_LAYERS])
+        work = Work(STAGES_SOLVED[self.layers > FEW_LAYERS])
         rows: dict[CountCosts, Rows] = {}
         settings = [s for s in self.settings if s.interleaving is None]
         settings.sort(key=lambda s: s.best.step_seconds if s.best else s.bound + self.limit)

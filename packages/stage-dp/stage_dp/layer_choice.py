@@ -24,7 +24,6 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Index = NDArray[np.int64]
 
 
 @frozen
@@ -171,35 +170,48 @@ def _front(
     remaining = np.append(np.cumsum([float(b.min()) for b in rows.bytes][::-1])[::-1], 0.0)
     limit = incumbent * (1 - 1e-12)
 
-    def kept(time: Array, size: Array, layer: int, strategy: Index) -> Index:
-        """Return the labels worth keeping, by strategy and bytes."""
+    def kept(time: Array, size: Array, layer: int, strategy: int) -> NDArray[np.int64]:
+        """Return the labels worth keeping, by bytes."""
         promise = time + after[layer][strategy] + price * (size - memory)
-        worth = np.flatnonzero((size + remaining[layer + 1] <= memory) & (promise < limit))
-        order = worth[np.lexsort((time[worth], size[worth], strategy[worth]))]
-        # Those of each strategy lie below all before, so that one running minimum does for all.
-        times = time[order] - strategy[order] * (2 * float(time[order].max(initial=0.0)))
+        open_labels = np.flatnonzero((size + remaining[layer + 1] <= memory) & (promise < limit))
+        by_bytes = open_labels[np.lexsort((time[open_labels], size[open_labels]))]
+        times = time[by_bytes]
         least = np.minimum.accumulate(np.concatenate([[np.inf], times[:-1]]))
-        kept: Index = order[times < least - 1e-13 * np.abs(np.where(least < np.inf, least, 0.0))]
-        return kept
+        return by_bytes[times < least * (1 - 1e-13)]
 
-    first = np.arange(len(rows.seconds[0]))
-    keep = kept(rows.seconds[0], rows.bytes[0], 0, first)
-    time, size, strategy = rows.seconds[0][keep], rows.bytes[0][keep], first[keep]
-    steps: list[tuple[Index, Index]] = [(strategy, np.zeros(len(keep), dtype=np.int64))]
+    labels: list[list[tuple[Array, Array, NDArray[np.int64], NDArray[np.int64]]]] = []
+    first = []
+    for s in range(len(rows.seconds[0])):
+        time, size = rows.seconds[0][s : s + 1], rows.bytes[0][s : s + 1]
+        keep = kept(time, size, 0, s)
+        nothing = np.zeros(len(keep), dtype=np.int64)
+        first.append((time[keep], size[keep], nothing, nothing))
+    labels.append(first)
     for k in range(1, len(rows.seconds)):
-        shape = (len(time), len(rows.seconds[k]))
-        time = (time[:, None] + rows.transitions[k][strategy] + rows.seconds[k]).ravel()
-        size = (size[:, None] + rows.bytes[k]).ravel()
-        strategy = np.tile(np.arange(shape[1]), shape[0])
-        keep = kept(time, size, k, strategy)
-        time, size, strategy = time[keep], size[keep], strategy[keep]
-        steps.append((strategy, keep // shape[1]))
-    if not len(time) or time.min() >= limit:
+        before = labels[-1]
+        counts = [len(label[0]) for label in before]
+        times = np.concatenate([label[0] for label in before])
+        sizes = np.concatenate([label[1] for label in before])
+        origin = np.repeat(np.arange(len(before)), counts)
+        place = np.concatenate([np.arange(count) for count in counts])
+        row = []
+        for s in range(len(rows.seconds[k])):
+            time = times + rows.transitions[k][origin, s] + rows.seconds[k][s]
+            size = sizes + rows.bytes[k][s]
+            keep = kept(time, size, k, s)
+            row.append((time[keep], size[keep], origin[keep], place[keep]))
+        labels.append(row)
+    ends = [
+        (float(time[i]), s, i)
+        for s, (time, _, _, _) in enumerate(labels[-1])
+        for i in range(len(time))
+    ]
+    if not ends or min(ends)[0] >= limit:
         return None
-    at = int(np.argmin(time))
-    seconds = float(time[at])
+    seconds, strategy, at = min(ends)
     choice = []
-    for chosen, before in reversed(steps):
-        choice.append(int(chosen[at]))
-        at = int(before[at])
+    for row in reversed(labels):
+        choice.append(strategy)
+        _, _, origins, places = row[strategy]
+        strategy, at = int(origins[at]), int(places[at])
     return choice[::-1], seconds

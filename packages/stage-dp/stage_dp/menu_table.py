@@ -18,6 +18,7 @@ COLUMNS = 8
 FORWARD, BACKWARD, WEIGHT, STEP, STATE, ACTIVATION, DELAYED, TRANSIENT = range(COLUMNS)  # of rows
 ADDED = [n for n in range(COLUMNS) if n != TRANSIENT]  # columns that add up over layers
 
+FEW_LAYERS = 12  # up to which every choice is looked at
 SAME = 1 - 1e-12  # sums of the same figures in another order differ by rounding
 
 
@@ -84,7 +85,9 @@ class MenuTable:
         self.problem = problem
         self.num_microbatches = num_microbatches
         self.samples = problem.batch_size // num_microbatches
-        self.splits = any(SCHEDULE_RULES[name].splits_backward for name in problem.schedules)
+        # Of many layers a row that only is less by weight is left out: it is worth next to nothing.
+        splits = any(SCHEDULE_RULES[name].splits_backward for name in problem.schedules)
+        self.splits = splits and problem.menu.num_layers <= FEW_LAYERS
         classes = sorted(set(problem.menu.class_of_layer))
         meshes = problem.menu.meshes
         self.rows: list[dict[int, ClassRows]] = [

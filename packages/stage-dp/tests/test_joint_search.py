@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.menu import Affine, JointProblem, LayerFloor, LayerMenu, LayerRow, MeshMenu
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
 from stage_dp import (
@@ -307,3 +307,97 @@ def test_relaxed_bounds_hold_where_pipelines_are_not_enumerated(seed, monkeypatc
         return
     assert plan.lower_bound <= best * (1 + 1e-9)
     assert recomputed(problem, plan) == pytest.approx(plan.step_seconds)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_without_enumeration_plans_are_within_a_hundredth_of_the_best(seed, monkeypatch):
+    monkeypatch.setattr(joint_search, "ENUMERATED_LAYERS", 0)
+    problem = random_problem(seed)
+    best = brute_force(problem)
+    if math.isfinite(best):
+        assert solve_joint(problem).step_seconds <= best * 1.01
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_larger_space_never_gives_a_slower_plan(seed):
+    rng = np.random.default_rng(seed)
+    large = random_problem(seed, schedules=SCHEDULES, num_stages=None, use_all_devices=False)
+    meshes = tuple(mesh for mesh in large.menu.meshes if rng.random() < 0.7)
+    small = evolve(
+        large,
+        menu=evolve(large.menu, meshes=meshes or large.menu.meshes),
+        schedules=SCHEDULES[: int(rng.integers(1, 5))],
+        counts=large.counts[:1],
+    )
+    try:
+        least = solve_joint(small)
+    except InfeasibleError:
+        return
+    assert solve_joint(large).step_seconds <= least.step_seconds * (1 + 1e-9)
+
+
+def test_a_deadline_ends_the_search_with_a_plan_and_a_bound():
+    problem = random_problem(1, schedules=SCHEDULES, num_stages=None)
+    best = solve_joint(problem)
+    plan = solve_joint(evolve(problem, deadline_seconds=1e-9))
+    assert not plan.complete
+    assert plan.lower_bound <= best.step_seconds <= plan.step_seconds
+    assert best.complete
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_floors_lower_the_bound_and_leave_the_plan(seed):
+    problem = random_problem(seed, num_stages=None, use_all_devices=False)
+    try:
+        plan = solve_joint(problem)
+    except InfeasibleError:
+        return
+    assert floored(problem, 1.0).lower_bound <= plan.step_seconds * (1 + 1e-9)
+    half = floored(problem, 0.5)
+    assert half.step_seconds == pytest.approx(plan.step_seconds, rel=1e-2)
+    # A menu whose rows take half as long has no better plan than that bound.
+    faster = evolve(
+        problem,
+        menu=evolve(
+            problem.menu,
+            meshes=tuple(
+                evolve(mesh, rows=tuple(tuple(map(halved, rows)) for rows in mesh.rows))
+                for mesh in problem.menu.meshes
+            ),
+        ),
+    )
+    assert half.lower_bound <= solve_joint(faster).step_seconds * (1 + 1e-9)
+
+
+def halved(row):
+    def half(cost):
+        return Affine(cost.fixed / 2, cost.each / 2)
+
+    return evolve(
+        row,
+        forward=half(row.forward),
+        backward_input=half(row.backward_input),
+        backward_weight=half(row.backward_weight),
+        step_seconds=row.step_seconds / 2,
+    )
+
+
+def floored(problem, share):
+    """Return the plan where every mesh has its rows, times `share`, as floors."""
+
+    def floor(row):
+        parts = (row.forward, row.backward_input, row.backward_weight)
+        return LayerFloor(
+            seconds=Affine(
+                share * sum(part.fixed for part in parts), share * sum(part.each for part in parts)
+            ),
+            step_seconds=share * row.step_seconds,
+            state_bytes=row.state_bytes,
+            activation_bytes=row.activation_bytes,
+        )
+
+    meshes = tuple(
+        evolve(mesh, floors=tuple(tuple(map(floor, rows)) for rows in mesh.rows))
+        for mesh in problem.menu.meshes
+    )
+    return solve_joint(evolve(problem, menu=evolve(problem.menu, meshes=meshes)))
