@@ -101,7 +101,7 @@ class MemoryProfile:
                 length += len(source.specs)
             offset.append(places[kept, size])
             node.append(fixed if source.node is None else source.node)
-        self._spans = tuple(spans)  # keeps the specs alive, whose ids are used above
+        self.spans = tuple(spans)  # keeps the specs alive, whose ids are used above
         self._tables = tuple(np.concatenate([*table, np.zeros(0)]) for table in tables)
         self._table = self._tables[0]
         self._node = np.array(node, dtype=np.int64)

@@ -90,24 +90,34 @@ def _remedies(
     state: list[jax.ShapeDtypeStruct], cluster: ClusterSpec, options: Options, limit: float
 ) -> Iterator[str]:
     """Yield what would hold the state, with the bytes per device that it would then take."""
-    count = cluster.num_devices
     own = min(memory_per_device(cluster, n) for n in range(len(cluster.host_groups)))
-    needed = _per_device(state, count, options)
+    needed = _per_device(state, cluster.num_devices, options)
     if options.memory is not None and needed <= own:
         yield f"allow the {own:,.0f} bytes that a device has (memory)"
-    narrow = _per_device(state, count, options, _narrowed)
+    narrow = _per_device(state, cluster.num_devices, options, _narrowed)
     if narrow <= limit:
         yield f"keep its wider floats in bfloat16 (then {narrow:,.0f} bytes on each device)"
-    while needed > limit and count < _MOST_DEVICES:
-        count *= 2
-        needed = _per_device(state, count, options)
+    count = enough_devices(
+        lambda number: _per_device(state, number, options), cluster.num_devices, limit
+    )
+    needed = _per_device(state, count, options)
     if needed <= limit:
         yield f"use at least {count} devices (then {needed:,.0f} bytes of state on each)"
     else:
         yield f"use devices with at least {needed:,.0f} bytes: that much of the state is not cut"
 
 
-def _bytes(array: jax.ShapeDtypeStruct) -> float:
+def enough_devices(needed: Callable[[int], float], least: int, limit: float) -> int:
+    """Return `least` doubled until `needed` bytes on each device are within `limit`, or the most
+    devices that are looked at."""
+    count = least
+    while needed(count) > limit and count < _MOST_DEVICES:
+        count *= 2
+    return count
+
+
+def array_bytes(array: jax.ShapeDtypeStruct) -> float:
+    """Return the bytes of an array; 8 an element for extended dtypes such as keys."""
     return float(math.prod(array.shape) * getattr(array.dtype, "itemsize", 8))
 
 
@@ -115,18 +125,18 @@ def _narrowed(array: jax.ShapeDtypeStruct) -> float:
     """Return the bytes of an array with its floats in bfloat16."""
     kind = getattr(array.dtype, "kind", "")
     width = min(_NARROW, array.dtype.itemsize) if kind == "f" else None
-    return _bytes(array) if width is None else float(math.prod(array.shape) * width)
+    return array_bytes(array) if width is None else float(math.prod(array.shape) * width)
 
 
 def _size(state: list[jax.ShapeDtypeStruct]) -> float:
-    return sum(map(_bytes, state))
+    return sum(map(array_bytes, state))
 
 
 def _per_device(
     state: list[jax.ShapeDtypeStruct],
     num_devices: int,
     options: Options,
-    size_of: Callable[[jax.ShapeDtypeStruct], float] = _bytes,
+    size_of: Callable[[jax.ShapeDtypeStruct], float] = array_bytes,
 ) -> float:
     """Return the least bytes of state per device.
 

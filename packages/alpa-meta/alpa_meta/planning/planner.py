@@ -8,6 +8,7 @@ chosen      stages solved exactly, each under its memory limit          -> chose
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ from alpa_meta.planning.chosen_plan import (
 )
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
+from alpa_meta.planning.least_memory import check_step_fits
 from alpa_meta.planning.memory_floor import check_state_fits
 from alpa_meta.planning.menu_search import MenuSearch, search_menu, sized_programs
 from alpa_meta.planning.microbatch_counts import larger_counts, microbatch_counts_of
@@ -95,6 +97,7 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
 
     counts, uncut = microbatch_counts_of(step, options)
     model, told = calibrated_model(cluster), options
+    check_step_fits(step, model, options)
     searched = may_cut(max(counts), cluster, options)
     if searched:
         consider(lambda: _from_menu(step, model, told))
@@ -113,7 +116,7 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         consider(lambda: _from_menu(step, model, alone))
     best = _finished(prospects, failed)
     if best is None:
-        least = min(failed, key=lambda error: error.missing_bytes)
+        least = min(failed, key=lambda error: error.missing_bytes or math.inf)  # 0: not known
         raise with_remedies(least, step, cluster, options, _plan_as_told)
     program = evolve(best.plan.program, uncut=uncut)
     bound = min(*bounds, best.plan.step_seconds)

@@ -26,7 +26,7 @@ Plan = Callable[[Step, ClusterSpec, Options], Planned]
 
 MOST_DOUBLINGS = 10  # of the devices: beyond 1024 times as many, no advice
 MOST_TRIALS = 8  # plans after which no further kind of remedy is looked for, once there is one
-SOLVER_SECONDS = 10.0  # of each problem of a trial: that a plan fits is what counts, not its speed
+SOLVER_SECONDS = 1.0  # of each problem of a trial: that a plan fits is what counts, not its speed
 MARGINS = (1.05, 2.0, 16.0)  # of the missing bytes, which are a bound, until there is a plan
 
 
@@ -70,7 +70,7 @@ def with_remedies(
         options,
         num_microbatches=options.num_microbatches or failed.num_microbatches,
         progress=None,
-        solver_seconds=options.solver_seconds and min(options.solver_seconds, SOLVER_SECONDS),
+        solver_seconds=min(options.solver_seconds or SOLVER_SECONDS, SOLVER_SECONDS),
     )
     if options.num_stages in (None, 1):
         shape = failed.mesh_shape or options.mesh_shape

@@ -1,0 +1,225 @@
+"""The least memory that a device holds under any plan, known before the search.
+
+A step is taken as if every value could be cut over all devices, at the fewest and at the most
+microbatches. With S the bytes that live through the whole step, it holds
+
+    S + the operands and results of any one operator                       -> _largest_operator()
+
+and, where that is not known to be too much, with no layer computed again, and with all selectively
+or in full: for layer l under recomputation r
+
+    own(l, r)    most that is held while l runs, beside S and what other layers keep for their
+                 backward pass                                                       -> _Held.own
+    kept(l, r)   what l has kept when its own backward pass begins                   -> _Held.kept
+
+a plan that chooses r layer by layer holds, summed over all devices, at least
+
+    S + max over l of (min over r of own(l, r) + sum over k < l of min over r of kept(k, r))
+                                                                                    -> _least()
+
+Stages share the devices, so that pipelines hold as much: each stage has its own fullest moment.
+Numbers of microbatches in between keep more than the most and add up the same gradients.
+-> least_bytes()
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from attrs import evolve, frozen
+
+from alpa_interchange import LogicalMesh, SubmeshSpec
+from alpa_interchange.amounts import counted
+from alpa_interchange.menu import RECOMPUTATIONS
+from alpa_meta.compat import Atom, Var, is_drop, subjaxprs
+from alpa_meta.errors import InfeasibleError
+from alpa_meta.inter_op.candidates import Outlook
+from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
+from alpa_meta.intra_op.liveness import KINDS
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.selection import Selection, build
+from alpa_meta.operators import operator_of
+from alpa_meta.options import Options
+from alpa_meta.planning.memory_floor import array_bytes, enough_devices, room
+from alpa_meta.planning.microbatch_counts import refusal
+from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
+from alpa_meta.step.program import Program, Step
+from cost_model import CostModel
+
+
+def check_step_fits(step: Step, model: CostModel, options: Options) -> None:
+    """Raise InfeasibleError if no plan can hold the step, also with other microbatches and
+    recomputation than the options name: those are remedies."""
+    cluster = model.cluster
+    has = room(cluster, options)
+    if _all_bytes(step.program(1)) <= has.total:
+        return
+    free = evolve(options, num_microbatches=None, recompute=None)
+    for chosen in (options, free):
+        needed = least_bytes(step, model, chosen, has.total) / has.num_devices
+        if needed <= has.total / has.num_devices:
+            return
+    limit = has.total / has.num_devices
+    least = math.ceil(needed - limit)
+    enough = enough_devices(lambda count: needed * has.num_devices / count, has.num_devices, limit)
+    remedies = [f"{enough} devices", f"devices with {needed:,.0f} bytes"]
+    own = room(cluster, evolve(options, memory=None)).least
+    if own >= needed:
+        remedies.insert(0, f"the {own:,.0f} bytes that a device has (memory)")
+    most = _counts(step, free)[0]
+    if most < (step.batch_size or 1):
+        remedies.append("a smaller batch, which cannot be cut into single examples")
+    cut = counted(most, "microbatch", "microbatches")
+    raise InfeasibleError(
+        f"no plan fits the memory: whatever is computed again, in up to {cut} and with every array "
+        f"cut over all of {has.num_devices} devices, each holds at least {needed:,.0f} bytes at "
+        f"some moment; each device has {limit:,.0f} bytes for the program and lacks at least "
+        f"{least:,} more on cluster {cluster.name!r}; it takes at least {', or '.join(remedies)}",
+        float(least),
+    )
+
+
+def least_bytes(step: Step, model: CostModel, options: Options, enough: float) -> float:
+    """Return bytes, summed over all devices, that every plan holds at some moment.
+
+    What fits in `enough` need not be known better.
+    """
+    counts = _counts(step, options)
+    state = sum(array_bytes(leaf.aval) for leaf in step.leaves if leaf.role == "state")
+    of_one = {count: state + _largest_operator(step.program(count)) for count in counts}
+    found = min(of_one.values())
+    if found > enough:
+        return found
+    found = math.inf
+    for count in counts:
+        program = step.program(count)
+        if of_one[count] > enough:
+            found = min(found, of_one[count])
+            continue
+        if options.recompute is None and _whole_peak(program, model, options) <= enough:
+            return 0.0
+        for in_pieces in (False, True):
+            held = _held_by_kind(program, model, options, in_pieces)
+            found = min(found, _least(held) if held else math.inf)
+            if found <= enough:
+                return found
+    return found
+
+
+def _counts(step: Step, options: Options) -> list[int]:
+    """Return the most and the fewest microbatches that a plan may use."""
+    if options.num_microbatches is not None:
+        return [options.num_microbatches]
+    counts = [count for count in step.microbatch_counts if count > 1]
+    most = next((c for c in reversed(counts) if not refusal(step, c, options)), 1)
+    return list(dict.fromkeys((most, 1)))
+
+
+def _all_bytes(program: Program) -> float:
+    """Return the bytes of every value of a program, as if all lived at once."""
+    made = (var for eqn in program.jaxpr.eqns for var in eqn.outvars)
+    return sum(map(tensor_bytes, (*program.jaxpr.invars, *made)))
+
+
+def _largest_operator(program: Program) -> float:
+    """Return the most bytes of the operands and results of one operator, but for state."""
+    jaxpr = program.jaxpr
+    state = {
+        v for v, leaf in zip(jaxpr.invars, program.inputs, strict=True) if leaf.role == "state"
+    }
+    returned = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}  # may replace state
+    alias: dict[Var, Atom] = {}
+    largest = 0.0
+    for eqn in jaxpr.eqns:
+        form = operator_of(eqn).liveness
+        read = {alias.get(a, a) for a in eqn.invars if isinstance(a, Var)}
+        if form == "alias" and len(eqn.outvars) == 1 and isinstance(eqn.invars[0], Var):
+            alias[eqn.outvars[0]] = alias.get(eqn.invars[0], eqn.invars[0])
+        elif form == "stored" and not subjaxprs(eqn):
+            made = {var for var in eqn.outvars if not is_drop(var)}
+            held = (read - state) | (made - returned)
+            largest = max(largest, sum(map(tensor_bytes, held)))
+    return largest
+
+
+@frozen(eq=False)
+class _Held:
+    """What a program holds on one device, beside its state, by layer (see above); bytes.
+
+    `update` is the most that is held while the update runs.
+    """
+
+    state: float
+    update: float
+    own: np.ndarray
+    kept: np.ndarray
+
+
+def _least(held: list[_Held]) -> float:
+    own = np.min([one.own for one in held], axis=0)
+    kept = np.min([one.kept for one in held], axis=0)
+    before = np.cumsum(kept) - kept
+    moving = float(np.max(own + before, initial=0.0))
+    return min(one.state for one in held) + max(moving, min(one.update for one in held))
+
+
+def _whole_peak(program: Program, model: CostModel, options: Options) -> float:
+    """Return what a program holds at most on one device if nothing is computed again."""
+    outlook, _ = outlook_of(program, options, model.cluster)
+    window = outlook.window
+    scope = stage_scope(program, window.staging, 0, 1, window=window)
+    selection = _on_one_device(scope, model)
+    return selection.memory.peak([0] * selection.problem.num_nodes).total
+
+
+def _held_by_kind(
+    program: Program, model: CostModel, options: Options, in_pieces: bool
+) -> list[_Held]:
+    """Return what a program holds under each kind of recomputation; none if it has no pieces."""
+    kinds = RECOMPUTATIONS if options.recompute is None else (options.recompute,)
+    found = []
+    for kind in kinds:
+        chosen = evolve(options, recompute=kind)
+        outlooks = outlook_in_pieces if in_pieces else outlook_of
+        outlook = outlooks(program, chosen, model.cluster)
+        if outlook is not None:
+            found.append(_held(outlook[0], model))
+    return found
+
+
+def _on_one_device(scope: StageScope, model: CostModel) -> Selection:
+    device = SubmeshSpec(num_hosts=1, devices_per_host=1)
+    mesh: LogicalMesh = model.logical_mesh(device, (1,), ("x",))
+    return build(scope.eqns, MeshCosts(mesh, model, 0), "one device")
+
+
+def _held(outlook: Outlook, model: CostModel) -> _Held:
+    scope = stage_scope(outlook.program, outlook.staging, 0, 1)
+    selection = _on_one_device(scope, model)
+    times, memory = np.array(selection.times), selection.memory
+    equation = np.searchsorted(times, np.arange(memory.num_times), side="right") - 1
+    layers = np.array([-1 if layer is None else layer for layer in scope.layers], dtype=int)
+    phases = np.array(scope.eqns.phases)
+    usage = memory.usage([0] * selection.problem.num_nodes)
+    state = float(usage[KINDS.index("state")].max(initial=0.0))
+    moving = usage.sum(axis=0) - usage[KINDS.index("state")]
+    changes = np.zeros((outlook.num_layers, memory.num_times + 1))
+    for span in memory.spans:
+        home = equation[span.start]
+        if span.kind == KINDS.index("activations") and home >= 0 and phases[home] == "forward":
+            size = span.count * span.source.bytes
+            changes[layers[home], span.start] += size
+            changes[layers[home], min(span.stop, memory.num_times)] -= size
+    by_layer = np.cumsum(changes, axis=1)[:, :-1]
+    others = by_layer.sum(axis=0)
+    own, kept = np.zeros(outlook.num_layers), np.zeros(outlook.num_layers)
+    in_update = (equation >= 0) & (phases[equation] == "update")
+    for layer in range(outlook.num_layers):
+        here = (equation >= 0) & (layers[equation] == layer) & ~in_update
+        back = np.flatnonzero(here & (phases[equation] == "backward"))
+        alone = moving - (others - by_layer[layer])
+        own[layer] = alone[here].max(initial=0.0)
+        kept[layer] = by_layer[layer, back[0]] if len(back) else 0.0
+    return _Held(state, float(moving[in_update].max(initial=0.0)), own, kept)
