@@ -194,7 +194,10 @@ class ParallelStep:
         static = self.options.static_argnums
         shapes = _abstract_args(call.args, static)
         batch, exact = self.options.batch_argnums, self.options.exact
-        return Step(call.function, shapes, batch, static, exact)
+        plan, offloads = self.options.plan, self.options.offload == "moments"
+        if plan is not None:
+            offloads = any(one.memory != "device" for one in plan.program.inputs)
+        return Step(call.function, shapes, batch, static, exact, offloads)
 
     @property
     def plan(self) -> ParallelPlan:

@@ -26,6 +26,7 @@ Recomputation = str | Sequence[str] | Mapping[int, str] | None
 """What the backward pass computes again: the same for every layer, or of each layer by number;
 None: nothing."""
 
+OFFLOADED = ("moments",)
 EXECUTORS = ("auto", "shard_map", "constraint")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "adaptive", "interleaved-1f1b", "zero-bubble-h1")
 
@@ -149,6 +150,8 @@ class Options:
     `recompute` says what the backward pass computes again instead of keeping it: "full" keeps what
     each layer is given, "selective" also what is dear to redo, "none" everything; for all layers,
     or a sequence or mapping of them (`alpa_meta.inter_op.recomputation`).
+    `offload="moments"` keeps the optimiser's arrays in the memory of the hosts, from where each
+    update takes them (`alpa_meta.execution.host_memory`).
     `exact` refuses microbatches for a step whose result would change with them (batch statistics,
     random numbers shaped by the batch). `pins` fixes input shardings: path -> PartitionSpec-like
     tuple, for all logical meshes that have the named axes. `preset` plans under the constraints of
@@ -184,6 +187,13 @@ class Options:
             f"one of {', '.join(RECOMPUTATIONS)}, one for each layer, a mapping from layers to "
             "them, or None",
             _optional(_recomputation),
+        ),
+    )
+    offload: str | None = field(
+        default=None,
+        validator=_must(
+            f"one of {', '.join(OFFLOADED)}, or None",
+            lambda value: value is None or value in OFFLOADED,
         ),
     )
     memory: float | None = field(

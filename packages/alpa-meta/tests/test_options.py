@@ -24,6 +24,7 @@ WRONG = [
     {"num_microbatches": 0},
     {"num_layers": -1},
     {"recompute": "some"},
+    {"offload": "weights"},
     {"recompute": {"0": "full"}},
     {"schedule": "1f2b"},
     {"schedule": "1f2b"},

@@ -21,12 +21,14 @@ from alpa_interchange.tensor import ShardingSpec
 
 @frozen(kw_only=True)
 class InputSummary:
-    """One array input of a step: the path a user would write, its whole shape, and its role."""
+    """One array input of a step: the path a user would write, its whole shape, its role, and the
+    memory it is in between steps, the device's or that of its host."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     role: str = "state"
+    memory: str = field(default="device", validator=OneOf("device", "pinned_host"))
 
 
 @frozen(kw_only=True)

@@ -155,11 +155,13 @@ def audit_tasks(
     Temporaries are judged on GPUs only: XLA's CPU backend ignores recomputation.
     """
     batch = {leaf.path for leaf in planned.program.inputs if leaf.role == "batch"}
+    host = {leaf.path for leaf in planned.program.inputs if leaf.memory != "device"}
     memory = {
         name: task_memory(
             task,
             planned.plan.shardings[task.task.spec.stage].memory,
             batch,
+            host,
             judge_peak=backend != "cpu",
         )
         for name, task in tasks.items()

@@ -88,13 +88,18 @@ def task_memory(
     task: Any,
     stage_memory: Mapping[str, float],
     batch_paths: Set[str],
+    host_paths: Set[str] = frozenset(),
     *,
     judge_peak: bool = True,
 ) -> MemoryCheck:
-    """Return the check of a compiled task by its own plan and its stage's memory, bytes by name."""
+    """Return the check of a compiled task by its own plan and its stage's memory, bytes by name.
+
+    What the plan keeps on the host (`host_paths`) is on the devices where those are only described.
+    """
     sizes = [_bytes_per_device(shape) for shape in task.arguments()]
+    beside = batch_paths | (host_paths - task.kinds.keys())
     batch = sum(
-        size for name, size in zip(task.task.spec.inputs, sizes, strict=True) if name in batch_paths
+        size for name, size in zip(task.task.spec.inputs, sizes, strict=True) if name in beside
     )
     return memory_check(
         task.compiled,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attrs import evolve, frozen
+from attrs import field, frozen
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -18,11 +18,10 @@ from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.compat import ClosedJaxpr, Var, dtype_of, no_mesh, shape_of
 from alpa_meta.errors import PlanError
+from alpa_meta.execution.barriers import with_barriers
 from alpa_meta.execution.combiners import combiner_options
-from alpa_meta.execution.fences import with_fences
-from alpa_meta.execution.own_constants import with_own_constants
+from alpa_meta.execution.host_memory import memory_kinds, placed
 from alpa_meta.execution.piecewise import parted, united
-from alpa_meta.execution.second_gathers import WORTH, with_second_gathers
 from alpa_meta.execution.task_plan import task_plan
 from alpa_meta.execution.tasks import Task
 from alpa_meta.operators.elementwise import is_barrier
@@ -59,15 +58,17 @@ class CompiledTask:
     conversions: Any
     function: Any  # jitted
     executor: str = "shard_map"
+    kinds: Mapping[str, str] = field(factory=dict)  # of memory, of values not on the devices
 
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
         """Return the global shapes and shardings of the task's operands."""
         shapes = []
-        for var, spec in zip(self.task.invars, self.plan.inputs, strict=True):
+        names = self.task.spec.inputs
+        for var, name, spec in zip(self.task.invars, names, self.plan.inputs, strict=True):
             shape = global_shape(tuple(shape_of(var)), spec, self.mesh)
             sharding = None
             if self.jax_mesh is not None:
-                sharding = NamedSharding(self.jax_mesh, partition_spec(spec))
+                sharding = placed(self.jax_mesh, partition_spec(spec), self.kinds.get(name))
             shapes.append(jax.ShapeDtypeStruct(shape, dtype_of(var), sharding=sharding))
         return shapes
 
@@ -267,7 +268,8 @@ class Executable:
             spec, stage = compiled.task.spec, self.stage_meshes[compiled.task.spec.stage]
             for name, found in zip(spec.outputs, compiled.plan.outputs, strict=True):
                 if name not in spec.inputs:
-                    held[spec.mesh][name] = NamedSharding(stage, partition_spec(found))
+                    kind = compiled.kinds.get(name)
+                    held[spec.mesh][name] = placed(stage, partition_spec(found), kind)
         return {
             name: _converting(compiled, held[compiled.task.spec.mesh])
             for name, compiled in self.tasks.items()
@@ -278,7 +280,8 @@ class Executable:
         for compiled in self.tasks.values():
             mesh, stage = compiled.task.spec.mesh, self.stage_meshes[compiled.task.spec.stage]
             for name, spec in zip(compiled.task.spec.inputs, compiled.plan.inputs, strict=True):
-                shardings[mesh].setdefault(name, NamedSharding(stage, partition_spec(spec)))
+                found = placed(stage, partition_spec(spec), compiled.kinds.get(name))
+                shardings[mesh].setdefault(name, found)
         graph = self.planned.tasks.graph
         paths = {
             leaf.path: var
@@ -409,7 +412,7 @@ def compile_task(
     plan = task_plan(task, specs, strategies)
     on_host = jax_mesh is not None and jax_mesh.devices.flat[0].platform == "cpu"
     if sharding.executor != "constraint" and not on_host:
-        task, plan = _with_barriers(planned, task, plan)
+        task, plan = with_barriers(planned, task, plan)
     closed = task.closed(planned.program)
     mesh = sharding.mesh.logical
     conversions = selection.costs.conversions
@@ -420,8 +423,19 @@ def compile_task(
     else:
         program = shard_map_program(closed, plan, mesh, conversions, buckets=buckets)
 
+    kinds = memory_kinds(planned.program, planned.tasks, jax_mesh)
+
+    fetched = {
+        k: placed(jax_mesh, partition_spec(plan.inputs[k]), "device")
+        for k, name in enumerate(task.spec.inputs)
+        if name in kinds and jax_mesh is not None
+    }
+
     def run(*operands: Any) -> tuple[Any, ...]:
-        return tuple(program(*operands))
+        values = list(operands)
+        for k, sharding in fetched.items():
+            values[k] = jax.device_put(values[k], sharding)
+        return tuple(program(*values))
 
     run.__name__ = task.spec.name.replace(".", "_")
     kept = () if donate else {leaf.path for leaf in planned.program.inputs}
@@ -438,28 +452,17 @@ def compile_task(
         options["compiler_options"] = chosen
     if jax_mesh is not None:
         options["in_shardings"] = tuple(
-            NamedSharding(jax_mesh, partition_spec(spec)) for spec in plan.inputs
+            placed(jax_mesh, partition_spec(spec), kinds.get(name))
+            for name, spec in zip(task.spec.inputs, plan.inputs, strict=True)
         )
         options["out_shardings"] = tuple(
-            NamedSharding(jax_mesh, partition_spec(spec)) for spec in plan.outputs
+            placed(jax_mesh, partition_spec(spec), kinds.get(name))
+            for name, spec in zip(task.spec.outputs, plan.outputs, strict=True)
         )
     function = jax.jit(run, **options)
     return CompiledTask(
-        task, closed, plan, mesh, jax_mesh, conversions, function, sharding.executor
+        task, closed, plan, mesh, jax_mesh, conversions, function, sharding.executor, kinds
     )
-
-
-def _with_barriers(planned: Planned, task: Task, plan: JaxprPlan) -> tuple[Task, JaxprPlan]:
-    """Return a task and its plan with the barriers that keep its memory as planned."""
-    stage = planned.selections[task.spec.stage].stage
-    phase_of = {id(eqn): phase for eqn, phase in zip(stage.eqns, stage.phases, strict=True)}
-    phases = [phase_of.get(id(eqn), "update") for eqn in task.eqns]
-    mesh = planned.plan.shardings[task.spec.stage].mesh.logical
-    least = WORTH * planned.plan.stage_plan.peak_bytes[task.spec.stage]
-    eqns, plan, outvars, places = with_fences(task.eqns, plan, task.outvars, phases)
-    eqns, plan = with_second_gathers(eqns, plan, task.invars, places, mesh, least)
-    eqns, plan = with_own_constants(eqns, plan)
-    return evolve(task, eqns=eqns, outvars=outvars), plan
 
 
 def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Var, ShardingSpec]:

@@ -42,8 +42,8 @@ Step = Strategy | RegionPlan
 
 
 def with_fences(
-    eqns: Sequence[JaxprEqn], plan: JaxprPlan, outvars: Sequence[Atom], phases: Sequence[str]
-) -> tuple[tuple[JaxprEqn, ...], JaxprPlan, tuple[Atom, ...], tuple[str, ...]]:
+    eqns: Sequence[JaxprEqn], plan: JaxprPlan, outvars: Sequence[Var], phases: Sequence[str]
+) -> tuple[tuple[JaxprEqn, ...], JaxprPlan, tuple[Var, ...], tuple[str, ...]]:
     """Return the equations of a task, their plan, the task's results and the equations' phases,
     each recomputation waiting for the backward pass before it."""
     steps = [
@@ -62,9 +62,9 @@ def with_fences(
     fenced = _Fenced(wanted)
     for eqn, step, phase in steps:
         fenced.add(eqn, step, phase)
-    results = [fenced.read(atom) if isinstance(atom, Var) else atom for atom in outvars]
+    results = tuple(fenced.read(var) for var in outvars)
     found, strategies, places = zip(*fenced.steps, strict=True)
-    return found, JaxprPlan(plan.inputs, strategies, plan.outputs), tuple(results), places
+    return found, JaxprPlan(plan.inputs, strategies, plan.outputs), results, places
 
 
 class _Fenced:
@@ -147,7 +147,8 @@ def _inlined(eqn: JaxprEqn, step: Step, phase: str) -> list[tuple[JaxprEqn, Step
         (barrier, Strategy(assignment=(), operands=kept, results=kept), phase)
     ]
     names: dict[Var, Atom] = {
-        var: fresh.get(atom, atom) for var, atom in zip(body.invars, eqn.invars, strict=True)
+        var: atom if isinstance(atom, Literal) else fresh.get(atom, atom)
+        for var, atom in zip(body.invars, eqn.invars, strict=True)
     }
     for inner, strategy in zip(body.eqns, plan.strategies, strict=True):
         stack = eqn.source_info.name_stack + inner.source_info.name_stack

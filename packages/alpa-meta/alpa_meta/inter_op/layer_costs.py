@@ -94,7 +94,7 @@ class ScopeFacts:
         home = _state_layers(scope)
         read = (atom for eqn in scope.eqns.eqns for atom in eqn.invars)
         for var in dict.fromkeys(atom for atom in read if isinstance(atom, Var)):
-            if var in scope.eqns.state:
+            if var in scope.eqns.state and var not in scope.eqns.offloaded:
                 found["state"].add(var, home.get(var, 0))
         delayed = np.flatnonzero(self.delayed).tolist()
         kept = kept_for_weights(scope.eqns.eqns, scope.eqns.phases, delayed)

@@ -58,6 +58,11 @@ def stage_scope(
         for var, leaf in zip(jaxpr.invars, program.inputs, strict=True)
         if leaf.role == "state" and var in read
     }
+    offloaded = frozenset(
+        var
+        for var, leaf in zip(jaxpr.invars, program.inputs, strict=True)
+        if leaf.memory != "device" and var in read
+    )
     carried = [
         (atom, jaxpr.invars[alias])
         for atom, alias in zip(jaxpr.outvars, program.aliases, strict=True)
@@ -109,6 +114,7 @@ def stage_scope(
         in_flight=in_flight,
         delayed=kept_for_weights(eqns, phases, later or ()),
         num_delayed=num_delayed,
+        offloaded=offloaded,
         received=frozenset((read & others_made) - defined),
         pins=pins or {},
         times=() if window is None else window.times,

@@ -151,7 +151,12 @@ class Builder:
         self.sources[var] = source
         if var in self.stage.state:
             self._state_nodes.add(node)
-            self._constants.append((source, KINDS.index("state"), self._times))
+            if var in self.stage.offloaded:
+                self.timeline.store(source)
+                moved = self.costs.host_seconds(source.bytes, source.specs)
+                self._add_cost(node, (moved,) * (1 + len(self._ratios)))
+            else:
+                self._constants.append((source, KINDS.index("state"), self._times))
         elif var in self.stage.received:
             self.timeline.store(source)
             self._keep_others(source, self.stage.in_flight - 1)

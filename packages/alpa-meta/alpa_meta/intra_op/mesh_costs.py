@@ -70,6 +70,18 @@ class MeshCosts:
         """Return the seconds of collectives along mesh axes that are sent in buckets."""
         return self.model.bucketed_seconds(kind, bytes, self._axes(axes), self.host_group)
 
+    def host_seconds(self, bytes: float, specs: Sequence[ShardingSpec]) -> np.ndarray:
+        """Return [specs] seconds of bringing a value from the memory of the host and back, one
+        after the other."""
+        group = self.model.cluster.host_groups[self.host_group]
+        link = group.host_link
+        if link is None:  # host devices, whose memory it is
+            bandwidth, latency = group.device.memory_bandwidth, 0.0
+        else:
+            bandwidth, latency = link.effective_bandwidth, link.latency
+        shares = [self.mesh.size(tuple(a for dim in spec.dims for a in dim)) for spec in specs]
+        return 2.0 * (latency + bytes / bandwidth / np.array(shares, dtype=float))
+
     def _axes(self, names: tuple[str, ...]) -> tuple[MeshAxis, ...]:
         return tuple(axis for axis in self.mesh.axes if axis.name in names)
 

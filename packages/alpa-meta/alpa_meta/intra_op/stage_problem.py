@@ -69,9 +69,10 @@ class StageEqns:
     """The equations of a layer range, and what surrounds them.
 
     `keys[k]` folds equation k with those of equal layers (None: alone). `state` are the inputs that
-    live on the devices; `carried` pairs each new state value with the input it replaces. `kept` are
-    the values that the forward pass leaves for the backward pass as results of a program of its
-    own, once per microbatch of the `in_flight`; `received` are inputs from other stages. `times`
+    live on the devices, but for `offloaded` ones, which come for the update; `carried` pairs each
+    new state value with the input it replaces. `kept` are the values that the forward pass leaves
+    for the backward pass as results of a program of its own, once per microbatch of the
+    `in_flight`; `received` are inputs from other stages. `times`
     and `reads` are those of a `Window`; without them everything counts once.
     `delayed` are the values that a split backward keeps for its part by weight, which `num_delayed`
     microbatches wait for.
@@ -91,6 +92,7 @@ class StageEqns:
     times: Sequence[int] = ()
     reads: Mapping[int, Mapping[Var, int]] = field(factory=dict)
     delayed: frozenset[Var] = frozenset()
+    offloaded: frozenset[Var] = frozenset()
     num_delayed: int = 0
 
     @functools.cached_property

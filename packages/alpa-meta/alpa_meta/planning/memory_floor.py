@@ -54,12 +54,16 @@ def check_state_fits(step: Step, cluster: ClusterSpec, options: Options) -> None
     Tracing a large step takes seconds. What is no batch by its shapes is looked at before.
     """
     check_arguments_fit(step.args, cluster, options)
-    _check([leaf.aval for leaf in step.leaves if leaf.role == "state"], cluster, options)
+    leaves = step.program(1).inputs if step.offloads else step.leaves
+    held = [leaf.aval for leaf in leaves if leaf.role == "state" and leaf.memory == "device"]
+    _check(held, cluster, options)
 
 
 def check_arguments_fit(args: Sequence[Any], cluster: ClusterSpec, options: Options) -> None:
     """Raise InfeasibleError if arguments that cannot be the batch take more memory than there is:
     those whose arrays differ in their first dims."""
+    if options.offload is not None:
+        return  # what is kept in the memory of the hosts is not known before tracing
     found: list[jax.ShapeDtypeStruct] = []
     for number, argument in enumerate(args):
         if number in options.static_argnums or number in (options.batch_argnums or ()):

@@ -116,7 +116,7 @@ def program_summary(program: Program, step: Step) -> ProgramSummary:
     return ProgramSummary(
         fingerprint=fingerprint(step),
         inputs=tuple(
-            InputSummary(path=path, shape=shape, dtype=dtype, role=leaf.role)
+            InputSummary(path=path, shape=shape, dtype=dtype, role=leaf.role, memory=leaf.memory)
             for leaf, (path, shape, dtype) in zip(program.inputs, program.signature(), strict=True)
         ),
         num_ops=len(program.jaxpr.eqns),

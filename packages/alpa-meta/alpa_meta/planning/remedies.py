@@ -78,7 +78,7 @@ def with_remedies(
     trial = _Trial(step, cluster, options, room(cluster, options).least, plan)
     roomy = _with_more_memory(trial, failed.missing_bytes)
     found: list[str] = []
-    for remedy in (_microbatches, _no_preset, _recomputation, _smaller_batch, _more_devices):
+    for remedy in _REMEDIES:
         if roomy is not None and (trial.count < MOST_TRIALS or not found):
             found.extend(remedy(trial, roomy))
     text = ", or ".join(found) or "none that was tried is enough; use a smaller model or batch"
@@ -188,3 +188,16 @@ def _recomputation(trial: _Trial, _: _Roomy) -> Iterator[str]:
             if peak is not None:
                 yield f"recompute={kind!r} {_figure(peak)}"
                 return
+
+
+def _offload(trial: _Trial, _: _Roomy) -> Iterator[str]:
+    """Yield the optimiser's arrays in the memory of the hosts, where that is another."""
+    apart = all(group.host_link is not None for group in trial.cluster.host_groups)
+    if apart and trial.options.offload is None:
+        options = evolve(trial.options, offload="moments")
+        peak = trial.peak(options, trial.step.with_offload())
+        if peak is not None:
+            yield f"offload='moments' {_figure(peak)}"
+
+
+_REMEDIES = (_microbatches, _no_preset, _recomputation, _offload, _smaller_batch, _more_devices)

@@ -116,7 +116,8 @@ def at_planned_shapes(step: Step, plan: ParallelPlan) -> Step:
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         args[number] = jax.tree.unflatten(tree, resized)
-    return Step(step.function, tuple(args), step.batch_argnums, step.static_argnums)
+    batch, static = step.batch_argnums, step.static_argnums
+    return Step(step.function, tuple(args), batch, static, offloads=step.offloads)
 
 
 def marked_dims(prefix: Any, step: Step) -> dict[str, frozenset[int]]:

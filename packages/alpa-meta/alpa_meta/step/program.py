@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from attrs import evolve, field, frozen
 
-from alpa_meta.compat import ClosedJaxpr, Jaxpr, Var, dtype_of, open_jaxpr, shape_of
+from alpa_meta.compat import ClosedJaxpr, Jaxpr, Var, dtype_of, is_plain, open_jaxpr, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.cut import Cut, Given, Statistics, cut_program
 from alpa_meta.microbatch.example_dims import example_dims
@@ -43,6 +43,7 @@ class Leaf:
     role: str  # "state", "batch", "constant", or the kind of what a microbatch is given
     weak_type: bool = False
     piece_of: str | None = None
+    memory: str = "device"  # between steps, or "pinned_host": that of its host
 
     @property
     def leaf_path(self) -> str:
@@ -120,6 +121,7 @@ class Step:
     batch_argnums: tuple[int, ...] | None = None
     static_argnums: tuple[int, ...] = ()
     exact: bool = True  # whether microbatches must compute what the whole batch does
+    offloads: bool = False  # whether the optimiser's arrays are kept in the memory of the hosts
     _traces: dict[int, tuple[Any, Any]] = field(factory=dict, repr=False)
     _programs: dict[int, Program] = field(factory=dict, repr=False)
 
@@ -199,7 +201,13 @@ class Step:
             for array, is_batch in zip(self._arguments.arrays(), self._batch, strict=True)
         ]
         args = tuple(self._arguments.call_with(arrays))
-        return Step(self.function, args, self.batch_argnums, self.static_argnums)
+        batch, static = self.batch_argnums, self.static_argnums
+        return Step(self.function, args, batch, static, offloads=self.offloads)
+
+    def with_offload(self) -> Step:
+        """Return the step with the optimiser's arrays in the memory of the hosts."""
+        batch, static = self.batch_argnums, self.static_argnums
+        return Step(self.function, self.args, batch, static, self.exact, offloads=True)
 
     @functools.cached_property
     def batch_arguments(self) -> tuple[int, ...]:
@@ -391,15 +399,39 @@ def _made(
 ) -> Program:
     _, _, _, paths = step.output_tree
     flat = rewritten(FlatProgram(closed, phases.of_eqn, placements), "planned")
+    inputs = step.leaves
+    if step.offloads:
+        moments = _moments(flat, inputs)
+        inputs = tuple(
+            evolve(leaf, memory="pinned_host") if var in moments else leaf
+            for var, leaf in zip(open_jaxpr(flat.closed).invars, inputs, strict=False)
+        )
     return Program(
         closed=flat.closed,
-        inputs=step.leaves,
+        inputs=inputs,
         outputs=paths,
         aliases=step._roles[1],
         phases=evolve(phases, of_eqn=flat.phases),
         placements=flat.placements,
         num_microbatches=num_microbatches,
         inexact=inexact,
+    )
+
+
+def _moments(program: FlatProgram, inputs: Sequence[Leaf]) -> frozenset[Var]:
+    """Return the state arrays, numbers apart, that only the update reads."""
+    jaxpr = open_jaxpr(program.closed)
+    read = {
+        atom
+        for eqn, phase in zip(jaxpr.eqns, program.phases, strict=True)
+        if phase != "update"
+        for atom in eqn.invars
+        if isinstance(atom, Var)
+    }
+    return frozenset(
+        var
+        for var, leaf in zip(jaxpr.invars, inputs, strict=False)
+        if leaf.role == "state" and leaf.aval.shape and is_plain(var) and var not in read
     )
 
 

@@ -61,5 +61,5 @@ def test_an_activation_in_pieces_is_gathered_for_each_pass():
 
 
 def test_what_is_a_small_share_of_memory_is_gathered_once(monkeypatch):
-    monkeypatch.setattr("alpa_meta.execution.executable.WORTH", 1.0)
+    monkeypatch.setattr("alpa_meta.execution.barriers.WORTH", 1.0)
     assert _gathers(_step("zero3", num_microbatches=1), WEIGHTS, BATCH) == (3, 0)
