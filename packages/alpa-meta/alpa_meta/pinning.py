@@ -93,7 +93,10 @@ def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) 
     for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
         by_path.setdefault(leaf.leaf_path, []).append(var)
     found = {}
+    left_out = program.left_out.paths if program.left_out else ()
     for path, spec in pins.items():
+        if path in left_out:
+            continue
         if path not in by_path:
             close = [name for name in by_path if path.strip("'[]") in name][:5]
             raise PlanError(
@@ -105,6 +108,15 @@ def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) 
             if made is not None:
                 found[var] = made
     return found
+
+
+def pin_marks(program: Program, pins: Mapping[str, Any]) -> dict[Var, str]:
+    """Return {input variable: what its pin asks for}, which inputs that are pinned alike share."""
+    return {
+        var: str(pins[leaf.leaf_path])
+        for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True)
+        if leaf.leaf_path in pins
+    }
 
 
 def is_pin(eqn: JaxprEqn) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from alpa_interchange import (
     LogicalMesh,
@@ -20,7 +21,7 @@ from alpa_interchange import (
     StageCandidate,
     SubmeshSpec,
 )
-from alpa_meta.compat import Literal, Var, shape_of
+from alpa_meta.compat import JaxprEqn, Literal, Var, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.layer_costs import StageCosts, solved_costs
 from alpa_meta.inter_op.layering import Layering
@@ -35,7 +36,7 @@ from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.operators import flops
 from alpa_meta.options import Options
 from alpa_meta.passes.live import live_eqns
-from alpa_meta.pinning import Pin, pinned_inputs
+from alpa_meta.pinning import Pin, pin_marks, pinned_inputs
 from alpa_meta.presets import preset_pins
 from alpa_meta.step.program import Program
 from cost_model import CostModel
@@ -69,12 +70,21 @@ class Outlook:
     num_layers: int
     cut: CutProgram | None = None
     uncut: tuple[Outlook, Layering] | None = None
+    pins: Mapping[str, Any] = field(factory=dict)  # of the user, by leaf path
 
     @functools.cached_property
     def window(self) -> Window:
-        """The program without repeated layers: what costs per layer are taken from."""
+        """The program without repeated layers: what costs per layer are taken from.
+
+        Layers whose inputs the user pins otherwise are no repetition. Raises UnlikeCopiesError
+        where a short program has not the copies that stand for the others.
+        """
         results = {atom for atom in self.program.jaxpr.outvars if not isinstance(atom, Literal)}
-        return window_of(self.staging, self.num_layers, results)
+        marks = pin_marks(self.program, self.pins)
+        left_out = self.program.left_out
+        return window_of(
+            self.staging, self.num_layers, results, marks, left_out.layers if left_out else {}
+        )
 
 
 def solve_mesh(
@@ -301,8 +311,13 @@ def totals_share(program: Program) -> float:
         for eqn, phase in zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True)
         if phase == "forward"
     ]
-    needed = live_eqns(forward, list(program.totals.values()))
-    return sum(map(flops, needed)) / max(sum(map(flops, forward)), 1.0)
+    copies = program.left_out.copies if program.left_out else {}
+
+    def work(eqns: Sequence[JaxprEqn]) -> float:
+        made = (program.origin.get(eqn.outvars[0], eqn.outvars[0]) for eqn in eqns)
+        return sum(flops(eqn) * copies.get(var, 1) for eqn, var in zip(eqns, made, strict=True))
+
+    return work(live_eqns(forward, list(program.totals.values()))) / max(work(forward), 1.0)
 
 
 def microbatch_counts(batch: int, num_stages: int | None, given: int | None) -> list[int]:

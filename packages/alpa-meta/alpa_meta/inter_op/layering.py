@@ -12,7 +12,7 @@ Scalar equations of the update that depend on no layer, or on several, have no l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from attrs import frozen
 
@@ -70,7 +70,9 @@ def assign_layers(
     for k, place in zip(forward, clustered, strict=True):
         layers[k] = int(place)
     num_layers = max((int(place) for place in clustered), default=0) + 1
-    held = _backward_layers(eqns, phases, layers, floating, num_layers, jaxpr.invars)
+    held = _backward_layers(
+        eqns, phases, layers, floating, num_layers, jaxpr.invars, program.totals
+    )
     _update_layers(eqns, phases, layers, floating, held)
     pairs = list(zip(layers, phases, strict=True))
     eqns, labels = clone_into_readers(eqns, pairs, floating, jaxpr.outvars, (None, "update"))
@@ -101,11 +103,13 @@ def _floating(eqns: Sequence[JaxprEqn]) -> set[int]:
     free: set[Var] = set()
     found = set()
     for k, eqn in enumerate(eqns):
-        if eqn.effects or subjaxprs(eqn):
-            continue
-        if all(isinstance(atom, Literal) or atom in free for atom in eqn.invars):
-            found.add(k)
-            free.update(eqn.outvars)
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and atom not in free:
+                break
+        else:
+            if not eqn.effects and not subjaxprs(eqn):
+                found.add(k)
+                free.update(eqn.outvars)
     return found
 
 
@@ -116,8 +120,12 @@ def _backward_layers(
     floating: set[int],
     num_layers: int,
     inputs: Sequence[Var],
+    totals: Mapping[Var, Var],
 ) -> dict[Var, int]:
-    """Assign layers to backward equations; return the layer of every value computed so far."""
+    """Assign layers to backward equations; return the layer of every value computed so far.
+
+    An input that is a total over the microbatches is a value of the layer that adds it up.
+    """
     home: dict[Var, int] = {}
     available: dict[Var, set[int]] = {}
     input_set = set(inputs)
@@ -131,6 +139,9 @@ def _backward_layers(
             if not is_drop(var):
                 home[var] = layer
                 available[var] = {layer}
+    for total, value in totals.items():
+        if value in home:
+            available.setdefault(total, set()).add(home[value])
     cotangents: set[Var] = set()
     for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True)):
         if phase != "backward" or k in floating:

@@ -57,7 +57,10 @@ def recomputed(layering: Layering, choice: Mapping[int, str], program: Program) 
 
     `choice[layer]` is one of `RECOMPUTATIONS`; a layer that is absent redoes nothing.
     """
-    chosen = {layer: kind for layer, kind in sorted(choice.items()) if kind != "none"}
+    present = set(layering.layers)  # a short program has not all of them
+    chosen = {
+        layer: kind for layer, kind in sorted(choice.items()) if kind != "none" and layer in present
+    }
     if not chosen:
         return layering
     results = frozenset(atom for atom in program.jaxpr.outvars if isinstance(atom, Var))

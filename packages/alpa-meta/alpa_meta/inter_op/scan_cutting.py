@@ -174,6 +174,8 @@ class _Cutter:
             placements=self.placements,
             input_parts=tuple(part for _, _, part in inputs),
             output_parts=tuple(part for _, _, _, part in outputs),
+            whole=None,  # its layers are those of the pieces
+            origin={},
         )
         origins = tuple(entry.origin for entry in entries)
         return CutProgram(made, origins, program, self.stacks, self.bounds)

@@ -43,6 +43,10 @@ class Window:
     classes: tuple[int, ...]  # of each layer of the program
 
 
+class UnlikeCopiesError(Exception):
+    """The copies of a repeated unit that a short program kept are not alike at this size."""
+
+
 @frozen
 class Run:
     """`count` copies of a unit of `period` layers, from layer `start`."""
@@ -83,10 +87,22 @@ def repeated_units(classes: Sequence[int]) -> list[Run]:
     return runs
 
 
-def window_of(staging: Staging, num_layers: int, results: Collection[Atom]) -> Window:
-    """Return the window of a program with the given results that is staged as one stage."""
-    keys = fold_keys(staging.eqns, staging.phases, staging.layers)
+def window_of(
+    staging: Staging,
+    num_layers: int,
+    results: Collection[Atom],
+    marks: Mapping[Atom, Hashable] | None = None,
+    left_out: Mapping[int, int] | None = None,
+) -> Window:
+    """Return the window of a program with the given results that is staged as one stage.
+
+    `marks`: those of `fold_keys`. `left_out[l]` is the layer of a short program that is like layer
+    l, which it lacks.
+    """
+    keys = fold_keys(staging.eqns, staging.phases, staging.layers, marks)
     classes = layer_classes(keys, staging.layers, num_layers)
+    for layer, like in (left_out or {}).items():
+        classes[layer] = classes[like]
     run_of = {layer: run for run in repeated_units(classes) for layer in run.layers()}
     for run in run_of.values():
         assert all(classes[run.first(k)] == classes[k] for k in run.layers())
@@ -95,6 +111,8 @@ def window_of(staging: Staging, num_layers: int, results: Collection[Atom]) -> W
         for layer in range(num_layers)
         if layer not in run_of or layer in (run_of[layer].first(layer), run_of[layer].last(layer))
     }
+    if not kept.isdisjoint(left_out or ()):
+        raise UnlikeCopiesError
     return _Cutter(staging, keys, run_of, kept).window(tuple(classes), results)
 
 

@@ -3,7 +3,7 @@ all."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_name, is_drop, open_jaxpr, shape_of
 from alpa_meta.operators import rule_number
@@ -12,14 +12,17 @@ from alpa_meta.pinning import is_pin, pinned_spec
 
 
 def fold_keys(
-    eqns: Sequence[JaxprEqn], phases: Sequence[str], layers: Sequence[int | None]
+    eqns: Sequence[JaxprEqn],
+    phases: Sequence[str],
+    layers: Sequence[int | None],
+    marks: Mapping[Atom, Hashable] | None = None,
 ) -> list[Hashable | None]:
     """Return a key per equation, equal for equations at the same place of equal layers.
 
     Layers are equal when their equations agree one by one in primitive, phase, sharding rule, types
     and in which equation of the layer each operand comes from. The update is compared whatever its
     order, which follows the names of parameters ("block_10" comes before "block_2"). Equations
-    without a layer get None.
+    without a layer get None. With `marks`, equal layers also read operands of equal marks.
     """
     members: dict[int, list[int]] = {}
     for k, layer in enumerate(layers):
@@ -29,7 +32,8 @@ def fold_keys(
     keys: list[Hashable | None] = [None] * len(eqns)
     for layer in sorted(members):
         ordered = _ordered(eqns, phases, members[layer])
-        signature = _signature([eqns[k] for k in ordered], [phases[k] for k in ordered])
+        own = [eqns[k] for k in ordered]
+        signature = _signature(own, [phases[k] for k in ordered], marks or {})
         number = classes.setdefault(signature, len(classes))
         for place, k in enumerate(ordered):
             keys[k] = (number, place)
@@ -86,19 +90,22 @@ def _ordered(eqns: Sequence[JaxprEqn], phases: Sequence[str], members: Sequence[
     return before + sorted(update, key=ranks.__getitem__)
 
 
-def _signature(eqns: Sequence[JaxprEqn], phases: Sequence[str]) -> Hashable:
+def _signature(
+    eqns: Sequence[JaxprEqn], phases: Sequence[str], marks: Mapping[Atom, Hashable]
+) -> Hashable:
     place: dict[Var, tuple[int, int]] = {}
     outside: dict[Var, int] = {}
     parts = []
     for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True)):
-        origins = []
+        origins: list[tuple[Hashable, ...]] = []
         for atom in eqn.invars:
             if isinstance(atom, Literal):
                 origins.append(("literal", 0, 0))
             elif atom in place:
                 origins.append(("inside", *place[atom]))
             else:
-                origins.append(("outside", outside.setdefault(atom, len(outside)), 0))
+                number = outside.setdefault(atom, len(outside))
+                origins.append(("outside", number, marks.get(atom, 0)))
         parts.append((phase, eqn_signature(eqn), tuple(origins)))
         for number, var in enumerate(eqn.outvars):
             if not is_drop(var):

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from jax import lax
 from jax.core import ShapedArray
 
@@ -74,8 +74,9 @@ class Statistics:
 class Cut:
     """The program of one microbatch, whose last inputs are `given`.
 
-    `totals` maps a given total to the microbatch's value that is added up to it. `reasons` say why
-    it does not compute what the whole batch does, if it does not.
+    `totals` maps a given total to the microbatch's value that is added up to it. `origin` maps its
+    variables to those of the whole program, where they differ. `reasons` say why it does not
+    compute what the whole batch does, if it does not.
     """
 
     closed: ClosedJaxpr
@@ -85,6 +86,7 @@ class Cut:
     statistics: Statistics | None
     totals: Mapping[Var, Var]
     reasons: tuple[str, ...]
+    origin: Mapping[Var, Var] = field(factory=dict)
 
 
 def cut_program(
@@ -399,6 +401,11 @@ class _Walk:
             self._statistics(),
             totals,  # type: ignore[arg-type]
             (),
+            {
+                held: var
+                for var, held in writer.local.items()
+                if isinstance(held, Var) and held is not var
+            },
         )
 
     def _kept(self) -> Iterator[tuple[JaxprEqn, Run | None, str]]:

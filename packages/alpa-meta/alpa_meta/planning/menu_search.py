@@ -31,10 +31,12 @@ from alpa_interchange.menu import (
 from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
 from alpa_meta.inter_op.mesh_rows import Sized
 from alpa_meta.inter_op.meshes import device_groups, usable_memory
+from alpa_meta.inter_op.short_step import KEPT, ShortStep
+from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.operators.regions import is_scan
 from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.planning.microbatch_counts import refusal
-from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
+from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of, short_step_of
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
@@ -162,6 +164,28 @@ def sized_programs(
         sizes: tuple[int, ...] = (batch // options.num_microbatches,)
     else:
         sizes = menu_sizes(batch, cluster.num_devices)
+    for kept in KEPT:
+        short = short_step_of(step, options, cluster, kept)
+        if short is None:
+            break
+        try:
+            return _sized(short, batch, sizes, cluster, options)
+        except UnlikeCopiesError:
+            continue
+    return _sized(step, batch, sizes, cluster, options)
+
+
+def _sized(
+    step: Step | ShortStep,
+    batch: int,
+    sizes: Sequence[int],
+    cluster: ClusterSpec,
+    options: Options,
+) -> dict[str, list[Sized]] | None:
+    """Return the program at these sizes, as far as the batch can be cut so.
+
+    Raises UnlikeCopiesError where a short step cannot stand for the whole one.
+    """
     sized: dict[str, list[Sized]] = {}
     like: Program | None = None
     for size in sizes:
@@ -169,6 +193,8 @@ def sized_programs(
         if options.num_microbatches is None and refusal(step, count, options):
             continue
         program = step.program(count)
+        if program.left_out and program.inexact:
+            raise UnlikeCopiesError  # what may run as the mean of its microbatches is traced anew
         for kind in _kinds(program, options):
             chosen = options if options.recompute else evolve(options, recompute=kind)
             found = outlook_in_pieces(program, chosen, cluster, like=like) or outlook_of(

@@ -6,16 +6,22 @@ from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.candidates import (
     microbatch_counts,
 )
+from alpa_meta.inter_op.short_step import ShortStep
 from alpa_meta.options import Options
 from alpa_meta.step.program import Step
 
 
-def microbatch_counts_of(step: Step, options: Options) -> tuple[list[int], str]:
-    """Return the numbers of microbatches to plan for, and why only one if others were refused."""
+def microbatch_counts_of(
+    step: Step, options: Options, short: ShortStep | None = None
+) -> tuple[list[int], str]:
+    """Return the numbers of microbatches to plan for, and why only one if others were refused.
+
+    `short` is the step without repeated layers, which can be cut as the step can.
+    """
     given = options.num_microbatches
     counts = microbatch_counts(step.batch_size or 1, options.num_stages, given)
     if given is None:
-        refusals = {count: refusal(step, count, options) for count in counts if count > 1}
+        refusals = {count: refusal(short or step, count, options) for count in counts if count > 1}
         exact = [count for count in counts if not refusals.get(count)] or [1]
         return exact, step.uncut or next(iter(refusals.values()), "") if exact == [1] else ""
     if given > 1 and options.exact and step.program(given).inexact:
@@ -26,7 +32,7 @@ def microbatch_counts_of(step: Step, options: Options) -> tuple[list[int], str]:
     return counts, ""
 
 
-def refusal(step: Step, count: int, options: Options) -> str:
+def refusal(step: Step | ShortStep, count: int, options: Options) -> str:
     """Return why the planner may not cut the batch into `count` parts, empty if it may."""
     try:
         reasons = step.program(count).inexact

@@ -11,6 +11,7 @@ from alpa_interchange import (
     ClusterSpec,
     ParallelPlan,
 )
+from alpa_meta.compat import Var
 from alpa_meta.inter_op.candidates import (
     Outlook,
 )
@@ -18,6 +19,7 @@ from alpa_meta.inter_op.layer_work import op_sequence
 from alpa_meta.inter_op.layering import Layering, assign_layers, clustered_positions
 from alpa_meta.inter_op.recomputation import chosen_recomputation, recomputed
 from alpa_meta.inter_op.scan_stages import cut_evenly
+from alpa_meta.inter_op.short_step import KEPT, ShortStep, short_step
 from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.options import Options
 from alpa_meta.step.program import Program, Step
@@ -34,19 +36,82 @@ def outlook_of(
 
     `like` is a program of the same structure at other sizes: its layers are kept.
     """
-    source = like or program
-    wanted = num_layers or options.num_layers
-    if wanted is None and options.num_stages and options.num_stages > 1:
-        wanted = _at_least(source, options.num_stages, cluster)
-    forward = [source.jaxpr.eqns[k] for k in clustered_positions(source)]
-    clustered: tuple[int, ...] = ()
-    if forward:
-        clustered = stage_dp.cluster_layers(op_sequence(forward, cluster), wanted).layer_of_op
-    layering = _layers(program, clustered)
+    layering = layers_of(program, options, cluster, num_layers, like)
     chosen = chosen_recomputation(options.recompute, layering.num_layers)
     layering = recomputed(layering, chosen, program)
     staging = assign_stages(layering, [], program.jaxpr.outvars)
-    return Outlook(program, staging, layering.num_layers), layering
+    return Outlook(program, staging, layering.num_layers, pins=options.pins), layering
+
+
+def layers_of(
+    program: Program,
+    options: Options,
+    cluster: ClusterSpec,
+    num_layers: int | None = None,
+    like: Program | None = None,
+) -> Layering:
+    """Return the program in layers, without what they recompute (`like`: `outlook_of`).
+
+    They are clustered from the whole batch, so that any number of microbatches has the same.
+    """
+    source = program.whole or program
+    wanted = num_layers or options.num_layers
+    stages = options.num_stages if wanted is None else None
+    known = source if like is None else like.whole or like
+    clustered = _clustered(known, cluster, wanted, stages or 1)
+    if program is not source:
+        clustered = _of_part(program, source, clustered)
+    return _layers(program, clustered)
+
+
+def short_step_of(
+    step: Step, options: Options, cluster: ClusterSpec, kept: int = KEPT[0]
+) -> ShortStep | None:
+    """Return `step` with `kept` copies of repeated layers, None if that leaves nothing out."""
+    told = str((options.num_layers, options.num_stages, options.pins, options.recompute))
+    key = (cluster, told, kept)
+    if key not in step.short:
+        layering = layers_of(step.program(1), options, cluster)
+        chosen = chosen_recomputation(options.recompute, layering.num_layers)
+        step.short[key] = short_step(step, layering, options.pins, chosen, kept)
+    return step.short[key]
+
+
+@functools.lru_cache(maxsize=4)  # asked for every microbatch size
+def _clustered(
+    program: Program, cluster: ClusterSpec, wanted: int | None, least: int
+) -> tuple[int, ...]:
+    """Return the layer of each forward equation that is clustered, of `least` layers or more."""
+    forward = [program.jaxpr.eqns[k] for k in clustered_positions(program)]
+    if not forward:
+        return ()
+    ops = op_sequence(forward, cluster)
+    found = stage_dp.cluster_layers(ops, wanted)
+    if wanted is None and found.num_layers < least:
+        found = stage_dp.cluster_layers(ops, least)
+    return found.layer_of_op
+
+
+def _of_part(program: Program, whole: Program, clustered: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layers of a program's equations by those of the whole one it was cut from.
+
+    What the cut added belongs to the next equation of the whole.
+    """
+    layer_of = _layer_of_value(whole, clustered)
+    found: list[int] = []
+    layer = max(clustered, default=0)
+    for k in reversed(clustered_positions(program)):
+        made = (program.origin.get(var, var) for var in program.jaxpr.eqns[k].outvars)
+        layer = next((layer_of[var] for var in made if var in layer_of), layer)
+        found.append(layer)
+    return tuple(reversed(found))
+
+
+@functools.lru_cache(maxsize=4)  # asked for every microbatch size
+def _layer_of_value(program: Program, clustered: tuple[int, ...]) -> dict[Var, int]:
+    eqns = program.jaxpr.eqns
+    pairs = zip(clustered_positions(program), clustered, strict=True)
+    return {var: layer for k, layer in pairs for var in eqns[k].outvars}
 
 
 @functools.lru_cache(maxsize=4)  # asked for every kind of recomputation of one program
@@ -84,14 +149,3 @@ def staged_outlook(
     if plan.num_stages > 1:
         found = outlook_in_pieces(program, options, plan.cluster, count, like)
     return found or outlook_of(program, options, plan.cluster, count, like)
-
-
-def _at_least(program: Program, num_stages: int, cluster: ClusterSpec) -> int | None:
-    """Return a number of layers if fewer than `num_stages` would be chosen, else None."""
-    forward = [
-        eqn
-        for eqn, phase in zip(program.jaxpr.eqns, program.phases.of_eqn, strict=True)
-        if phase == "forward"
-    ]
-    chosen = stage_dp.cluster_layers(op_sequence(forward, cluster)).num_layers if forward else 0
-    return None if chosen >= num_stages else num_stages

@@ -40,7 +40,12 @@ from alpa_meta.planning.memory_floor import check_state_fits
 from alpa_meta.planning.menu_search import MenuSearch, search_menu, sized_programs
 from alpa_meta.planning.microbatch_counts import larger_counts, microbatch_counts_of
 from alpa_meta.planning.operator_names import StageNames
-from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of, staged_outlook
+from alpa_meta.planning.outlooks import (
+    outlook_in_pieces,
+    outlook_of,
+    short_step_of,
+    staged_outlook,
+)
 from alpa_meta.planning.plan_cache import searched_once
 from alpa_meta.planning.plan_identity import check_program
 from alpa_meta.planning.plan_operators import restored_choice
@@ -95,7 +100,8 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
             prospects.append(found[0])
             bounds.append(found[1])
 
-    counts, uncut = microbatch_counts_of(step, options)
+    short = short_step_of(step, options, cluster) if may_cut(2, cluster, options) else None
+    counts, uncut = microbatch_counts_of(step, options, short)
     model, told = calibrated_model(cluster), options
     check_step_fits(step, model, options)
     searched = may_cut(max(counts), cluster, options)

@@ -4,7 +4,7 @@ microbatches hold its values."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +69,34 @@ class Part:
 
 
 @frozen(eq=False)
+class Whole:
+    """The step on its whole batch, classified: what programs of any microbatch size are cut from.
+
+    `placements` say which values are split along the batch; the rest as of a `Program`.
+    """
+
+    closed: ClosedJaxpr
+    phases: Phases
+    placements: Mapping[Var, Placement]
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[str, ...]
+    aliases: tuple[int | None, ...]
+
+
+@frozen(eq=False)
+class LeftOut:
+    """What a short program lacks of the one that it stands for (`inter_op.short_step`).
+
+    `layers[l]` is the layer like layer l that stayed, `paths` are those of the inputs that only
+    the layers left out read, `copies` by result of an equation how often it counts, if not once.
+    """
+
+    layers: Mapping[int, int]
+    paths: frozenset[str]
+    copies: Mapping[Var, int]
+
+
+@frozen(eq=False)
 class Program:
     """A training step at one microbatch size.
 
@@ -77,10 +105,12 @@ class Program:
     `inexact` why the batch cannot be cut, if it cannot, `averaged` why it is the mean of its
     microbatches only. Behind the leaves, inputs are what every microbatch is given: `statistics` of
     the whole batch, and the sums over it that `totals` maps to the values added up
-    (`microbatch.cut`).
-     Inputs and outputs are whole leaves in
-    order, or, where a scan over layers was cut, the parts of leaves that `input_parts` and
-    `output_parts` say.
+    (`microbatch.cut`). Inputs and outputs are whole leaves in order, or, where a scan over layers
+    was cut, the parts of leaves that `input_parts` and `output_parts` say.
+
+    `whole` is the program of the whole batch that it was cut from, whose layers are its layers;
+    `origin` maps its variables to those that they are a part of, where they differ. `left_out` is
+    what a short program lacks.
     """
 
     closed: ClosedJaxpr
@@ -96,6 +126,9 @@ class Program:
     totals: Mapping[Var, Var] = field(factory=dict)
     input_parts: tuple[Part, ...] = ()
     output_parts: tuple[Part, ...] = ()
+    whole: Program | None = None
+    origin: Mapping[Var, Var] = field(factory=dict)
+    left_out: LeftOut | None = None
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -122,6 +155,7 @@ class Step:
     static_argnums: tuple[int, ...] = ()
     exact: bool = True  # whether microbatches must compute what the whole batch does
     offloads: bool = False  # whether the optimiser's arrays are kept in the memory of the hosts
+    short: dict[Hashable, Any] = field(factory=dict, repr=False)  # `planning.outlooks` keeps here
     _traces: dict[int, tuple[Any, Any]] = field(factory=dict, repr=False)
     _programs: dict[int, Program] = field(factory=dict, repr=False)
 
@@ -255,8 +289,8 @@ class Step:
         return any(is_batch and abstract(leaf).weak_type for (_, leaf), is_batch in leaves)
 
     @functools.cached_property
-    def whole(self) -> tuple[ClosedJaxpr, Phases, dict[Var, Placement]]:
-        """The program of the whole batch, its phases, and the values that are split along it."""
+    def whole(self) -> Whole:
+        """The step on the whole batch."""
         return _classified(self, self.traced(self.batch_size)[0])
 
     @functools.cached_property
@@ -267,7 +301,9 @@ class Step:
         if not self.exact:
             return ()
         try:
-            return _cut(self, self.microbatch_counts[1]).reasons if self.batch_size > 1 else ()
+            return (
+                _cut(self.whole, self.microbatch_counts[1]).reasons if self.batch_size > 1 else ()
+            )
         except PlanError as error:
             return (str(error),)
 
@@ -323,22 +359,35 @@ def _trace(step: Step, batch: int | None) -> tuple[Any, Any]:
 
 
 def _program(step: Step, num_microbatches: int) -> Program:
-    closed, phases, placements = step.whole
     if num_microbatches == 1:
-        return _made(step, closed, phases, placements, 1)
+        return cut_into(step.whole, 1)
     _check_divides(step, num_microbatches)
-    cut = _cut(step, num_microbatches)
+    program = cut_into(step.whole, num_microbatches)
+    if not program.inexact:
+        return evolve(program, whole=step.program(1))
+    if step.exact:
+        return program
+    return _averaged(step, num_microbatches, program.inexact)
+
+
+def cut_into(whole: Whole, num_microbatches: int) -> Program:
+    """Return the program of one of equal parts of the batch; if it cannot be cut, of all of it."""
+    if num_microbatches == 1:
+        return _made(whole, 1)
+    cut = _cut(whole, num_microbatches)
     if cut.reasons:
-        if step.exact:
-            return _made(step, closed, phases, placements, num_microbatches, cut.reasons)
-        return _averaged(step, num_microbatches, cut.reasons)
+        return evolve(_made(whole, num_microbatches), inexact=cut.reasons)
     needed = tuple(cut.totals.values())
     flat = rewritten(FlatProgram(cut.closed, cut.phases, cut.placements, needed), "cut")
-    phases = evolve(phases, of_eqn=flat.phases)
-    program = _made(step, flat.closed, phases, cut.placements, num_microbatches)
+    phases = evolve(whole.phases, of_eqn=flat.phases)
+    part = evolve(whole, closed=flat.closed, phases=phases, placements=cut.placements)
     given = tuple(Leaf(one.name, _given_aval(one, num_microbatches), one.kind) for one in cut.given)
     return evolve(
-        program, inputs=(*program.inputs, *given), statistics=cut.statistics, totals=cut.totals
+        _made(part, num_microbatches),
+        inputs=(*whole.inputs, *given),
+        statistics=cut.statistics,
+        totals=cut.totals,
+        origin=cut.origin,
     )
 
 
@@ -350,23 +399,34 @@ def _given_aval(given: Given, num_microbatches: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype_of(given.var))
 
 
-def _classified(
-    step: Step, closed: ClosedJaxpr
-) -> tuple[ClosedJaxpr, Phases, dict[Var, Placement]]:
+def _classified(step: Step, closed: ClosedJaxpr) -> Whole:
     placements = example_dims(closed, [split(0) if is_batch else None for is_batch in step._batch])
     phases = classify(open_jaxpr(closed).eqns, placements)
     flat = rewritten(FlatProgram(closed, phases.of_eqn, placements), "classified")
-    return flat.closed, evolve(phases, of_eqn=flat.phases), placements
+    inputs = step.leaves
+    if step.offloads:
+        moments = _moments(flat, inputs)
+        inputs = tuple(
+            evolve(leaf, memory="pinned_host") if var in moments else leaf
+            for var, leaf in zip(open_jaxpr(flat.closed).invars, inputs, strict=False)
+        )
+    return Whole(
+        closed=flat.closed,
+        phases=evolve(phases, of_eqn=flat.phases),
+        placements=placements,
+        inputs=inputs,
+        outputs=step.output_tree[3],
+        aliases=step._roles[1],
+    )
 
 
-def _cut(step: Step, num_microbatches: int) -> Cut:
-    closed, phases, _ = step.whole
-    inputs = [split(0) if is_batch else REPLICATED for is_batch in step._batch]
+def _cut(whole: Whole, num_microbatches: int) -> Cut:
+    inputs = [split(0) if leaf.role == "batch" else REPLICATED for leaf in whole.inputs]
     trained = [
         leaf.role != "batch" and jnp.issubdtype(leaf.aval.dtype, jnp.inexact) and leaf.aval.size > 1
-        for leaf in step.leaves
+        for leaf in whole.inputs
     ]
-    return cut_program(closed, phases.of_eqn, inputs, trained, num_microbatches)
+    return cut_program(whole.closed, whole.phases.of_eqn, inputs, trained, num_microbatches)
 
 
 def _averaged(step: Step, num_microbatches: int, reasons: Sequence[str]) -> Program:
@@ -375,46 +435,33 @@ def _averaged(step: Step, num_microbatches: int, reasons: Sequence[str]) -> Prog
     """
     assert step.batch_size is not None
     closed, _ = step.traced(step.batch_size // num_microbatches)
-    closed, phases, placements = _classified(step, closed)
+    whole = _classified(step, closed)
     inside = {
         var
-        for eqn, phase in zip(open_jaxpr(closed).eqns, phases.of_eqn, strict=True)
+        for eqn, phase in zip(open_jaxpr(whole.closed).eqns, whole.phases.of_eqn, strict=True)
         if phase != "update"
         for var in eqn.outvars
     }
-    for var in inside - placements.keys():
-        counts = jnp.issubdtype(dtype_of(var), jnp.integer)
-        placements[var] = SUM if counts else REPLICATED
-    program = _made(step, closed, phases, placements, num_microbatches)
-    return evolve(program, averaged=tuple(reasons))
+    counts = {
+        var: SUM if jnp.issubdtype(dtype_of(var), jnp.integer) else REPLICATED
+        for var in inside - whole.placements.keys()
+    }
+    whole = evolve(whole, placements={**whole.placements, **counts})
+    return evolve(_made(whole, num_microbatches), averaged=tuple(reasons))
 
 
-def _made(
-    step: Step,
-    closed: ClosedJaxpr,
-    phases: Phases,
-    placements: Mapping[Var, Placement],
-    num_microbatches: int,
-    inexact: tuple[str, ...] = (),
-) -> Program:
-    _, _, _, paths = step.output_tree
-    flat = rewritten(FlatProgram(closed, phases.of_eqn, placements), "planned")
-    inputs = step.leaves
-    if step.offloads:
-        moments = _moments(flat, inputs)
-        inputs = tuple(
-            evolve(leaf, memory="pinned_host") if var in moments else leaf
-            for var, leaf in zip(open_jaxpr(flat.closed).invars, inputs, strict=False)
-        )
+def _made(whole: Whole, num_microbatches: int) -> Program:
+    """Return a program that nothing will be cut from any more."""
+    flat = FlatProgram(whole.closed, whole.phases.of_eqn, whole.placements)
+    flat = rewritten(flat, "planned")
     return Program(
         closed=flat.closed,
-        inputs=inputs,
-        outputs=paths,
-        aliases=step._roles[1],
-        phases=evolve(phases, of_eqn=flat.phases),
+        inputs=whole.inputs,
+        outputs=whole.outputs,
+        aliases=whole.aliases,
+        phases=evolve(whole.phases, of_eqn=flat.phases),
         placements=flat.placements,
         num_microbatches=num_microbatches,
-        inexact=inexact,
     )
 
 
