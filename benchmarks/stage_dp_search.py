@@ -358,9 +358,8 @@ JOINT = {
 def show_joint() -> None:
     """Print the joint search table."""
     print("\nJoint search, synthetic transformers, 8 rows per class, all counts, six schedules")
-    print(
-        "problem                          meshes  CPU s  stages  count  schedule         step s    gap"
-    )
+    columns = "meshes  CPU s  stages  count  schedule         step s    gap"
+    print(f"{'problem':32s} {columns}")
     for name, (layers, hosts, memory, batch, scale) in JOINT.items():
         problem = joint_problem(layers, hosts, memory, batch, scale=scale)
         start = time.process_time()

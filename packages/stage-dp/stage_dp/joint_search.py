@@ -78,12 +78,13 @@ def microbatch_counts(batch_size: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, *(batch_size // p for p in powers)}))
 
 
-def solve_joint(problem: JointProblem) -> JointPlan:
+def solve_joint(problem: JointProblem, start: JointPlan | None = None) -> JointPlan:
     """Return the pipeline with the least predicted step time, with its proven lower bound.
 
-    Raises InfeasibleError where no pipeline fits.
+    `start`: a plan from the same menu, perhaps of other memory or links; the search is for better
+    ones where it fits, and takes less time. Raises InfeasibleError where no pipeline fits.
     """
-    return _Search(problem).run()
+    return _Search(problem).run(start)
 
 
 class _Search:
@@ -136,12 +137,14 @@ class _Search:
         seconds = self.problem.deadline_seconds
         return seconds is not None and time.monotonic() - self.started > seconds
 
-    def run(self) -> JointPlan:
+    def run(self, start: JointPlan | None = None) -> JointPlan:
         for count in self.problem.counts or microbatch_counts(self.problem.batch_size):
             costs = CountCosts(MenuTable(self.problem, count), self.space)
             if costs.meshes:
                 self.settings += self._settings(costs)
         self.settings.sort(key=lambda s: s.bound)
+        if start is not None:
+            self._begin_at(start)
         for costs in dict.fromkeys(setting.costs for setting in self.settings):
             own = [setting for setting in self.settings if setting.costs is costs]
             if own[0].bound >= self.limit or (self.best is not None and self.late()):
@@ -162,6 +165,26 @@ class _Search:
         if self.best is None:
             raise self._infeasible()
         return self._plan(self.best)
+
+    def _begin_at(self, plan: JointPlan) -> None:
+        """Take a plan in hand, if it fits."""
+        for setting in self.settings:
+            costs = setting.costs
+            same = costs.table.num_microbatches == plan.num_microbatches
+            if not same or setting.rule.name != plan.schedule or setting.interleaving is not None:
+                continue
+            stages = []
+            for stage in plan.stages:
+                own = self.problem.menu.class_of_layer[stage.layer_start : stage.layer_stop]
+                picks = [
+                    np.flatnonzero(costs.table.rows[stage.mesh][c].number == row)
+                    for c, row in zip(own, stage.rows, strict=True)
+                ]
+                if not all(map(len, picks)):
+                    return
+                chosen = costs.stage(stage.mesh, own, tuple(int(at[0]) for at in picks))
+                stages.append(chosen.at(stage.layer_start, stage.layer_stop))
+            setting.best = self.best = score([stages], setting.rule, costs.table, self.links)
 
     def _settings(self, costs: CountCosts) -> list[_Setting]:
         """Return the settings of one microbatch count; of one microbatch all orders are one but

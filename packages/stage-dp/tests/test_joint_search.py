@@ -401,3 +401,22 @@ def floored(problem, share):
         for mesh in problem.menu.meshes
     )
     return solve_joint(evolve(problem, menu=evolve(problem.menu, meshes=meshes)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_search_that_starts_at_a_plan_is_no_worse_than_the_plan(seed):
+    problem = random_problem(seed, num_stages=None, use_all_devices=False)
+    try:
+        plan = solve_joint(problem)
+    except InfeasibleError:
+        return
+    again = solve_joint(problem, start=plan)
+    assert again.step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
+    assert again.lower_bound <= again.step_seconds
+    less = tuple(evolve(group, memory=0.8 * group.memory) for group in problem.device_groups)
+    tight = evolve(problem, device_groups=less)
+    try:
+        fresh = solve_joint(tight)
+    except InfeasibleError:
+        return
+    assert solve_joint(tight, start=plan).step_seconds == pytest.approx(fresh.step_seconds)

@@ -69,7 +69,7 @@ class MenuSearch:
             for group in self.problem.device_groups
         )
         problem = evolve(self.problem, device_groups=groups)
-        plan = stage_dp.solve_joint(problem)
+        plan = stage_dp.solve_joint(problem, start=self.plan)
         bound = min(self.plan.lower_bound, plan.lower_bound)
         return evolve(self, problem=problem, plan=evolve(plan, lower_bound=bound))
 
