@@ -259,10 +259,15 @@ class _Search:
 
     def _raise_bounds(self, settings: list[_Setting]) -> None:
         """Raise bounds by what memory allows."""
+        known: dict[tuple[tuple[int, ...], bool], float] = {}
         for setting in settings:
-            if setting.interleaving is None:
-                bounds = self._bounds(setting.costs, self._held(setting))
-                setting.bound = max(setting.bound, quick_bound(bounds, setting.rule))
+            if setting.interleaving is not None or setting.bound >= self.limit:
+                continue
+            held, split = self._held(setting), setting.rule.splits_backward
+            if (held, split) not in known:
+                bounds = self._bounds(setting.costs, held)
+                known[held, split] = quick_bound(bounds, setting.rule)
+            setting.bound = max(setting.bound, known[held, split])
 
     def _held(self, setting: _Setting) -> tuple[int, ...]:
         """Return the microbatches in flight of the levels that bounds tell apart."""
