@@ -40,8 +40,7 @@ class Accumulation:
     def first(self, value: Any, total: Any) -> list[Any]:
         """Return equations for total = what the accumulation of `value` starts from."""
         aval = self.accumulators[value].aval
-        start = _identity(self._extreme(value), aval.dtype)
-        return equations_of(lambda: lax.broadcast(start, aval.shape), [], [total])
+        return equations_of(_start, [], [total], self._extreme(value), aval.dtype, aval.shape)
 
     def added(self, value: Any, following: Any) -> list[Any]:
         """Return equations for following = accumulator + value in the accumulator's dtype (or the
@@ -54,31 +53,33 @@ class Accumulation:
             return equations_of(combine, [accumulator, value], [following])
         if dtype_of(accumulator) == dtype_of(value):
             return equations_of(jnp.add, [accumulator, value], [following])
-        dtype = dtype_of(accumulator)
-
-        def add(total: Any, part: Any) -> Any:
-            return total + lax.convert_element_type(part, dtype)
-
-        return equations_of(add, [accumulator, value], [following])
+        return equations_of(_add, [accumulator, value], [following])
 
     def scaled(self, value: Any) -> list[Any]:
         """Return equations for value = what was accumulated, in the value's dtype."""
         mean = self.placements.get(value, REPLICATED).kind == "replicated"
-        dtype = dtype_of(value)
-
-        def scale(total: Any) -> Any:
-            if mean and jnp.issubdtype(dtype, jnp.inexact):
-                total = total * (1.0 / self.num_microbatches)
-            elif mean:
-                total = total // self.num_microbatches
-            return lax.convert_element_type(total, dtype)
-
-        return equations_of(scale, [self.accumulators[value]], [value])
+        count = self.num_microbatches if mean else 1
+        return equations_of(_scale, [self.accumulators[value]], [value], count, dtype_of(value))
 
     def _extreme(self, value: Any) -> str | None:
         """Return "max" or "min" if that is how a value's microbatch parts combine, else None."""
         placement = self.placements.get(value, REPLICATED)
         return placement.reduction if placement.kind == "extreme" else None
+
+
+def _start(extreme: str | None, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast(_identity(extreme, dtype), shape)
+
+
+def _add(total: jax.Array, part: jax.Array) -> jax.Array:
+    return total + lax.convert_element_type(part, total.dtype)
+
+
+def _scale(count: int, dtype: Any, total: jax.Array) -> jax.Array:
+    if count > 1:
+        exact = jnp.issubdtype(dtype, jnp.inexact)
+        total = total * (1.0 / count) if exact else total // count
+    return lax.convert_element_type(total, dtype)
 
 
 def crossing_values(staging: Staging, program: Program) -> dict[Var, frozenset[int]]:

@@ -3,20 +3,35 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
-from alpa_meta.compat import Atom, JaxprEqn, dtype_of, open_jaxpr, shape_of
+from alpa_meta.compat import Atom, Jaxpr, JaxprEqn, dtype_of, open_jaxpr, shape_of
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.step.trace import inline
 
 
-def equations_of(function: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Return equations computing `outputs` from `inputs` (variables) by a jax function."""
-    avals = [jax.ShapeDtypeStruct(shape_of(var), dtype_of(var)) for var in inputs]
-    return instantiated(open_jaxpr(inline(jax.make_jaxpr(function)(*avals))), inputs, outputs)
+def equations_of(
+    function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any], *told: Hashable
+) -> list[Any]:
+    """Return equations computing `outputs` from `inputs` (variables) by a jax function, which is
+    given what it is `told` before them; one that closes over nothing is traced once for inputs of
+    the same types."""
+    avals = tuple((shape_of(var), dtype_of(var)) for var in inputs)
+    closes = getattr(function, "__closure__", None) is not None
+    made = (_traced.__wrapped__ if closes else _traced)(function, told, avals)
+    return instantiated(made, inputs, outputs)
+
+
+@functools.lru_cache(maxsize=1 << 10)  # a gradient is added up as those of equal layers are
+def _traced(
+    function: Callable[..., Any], told: tuple[Any, ...], avals: tuple[tuple[Any, Any], ...]
+) -> Jaxpr:
+    inputs = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals)
+    return open_jaxpr(inline(jax.make_jaxpr(functools.partial(function, *told))(*inputs)))
 
 
 def jaxpr_of(
