@@ -13,7 +13,7 @@ its side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.step.phases import Phases
 from alpa_meta.step.program import Leaf, Part, Program
 
-_COMBINE = {
+_COMBINE: dict[str, Callable[..., Any]] = {
     "add": jnp.add,
     "max": lax.max,
     "min": lax.min,

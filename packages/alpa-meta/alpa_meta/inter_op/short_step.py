@@ -226,7 +226,7 @@ class _Shortener:
         if layer not in self.like:
             return var
         run = self.run_of[layer]
-        if reader in run.layers():
+        if reader is not None and reader in run.layers():
             behind = run.unit(layer) > run.unit(reader)
         else:
             behind = self.layering.phases[k] == "backward"  # the one that is made first

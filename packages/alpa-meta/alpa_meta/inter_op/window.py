@@ -91,7 +91,7 @@ def window_of(
     staging: Staging,
     num_layers: int,
     results: Collection[Atom],
-    marks: Mapping[Atom, Hashable] | None = None,
+    marks: Mapping[Var, Hashable] | None = None,
     left_out: Mapping[int, int] | None = None,
 ) -> Window:
     """Return the window of a program with the given results that is staged as one stage.

@@ -15,7 +15,7 @@ def fold_keys(
     eqns: Sequence[JaxprEqn],
     phases: Sequence[str],
     layers: Sequence[int | None],
-    marks: Mapping[Atom, Hashable] | None = None,
+    marks: Mapping[Var, Hashable] | None = None,
 ) -> list[Hashable | None]:
     """Return a key per equation, equal for equations at the same place of equal layers.
 
@@ -91,7 +91,7 @@ def _ordered(eqns: Sequence[JaxprEqn], phases: Sequence[str], members: Sequence[
 
 
 def _signature(
-    eqns: Sequence[JaxprEqn], phases: Sequence[str], marks: Mapping[Atom, Hashable]
+    eqns: Sequence[JaxprEqn], phases: Sequence[str], marks: Mapping[Var, Hashable]
 ) -> Hashable:
     place: dict[Var, tuple[int, int]] = {}
     outside: dict[Var, int] = {}

@@ -31,7 +31,8 @@ def _traced(
     function: Callable[..., Any], told: tuple[Any, ...], avals: tuple[tuple[Any, Any], ...]
 ) -> Jaxpr:
     inputs = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals)
-    return open_jaxpr(inline(jax.make_jaxpr(functools.partial(function, *told))(*inputs)))
+    made: Jaxpr = open_jaxpr(inline(jax.make_jaxpr(functools.partial(function, *told))(*inputs)))
+    return made
 
 
 def jaxpr_of(

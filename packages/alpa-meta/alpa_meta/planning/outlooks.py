@@ -74,7 +74,8 @@ def short_step_of(
         layering = layers_of(step.program(1), options, cluster)
         chosen = chosen_recomputation(options.recompute, layering.num_layers)
         step.short[key] = short_step(step, layering, options.pins, chosen, kept)
-    return step.short[key]
+    found: ShortStep | None = step.short[key]
+    return found
 
 
 @functools.lru_cache(maxsize=4)  # asked for every microbatch size
