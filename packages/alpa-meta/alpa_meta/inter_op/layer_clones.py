@@ -63,7 +63,8 @@ class LayerClones:
         operands = (atom for k in self.redone for atom in _read(self._eqns[k]))
         self.given = tuple(dict.fromkeys(atom for atom in operands if atom not in made))
         self._cotangent = self._last_cotangent(places)
-        self._begun = not barrier
+        self._barriers = 0 if barrier else 2
+        self._own = {var for k in self._backward for var in self._eqns[k].outvars}
         self._cloned: set[int] = set()
         self._inside: dict[Var, Var] = {}  # what clones read instead
         self._outside: dict[Var, Var] = {}  # what the layer's backward pass reads instead
@@ -71,8 +72,9 @@ class LayerClones:
     def before(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """Return the clones that an equation of the backward pass is the first to need."""
         new = sorted(self._needed(_read(eqn), self._cloned))
-        found = self._barrier() if new and not self._begun else []
-        self._begun = self._begun or bool(new)
+        found: list[JaxprEqn] = []
+        if new and self._barriers < 2:
+            found = self._barrier_before(eqn, new)
         self._cloned.update(new)
         for k in new:
             original = self._eqns[k]
@@ -98,6 +100,22 @@ class LayerClones:
     def reading(self, eqn: JaxprEqn) -> JaxprEqn:
         """Return an equation of the backward pass as a reader of the clones."""
         return _renamed(eqn, self._outside)
+
+    def _barrier_before(self, eqn: JaxprEqn, new: Collection[int]) -> list[JaxprEqn]:
+        """Return the barrier of the first clones. The last layer, which no other gives a cotangent,
+        has another in front of its first products: it waits for what the loss and the head of a
+        model, which are part of that layer, have come to by then."""
+        if self._cotangent is not None:
+            self._barriers = 2
+            return self._barrier()
+        if self._barriers and not any(_multiplies(self._eqns[k]) for k in new):
+            return []
+        self._barriers += 1
+        if any(_multiplies(self._eqns[k]) for k in new):
+            self._barriers = 2
+            own = (atom for atom in _read(eqn) if atom in self._own and is_plain(atom))
+            self._cotangent = next(own, None)
+        return self._barrier()
 
     def _barrier(self) -> list[JaxprEqn]:
         """Return equations for what the clones read, available with the layer's cotangent."""

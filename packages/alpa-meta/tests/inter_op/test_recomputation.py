@@ -108,7 +108,7 @@ def test_clones_read_behind_a_barrier_that_waits_for_the_cotangent():
         for var in eqn.outvars
     }
     waits = [[made[a] for a in eqn.invars if a in made] for eqn, _ in barriers]
-    assert waits == [[], [2], [1]]  # nothing comes to the last layer from one behind it
+    assert waits == [[2], [2], [1]]  # of the last layer, what the loss has given by then
 
 
 def test_every_value_is_made_before_it_is_read():
