@@ -37,6 +37,19 @@ NOTHING = Affine()
 
 
 @frozen(kw_only=True)
+class AxisPart:
+    """The part of some seconds that the link of one mesh axis takes.
+
+    On another link `latency` grows with its latency, and `bytes` with 1 / bandwidth; both are
+    seconds. What is in no part is compute.
+    """
+
+    axis: int = field(validator=non_negative)  # position in LogicalMesh.axes
+    latency: Affine = NOTHING
+    bytes: Affine = NOTHING
+
+
+@frozen(kw_only=True)
 class LayerRow:
     """One way to run one layer of a class on one logical mesh.
 
@@ -58,6 +71,11 @@ class LayerRow:
     layout_out: int = field(default=0, validator=non_negative)
     recomputation: str = field(default="none", validator=OneOf(*RECOMPUTATIONS))
     key: str = ""  # names the sharding solution behind the figures
+    # Parts of the seconds above that are collectives; none where nobody split them.
+    forward_sent: tuple[AxisPart, ...] = ()
+    backward_input_sent: tuple[AxisPart, ...] = ()
+    backward_weight_sent: tuple[AxisPart, ...] = ()
+    step_sent: tuple[AxisPart, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -76,7 +94,7 @@ class MeshMenu:
 
     `conversion[a, b]`: seconds, forward plus backward, to bring a value from layout a to layout b
     between consecutive layers of a stage. A pair that is absent costs nothing if a = b and cannot
-    follow one another otherwise.
+    follow one another otherwise. `conversion_sent` are the parts of these seconds by axis.
 
     `floors[class]` extend the proof of a bound to ways that no row describes: every way to run a
     layer of the class needs, in every column, at least what one of its floors needs. Left empty,
@@ -88,6 +106,7 @@ class MeshMenu:
     rows: tuple[tuple[LayerRow, ...], ...] = field(validator=non_empty)
     layouts: tuple[str, ...] = ("",)
     conversion: Mapping[tuple[int, int], Affine] = field(factory=dict)
+    conversion_sent: Mapping[tuple[int, int], tuple[AxisPart, ...]] = field(factory=dict)
     floors: tuple[tuple[LayerFloor, ...], ...] = ()
 
     def __attrs_post_init__(self) -> None:
@@ -164,6 +183,7 @@ class JointProblem:
     )
     num_stages: int | None = None  # None: free
     use_all_devices: bool = False  # True: a plan that leaves devices idle is not allowed
+    proof: bool = True  # False: a quick search; its bound is valid, but far from the best one
     deadline_seconds: float | None = None  # None: limits are counts of work, and plans repeatable
 
     def __attrs_post_init__(self) -> None:

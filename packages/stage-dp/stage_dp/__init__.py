@@ -2,6 +2,7 @@
 
 from stage_dp.device_pool import place
 from stage_dp.emission import emit
+from stage_dp.fixed_stages import Known
 from stage_dp.hybrid_search import (
     HybridPlan,
     HybridProblem,
@@ -37,6 +38,7 @@ from stage_dp.stage_construction import (
     solve_stages,
     step_seconds,
 )
+from stage_dp.stage_price import price_stages
 from stage_dp.token_slicing import TokenPlan, TokenProblem, flow_seconds, slice_tokens
 from stage_dp.torch_csv import torch_csv
 
@@ -49,6 +51,7 @@ __all__ = [
     "HybridPlan",
     "HybridProblem",
     "InfeasibleError",
+    "Known",
     "LayerType",
     "OpSequence",
     "PipelineTime",
@@ -70,6 +73,7 @@ __all__ = [
     "peak_bytes",
     "pipeline_time",
     "place",
+    "price_stages",
     "schedule_of",
     "segment_candidates",
     "slice_tokens",

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cached_property
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from stage_dp.cell_bounds import RowArrays, fastest, floor_arrays, row_arrays, within_memory
 from stage_dp.joint_chain import StageChoice
@@ -147,6 +147,14 @@ class CountCosts:
         if key not in self._choices:
             self._choices[key] = self._solved(sequence, kind, held)
         return [c.at(start, stop) for c in self._choices[key]]
+
+    def best(
+        self, start: int, stop: int, mesh: int, held: int, weight: float
+    ) -> StageChoice | None:
+        """Return the way to run layers start..stop on one mesh that is best for t + `weight` u with
+        `held` microbatches in flight; None if none fits."""
+        found = self._best_rows(int(self.space.sequences.number[start, stop]), mesh, held, weight)
+        return None if found is None else evolve(found, layer_start=start, layer_stop=stop)
 
     def _solved(self, sequence: int, kind: int, held: int) -> list[StageChoice]:
         if self._mesh_seconds is None:

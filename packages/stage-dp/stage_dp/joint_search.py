@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from attrs import define, evolve
@@ -25,6 +26,7 @@ from alpa_interchange.menu import JointPlan, JointProblem, JointStage, TriedCoun
 from alpa_interchange.mesh import SubmeshSpec
 from stage_dp.cell_fronts import Fronts
 from stage_dp.device_pool import CoarsePool, DevicePool, nested
+from stage_dp.fixed_stages import Known, fixed_stages, with_rows
 from stage_dp.infeasibility import InfeasibleError, check_bound
 from stage_dp.joint_bound import Bounds, quick_bound, refined_bound
 from stage_dp.joint_chain import Scored, score
@@ -78,13 +80,14 @@ def microbatch_counts(batch_size: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, *(batch_size // p for p in powers)}))
 
 
-def solve_joint(problem: JointProblem, start: JointPlan | None = None) -> JointPlan:
+def solve_joint(problem: JointProblem, *known: Known | JointPlan) -> JointPlan:
     """Return the pipeline with the least predicted step time, with its proven lower bound.
 
-    `start`: a plan from the same menu, perhaps of other memory or links; the search is for better
-    ones where it fits, and takes less time. Raises InfeasibleError where no pipeline fits.
+    It is no slower than the pipelines that are `known`, which make the search shorter: stages, or
+    a plan from the same menu, perhaps of other memory or links. Those that do not fit, or whose
+    schedule interleaves, are passed over. Raises InfeasibleError where no pipeline fits.
     """
-    return _Search(problem).run(start)
+    return _Search(problem).run(known)
 
 
 class _Search:
@@ -137,19 +140,18 @@ class _Search:
         seconds = self.problem.deadline_seconds
         return seconds is not None and time.monotonic() - self.started > seconds
 
-    def run(self, start: JointPlan | None = None) -> JointPlan:
+    def run(self, known: Sequence[Known | JointPlan]) -> JointPlan:
         for count in self.problem.counts or microbatch_counts(self.problem.batch_size):
             costs = CountCosts(MenuTable(self.problem, count), self.space)
             if costs.meshes:
                 self.settings += self._settings(costs)
         self.settings.sort(key=lambda s: s.bound)
-        if start is not None:
-            self._begin_at(start)
+        self._start_from(known)
         for costs in dict.fromkeys(setting.costs for setting in self.settings):
             own = [setting for setting in self.settings if setting.costs is costs]
             if own[0].bound >= self.limit or (self.best is not None and self.late()):
                 break
-            if self.binding:
+            if self.binding and self.problem.proof:
                 self._raise_bounds(own)
             open_settings = [
                 setting
@@ -160,31 +162,34 @@ class _Search:
                 self._guide(open_settings)
         self._interleave()
         self._improve()
-        self._refine_all()
-        self._enumerate()
+        if self.problem.proof:
+            self._refine_all()
+            self._enumerate()
         if self.best is None:
             raise self._infeasible()
         return self._plan(self.best)
 
-    def _begin_at(self, plan: JointPlan) -> None:
-        """Take a plan in hand, if it fits."""
-        for setting in self.settings:
-            costs = setting.costs
-            same = costs.table.num_microbatches == plan.num_microbatches
-            if not same or setting.rule.name != plan.schedule or setting.interleaving is not None:
+    def _start_from(self, known: Sequence[Known | JointPlan]) -> None:
+        """Take the known pipelines that fit in hand."""
+        settings = {
+            (s.costs.table.num_microbatches, s.rule.name): s
+            for s in self.settings
+            if s.interleaving is None
+        }
+        for one in known:
+            setting = settings.get((one.num_microbatches, one.schedule))
+            if setting is None:
                 continue
-            stages = []
-            for stage in plan.stages:
-                own = self.problem.menu.class_of_layer[stage.layer_start : stage.layer_stop]
-                picks = [
-                    np.flatnonzero(costs.table.rows[stage.mesh][c].number == row)
-                    for c, row in zip(own, stage.rows, strict=True)
-                ]
-                if not all(map(len, picks)):
-                    return
-                chosen = costs.stage(stage.mesh, own, tuple(int(at[0]) for at in picks))
-                stages.append(chosen.at(stage.layer_start, stage.layer_stop))
-            setting.best = self.best = score([stages], setting.rule, costs.table, self.links)
+            if isinstance(one, Known):
+                found = fixed_stages(one.stages, setting.costs, setting.rule, self.links)
+            else:
+                found = with_rows(one, setting.costs, setting.rule, self.links)
+            if found is not None and (
+                setting.best is None or found.step_seconds < setting.best.step_seconds
+            ):
+                setting.best = found
+                if found.step_seconds < self.limit:
+                    self.best = found
 
     def _settings(self, costs: CountCosts) -> list[_Setting]:
         """Return the settings of one microbatch count; of one microbatch all orders are one but

@@ -410,7 +410,7 @@ def test_a_search_that_starts_at_a_plan_is_no_worse_than_the_plan(seed):
         plan = solve_joint(problem)
     except InfeasibleError:
         return
-    again = solve_joint(problem, start=plan)
+    again = solve_joint(problem, plan)
     assert again.step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
     assert again.lower_bound <= again.step_seconds
     less = tuple(evolve(group, memory=0.8 * group.memory) for group in problem.device_groups)
@@ -419,4 +419,4 @@ def test_a_search_that_starts_at_a_plan_is_no_worse_than_the_plan(seed):
         fresh = solve_joint(tight)
     except InfeasibleError:
         return
-    assert solve_joint(tight, start=plan).step_seconds == pytest.approx(fresh.step_seconds)
+    assert solve_joint(tight, plan).step_seconds == pytest.approx(fresh.step_seconds)

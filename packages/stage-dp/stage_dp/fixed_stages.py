@@ -1,0 +1,86 @@
+"""Pipelines whose stages, microbatches and schedule are given; their rows are chosen."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import frozen
+
+from alpa_interchange.menu import JointPlan
+from stage_dp.joint_chain import Scored, StageChoice, score
+from stage_dp.joint_costs import CountCosts
+from stage_dp.joint_links import Links
+from stage_dp.menu_table import MenuTable
+from stage_dp.schedules import ScheduleRule
+
+FEW_CHAINS = 64  # of rows of all stages that are tried at once; more are improved stage by stage
+
+
+@frozen
+class Known:
+    """A pipeline to start from: its stages as (first layer, stop, mesh); rows are chosen."""
+
+    stages: tuple[tuple[int, int, int], ...]
+    num_microbatches: int
+    schedule: str
+
+
+def with_rows(
+    plan: JointPlan, costs: CountCosts, rule: ScheduleRule, links: Links
+) -> Scored | None:
+    """Return a plan with the rows it has, None if it does not fit or a row is not of use."""
+    class_of_layer, stages = links.problem.menu.class_of_layer, []
+    for stage in plan.stages:
+        own = class_of_layer[stage.layer_start : stage.layer_stop]
+        picks = [
+            np.flatnonzero(costs.table.rows[stage.mesh][c].number == row)
+            for c, row in zip(own, stage.rows, strict=True)
+        ]
+        if not all(map(len, picks)):
+            return None
+        chosen = costs.stage(stage.mesh, own, tuple(int(at[0]) for at in picks))
+        stages.append(chosen.at(stage.layer_start, stage.layer_stop))
+    return score([stages], rule, costs.table, links)
+
+
+def fixed_stages(
+    stages: Sequence[tuple[int, int, int]], costs: CountCosts, rule: ScheduleRule, links: Links
+) -> Scored | None:
+    """Return the pipeline of these stages (first layer, stop, mesh) with the best rows found."""
+    return _best(_options(stages, costs, rule), rule, costs.table, links)
+
+
+def _options(
+    stages: Sequence[tuple[int, int, int]], costs: CountCosts, rule: ScheduleRule
+) -> list[list[StageChoice]]:
+    """Return the rows to try for each stage: best for its pace, its whole work, its once-a-step."""
+    count, found = costs.table.num_microbatches, []
+    for place, (start, stop, mesh) in enumerate(stages):
+        held = rule.least_at(len(stages) - place, count)
+        ways = (costs.best(start, stop, mesh, held, weight) for weight in (0.0, 1 / count, 1.0))
+        distinct = {way.rows: way for way in ways if way is not None}
+        found.append(list(distinct.values()))
+    return found
+
+
+def _best(
+    options: list[list[StageChoice]], rule: ScheduleRule, table: MenuTable, links: Links
+) -> Scored | None:
+    if not all(options):
+        return None
+    if math.prod(map(len, options)) <= FEW_CHAINS:
+        return score(itertools.product(*options), rule, table, links)
+    found = score(
+        [tuple(ways[min(k, len(ways) - 1)] for ways in options) for k in range(3)],
+        rule,
+        table,
+        links,
+    )
+    for place, ways in enumerate(options):
+        if found is not None and len(ways) > 1:
+            before, after = found.stages[:place], found.stages[place + 1 :]
+            found = score([(*before, way, *after) for way in ways], rule, table, links) or found
+    return found

@@ -1,0 +1,93 @@
+"""Pipelines with given stages: priced as the joint search prices them."""
+
+import pytest
+from attrs import evolve
+
+from alpa_interchange import DeviceGroup, LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
+from stage_dp import InfeasibleError, Known, price_stages, solve_joint
+
+
+def _problem(memory=100.0):
+    def mesh(devices, scale):
+        rows = (
+            LayerRow(  # keeps 8 bytes per microbatch
+                forward=Affine(scale),
+                backward_input=Affine(2 * scale),
+                activation_bytes=Affine(8.0),
+            ),
+            LayerRow(  # computes a quarter again and keeps 2
+                forward=Affine(scale),
+                backward_input=Affine(3 * scale),
+                activation_bytes=Affine(2.0),
+                recomputation="full",
+            ),
+        )
+        return MeshMenu(
+            submesh=SubmeshSpec(num_hosts=1, devices_per_host=devices),
+            logical=LogicalMesh(axes=(MeshAxis(name="x", size=devices),)),
+            rows=(rows,),
+        )
+
+    return JointProblem(
+        menu=LayerMenu(class_of_layer=(0,) * 4, meshes=(mesh(1, 1.0), mesh(2, 0.6))),
+        batch_size=8,
+        device_groups=(DeviceGroup(num_hosts=1, devices_per_host=2, memory=memory),),
+        counts=(1, 2, 4, 8),
+        schedules=("1f1b",),
+    )
+
+
+def test_the_stages_that_were_found_cost_what_the_search_says():
+    problem = _problem()
+    found = solve_joint(problem)
+    stages = [(stage.layer_start, stage.layer_stop, stage.mesh) for stage in found.stages]
+    priced = price_stages(problem, stages, found.num_microbatches, found.schedule)
+    assert priced.step_seconds == pytest.approx(found.step_seconds)
+    assert priced.peak_bytes == found.peak_bytes
+
+
+def test_a_pipeline_of_equal_stages_takes_its_paces_and_its_ramp():
+    # two stages of 2 layers: 2 forward, 4 backward; 8 microbatches: (8 + 1) * 6
+    priced = price_stages(_problem(), [(0, 2, 0), (2, 4, 0)], 8, "1f1b")
+    assert priced.step_seconds == pytest.approx(54.0)
+    assert priced.peak_bytes == (32.0, 16.0)  # two and one microbatches in flight of 2 x 8 bytes
+
+
+def test_memory_chooses_rows_and_is_an_error_only_where_none_fit():
+    tight = _problem(memory=26.0)  # 32 needed: one of the first stage's layers keeps less
+    priced = price_stages(tight, [(0, 2, 0), (2, 4, 0)], 8, "1f1b")
+    assert sorted(priced.stages[0].rows) == [0, 1] and priced.stages[1].rows == (0, 0)
+    free = price_stages(tight, [(0, 2, 0), (2, 4, 0)], 8, "1f1b", any_memory=True)
+    assert free.peak_bytes == (32.0, 16.0)
+    with pytest.raises(InfeasibleError, match="within the memory"):
+        price_stages(_problem(memory=3.0), [(0, 2, 0), (2, 4, 0)], 8, "1f1b")
+
+
+def test_stages_that_need_more_devices_than_there_are_are_refused():
+    with pytest.raises(InfeasibleError):
+        price_stages(_problem(), [(0, 2, 1), (2, 4, 1)], 8, "1f1b")
+
+
+def test_many_stages_are_improved_one_by_one():
+    problem = evolve(
+        _problem(), device_groups=(DeviceGroup(num_hosts=2, devices_per_host=2, memory=100.0),)
+    )
+    priced = price_stages(problem, [(k, k + 1, 0) for k in range(4)], 8, "1f1b")
+    assert priced.step_seconds == pytest.approx(11 * 3.0)
+
+
+def test_a_search_from_a_known_pipeline_is_no_slower_and_proves_as_much():
+    problem = _problem()
+    alone = solve_joint(problem)
+    known = Known(stages=((0, 4, 1),), num_microbatches=1, schedule="1f1b")
+    found = solve_joint(problem, known)
+    assert found.step_seconds <= price_stages(problem, *_of(known)).step_seconds
+    assert found.step_seconds == alone.step_seconds
+    assert found.lower_bound == pytest.approx(alone.lower_bound)
+    quick = solve_joint(evolve(problem, proof=False), known)
+    assert quick.lower_bound <= found.step_seconds <= quick.step_seconds
+
+
+def _of(known):
+    return known.stages, known.num_microbatches, known.schedule
