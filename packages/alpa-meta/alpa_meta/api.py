@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from attrs import evolve, frozen
 
-from alpa_interchange import ClusterSpec, ParallelPlan, PipelineSchedule
+from alpa_interchange import ClusterSpec, KeptMenu, ParallelPlan, PipelineSchedule
 from alpa_interchange.plan_text import one_line
 from alpa_meta.compat import trace_settings
 from alpa_meta.errors import PlanError
@@ -25,7 +24,12 @@ from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
-from alpa_meta.step.arguments import abstract_leaf, is_array, num_arguments, positional
+from alpa_meta.step.arguments import (
+    abstract_arguments,
+    is_array,
+    num_arguments,
+    positional,
+)
 from alpa_meta.step.program import Program, Step
 from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
 from cost_model import cluster as cluster_by_name
@@ -81,6 +85,11 @@ class Lowered:
     def plan(self) -> ParallelPlan:
         """The plan."""
         return self.planned.plan
+
+    @functools.cached_property
+    def menu(self) -> KeptMenu | None:
+        """The menu that the plan was chosen from (`alpa_meta.explain`, `replan`), if one was."""
+        return self.planned.kept_menu()
 
     @property
     def from_cache(self) -> bool:
@@ -192,7 +201,7 @@ class ParallelStep:
 
     def _traced(self, call: PureCall) -> Step:
         static = self.options.static_argnums
-        shapes = _abstract_args(call.args, static)
+        shapes = abstract_arguments(call.args, static)
         batch, exact = self.options.batch_argnums, self.options.exact
         plan, offloads = self.options.plan, self.options.offload == "moments"
         if plan is not None:
@@ -205,6 +214,11 @@ class ParallelStep:
         if self._latest is None:
             raise PlanError("the step has no plan yet; call it, or plan_for(state, batch), first")
         return self._cache[self._latest][1].plan
+
+    @property
+    def menu(self) -> KeptMenu | None:
+        """The menu that the plan of the latest call was chosen from, None if none was made."""
+        return None if self._latest is None else self._cache[self._latest][1].menu
 
     @property
     def plan_from_cache(self) -> bool:
@@ -476,20 +490,6 @@ def _named_cluster(name: str) -> ClusterSpec:
         return cluster_by_name(name)
     except ValueError as error:
         raise PlanError(str(error)) from None
-
-
-def _abstract_args(args: tuple[Any, ...], static_argnums: Sequence[int]) -> tuple[Any, ...]:
-    def shape(leaf: Any) -> Any:
-        if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-            return abstract_leaf(leaf)
-        if isinstance(leaf, (bool, int, float, complex)):
-            return np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.result_type(type(leaf))))
-        return leaf
-
-    return tuple(
-        arg if number in static_argnums else jax.tree.map(shape, arg)
-        for number, arg in enumerate(args)
-    )
 
 
 def _rebuild(step: Step, results: Sequence[Any]) -> Any:

@@ -11,6 +11,7 @@ from alpa_interchange.document import (
     to_json,
 )
 from alpa_interchange.graph import Layer, LayerGraph, Op, OpGraph, Value
+from alpa_interchange.kept_menu import KeptMenu, load_menu, menu_path, save_plan
 from alpa_interchange.mesh import DeviceMesh, LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.plan import (
     InputSummary,
@@ -43,6 +44,7 @@ __all__ = [
     "HostGroup",
     "InputSummary",
     "Instruction",
+    "KeptMenu",
     "Layer",
     "LayerGraph",
     "LinkSpec",
@@ -76,6 +78,9 @@ __all__ = [
     "dtype_bytes",
     "from_json",
     "load",
+    "load_menu",
+    "menu_path",
     "save",
+    "save_plan",
     "to_json",
 ]

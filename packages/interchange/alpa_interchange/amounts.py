@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 
 def format_bytes(number: float) -> str:
@@ -57,6 +58,34 @@ def parse_bytes(text: str) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"an amount of memory must be above 0, got {text!r}")
     return value
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return the bytes/s in "100Gb/s" (bits), "12.5 GB/s" (bytes) or "1e9"; ValueError
+    otherwise."""
+    body = text.strip().replace(" ", "")
+    found = re.fullmatch(r"([0-9.eE+-]+?)(?:([kKMGT]?)(i?)(b|bit|B)(?:/s|ps)?)?", body)
+    try:
+        assert found is not None
+        value = float(found[1])
+    except (AssertionError, ValueError):
+        raise ValueError(
+            f"a bandwidth must look like 100Gb/s (bits) or 12.5GB/s (bytes), got {text!r}"
+        ) from None
+    base = 1024 if found[3] else 1000
+    value *= base ** "kMGT".index(found[2].replace("K", "k")) * base if found[2] else 1
+    value /= 1 if found[4] in (None, "B") else 8
+    if not 0 < value < math.inf:
+        raise ValueError(f"a bandwidth must be above 0, got {text!r}")
+    return value
+
+
+def format_bandwidth(number: float) -> str:
+    """Return bytes/s as "12.5 GB/s"."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}/s"
+    return f"{number / 1e3:.3g} kB/s"
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:

@@ -14,8 +14,9 @@ import os
 import re
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import numpy as np
 from attrs import fields, has
@@ -274,10 +275,39 @@ def _converter(side_car: _SideCar) -> Converter:
     converter.register_structure_hook_factory(
         has, lambda kind: make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
     )
+    converter.register_structure_hook_factory(
+        _is_by_pair, lambda kind: lambda data, _: _read_by_pair(converter, data, kind)
+    )
+    converter.register_unstructure_hook_factory(
+        _is_by_pair,
+        lambda kind: (
+            lambda pairs: {
+                f"{a},{b}": converter.unstructure(value) for (a, b), value in pairs.items()
+            }
+        ),
+    )
     converter.register_unstructure_hook_factory(
         has, lambda kind: make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=True)
     )
     return converter
+
+
+def _is_by_pair(kind: Any) -> bool:
+    """Return whether a type is a mapping from pairs of integers, which JSON keys name "a,b"."""
+    arguments = get_args(kind)
+    return get_origin(kind) is Mapping and arguments[0] == tuple[int, int]
+
+
+def _read_by_pair(converter: Converter, data: Any, kind: Any) -> dict[tuple[int, int], Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"must be an object, got {data!r}")
+    found = {}
+    for name, value in data.items():
+        first, comma, second = str(name).partition(",")
+        if not (comma and first.isdecimal() and second.isdecimal()):
+            raise ValueError(f"a key must be two numbers such as '0,1', got {name!r}")
+        found[int(first), int(second)] = converter.structure(value, get_args(kind)[1])
+    return found
 
 
 def _float_text(number: float) -> float | str:

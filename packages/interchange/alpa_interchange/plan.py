@@ -85,6 +85,8 @@ class StageSharding:
     activation_specs: Mapping[str, ShardingSpec]
     memory: Mapping[str, float]  # predicted bytes per device by name
     communication: Mapping[str, float] = field(factory=dict)  # bytes per device and step, by kind
+    # Seconds per step of collectives, by phase: forward, backward, update. None: not known.
+    collective_seconds: Mapping[str, float] | None = None
     replicated_ops: tuple[str, ...] = ()  # operators without a sharding rule
     executor: str = field(default="shard_map", validator=OneOf("shard_map", "constraint"))
     operators: tuple[OperatorSharding, ...] = ()  # none in plans of schema 0.1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from alpa_interchange.amounts import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from alpa_interchange.mesh import LogicalMesh
     from alpa_interchange.plan import ParallelPlan
 
 COLUMNS = ("stage", "layers", "devices", "mesh", "forward", "backward", "memory")
@@ -35,21 +36,34 @@ def stage_rows(plan: ParallelPlan) -> list[Sequence[str]]:
         zip(plan.stage_plan.stages, plan.shardings, strict=True)
     ):
         one = stage.candidate
-        last = one.layer_stop - 1
-        layers = f"{one.layer_start}" if last == one.layer_start else f"{one.layer_start}-{last}"
-        axes = [f"{axis.name} {axis.size}" for axis in sharding.mesh.logical.axes]
         rows.append(
             (
                 str(number),
-                layers,
+                number_text(range(one.layer_start, one.layer_stop)),
                 f"{one.submesh.num_hosts} x {one.submesh.devices_per_host}",
-                " x ".join(axes) or "1",
+                mesh_text(sharding.mesh.logical),
                 format_seconds(one.forward_seconds),
                 format_seconds(one.backward_seconds),
                 format_bytes(sharding.peak_bytes),
             )
         )
     return rows
+
+
+def mesh_text(mesh: LogicalMesh) -> str:
+    """Return a logical mesh as "data 2 x model 4"."""
+    return " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes) or "1"
+
+
+def number_text(numbers: Iterable[int]) -> str:
+    """Return numbers as "0-3, 8"."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def plan_text(plan: ParallelPlan) -> str:

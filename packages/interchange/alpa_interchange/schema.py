@@ -136,6 +136,12 @@ def _of_type(hint: Any, found: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
     if origin is Mapping and arguments[0] is str:
         return {"type": "object", "additionalProperties": _of_type(arguments[1], found)}
+    if origin is Mapping and arguments[0] == tuple[int, int]:
+        return {
+            "type": "object",
+            "patternProperties": {"^[0-9]+,[0-9]+$": _of_type(arguments[1], found)},
+            "additionalProperties": False,
+        }
     raise TypeError(f"fields of interchange classes cannot be of type {hint!r}")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from alpa_interchange import ShardingProblem
-from alpa_meta.compat import Literal, Var, is_drop, shape_of
+from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.recomputation import clones_of_layers
 from alpa_meta.inter_op.split_backward import by_weight, kept_for_weights
@@ -24,6 +24,7 @@ from alpa_meta.inter_op.window import Window
 from alpa_meta.intra_op.liveness import KINDS, PHASES
 from alpa_meta.intra_op.memory_profile import Peak
 from alpa_meta.intra_op.selection import Selection
+from alpa_meta.step.program import Program
 
 HELD = ("state", "gradients", "activations", "delayed")  # what values are held as
 
@@ -91,7 +92,7 @@ class ScopeFacts:
     def held(self) -> dict[str, _Held]:
         """The values that layers hold, as what."""
         scope, found = self.scope, {name: _Held() for name in HELD}
-        home = _state_layers(scope)
+        home = state_layers(scope.eqns.eqns, scope.layers, scope.eqns.carried)
         read = (atom for eqn in scope.eqns.eqns for atom in eqn.invars)
         for var in dict.fromkeys(atom for atom in read if isinstance(atom, Var)):
             if var in scope.eqns.state and var not in scope.eqns.offloaded:
@@ -229,6 +230,32 @@ class LayerCosts:
             selection.memory.peak_of(usage),
         )
 
+    def sent(
+        self, choice: Sequence[int], kind: str = "none", size: int = 0
+    ) -> Mapping[str, np.ndarray]:
+        """Return [layers, axes, 2] the seconds of `under` that links take: of each phase, and of
+        "by_weight" in the backward. The last dim grows with an axis' latency, with 1 / bandwidth.
+        """
+        facts, selection, count = self.facts, self.selection, self.num_layers
+        parts = selection.sent.under(len(facts.layers), choice, size)
+        found = {name: np.zeros((count, *parts.shape[1:])) for name in (*PHASES, "by_weight")}
+        sending = np.flatnonzero(parts.any(axis=(1, 2)))
+        for k in sending.tolist():
+            found[PHASES[facts.phases[k]]][facts.layers[k]] += parts[k]
+            if facts.delayed[k]:
+                found["by_weight"][facts.layers[k]] += parts[k]
+        if kind != "none":
+            for k in np.intersect1d(sending, self._recomputed(kind)[0].equations).tolist():
+                found["backward"][facts.layers[k]] += parts[k]
+        for group, sizes in selection.traffic.groups(choice).items():
+            runs = 1.0 if group.phase == "update" else self._ratio(size)
+            beyond = selection.costs.links.buckets((group.kind, 0.0, group.axes), sizes)
+            found[group.phase] += runs * group.times * beyond / count
+        back = self._back
+        return {
+            name: part[self._forth if name == "forward" else back] for name, part in found.items()
+        }
+
     def floors(self, size: int = 0) -> np.ndarray:
         """Return [layers, 2] seconds no choice can beat, of the microbatches and of the update.
 
@@ -330,19 +357,30 @@ def solved_costs(
     return LayerCosts(scope, selection, num_layers, window).under(choice)
 
 
-def _state_layers(scope: StageScope) -> dict[Var, int]:
+def state_layers(
+    eqns: Sequence[JaxprEqn], layers: Sequence[int | None], carried: Sequence[tuple[Var, Var]]
+) -> dict[Var, int]:
     """Return the layer of each state input: of the equation that replaces it, else of its
     reader."""
     produced = {
         var: layer
-        for eqn, layer in zip(scope.eqns.eqns, scope.layers, strict=True)
+        for eqn, layer in zip(eqns, layers, strict=True)
         for var in eqn.outvars
         if layer is not None
     }
-    home = {old: produced[new] for new, old in scope.eqns.carried if new in produced}
-    for eqn, layer in zip(scope.eqns.eqns, scope.layers, strict=True):
+    home = {old: produced[new] for new, old in carried if new in produced}
+    for eqn, layer in zip(eqns, layers, strict=True):
         if layer is not None:
             for atom in eqn.invars:
                 if not isinstance(atom, Literal):
                     home.setdefault(atom, layer)
     return home
+
+
+def state_by_layer(program: Program, home: Mapping[Var, int]) -> dict[int, list[Var]]:
+    """Return the state inputs of each layer, in the program's order, by their layers (`home`)."""
+    found: dict[int, list[Var]] = {}
+    for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
+        if leaf.role == "state" and var in home:
+            found.setdefault(home[var], []).append(var)
+    return found

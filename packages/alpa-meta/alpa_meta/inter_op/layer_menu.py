@@ -19,7 +19,8 @@ from alpa_interchange.menu import RECOMPUTATIONS, LayerMenu, MeshMenu
 from alpa_meta.compat import Var
 from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layer_boundaries import Boundary, boundaries
-from alpa_meta.inter_op.mesh_rows import LEAN_STEPS, MeshRows, Sized
+from alpa_meta.inter_op.mesh_rows import LEAN_STEPS, MeshRows, StateSpecs
+from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
 from alpa_meta.options import Options
 from alpa_meta.pinning import Pin, UnfitPinError
@@ -56,6 +57,8 @@ class MenuBuilder:
     steps: int = LEAN_STEPS  # prices of memory to try beside the first, where memory is tight
     # Bytes per sample that cross forward, by mesh and layout.
     crossing: dict[tuple[SubmeshSpec, LogicalMesh, int], float] = field(factory=dict)
+    # By mesh and key of the row, the specs of each class' state, in the order of the inputs.
+    state: dict[tuple[SubmeshSpec, LogicalMesh, str], StateSpecs] = field(factory=dict)
     _boundaries: dict[int, dict[int, Boundary]] = field(factory=dict)
     _scopes: dict[int, list[StageScope]] = field(factory=dict)  # by id of the outlook
 

@@ -17,19 +17,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 
-from alpa_interchange import LogicalMesh, ShardingSolution, SubmeshSpec
-from alpa_interchange.menu import Affine, LayerFloor, LayerRow, MeshMenu
-from alpa_meta.compat import is_drop, shape_of
-from alpa_meta.inter_op.candidates import Outlook, input_pins, solve_lean, totals_share
+from alpa_interchange import LogicalMesh, ShardingSolution, ShardingSpec, SubmeshSpec
+from alpa_interchange.menu import Affine, AxisPart, LayerFloor, LayerRow, MeshMenu
+from alpa_meta.compat import Var, is_drop, shape_of
+from alpa_meta.inter_op.candidates import input_pins, solve_lean, totals_share
 from alpa_meta.inter_op.layer_boundaries import Boundary
-from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
+from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts, state_by_layer, state_layers
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.inter_op.row_lines import RowLine, Sized, axis_parts, minus, without
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
+from alpa_meta.intra_op.bucketed_traffic import conversion_steps
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
+from alpa_meta.intra_op.stage_problem import Source
 
 if TYPE_CHECKING:
     from alpa_meta.inter_op.layer_menu import MenuBuilder
@@ -47,17 +50,7 @@ SAME_SECONDS, SAME_BYTES = 0.002, 0.02
 TIGHT = 0.8
 
 
-@frozen(eq=False)
-class Sized:
-    """The program with microbatches of `samples` examples, and one kind of recomputation."""
-
-    samples: int
-    recomputation: str
-    outlook: Outlook
-
-    @property
-    def count(self) -> int:
-        return self.outlook.program.num_microbatches
+StateSpecs = tuple[tuple[ShardingSpec, ...], ...]
 
 
 class MeshProblem:
@@ -93,6 +86,20 @@ class MeshProblem:
     def under(self, choice: Sequence[int], kind: str, sized: Sized) -> StageCosts:
         """Return what a choice costs at one of the sizes."""
         return self.costs.under(choice, kind, self.sizes.index(sized))
+
+    def sent(self, choice: Sequence[int], kind: str, sized: Sized) -> Mapping[str, np.ndarray]:
+        """Return what links take of what a choice costs at one of the sizes."""
+        return self.costs.sent(choice, kind, self.sizes.index(sized))
+
+    def state_specs(self, layer: int, choice: Sequence[int]) -> tuple[ShardingSpec, ...]:
+        """Return the specs of the state that a layer of the window updates."""
+        return tuple(self.selection.spec(var, choice) for var in self._state_of.get(layer, ()))
+
+    @functools.cached_property
+    def _state_of(self) -> Mapping[int, Sequence[Var]]:
+        scope = self.costs.facts.scope
+        home = state_layers(scope.eqns.eqns, scope.layers, scope.eqns.carried)
+        return state_by_layer(self.main.outlook.program, home)
 
     def for_samples(self, samples: int) -> Selection | None:
         """Return the problem without what splits the batch into parts that do not divide `samples`;
@@ -255,6 +262,8 @@ class MeshRows:
         split = problem.split(choice)
         here, there = _line_ends(problem.sizes, split)
         costs = problem.under(choice, kind, here), problem.under(choice, kind, there)
+        links = problem.sent(choice, kind, here), problem.sent(choice, kind, there)
+        specs: list[tuple[ShardingSpec, ...]] = [()] * len(self.rows)
         window = problem.main.outlook.window
         crossing = self.builder.boundaries(problem.main)
         at = {layer: self._layout(one, problem, choice) for layer, one in crossing.items()}
@@ -268,11 +277,14 @@ class MeshRows:
                 continue
             seen.add(number)
             forth, back = window.layer_of[layer]
-            line = _Line(layer, (here, there), costs)
+            specs[number] = problem.state_specs(back, choice)
+            line = RowLine(layer, (here, there), costs, links)
             weight = line.affine("by_weight")
+            sent_weight = line.sent("by_weight")
+            once = links[0]["update"][layer] + totals * links[0]["forward"][layer]
             row = LayerRow(
                 forward=line.affine("forward"),
-                backward_input=_minus(line.affine("backward"), weight),
+                backward_input=minus(line.affine("backward"), weight),
                 backward_weight=weight,
                 step_seconds=float(costs[0].update[layer] + totals * costs[0].forward[layer]),
                 state_bytes=float(costs[0].state[layer] + costs[0].gradients[layer]),
@@ -284,8 +296,13 @@ class MeshRows:
                 layout_out=at[back],
                 recomputation=kind,
                 key=key,
+                forward_sent=line.sent("forward"),
+                backward_input_sent=without(line.sent("backward"), sent_weight),
+                backward_weight_sent=sent_weight,
+                step_sent=axis_parts([(Affine(float(a)), Affine(float(b))) for a, b in once]),
             )
             self.rows[number].append(row)
+        self.builder.state[self.submesh, self.mesh, key] = tuple(specs)
 
     def _nothing(self) -> int:
         if () not in self.layouts:
@@ -311,12 +328,14 @@ class MeshRows:
             return None
         largest = self.builder.sizes["none"][-1].samples
         self.rows = [_undominated(rows, largest) for rows in self.rows]
+        changes = self._conversions()
         return MeshMenu(
             submesh=self.submesh,
             logical=self.mesh,
             rows=tuple(map(tuple, self.rows)),
             layouts=tuple(" ".join(label) for label in self.layouts),
-            conversion=self._conversions(),
+            conversion={pair: seconds for pair, (seconds, _) in changes.items()},
+            conversion_sent={pair: sent for pair, (_, sent) in changes.items()},
             floors=self._floors(),
         )
 
@@ -348,7 +367,7 @@ class MeshRows:
             )
         return tuple((floor,) for floor in found)
 
-    def _conversions(self) -> dict[tuple[int, int], Affine]:
+    def _conversions(self) -> dict[tuple[int, int], tuple[Affine, tuple[AxisPart, ...]]]:
         """Return the seconds between layouts that layers next to each other leave and want."""
         pairs = {
             (one.layout_out, other.layout_in)
@@ -358,22 +377,24 @@ class MeshRows:
         }
         return {pair: self._conversion(*pair) for pair in sorted(pairs) if pair[0] != pair[1]}
 
-    def _conversion(self, before: int, after: int) -> Affine:
+    def _conversion(self, before: int, after: int) -> tuple[Affine, tuple[AxisPart, ...]]:
         (one, problem, choice), (other, its, its_choice) = self._values[before], self._values[after]
         if one.kinds != other.kinds:
-            return Affine()
-        seconds = 0.0
+            return Affine(), ()
+        seconds, sent = 0.0, np.zeros((len(self.mesh.axes), 2))
         for number, (var, twin) in enumerate(zip(one.values, other.values, strict=True)):
             here, there = problem.selection.spec(var, choice), its.selection.spec(twin, its_choice)
             if here == there:
                 continue
             if not one.kinds[number][0]:
                 here, there = there, here  # cotangents go the other way
-            found = self.costs.conversion_seconds(
-                shape_of(var), tensor_bytes(var), (here,), (there,), in_buckets=False
-            )
-            seconds += float(found[0, 0]) if math.isfinite(found[0, 0]) else 0.0
-        return Affine(0.0, seconds / problem.main.samples)
+            source = Source(None, (here,), shape_of(var), tensor_bytes(var))
+            for step in conversion_steps(self.costs, source, here, there, in_buckets=False):
+                whole, parts = self.costs.links.collective(step, in_buckets=False)
+                seconds, sent = seconds + whole, sent + parts
+        samples = problem.main.samples
+        each = [(Affine(0.0, float(a)), Affine(0.0, float(b))) for a, b in sent / samples]
+        return Affine(0.0, seconds / samples), axis_parts(each)
 
 
 def _widest(held: Mapping[float, float]) -> tuple[float, float]:
@@ -385,33 +406,6 @@ def _line_ends(sizes: Sequence[Sized], split: int) -> tuple[Sized, Sized]:
     """Return the least and the greatest of the sizes that `split` parts divide."""
     found = sorted((one for one in sizes if one.samples % split == 0), key=lambda one: one.samples)
     return (found[0], found[-1]) if found else (sizes[0], sizes[0])
-
-
-@frozen(eq=False)
-class _Line:
-    """What one layer costs at two sizes, which may be one."""
-
-    layer: int
-    sizes: tuple[Sized, Sized]
-    costs: tuple[StageCosts, StageCosts]
-
-    def affine(self, what: str) -> Affine:
-        """Return a quantity of one microbatch, as a line without negative parts."""
-        per_step = what in ("forward", "backward", "by_weight")
-        here, there = (
-            float(getattr(costs, what)[self.layer]) / (sized.count if per_step else 1)
-            for sized, costs in zip(self.sizes, self.costs, strict=True)
-        )
-        size, other = (sized.samples for sized in self.sizes)
-        if size == other:
-            return Affine(0.0, here / size)
-        each = max((there - here) / (other - size), 0.0)
-        fixed = here - each * size
-        return Affine(fixed, each) if fixed >= 0 else Affine(0.0, here / size)
-
-
-def _minus(whole: Affine, part: Affine) -> Affine:
-    return Affine(max(whole.fixed - part.fixed, 0.0), max(whole.each - part.each, 0.0))
 
 
 def _undominated(rows: Sequence[LayerRow], samples: int) -> list[LayerRow]:

@@ -111,6 +111,23 @@ def completion_steps(
         yield kind, bytes / parts, axes
 
 
+def conversion_steps(
+    costs: MeshCosts, source: Source, here: ShardingSpec, there: ShardingSpec, in_buckets: bool
+) -> Iterator[Sent]:
+    """Yield the collectives that turn a value from one spec into another."""
+    mesh = costs.mesh
+    local = source.bytes / mesh.size(tuple(axis for dim in here.dims for axis in dim))
+    conversions = costs.bucketed if in_buckets else costs.conversions
+    for step in conversions.steps(source.shape, source.bytes, here, there):
+        size = mesh.size(step.axes)
+        if step.kind == "all-gather":
+            local *= size
+        if step.kind not in FREE:
+            yield step.kind, local, step.axes
+        if step.kind in ("slice", "reduce-scatter"):
+            local /= size
+
+
 def own_sums(
     eqn: JaxprEqn, rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh
 ) -> Iterator[Sent]:
@@ -258,23 +275,9 @@ class BucketedTraffic:
         def sent(choice: Sequence[int]) -> Iterator[Sent]:
             assert source.node is not None
             here, there = source.specs[choice[source.node]], wanted[choice[node]]
-            return self._conversion_steps(source, here, there)
+            return conversion_steps(self.costs, source, here, there, in_buckets=True)
 
         self.add(phase, times, source.bytes, sent, count)
-
-    def _conversion_steps(
-        self, source: Source, here: ShardingSpec, there: ShardingSpec
-    ) -> Iterator[Sent]:
-        mesh = self.costs.mesh
-        local = source.bytes / mesh.size(tuple(axis for dim in here.dims for axis in dim))
-        for step in self.costs.bucketed.steps(source.shape, source.bytes, here, there):
-            size = mesh.size(step.axes)
-            if step.kind == "all-gather":
-                local *= size
-            if step.kind not in FREE:
-                yield step.kind, local, step.axes
-            if step.kind in ("slice", "reduce-scatter"):
-                local /= size
 
     def sums(
         self,

@@ -6,6 +6,7 @@ What an equation is given is elsewhere: an operand to follow (`light_equations`)
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
@@ -29,10 +30,11 @@ from alpa_meta.intra_op.light_equations import following_strategies, leading_ope
 from alpa_meta.intra_op.liveness import KINDS, Span, Timeline
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
 from alpa_meta.intra_op.mesh_costs import Conversion, MeshCosts
-from alpa_meta.intra_op.operator_seconds import operator_seconds
+from alpa_meta.intra_op.operator_seconds import operator_seconds, strategy_sends
 from alpa_meta.intra_op.other_sizes import others_of
 from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
 from alpa_meta.intra_op.regions import barrier_record, region_record
+from alpa_meta.intra_op.sent_seconds import SentSeconds
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 from alpa_meta.operators import (
     is_heavy,
@@ -43,6 +45,8 @@ from alpa_meta.operators import (
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
 from ilp_sharding.problem_builder import ProblemBuilder
+
+SENDING = ("permutation", "reduction")  # factors whose sharding costs collectives in an operator
 
 
 @frozen(eq=False)
@@ -56,6 +60,8 @@ class _Operator:
     seconds: Priced
     late: bool  # sums that it completes travel in buckets
     partial: bool  # sums may be left to be completed
+    together: int  # equations whose sums are sent with its own
+    sends: bool  # there may be collectives inside it
 
 
 class Builder:
@@ -91,6 +97,7 @@ class Builder:
         self._together = sums_together(stage, is_heavy)
         self._phase = "forward"
         self.traffic = BucketedTraffic(costs)
+        self.sent = SentSeconds(costs)
         self._times = 1  # that the equation walked over counts (`Window`)
         self._read_times: dict[int, int] = {}  # and its reads, by the id of the source
 
@@ -307,6 +314,16 @@ class Builder:
         if found.late and rule is not None:
             self._note_sums(eqn, rule, node, strategies, weight)
         self._add_cost(node, found.seconds)
+        if rule is not None and found.sends:
+            of = (eqn, *self._others.eqns.get(id(eqn), ()))
+            weights = (weight, *self._weights(weight))
+            sends = [
+                functools.partial(
+                    strategy_sends, self.costs, one, rule, found.late, found.together, times
+                )
+                for one, times in zip(of, weights, strict=False)
+            ]
+            self.sent.operator(self._position, node, strategies, sends, found.seconds)
         columns = self.costs.columns(strategies)
         num_copies = len(self._copies)
         for number, var in zip(shape.read_at, shape.reads, strict=True):
@@ -365,7 +382,10 @@ class Builder:
                 priced = operator_seconds(self.costs, twin, rule, strategies, late, together)
                 seconds.append(times * priced)
             partial = self.costs.layouts.leaves_sums(number(strategies))
-            known = _Operator(rule, leader, node, strategies, tuple(seconds), late, partial)
+            sends = rule is not None and any(f.kind in SENDING for f in rule.factors)
+            known = _Operator(
+                rule, leader, node, strategies, tuple(seconds), late, partial, together, sends
+            )
             self._operators[alike] = known
         return known
 
@@ -438,6 +458,7 @@ class Builder:
             )
         weighted = zip([matrix, *others], [weight, *self._weights(weight)], strict=True)
         seconds = tuple([matrix * times for matrix, times in weighted])
+        self.sent.completion(self._position, natural, node, finals, late, seconds)
         self._add_edge(natural.node, node, seconds, self._times, self._position)
         return evolve(natural, node=node, specs=finals)
 
@@ -497,6 +518,7 @@ class Builder:
             times = self._read_times.get(id(source), self._times)
             priced = self._weighted(found, source, wanted, weight, in_buckets)
             home = self._home.get(id(source), self._position)
+            self.sent.conversion(self._position, source, node, wanted, in_buckets, priced)
             self._add_edge(source.node, node, priced, times, home)
             if in_buckets:
                 self._note_conversion(source, node, wanted, weight, found.seconds, times)

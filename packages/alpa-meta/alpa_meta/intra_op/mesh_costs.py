@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import field, frozen
@@ -14,6 +14,9 @@ from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
 from alpa_meta.intra_op.layouts import Columns, Layouts, layouts_of
 from cost_model import CostModel
 from ilp_sharding.spec_conversion import Conversions, ConversionTable, nominal_bytes
+
+if TYPE_CHECKING:
+    from alpa_meta.intra_op.sent_seconds import LinkParts
 
 
 @frozen(eq=False)
@@ -56,6 +59,13 @@ class MeshCosts:
         if in_buckets:
             return self.bucket_share_seconds(kind, bytes, axes)
         return float(self.model.collective_seconds(kind, bytes, self._axes(axes)))
+
+    @functools.cached_property
+    def links(self) -> LinkParts:
+        """Return what splits seconds into those of the axes' links."""
+        from alpa_meta.intra_op.sent_seconds import LinkParts  # which is made of these costs
+
+        return LinkParts(self)
 
     @functools.cached_property
     def bucketed(self) -> Conversions:

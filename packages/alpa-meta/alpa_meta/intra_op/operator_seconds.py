@@ -10,7 +10,7 @@ from alpa_interchange import LogicalMesh, ShardingRule, Strategy
 from alpa_meta.compat import JaxprEqn
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.arithmetic import arithmetic
-from alpa_meta.intra_op.bucketed_traffic import Sent
+from alpa_meta.intra_op.bucketed_traffic import Sent, own_sums
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.operators import (
     flops,
@@ -107,6 +107,28 @@ def _inner_seconds(
                 known[size, axes] = found
             totals[place] += known[size, axes]
     return totals
+
+
+def strategy_sends(
+    costs: MeshCosts,
+    eqn: JaxprEqn,
+    rule: ShardingRule,
+    late: bool,
+    together: int,
+    times: float,
+    strategy: Strategy,
+) -> Iterator[tuple[Sent, bool, float]]:
+    """Yield the collectives that `operator_seconds` counts for a strategy, `times` a step: what is
+    sent, whether in buckets, and how often it counts."""
+    exchanged = {factor.name for factor in rule.factors if factor.kind == "permutation"}
+    if any(name in exchanged for name, _ in strategy.assignment):
+        for sent in (operator_of(eqn).exchanges or _halos)(eqn, strategy, costs.mesh):
+            yield sent, False, times
+    for kind, size, axes in own_sums(eqn, rule, strategy, costs.mesh):
+        if late:
+            yield (kind, size, axes), True, times
+        else:
+            yield (kind, size * together, axes), False, times / together
 
 
 def _halos(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> Iterator[Sent]:

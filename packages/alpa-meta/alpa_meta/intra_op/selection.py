@@ -32,6 +32,7 @@ from alpa_meta.intra_op.coarse_solution import Classes
 from alpa_meta.intra_op.equation_seconds import EquationSeconds
 from alpa_meta.intra_op.memory_profile import MemoryProfile
 from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.sent_seconds import SentSeconds
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 from alpa_meta.spmd import JaxprPlan, RegionPlan
 
@@ -47,6 +48,7 @@ class Selection:
     costs: MeshCosts
     seconds: EquationSeconds
     traffic: BucketedTraffic
+    sent: SentSeconds
     memory: MemoryProfile
     times: Sequence[int]  # of the memory, at which each equation begins
     classes: Classes | None = None  # of strategies that differ by the use of equal axes only
@@ -83,6 +85,7 @@ def build(
         costs,
         builder.equation_seconds(len(records)),
         builder.traffic,
+        builder.sent,
         memory,
         tuple(builder.times),
         builder.classes(problem.edge_cost.size),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
 
 import stage_dp
 from alpa_interchange import (
+    KeptMenu,
     ParallelPlan,
     PlacedStage,
     ShardingSolution,
     StageCandidate,
     StagePlan,
+    load,
 )
 from alpa_meta.execution.tasks import Tasks, build_tasks
 from alpa_meta.inter_op.candidates import (
@@ -52,7 +55,9 @@ strategies."""
 class Planned:
     """A plan together with the program it is for, ready to be compiled.
 
-    `cached`: it was found by an earlier search, of this or another process.
+    `cached`: it was found by an earlier search, of this or another process. `menu`: what it was
+    chosen from, or the file that holds it; None for plans that were not searched for or that no
+    menu was made for.
     """
 
     plan: ParallelPlan
@@ -61,6 +66,11 @@ class Planned:
     selections: tuple[Selection, ...]
     tasks: Tasks
     cached: bool = False
+    menu: KeptMenu | Path | None = None
+
+    def kept_menu(self) -> KeptMenu | None:
+        """Return the menu, read where it is in a file."""
+        return load(self.menu, KeptMenu) if isinstance(self.menu, Path) else self.menu
 
 
 def stage_selection(

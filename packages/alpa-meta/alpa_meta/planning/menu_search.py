@@ -29,8 +29,8 @@ from alpa_interchange.menu import (
     LayerMenu,
 )
 from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
-from alpa_meta.inter_op.mesh_rows import Sized
 from alpa_meta.inter_op.meshes import device_groups, usable_memory
+from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.inter_op.short_step import KEPT, ShortStep
 from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.operators.regions import is_scan
@@ -40,6 +40,9 @@ from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of, short_ste
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
+Crossing = Sequence[Sequence[float]]
+"""Bytes per sample that a stage sends forward: `crossing[mesh][layout]`."""
+
 
 @frozen(eq=False)
 class MenuSearch:
@@ -47,6 +50,7 @@ class MenuSearch:
 
     builder: MenuBuilder
     menu: LayerMenu
+    crossing: Crossing
     problem: JointProblem
     plan: JointPlan
 
@@ -69,7 +73,7 @@ class MenuSearch:
             for group in self.problem.device_groups
         )
         problem = evolve(self.problem, device_groups=groups)
-        plan = stage_dp.solve_joint(problem, start=self.plan)
+        plan = stage_dp.solve_joint(problem, self.plan)
         bound = min(self.plan.lower_bound, plan.lower_bound)
         return evolve(self, problem=problem, plan=evolve(plan, lower_bound=bound))
 
@@ -126,6 +130,10 @@ def search_menu(
     menu = menu_of(builder, meshes, memory)
     if menu is None:
         return None
+    crossing = tuple(
+        tuple(builder.crossing[mesh.submesh, mesh.logical, k] for k in range(len(mesh.layouts)))
+        for mesh in menu.meshes
+    )
     if counts is None:  # larger microbatches than any the menu was made from have no bound
         largest = sized["none"][-1].samples
         possible = stage_dp.microbatch_counts(batch)
@@ -134,23 +142,29 @@ def search_menu(
         menu=menu,
         batch_size=batch,
         device_groups=device_groups(cluster, options.memory),
-        boundary=_boundary(menu, builder, model),
+        boundary=boundary_of(menu, crossing, model),
         counts=tuple(counts),
         schedules=SCHEDULES if options.schedule is None else (options.schedule,),
         num_stages=options.num_stages,
     )
-    return MenuSearch(builder, menu, problem, stage_dp.solve_joint(problem))
+    return MenuSearch(builder, menu, crossing, problem, stage_dp.solve_joint(problem))
 
 
-def _boundary(menu: LayerMenu, builder: MenuBuilder, model: CostModel) -> Boundary:
+def boundary_of(menu: LayerMenu, crossing: Crossing, model: CostModel) -> Boundary:
+    """Return what crossing from mesh to mesh costs, each time on the link that it crosses."""
+    known: dict[tuple[SubmeshSpec, SubmeshSpec, str, float], Affine] = {}
+
     def seconds(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link: str) -> Affine:
-        source, target = menu.meshes[mesh_a], menu.meshes[mesh_b]
-        each = builder.crossing[source.submesh, source.logical, layout_out]
-        one, two = (
-            float(model.transfer_seconds(size, source.submesh, target.submesh, link))
-            for size in (each, 2 * each)
-        )
-        return Affine(max(2 * one - two, 0.0), max(two - one, 0.0))
+        source, target = menu.meshes[mesh_a].submesh, menu.meshes[mesh_b].submesh
+        each = crossing[mesh_a][layout_out]
+        key = (source, target, link, each)
+        if key not in known:
+            one, two = (
+                float(model.transfer_seconds(size, source, target, link))
+                for size in (each, 2 * each)
+            )
+            known[key] = Affine(max(2 * one - two, 0.0), max(two - one, 0.0))
+        return known[key]
 
     return seconds
 

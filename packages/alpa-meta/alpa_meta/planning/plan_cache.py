@@ -72,7 +72,7 @@ def searched_once(
         return found
     planned = search()
     try:
-        store.save(key, planned.plan)
+        store.save(key, planned.plan, planned.kept_menu())
     except OSError as error:
         _LOG.warning("the plan cannot be kept in %s: %s", store.folder, error)
     return planned
@@ -83,7 +83,7 @@ def _found(
 ) -> Planned | None:
     try:
         plan = store.load(key)
-        return None if plan is None else evolve(restore(plan), cached=True)
+        return None if plan is None else evolve(restore(plan), cached=True, menu=store.menu(key))
     # DocumentError and PlanError are ValueErrors; the others are what odd values lead to
     except (ValueError, LookupError, TypeError, OSError) as error:
         warnings.warn(

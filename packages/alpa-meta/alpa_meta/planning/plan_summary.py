@@ -23,6 +23,7 @@ from alpa_meta.inter_op.candidates import (
     Outlook,
 )
 from alpa_meta.inter_op.layering import Layering, tensor_bytes
+from alpa_meta.inter_op.sent_costs import collective_seconds
 from alpa_meta.inter_op.stage_selection import boundary_bytes
 from alpa_meta.intra_op.folding import fold_keys, layer_classes
 from alpa_meta.intra_op.selection import Selection
@@ -89,6 +90,7 @@ def stage_sharding(
         state_specs=state,
         activation_specs=activations,
         memory=memory,
+        collective_seconds=collective_seconds(selection, choice),
         replicated_ops=tuple(name for name in replicated if name not in freed),
         executor=chosen,
         freed_ops=freed,

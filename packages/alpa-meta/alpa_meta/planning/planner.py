@@ -35,6 +35,7 @@ from alpa_meta.planning.chosen_plan import (
 )
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
+from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits
 from alpa_meta.planning.memory_floor import check_state_fits
 from alpa_meta.planning.menu_search import MenuSearch, search_menu, sized_programs
@@ -126,7 +127,8 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         raise with_remedies(least, step, cluster, options, _plan_as_told)
     program = evolve(best.plan.program, uncut=uncut)
     bound = min(*bounds, best.plan.step_seconds)
-    return evolve(best, plan=evolve(best.plan, program=program, lower_bound=bound))
+    menu = next((one.menu for one in prospects if one.menu is not None), None)
+    return evolve(best, menu=menu, plan=evolve(best.plan, program=program, lower_bound=bound))
 
 
 def _finished(prospects: list[Prospect], failed: list[InfeasibleError]) -> Planned | None:
@@ -175,7 +177,9 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> tuple[Prospect
     def finished() -> Planned:
         return _finish_menu(search, outlook.num_layers, step, model, options)
 
-    return Prospect(plan.step_seconds, finished), plan.lower_bound
+    return Prospect(
+        plan.step_seconds, finished, keep(search, outlook, step, cluster, options)
+    ), plan.lower_bound
 
 
 def _finish_menu(

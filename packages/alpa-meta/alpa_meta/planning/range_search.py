@@ -17,6 +17,7 @@ from attrs import evolve, frozen
 import stage_dp
 from alpa_interchange import (
     ClusterSpec,
+    KeptMenu,
     ShardingSolution,
     StageCandidate,
     StagePlan,
@@ -70,11 +71,13 @@ class _Search:
 class Prospect:
     """A plan before its stages are solved exactly: its predicted seconds, and what does so.
 
-    `finish` raises InfeasibleError where the stages turn out not to fit.
+    `finish` raises InfeasibleError where the stages turn out not to fit; `menu` is what it was
+    chosen from.
     """
 
     seconds: float
     finish: Callable[[], Planned]
+    menu: KeptMenu | None = None
 
 
 def plan_by_ranges(

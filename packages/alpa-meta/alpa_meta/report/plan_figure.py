@@ -14,7 +14,8 @@ from matplotlib.patches import Rectangle
 from alpa_interchange import TensorType
 from alpa_interchange.amounts import counted, format_bytes, format_seconds
 from alpa_interchange.plan import ParallelPlan
-from alpa_meta.report.plan_table import device_text, layer_text, mesh_text
+from alpa_interchange.plan_text import mesh_text, number_text
+from alpa_meta.report.plan_table import layer_text
 from alpa_meta.report.predicted_events import predicted_events
 from alpa_meta.report.style import INK, SERIES_COLOURS, figure_file, plain
 from alpa_meta.report.tensor_class import classify_tensors
@@ -98,7 +99,7 @@ def _draw_devices(axes: Axes, plan: ParallelPlan, index: int) -> None:
         rows = columns = 1
     ids = np.array(mesh.device_ids)
     labels = (
-        [device_text(ids)]
+        [number_text(ids)]
         if rows * columns != ids.size
         else [str(number) for number in ids.tolist()]
     )

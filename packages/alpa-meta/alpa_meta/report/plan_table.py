@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.table import Table
 from alpa_interchange import LogicalMesh, ShardingSpec
 from alpa_interchange.amounts import counted, format_bytes, format_seconds
 from alpa_interchange.plan import ParallelPlan, StageSharding
+from alpa_interchange.plan_text import mesh_text, number_text
 from alpa_meta.report.tensor_class import classify_activations, classify_tensors
 
 MAX_ROWS = 24  # of tensors per stage, unless all are asked for
@@ -73,30 +74,14 @@ def recomputation_text(plan: ParallelPlan) -> str:
             found += f", every layer recomputed {how}"
         elif chosen:
             noun = "layer" if len(chosen) == 1 else "layers"
-            found += f", {noun} {device_text(chosen)} recomputed {how}"
+            found += f", {noun} {number_text(chosen)} recomputed {how}"
     return found
-
-
-def mesh_text(mesh: LogicalMesh) -> str:
-    """Return a logical mesh as "data 2 x model 4"."""
-    return " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes) or "1"
-
-
-def device_text(device_ids: Iterable[int]) -> str:
-    """Return device numbers as "0-3, 8"."""
-    ranges: list[list[int]] = []
-    for number in sorted(device_ids):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def layer_text(plan: ParallelPlan, index: int) -> str:
     """Return the layers of stage `index` as "0-3"."""
     candidate = plan.stage_plan.stages[index].candidate
-    return device_text(range(candidate.layer_start, candidate.layer_stop))
+    return number_text(range(candidate.layer_start, candidate.layer_stop))
 
 
 def _stage_table(plan: ParallelPlan) -> Table:
@@ -113,7 +98,7 @@ def _stage_table(plan: ParallelPlan) -> Table:
             str(index),
             layer_text(plan, index),
             f"{submesh.num_hosts} x {submesh.devices_per_host}",
-            device_text(sharding.mesh.device_ids),
+            number_text(sharding.mesh.device_ids),
             mesh_text(sharding.mesh.logical),
             format_seconds(candidate.forward_seconds),
             format_seconds(candidate.backward_seconds),

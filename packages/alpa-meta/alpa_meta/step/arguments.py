@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from attrs import frozen
 
 from alpa_meta.errors import PlanError
@@ -140,3 +141,19 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a leaf without weak types."""
     aval = abstract(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def abstract_arguments(args: tuple[Any, ...], static_argnums: Sequence[int]) -> tuple[Any, ...]:
+    """Return arguments with shapes for their arrays and numbers, but those that are static."""
+
+    def shape(leaf: Any) -> Any:
+        if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+            return abstract_leaf(leaf)
+        if isinstance(leaf, (bool, int, float, complex)):
+            return np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.result_type(type(leaf))))
+        return leaf
+
+    return tuple(
+        arg if number in static_argnums else jax.tree.map(shape, arg)
+        for number, arg in enumerate(args)
+    )

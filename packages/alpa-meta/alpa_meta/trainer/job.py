@@ -10,7 +10,7 @@ import jax
 from attrs import frozen
 from rich.console import Console
 
-from alpa_interchange import load, save
+from alpa_interchange import load, save_plan
 from alpa_interchange.amounts import format_duration, format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.errors import PlanError
@@ -114,7 +114,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     recorder = RunRecorder(
         folder=folder,
         start=start.step,
-        write_plan=lambda folder: save(plan, folder.plan),
+        write_plan=lambda folder: save_plan(plan, folder.plan, step.menu),
         settings={"run": settings_to_json(settings), "text": text.fingerprint},
         checkpoint_every=request.checkpoint_every,
         metrics=StepMetrics,

@@ -13,7 +13,7 @@ import numpy as np
 from attrs import frozen
 from rich.console import Console
 
-from alpa_interchange import load, save
+from alpa_interchange import load, save_plan
 from alpa_interchange.amounts import format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.errors import PlanError
@@ -100,7 +100,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
     recorder = RunRecorder(
         folder=folder,
         start=start.step,
-        write_plan=lambda folder: save(plan, folder.plan),
+        write_plan=lambda folder: save_plan(plan, folder.plan, step.menu),
         settings={_STEP: request.step},
         checkpoint_every=request.checkpoint_every,
         metrics=OwnMetrics.of,

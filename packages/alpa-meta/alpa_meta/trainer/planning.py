@@ -12,7 +12,7 @@ from attrs import astuple, field, frozen
 from rich.console import Console
 
 import alpa_meta as alpa
-from alpa_interchange import ClusterSpec, save
+from alpa_interchange import ClusterSpec, save_plan
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.corpus.model import shapes_from_key
 from alpa_meta.errors import PlanError
@@ -122,9 +122,10 @@ def make_plan(
     with stages_progress(console) as progress:
         parallel = parallel_step(step, cluster, request.parallelism, progress=progress, exact=exact)
         plan: ParallelPlan = parallel.plan_for(state, batch)
+        menu = parallel.menu
     print_plan(plan, console)
     if out is not None:
-        save(plan, out)
+        save_plan(plan, out, menu)
         console.print(f"wrote {out}")
     if picture is not None:
         from alpa_meta.report.plan_figure import draw_plan

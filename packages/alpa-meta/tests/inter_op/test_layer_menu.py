@@ -6,8 +6,8 @@ import pytest
 
 from alpa_meta.inter_op.layer_boundaries import boundaries
 from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
-from alpa_meta.inter_op.mesh_rows import Sized
 from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
+from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.options import Options
 from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.step.program import Step
@@ -107,3 +107,16 @@ def test_floors_are_below_every_row():
                 seconds = row.forward.value(samples) + row.backward_input.value(samples)
                 seconds += row.backward_weight.value(samples)
                 assert floor.seconds.value(samples) <= seconds * (1 + 1e-9)
+
+
+def test_what_the_links_take_is_part_of_each_rows_seconds():
+    (menu,) = _menu((8, 32)).meshes
+    for row in (row for rows in menu.rows for row in rows):
+        for name in ("forward", "backward_input", "backward_weight"):
+            parts = [
+                part.latency.value(8) + part.bytes.value(8) for part in getattr(row, f"{name}_sent")
+            ]
+            assert sum(parts) <= getattr(row, name).value(8) * (1 + 1e-6)
+        once = sum(part.latency.fixed + part.bytes.fixed for part in row.step_sent)
+        assert once <= row.step_seconds * (1 + 1e-6)
+    assert any(row.step_sent or row.backward_input_sent for rows in menu.rows for row in rows)
