@@ -1,0 +1,392 @@
+"""Why a plan is as it is: for each of its decisions the price of the next best alternative.
+
+All prices are those of the plan's menu (`kept_menu`), as is the plan's own, which the alternatives
+are compared with. Decisions about the pipeline are searched again with the choice forbidden; those
+about single stages are priced with everything else kept, or all but the rows of their stage:
+
+    schedule, microbatches, stages, mesh     a joint search without the choice   -> _searched()
+    boundary                                 one layer more or less before it    -> _boundaries()
+    recomputation, sharding, state           rows of the layers the other way    -> _of_run()
+
+To another sharding the other layers of the stage may adapt theirs, lest conversions be its price.
+
+Where an alternative does not fit, it is priced as if it did, and the bytes that it lacks are said.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from operator import eq
+
+from attrs import evolve, frozen
+
+import stage_dp
+from alpa_interchange import KeptMenu, ParallelPlan
+from alpa_interchange.amounts import counted, format_bytes, format_seconds
+from alpa_interchange.menu import JointPlan, JointProblem, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.plan_text import mesh_text, number_text
+from alpa_meta.planning.kept_menu import problem_of
+from alpa_meta.planning.menu_prices import (
+    SEARCHED,
+    Allowed,
+    Priced,
+    lacking_bytes,
+    near_counts,
+    priced,
+    recomputing,
+    restricted,
+    rows_of,
+)
+from stage_dp import Known
+
+SAME_STATE = 0.05  # of a layer's state: rows that differ by less hold their state in one way
+
+
+@frozen(kw_only=True)
+class Alternative:
+    """The next best choice for one decision of a plan.
+
+    `seconds`: more per step than the plan, less than 0 where it is quicker; None: there is no such
+    pipeline. `lacking_bytes`: what stage `stage` lacks per device; then `seconds` are as if it fit.
+    """
+
+    decision: str
+    where: str
+    chosen: str
+    instead: str
+    seconds: float | None = None
+    lacking_bytes: float = 0.0
+    stage: int | None = None
+
+    def __str__(self) -> str:
+        at = f" of {self.where}" if self.where else ""
+        subject = f"{self.decision}{at}: {self.chosen}"
+        if self.seconds is None:
+            return f"{subject}; there is no alternative in the menu"
+        if not self.lacking_bytes:
+            more = "more" if self.seconds >= 0 else "less"
+            return f"{subject}; {self.instead} takes {format_seconds(abs(self.seconds))} {more}"
+        lacking = f"stage {self.stage} exceeds memory by {format_bytes(self.lacking_bytes)}"
+        if self.seconds < 0:
+            return f"{subject} costs {format_seconds(-self.seconds)}; with {self.instead} {lacking}"
+        return f"{subject}; {self.instead} takes {format_seconds(self.seconds)} more, and {lacking}"
+
+
+@frozen(kw_only=True)
+class Explanation:
+    """The decisions of a plan with their alternatives.
+
+    `menu_seconds` are the plan's in the prices of its menu, which alternatives are compared with;
+    `step_seconds` those of its stages solved exactly.
+    """
+
+    step_seconds: float
+    menu_seconds: float
+    lower_bound: float
+    alternatives: tuple[Alternative, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.alternatives))
+
+
+def explain(plan: ParallelPlan, menu: KeptMenu) -> Explanation:
+    """Return the decisions of `plan`, each with the price of its next best alternative.
+
+    `menu` is what the plan was chosen from: `step.menu`, or `load_menu(plan, "plan.menu.json")`.
+    """
+    base = _with_room(priced(plan, menu, problem_of(menu, num_microbatches=plan.num_microbatches)))
+    found = (
+        *_searched(base),
+        *_boundaries(base),
+        *itertools.chain.from_iterable(_of_run(base, run) for run in _runs(base)),
+    )
+    return Explanation(
+        step_seconds=plan.step_seconds,
+        menu_seconds=base.plan.step_seconds,
+        lower_bound=plan.lower_bound,
+        alternatives=found,
+    )
+
+
+def _with_room(base: Priced) -> Priced:
+    """Return a plan that fits: its stages were solved exactly, and do, where the menu's estimates
+    of them may not."""
+    groups = list(base.problem.device_groups)
+    for stage, peak in zip(base.plan.stages, base.plan.peak_bytes, strict=True):
+        number = base.problem.menu.meshes[stage.mesh].submesh.host_group
+        groups[number] = evolve(groups[number], memory=max(groups[number].memory, peak))
+    return evolve(base, problem=evolve(base.problem, device_groups=tuple(groups)))
+
+
+def described(plan: JointPlan) -> str:
+    count = counted(plan.num_microbatches, "microbatch", "microbatches")
+    return f"{counted(len(plan.stages), 'stage')}, {count}, {plan.schedule}"
+
+
+def _searched(base: Priced) -> Iterator[Alternative]:
+    """Yield the alternatives of the decisions about the whole pipeline, each searched anew."""
+    problem, plan = base.problem, base.plan
+    count, num_stages = plan.num_microbatches, len(plan.stages)
+    problem = evolve(near_counts(problem, count), proof=False)
+    near = problem.counts or ()
+    schedules = tuple(name for name in SEARCHED if name != plan.schedule)
+    if num_stages > 1 and count > 1:
+        starts = [Known(base.stages, count, name) for name in schedules]
+        others = [(evolve(problem, schedules=schedules), starts)]
+        yield _best(base, "schedule", "", plan.schedule, others)
+    if len(near) > 1:
+        left = tuple(other for other in near if other != count)
+        starts = [Known(base.stages, other, plan.schedule) for other in left]
+        chosen = counted(count, "microbatch", "microbatches")
+        yield _best(base, "microbatches", "", chosen, [(evolve(problem, counts=left), starts)])
+    numbers = {num_stages - 1, num_stages + 1, num_stages // 2, 2 * num_stages}
+    numbers &= set(range(1, problem.menu.num_layers + 1))
+    if numbers:
+        others = [(evolve(problem, num_stages=number), []) for number in sorted(numbers)]
+        yield _best(base, "stages", "", counted(num_stages, "stage"), others)
+    for number in dict.fromkeys(mesh for _, _, mesh in base.stages):
+        yield from _meshes(base, problem, number)
+
+
+def _meshes(base: Priced, problem: JointProblem, number: int) -> Iterator[Alternative]:
+    """Yield what plans without one logical mesh, and without its submesh, cost."""
+    menu = problem.menu
+    mesh = menu.meshes[number]
+    on_it = [stage for stage, (_, _, m) in enumerate(base.stages) if m == number]
+    where = f"stage{'s' if len(on_it) > 1 else ''} {number_text(on_it)}"
+    submesh = mesh.submesh
+    same = [k for k, other in enumerate(menu.meshes) if other.submesh == submesh]
+    if len(same) > 1:
+        left = [k for k in range(len(menu.meshes)) if k != number]
+        starts = [
+            Known(
+                tuple((start, stop, other if m == number else m) for start, stop, m in base.stages),
+                base.plan.num_microbatches,
+                base.plan.schedule,
+            )
+            for other in same
+            if other != number
+        ]
+        others = [_only(problem, left, starts)]
+        yield _best(base, "logical mesh", where, mesh_text(mesh.logical), others)
+    left = [k for k in range(len(menu.meshes)) if k not in same]
+    others = [_only(problem, left, [])] if left else []
+    chosen = f"{submesh.num_hosts} x {submesh.devices_per_host} devices"
+    yield _best(base, "submesh", where, chosen, others)
+
+
+def _only(
+    problem: JointProblem, places: Sequence[int], starts: Sequence[Known]
+) -> tuple[JointProblem, list[Known]]:
+    """Return the problem with the meshes at these places; boundaries keep their prices."""
+    boundary = problem.boundary
+    menu = evolve(problem.menu, meshes=tuple(problem.menu.meshes[k] for k in places))
+    left = evolve(
+        problem,
+        menu=menu,
+        boundary=lambda a, out, b, into, link: boundary(places[a], out, places[b], into, link),
+    )
+    return left, [
+        evolve(
+            known,
+            stages=tuple((start, stop, places.index(mesh)) for start, stop, mesh in known.stages),
+        )
+        for known in starts
+    ]
+
+
+def _best(
+    base: Priced,
+    decision: str,
+    where: str,
+    chosen: str,
+    problems: Sequence[tuple[JointProblem, list[Known]]],
+) -> Alternative:
+    """Return the best plan of some problems as the alternative to a decision."""
+    plans = []
+    for problem, starts in problems:
+        try:
+            plans.append(stage_dp.solve_joint(problem, *starts))
+        except stage_dp.InfeasibleError:
+            continue
+    if not plans:
+        return Alternative(decision=decision, where=where, chosen=chosen, instead="")
+    found = min(plans, key=lambda plan: plan.step_seconds)
+    return Alternative(
+        decision=decision,
+        where=where,
+        chosen=chosen,
+        instead=described(found),
+        seconds=found.step_seconds - base.plan.step_seconds,
+    )
+
+
+def _boundaries(base: Priced) -> Iterator[Alternative]:
+    """Yield what each boundary one layer earlier or later costs, all else kept."""
+    for place in range(len(base.stages) - 1):
+        (start, cut, before), (_, stop, after) = base.stages[place : place + 2]
+        moved = {
+            f"layer {other}": (
+                *base.stages[:place],
+                (start, other, before),
+                (other, stop, after),
+                *base.stages[place + 2 :],
+            )
+            for other in (cut - 1, cut + 1)
+            if start < other < stop
+        }
+        where = f"stages {place} and {place + 1}"
+        tried = [_priced(base, base.problem.menu, stages) for stages in moved.values()]
+        yield _least(base, "boundary", where, f"layer {cut}", list(zip(moved, tried, strict=True)))
+
+
+def _runs(base: Priced) -> Iterator[range]:
+    """Yield the layers of each stage that run by one row."""
+    for start, stop, _ in base.stages:
+        for _, layers in itertools.groupby(range(start, stop), key=lambda k: base.rows[k]):
+            found = list(layers)
+            yield range(found[0], found[-1] + 1)
+
+
+def _of_run(base: Priced, run: range) -> Iterator[Alternative]:
+    """Yield the alternatives of layers that run by one row, all else kept."""
+    mesh, row = base.mesh(run.start), base.rows[run.start]
+    rows = mesh.rows[base.problem.menu.class_of_layer[run.start]]
+    where = f"layer{'s' if len(run) > 1 else ''} {number_text(run)}"
+    kind, held = row.recomputation, row.state_bytes
+
+    def other(decision: str, chosen: str, ways: dict[str, Allowed]) -> Iterator[Alternative]:
+        adapting = decision != "recomputation"
+        possible = {name: way for name, way in ways.items() if any(map(way, rows))}
+        if possible:
+            tried = [
+                (name, _priced(base, _rows_kept(base, run, way, adapting), base.stages))
+                for name, way in possible.items()
+            ]
+            yield _least(base, decision, where, chosen, tried)
+
+    kinds = {one.recomputation for one in rows} - {kind}
+    wanted = ["none"] if kind != "none" else sorted(kinds)
+    names = {k: f"{k} recomputation" for k in sorted(kinds)} | {"none": "nothing recomputed"}
+    yield from other(
+        "recomputation",
+        kind,
+        {names[k]: recomputing(k) for k in wanted},
+    )
+    yield from other(
+        "sharding",
+        f"activations {_layout(mesh, row)}",
+        {"the next best": lambda one: one.recomputation == kind and not _alike(one, row)},
+    )
+
+    def state(less: bool) -> Allowed:
+        def allowed(one: LayerRow) -> bool:
+            differs = one.state_bytes - held
+            return (
+                one.recomputation == kind
+                and (differs < 0) == less
+                and (abs(differs) > SAME_STATE * held)
+            )
+
+        return allowed
+
+    yield from other(
+        "state",
+        f"{format_bytes(held)} a layer",
+        {"more of it on a device": state(False), "less of it on a device": state(True)},
+    )
+
+
+def _alike(one: LayerRow, other: LayerRow) -> bool:
+    """Return whether rows differ by their key at most."""
+    return evolve(one, key=other.key) == other
+
+
+def _layout(mesh: MeshMenu, row: LayerRow) -> str:
+    """Return the specs in which a row leaves what crosses to the next layer."""
+    specs = re.findall(r"\[[^]]*\]", mesh.layouts[row.layout_out])
+    return " ".join(dict.fromkeys(specs)) or "none"
+
+
+def _rows_kept(base: Priced, run: range, allowed: Allowed, adapting: bool) -> LayerMenu:
+    """Return the menu where the layers of a run have the allowed rows, and others their own.
+
+    `adapting`: other layers of its stage only keep what they recompute.
+    """
+    stage = next(range(*one[:2]) for one in base.stages if run.start in range(*one[:2]))
+    menu = base.problem.menu
+    for layers in _runs(base):
+        if layers == run:
+            menu = restricted(menu, layers, allowed)
+            continue
+        row = base.rows[layers.start]
+        if adapting and layers.start in stage:
+            menu = restricted(menu, layers, recomputing(row.recomputation))
+        else:
+            menu = restricted(menu, layers, functools.partial(eq, row))
+    return menu
+
+
+def _priced(
+    base: Priced, menu: LayerMenu, stages: Sequence[tuple[int, int, int]]
+) -> tuple[JointPlan, float, int] | None:
+    """Return a pipeline with its missing bytes and the stage that lacks most; None if it cannot
+    be."""
+    problem, plan = evolve(base.problem, menu=menu), base.plan
+    count = plan.num_microbatches
+    for any_memory in (False, True):
+        try:
+            found = stage_dp.price_stages(
+                problem, stages, count, plan.schedule, any_memory=any_memory
+            )
+        except stage_dp.InfeasibleError:
+            continue
+        if not any_memory:
+            return found, 0.0, 0
+        lacking = lacking_bytes(problem, found)
+        left = [
+            bytes - more
+            for bytes, more in zip(lacking, _held_more(base, problem, found), strict=True)
+        ]
+        worst = max(range(len(left)), key=lambda stage: left[stage])
+        return found, max(left[worst], 0.0), worst
+    return None
+
+
+def _held_more(base: Priced, problem: JointProblem, found: JointPlan) -> Iterator[float]:
+    """Yield the bytes of each stage that are not of its rows, but of more microbatches in flight
+    than the plan holds: some schedules hold as many as fit."""
+    samples = problem.batch_size // found.num_microbatches
+    rows = rows_of(problem.menu, found)
+    for stage, held, before in zip(found.stages, found.in_flight, base.plan.in_flight, strict=True):
+        own = rows[stage.layer_start : stage.layer_stop]
+        each = sum(
+            row.activation_bytes.value(samples) + row.delayed_bytes.value(samples) for row in own
+        )
+        yield max(held - before, 0) * each
+
+
+def _least(
+    base: Priced,
+    decision: str,
+    where: str,
+    chosen: str,
+    tried: Sequence[tuple[str, tuple[JointPlan, float, int] | None]],
+) -> Alternative:
+    """Return the best of the pipelines tried, first of those that fit."""
+    found = [(name, *one) for name, one in tried if one is not None]
+    if not found:
+        return Alternative(decision=decision, where=where, chosen=chosen, instead="")
+    name, plan, lacking, stage = min(found, key=lambda one: (one[2] > 0, one[1].step_seconds))
+    return Alternative(
+        decision=decision,
+        where=where,
+        chosen=chosen,
+        instead=name,
+        seconds=plan.step_seconds - base.plan.step_seconds,
+        lacking_bytes=lacking,
+        stage=stage if lacking else None,
+    )

@@ -1,0 +1,100 @@
+"""Explanations: what the next best alternative of a decision costs."""
+
+import pytest
+from attrs import evolve
+from layered_plan import LAYERS, lowered
+
+import stage_dp
+from alpa_meta.errors import PlanError
+from alpa_meta.planning.explanation import Alternative, explain
+from alpa_meta.planning.kept_menu import problem_of
+from alpa_meta.planning.menu_prices import priced, restricted
+
+PLANNED = lowered(num_stages=2)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return explain(PLANNED.plan, PLANNED.menu)
+
+
+def test_every_decision_has_an_alternative(found):
+    decisions = {one.decision for one in found.alternatives}
+    assert {"schedule", "stages", "submesh", "boundary"} <= decisions
+    assert found.step_seconds == PLANNED.plan.step_seconds
+
+
+def test_the_alternative_of_the_boundary_is_the_better_of_its_neighbours(found):
+    problem = problem_of(PLANNED.menu)
+    base = priced(PLANNED.plan, PLANNED.menu, problem)
+    (_, cut, first), (_, _, second) = base.stages
+    schedule = PLANNED.plan.stage_plan.schedule
+    moved = [
+        stage_dp.price_stages(problem, [(0, k, first), (k, LAYERS, second)], 8, schedule)
+        for k in (cut - 1, cut + 1)
+    ]
+    (one,) = [one for one in found.alternatives if one.decision == "boundary"]
+    least = min(plan.step_seconds for plan in moved)
+    assert one.seconds == pytest.approx(least - found.menu_seconds)
+    assert one.seconds > 0
+
+
+def test_another_number_of_stages_is_searched(found):
+    (one,) = [one for one in found.alternatives if one.decision == "stages"]
+    problem = problem_of(PLANNED.menu)
+    least = min(
+        stage_dp.solve_joint(evolve(problem, num_stages=number)).step_seconds
+        for number in (1, 3, 4)
+    )
+    assert found.menu_seconds + one.seconds == pytest.approx(least, rel=0.01)
+
+
+def test_recomputation_is_priced_with_the_memory_that_it_saves():
+    short = lowered(256, 16384, num_stages=2, memory="18MiB")
+    kinds = [layer.recomputation for layer in short.plan.layers]
+    found = explain(short.plan, short.menu).alternatives
+    recomputed = [one for one in found if one.decision == "recomputation"]
+    assert {one.chosen for one in recomputed} == set(kinds) != {"none"}
+    again = [one for one in recomputed if one.chosen != "none"]
+    assert all(one.instead == "nothing recomputed" for one in again)
+    lacking = [one for one in again if one.lacking_bytes]
+    assert lacking
+    starts = [stage.candidate.layer_start for stage in short.plan.stage_plan.stages]
+    for one in lacking:
+        first = int(one.where.split()[1].split("-")[0])
+        assert one.stage == sum(start <= first for start in starts) - 1
+        assert f"stage {one.stage} exceeds memory by" in str(one)
+    assert any(one.seconds < 0 for one in lacking)
+    for one in again:  # else it fits by holding its state in less
+        assert one.lacking_bytes or one.seconds > 0
+
+
+def test_layers_of_their_own_keep_the_rows_that_are_allowed():
+    menu = PLANNED.menu.menu
+    some = restricted(menu, [1, 2], lambda row: row.batch_split == 1)
+    assert some.class_of_layer[0] == menu.class_of_layer[0]
+    assert some.class_of_layer[1] >= len(menu.meshes[0].rows)
+    for mesh in some.meshes:
+        assert all(row.batch_split == 1 for row in mesh.rows[some.class_of_layer[1]])
+
+
+def test_sentences_say_what_is_lacking():
+    one = Alternative(
+        decision="recomputation",
+        where="layers 12-17",
+        chosen="full",
+        instead="nothing recomputed",
+        seconds=-3.1e-3,
+        lacking_bytes=1.5 * 2**30,
+        stage=2,
+    )
+    assert str(one) == (
+        "recomputation of layers 12-17: full costs 3.1 ms; with nothing recomputed stage 2 exceeds "
+        "memory by 1.5 GiB"
+    )
+
+
+def test_a_menu_of_another_program_is_refused():
+    other = lowered(width=1024, num_stages=2).menu
+    with pytest.raises(PlanError, match="another program"):
+        explain(PLANNED.plan, other)
