@@ -9,25 +9,29 @@ from __future__ import annotations
 from collections import Counter
 
 from alpa_interchange import Instruction, ParallelPlan
-from cost_model import simulate
+from cost_model import Simulation, simulate
 from mesh_runtime import TraceEvent
 
 
 def predicted_events(plan: ParallelPlan) -> list[TraceEvent]:
     """Return the schedule of `plan` simulated with the predicted times of stages and transfers."""
-    transfers = _transfer_seconds(plan)
-    simulation = simulate(
-        plan.schedule,
-        _task_seconds(plan),
-        lambda source, target, value: transfers.get((source, target, value), 0.0),
-    )
     return [
         TraceEvent(mesh, plan.schedule.programs[mesh][position], float(start), float(stop))
-        for mesh, timeline in enumerate(simulation.timelines)
+        for mesh, timeline in enumerate(predicted_simulation(plan).timelines)
         for position, start, stop in zip(
             timeline.instructions, timeline.starts, timeline.stops, strict=True
         )
     ]
+
+
+def predicted_simulation(plan: ParallelPlan) -> Simulation:
+    """Return the simulated step of `plan`."""
+    transfers = _transfer_seconds(plan)
+    return simulate(
+        plan.schedule,
+        _task_seconds(plan),
+        lambda source, target, value: transfers.get((source, target, value), 0.0),
+    )
 
 
 def _transfer_seconds(plan: ParallelPlan) -> dict[tuple[int, int, str], float]:
