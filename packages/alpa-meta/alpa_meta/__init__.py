@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from alpa_meta.operators import register as sharding_rule
     from alpa_meta.options import Options
     from alpa_meta.pinning import pin
+    from alpa_meta.planning.explanation import explain
+    from alpa_meta.planning.replanning import changed_cluster, replan
+    from alpa_meta.planning.state_moves import state_moves
+    from alpa_meta.report.plan_difference import plan_difference
     from alpa_meta.step.phases import value_and_grad
 
 __all__ = [
@@ -30,10 +34,15 @@ __all__ = [
     "ParallelStep",
     "PiecewiseArray",
     "PlanError",
+    "changed_cluster",
+    "explain",
     "local_cluster",
     "parallelize",
     "pin",
+    "plan_difference",
+    "replan",
     "sharding_rule",
+    "state_moves",
     "value_and_grad",
 ]
 

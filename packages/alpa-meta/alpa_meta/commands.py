@@ -33,7 +33,17 @@ MOUNTED: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "compare": (
             "alpa_meta.compare:compare_command",
-            "Compare the automatic plan with DP, ZeRO, Megatron and 2D parallelism on one model.",
+            "Compare the automatic plan with DP, ZeRO, Megatron and 2D parallelism on one model, "
+            "or two saved plans.",
+        ),
+        "explain": (
+            "alpa_meta.plan_commands:explain_command",
+            "Say of each decision of a saved plan what the next best alternative would cost.",
+        ),
+        "what-if": (
+            "alpa_meta.plan_commands:what_if_command",
+            "Re-plan a saved plan for other memory, links or hosts in about a second, without its "
+            "program.",
         ),
         "cache": (
             "alpa_meta.cache_command:cache",
@@ -264,7 +274,7 @@ def train(
             checkpoint_every=checkpoint_every,
         )
         _use_devices(cluster)
-        run_own_training(own, _console())
+        run_own_training(own, console())
         return
     from alpa_meta.trainer.job import TrainRequest, run_training
 
@@ -289,7 +299,7 @@ def train(
         checkpoint_every=checkpoint_every,
     )
     _use_devices(cluster)
-    run_training(request, _console())
+    run_training(request, console())
 
 
 @with_sizes
@@ -342,7 +352,7 @@ def plan(
         parallelism=_parallelism(stages, microbatches, schedule, recompute, memory),
     )
     _use_one_cpu()
-    make_plan(request, _console(), out=out, picture=picture, schedule_csv=schedule_csv)
+    make_plan(request, console(), out=out, picture=picture, schedule_csv=schedule_csv)
 
 
 def show(
@@ -363,11 +373,11 @@ def show(
     from alpa_meta.report.plan_table import print_plan
 
     loaded = load(plan, ParallelPlan)
-    console = _console()
-    print_plan(loaded, console, every_parameter=parameters)
+    terminal = console()
+    print_plan(loaded, terminal, every_parameter=parameters)
     if picture is not None:
         draw_plan(picture, loaded)
-        console.print(f"wrote {picture}")
+        terminal.print(f"wrote {picture}")
 
 
 def _options(given: Mapping[str, Any]) -> str:
@@ -433,7 +443,8 @@ def _use_one_cpu() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def _console() -> Console:
+def console() -> Console:
+    """Return where commands print."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else WIDTH

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from alpa_meta.errors import InfeasibleError, PlanError
+from alpa_meta.plan_commands import compare_plans
 
 if TYPE_CHECKING:
     from alpa_meta.own_step import Runnable
@@ -220,8 +222,11 @@ def compare_command(
         str | None,
         typer.Argument(
             help="Published model, as `alpa plan --help` lists them, or one of the corpus with its "
-            "size if not tiny: gpt-39b, gpt, llama:small."
+            "size if not tiny: gpt-39b, gpt, llama:small. Or a saved plan, a .json file."
         ),
+    ] = None,
+    other: Annotated[
+        Path | None, typer.Argument(help="Another saved plan, to be compared with the first.")
     ] = None,
     step: Annotated[
         str | None,
@@ -243,11 +248,24 @@ def compare_command(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps with --run.")] = 5,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of all plans.")] = 1,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of all plans.")] = 1,
+    json: Annotated[
+        bool, typer.Option("--json", help="Of two saved plans: print JSON instead of tables.")
+    ] = False,
 ) -> None:
-    """Compare the automatic plan with DP, ZeRO, Megatron and 2D parallelism on one model.
+    """Compare the automatic plan with DP, ZeRO, Megatron and 2D parallelism on one model, or two
+    saved plans.
 
     Exit status 1 if, with --run, a compiled program is not its plan.
     """
+    if other is not None or (model or "").endswith(".json"):
+        if model is None or other is None or step is not None:
+            raise PlanError(
+                "alpa compare of saved plans needs two of them: alpa compare a.json b.json"
+            )
+        compare_plans(Path(model), other, json)
+        return
+    if json:
+        raise PlanError("--json is for two saved plans: alpa compare a.json b.json --json")
     from alpa_meta.audit.cli import prepare_environment
     from alpa_meta.presets import check_preset
     from cost_model import cluster as cluster_by_name

@@ -21,10 +21,15 @@ PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ParallelStep": ("alpa_meta.api", "ParallelStep"),
         "PiecewiseArray": ("alpa_meta.execution.piecewise", "PiecewiseArray"),
         "PlanError": ("alpa_meta.errors", "PlanError"),
+        "changed_cluster": ("alpa_meta.planning.replanning", "changed_cluster"),
+        "explain": ("alpa_meta.planning.explanation", "explain"),
         "local_cluster": ("alpa_meta.api", "local_cluster"),
         "parallelize": ("alpa_meta.api", "parallelize"),
         "pin": ("alpa_meta.pinning", "pin"),
+        "plan_difference": ("alpa_meta.report.plan_difference", "plan_difference"),
+        "replan": ("alpa_meta.planning.replanning", "replan"),
         "sharding_rule": ("alpa_meta.operators", "register"),
+        "state_moves": ("alpa_meta.planning.state_moves", "state_moves"),
         "value_and_grad": ("alpa_meta.step.phases", "value_and_grad"),
     }
 )

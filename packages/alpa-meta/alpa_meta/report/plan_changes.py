@@ -1,0 +1,248 @@
+"""Explanations, comparisons and re-planned pipelines as tables on the terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, fields
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from alpa_interchange.amounts import format_bandwidth, format_bytes, format_seconds
+from alpa_interchange.menu import JointPlan
+from alpa_interchange.plan_text import mesh_text, number_text
+from alpa_meta.planning.explanation import Explanation, described
+from alpa_meta.planning.replanning import Replanned, Threshold
+from alpa_meta.planning.state_moves import Move, StateMoves, by_kind
+from alpa_meta.report.plan_difference import PlanDifference, TimeSplit
+
+MAX_ROWS = 24  # of tensors, unless all are asked for
+
+
+def as_json(value: Any) -> str:
+    """Return a value made of attrs classes as JSON."""
+    return json.dumps(asdict(value), indent=1)
+
+
+def replanned_json(
+    found: Replanned, thresholds: Sequence[Threshold], moves: StateMoves | None
+) -> str:
+    """Return a re-planned pipeline with its thresholds and moves as JSON."""
+    hidden = ("base", "rows", "meshes")
+    record = asdict(found, filter=lambda attribute, _: attribute.name not in hidden)
+    record["meshes"] = [
+        {"submesh": asdict(submesh), "logical": asdict(logical)}
+        for submesh, logical in found.meshes
+    ]
+    record["settings"] = dict(found.settings)
+    record["thresholds"] = list(map(asdict, thresholds))
+    if moves is not None:
+        record["moves"] = asdict(moves)
+    return json.dumps(record, indent=1)
+
+
+def signed(seconds: float) -> str:
+    """Return a difference in seconds as "+3.1 ms"."""
+    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}" if seconds else "0 s"
+
+
+def print_explanation(found: Explanation, console: Console) -> None:
+    """Show the decisions of a plan with the price of their alternatives."""
+    table = _table("decisions and their next best alternatives")
+    for column in ("decision", "where", "chosen", "instead"):
+        table.add_column(column)
+    table.add_column("step", justify="right")
+    table.add_column("memory lacking", justify="right")
+    for one in found.alternatives:
+        seconds = "none in the menu" if one.seconds is None else signed(one.seconds)
+        lacking = ""
+        if one.lacking_bytes:
+            lacking = f"{format_bytes(one.lacking_bytes)} on stage {one.stage}"
+        _add(table, one.decision, one.where, one.chosen, one.instead, seconds, lacking)
+    console.print(table)
+    console.print(
+        f"The plan takes {format_seconds(found.step_seconds)} a step, and "
+        f"{format_seconds(found.menu_seconds)} in the prices of its menu, which alternatives are "
+        "compared with; with memory lacking, as if it were there."
+    )
+
+
+def draw_explanation(path: Path, found: Explanation) -> None:
+    """Write a picture of what the alternatives cost as PNG at `path`."""
+    from alpa_meta.report.style import INK, SERIES_COLOURS, figure_file, plain
+
+    shown = [one for one in found.alternatives if one.seconds is not None][::-1]
+    with figure_file(path, 9.0, 0.8 + 0.28 * len(shown)) as figure:
+        axes = plain(figure.subplots())
+        colours = [SERIES_COLOURS[1 if one.lacking_bytes else 0] for one in shown]
+        shares = [100 * (one.seconds or 0.0) / found.menu_seconds for one in shown]
+        axes.barh(range(len(shown)), shares, color=colours)
+        labels = [f"{one.decision} {one.where}: {one.instead}" for one in shown]
+        axes.set_yticks(range(len(shown)), labels, fontsize=7)
+        axes.set_xscale("symlog", linthresh=1.0)
+        axes.axvline(0.0, color=INK, linewidth=0.8)
+        axes.set_xlabel("% of the step more; orange: does not fit the memory", fontsize=8)
+
+
+def print_difference(names: Sequence[str], found: PlanDifference, console: Console) -> None:
+    """Show two plans beside one another."""
+    table = _table("predicted, per step")
+    for column in ("", *names):
+        table.add_column(column, justify="right" if column else "left")
+    for label, texts in _cost_rows(found):
+        _add(table, label, *texts)
+    console.print(table)
+    for title, rows in (
+        ("decisions that differ", found.decisions),
+        ("state that lies differently", found.shardings),
+    ):
+        if not rows:
+            console.print(f"{title}: none")
+            continue
+        table = _table(title)
+        for column in ("", *names):
+            table.add_column(column)
+        for row in rows[:MAX_ROWS]:
+            _add(table, row.what, row.first, row.second)
+        if len(rows) > MAX_ROWS:
+            _add(table, f"and {len(rows) - MAX_ROWS} more (--json)", "", "")
+        console.print(table)
+
+
+def _cost_rows(found: PlanDifference) -> Iterator[tuple[str, list[str]]]:
+    yield "step", [format_seconds(one.step_seconds) for one in found.costs]
+    for field in fields(TimeSplit):
+        yield (
+            f"  {field.name}",
+            [
+                "unknown" if one.time is None else format_seconds(getattr(one.time, field.name))
+                for one in found.costs
+            ],
+        )
+    yield "no plan below", [format_seconds(one.lower_bound) for one in found.costs]
+    for stage in range(max(len(one.peak_bytes) for one in found.costs)):
+        yield (
+            f"memory of stage {stage}",
+            [
+                format_bytes(one.peak_bytes[stage]) if stage < len(one.peak_bytes) else ""
+                for one in found.costs
+            ],
+        )
+
+
+def print_replanned(found: Replanned, console: Console) -> None:
+    """Show a re-planned pipeline beside the old one."""
+    plan = found.plan
+    table = _table(f"re-planned for {found.cluster.name}, {found.cluster.num_devices} devices")
+    for column in ("stage", "layers", "devices", "logical mesh", "recomputed", "forward"):
+        table.add_column(column)
+    for column in ("backward", "memory"):
+        table.add_column(column, justify="right")
+    for number, (stage, (_, logical)) in enumerate(zip(plan.stages, found.meshes, strict=True)):
+        kinds = [row.recomputation for row in found.rows[stage.layer_start : stage.layer_stop]]
+        _add(
+            table,
+            str(number),
+            number_text(range(stage.layer_start, stage.layer_stop)),
+            number_text(stage.device_ids),
+            mesh_text(logical),
+            " ".join(f"{kinds.count(k)} {k}" for k in dict.fromkeys(kinds) if k != "none"),
+            format_seconds(stage.forward_seconds),
+            format_seconds(stage.backward_seconds),
+            format_bytes(plan.peak_bytes[number]),
+        )
+    console.print(table)
+    console.print(_verdict(found), markup=False)
+    proven = "no plan" if found.bound_holds else "no plan of the menu's rows"
+    proven += f" with {min(found.counts)} to {max(found.counts)} microbatches"
+    console.print(
+        f"In the prices of the menu: {format_seconds(found.before_seconds)} a step before, "
+        f"{format_seconds(plan.step_seconds)} now ({described(plan)}).\n"
+        f"Rows are those kept for the old plan, so that a plan anew may be faster; {proven} takes "
+        f"less than {format_seconds(found.bound)}. Planned in "
+        f"{format_seconds(found.planning_seconds)}."
+    )
+    console.print("plan it in full with " + ", ".join(_options(found)), markup=False)
+
+
+def _verdict(found: Replanned) -> str:
+    if not found.changed:
+        return "The plan does not change."
+    if found.lacking_bytes:
+        return f"The old plan does not fit: it lacks {format_bytes(found.lacking_bytes)} a device."
+    if found.kept_seconds is None:
+        return "The old plan needs other devices than there are."
+    return f"The old plan would take {format_seconds(found.kept_seconds)}."
+
+
+def _options(found: Replanned) -> Iterator[str]:
+    for name, value in found.settings.items():
+        if name == "recompute" and set(value) == {"none"}:
+            value = "none"
+        yield f"{name}={value!r}"
+
+
+def print_thresholds(thresholds: Iterable[Threshold], console: Console) -> None:
+    """Show where the plan changes."""
+    table = _table("where the plan changes")
+    for column in ("what", "below", "at", "above"):
+        table.add_column(column)
+    for one in thresholds:
+        value = format_bytes(one.value) if one.what == "memory" else format_bandwidth(one.value)
+        _add(table, one.what, _plan_text(one.below), value, _plan_text(one.above))
+    if table.row_count:
+        console.print(table)
+    else:
+        console.print("the plan does not change near these values")
+
+
+def _plan_text(plan: JointPlan | None) -> str:
+    if plan is None:
+        return "none fits"
+    return f"{described(plan)}: {format_seconds(plan.step_seconds)}"
+
+
+def print_moves(found: StateMoves, console: Console) -> None:
+    """Show what of the state must move."""
+    table = _table("state that must move")
+    for column in ("array", "from", "to"):
+        table.add_column(column)
+    for column in ("inside hosts", "between hosts", "seconds"):
+        table.add_column(column, justify="right")
+    ordered = sorted(found.moves, key=lambda one: -one.seconds)
+    for one in ordered[:MAX_ROWS]:
+        _add(
+            table,
+            _name(one),
+            number_text(one.source),
+            number_text(one.target),
+            format_bytes(one.bytes_within_hosts),
+            format_bytes(one.bytes_between_hosts),
+            format_seconds(one.seconds),
+        )
+    if len(ordered) > MAX_ROWS:
+        _add(table, f"and {len(ordered) - MAX_ROWS} more (--json)", "", "", "", "", "")
+    if ordered:
+        console.print(table)
+    amounts = ", ".join(f"{format_bytes(size)} {link}" for link, size in by_kind(found).items())
+    console.print(
+        f"{len(ordered)} arrays or parts move, {amounts}: {format_seconds(found.seconds)} one "
+        f"after the other, at least {format_seconds(found.least_seconds)}"
+    )
+
+
+def _name(move: Move) -> str:
+    return move.path if move.start is None else f"{move.path}[{move.start}:{move.stop}]"
+
+
+def _add(table: Table, *cells: str) -> None:
+    """Add a row of plain text: specs and paths have brackets, which are no markup."""
+    table.add_row(*map(escape, cells))
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", caption_justify="left")

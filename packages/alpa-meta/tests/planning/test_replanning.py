@@ -1,0 +1,105 @@
+"""Re-planning from a kept menu: as a search of the changed problem, and where it changes."""
+
+import pytest
+from attrs import evolve
+from layered_plan import CLUSTER, LAYERS, lowered
+
+import stage_dp
+from alpa_meta.errors import InfeasibleError, PlanError
+from alpa_meta.planning.kept_menu import problem_of
+from alpa_meta.planning.replanning import (
+    changed_cluster,
+    link_thresholds,
+    memory_thresholds,
+    replan,
+)
+from cost_model import cluster
+
+PLANNED = lowered()
+PLAN, MENU = PLANNED.plan, PLANNED.menu
+HERE = cluster(CLUSTER)
+
+
+def test_nothing_changes_where_nothing_was_changed():
+    found = replan(PLAN, MENU)
+    assert not found.changed and found.lacking_bytes == 0
+    assert found.kept_seconds == found.before_seconds >= found.plan.step_seconds
+    assert found.bound_holds and found.bound == pytest.approx(PLAN.lower_bound, rel=0.2)
+    assert found.bound <= found.plan.step_seconds
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"hosts": {0: 1}}, {"links": {"inter-host": 12.5e9}}, {"links": {"intra-host": 20e9}}],
+    ids=["one host", "faster between hosts", "slower inside"],
+)
+def test_it_is_no_slower_than_a_search_of_the_changed_problem(changed):
+    there = changed_cluster(HERE, **changed)
+    found = replan(PLAN, MENU, there)
+    searched = stage_dp.solve_joint(problem_of(MENU, there))
+    assert found.plan.step_seconds <= searched.step_seconds * 1.001
+    assert found.bound <= searched.step_seconds
+
+
+def test_a_faster_link_is_never_slower_and_one_host_fewer_is_never_faster():
+    before = replan(PLAN, MENU).plan.step_seconds
+    fast = replan(PLAN, MENU, changed_cluster(HERE, links={"inter-host": 12.5e9}))
+    assert fast.plan.step_seconds <= before and not fast.bound_holds
+    few = replan(PLAN, MENU, changed_cluster(HERE, hosts={0: 1}))
+    assert few.plan.step_seconds >= before and few.kept_seconds is None
+    assert max(device for stage in few.plan.stages for device in stage.device_ids) < 8
+
+
+def test_its_settings_plan_in_full_what_it_says():
+    found = replan(PLAN, MENU, changed_cluster(HERE, hosts={0: 1}))
+    settings = dict(found.settings)
+    assert len(settings["recompute"]) == LAYERS
+    assert settings["num_stages"] == len(found.plan.stages)
+
+
+def test_less_memory_than_the_plan_needs_gives_another_plan_or_says_what_lacks():
+    peak = max(replan(PLAN, MENU).plan.peak_bytes)
+    found = replan(PLAN, MENU, memory=peak * 0.95)
+    assert found.changed and max(found.plan.peak_bytes) <= peak * 0.95
+    assert 0 < found.lacking_bytes <= peak * 0.06
+    with pytest.raises(InfeasibleError, match="plan anew"):
+        replan(PLAN, MENU, memory=1e6)
+
+
+def test_memory_thresholds_are_the_needs_of_the_plans_above_them():
+    found = list(memory_thresholds(PLAN, MENU, HERE))
+    assert found and found[0].value == max(replan(PLAN, MENU).plan.peak_bytes)
+    for one in found:
+        assert one.value == max(one.above.peak_bytes)
+        if one.below is not None:
+            assert max(one.below.peak_bytes) < one.value
+            assert one.below.step_seconds >= one.above.step_seconds * (1 - 1e-9)
+
+
+def test_a_link_threshold_has_other_plans_on_its_sides():
+    (wire,) = {group.inter_host.bandwidth for group in HERE.host_groups}
+    for one in link_thresholds(PLAN, MENU, HERE, "inter-host"):
+        assert wire / 17 < one.value < wire * 17 and one.what == "inter-host"
+        below, above = (
+            replan(PLAN, MENU, changed_cluster(HERE, links={"inter-host": one.value * scale})).plan
+            for scale in (0.97, 1.03)
+        )
+        places = [
+            [(s.layer_start, s.mesh) for s in plan.stages] + [plan.schedule]
+            for plan in (below, above)
+        ]
+        assert places[0] != places[1]
+
+
+def test_other_names_and_groups_are_refused():
+    with pytest.raises(PlanError, match="intra-host, inter-host, inter-group"):
+        changed_cluster(HERE, links={"ethernet": 1e9})
+    with pytest.raises(PlanError, match="no host group 1"):
+        changed_cluster(HERE, hosts={1: 2})
+    assert changed_cluster(HERE) == HERE
+
+
+def test_a_plan_under_an_interleaved_schedule_is_refused():
+    stage_plan = evolve(PLAN.stage_plan, schedule="interleaved-1f1b")
+    with pytest.raises(PlanError, match="interleaved-1f1b"):
+        replan(evolve(PLAN, stage_plan=stage_plan), MENU)
