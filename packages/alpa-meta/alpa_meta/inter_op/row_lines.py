@@ -1,4 +1,4 @@
-"""What a layer costs at two sizes of a microbatch, as lines: seconds, bytes, and what links take."""
+"""What a layer costs at two sizes of a microbatch, as lines, and what of it the links take."""
 
 from __future__ import annotations
 
