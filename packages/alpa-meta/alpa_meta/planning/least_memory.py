@@ -25,6 +25,7 @@ Numbers of microbatches in between keep more than the most and add up the same g
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 from attrs import evolve, frozen
@@ -56,29 +57,43 @@ def check_step_fits(step: Step, model: CostModel, options: Options) -> None:
     has = room(cluster, options)
     if _all_bytes(step.program(1)) <= has.total:
         return
-    free = evolve(options, num_microbatches=None, recompute=None)
-    for chosen in (options, free):
-        needed = least_bytes(step, model, chosen, has.total) / has.num_devices
-        if needed <= has.total / has.num_devices:
-            return
     limit = has.total / has.num_devices
+    free = evolve(options, num_microbatches=None, recompute=None)
+    for chosen in (options, free) if free != options else (free,):
+        needed = least_bytes(step, model, chosen, has.total) / has.num_devices
+        if needed <= limit:
+            return
     least = math.ceil(needed - limit)
-    enough = enough_devices(lambda count: needed * has.num_devices / count, has.num_devices, limit)
-    remedies = [f"{enough} devices", f"devices with {needed:,.0f} bytes"]
-    own = room(cluster, evolve(options, memory=None)).least
-    if own >= needed:
-        remedies.insert(0, f"the {own:,.0f} bytes that a device has (memory)")
     most = _counts(step, free)[0]
-    if most < (step.batch_size or 1):
-        remedies.append("a smaller batch, which cannot be cut into single examples")
     cut = counted(most, "microbatch", "microbatches")
+    others = ", or ".join(_others(step, model, free, most, needed))
     raise InfeasibleError(
         f"no plan fits the memory: whatever is computed again, in up to {cut} and with every array "
         f"cut over all of {has.num_devices} devices, each holds at least {needed:,.0f} bytes at "
         f"some moment; each device has {limit:,.0f} bytes for the program and lacks at least "
-        f"{least:,} more on cluster {cluster.name!r}; it takes at least {', or '.join(remedies)}",
+        f"{least:,} more on cluster {cluster.name!r}; it takes at least {others}",
         float(least),
     )
+
+
+def _others(
+    step: Step, model: CostModel, options: Options, most: int, needed: float
+) -> Iterator[str]:
+    """Yield what a step needs that no plan can hold; only it may do, as `needed` is a bound."""
+    has = room(model.cluster, options)
+    limit = has.total / has.num_devices
+    own = room(model.cluster, evolve(options, memory=None)).least
+    if own >= needed:
+        yield f"the {own:,.0f} bytes that a device has (memory)"
+    if not step.offloads:
+        moved = evolve(options, offload="moments")
+        if least_bytes(step.with_offload(), model, moved, has.total) <= has.total:
+            yield "moments that the hosts keep (offload='moments')"
+    total = needed * has.num_devices
+    yield f"{enough_devices(lambda count: total / count, has.num_devices, limit)} devices"
+    yield f"devices with {needed:,.0f} bytes"
+    if most < (step.batch_size or 1):
+        yield "a smaller batch, which cannot be cut into single examples"
 
 
 def least_bytes(step: Step, model: CostModel, options: Options, enough: float) -> float:
@@ -87,7 +102,11 @@ def least_bytes(step: Step, model: CostModel, options: Options, enough: float) -
     What fits in `enough` need not be known better.
     """
     counts = _counts(step, options)
-    state = sum(array_bytes(leaf.aval) for leaf in step.leaves if leaf.role == "state")
+    state = sum(
+        array_bytes(leaf.aval)
+        for leaf in step.program(1).inputs
+        if leaf.role == "state" and leaf.memory == "device"
+    )
     of_one = {count: state + _largest_operator(step.program(count)) for count in counts}
     found = min(of_one.values())
     if found > enough:
