@@ -27,7 +27,9 @@ from alpa_meta.compat import JaxprEqn, Literal
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layer_costs import state_by_layer, state_layers
+from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.meshes import device_groups
+from alpa_meta.inter_op.staging import Staging
 from alpa_meta.options import Options
 from alpa_meta.planning.menu_search import MenuSearch, boundary_of
 from alpa_meta.planning.outlooks import layers_of
@@ -52,7 +54,8 @@ def keep(
     if num_rows > MAX_ROWS:
         _LOG.warning("the menu of %d rows is not kept: at most %d are", num_rows, MAX_ROWS)
         return None
-    program, order = outlook.program, outlook.staging
+    program = outlook.program
+    order: Staging | Layering = outlook.staging
     if program.left_out is not None:  # the layers of which are those of the whole batch
         program = step.program(1)
         order = layers_of(program, options, cluster)
