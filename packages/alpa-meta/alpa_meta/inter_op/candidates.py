@@ -152,15 +152,21 @@ def _solve_whole(
 
 
 def solve_lean(
-    selection: Selection, first: ShardingSolution, weight: float, options: Options
+    selection: Selection,
+    first: ShardingSolution,
+    weight: float,
+    options: Options,
+    tolerance: float = 0.0,
 ) -> ShardingSolution:
-    """Return the solution where memory has a price: `weight` times all seconds for all bytes."""
+    """Return the solution where memory has a price: `weight` times all seconds for all bytes; to
+    within a relative `tolerance`."""
     assert first.choice is not None and first.objective is not None
     peak = selection.memory.peak(first.choice)
     row, _ = selection.memory.row(peak.time)
     price = weight * first.objective / max(peak.total, 1.0)
     problem = selection.problem
-    return solve(evolve(problem, node_cost=problem.node_cost + price * row), options)
+    priced = evolve(problem, node_cost=problem.node_cost + price * row)
+    return solve(priced, options, tolerance=tolerance)
 
 
 def _needed(costs: StageCosts) -> float:

@@ -21,6 +21,7 @@ from alpa_meta.inter_op.recomputation import clones_of_layers
 from alpa_meta.inter_op.split_backward import by_weight, kept_for_weights
 from alpa_meta.inter_op.stage_selection import StageScope
 from alpa_meta.inter_op.window import Window
+from alpa_meta.intra_op.bucketed_traffic import Group
 from alpa_meta.intra_op.liveness import KINDS, PHASES
 from alpa_meta.intra_op.memory_profile import Peak
 from alpa_meta.intra_op.selection import Selection
@@ -183,6 +184,8 @@ class LayerCosts:
         self._forth = self._back = np.arange(num_layers)
         if window is not None:
             self._forth, self._back = np.array(window.layer_of).T
+        self._last_parts: tuple[tuple[int, ...], dict[int, np.ndarray]] | None = None
+        self._last_beyond: tuple[tuple[int, ...], list[tuple[Group, np.ndarray]]] | None = None
         self._last: tuple[tuple[int, ...], Mapping[str, float]] | None = None
         self._floors: dict[int, np.ndarray] = {}
         self._kinds: dict[str, tuple[Redone, _Gathered, _Gathered]] = {}
@@ -236,21 +239,20 @@ class LayerCosts:
         """Return [layers, axes, 2] the seconds of `under` that links take: of each phase, and of
         "by_weight" in the backward. The last dim grows with an axis' latency, with 1 / bandwidth.
         """
-        facts, selection, count = self.facts, self.selection, self.num_layers
-        parts = selection.sent.under(len(facts.layers), choice, size)
-        found = {name: np.zeros((count, *parts.shape[1:])) for name in (*PHASES, "by_weight")}
-        sending = np.flatnonzero(parts.any(axis=(1, 2)))
-        for k in sending.tolist():
-            found[PHASES[facts.phases[k]]][facts.layers[k]] += parts[k]
-            if facts.delayed[k]:
-                found["by_weight"][facts.layers[k]] += parts[k]
+        facts, count = self.facts, self.num_layers
+        parts = self._parts(tuple(choice), size)
+        late = facts.delayed
+        table = _by_place(facts.phases * count + facts.layers, parts, len(PHASES) * count)
+        found = dict(zip(PHASES, table.reshape(len(PHASES), count, *parts.shape[1:]), strict=True))
+        found["by_weight"] = _by_place(facts.layers[late], parts[late], count)
         if kind != "none":
-            for k in np.intersect1d(sending, self._recomputed(kind)[0].equations).tolist():
-                found["backward"][facts.layers[k]] += parts[k]
-        for group, sizes in selection.traffic.groups(choice).items():
+            again = self._recomputed(kind)[0].equations
+            found["backward"] = found["backward"] + _by_place(
+                facts.layers[again], parts[again], count
+            )
+        for group, beyond in self._beyond(tuple(choice)):
             runs = 1.0 if group.phase == "update" else self._ratio(size)
-            beyond = selection.costs.links.buckets((group.kind, 0.0, group.axes), sizes)
-            found[group.phase] += runs * group.times * beyond / count
+            found[group.phase] = found[group.phase] + runs * group.times * beyond / count
         back = self._back
         return {
             name: part[self._forth if name == "forward" else back] for name, part in found.items()
@@ -312,6 +314,27 @@ class LayerCosts:
             np.concatenate(parts),
         )
 
+    def _parts(self, choice: tuple[int, ...], size: int) -> np.ndarray:
+        """Return [equations, axes, 2] what links take, remembered for the last choice."""
+        if self._last_parts is None or self._last_parts[0] != choice:
+            self._last_parts = choice, {}
+        known = self._last_parts[1]
+        if size not in known:
+            known[size] = self.selection.sent.under(len(self.facts.layers), choice, size)
+        return known[size]
+
+    def _beyond(self, choice: tuple[int, ...]) -> list[tuple[Group, np.ndarray]]:
+        """Return [axes, 2] what links take for buckets beyond the shares, once, remembered for the
+        last choice."""
+        if self._last_beyond is None or self._last_beyond[0] != choice:
+            links = self.selection.costs.links
+            groups = self.selection.traffic.groups(choice).items()
+            self._last_beyond = (
+                choice,
+                [(one, links.buckets((one.kind, 0.0, one.axes), sizes)) for one, sizes in groups],
+            )
+        return self._last_beyond[1]
+
     def _ratio(self, size: int) -> float:
         """Return how many microbatches there are at a size for each one here."""
         counts = [facts.scope.eqns.num_microbatches for facts in self._sizes]
@@ -344,6 +367,13 @@ class LayerCosts:
             )
             self._kinds[kind] = redone, made, kept
         return self._kinds[kind]
+
+
+def _by_place(places: np.ndarray, parts: np.ndarray, count: int) -> np.ndarray:
+    """Return [count, axes, 2] the sums of [n, axes, 2] parts by their place."""
+    columns = parts.reshape(len(places), math.prod(parts.shape[1:])).T
+    sums = [np.bincount(places, column, count) for column in columns]
+    return np.stack(sums, axis=-1).reshape(count, *parts.shape[1:])
 
 
 def solved_costs(

@@ -41,6 +41,8 @@ LEAN_WEIGHTS = (10.0, 1.0, 0.1)  # of memory against time in the leaner choices 
 # Weights between them that are tried too, where what is held differs most. With the first alone,
 # 16 layers of 2560 on 8 V100 had no row with only the moments sharded, and a step of 6.03 s.
 LEAN_STEPS = 4
+# Of a choice's seconds: the last proofs take half the time, and what is chosen is solved exactly.
+ROW_TOLERANCE = 0.003
 WORTH_A_PRICE = 0.05  # of the bytes held: neighbours that differ by less may do without another
 # Rows that differ by less than these shares are one: a search takes as long as there are pairs of
 # rows, and of the 30 that GPT-39B's layers have on 4x8 devices, 12 differed in the fourth digit.
@@ -190,7 +192,7 @@ class MeshRows:
         selection = problem.for_samples(sized.samples)
         if selection is None:
             return False
-        found = solve_in_buckets(selection, self.builder.options)
+        found = solve_in_buckets(selection, self.builder.options, tolerance=ROW_TOLERANCE)
         if found.choice is None:
             return False
         held = self._add(problem, sized, found, "free", memory, share)
@@ -217,7 +219,7 @@ class MeshRows:
             else:
                 below, above = _widest(held)
                 weight = math.sqrt(below * above) if below else above / 4
-            lean = solve_lean(selection, free, weight, self.builder.options)
+            lean = solve_lean(selection, free, weight, self.builder.options, ROW_TOLERANCE)
             if lean.choice is None:
                 return
             held[weight] = self._add(problem, sized, lean, f"lean{weight:.2g}", memory, share)

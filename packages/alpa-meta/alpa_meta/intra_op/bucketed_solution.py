@@ -39,20 +39,24 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def solve_in_buckets(
-    selection: Selection, options: Options, likely: Iterable[Mapping[Var, Pin]] = ()
+    selection: Selection,
+    options: Options,
+    likely: Iterable[Mapping[Var, Pin]] = (),
+    tolerance: float = 0.0,
 ) -> ShardingSolution:
     """Return the solution of a stage without a memory limit, its objective by its buckets.
 
+    Each problem on the way is solved to within a relative `tolerance`.
     Where buckets matter, each of the `likely` ways to pin inputs is tried too.
     """
-    found, bound = _search(selection, selection.problem, options)
+    found, bound = _search(selection, selection.problem, options, tolerance)
     if found.choice is None or found.objective is None:
         return found
     extra = sum(selection.traffic.extra(found.choice).values())
     seconds = found.seconds
     if extra > WORTH_PINNING * found.objective and selection.problem.edge_cost.size <= HUGE:
         for pins in likely:
-            other, _ = _search(selection, pinned_problem(selection, pins), options)
+            other, _ = _search(selection, pinned_problem(selection, pins), options, tolerance)
             seconds += other.seconds
             found = _lower(selection, found, other)
     found = evolve(found, lower_bound=bound, seconds=seconds)
@@ -60,10 +64,10 @@ def solve_in_buckets(
 
 
 def _search(
-    selection: Selection, problem: ShardingProblem, options: Options
+    selection: Selection, problem: ShardingProblem, options: Options, tolerance: float
 ) -> tuple[ShardingSolution, float | None]:
     """Return the solution of `problem` by its buckets, and a bound of it."""
-    found = solve(problem, options, classes=selection.classes)
+    found = solve(problem, options, classes=selection.classes, tolerance=tolerance)
     if found.choice is None or found.objective is None:
         return found, None
     extra = sum(selection.traffic.extra(found.choice).values())
@@ -71,7 +75,9 @@ def _search(
     if extra <= WORTH_SOLVING * found.objective or problem.edge_cost.size > HUGE:
         return best, bound
     traffic = selection.traffic
-    alone = solve(traffic.repriced(problem), options, classes=selection.classes)
+    alone = solve(
+        traffic.repriced(problem), options, classes=selection.classes, tolerance=tolerance
+    )
     seconds = found.seconds + alone.seconds
     best = _lower(selection, best, alone)
     for _ in range(ROUNDS):
@@ -79,7 +85,13 @@ def _search(
         groups = traffic.groups(best.choice)
         prices = {g: traffic.beyond_shares(g, sizes) / sum(sizes) for g, sizes in groups.items()}
         repriced = traffic.repriced(problem, prices)
-        priced = solve(repriced, options, start=best.choice, classes=selection.classes)
+        priced = solve(
+            repriced,
+            options,
+            start=best.choice,
+            classes=selection.classes,
+            tolerance=tolerance,
+        )
         seconds += priced.seconds
         before, best = best, _lower(selection, best, priced)
         if best is before:

@@ -38,9 +38,12 @@ def solve(
     seconds: float = math.inf,
     start: tuple[int, ...] | None = None,
     classes: Classes | None = None,
+    tolerance: float = 0.0,
 ) -> ShardingSolution:
-    """Return the solution of a selection problem, found in `seconds` or less, if
-    `Options.solver_seconds` are given; else by as much work as its size allows.
+    """Return the solution of a selection problem, to within a relative `tolerance`.
+
+    It is found in `seconds` or less, if `Options.solver_seconds` are given; else by as much work as
+    its size allows.
 
     A large problem is solved by `classes` of alike strategies, if there are any.
     """
@@ -49,7 +52,7 @@ def solve(
         until = time.perf_counter() + seconds
 
         def part(smaller: ShardingProblem, seconds: float) -> ShardingSolution:
-            return solve(smaller, options, seconds)
+            return solve(smaller, options, seconds, tolerance=tolerance)
 
         return solve_coarsely(problem, classes, part, until)
     return ilp_sharding.solve(
@@ -57,6 +60,7 @@ def solve(
         ilp_sharding.SolveOptions(
             deadline=max(seconds, 0.0),
             rounds=_rounds(problem, SWEPT_ENTRIES) if options.solver_seconds is None else None,
+            gap_tolerance=tolerance,
             seed=options.seed,
             warm_start=start,
         ),

@@ -26,7 +26,12 @@ def weights():
 def pipeline():
     """Return a pipeline of two stages, run once."""
     parallel = alpa.parallelize(
-        step, cluster="host:4", num_stages=2, num_microbatches=2, max_mesh_axes=1
+        step,
+        cluster="host:4",
+        num_stages=2,
+        num_microbatches=2,
+        max_mesh_axes=1,
+        schedule="1f1b",
     )
     parallel(weights(), BATCH)
     return parallel
