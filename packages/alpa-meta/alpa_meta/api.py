@@ -24,12 +24,7 @@ from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
-from alpa_meta.step.arguments import (
-    abstract_arguments,
-    is_array,
-    num_arguments,
-    positional,
-)
+from alpa_meta.step.arguments import abstract_arguments, is_array, num_arguments, positional
 from alpa_meta.step.program import Program, Step
 from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
 from cost_model import cluster as cluster_by_name

@@ -1,7 +1,8 @@
 """The walk over a stage's equations that fills its selection problem (see `selection`).
 
-What an equation is given is elsewhere: an operand to follow (`light_equations`), what it costs
-(`operator_seconds`), the completion of its sums (`partial_sums`).
+What an equation is given is elsewhere: what it chooses from (`operator_choice`), an operand to
+follow (`light_equations`), what it costs (`operator_seconds`), the completion of its sums
+(`partial_sums`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Atom, JaxprEqn, Var, is_drop, shape_of
@@ -26,11 +27,11 @@ from alpa_meta.intra_op.bucketed_traffic import (
 from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
 from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds, Priced
-from alpa_meta.intra_op.light_equations import following_strategies, leading_operand
 from alpa_meta.intra_op.liveness import KINDS, Span, Timeline
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
 from alpa_meta.intra_op.mesh_costs import Conversion, MeshCosts
-from alpa_meta.intra_op.operator_seconds import operator_seconds, strategy_sends
+from alpa_meta.intra_op.operator_choice import OperatorChoice, operator_choice
+from alpa_meta.intra_op.operator_seconds import strategy_sends
 from alpa_meta.intra_op.other_sizes import others_of
 from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
 from alpa_meta.intra_op.regions import barrier_record, region_record
@@ -38,30 +39,13 @@ from alpa_meta.intra_op.sent_seconds import SentSeconds
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 from alpa_meta.operators import (
     is_heavy,
-    linear_operands,
     operator_of,
-    sharding_rule,
 )
 from alpa_meta.passes.shared_reads import is_shared_read
-from alpa_meta.pinning import Pin, UnfitPinError, is_pin, pinned_strategies
+from alpa_meta.pinning import Pin
 from ilp_sharding.problem_builder import ProblemBuilder
 
 SENDING = ("permutation", "reduction")  # factors whose sharding costs collectives in an operator
-
-
-@frozen(eq=False)
-class _Operator:
-    """What an operator chooses from; `seconds` per strategy."""
-
-    rule: ShardingRule | None
-    leader: int | None
-    node: int
-    strategies: tuple[Strategy, ...]
-    seconds: Priced
-    late: bool  # sums that it completes travel in buckets
-    partial: bool  # sums may be left to be completed
-    together: int  # equations whose sums are sent with its own
-    sends: bool  # there may be collectives inside it
 
 
 class Builder:
@@ -72,7 +56,7 @@ class Builder:
     ) -> None:
         self.costs = costs
         self.stage = stage
-        self._others = others_of(stage, others)
+        self.others = others_of(stage, others)
         self._ratios = [other.num_microbatches / stage.num_microbatches for other in others]
         self.problem = ProblemBuilder()
         self.sources: dict[Atom, Source] = {}
@@ -81,12 +65,12 @@ class Builder:
         self._home: dict[int, int] = {}  # the equation that makes a value, by the id of its source
         self._position = 0
         self.partial = may_stay_partial(stage)
-        self._order: dict[Var, int] = {}
-        self._spread: set[Var] = set()
-        self._operators: dict[Hashable, _Operator] = {}
+        self.order: dict[Var, int] = {}
+        self.spread: set[Var] = set()
+        self.operators: dict[Hashable, OperatorChoice] = {}
         self._matrices: dict[Hashable, Priced] = {}
-        self._state_nodes: set[int] = set()
-        self._fixed = self.problem.node("fixed", "fixed", ["replicated"])
+        self.state_nodes: set[int] = set()
+        self.fixed = self.problem.node("fixed", "fixed", ["replicated"])
         self._choices: dict[int, Sequence[ShardingSpec | Strategy]] = {}
         self._constants: list[tuple[Source, int, int]] = []  # with their kind and count
         self._copies: list[Copy] = []
@@ -94,7 +78,7 @@ class Builder:
         self.timeline = Timeline(apart=bool(stage.kept))
         self.times: list[int] = []  # at which each equation begins
         self.late = late_values(stage, is_heavy)
-        self._together = sums_together(stage, is_heavy)
+        self.together = sums_together(stage, is_heavy)
         self._phase = "forward"
         self.traffic = BucketedTraffic(costs)
         self.sent = SentSeconds(costs)
@@ -157,7 +141,7 @@ class Builder:
         node, source = self.value_node(var, key or ("input", id(var)), "input")
         self.sources[var] = source
         if var in self.stage.state:
-            self._state_nodes.add(node)
+            self.state_nodes.add(node)
             if var in self.stage.offloaded:
                 self.timeline.store(source)
                 moved = self.costs.host_seconds(source.bytes, source.specs)
@@ -189,11 +173,11 @@ class Builder:
         shape = shape_of(var)
         layouts = self.costs.layouts
         specs = layouts.summed_specs(shape) if summed else layouts.specs(shape)
-        node = self._fixed if len(specs) == 1 else self._node(key, name, specs)
-        other = tuple(map(tensor_bytes, self._others.values.get(var, ())))
+        node = self.fixed if len(specs) == 1 else self.new_node(key, name, specs)
+        other = tuple(map(tensor_bytes, self.others.values.get(var, ())))
         return node, Source(node, specs, shape, tensor_bytes(var), other)
 
-    def _node(
+    def new_node(
         self, key: Hashable, name: str, choices: tuple[ShardingSpec, ...] | tuple[Strategy, ...]
     ) -> int:
         """Return the node of `key`, which chooses one of these."""
@@ -265,7 +249,7 @@ class Builder:
             if is_drop(var):
                 continue
             scope[var] = source
-            self._order[var] = len(self._order)
+            self.order[var] = len(self.order)
             if scope is not self.sources:
                 continue
             self._home[id(source)] = self._position
@@ -299,24 +283,24 @@ class Builder:
         self, eqn: JaxprEqn, key: Hashable, weight: float, scope: dict[Atom, Source], phase: str
     ) -> Record:
         """Return the record of an equation that is no region: its node, its operands converted."""
-        found = self._found(eqn, key, weight, scope, phase)
+        found = operator_choice(self, eqn, key, weight, scope, phase)
         rule, leader, node, strategies = found.rule, found.leader, found.node, found.strategies
         shape = facts_of(eqn)
         if leader is not None:
             followed = eqn.invars[leader]
-            if followed in self._spread:
-                self._spread.update(eqn.outvars)
+            if followed in self.spread:
+                self.spread.update(eqn.outvars)
             else:
                 least = scope[followed].bytes
                 for var, (_, size) in zip(eqn.outvars, shape.results, strict=True):
                     if size > least:
-                        self._spread.add(var)
+                        self.spread.add(var)
         if found.late and rule is not None:
             self._note_sums(eqn, rule, node, strategies, weight)
         self._add_cost(node, found.seconds)
         if rule is not None and found.sends:
-            of = (eqn, *self._others.eqns.get(id(eqn), ()))
-            weights = (weight, *self._weights(weight))
+            of = (eqn, *self.others.eqns.get(id(eqn), ()))
+            weights = (weight, *self.weights(weight))
             sends = [
                 functools.partial(
                     strategy_sends, self.costs, one, rule, found.late, found.together, times
@@ -333,7 +317,7 @@ class Builder:
             self._copy_of.pop(eqn.outvars[0], None)  # a body may be walked over more than once
             if len(self._copies) > num_copies:
                 self._copy_of[eqn.outvars[0]] = num_copies
-        twins = [facts_of(twin).results for twin in self._others.eqns.get(id(eqn), ())]
+        twins = [facts_of(twin).results for twin in self.others.eqns.get(id(eqn), ())]
         outputs = tuple(
             [
                 Source(node, specs, dims, size, tuple([results[number][1] for results in twins]))
@@ -348,103 +332,16 @@ class Builder:
             return Record(node, strategies, (), (completed,), completed=completed)
         return Record(node, strategies, (), outputs)
 
-    def _found(
-        self, eqn: JaxprEqn, key: Hashable, weight: float, scope: dict[Atom, Source], phase: str
-    ) -> _Operator:
-        """Return what an operator chooses from, remembered for equal ones that read alike."""
-        late, together = self._is_late(eqn), self._together.get(id(eqn), 1)
-        reads, accumulated, number = facts_of(eqn).reads, self.stage.accumulated, self.costs.number
-        read = [scope.get(var) for var in reads]
-        alike = (
-            key,
-            weight,
-            late,
-            together,
-            tuple([None if s is None else (s.node, number(s.specs)) for s in read]),
-            tuple([v in accumulated for v in reads]),
-            tuple([(v in self.partial, v in accumulated) for v in eqn.outvars]),
-        )
-        known = self._operators.get(alike)
-        if known is None:
-            rule = sharding_rule(eqn)
-            leader = self._leader(eqn, rule, scope, phase)
-            strategies = self._strategies(eqn, rule, leader, scope)
-            if leader is not None:
-                node = scope[eqn.invars[leader]].node
-            elif len(strategies) == 1 and not any(spec.partial for spec in strategies[0].results):
-                node = self._fixed
-            else:
-                node = self._node(key, eqn.primitive.name, strategies)
-            assert node is not None
-            seconds = [weight * operator_seconds(self.costs, eqn, rule, strategies, late, together)]
-            twins = self._others.eqns.get(id(eqn), ())
-            for twin, times in zip(twins, self._weights(weight), strict=False):
-                priced = operator_seconds(self.costs, twin, rule, strategies, late, together)
-                seconds.append(times * priced)
-            partial = self.costs.layouts.leaves_sums(number(strategies))
-            sends = rule is not None and any(f.kind in SENDING for f in rule.factors)
-            known = _Operator(
-                rule, leader, node, strategies, tuple(seconds), late, partial, together, sends
-            )
-            self._operators[alike] = known
-        return known
-
-    def _weights(self, weight: float) -> list[float]:
+    def weights(self, weight: float) -> list[float]:
         """Return how often what runs `weight` times a step runs at the other sizes."""
         return [weight if self._phase == "update" else weight * one for one in self._ratios]
-
-    def _leader(
-        self, eqn: JaxprEqn, rule: ShardingRule | None, scope: dict[Atom, Source], phase: str
-    ) -> int | None:
-        """Return the operand that an equation follows, if any."""
-        if rule is None:
-            return None
-        return leading_operand(
-            eqn,
-            rule,
-            scope,
-            phase,
-            accumulated=self.stage.accumulated,
-            state_nodes=self._state_nodes,
-            order=self._order,
-            spread=self._spread,
-        )
-
-    def _strategies(
-        self,
-        eqn: JaxprEqn,
-        rule: ShardingRule | None,
-        leader: int | None,
-        scope: dict[Atom, Source],
-    ) -> tuple[Strategy, ...]:
-        """Return the strategies of an equation; UnfitPinError if it is a pin that allows none."""
-        if rule is None:
-            whole = tuple(ShardingSpec.replicated(len(shape_of(a))) for a in eqn.invars)
-            results = tuple(ShardingSpec.replicated(len(shape_of(v))) for v in eqn.outvars)
-            return self.costs.only(Strategy(assignment=(), operands=whole, results=results))
-        if leader is not None:
-            leaves = all(var in self.partial for var in eqn.outvars)
-            passes = leaves and linear_operands(eqn)
-            followed = scope[eqn.invars[leader]]
-            return following_strategies(
-                self.costs, rule, leader, followed, passes=passes, leaves=leaves
-            )
-        strategies = self.costs.layouts.strategies(rule)
-        if is_pin(eqn):
-            strategies = pinned_strategies(eqn, strategies, self.costs.mesh)
-            if not strategies:
-                raise UnfitPinError(
-                    f"no way to shard {eqn.primitive.name} of shape {shape_of(eqn.outvars[0])} is "
-                    "as pinned; leave the dims free that cannot be sharded"
-                )
-        return strategies
 
     def completed(self, var: Var, natural: Source, key: Hashable, weight: float) -> Source:
         """Return the source of a result, `var`, after its partial sums were completed."""
         allowed = var in self.partial
         late = self._phase == "update" or var in self.late
         finals, matrix, *others = completions(self.costs, natural, allowed, late)
-        node = self._node((key, allowed), "sum", finals)
+        node = self.new_node((key, allowed), "sum", finals)
         if late:
             self.traffic.sums(self._phase, weight, natural, node, finals, self._times)
             assert natural.node is not None
@@ -456,7 +353,7 @@ class Builder:
             self.traffic.surcharge(
                 self._phase, weight, natural.node, node, matrix, priced, self._times
             )
-        weighted = zip([matrix, *others], [weight, *self._weights(weight)], strict=True)
+        weighted = zip([matrix, *others], [weight, *self.weights(weight)], strict=True)
         seconds = tuple([matrix * times for matrix, times in weighted])
         self.sent.completion(self._position, natural, node, finals, late, seconds)
         self._add_edge(natural.node, node, seconds, self._times, self._position)
@@ -472,7 +369,7 @@ class Builder:
         copied = np.array(sends) * (natural.bytes / np.array(parts))
         self._copy(natural, completed.node, copied)
 
-    def _is_late(self, eqn: JaxprEqn) -> bool:
+    def is_late(self, eqn: JaxprEqn) -> bool:
         """Return whether sums that `eqn` completes itself travel in buckets."""
         if self._phase == "update":
             return True
@@ -508,9 +405,9 @@ class Builder:
 
         `late` values, state, and all values in the update travel in buckets.
         """
-        if source.node in (None, self._fixed) or node is None or not source.shape:
+        if source.node in (None, self.fixed) or node is None or not source.shape:
             return
-        in_buckets = late or self._phase == "update" or source.node in self._state_nodes
+        in_buckets = late or self._phase == "update" or source.node in self.state_nodes
         found = self.costs.conversion(
             source.shape, source.bytes, source.specs, wanted, in_buckets, source.node == node
         )
@@ -539,7 +436,7 @@ class Builder:
         known = self._matrices.get(key)
         if known is None:
             matrices = [weight * found.seconds]
-            for size, times in zip(source.other_bytes, self._weights(weight), strict=True):
+            for size, times in zip(source.other_bytes, self.weights(weight), strict=True):
                 priced = self.costs.conversion_seconds(
                     source.shape, size, source.specs, wanted, in_buckets
                 )
