@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,12 +96,14 @@ def bucketed_seconds(
     def single(size: float) -> float:
         return float(collective_seconds(kind, size, axes, meeting))
 
-    alone = [size for size in bytes if size >= BUCKET_BYTES]
-    rest = sum(size for size in bytes if size < BUCKET_BYTES)
-    full, left = divmod(rest, BUCKET_BYTES)
-    seconds = sum(map(single, alone)) + full * single(BUCKET_BYTES) + single(left)
-    seconds += launch * (len(bytes) - len(alone))
-    return min(seconds, sum(map(single, bytes)))
+    # Equal layers send equal tensors: each size is priced once.
+    sizes = [(size, count, single(size)) for size, count in Counter(bytes).items()]
+    alone = sum(count * time for size, count, time in sizes if size >= BUCKET_BYTES)
+    shared = [(size, count) for size, count, _ in sizes if size < BUCKET_BYTES]
+    full, left = divmod(sum(size * count for size, count in shared), BUCKET_BYTES)
+    seconds = alone + full * single(BUCKET_BYTES) + single(left)
+    seconds += launch * sum(count for _, count in shared)
+    return min(seconds, sum(count * time for _, count, time in sizes))
 
 
 def bucket_share_seconds(

@@ -184,6 +184,9 @@ class LayerCosts:
         self._forth = self._back = np.arange(num_layers)
         if window is not None:
             self._forth, self._back = np.array(window.layer_of).T
+        self._last_priced: (
+            tuple[tuple[int, ...], dict[int, tuple[np.ndarray, np.ndarray]]] | None
+        ) = None
         self._last_parts: tuple[tuple[int, ...], dict[int, np.ndarray]] | None = None
         self._last_beyond: tuple[tuple[int, ...], list[tuple[Group, np.ndarray]]] | None = None
         self._last: tuple[tuple[int, ...], Mapping[str, float]] | None = None
@@ -199,14 +202,13 @@ class LayerCosts:
         `size`: 0 is that of the problem, then come those of the others.
         """
         selection, facts, count = self.selection, self.facts, self.num_layers
-        seconds = selection.seconds.under(choice, size)
+        seconds, usage = self._priced(tuple(choice), size)
         table = np.bincount(
             facts.phases * count + facts.layers, seconds, len(PHASES) * count
         ).reshape(len(PHASES), count)
         for phase, more in self._extra(tuple(choice)).items():
             runs = 1.0 if phase == "update" else self._ratio(size)
             table[PHASES.index(phase)] += runs * more / count
-        usage = selection.memory.usage(choice, size)
         working = self._working(usage[KINDS.index("temporaries")])
         held = {name: self._summed(self._bytes[name], choice, size) for name in HELD}
         if kind != "none":
@@ -313,6 +315,17 @@ class LayerCosts:
             np.array(held[0].layers, dtype=np.int64),
             np.concatenate(parts),
         )
+
+    def _priced(self, choice: tuple[int, ...], size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return [equations] seconds and [kinds, times] bytes, remembered for the last choice."""
+        if self._last_priced is None or self._last_priced[0] != choice:
+            self._last_priced = choice, {}
+        known = self._last_priced[1]
+        if size not in known:
+            selection = self.selection
+            seconds = selection.seconds.under(choice, size)
+            known[size] = seconds, selection.memory.usage(choice, size)
+        return known[size]
 
     def _parts(self, choice: tuple[int, ...], size: int) -> np.ndarray:
         """Return [equations, axes, 2] what links take, remembered for the last choice."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -311,7 +312,10 @@ class BucketedTraffic:
     def beyond_shares(self, group: Group, sizes: Sequence[float]) -> float:
         """Return the seconds by which the buckets of a group exceed the shares, each time."""
         kind, axes = group.kind, group.axes
-        shares = math.fsum(self.costs.bucket_share_seconds(kind, size, axes) for size in sizes)
+        shares = math.fsum(
+            count * self.costs.bucket_share_seconds(kind, size, axes)
+            for size, count in Counter(sizes).items()
+        )
         return max(self.costs.bucketed_seconds(kind, sizes, axes) - shares, 0.0)
 
     def extra(self, choice: Sequence[int]) -> Mapping[str, float]:

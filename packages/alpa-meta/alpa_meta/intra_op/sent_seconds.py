@@ -13,6 +13,7 @@ to; that another algorithm or strategy may then be better is left to a new searc
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -70,8 +71,11 @@ class LinkParts:
         model, group = self.costs.model, self.costs.host_group
 
         def beyond(axes: tuple[MeshAxis, ...]) -> float:
-            shares = (model.bucket_share_seconds(kind, size, axes, group) for size in sizes)
-            return max(model.bucketed_seconds(kind, sizes, axes, group) - sum(shares), 0.0)
+            shares = sum(
+                count * model.bucket_share_seconds(kind, size, axes, group)
+                for size, count in Counter(sizes).items()
+            )
+            return max(model.bucketed_seconds(kind, sizes, axes, group) - shares, 0.0)
 
         return self.of(beyond, names)[1]
 
