@@ -69,7 +69,7 @@ def _shapes(batch=BATCH):
 
 WHOLE = {"num_stages": 1, "num_microbatches": 1}
 PARTS = {"num_stages": 1, "num_microbatches": 2}
-PIPELINE = {"num_stages": 2, "num_microbatches": 2}
+PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}
 MIXED = ("full", "none", "selective", "full")
 
 

@@ -92,7 +92,7 @@ def test_mistakes_are_one_sentence(arguments, message, capsys):
 def test_a_published_model_is_planned_by_its_name(capsys):
     arguments = ["--layers", "1", "--batch", "8", "--context", "64", "--cluster", "p3.16xlarge:2"]
     assert run(["plan", "--model", "gpt-125m", *arguments]) == 0
-    assert "1 stage" in capsys.readouterr().out
+    assert "batch of 8" in capsys.readouterr().out
     assert run(["plan", "--help"]) == 0
     assert "gpt-39b" in capsys.readouterr().out
 

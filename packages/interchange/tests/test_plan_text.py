@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from alpa_interchange import ParallelPlan, load
-from alpa_interchange.plan_text import COLUMNS, stage_rows
+from alpa_interchange.plan_text import COLUMNS, number_text, stage_rows
 
 PLAN = load(Path(__file__).parent / "golden" / "plan.json", ParallelPlan)
 
@@ -25,3 +25,8 @@ def test_notebooks_show_a_table():
     text = PLAN._repr_html_()
     assert text.count("<tr>") == 1 + PLAN.num_stages
     assert "<script" not in text
+
+
+def test_numbers_are_written_as_ranges():
+    assert number_text([0, 1, 2, 3]) == "0-3"
+    assert number_text([8, 0, 1]) == "0-1, 8"

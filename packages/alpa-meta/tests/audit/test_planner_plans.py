@@ -52,7 +52,9 @@ def test_shapes_are_audited_without_running(convnet):
 @pytest.mark.skipif(find_spec("equinox") is None, reason="equinox is not installed")
 def test_every_task_of_a_pipeline_is_audited():
     model = build("equinox-mlp")
-    step = alpa.parallelize(model.train_step, cluster="host:8", num_stages=2, num_microbatches=2)
+    step = alpa.parallelize(
+        model.train_step, cluster="host:8", num_stages=2, num_microbatches=2, schedule="1f1b"
+    )
     found = step.audit(model.state, model.batch)
     assert found.ok, found.text()
     assert {name.split(".")[0] for name in found.tasks} >= {"forward", "backward", "update"}

@@ -3,7 +3,7 @@ from io import StringIO
 from attrs import evolve
 from rich.console import Console
 
-from alpa_meta.report.plan_table import device_text, plan_summary, print_plan
+from alpa_meta.report.plan_table import plan_summary, print_plan
 
 
 def _shown(plan, **options):
@@ -46,8 +46,3 @@ def test_every_parameter_is_listed_when_asked_for(make_plan):
     text = _shown(make_plan(1, 1), every_parameter=True)
     assert "state.params['layer_0']['w']" in text
     assert "state.opt_state[0].mu['layer_0']['w']" in text
-
-
-def test_device_numbers_are_written_as_ranges():
-    assert device_text([0, 1, 2, 3]) == "0-3"
-    assert device_text([8, 0, 1]) == "0-1, 8"
