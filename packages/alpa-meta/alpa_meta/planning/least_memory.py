@@ -85,10 +85,6 @@ def _others(
     own = room(model.cluster, evolve(options, memory=None)).least
     if own >= needed:
         yield f"the {own:,.0f} bytes that a device has (memory)"
-    if not step.offloads:
-        moved = evolve(options, offload="moments")
-        if least_bytes(step.with_offload(), model, moved, has.total) <= has.total:
-            yield "moments that the hosts keep (offload='moments')"
     total = needed * has.num_devices
     yield f"{enough_devices(lambda count: total / count, has.num_devices, limit)} devices"
     yield f"devices with {needed:,.0f} bytes"

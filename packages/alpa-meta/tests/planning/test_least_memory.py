@@ -99,26 +99,3 @@ def test_a_step_that_is_not_cut_is_told_of_a_smaller_batch():
     message = refusal(step, memory=1.05 * state / DEVICES)
     assert "in up to 1 microbatch and" in message and "a smaller batch" in message
     assert "a smaller batch" not in refusal(make_step(), memory=1.05 * state / DEVICES)
-
-
-def test_moments_that_the_hosts_would_keep_are_named_where_that_may_do():
-    def train_step(state, batch):
-        def value(weights):
-            x = batch
-            for weight in weights:
-                x = jnp.tanh(x @ weight)
-            return jnp.mean(x**2)
-
-        gradients = jax.grad(value)(state["weights"])
-        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], gradients)
-        weights = jax.tree.map(jnp.subtract, state["weights"], moments)
-        return {"weights": weights, "moments": moments}
-
-    squares = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
-    batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
-    step = Step(train_step, ({"weights": squares, "moments": squares}, batch))
-    here, there = least(step), least(step.with_offload())
-    assert here[0] - there[0] == 4.0 * LAYERS * WIDTH * WIDTH
-    assert max(there) < max(here)
-    assert "offload='moments'" in refusal(step, memory=max(there) / DEVICES)
-    assert "offload='moments'" not in refusal(step, memory=(there[0] - 1.0) / DEVICES)
