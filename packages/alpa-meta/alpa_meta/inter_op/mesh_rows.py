@@ -3,7 +3,7 @@
 One selection problem of the program's window is built on the mesh, at a microbatch size that all
 its devices can share, and priced at the other sizes of the menu (`other_sizes`).
 
-    smaller sizes     the problem without the strategies that split more examples than there are
+    fewer samples     the problem without the strategies that split more examples than there are
     prices of memory  leaner choices, where memory is short                   -> _add_leaner()
     recomputation     the same choices, some equations of which run again     -> LayerCosts.under()
 """
@@ -164,15 +164,27 @@ class MeshRows:
     def solve(self, memory: float, share: float) -> None:
         """Add the rows of all sizes, where a device has `memory` and stages on this mesh run a
         `share` of the program."""
-        tight = {sized.samples for sized in self._solved("none")}
+        tight: set[int] | None = None
         for kind in self.builder.sizes:
-            sizes = [sized for sized in self._solved(kind) if sized.samples in tight]
-            if not sizes:
-                return
             problem = self._problem(kind)
             if kind == "none":
                 self._whole = problem
-            tight = {sized.samples for sized in sizes if self._solve(problem, sized, memory, share)}
+            parts = [one for one in self._parts(problem) if tight is None or one in tight]
+            tight = {one for one in parts if self._solve(problem, one, memory, share)}
+            if not tight:
+                return
+
+    def _parts(self, problem: MeshProblem) -> list[int]:
+        """Return the numbers of parts that a microbatch may be split into at most: by some of the
+        mesh's axes, and by all, or as many as the problem's own samples."""
+        sizes = [axis.size for axis in self.mesh.axes]
+        products = {
+            math.prod(some)
+            for count in range(len(sizes))
+            for some in itertools.combinations(sizes, count)
+        }
+        most = problem.main.samples
+        return [*sorted(one for one in products if one < most), most]
 
     def _solved(self, kind: str) -> Sequence[Sized]:
         """Return the sizes to solve for: up to what all devices can share."""
@@ -187,25 +199,26 @@ class MeshRows:
         others = [one for one in (*solved[:-1], largest) if one is not solved[-1]]
         return MeshProblem(self.builder, self.submesh, self.costs, kind, [solved[-1], *others])
 
-    def _solve(self, problem: MeshProblem, sized: Sized, memory: float, share: float) -> bool:
-        """Add the rows of one size; return whether memory is tight there."""
-        selection = problem.for_samples(sized.samples)
+    def _solve(self, problem: MeshProblem, parts: int, memory: float, share: float) -> bool:
+        """Add the rows of microbatches of as many samples as parts; return whether memory is tight
+        there."""
+        selection = problem.for_samples(parts)
         if selection is None:
             return False
         found = solve_in_buckets(selection, self.builder.options, tolerance=ROW_TOLERANCE)
         if found.choice is None:
             return False
-        held = self._add(problem, sized, found, "free", memory, share)
+        held = self._add(problem, parts, found, "free", memory, share)
         if held <= TIGHT * memory:
             return False
-        self._add_leaner(problem, selection, sized, found, memory, share, {0.0: held})
+        self._add_leaner(problem, selection, parts, found, memory, share, {0.0: held})
         return True
 
     def _add_leaner(
         self,
         problem: MeshProblem,
         selection: Selection,
-        sized: Sized,
+        parts: int,
         free: ShardingSolution,
         memory: float,
         share: float,
@@ -222,7 +235,7 @@ class MeshRows:
             lean = solve_lean(selection, free, weight, self.builder.options, ROW_TOLERANCE)
             if lean.choice is None:
                 return
-            held[weight] = self._add(problem, sized, lean, f"lean{weight:.2g}", memory, share)
+            held[weight] = self._add(problem, parts, lean, f"lean{weight:.2g}", memory, share)
             below, above = _widest(held)
             if held[below] - held[above] <= WORTH_A_PRICE * held[0.0]:
                 return
@@ -230,7 +243,7 @@ class MeshRows:
     def _add(
         self,
         problem: MeshProblem,
-        sized: Sized,
+        parts: int,
         solution: ShardingSolution,
         name: str,
         memory: float,
@@ -242,25 +255,33 @@ class MeshRows:
         assert choice is not None
         first = 0.0
         for number, kind in enumerate(self.builder.derived or (problem.kind,)):
-            costs = problem.under(choice, kind, sized)
             if (kind, choice) not in self._added:
                 self._added.add((kind, choice))
-                self._add_rows(problem, sized, choice, kind, f"{kind} {sized.samples} {name}")
-            held = self._held(costs, share)
+                self._add_rows(problem, choice, kind, f"{kind} {parts} {name}")
+            held = self._held(problem, choice, kind, parts, share)
             if number == 0:
                 first = held
             if held <= TIGHT * memory:
                 break
         return first
 
-    def _held(self, costs: StageCosts, share: float) -> float:
+    def _held(
+        self, problem: MeshProblem, choice: Sequence[int], kind: str, samples: int, share: float
+    ) -> float:
         """Return the bytes that a stage of this share of the layers holds, one microbatch each."""
-        held = float(costs.state.sum() + costs.gradients.sum()) * share
-        return held + float(costs.activations.sum()) + float(costs.transient.max())
 
-    def _add_rows(
-        self, problem: MeshProblem, sized: Sized, choice: Sequence[int], kind: str, key: str
-    ) -> None:
+        def at(sized: Sized) -> float:
+            costs = problem.under(choice, kind, sized)
+            held = float(costs.state.sum() + costs.gradients.sum()) * share
+            return held + float(costs.activations.sum()) + float(costs.transient.max())
+
+        here, there = _line_ends(problem.sizes, problem.split(choice))
+        if here is there:
+            return at(here)
+        each = (at(there) - at(here)) / (there.samples - here.samples)
+        return at(here) + each * (samples - here.samples)
+
+    def _add_rows(self, problem: MeshProblem, choice: Sequence[int], kind: str, key: str) -> None:
         split = problem.split(choice)
         here, there = _line_ends(problem.sizes, split)
         costs = problem.under(choice, kind, here), problem.under(choice, kind, there)
