@@ -21,7 +21,7 @@ from attrs import evolve
 
 from alpa_interchange import LogicalMesh, ShardingSolution, ShardingSpec, SubmeshSpec
 from alpa_interchange.menu import Affine, AxisPart, LayerFloor, LayerRow, MeshMenu
-from alpa_meta.compat import Var, is_drop, shape_of
+from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.candidates import input_pins, solve_lean, totals_share
 from alpa_meta.inter_op.layer_boundaries import Boundary
 from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts, state_by_layer, state_layers
@@ -131,10 +131,12 @@ class MeshProblem:
         seen: set[tuple[int | None, int, tuple[int, ...]]] = set()
         mine, theirs = (one.outlook.window.staging.eqns for one in self.sizes[:2])
         for eqn, like in zip(mine, theirs, strict=True):
-            for var, twin in zip(eqn.outvars, like.outvars, strict=True):
-                source, shape = sources.get(var), shape_of(var)
-                if is_drop(var) or source is None or source.node is None:
+            pairs = zip((*eqn.invars, *eqn.outvars), (*like.invars, *like.outvars), strict=True)
+            for atom, twin in pairs:
+                source = None if isinstance(atom, Literal) else sources.get(atom)
+                if source is None or source.node is None or is_drop(atom):
                     continue
+                shape = shape_of(atom)
                 mark = (source.node, id(source.specs), shape)
                 if mark in seen or shape == shape_of(twin):
                     continue
