@@ -26,6 +26,7 @@ from stage_dp.menu_table import (
 )
 from stage_dp.schedules import ScheduleRule
 
+LIMITS_TRIED = 6  # on the slowest stage, for the rows of one pipeline; an estimate, not fitted
 MAX_EXTRAS = 64  # ways to share out the microbatches in flight that are tried for one pipeline
 
 
@@ -132,6 +133,55 @@ def score(
             count = table.num_microbatches
             best = Scored(stages, rule, count, crossing, held, float(seconds[at]))
     return best
+
+
+def rows_by_limit(
+    options: Sequence[Sequence[StageChoice]],
+    links: Links,
+    num_microbatches: int,
+    samples: int,
+) -> list[list[StageChoice]]:
+    """Return choices, one of the `options` of each stage, for several limits on the slowest
+    stage: under each the least sum of seconds and boundaries."""
+
+    def slow(choice: StageChoice) -> float:
+        return (num_microbatches - 1) * choice.seconds + float(choice.columns[STEP])
+
+    tightest = max(min(map(slow, own)) for own in options)
+    limits = sorted({slow(c) for own in options for c in own if slow(c) >= tightest})
+    if len(limits) > LIMITS_TRIED:
+        picks = np.linspace(0, len(limits) - 1, LIMITS_TRIED).astype(int)
+        limits = [limits[p] for p in picks]
+    return [
+        _coupled([[c for c in own if slow(c) <= limit] for own in options], links, samples)
+        for limit in limits
+    ]
+
+
+def _coupled(
+    options: Sequence[Sequence[StageChoice]], links: Links, samples: int
+) -> list[StageChoice]:
+    """Return one choice per stage with the least sum of seconds and boundaries."""
+    if all(len(own) == 1 for own in options):
+        return [own[0] for own in options]
+    value = np.array([c.seconds for c in options[0]])
+    origins = []
+    for before, own in itertools.pairwise(options):
+        crossing = np.array(
+            [
+                [2 * links.least(a.mesh, a.layout_out, b.mesh, b.layout_in, samples) for b in own]
+                for a in before
+            ]
+        )
+        through = value[:, None] + crossing
+        origins.append(np.argmin(through, axis=0))
+        value = through.min(axis=0) + np.array([c.seconds for c in own])
+    at = int(np.argmin(value))
+    result = [options[-1][at]]
+    for own, origin in zip(reversed(options[:-1]), reversed(origins), strict=True):
+        at = int(origin[at])
+        result.append(own[at])
+    return result[::-1]
 
 
 def _least_seconds(

@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from stage_dp.joint_chain import Scored, StageChoice, score
+from stage_dp.joint_chain import Scored, StageChoice, rows_by_limit, score
 from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_links import Links
 from stage_dp.joint_sweep import Sweep
@@ -22,7 +22,6 @@ from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
 from stage_dp.schedules import ScheduleRule
 
 MAX_SWEEPS = 6  # per search over limits
-LIMITS_TRIED = 6  # limits on the slowest stage tried for one pipeline's rows
 NEAR = 2e-3  # beyond the best plan, of pipelines that are kept to be solved exactly
 SHARE_FORWARD = 1 / 3  # of a stage's time where only the whole is known (three products in all)
 
@@ -214,44 +213,5 @@ class Guide:
         ]
         if not all(options):
             return []
-        count = self.costs.table.num_microbatches
-
-        def slow(choice: StageChoice) -> float:
-            return (count - 1) * choice.seconds + float(choice.columns[STEP])
-
-        tightest = max(min(map(slow, own)) for own in options)
-        limits = sorted({slow(c) for own in options for c in own if slow(c) >= tightest})
-        if len(limits) > LIMITS_TRIED:
-            picks = np.linspace(0, len(limits) - 1, LIMITS_TRIED).astype(int)
-            limits = [limits[p] for p in picks]
-        return [
-            self._coupled([[c for c in own if slow(c) <= limit] for own in options])
-            for limit in limits
-        ]
-
-    def _coupled(self, options: list[list[StageChoice]]) -> list[StageChoice]:
-        """Return one choice per stage with the least sum of seconds and boundaries."""
-        if all(len(own) == 1 for own in options):
-            return [own[0] for own in options]
-        samples = self.costs.table.samples
-        value = np.array([c.seconds for c in options[0]])
-        origins = []
-        for before, own in zip(options, options[1:], strict=False):
-            crossing = np.array(
-                [
-                    [
-                        2 * self.links.least(a.mesh, a.layout_out, b.mesh, b.layout_in, samples)
-                        for b in own
-                    ]
-                    for a in before
-                ]
-            )
-            through = value[:, None] + crossing
-            origins.append(np.argmin(through, axis=0))
-            value = through.min(axis=0) + np.array([c.seconds for c in own])
-        at = int(np.argmin(value))
-        result = [options[-1][at]]
-        for own, origin in zip(reversed(options[:-1]), reversed(origins), strict=True):
-            at = int(origin[at])
-            result.append(own[at])
-        return result[::-1]
+        table = self.costs.table
+        return rows_by_limit(options, self.links, table.num_microbatches, table.samples)

@@ -16,14 +16,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stage_dp.cell_fronts import Fronts, TooManyLabelsError
-from stage_dp.joint_chain import Scored, StageChoice, score
+from stage_dp.joint_chain import Scored, StageChoice, rows_by_limit, score
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
 from stage_dp.joint_schedules import warmups
 from stage_dp.menu_table import BACKWARD, FEW_LAYERS, FORWARD, STEP, unbeaten
 from stage_dp.schedules import ScheduleRule
 
-LIMITS_TRIED = 6  # limits on the slowest stage tried for one chain's rows
 ALL_TRIED = 100  # up to which all choices of rows for one chain are scored
 PROMISING = 6  # neighbours of a chain of more layers whose rows are chosen
 MAX_OPTIONS = 48  # ways to run one stage that are looked at
@@ -96,46 +95,7 @@ class Rows:
             return []
         if math.prod(map(len, options)) <= ALL_TRIED:
             return [list(choices) for choices in itertools.product(*options)]
-
-        def slow(choice: StageChoice) -> float:
-            return (self.count - 1) * choice.seconds + float(choice.columns[STEP])
-
-        tightest = max(min(map(slow, own)) for own in options)
-        limits = sorted({slow(c) for own in options for c in own if slow(c) >= tightest})
-        if len(limits) > LIMITS_TRIED:
-            picks = np.linspace(0, len(limits) - 1, LIMITS_TRIED).astype(int)
-            limits = [limits[p] for p in picks]
-        return [
-            self._coupled([[c for c in own if slow(c) <= limit] for own in options])
-            for limit in limits
-        ]
-
-    def _coupled(self, options: list[list[StageChoice]]) -> list[StageChoice]:
-        """Return one choice per stage with the least sum of seconds and boundaries."""
-        if all(len(own) == 1 for own in options):
-            return [own[0] for own in options]
-        samples = self.costs.table.samples
-        value = np.array([c.seconds for c in options[0]])
-        origins = []
-        for before, own in itertools.pairwise(options):
-            crossing = np.array(
-                [
-                    [
-                        2 * self.links.least(a.mesh, a.layout_out, b.mesh, b.layout_in, samples)
-                        for b in own
-                    ]
-                    for a in before
-                ]
-            )
-            through = value[:, None] + crossing
-            origins.append(np.argmin(through, axis=0))
-            value = through.min(axis=0) + np.array([c.seconds for c in own])
-        at = int(np.argmin(value))
-        result = [options[-1][at]]
-        for own, origin in zip(reversed(options[:-1]), reversed(origins), strict=True):
-            at = int(origin[at])
-            result.append(own[at])
-        return result[::-1]
+        return rows_by_limit(options, self.links, self.count, self.costs.table.samples)
 
 
 class Improvement:
