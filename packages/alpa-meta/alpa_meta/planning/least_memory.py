@@ -40,7 +40,7 @@ from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
 from alpa_meta.intra_op.liveness import KINDS
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.intra_op.selection import Selection, build
+from alpa_meta.intra_op.one_device import OneDevice, memory_on_one_device
 from alpa_meta.operators import operator_of
 from alpa_meta.options import Options
 from alpa_meta.planning.memory_floor import array_bytes, enough_devices, room
@@ -185,8 +185,7 @@ def _whole_peak(program: Program, model: CostModel, options: Options) -> float:
     outlook, _ = outlook_of(program, options, model.cluster)
     window = outlook.window
     scope = stage_scope(program, window.staging, 0, 1, window=window)
-    selection = _on_one_device(scope, model)
-    return selection.memory.peak([0] * selection.problem.num_nodes).total
+    return _on_one_device(scope, model).memory.peak([0]).total
 
 
 def _held_by_kind(
@@ -204,20 +203,20 @@ def _held_by_kind(
     return found
 
 
-def _on_one_device(scope: StageScope, model: CostModel) -> Selection:
+def _on_one_device(scope: StageScope, model: CostModel) -> OneDevice:
     device = SubmeshSpec(num_hosts=1, devices_per_host=1)
     mesh: LogicalMesh = model.logical_mesh(device, (1,), ("x",))
-    return build(scope.eqns, MeshCosts(mesh, model, 0), "one device")
+    return memory_on_one_device(scope.eqns, MeshCosts(mesh, model, 0))
 
 
 def _held(outlook: Outlook, model: CostModel) -> _Held:
     scope = stage_scope(outlook.program, outlook.staging, 0, 1)
-    selection = _on_one_device(scope, model)
-    times, memory = np.array(selection.times), selection.memory
+    memory, begins = _on_one_device(scope, model)
+    times = np.array(begins)
     equation = np.searchsorted(times, np.arange(memory.num_times), side="right") - 1
     layers = np.array([-1 if layer is None else layer for layer in scope.layers], dtype=int)
     phases = np.array(scope.eqns.phases)
-    usage = memory.usage([0] * selection.problem.num_nodes)
+    usage = memory.usage([0])
     state = float(usage[KINDS.index("state")].max(initial=0.0))
     moving = usage.sum(axis=0) - usage[KINDS.index("state")]
     changes = np.zeros((outlook.num_layers, memory.num_times + 1))
