@@ -37,7 +37,9 @@ from alpa_meta.compat import Atom, Var, is_drop, subjaxprs
 from alpa_meta.errors import InfeasibleError
 from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.inter_op.short_step import KEPT, ShortStep
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
+from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.intra_op.liveness import KINDS
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.one_device import OneDevice, memory_on_one_device
@@ -45,7 +47,7 @@ from alpa_meta.operators import operator_of
 from alpa_meta.options import Options
 from alpa_meta.planning.memory_floor import array_bytes, enough_devices, room
 from alpa_meta.planning.microbatch_counts import refusal
-from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
+from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of, short_step_of
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
@@ -59,12 +61,13 @@ def check_step_fits(step: Step, model: CostModel, options: Options) -> None:
         return
     limit = has.total / has.num_devices
     free = evolve(options, num_microbatches=None, recompute=None)
+    short = short_step_of(step, free, cluster) or step
     for chosen in (options, free) if free != options else (free,):
         needed = least_bytes(step, model, chosen, has.total) / has.num_devices
         if needed <= limit:
             return
     least = math.ceil(needed - limit)
-    most = _counts(step, free)[0]
+    most = _counts(step, free, short)[0]
     cut = counted(most, "microbatch", "microbatches")
     others = ", or ".join(_others(step, model, free, most, needed))
     raise InfeasibleError(
@@ -95,21 +98,36 @@ def _others(
 def least_bytes(step: Step, model: CostModel, options: Options, enough: float) -> float:
     """Return bytes, summed over all devices, that every plan holds at some moment.
 
-    What fits in `enough` need not be known better.
+    What fits in `enough` need not be known better. Repeated layers are looked at once, where the
+    step without them can stand for it.
     """
-    counts = _counts(step, options)
+    for kept in KEPT:
+        short = short_step_of(step, options, model.cluster, kept)
+        if short is not None:
+            try:
+                return _least_bytes(short, step, model, options, enough)
+            except UnlikeCopiesError:
+                continue
+    return _least_bytes(step, step, model, options, enough)
+
+
+def _least_bytes(
+    short: Step | ShortStep, step: Step, model: CostModel, options: Options, enough: float
+) -> float:
+    """Return the bytes by the programs of a short step; UnlikeCopiesError if they cannot tell."""
+    counts = _counts(step, options, short)
     state = sum(
         array_bytes(leaf.aval)
         for leaf in step.program(1).inputs
         if leaf.role == "state" and leaf.memory == "device"
     )
-    of_one = {count: state + _largest_operator(step.program(count)) for count in counts}
+    of_one = {count: state + _largest_operator(short.program(count)) for count in counts}
     found = min(of_one.values())
     if found > enough:
         return found
     found = math.inf
     for count in counts:
-        program = step.program(count)
+        program = short.program(count)
         if of_one[count] > enough:
             found = min(found, of_one[count])
             continue
@@ -123,12 +141,12 @@ def least_bytes(step: Step, model: CostModel, options: Options, enough: float) -
     return found
 
 
-def _counts(step: Step, options: Options) -> list[int]:
+def _counts(step: Step, options: Options, short: Step | ShortStep) -> list[int]:
     """Return the most and the fewest microbatches that a plan may use."""
     if options.num_microbatches is not None:
         return [options.num_microbatches]
     counts = [count for count in step.microbatch_counts if count > 1]
-    most = next((c for c in reversed(counts) if not refusal(step, c, options)), 1)
+    most = next((c for c in reversed(counts) if not refusal(short, c, options)), 1)
     return list(dict.fromkeys((most, 1)))
 
 
@@ -210,30 +228,35 @@ def _on_one_device(scope: StageScope, model: CostModel) -> OneDevice:
 
 
 def _held(outlook: Outlook, model: CostModel) -> _Held:
-    scope = stage_scope(outlook.program, outlook.staging, 0, 1)
+    """Return what the layers of a program hold, those that are left out of its window as the
+    copies that stand for them."""
+    window = outlook.window
+    scope = stage_scope(outlook.program, window.staging, 0, 1, window=window)
     memory, begins = _on_one_device(scope, model)
-    times = np.array(begins)
-    equation = np.searchsorted(times, np.arange(memory.num_times), side="right") - 1
+    equation = np.searchsorted(np.array(begins), np.arange(memory.num_times), side="right") - 1
     layers = np.array([-1 if layer is None else layer for layer in scope.layers], dtype=int)
     phases = np.array(scope.eqns.phases)
     usage = memory.usage([0])
     state = float(usage[KINDS.index("state")].max(initial=0.0))
     moving = usage.sum(axis=0) - usage[KINDS.index("state")]
     changes = np.zeros((outlook.num_layers, memory.num_times + 1))
+    of_all = np.zeros(memory.num_times + 1)
     for span in memory.spans:
         home = equation[span.start]
         if span.kind == KINDS.index("activations") and home >= 0 and phases[home] == "forward":
-            size = span.count * span.source.bytes
-            changes[layers[home], span.start] += size
-            changes[layers[home], min(span.stop, memory.num_times)] -= size
+            stop, size = min(span.stop, memory.num_times), span.source.bytes
+            for held, times in ((changes[layers[home]], 1), (of_all, span.count)):
+                held[span.start] += times * size
+                held[stop] -= times * size
     by_layer = np.cumsum(changes, axis=1)[:, :-1]
-    others = by_layer.sum(axis=0)
+    moving -= np.cumsum(of_all)[:-1]
     own, kept = np.zeros(outlook.num_layers), np.zeros(outlook.num_layers)
     in_update = (equation >= 0) & (phases[equation] == "update")
-    for layer in range(outlook.num_layers):
+    for layer in set(layers[layers >= 0]):
         here = (equation >= 0) & (layers[equation] == layer) & ~in_update
         back = np.flatnonzero(here & (phases[equation] == "backward"))
-        alone = moving - (others - by_layer[layer])
-        own[layer] = alone[here].max(initial=0.0)
+        own[layer] = (moving + by_layer[layer])[here].max(initial=0.0)
         kept[layer] = by_layer[layer, back[0]] if len(back) else 0.0
+    stand_ins = np.array(window.layer_of)
+    own, kept = own[stand_ins].min(axis=1), kept[stand_ins].min(axis=1)
     return _Held(state, float(moving[in_update].max(initial=0.0)), own, kept)
