@@ -217,10 +217,11 @@ class LayerCosts:
             table[1] += np.bincount(facts.layers[again], seconds[again], count)
             held["activations"] = self._summed(kept, choice, size)
             working = working + self._alive(redone, self._each(made, choice, size))
-        transient = np.zeros(count)
-        np.maximum.at(transient, facts.layers, working)
-        late = np.bincount(facts.layers[facts.delayed], seconds[facts.delayed], count)
         back = self._back
+        activations = held["activations"][back]
+        if kind == "none" and not facts.scope.eqns.kept:
+            activations = activations * _share_held(usage, activations)
+        late = np.bincount(facts.layers[facts.delayed], seconds[facts.delayed], count)
         return StageCosts(
             table[0][self._forth],
             table[1][back],
@@ -228,9 +229,9 @@ class LayerCosts:
             table[2][back],
             held["state"][back],
             held["gradients"][back],
-            held["activations"][back],
+            activations,
             held["delayed"][back],
-            transient[back],
+            self._transient(working, held["activations"])[back],
             self.floors(),
             selection.memory.peak_of(usage),
         )
@@ -282,6 +283,17 @@ class LayerCosts:
         """Return [equations] the most temporaries while each runs."""
         times = self.selection.times
         return np.maximum.reduceat(temporaries, np.array(times)) if times else np.zeros(0)
+
+    def _transient(self, working: np.ndarray, activations: np.ndarray) -> np.ndarray:
+        """Return [layers] the most temporaries, those of the update beyond the layer's activations,
+        which no longer live then."""
+        facts, count = self.facts, self.num_layers
+        update = facts.phases == PHASES.index("update")
+        found, at_last = np.zeros(count), np.zeros(count)
+        np.maximum.at(found, facts.layers[~update], working[~update])
+        np.maximum.at(at_last, facts.layers[update], working[update])
+        most: np.ndarray = np.maximum(found, at_last - activations)
+        return most
 
     def _alive(self, redone: Redone, sizes: np.ndarray) -> np.ndarray:
         """Return [equations] the bytes of what was made again and is still read."""
@@ -380,6 +392,14 @@ class LayerCosts:
             )
             self._kinds[kind] = redone, made, kept
         return self._kinds[kind]
+
+
+def _share_held(usage: np.ndarray, activations: np.ndarray) -> float:
+    """Return the share of a stage's activations that are held at once, where its passes are one
+    program: XLA fuses some into their readers."""
+    total = float(activations.sum())
+    alive = float(usage[KINDS.index("activations")].max(initial=0.0))
+    return min(alive / total, 1.0) if total > 0 else 1.0
 
 
 def _by_place(places: np.ndarray, parts: np.ndarray, count: int) -> np.ndarray:

@@ -60,7 +60,8 @@ class MenuBuilder:
     # By mesh and key of the row, the specs of each class' state, in the order of the inputs.
     state: dict[tuple[SubmeshSpec, LogicalMesh, str], StateSpecs] = field(factory=dict)
     _boundaries: dict[int, dict[int, Boundary]] = field(factory=dict)
-    _scopes: dict[int, list[StageScope]] = field(factory=dict)  # by id of the outlook
+    # By the id of the outlook, and whether the passes are programs of their own.
+    _scopes: dict[tuple[int, bool], list[StageScope]] = field(factory=dict)
 
     @property
     def derived(self) -> tuple[str, ...]:
@@ -79,14 +80,17 @@ class MenuBuilder:
         rows.solve(memory, share)
         return rows.menu()
 
-    def scope(self, outlook: Outlook, pins: Mapping[Var, Pin]) -> StageScope:
-        """Return the window of a program as one stage, the same for all meshes of equal `pins`."""
-        for known in self._scopes.setdefault(id(outlook), []):
+    def scope(self, outlook: Outlook, pins: Mapping[Var, Pin], apart: bool) -> StageScope:
+        """Return the window of a program as one stage, the same for all meshes of equal `pins`.
+
+        `apart`: its passes are programs of their own, as they are where there are more stages.
+        """
+        for known in self._scopes.setdefault((id(outlook), apart), []):
             if known.eqns.pins == pins:
                 return known
         window = outlook.window
-        found = stage_scope(outlook.program, window.staging, 0, 1, pins, apart=True, window=window)
-        self._scopes[id(outlook)].append(found)
+        found = stage_scope(outlook.program, window.staging, 0, 1, pins, apart=apart, window=window)
+        self._scopes[id(outlook), apart].append(found)
         return found
 
     def boundaries(self, sized: Sized) -> dict[int, Boundary]:

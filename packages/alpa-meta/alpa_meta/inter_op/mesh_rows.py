@@ -69,9 +69,10 @@ class MeshProblem:
     ) -> None:
         self.kind, self.sizes = kind, tuple(sizes)
         scopes = []
+        apart = submesh.num_devices < builder.model.cluster.num_devices
         for sized in sizes:
             pins = input_pins(sized.outlook.program, costs.mesh, builder.options)
-            scopes.append(builder.scope(sized.outlook, pins))
+            scopes.append(builder.scope(sized.outlook, pins, apart))
         name = f"{submesh.num_devices} devices {costs.mesh.shape}"
         others = tuple(scope.eqns for scope in scopes[1:])
         self.selection = build(scopes[0].eqns, costs, name, others)
