@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from alpa_interchange import LogicalMesh, ShardingRule, Strategy
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import JaxprEqn, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.arithmetic import arithmetic
 from alpa_meta.intra_op.bucketed_traffic import Sent, own_sums
@@ -17,9 +18,9 @@ from alpa_meta.operators import (
     kernel_kind,
     operator_of,
     operator_signature,
-    sharding_rule,
     traffic_bytes,
 )
+from alpa_meta.operators.operator import ExchangeFunction
 
 
 def operator_seconds(
@@ -87,7 +88,7 @@ def _inner_seconds(
     totals = [0.0] * len(strategies)
     exchanged = {factor.name for factor in rule.factors if factor.kind == "permutation"}
     if exchanged:
-        exchanges = operator_of(eqn).exchanges or _halos
+        exchanges = _exchanges_of(eqn, rule)
         for place, strategy in enumerate(strategies):
             if any(name in exchanged for name, _ in strategy.assignment):
                 for sent in exchanges(eqn, strategy, costs.mesh):
@@ -122,7 +123,7 @@ def strategy_sends(
     sent, whether in buckets, and how often it counts."""
     exchanged = {factor.name for factor in rule.factors if factor.kind == "permutation"}
     if any(name in exchanged for name, _ in strategy.assignment):
-        for sent in (operator_of(eqn).exchanges or _halos)(eqn, strategy, costs.mesh):
+        for sent in _exchanges_of(eqn, rule)(eqn, strategy, costs.mesh):
             yield sent, False, times
     for kind, size, axes in own_sums(eqn, rule, strategy, costs.mesh):
         if late:
@@ -131,10 +132,18 @@ def strategy_sends(
             yield (kind, size * together, axes), False, times / together
 
 
-def _halos(eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> Iterator[Sent]:
-    """Yield the exchange with a neighbour along each sharded permutation factor."""
-    rule = sharding_rule(eqn)
-    assert rule is not None
+def _exchanges_of(eqn: JaxprEqn, rule: ShardingRule) -> ExchangeFunction:
+    """Return what yields the collectives inside an operator under a strategy of `rule`."""
+    return operator_of(eqn).exchanges or functools.partial(_halos, rule)
+
+
+def _halos(
+    rule: ShardingRule, eqn: JaxprEqn, strategy: Strategy, mesh: LogicalMesh
+) -> Iterator[Sent]:
+    """Yield the exchange with a neighbour along each sharded permutation factor.
+
+    `rule` may be that of the same operator at another size: dims of size 1 have no factor.
+    """
     for name, axes in strategy.assignment:
         if rule.factor(name).kind == "permutation":
             yield "collective-permute", _halo_bytes(eqn, rule, strategy, name, mesh), axes
@@ -148,5 +157,7 @@ def _halo_bytes(
     for atom, dims in zip(eqn.invars, rule.operands, strict=True):
         if any(name in dim for dim in dims):
             axes = tuple(a for dim in dims for n in dim for a in strategy.axes(n) if n != name)
-            return tensor_bytes(atom) / mesh.size(axes) / factor.size * max(factor.halo, 1)
+            sizes = dict(zip(dims, shape_of(atom), strict=True))
+            size = sizes.get((name,), factor.size)
+            return tensor_bytes(atom) / mesh.size(axes) / size * max(factor.halo, 1)
     return 0.0

@@ -25,13 +25,19 @@ def _scope(step, count, like=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("gpt-scan", (4,)), ("gpt-scan", (2, 2)), ("moe-sort", (2, 2))]
+    ("name", "shape", "samples"),
+    [
+        ("gpt-scan", (4,), 2),
+        ("gpt-scan", (2, 2), 2),
+        ("moe-sort", (2, 2), 2),
+        ("moe-einsum", (2, 2), 1),  # its running sums have no factor for the only sample
+    ],
 )
-def test_a_choice_costs_at_another_size_what_a_problem_built_there_says(name, shape):
+def test_a_choice_costs_at_another_size_what_a_problem_built_there_says(name, shape, samples):
     model = corpus_model(name, "small")
     step = Step(model.train_step, (model.state, model.batch))
     outlook, here = _scope(step, 2)
-    _, there = _scope(step, step.batch_size // 2, outlook.program)
+    _, there = _scope(step, step.batch_size // samples, outlook.program)
     mesh = MODEL.logical_mesh(whole_cluster(MODEL.cluster), shape, AXIS_NAMES[: len(shape)])
     selection = build(here.eqns, MeshCosts(mesh, MODEL), "both", (there.eqns,))
     priced = LayerCosts(here, selection, outlook.num_layers, outlook.window, [there])
@@ -49,5 +55,7 @@ def test_a_choice_costs_at_another_size_what_a_problem_built_there_says(name, sh
         mine, its = priced.under(choice, size=1), exact.under(same)
         for what in ("forward", "backward", "by_weight", "update"):
             np.testing.assert_allclose(getattr(mine, what), getattr(its, what), rtol=1e-9)
+        # with one example, a residual of an expert's counts is read by another equation
+        rtol = 1e-9 if samples > 1 else 2e-3
         for what in ("state", "gradients", "activations", "delayed", "transient"):
-            np.testing.assert_allclose(getattr(mine, what), getattr(its, what), rtol=1e-9)
+            np.testing.assert_allclose(getattr(mine, what), getattr(its, what), rtol=rtol)
