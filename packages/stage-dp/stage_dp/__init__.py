@@ -11,7 +11,7 @@ from stage_dp.hybrid_search import (
     segment_candidates,
     solve_layers,
 )
-from stage_dp.infeasibility import BoundError, InfeasibleError
+from stage_dp.infeasibility import BoundError, InfeasibleError, check_bound
 from stage_dp.joint_search import microbatch_counts, solve_joint
 from stage_dp.layer_clustering import (
     Clustering,
@@ -62,6 +62,7 @@ __all__ = [
     "TokenPlan",
     "TokenProblem",
     "adaptive_warmups",
+    "check_bound",
     "cluster_layers",
     "default_warmups",
     "emit",

@@ -104,6 +104,7 @@ def finish(
     """Return the plan with every stage solved exactly, or the bytes missing if one does not fit.
 
     `choose` answers each stage's selection problem under a memory limit in bytes (`Choose`).
+    Raises stage_dp.BoundError if the plan is faster than `bound`, which holds for all plans.
     """
     cluster = model.cluster
     cuts = [stage.candidate.layer_start for stage in stage_plan.stages[1:]]
@@ -152,11 +153,13 @@ def finish(
     seconds = stage_dp.step_seconds(
         chain, stage_plan.schedule, stage_plan.in_flight, num_meshes=stage_plan.num_meshes
     )
+    stage_dp.check_bound(bound, seconds, "the plan with its stages solved")
+    bound = min(bound, seconds)  # they may be equal but for rounding
     exact = evolve(
         stage_plan,
         stages=tuple(stages),
         step_seconds=seconds,
-        lower_bound=min(bound, seconds),
+        lower_bound=bound,
         peak_bytes=tuple(peaks),
     )
     tasks = build_tasks(program, staging)
@@ -174,7 +177,7 @@ def finish(
         shardings=tuple(shardings),
         schedule=schedule,
         step_seconds=seconds,
-        lower_bound=min(bound, seconds),
+        lower_bound=bound,
         provenance=provenance(),
     )
     return Planned(plan, program, staging, tuple(selections), tasks)
