@@ -19,7 +19,7 @@ from alpa_interchange.menu import RECOMPUTATIONS, LayerMenu, MeshMenu
 from alpa_meta.compat import Var
 from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layer_boundaries import Boundary, boundaries
-from alpa_meta.inter_op.mesh_rows import LEAN_STEPS, MeshRows, StateSpecs
+from alpa_meta.inter_op.mesh_rows import MeshRows, StateSpecs
 from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
 from alpa_meta.options import Options
@@ -27,7 +27,6 @@ from alpa_meta.pinning import Pin, UnfitPinError
 from cost_model import CostModel
 
 SIZE_RATIO = 8  # between the microbatch sizes that problems are built at: a host's devices, mostly
-FEW_MESHES = 12  # up to which more prices are tried: GPT-39B on 64 V100 has 21
 
 
 def menu_sizes(batch: int, num_devices: int) -> tuple[int, ...]:
@@ -54,7 +53,6 @@ class MenuBuilder:
     model: CostModel
     options: Options
     batch: int
-    steps: int = LEAN_STEPS  # prices of memory to try beside the first, where memory is tight
     # Bytes per sample that cross forward, by mesh and layout.
     crossing: dict[tuple[SubmeshSpec, LogicalMesh, int], float] = field(factory=dict)
     # By mesh and key of the row, the specs of each class' state, in the order of the inputs.
@@ -108,8 +106,6 @@ def menu_of(
 ) -> LayerMenu | None:
     """Return the menu of all `meshes`, None where none can be used; `memory` by host group."""
     found = []
-    if len(meshes) > FEW_MESHES:
-        builder.steps = 0
     total = builder.model.cluster.num_devices
     for number, (submesh, mesh) in enumerate(meshes):
         builder.options.progress("menu", number, len(meshes))
