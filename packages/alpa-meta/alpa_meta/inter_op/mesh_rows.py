@@ -37,7 +37,7 @@ from alpa_meta.intra_op.stage_problem import Source
 if TYPE_CHECKING:
     from alpa_meta.inter_op.layer_menu import MenuBuilder
 
-# Of memory against time in the leaner choices of a mesh. With up to four more between them the plans
+# Of memory against time in the leaner choices of a mesh. With up to four more between them, plans
 # of 16 layers of 2560 on 8 V100, 24 of 2048 on 16 H100, GPT-1.3B on 4 V100 and LLaMA-8B on 8 H100
 # are the same.
 LEAN_WEIGHTS = (10.0, 1.0, 0.1)
