@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from attrs import define, field
 
 from alpa_meta.compat import Jaxpr, JaxprEqn, Literal, Var, open_jaxpr
-from alpa_meta.errors import PlanError
 from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.operators.regions import bodies, is_region
 
@@ -28,22 +27,34 @@ class OtherSizes:
 
 @functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
 def others_of(stage: StageEqns, others: tuple[StageEqns, ...]) -> OtherSizes:
-    """Return the twins of a stage's equations and values in `others`, the same at other sizes."""
+    """Return the twins of a stage's equations and values in `others`, which have the same equations
+    at other sizes (`same_equations`)."""
     found = OtherSizes({}, {})
     if others:
         _pair(found, stage.eqns, [other.eqns for other in others])
     return found
 
 
+def same_equations(eqns: Sequence[JaxprEqn], others: Sequence[JaxprEqn]) -> bool:
+    """Return whether two programs have the same equations, but for the shapes: where a dim of one
+    is left, what broadcasts to it may be left out."""
+    if [eqn.primitive.name for eqn in eqns] != [eqn.primitive.name for eqn in others]:
+        return False
+    inner = ((bodies(one), bodies(two)) for one, two in zip(eqns, others, strict=True))
+    return all(
+        len(mine) == len(its)
+        and all(
+            same_equations(open_jaxpr(one).eqns, open_jaxpr(two).eqns)
+            for one, two in zip(mine, its, strict=True)
+        )
+        for mine, its in inner
+    )
+
+
 def _pair(
     found: OtherSizes, eqns: Sequence[JaxprEqn], others: Sequence[Sequence[JaxprEqn]]
 ) -> None:
     assert isinstance(found.eqns, dict) and isinstance(found.values, dict)
-    if any(len(other) != len(eqns) for other in others):
-        raise PlanError(
-            "the programs of two microbatch sizes must have the same equations; "
-            f"{len(eqns)} and {[len(other) for other in others]} were cut from this step"
-        )
     for eqn, *twins in zip(eqns, *others, strict=True):
         found.eqns[id(eqn)] = tuple(twins)
         _values(found, [*eqn.invars, *eqn.outvars], [[*t.invars, *t.outvars] for t in twins])

@@ -33,6 +33,7 @@ from alpa_meta.inter_op.meshes import device_groups, usable_memory
 from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.inter_op.short_step import KEPT, ShortStep
 from alpa_meta.inter_op.window import UnlikeCopiesError
+from alpa_meta.intra_op.other_sizes import same_equations
 from alpa_meta.operators.regions import is_scan
 from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.planning.microbatch_counts import refusal
@@ -198,7 +199,8 @@ def _sized(
     cluster: ClusterSpec,
     options: Options,
 ) -> dict[str, list[Sized]] | None:
-    """Return the program at these sizes, as far as the batch can be cut so.
+    """Return the program at these sizes, as far as the batch can be cut so and all have the same
+    equations.
 
     Raises UnlikeCopiesError where a short step cannot stand for the whole one.
     """
@@ -221,7 +223,13 @@ def _sized(
             base = sized["none"][0].outlook.window if sized else outlook.window
             if outlook.window.classes == base.classes:
                 sized.setdefault(kind, []).append(Sized(size, kind, outlook))
-    return sized or None
+    return {kind: _like_the_largest(found) for kind, found in sized.items()} or None
+
+
+def _like_the_largest(sized: Sequence[Sized]) -> list[Sized]:
+    """Return the sizes whose windows have the equations of the largest one."""
+    last = sized[-1].outlook.window.staging.eqns
+    return [one for one in sized if same_equations(one.outlook.window.staging.eqns, last)]
 
 
 def _kinds(program: Program, options: Options) -> tuple[str, ...]:

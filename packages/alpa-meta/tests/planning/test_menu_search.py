@@ -6,6 +6,7 @@ import pytest
 
 from alpa_meta.errors import InfeasibleError
 from alpa_meta.options import Options
+from alpa_meta.planning.menu_search import sized_programs
 from alpa_meta.planning.planner import make_plan
 from alpa_meta.step.program import Step
 from cost_model import cluster
@@ -73,3 +74,26 @@ def test_memory_that_no_pipeline_fits_is_refused():
 def test_the_chosen_recomputation_is_the_plan_of_each_layer():
     plan = _plan(recompute="full")
     assert {layer.recomputation for layer in plan.layers} == {"full"}
+
+
+def test_sizes_whose_programs_have_other_equations_are_left_out():
+    def noisy(weights, batch, key):
+        def loss(weights):
+            level = jax.random.uniform(key, (len(batch),))  # of one example nothing is broadcast
+            x = batch * level[:, None]
+            for weight in weights:
+                x = x + jnp.tanh(x @ weight["up"]) @ weight["down"]
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    layer = {
+        "up": jax.ShapeDtypeStruct((8, 32), jnp.float32),
+        "down": jax.ShapeDtypeStruct((32, 8), jnp.float32),
+    }
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    step = Step(noisy, ([layer] * 2, jax.ShapeDtypeStruct((16, 8), jnp.float32), key))
+    options = Options(cache=False)
+    sized = sized_programs(step, cluster("h100:2"), options)["none"]
+    assert [one.samples for one in sized] == [8]
+    assert make_plan(step, cluster("h100:2"), options).plan.num_stages >= 1
