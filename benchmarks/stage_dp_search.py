@@ -1,9 +1,9 @@
 """Prints how long the searches of stage-dp take and how good their answers are.
 
-    python benchmarks/stage_dp_search.py [stages] [hybrid] [tokens] [layers]
+    python benchmarks/stage_dp_search.py [joint] [stages] [strategies] [tokens] [layers]
 
-Seconds are CPU time of this process. The stage and hybrid problems are synthetic and say so; the
-token cases are settings of the TeraPipe paper (ICML'21) rebuilt from their published latencies.
+Seconds are CPU time of this process. All problems are synthetic and say so, but for tokens, whose
+cases are settings of the TeraPipe paper (ICML'21) rebuilt from their published latencies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import random
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 
@@ -91,8 +92,9 @@ def show_stages() -> None:
         )
 
 
-def hybrid_problem(num_layers: int, memory: float) -> stage_dp.HybridProblem:
-    """Return 8 devices, data/sharded-data/tensor parallelism with or without recomputation.
+def strategy_problem(num_layers: int, memory: float, stages: int = 1) -> JointProblem:
+    """Return 8 devices per stage, data/sharded-data/tensor parallelism with or without
+    recomputation, 8 microbatches.
 
     Made from Galvatron's cost formulas with round numbers for an encoder layer of hidden size 1280.
     """
@@ -103,81 +105,79 @@ def hybrid_problem(num_layers: int, memory: float) -> stage_dp.HybridProblem:
             continue
         forward = 0.02 * (1 + 0.05 * (tensor - 1))
         gather = 0.0 if data == 1 else 0.004 / tensor * (data - 1) / data
+        layout = tensor.bit_length() - 1
         rows.append(
-            stage_dp.StrategyRow(
-                name=f"tp{tensor}-dp{data}{'-sharded' * sharded}{'-again' * again}",
-                forward_seconds=forward + gather * sharded,
-                backward_seconds=2 * forward + forward * again + gather * sharded,
+            LayerRow(
+                forward=Affine(forward + gather * sharded),
+                backward_input=Affine(2 * forward + forward * again + gather * sharded),
                 step_seconds=2 * gather,
                 state_bytes=320e6 / tensor / (data if sharded else 1),
-                activation_bytes=(60e6 if again else 330e6) * (0.4 + 0.6 / tensor) / data,
+                activation_bytes=Affine((60e6 if again else 330e6) * (0.4 + 0.6 / tensor) / data),
+                layout_in=layout,
+                layout_out=layout,
+                recomputation="full" if again else "none",
+                key=f"tp{tensor}-dp{data}{'-sharded' * sharded}{'-again' * again}",
             )
         )
-    size = len(rows)
-    change = np.array(
-        [[0.0 if a.name[:3] == b.name[:3] else 0.0013 for b in rows] for a in rows]
-    ).reshape(size, size)
-    layer = stage_dp.LayerType(name="encoder", strategies=tuple(rows))
-    return stage_dp.HybridProblem(
-        layers=(layer,) * num_layers,
-        memory=memory,
-        num_microbatches=8,
-        transitions={("encoder", "encoder"): change},
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=8),
+        logical=LogicalMesh(axes=(MeshAxis(name="x", size=8),)),
+        rows=(tuple(rows),),
+        layouts=("tp1", "tp2", "tp4", "tp8"),
+        conversion={pair: Affine(0.0013) for pair in itertools.permutations(range(4), 2)},
+    )
+    return JointProblem(
+        menu=LayerMenu(class_of_layer=(0,) * num_layers, meshes=(mesh,)),
+        batch_size=8,
+        counts=(8,),
+        device_groups=(DeviceGroup(num_hosts=stages, devices_per_host=8, memory=memory),),
+        boundary=lambda a, y, b, x, link: Affine(0.001),
+        schedules=("1f1b",),
+        num_stages=stages,
     )
 
 
-def on_a_grid(problem: stage_dp.HybridProblem, grid: float) -> float:
-    """Return the optimum of Galvatron's recurrence, bytes rounded up to `grid`."""
-    rows = problem.layers[0].strategies
-    seconds = np.array([r.forward_seconds + r.backward_seconds + r.step_seconds / 8 for r in rows])
-    need = [int(np.ceil((r.state_bytes + r.activation_bytes) / grid)) for r in rows]
-    change = problem.transitions["encoder", "encoder"]
-    cells = int(problem.memory // grid) + 1
+def on_a_grid(problem: JointProblem, grid: float) -> float:
+    """Return the step of one stage by Galvatron's recurrence, bytes rounded up to `grid`."""
+    (mesh,), count = problem.menu.meshes, problem.batch_size
+    rows = mesh.rows[0]
+    seconds = np.array(
+        [r.forward.fixed + r.backward_input.fixed + r.step_seconds / count for r in rows]
+    )
+    need = [int(np.ceil((r.state_bytes + r.activation_bytes.fixed) / grid)) for r in rows]
+    change = np.array([[mesh.convert(a.layout_out, b.layout_in, 1) for b in rows] for a in rows])
+    cells = int(problem.device_groups[0].memory // grid) + 1
     value = np.zeros((cells, len(rows)))
-    for number in range(len(problem.layers)):
+    for number in range(problem.menu.num_layers):
         reached = (value[:, :, None] + change[None]).min(axis=1) if number else value
         value = np.full((cells, len(rows)), np.inf)
         for s, cells_needed in enumerate(need):
             value[cells_needed:, s] = reached[: cells - cells_needed, s] + seconds[s]
-    return float(value[-1].min())
+    return count * float(value[-1].min())
 
 
-def show_hybrid() -> None:
-    """Print the hybrid search table."""
-    print("\nPer-layer hybrid search, 14 strategies, against the recurrence on a 1 MB grid")
-    print("layers memory   exact s  grid s   exact CPU s  grid CPU s  strategies used")
+def show_strategies() -> None:
+    """Print the table of strategies per layer."""
+    print("\nStrategies per layer on 8 devices, 14 to choose from, against Galvatron's recurrence")
+    print("on a 1 MB grid")
+    print("layers memory   joint s  grid s    gap   joint CPU s  grid CPU s  strategies used")
     for layers, memory in [(32, 6 * GB), (32, 8 * GB), (48, 8 * GB), (96, 16 * GB)]:
-        problem = hybrid_problem(layers, memory)
+        problem = strategy_problem(layers, memory)
         start = time.process_time()
-        plan = stage_dp.solve_layers(problem)
+        plan = stage_dp.solve_joint(problem)
         middle = time.process_time()
         coarse = on_a_grid(problem, 1e6)
         stop = time.process_time()
-        used = {n: plan.names(problem).count(n) for n in dict.fromkeys(plan.names(problem))}
+        used = Counter(problem.menu.meshes[0].rows[0][row].key for row in plan.stages[0].rows)
         print(
-            f"{layers:6d} {memory / GB:3.0f} GB {plan.seconds:9.4f} {coarse:8.4f} "
-            f"{middle - start:12.3f} {stop - middle:11.3f}  "
+            f"{layers:6d} {memory / GB:3.0f} GB {plan.step_seconds:9.4f} {coarse:8.4f} "
+            f"{plan.gap:6.2%} {middle - start:12.3f} {stop - middle:11.3f}  "
             + ", ".join(f"{count} x {name}" for name, count in used.items())
         )
-    problem = hybrid_problem(32, 3 * GB)
     start = time.process_time()
-    candidates = stage_dp.segment_candidates(
-        problem,
-        submesh=SubmeshSpec(num_hosts=1, devices_per_host=8),
-        logical=LogicalMesh(axes=(MeshAxis(name="x", size=8),)),
-        boundary_seconds=[0.001] * 32,
-        max_in_flight=4,
-    )
-    plan = stage_dp.solve_stages(
-        StageProblem(
-            num_layers=32,
-            device_groups=(DeviceGroup(num_hosts=4, devices_per_host=8, memory=3 * GB),),
-            candidates=candidates,
-            num_stages=4,
-        )
-    )
+    plan = stage_dp.solve_joint(strategy_problem(32, 3 * GB, stages=4))
     seconds = time.process_time() - start
-    sizes = [s.candidate.layer_stop - s.candidate.layer_start for s in plan.stages]
+    sizes = [stage.layer_stop - stage.layer_start for stage in plan.stages]
     print(
         f"partition and strategies together, 32 layers on 4 stages of 8 devices with 3 GB: layers "
         f"{sizes}, step {plan.step_seconds:.3f} s, gap {plan.gap:.1%}, {seconds:.2f} CPU s"
@@ -376,7 +376,7 @@ def show_joint() -> None:
 PARTS = {
     "joint": show_joint,
     "stages": show_stages,
-    "hybrid": show_hybrid,
+    "strategies": show_strategies,
     "tokens": show_tokens,
     "layers": show_layers,
 }

@@ -3,14 +3,6 @@
 from stage_dp.device_pool import place
 from stage_dp.emission import emit
 from stage_dp.fixed_stages import Known
-from stage_dp.hybrid_search import (
-    HybridPlan,
-    HybridProblem,
-    LayerType,
-    StrategyRow,
-    segment_candidates,
-    solve_layers,
-)
 from stage_dp.infeasibility import BoundError, InfeasibleError, check_bound
 from stage_dp.joint_search import microbatch_counts, solve_joint
 from stage_dp.layer_clustering import (
@@ -48,17 +40,13 @@ __all__ = [
     "BoundError",
     "Clustering",
     "ClusteringOptions",
-    "HybridPlan",
-    "HybridProblem",
     "InfeasibleError",
     "Known",
-    "LayerType",
     "OpSequence",
     "PipelineTime",
     "Schedule",
     "ScheduleRule",
     "Step",
-    "StrategyRow",
     "TokenPlan",
     "TokenProblem",
     "adaptive_warmups",
@@ -76,10 +64,8 @@ __all__ = [
     "place",
     "price_stages",
     "schedule_of",
-    "segment_candidates",
     "slice_tokens",
     "solve_joint",
-    "solve_layers",
     "solve_stages",
     "step_seconds",
     "torch_csv",

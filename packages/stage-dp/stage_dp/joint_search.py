@@ -110,6 +110,7 @@ class _Search:
         self.settings: list[_Setting] = []
         self.best: Scored | None = None
         self.binding = False  # whether memory was seen to matter
+        self.covered = False  # whether any chain of meshes would do with enough memory
         self._crossings: dict[int, tuple[Array, Array]] = {}
 
     def _spaces(self, kinds: list[SubmeshSpec]) -> tuple[Space, Space]:
@@ -146,6 +147,7 @@ class _Search:
             if costs.meshes:
                 self.settings += self._settings(costs)
         self.settings.sort(key=lambda s: s.bound)
+        self.covered = any(math.isfinite(s.bound) for s in self.settings)
         self._start_from(known)
         for costs in dict.fromkeys(setting.costs for setting in self.settings):
             own = [setting for setting in self.settings if setting.costs is costs]
@@ -397,7 +399,7 @@ class _Search:
                 "it takes at least two equal submeshes with two to four stages each, and "
                 f"{stages} stages; name another schedule"
             )
-        if not any(math.isfinite(s.bound) for s in self.settings):
+        if not self.covered:
             return InfeasibleError(
                 f"no chain of the menu's meshes covers all {self.layers} layers on the devices "
                 f"with {counts} microbatches; add smaller meshes, rows whose batch_split "

@@ -1,73 +1,45 @@
-"""The joint search on layer tables of Galvatron: never slower than the plan its engine chose."""
+"""The joint search on Galvatron's inputs: never slower than the plans its programs chose."""
 
-import json
-from pathlib import Path
-
+import galvatron_costs
+import galvatron_recent
 import pytest
+from attrs import evolve
 
-from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
-from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
-from alpa_interchange.stage import DeviceGroup
-from stage_dp import solve_joint
+from stage_dp import order, pipeline_time, solve_joint
 
-CASES = json.loads(Path(__file__).with_name("galvatron_layer_tables.json").read_text())["cases"]
-MB = 2.0**20
+CASES = galvatron_costs.CASES
+SEARCHES = [case for case in CASES["searches"] if case["best"]]
 
 
-def joint_problem(case):
-    """Return the case with the partition free. Other memory of a stage counts with its end layer.
-
-    The engine's objective, the sum of stage times, is the step of one microbatch.
-    """
-    num = case["num_stages"]
-    stages = case["stages"] * (num if len(case["stages"]) == 1 else 1)
-    memory = max(stage["avail_MB"] for stage in stages)
-    layers = []
-    for stage in stages:
-        figures = [
-            (size, time)
-            for (repeat, size), (_, time) in zip(stage["mem_MB"], stage["time_s"], strict=True)
-            for _ in range(repeat)
-        ]
-        layers += [(tuple(size), tuple(time), 0.0) for size, time in figures]
-    if num > 1:
-        for at in (0, -1):
-            layers[at] = (*layers[at][:2], memory - stages[at]["avail_MB"])
-    kinds = list(dict.fromkeys(layers))
-    rows = tuple(
-        tuple(
-            LayerRow(
-                forward=Affine(seconds / 3),
-                backward_input=Affine(seconds * 2 / 3),
-                state_bytes=(size + extra) * MB,
-                layout_in=n,
-                layout_out=n,
-            )
-            for n, (size, seconds) in enumerate(zip(sizes, times, strict=True))
-        )
-        for sizes, times, extra in kinds
-    )
-    count = len(kinds[0][0])
-    menu = MeshMenu(
-        submesh=SubmeshSpec(num_hosts=1, devices_per_host=8 // num),
-        logical=LogicalMesh(axes=(MeshAxis(name="x", size=8 // num),)),
-        rows=rows,
-        layouts=tuple(map(str, range(count))),
-        conversion={
-            (a, b): Affine(case["inter_s"][a][b]) for a in range(count) for b in range(count)
-        },
-    )
-    return JointProblem(
-        menu=LayerMenu(class_of_layer=tuple(map(kinds.index, layers)), meshes=(menu,)),
-        batch_size=1,
-        device_groups=(DeviceGroup(num_hosts=1, devices_per_host=8, memory=memory * MB),),
-        schedules=("1f1b",),
-        num_stages=num,
-    )
+def named(case):
+    return f"{case['model']}{sum(case['layers'])}-{case['memory_gb']}GB"
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
-def test_no_plan_is_slower_than_galvatrons(case):
-    plan = solve_joint(joint_problem(case))
-    assert plan.lower_bound <= plan.step_seconds <= case["seconds"] * (1 + 1e-8)
-    assert max(plan.peak_bytes) <= max(s["avail_MB"] for s in case["stages"]) * MB * (1 + 1e-9)
+@pytest.mark.parametrize("case", SEARCHES, ids=named)
+def test_no_plan_is_slower_than_galvatrons_at_its_batch_and_stages(case):
+    theirs = case["best"]
+    assert galvatron_costs.their_seconds(case) == pytest.approx(theirs["seconds"], rel=1e-7)
+    problem = galvatron_costs.joint_problem(case, theirs["batch"], theirs["stages"])
+    plan = solve_joint(problem)
+    assert plan.lower_bound <= plan.step_seconds <= theirs["seconds"] * (1 + 1e-7)
+    assert max(plan.peak_bytes) <= problem.device_groups[0].memory * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("row", CASES["partitions"], ids=lambda row: row["case"])
+def test_the_partition_is_as_good_as_the_best_with_free_strategies(row):
+    case = next(case for case in SEARCHES if named(case) == row["case"])
+    plan = solve_joint(galvatron_costs.joint_problem(case, row["batch"], len(row["cut"])))
+    assert row["batch"] / plan.step_seconds >= row["free"] * (1 - 1e-7)
+
+
+@pytest.mark.parametrize("case", CASES["recent"], ids=lambda c: f"{c['memory_gb']}-{c['batch']}")
+def test_no_pipeline_is_slower_than_galvatrons_with_counts_and_stages_free(case):
+    count = case["best"]["count"]
+    stages = galvatron_recent.their_stages(case, transitions=False)
+    formula = galvatron_recent.formula_seconds([sum(stage) for stage in stages], count)
+    assert case["batch"] / formula == pytest.approx(case["best"]["samples_per_second"], rel=1e-7)
+    theirs = galvatron_recent.their_stages(case)
+    path = pipeline_time(order("1f1b", len(theirs), count), *zip(*theirs, strict=True))
+    problem = galvatron_recent.joint_problems(case)[-1]
+    plan = solve_joint(evolve(problem, proof=False))
+    assert plan.step_seconds <= path.step_seconds * (1 + 1e-9)
