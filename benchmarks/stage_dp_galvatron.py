@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/stage_dp_galvatron.py             # all three tables, two minutes
     .venv/bin/python benchmarks/stage_dp_galvatron.py partitions  # or recent, searches
 
-`partitions`: the 7 searches of 2022 of which the best partition together with the best strategies
+`partitions`: the 8 searches of 2022 of which the best partition together with the best strategies
 is known. `recent`: the 4 searches of 2026. `searches`: all 32 searches of 2022, every batch size
 and number of stages. Throughputs are samples/s as predicted; theirs are the programs' own figures.
 Their seconds of 2022 are wall seconds of a busy machine, with its recurrence rewritten in numpy

@@ -134,10 +134,11 @@ class Improvement:
         return best
 
     def polish(self, best: Scored) -> Scored:
-        """Return the pipeline with the rows of its stages solved nearly exactly."""
+        """Return the pipeline, or one beside it, with the rows of its stages solved nearly
+        exactly."""
         self.costs.sharpen()
         rows = self.rows.assignments(self._chain(best), self._held(len(best.stages), best))
-        return self._scored(rows, best) or best
+        return self.run(self._scored(rows, best) or best) or best
 
     def _chain(self, found: Scored) -> Chain:
         kinds = self.links.kind
