@@ -3,12 +3,14 @@
     .venv/bin/python benchmarks/planner_suite.py              # every problem, an hour or more
     .venv/bin/python benchmarks/planner_suite.py --quick      # a few of them, two minutes
     .venv/bin/python benchmarks/planner_suite.py gpt-39b      # those whose names begin so
+    .venv/bin/python benchmarks/planner_suite.py scaling      # planning time by layers and devices
     .venv/bin/python benchmarks/planner_suite.py --no-grid    # planning only
 
 A problem is planned as `alpa plan --model` plans it, with nothing given but the cluster, without
 the cache of plans. Each plan and each grid (`megatron_grid.py`) runs in a process of its own: CPU
 seconds are that process's from the described model on (imports are not counted), and the peak is
-its resident memory. A target that is missed is printed as FAILED, and the exit status is 1.
+its resident memory. A target that is missed is printed as FAILED, and the exit status is 1; so is a
+step that the event simulator of the plan's own instructions and transfers finds otherwise.
 """
 
 from __future__ import annotations
@@ -84,9 +86,16 @@ def _problems() -> tuple[Problem, ...]:
         Problem(model="llama-8b", cluster="h100:8x8", sizes=llama, cpu_seconds=10,
                 resident_bytes=1e9, gap=0.02),
         Problem(model="llama-8b", cluster="h100:8", sizes=llama, cpu_seconds=10, gap=0.02),
+        Problem(model="llama-8b", cluster="h100:64x8"),
+        Problem(model="llama-70b", cluster="h100:8x8"),
         Problem(model="llama-70b", cluster="h100:64x8"),
         Problem(model="gpt-175b", cluster="a100-80gb:128x8", cpu_seconds=30),
         Problem(model="gpt-2.6b", cluster="mixed", ratio=1.1),
+        # The example of docs/how-to.md, and layers of which some are worth recomputing.
+        Problem(model="gpt-1.3b", cluster="h100:2x8", cpu_seconds=4, gap=0.02,
+                sizes={"num_heads": 16, "batch": 64, "dtype": "bfloat16"}),
+        Problem(model="gpt-2.6b", cluster="p3.16xlarge:8",
+                sizes={"num_layers": 16, "num_heads": 20, "batch": 256}),
     ]  # fmt: skip
     return (*suites, *others)
 
@@ -98,7 +107,7 @@ LAYERS = (24, 48, 96, 192)  # of GPT-2.6B's width on 8 V100
 DEVICES = (8, 64, 512, 4096)  # for GPT-175B
 
 
-def scaling() -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+def scaling() -> dict[str, tuple[Problem, ...]]:
     """Return the problems that differ in layers only, and those that differ in devices only."""
     layers = tuple(
         Problem(model="gpt-2.6b", cluster="p3dn.24xlarge:8", sizes={"num_layers": n})
@@ -113,7 +122,7 @@ def scaling() -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
         )
         for n in DEVICES
     )
-    return layers, devices
+    return {"scaling-layers": layers, "scaling-devices": devices}
 
 
 def described(name: str) -> Any:
@@ -128,6 +137,7 @@ def plan_one(problem: Problem) -> dict[str, Any]:
     """Return what the planner finds, in this process."""
     import alpa_meta as alpa
     from alpa_meta.corpus import published
+    from alpa_meta.report.predicted_events import predicted_simulation
 
     devices = described(problem.cluster)
     started = time.process_time()
@@ -139,6 +149,7 @@ def plan_one(problem: Problem) -> dict[str, Any]:
     seconds = time.process_time() - started
     return {
         "step_seconds": plan.step_seconds,
+        "simulated": predicted_simulation(plan).step_seconds,
         "gap": 1 - plan.lower_bound / plan.step_seconds,
         "memory": max(plan.stage_plan.peak_bytes),
         "what": f"{plan.num_stages} stages, {plan.num_microbatches} microbatches, "
@@ -198,6 +209,8 @@ def failures(problem: Problem, plan: Mapping[str, Any], grid: Mapping[str, Any])
         most = getattr(problem, name)
         if most is not None and plan[name] > most:
             found.append(f"{text} {plan[name]:.3g} above {most:.3g}")
+    if abs(plan["simulated"] / plan["step_seconds"] - 1) > 1e-9:
+        found.append(f"the event simulator takes {plan['simulated']:.6g} s")
     if "step_seconds" in grid:
         ratio = grid["step_seconds"] / plan["step_seconds"]
         if ratio < problem.ratio * (1 - 1e-9):
@@ -231,10 +244,10 @@ def show(problem: Problem, with_grid: bool, limit: float) -> tuple[dict[str, Any
     return plan, missed
 
 
-def show_scaling(quick: bool, limit: float) -> int:
+def show_scaling(tables: Sequence[tuple[Problem, ...]], quick: bool, limit: float) -> int:
     """Print how planning grows with layers and with devices; return the missed targets."""
     missed = 0
-    for problems in scaling():
+    for problems in tables:
         print("\nplanning time\n  CPU s  resident GB    step s      gap  problem")
         first: float | None = None
         for problem in problems[: 2 if quick else None]:
@@ -276,11 +289,12 @@ def main(
     limit = limit or (30.0 if quick else 1800.0)
     begins: Sequence[str] = tuple(problems or (QUICK if quick else ("",)))
     chosen = [p for p in _problems() if f"{p.name} ".startswith(tuple(begins))]
-    if not chosen:
+    named = problems or ("",)
+    tables = [own for name, own in scaling().items() if name.startswith(tuple(named))]
+    if not chosen and not tables:
         raise SystemExit(f"no problem begins with {', '.join(begins)}")
     missed = sum(len(show(problem, grid, limit)[1]) for problem in chosen)
-    if not problems:
-        missed += show_scaling(quick, limit)
+    missed += show_scaling(tables, quick, limit)
     print(f"\n{missed} targets missed" if missed else "\nall targets are reached")
     raise SystemExit(1 if missed else 0)
 

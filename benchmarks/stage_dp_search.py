@@ -1,6 +1,6 @@
 """Prints how long the searches of stage-dp take and how good their answers are.
 
-    python benchmarks/stage_dp_search.py [joint] [stages] [strategies] [tokens] [layers]
+    python benchmarks/stage_dp_search.py [joint] [small] [stages] [strategies] [tokens] [layers]
 
 Seconds are CPU time of this process. All problems are synthetic and say so, but for tokens, whose
 cases are settings of the TeraPipe paper (ICML'21) rebuilt from their published latencies.
@@ -9,10 +9,13 @@ cases are settings of the TeraPipe paper (ICML'21) rebuilt from their published 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -20,6 +23,7 @@ import stage_dp
 from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup, StageCandidate, StageProblem
+from stage_dp import joint_search
 
 GB = 1e9
 
@@ -185,35 +189,31 @@ def show_strategies() -> None:
 
 
 TERAPIPE = {
-    # setting: layers, hidden, stages, tensor parallel, samples, s without slices, slices, s with
-    "175B/10": (96, 12288, 48, 8, 2, 5.822, [128] * 16, 1.160),
-    "175B/9": (96, 12288, 96, 4, 2, 9.990, [120] * 4 + [112] * 6 + [104] * 8 + [64], 1.481),
-    "44B/8": (96, 6144, 48, 8, 8, 2.662, [384, 384, 368, 320, 296, 296], 1.111),
-    "13B/5": (40, 5120, 40, 8, 32, 1.863, [704, 688, 656], 1.328),
+    # setting: layers, hidden, tokens, samples, tensor parallel, stages, seconds of a layer at least
+    # and per flop, s without slices, s of the slices that TeraPipe's own program finds
+    "175B/10": (96, 12288, 2048, 2, 8, 48, 3.82416483e-3, 1.37803128e-14, 5.822, 1.1600),
+    "44B/8": (96, 6144, 2048, 8, 8, 48, 1.92523973e-3, 1.92823212e-14, 2.662, 1.0520),
+    "44B/6": (96, 6144, 2048, 2, 1, 96, 4.10715666e-2, 1.36177988e-14, 13.319, 5.8369),
+    "1B/1": (24, 2048, 2048, 16, 1, 24, 7.07430050e-3, 3.64967942e-14, 1.517, 1.2319),
+    "13B, 4096": (40, 5120, 4096, 8, 8, 40, 1.55553174e-3, 2.16185815e-14, 2.4532, 0.78177),
+    "13B, 8192": (40, 5120, 8192, 2, 8, 40, 1.55553174e-3, 2.16185815e-14, 4.4398, 0.49954),
+    "1B, 5 ms": (24, 2048, 2048, 16, 8, 24, 5e-3, 2e-14, 0.47941, 0.47717),
 }
 
 
 def token_problem(case: str) -> stage_dp.TokenProblem:
-    """Return a setting; slices take a floor plus flops at a rate, from the two latencies."""
-    layers, hidden, stages, tensor, samples, whole, slices, sliced = TERAPIPE[case]
-    each, length = layers / stages, 2048
-
-    def flops(start, stop):
-        tokens = stop - start
-        return 3 * tokens * (24 * hidden**2 + 4 * hidden * (tokens + start)) / tensor
-
-    work = [flops(i, j) for i, j in itertools.pairwise(np.cumsum([0, *slices]))]
-    matrix = each * np.array(
-        [
-            [samples + stages - 1, (samples + stages - 1) * flops(0, length)],
-            [samples * len(work) + stages - 1, samples * sum(work) + (stages - 1) * max(work)],
-        ]
-    )
-    floor, rate = np.linalg.solve(matrix, [whole, sliced])
+    """Return a setting; a layer takes at least a floor, else flops at a rate (the last setting is
+    synthetic), and a slice is sent there and back at 25 Gb/s."""
+    layers, hidden, length, samples, tensor, stages, floor, rate, *_ = TERAPIPE[case]
     cells = np.arange(length // 8 + 1) * 8
     start, stop = np.meshgrid(cells, cells, indexing="ij")
+    tokens = np.maximum(stop - start, 0)
+    flops = 3 * tokens * (24 * hidden**2 + 4 * hidden * stop) / tensor
+    each = layers // stages
+    sizes = np.arange(1, samples + 1)[:, None, None]
+    sent = 60e-6 + sizes * tokens * hidden * 2 / 3.125e9
     return stage_dp.TokenProblem(
-        seconds=np.maximum(each * (floor + rate * flops(start, stop)), 0.0)[None],
+        seconds=each * (floor + rate * sizes * flops) + 2 * sent,
         num_samples=samples,
         stage_scale=(1.0,) * stages,
         tokens_per_cell=8,
@@ -222,16 +222,16 @@ def token_problem(case: str) -> stage_dp.TokenProblem:
 
 def show_tokens() -> None:
     """Print the token slicing table."""
-    print("\nToken slicing, TeraPipe's settings without data parallelism (transfers left out)")
-    print("setting  no slices s  published s  slices   here s  slices  proven   CPU s")
-    for case, (*_, whole, slices, sliced) in TERAPIPE.items():
+    print("\nToken slicing, TeraPipe's settings, against its own program's dynamic program")
+    print("setting    no slices s  TeraPipe s    here s  slices   bound s   CPU s")
+    for case, (*_, whole, sliced) in TERAPIPE.items():
         problem = token_problem(case)
         start = time.process_time()
         plan = stage_dp.slice_tokens(problem)
         seconds = time.process_time() - start
         print(
-            f"{case:8s} {whole:11.3f} {sliced:12.3f} {len(slices):7d} {plan.step_seconds:8.3f} "
-            f"{len(plan.groups[0][1]):7d} {plan.lower_bound:7.3f} {seconds:7.2f}"
+            f"{case:10s} {whole:11.4f} {sliced:11.4f} {plan.step_seconds:9.4f} "
+            f"{len(plan.groups[0][1]):7d} {plan.lower_bound:9.4f} {seconds:7.3f}"
         )
 
 
@@ -373,8 +373,43 @@ def show_joint() -> None:
         )
 
 
+def against_all(module: ModuleType, seeds: int) -> tuple[int, int, float, int]:
+    """Return the problems of a test module that have a plan, how many of our plans are the best of
+    all pipelines, the worst one's share above it, and how many are proven to be it."""
+    found, proven = [], 0
+    for seed in range(seeds):
+        problem = module.random_problem(seed)
+        best = module.brute_force(problem)
+        if math.isfinite(best):
+            plan = stage_dp.solve_joint(problem)
+            found.append(plan.step_seconds / best - 1)
+            proven += plan.gap < 1e-9
+    return len(found), sum(above < 1e-9 for above in found), max(found), proven
+
+
+def show_small() -> None:
+    """Print how many plans of tiny problems are the best of all pipelines."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages/stage-dp/tests"))
+    import test_joint_interleaved
+    import test_joint_search
+
+    print("\nTiny random problems against all their pipelines")
+    print("problems                                      with a plan  best  worst above  proven")
+    enumerated = joint_search.ENUMERATED_LAYERS
+    for name, module, seeds, layers in [
+        ("2-4 layers, five schedules", test_joint_search, 160, enumerated),
+        ("the same, without trying all pipelines", test_joint_search, 160, 0),
+        ("4-6 layers, interleaved", test_joint_interleaved, 24, enumerated),
+    ]:
+        joint_search.ENUMERATED_LAYERS = layers
+        plans, best, worst, proven = against_all(module, seeds)
+        print(f"{name:45s} {plans:11d} {best:5d} {worst:12.2%} {proven:7d}", flush=True)
+    joint_search.ENUMERATED_LAYERS = enumerated
+
+
 PARTS = {
     "joint": show_joint,
+    "small": show_small,
     "stages": show_stages,
     "strategies": show_strategies,
     "tokens": show_tokens,
