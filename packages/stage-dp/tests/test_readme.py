@@ -17,7 +17,7 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_examples_print_what_the_readme_shows():
     text = README.read_text()
     pairs = re.findall(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", text, re.DOTALL)
-    assert len(pairs) == 2
+    assert len(pairs) == 3
     for code, shown in pairs:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
