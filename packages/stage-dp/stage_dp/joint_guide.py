@@ -205,7 +205,7 @@ class Guide:
         return [list(chain) for chain, _ in ranked[:4]]
 
     def _rows(self, chain: Chain) -> list[list[StageChoice]]:
-        """Return choices of rows for `chain`, for several limits on the slowest stage."""
+        """Return choices of rows for `chain`, with and without a limit on the slowest stage."""
         num = len(chain)
         options = [
             self.costs.choices(start, stop, kind, self.all_held[num - 1 - n])

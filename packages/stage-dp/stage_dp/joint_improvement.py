@@ -2,9 +2,10 @@
 
 A *chain* is the (first layer, stop, kind of submesh) of each stage. Its neighbours have one border
 moved, one submesh exchanged for another, two neighbouring submeshes swapped, two stages merged or
-one split. Each gets its rows by limits on the slowest stage (-> Rows.assignments()), all neighbours
-are scored together, and the best becomes the next chain. Of the last chain the rows of each stage
-are exchanged one at a time. Neighbours whose bound is no better are left out.
+one split. Each gets its rows with and without a limit on the slowest stage
+(-> Rows.assignments()), all neighbours are scored together, and the best becomes the next chain.
+Of the last chain the rows of each stage are exchanged one at a time. Neighbours whose bound is no
+better are left out.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Rows:
         return found[:MAX_OPTIONS]
 
     def assignments(self, chain: Chain, held: Sequence[int]) -> list[list[StageChoice]]:
-        """Return choices of rows for `chain`, for several limits on the slowest stage."""
+        """Return choices of rows for `chain`, with and without a limit on the slowest stage."""
         options = [self.options(*stage, k) for stage, k in zip(chain, held, strict=True)]
         if not all(options):
             return []
