@@ -26,7 +26,9 @@ from alpa_meta.options import Options
 from alpa_meta.pinning import Pin, UnfitPinError
 from cost_model import CostModel
 
-SIZE_RATIO = 8  # between the microbatch sizes that problems are built at: a host's devices, mostly
+# Between the microbatch sizes that problems are built at: a host's devices, mostly. Half and double
+# change a plan's seconds by 0.1 % (16 layers of 2560 on 8 V100), and take 25 % longer.
+SIZE_RATIO = 8
 
 
 def menu_sizes(batch: int, num_devices: int) -> tuple[int, ...]:
