@@ -43,17 +43,16 @@ if TYPE_CHECKING:
 LEAN_WEIGHTS = (10.0, 1.0, 0.1)
 # Of a choice's seconds: the last proofs take half the time, and what is chosen is solved exactly.
 ROW_TOLERANCE = 0.003
-# Of the bytes held: neighbours that differ by less may do without another. For 16 layers of 2560 on
-# 8 V100, 0 gives the same 111 rows in 13.4 instead of 10.3 CPU s, four times as much 98 rows; the
-# plan is the same.
+# Of the bytes held: neighbours that differ by less may do without another. With 0, 16 layers of
+# 2560 on 8 V100 have the same 69 rows, with twice as much 67; plan and CPU seconds are the same.
 WORTH_A_PRICE = 0.05
 # Rows that differ by less than these shares are one: a search takes as long as there are pairs of
 # rows, and of the 30 that GPT-39B's layers have on 4x8 devices, 12 differed in the fourth digit.
 SAME_SECONDS, SAME_BYTES = 0.002, 0.02
 # Of the memory, from which leaner choices and recomputation are worth their search: what a stage
-# holds is estimated for an even share of the layers, the chosen one may have more. With half, 24
-# layers of 2048 on 4 V100 and 16 of 2560 on 8 have 44 and 75 % more rows and the same plans; with
-# twice as much, which is never tight, plans are 1.4 and 8 % slower.
+# holds is estimated for an even share of the layers, the chosen one may have more. With half, 16
+# layers of 2560 on 8 V100 have 103 instead of 69 rows and the same plan; with twice as much, which
+# is never tight, 21 rows and a plan 4 % slower.
 TIGHT = 0.8
 
 
