@@ -79,13 +79,42 @@ class LayerRow:
 
 
 @frozen(kw_only=True)
+class PricedFloor:
+    """The least of `price` * state bytes + the seconds of a step, in seconds.
+
+    With B microbatches every way needs price * state_bytes + B * (forward + backward) +
+    step_seconds >= B * `seconds` + `step_seconds` of this floor.
+    """
+
+    price: float = field(default=0.0, validator=non_negative)  # seconds per byte
+    seconds: Affine = NOTHING
+    step_seconds: float = field(default=0.0, validator=non_negative)
+
+
+@frozen(kw_only=True)
+class KeptFloor:
+    """What a kind of recomputation needs at least: more backward seconds, bytes that it keeps."""
+
+    seconds: Affine = NOTHING
+    activation_bytes: Affine = NOTHING
+
+
+@frozen(kw_only=True)
 class LayerFloor:
-    """What a layer needs at least. See `MeshMenu.floors`."""
+    """What a layer needs at least, column by column, and for the sums of `priced`.
+
+    Every way needs besides what one of `kept` does; with none, nothing. See `MeshMenu.floors`.
+    """
 
     seconds: Affine = NOTHING  # forward plus backward
+    forward: Affine = NOTHING
+    backward_input: Affine = NOTHING
+    backward_weight: Affine = NOTHING
     step_seconds: float = field(default=0.0, validator=non_negative)
     state_bytes: float = field(default=0.0, validator=non_negative)
-    activation_bytes: Affine = NOTHING
+    batch_split: int = field(default=1, validator=positive)  # a multiple of that of its ways
+    priced: tuple[PricedFloor, ...] = ()
+    kept: tuple[KeptFloor, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -96,9 +125,9 @@ class MeshMenu:
     between consecutive layers of a stage. A pair that is absent costs nothing if a = b and cannot
     follow one another otherwise. `conversion_sent` are the parts of these seconds by axis.
 
-    `floors[class]` extend the proof of a bound to ways that no row describes: every way to run a
-    layer of the class needs, in every column, at least what one of its floors needs. Left empty,
-    bounds hold for the rows.
+    `floors[class]` extend the proof of a bound to ways that no row describes. Of those whose
+    `batch_split` divides the samples of a microbatch, those with the largest bound every way to run
+    a layer of the class: each way needs what one of them does. Left empty, bounds are of the rows.
     """
 
     submesh: SubmeshSpec
@@ -163,6 +192,10 @@ def no_boundary(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link:
     return NOTHING
 
 
+# Sharper floors of (mesh, class, samples of a microbatch), solved for when a bound asks for them.
+FloorsAt = Callable[[int, int, int], tuple[LayerFloor, ...]]
+
+
 @frozen(kw_only=True)
 class JointProblem:
     """Choose stages, their meshes and rows, the microbatch count and the schedule together."""
@@ -171,6 +204,7 @@ class JointProblem:
     batch_size: int = field(validator=positive)  # samples of a step
     device_groups: tuple[DeviceGroup, ...] = field(validator=non_empty)
     boundary: Boundary = no_boundary
+    floors_at: FloorsAt | None = None  # beside the floors of the menu, where it has any
     # Microbatch counts to try, divisors of batch_size. None: all divisors 2^k and batch / 2^k.
     counts: tuple[int, ...] | None = None
     schedules: tuple[str, ...] = (

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import evolve, frozen
 
+from stage_dp.floor_rows import FLOOR_COLUMNS, floor_rows, floors_for
 from stage_dp.menu_table import (
     ACTIVATION,
     BACKWARD,
@@ -28,6 +29,7 @@ from stage_dp.menu_table import (
     STATE,
     STEP,
     TRANSIENT,
+    WEIGHT,
     Array,
     Index,
     MenuTable,
@@ -38,6 +40,9 @@ from stage_dp.menu_table import (
 # Swin (benchmarks/stage_dp_galvatron.py, 7 to 11 rows) are 1 % lower, those of GPTs, whose menus
 # have 14 to 46, the same; without limit 24 layers on 8 devices take 52 CPU s instead of 4.
 EXACT_ROWS = 12
+Corners = dict[tuple[int, int], tuple[Array, Array]]
+"""By mesh and class: rows that stand for floors, and the least parts of their seconds."""
+
 MAX_PRICES = 10  # per mesh and in-flight count; more tighten ranges of mixed classes only
 
 
@@ -46,7 +51,8 @@ class RowArrays:
     """Rows of all meshes and classes, padded with inf: [meshes, classes, rows].
 
     `change[a, b]` [meshes, rows, rows]: seconds between consecutive layers of classes a and b;
-    absent where nothing is to be converted.
+    absent where nothing is to be converted. `parts` [meshes, classes, 3]: the least forward,
+    backward by input and backward by weight.
     """
 
     seconds: Array
@@ -54,6 +60,7 @@ class RowArrays:
     state: Array
     activation: Array
     transient: Array
+    parts: Array
     memory: Array  # [meshes]
     change: dict[tuple[int, int], Array]
     classes: tuple[int, ...]
@@ -78,47 +85,69 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
                 matrix[j, : part.shape[0], : part.shape[1]] = part
             if matrix.any():
                 change[i, k] = matrix
+    finite = np.isfinite(figures[FORWARD])
+    rest = np.where(finite, figures[BACKWARD], 0.0) - np.where(finite, figures[WEIGHT], 0.0)
+    parts = (figures[FORWARD], np.where(finite, rest, np.inf), figures[WEIGHT])
     return RowArrays(
         figures[FORWARD] + figures[BACKWARD],
         figures[STEP],
         figures[STATE],
         figures[ACTIVATION],
         figures[TRANSIENT],
+        np.stack([part.min(axis=2) for part in parts], axis=2),
         np.array([table.memory[m] for m in meshes]),
         change,
         classes,
     )
 
 
-def floor_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays | None:
-    """Return what bounds may count where menus have floors: floors in place of rows."""
+def floor_arrays(table: MenuTable, meshes: Sequence[int], known: Corners) -> RowArrays | None:
+    """Return what bounds may count where menus have floors: floors in place of rows. `known` are
+    the corners of floors by mesh and class, to which those that lack are added."""
     menus = [table.problem.menu.meshes[m] for m in meshes]
     if not any(menu.floors for menu in menus):
         return None
     rows = row_arrays(table, meshes)
+    corners: dict[tuple[int, int], Array] = {}
+    parts = rows.parts.copy()
+    for j, m in enumerate(meshes):
+        for i, c in enumerate(rows.classes if menus[j].floors else ()):
+            if (m, c) not in known:
+                known[m, c] = _corners(table, m, c)
+            corners[j, i], parts[j, i] = known[m, c]
     shape = rows.seconds.shape
-    width = max([shape[2], *(len(f) for menu in menus for f in menu.floors)])
-    padded = np.full((5, shape[0], shape[1], width), np.inf)
+    width = max([shape[2], *(len(found) for found in corners.values())])
+    padded = np.full((FLOOR_COLUMNS + 1, shape[0], shape[1], width), np.inf)
     change = {key: np.zeros((shape[0], width, width)) for key in rows.change}
     for j, menu in enumerate(menus):
-        if not menu.floors:
-            own = (rows.seconds, rows.step, rows.state, rows.activation, rows.transient)
-            for figure, column in zip(padded, own, strict=True):
-                figure[j, :, : shape[2]] = column[j]
-            for key, matrix in rows.change.items():
-                change[key][j, : shape[2], : shape[2]] = matrix[j]
+        if menu.floors:
+            for i in range(shape[1]):
+                found = corners[j, i]
+                padded[:FLOOR_COLUMNS, j, i, : len(found)] = found.T
+                padded[FLOOR_COLUMNS, j, i, : len(found)] = 0.0
             continue
-        for i, c in enumerate(rows.classes):
-            for n, floor in enumerate(menu.floors[c]):
-                padded[:, j, i, n] = (
-                    floor.seconds.value(table.samples),
-                    floor.step_seconds,
-                    floor.state_bytes,
-                    floor.activation_bytes.value(table.samples),
-                    0.0,
-                )
-    seconds, step, state, activation, transient = padded
-    return RowArrays(seconds, step, state, activation, transient, rows.memory, change, rows.classes)
+        own = (rows.seconds, rows.step, rows.state, rows.activation, rows.transient)
+        for figure, column in zip(padded, own, strict=True):
+            figure[j, :, : shape[2]] = column[j]
+        for key, matrix in rows.change.items():
+            change[key][j, : shape[2], : shape[2]] = matrix[j]
+    change = {key: matrix for key, matrix in change.items() if matrix.any()}
+    return RowArrays(*padded, parts, rows.memory, change, rows.classes)
+
+
+def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array]:
+    floors = floors_for(table.floors(mesh, number), table.samples)
+    columns = ("forward", "backward_input", "backward_weight")
+    parts = [
+        min((getattr(floor, name).value(table.samples) for floor in floors), default=np.inf)
+        for name in columns
+    ]
+    return floor_rows(floors, table.samples, table.num_microbatches), np.array(parts)
+
+
+def least_parts(rows: RowArrays, sequences: Sequences) -> Array:
+    """Return the least forward, backward by input and by weight: [sequences, meshes, 3]."""
+    return _sums(sequences.counts(rows.classes), rows.parts.transpose(1, 0, 2))
 
 
 def fastest(rows: RowArrays, sequences: Sequences, weights: Sequence[float]) -> Array:
@@ -139,6 +168,10 @@ def within_memory(
 
     `layers` counts the layers of each class.
     """
+    # With 36 rows of GPT-39B's layers the changes took 90 % of a search of minutes. Most rows take
+    # the layout that they leave, so that little of the bound is lost.
+    if rows.seconds.shape[2] > EXACT_ROWS:
+        rows = evolve(rows, change={})
     seconds = rows.seconds + (weight * rows.step if weight else 0.0)
     held = in_flight.astype(np.float64)
     size = rows.state[:, None] + held[None, :, None, None] * rows.activation[:, None]
@@ -147,43 +180,37 @@ def within_memory(
     finite = np.where(np.isfinite(size), size, 0.0)
     own = seconds[:, None, None] + prices[..., None, None] * finite[:, :, None]
     own = own.reshape(meshes, levels * count, *seconds.shape[1:])
-    least_size = size.min(axis=3)  # [meshes, in_flight, classes]
-    least_transient = rows.transient.min(axis=2)
-    position = {c: i for i, c in enumerate(rows.classes)}
-    result = np.empty((len(sequences), meshes, levels))
-    needs: list[Array] = []
-    transients: list[Array] = []
+    counts = sequences.counts(rows.classes)
+    need = _sums(counts, size.min(axis=3).transpose(2, 0, 1))
+    least = rows.transient.min(axis=2)
+    transient = np.where(counts[:, None, :] > 0, least[None], 0.0).max(axis=2)
+    room = rows.memory - np.where(np.isfinite(transient), transient, 0.0)  # [sequences, meshes]
+    priced = _path_minima(rows, sequences, own).reshape(-1, meshes, levels, count)
+    priced -= prices * room[:, :, None, None]
+    bound: Array = priced.max(axis=3)
+    bound[(need > room[:, :, None]) | ~np.isfinite(transient)[:, :, None]] = np.inf
+    return bound
 
-    def reduce(sequence: int, value: Array) -> None:
-        c, parent = position[sequences.last[sequence]], sequences.parent[sequence]
-        need, transient = least_size[:, :, c], least_transient[:, c]
-        if parent >= 0:
-            need, transient = need + needs[parent], np.maximum(transient, transients[parent])
-        needs.append(need)
-        transients.append(transient)
-        room = rows.memory - np.where(np.isfinite(transient), transient, 0.0)
-        priced = value.reshape(meshes, levels, count) - prices * room[:, None, None]
-        bound = priced.max(axis=2)
-        bound[(need > room[:, None]) | ~np.isfinite(transient)[:, None]] = np.inf
-        result[sequence] = bound
 
-    # With 36 rows of GPT-39B's layers the changes took 90 % of a search of minutes. Most rows take
-    # the layout that they leave, so that little of the bound is lost.
-    if rows.seconds.shape[2] > EXACT_ROWS:
-        rows = evolve(rows, change={})
-    _path_minima(rows, sequences, own, reduce)
+def _sums(counts: Array, values: Array) -> Array:
+    """Return the sums of `values` [classes, ...] over the layers of each sequence: [sequences,
+    ...]; inf where a class that it has is."""
+    finite = np.isfinite(values)
+    result: Array = np.tensordot(counts, np.where(finite, values, 0.0), axes=1)
+    if not finite.all():
+        result[np.tensordot(counts > 0, ~finite, axes=1) > 0] = np.inf
     return result
 
 
-def _path_minima(rows: RowArrays, sequences: Sequences, own: Array, reduce: object = None) -> Array:
+def _path_minima(rows: RowArrays, sequences: Sequences, own: Array) -> Array:
     """Return the least sum of `own` [meshes, weights, classes, rows] and changes over the layers of
-    each sequence: [sequences, meshes, weights], or hand each to `reduce`."""
-    position = {c: i for i, c in enumerate(rows.classes)}
+    each sequence: [sequences, meshes, weights]."""
     if not rows.change:  # the best row of a layer is the best whatever stands beside it
-        own = own.min(axis=3, keepdims=True)
+        return _sums(sequences.counts(rows.classes), own.min(axis=3).transpose(2, 0, 1))
+    position = {c: i for i, c in enumerate(rows.classes)}
     children = Counter(sequences.parent)
     ends: dict[int, Array] = {}
-    result = np.empty((0 if callable(reduce) else len(sequences), *own.shape[:2]))
+    result = np.empty((len(sequences), *own.shape[:2]))
     for sequence, (parent, last) in enumerate(zip(sequences.parent, sequences.last, strict=True)):
         c = position[last]
         value = own[:, :, c]
@@ -199,10 +226,7 @@ def _path_minima(rows: RowArrays, sequences: Sequences, own: Array, reduce: obje
                 del ends[parent]
         if children[sequence]:
             ends[sequence] = value
-        if callable(reduce):
-            reduce(sequence, value.min(axis=2))
-        else:
-            result[sequence] = value.min(axis=2)
+        result[sequence] = value.min(axis=2)
     return result
 
 

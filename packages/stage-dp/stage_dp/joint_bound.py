@@ -6,7 +6,7 @@ stage i is busy for B t_i, the first forward of i + 1 comes after the first of i
 backward before the last of i:
 
     W_i = max(B t_i, t_i + 2 c_i + W_{i+1})            step >= W_0 + u_0
-    step >= B t_i + u_i                                -> quick_bound()
+    step >= sum over j < i of (f_j + c_j) + B t_i + u_i    (f_j: the forward)    -> quick_bound()
 
 A schedule that holds k_i microbatches on stage i leaves it idle: between the end of its first
 forward and the start of that microbatch's backward lies a way forth and back of 2 c_i + P_i, where
@@ -17,12 +17,12 @@ from the first forward to the last backward of stage i is at least
     B t_i + max(0, 2 (2 c_i + P_i) - (k_i - 1) t_i),   k_i - 1 = held (number of stages after i)
 
 The first of the two gaps alone is at least 2 c_i + P_i - (k_i - 1) f_i whatever B is, where
-f_i <= share t_i; that is the better one for schedules that hold more. "adaptive" holds
-1 + ceil(2 c / t) more at each boundary. A schedule that ends all forwards before it begins the
-backwards takes at least sum (t_j + 2 c_j) from i on + (B - 1) t_i. All are bounded for pipelines
-whose slowest stage i has lo <= t_i <= hi, where each stage after it adds n (t + 2 c) - held hi with
-n = 2 gaps, or n = 1 and share held in place of held. Ranges of t are split where the bound is
-least, until it reaches the plan in hand. -> refined_bound()
+f_i <= share t_i and f_i <= t_i - its least backward; that is the better one for schedules that hold
+more. "adaptive" holds 1 + ceil(2 c / t) more at each boundary. A schedule that ends all forwards
+before it begins the backwards takes at least sum (t_j + 2 c_j) from i on + (B - 1) t_i. All are
+bounded for pipelines whose slowest stage i has lo <= t_i <= hi, where each stage after it adds
+n (t + 2 c) - held hi with n = 2 gaps, or n = 1 and the largest f_i in place of hi. Ranges of t are
+split where the bound is least, until it reaches the plan in hand. -> refined_bound()
 
 Where the backward is split ("zero-bubble-h1"), the parts by weight may run while the last
 cotangents go back, so the way counts forwards only, the work of each mesh and its step seconds end
@@ -52,8 +52,8 @@ class Bounds:
 
     `seconds` t, `busy` of B t + u, `once` of t + u. `crossing` [kinds] one way. `levels`: None
     where all places are alike, else the numbers of stages that a pipeline may have. `longest`
-    [kinds]: the most that a crossing may take; `share` the largest share of a forward in t,
-    `least_share` the least, `least_rest` the least share of what is not by weight.
+    [kinds]: the most that a crossing may take; `share` the largest share of a forward in t.
+    `parts` [sequences, kinds, 3]: the least forward, backward by input and by weight.
     """
 
     space: Space
@@ -64,11 +64,14 @@ class Bounds:
     crossing: Array
     longest: Array
     share: float
-    least_share: float
-    least_rest: float
+    parts: Array
     counted: bool
     open_ended: bool
     final: tuple[int, ...] | None = None
+
+    def forward(self, within: Array) -> Array:
+        """Return the least forward where `within` is finite."""
+        return np.where(np.isfinite(within), self.parts[:, :, :1], np.inf)
 
     def spread_crossing(self, ways: int) -> Array:
         """Return c once or twice, by kind and state."""
@@ -76,10 +79,12 @@ class Bounds:
         return np.repeat(ways * self.crossing[:, None], states, axis=1)
 
 
-def quick_bound(bounds: Bounds, rule: ScheduleRule) -> float:
-    """Return the bound, seconds (inf: there is no pipeline); of schedules that do not split the
-    backward it is the same."""
-    return _there_and_back(bounds, rule, math.inf)
+def quick_bound(bounds: Bounds, rule: ScheduleRule) -> tuple[float, list[tuple[int, int, int]]]:
+    """Return the bound, seconds (inf: there is no pipeline), and a pipeline that takes no more by
+    it; of schedules that do not split the backward it is the same."""
+    sweep = _there_and_back(bounds, rule, math.inf)
+    value = sweep.best(bounds.final)
+    return value, sweep.chain(bounds.final) if math.isfinite(value) else []
 
 
 def refined_bound(bounds: Bounds, rule: ScheduleRule, bound: float, target: float) -> float:
@@ -109,25 +114,33 @@ def refined_bound(bounds: Bounds, rule: ScheduleRule, bound: float, target: floa
     return min(heap[0][0], beyond)
 
 
-def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> float:
-    """Return W, with the step seconds of the first stage or the busiest."""
-    count, split = bounds.num_microbatches, rule.splits_backward
+def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
+    """Return the sweep of the larger of W, with the step seconds of the first stage, and of the way
+    there with the work and step seconds of the busiest."""
+    count = bounds.num_microbatches
     weight = _within(bounds.seconds, bounds.seconds, high)
-    return Sweep(
+    there = Sweep(
         bounds.space,
-        _part(weight, bounds.least_share) if split else weight,
-        bounds.spread_crossing(1 if split else 2),
+        bounds.forward(weight),
+        bounds.spread_crossing(1),
         counted=bounds.counted,
         open_ended=bounds.open_ended,
-        first=None if split else _within(bounds.once, bounds.seconds, high),
-        floor=bounds.busy if split else count * bounds.seconds,
+        floor=bounds.busy,
         first_floor=bounds.busy,
-    ).best(bounds.final)
-
-
-def _part(seconds: Array, share: float) -> Array:
-    finite = np.isfinite(seconds)
-    return np.where(finite, share * np.where(finite, seconds, 0.0), np.inf)
+    )
+    if rule.splits_backward:
+        return there
+    back = Sweep(
+        bounds.space,
+        weight,
+        bounds.spread_crossing(2),
+        counted=bounds.counted,
+        open_ended=bounds.open_ended,
+        first=_within(bounds.once, bounds.seconds, high),
+        floor=count * bounds.seconds,
+        first_floor=bounds.busy,
+    )
+    return max(there, back, key=lambda sweep: sweep.best(bounds.final))
 
 
 def _within(weight: Array, seconds: Array, high: float) -> Array:
@@ -136,27 +149,27 @@ def _within(weight: Array, seconds: Array, high: float) -> Array:
 
 def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> float:
     """Return a bound for pipelines whose slowest stage takes from `low` to `high` seconds."""
-    base = _there_and_back(bounds, rule, high)
+    base = _there_and_back(bounds, rule, high).best(bounds.final)
     if math.isinf(base):
         return base
     count = bounds.num_microbatches
     seconds = _within(bounds.seconds, bounds.seconds, high)
-    gaps, held = _gaps(bounds, rule)
+    slow = (bounds.seconds >= low * (1 - 1e-12)) & (bounds.seconds <= high * (1 + 1e-12))
+    gaps, filled = _gaps(bounds, rule, slow, high)
     split = rule.splits_backward
-    rest = bounds.least_rest if split else 1.0
+    there = bounds.parts[:, :, :2].sum(axis=2, keepdims=True) if split else bounds.seconds
     suffix = Sweep(
         bounds.space,
-        np.where(np.isfinite(seconds), gaps * _part(seconds, rest) - held * high, np.inf),
+        np.where(np.isfinite(seconds), gaps * there - filled, np.inf),
         bounds.spread_crossing(2 * gaps),
         counted=bounds.counted,
         open_ended=bounds.open_ended,
     )
     if gaps == 2:
         suffix.forget(_overlapping(bounds, rule.held))
-    slow = (bounds.seconds >= low * (1 - 1e-12)) & (bounds.seconds <= high * (1 + 1e-12))
     with_idle = Sweep(
         bounds.space,
-        _part(seconds, bounds.least_share) if split else seconds,
+        bounds.forward(seconds) if split else seconds,
         bounds.spread_crossing(1 if split else 2),
         counted=bounds.counted,
         open_ended=bounds.open_ended,
@@ -170,20 +183,25 @@ def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> floa
     return max(base, with_idle)
 
 
-def _gaps(bounds: Bounds, rule: ScheduleRule) -> tuple[int, Array | float]:
-    """Return how many idle gaps count, and the seconds of the slowest stage that fill them, per
-    stage after it."""
+def _gaps(
+    bounds: Bounds, rule: ScheduleRule, slow: NDArray[np.bool_], high: float
+) -> tuple[int, Array | float]:
+    """Return how many idle gaps count, and the seconds by which the slowest stage, one of `slow`,
+    fills them, per stage after it."""
     if rule.all_first:
         return 1, 0.0
+    backward = np.broadcast_to(bounds.parts[:, :, 1:].sum(axis=2, keepdims=True), slow.shape)
+    forward = float((bounds.seconds[slow] - backward[slow]).max(initial=0.0))
+    forward = min(forward, bounds.share * high)
     if rule.flexible:
         with np.errstate(divide="ignore", invalid="ignore"):
             extra = np.ceil(2 * bounds.longest[None, :, None] / bounds.seconds)
-        return 1, bounds.share * (1 + np.minimum(extra, bounds.num_microbatches))
-    if not rule.splits_backward and 2 - rule.held > 1 - rule.held * bounds.share:
+        return 1, forward * (1 + np.minimum(extra, bounds.num_microbatches))
+    if not rule.splits_backward and 2 * high - rule.held * high > high - rule.held * forward:
         overlapping = _overlapping(bounds, rule.held)
         if not overlapping[0].all():
-            return 2, float(rule.held)
-    return 1, bounds.share * rule.held
+            return 2, float(rule.held) * high
+    return 1, forward * rule.held
 
 
 def _overlapping(bounds: Bounds, held: int) -> NDArray[np.bool_]:

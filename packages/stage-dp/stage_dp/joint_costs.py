@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 from attrs import evolve, frozen
 
-from stage_dp.cell_bounds import RowArrays, fastest, floor_arrays, row_arrays, within_memory
+from stage_dp.cell_bounds import (
+    Corners,
+    RowArrays,
+    fastest,
+    floor_arrays,
+    least_parts,
+    row_arrays,
+    within_memory,
+)
 from stage_dp.joint_chain import StageChoice
 from stage_dp.joint_sweep import Space
 from stage_dp.layer_choice import LayerRows, choose_rows
@@ -22,7 +31,6 @@ from stage_dp.menu_table import (
     STATE,
     STEP,
     TRANSIENT,
-    WEIGHT,
     Array,
     ClassRows,
     MenuTable,
@@ -38,11 +46,13 @@ MAX_TRANSIENTS = 3  # limits on transient bytes tried for one stage
 
 @frozen(eq=False)
 class StageBounds:
-    """Bounds [sequences, kinds, levels]: of t, of B t + u, and of t + u."""
+    """Bounds [sequences, kinds, levels]: of t, of B t + u, and of t + u. `parts` [sequences, kinds,
+    3]: of the forward, the backward by input and by weight."""
 
     seconds: Array
     busy: Array
     once: Array
+    parts: Array
 
 
 class CountCosts:
@@ -59,9 +69,11 @@ class CountCosts:
         self.kind = np.array([kinds.index(menus[m].submesh) for m in self.meshes], dtype=np.int64)
         self.layers = Counter(table.problem.menu.class_of_layer)
         self._rows: dict[bool, RowArrays] = {}
+        self._corners: Corners = {}
         if self.meshes:
             rows = row_arrays(table, self.meshes)
-            self._rows = {False: rows, True: floor_arrays(table, self.meshes) or rows}
+            floors = floor_arrays(table, self.meshes, self._corners)
+            self._rows = {False: rows, True: floors or rows}
         self._made: dict[tuple[bool, tuple[int, ...]], StageBounds] = {}
         self._choices: dict[tuple[int, int, int], list[StageChoice]] = {}
         self._mesh_seconds: Array | None = None
@@ -72,23 +84,21 @@ class CountCosts:
         return self._rows[True] is self._rows[False]
 
     @cached_property
-    def shares(self) -> tuple[float, float, float]:
-        """Return the largest and the least share of a forward in forward plus backward, and the
-        least of what is not by weight."""
+    def share(self) -> float:
+        """Return the largest share of a forward in forward plus backward that bounds may count
+        on."""
         if not self.same_proof:
-            return 1.0, 0.0, 0.0
-        forward, rest = [], []
+            return 1.0
+        shares = [0.0]
         for m in self.meshes:
             for rows in self.table.rows[m].values():
-                columns = rows.columns
-                whole = columns[:, FORWARD] + columns[:, BACKWARD]
-                some = whole > 0
-                forward += (columns[some, FORWARD] / whole[some]).tolist()
-                rest += (1 - columns[some, WEIGHT] / whole[some]).tolist()
+                forward = rows.columns[:, FORWARD]
+                whole = forward + rows.columns[:, BACKWARD]
+                shares += (forward[whole > 0] / whole[whole > 0]).tolist()
             change = self.table.conversion[m]
             if (change[np.isfinite(change)] > 0).any():
-                forward.append(0.5)
-        return max(forward, default=0.0), min(forward, default=0.0), min(rest, default=0.0)
+                shares.append(0.5)
+        return max(shares)
 
     def bounds(self, proof: bool, held: tuple[int, ...] = ()) -> StageBounds:
         """Return bounds of the rows, or with `proof` of what lower bounds may count.
@@ -118,8 +128,39 @@ class CountCosts:
                 if not proof:
                     self._mesh_seconds = values[:, :, 0]
                 least = [self._by_kind(values[:, :, n : n + 1]) for n in range(3)]
-            self._made[key] = StageBounds(least[0], count * least[1], least[2])
+            parts = self._by_kind(least_parts(rows, sequences))
+            self._made[key] = StageBounds(least[0], count * least[1], least[2], parts)
         return self._made[key]
+
+    def ask(self, stages: Sequence[tuple[int, int, int]]) -> bool:
+        """Ask for sharper floors of what bounds these stages (layer start, layer stop, kind);
+        return whether there are any."""
+        if self.same_proof:
+            return False
+        rows, count = self._rows[True], self.table.num_microbatches
+        least = (count * rows.seconds + rows.step).min(axis=2)  # [meshes, classes]
+        counts = self.space.sequences.counts(rows.classes)
+        new = False
+        for sequence, kind in {
+            (int(self.space.sequences.number[start, stop]), kind) for start, stop, kind in stages
+        }:
+            own = np.flatnonzero(self.kind == kind)
+            has = np.flatnonzero(counts[sequence])
+            at = int(own[np.argmin((least[np.ix_(own, has)] * counts[sequence, has]).sum(axis=1))])
+            new |= self.ask_of(at, [rows.classes[i] for i in has])
+        return new
+
+    def ask_of(self, position: int, classes: Sequence[int]) -> bool:
+        """Ask for sharper floors of classes on a mesh; return whether there are any."""
+        mesh = self.meshes[position]
+        asked = [c for c in classes if self.table.ask(mesh, c)]
+        for c in asked:
+            del self._corners[mesh, c]
+        if asked:
+            floors = floor_arrays(self.table, self.meshes, self._corners)
+            self._rows[True] = floors or self._rows[False]
+            self._made = {key: made for key, made in self._made.items() if not key[0]}
+        return bool(asked)
 
     def _by_kind(self, values: Array) -> Array:
         """Return the least over the meshes of each kind."""

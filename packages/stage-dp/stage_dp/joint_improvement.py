@@ -181,8 +181,8 @@ class Improvement:
         seconds = self.bounds.seconds[numbers, kinds, 0]
         if not np.isfinite(seconds).all():
             return math.inf
-        share = self.costs.shares[1] if self.rule.splits_backward else 1.0
-        way = np.concatenate([[0.0], np.cumsum(share * seconds)[:-1]])
+        parts = self.bounds.parts[numbers, kinds, 0] if self.rule.splits_backward else seconds
+        way = np.concatenate([[0.0], np.cumsum(parts)[:-1]])
         return float(max(busy.max(), (way + self.count * seconds).max()))
 
     def _neighbours(self, chain: Chain) -> Iterator[Chain]:

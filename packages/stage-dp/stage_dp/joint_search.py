@@ -28,7 +28,7 @@ from stage_dp.cell_fronts import Fronts
 from stage_dp.device_pool import CoarsePool, DevicePool, nested
 from stage_dp.fixed_stages import Known, fixed_stages, with_rows
 from stage_dp.infeasibility import InfeasibleError, check_bound
-from stage_dp.joint_bound import Bounds, quick_bound, refined_bound
+from stage_dp.joint_bound import CLOSE, Bounds, quick_bound, refined_bound
 from stage_dp.joint_chain import Scored, score
 from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_enumeration import Budget, Enumeration
@@ -56,6 +56,7 @@ MAX_STATES = 80  # of free devices; above, devices are counted in units
 ENUMERATED_LAYERS = 10  # of more layers there are too many pipelines
 STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
 GUIDES = ("1f1b", "eager-1f1b")  # schedules that guide, by preference
+MAX_ASKED = 12  # times that sharper floors are asked for, per setting and with memory or without
 IMPROVED = 6  # settings whose best plans are made better by small changes
 POLISHED = 2  # of them whose rows are solved nearly exactly
 # Stages solved nearly exactly beside each of them: a border 1 % off in rows is often one layer off.
@@ -215,7 +216,7 @@ class _Search:
                 continue
             split = rule.splits_backward
             if split not in known:
-                known[split] = quick_bound(self._bounds(costs), rule)
+                known[split] = quick_bound(self._bounds(costs), rule)[0]
             result.append(_Setting(costs, rule, known[split]))
         return result
 
@@ -228,7 +229,6 @@ class _Search:
         least, most = self._crossing(costs)
         levels = arrays[0].shape[2]
         open_ended = counted and self.final is None and levels < self.most
-        share, least_share, least_rest = costs.shares
         return Bounds(
             space=self.proof_space,
             num_microbatches=costs.table.num_microbatches,
@@ -237,9 +237,8 @@ class _Search:
             once=arrays[2],
             crossing=least,
             longest=most,
-            share=share,
-            least_share=least_share,
-            least_rest=least_rest,
+            share=costs.share,
+            parts=found.parts,
             counted=counted,
             open_ended=open_ended,
             final=self.final,
@@ -277,7 +276,7 @@ class _Search:
             held, split = self._held(setting), setting.rule.splits_backward
             if (held, split) not in known:
                 bounds = self._bounds(setting.costs, held)
-                known[held, split] = quick_bound(bounds, setting.rule)
+                known[held, split] = quick_bound(bounds, setting.rule)[0]
             setting.bound = max(setting.bound, known[held, split])
 
     def _held(self, setting: _Setting) -> tuple[int, ...]:
@@ -354,24 +353,31 @@ class _Search:
         """Refine the least bound until it stays the least: the others do not matter then."""
         waiting = [(s.bound, n, s) for n, s in enumerate(self.settings)]
         heapq.heapify(waiting)
-        lowest = math.inf
+        lowest = self.limit
         while waiting and not self.late():
             bound, _, setting = heapq.heappop(waiting)
-            if bound >= min(lowest, self.limit):
+            if bound >= lowest:
                 break
-            self._refine(setting)
+            self._refine(setting, lowest)
             lowest = min(lowest, setting.bound)
 
-    def _refine(self, setting: _Setting) -> None:
-        if setting.interleaving is not None:
-            return
+    def _refine(self, setting: _Setting, target: float) -> None:
+        """Raise the bound of a setting, up to `target`."""
         costs, rule = setting.costs, setting.rule
-        bounds = self._bounds(costs)
-        setting.bound = refined_bound(bounds, rule, setting.bound, self.limit)
-        if setting.bound < self.limit * (1 - 1e-3):
-            bounds = self._bounds(costs, self._held(setting))
-            setting.bound = max(setting.bound, quick_bound(bounds, rule))
-            setting.bound = refined_bound(bounds, rule, setting.bound, self.limit)
+        if setting.interleaving is not None:
+            setting.bound = max(setting.bound, setting.interleaving.refined(target))
+            return
+        for held in ((), self._held(setting)):
+            for _ in range(MAX_ASKED):
+                if setting.bound >= target * (1 - CLOSE):
+                    return
+                bounds = self._bounds(costs, held)
+                value, chain = quick_bound(bounds, rule)
+                setting.bound = max(setting.bound, value)
+                if setting.bound >= target * (1 - CLOSE) or not costs.ask(chain):
+                    break
+            bounds = self._bounds(costs, held)
+            setting.bound = refined_bound(bounds, rule, setting.bound, target)
 
     def _enumerate(self) -> None:
         if self.layers > ENUMERATED_LAYERS:

@@ -8,7 +8,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from alpa_interchange.menu import JointProblem, LayerRow, MeshMenu
+from alpa_interchange.menu import JointProblem, LayerFloor, LayerRow, MeshMenu
 from stage_dp.schedules import SCHEDULE_RULES
 
 Array = NDArray[np.float64]
@@ -61,9 +61,22 @@ class Sequences:
                 before = known[key]
                 self.number[start, stop] = before
         self.parent, self.last = parent, last
+        self._counts: dict[tuple[int, ...], Array] = {}
 
     def __len__(self) -> int:
         return len(self.parent)
+
+    def counts(self, classes: tuple[int, ...]) -> Array:
+        """Return how many layers of each class there are: [sequences, classes]."""
+        if classes not in self._counts:
+            position = {c: i for i, c in enumerate(classes)}
+            result = np.zeros((len(self), len(classes)))
+            for sequence, (parent, last) in enumerate(zip(self.parent, self.last, strict=True)):
+                if parent >= 0:
+                    result[sequence] = result[parent]
+                result[sequence, position[last]] += 1
+            self._counts[classes] = result
+        return self._counts[classes]
 
     def classes(self, sequence: int) -> tuple[int, ...]:
         """Return the classes of the layers, first to last."""
@@ -99,6 +112,23 @@ class MenuTable:
             problem.device_groups[mesh.submesh.host_group].memory * (1 + 1e-12) for mesh in meshes
         ]
         self.usable = [any(len(r.number) for r in rows.values()) for rows in self.rows]
+        self._asked: dict[tuple[int, int], tuple[LayerFloor, ...]] = {}
+
+    def floors(self, mesh: int, number: int) -> tuple[LayerFloor, ...]:
+        """Return the floors of a class, the sharper ones if they were asked for."""
+        known = self._asked.get((mesh, number))
+        return self.problem.menu.meshes[mesh].floors[number] if known is None else known
+
+    def ask(self, mesh: int, number: int) -> bool:
+        """Ask for sharper floors of a class; return whether there are any that were not asked
+        for before."""
+        more = self.problem.floors_at
+        if more is None or (mesh, number) in self._asked:
+            return False
+        if not self.problem.menu.meshes[mesh].floors:
+            return False
+        self._asked[mesh, number] = more(mesh, number, self.samples)
+        return True
 
     def change(self, mesh: int, before: ClassRows, after: ClassRows) -> Array:
         """Return the seconds between rows of consecutive layers: [rows before, rows after]."""

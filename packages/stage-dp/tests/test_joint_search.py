@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from alpa_interchange.menu import Affine, JointProblem, LayerFloor, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.menu import (
+    Affine,
+    JointProblem,
+    KeptFloor,
+    LayerFloor,
+    LayerMenu,
+    LayerRow,
+    MeshMenu,
+)
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
 from stage_dp import (
@@ -393,7 +401,7 @@ def floored(problem, share):
             ),
             step_seconds=share * row.step_seconds,
             state_bytes=row.state_bytes,
-            activation_bytes=row.activation_bytes,
+            kept=(KeptFloor(activation_bytes=row.activation_bytes),),
         )
 
     meshes = tuple(

@@ -191,6 +191,7 @@ class LayerCosts:
         self._last_beyond: tuple[tuple[int, ...], list[tuple[Group, np.ndarray]]] | None = None
         self._last: tuple[tuple[int, ...], Mapping[str, float]] | None = None
         self._floors: dict[int, np.ndarray] = {}
+        self._least: dict[int, np.ndarray] = {}
         self._kinds: dict[str, tuple[Redone, _Gathered, _Gathered]] = {}
         self._bytes = {
             name: self._gathered([facts.held[name] for facts in self._sizes]) for name in HELD
@@ -278,6 +279,60 @@ class LayerCosts:
         """Return the selection problem of one layer alone, whose neighbours hand over and take
         whatever it likes."""
         return self.selection.seconds.problem_of(self.facts.layers == layer, size)
+
+    def least(self, layer: int, size: int = 0) -> dict[str, float]:
+        """Return seconds per step of a layer that no choice can beat, without conversions: of each
+        phase, and of the parts of the backward that other layers wait for and that they do not."""
+        facts, seconds = self.facts, self._least_seconds(size)
+        own = facts.layers == layer
+        found = {
+            name: float(seconds[own & (facts.phases == number)].sum())
+            for number, name in enumerate(PHASES)
+        }
+        late = float(seconds[own & facts.delayed].sum())
+        return found | {"backward_input": found["backward"] - late, "backward_weight": late}
+
+    def _least_seconds(self, size: int) -> np.ndarray:
+        if size not in self._least:
+            self._least[size] = self.selection.seconds.least(size)
+        return self._least[size]
+
+    def least_again(self, layer: int, kind: str, size: int = 0) -> float:
+        """Return the seconds per step that a kind of recomputation adds to a layer at least."""
+        if kind == "none":
+            return 0.0
+        positions = self._recomputed(kind)[0].equations
+        own = positions[self.facts.layers[positions] == layer]
+        return float(self._least_seconds(size)[own].sum())
+
+    def least_kept(self, layer: int, kind: str, size: int = 0) -> float:
+        """Return the least bytes that one microbatch keeps of a layer."""
+        kept = self._bytes["activations"] if kind == "none" else self._recomputed(kind)[2]
+        by_node, rest = self._layer_bytes([kept], layer, size)
+        return rest + sum(float(one.min()) for one in by_node.values())
+
+    def layer_bytes(
+        self, layer: int, names: Sequence[str], size: int = 0
+    ) -> tuple[dict[int, np.ndarray], float]:
+        """Return {node: [strategies] bytes} that a layer holds as `names`, and what no node
+        decides."""
+        return self._layer_bytes([self._bytes[name] for name in names], layer, size)
+
+    def _layer_bytes(
+        self, held: Sequence[_Gathered], layer: int, size: int
+    ) -> tuple[dict[int, np.ndarray], float]:
+        by_node: dict[int, np.ndarray] = {}
+        rest = 0.0
+        for nodes, places, sizes, layers, fractions in held:
+            for k in np.flatnonzero(layers == layer).tolist():
+                node, start, bytes = int(nodes[k]), int(places[k]), float(sizes[size][k])
+                if start < 0:
+                    rest += bytes
+                    continue
+                count = int(self.selection.problem.num_strategies[node])
+                own = bytes * fractions[start : start + count]
+                by_node[node] = by_node[node] + own if node in by_node else own
+        return by_node, rest
 
     def _working(self, temporaries: np.ndarray) -> np.ndarray:
         """Return [equations] the most temporaries while each runs."""

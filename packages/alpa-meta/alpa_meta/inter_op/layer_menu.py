@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from attrs import define, field
 
 from alpa_interchange import LogicalMesh, SubmeshSpec
-from alpa_interchange.menu import RECOMPUTATIONS, LayerMenu, MeshMenu
+from alpa_interchange.menu import RECOMPUTATIONS, LayerFloor, LayerMenu, MeshMenu
 from alpa_meta.compat import Var
 from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layer_boundaries import Boundary, boundaries
+from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.mesh_rows import MeshRows, StateSpecs
 from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
@@ -60,6 +61,7 @@ class MenuBuilder:
     crossing: dict[tuple[SubmeshSpec, LogicalMesh, int], float] = field(factory=dict)
     # By mesh and key of the row, the specs of each class' state, in the order of the inputs.
     state: dict[tuple[SubmeshSpec, LogicalMesh, str], StateSpecs] = field(factory=dict)
+    floors: list[FloorSource] = field(factory=list)  # of the menu's meshes
     _boundaries: dict[int, dict[int, Boundary]] = field(factory=dict)
     # By the id of the outlook, and whether the passes are programs of their own.
     _scopes: dict[tuple[int, bool], list[StageScope]] = field(factory=dict)
@@ -69,6 +71,12 @@ class MenuBuilder:
         """The kinds of recomputation whose rows are derived; none where programs have them."""
         chosen = self.options.recompute is None and len(self.sizes) == 1
         return RECOMPUTATIONS if chosen else ()
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The kinds of recomputation that floors tell apart; none: another program may keep
+        nothing."""
+        return self.derived or (("none",) if len(self.sizes) == 1 else ())
 
     def mesh_menu(
         self, submesh: SubmeshSpec, mesh: LogicalMesh, memory: float, share: float
@@ -80,6 +88,11 @@ class MenuBuilder:
         rows = MeshRows(self, submesh, mesh)
         rows.solve(memory, share)
         return rows.menu()
+
+    def floors_at(self, mesh: int, number: int, samples: int) -> tuple[LayerFloor, ...]:
+        """Return the floors of a class on a mesh of the menu for microbatches of so many samples,
+        solved for when they are asked for."""
+        return self.floors[mesh].exact(number, samples)
 
     def scope(self, outlook: Outlook, pins: Mapping[Var, Pin], apart: bool) -> StageScope:
         """Return the window of a program as one stage, the same for all meshes of equal `pins`.

@@ -20,16 +20,16 @@ import numpy as np
 from attrs import evolve
 
 from alpa_interchange import LogicalMesh, ShardingSolution, ShardingSpec, SubmeshSpec
-from alpa_interchange.menu import Affine, AxisPart, LayerFloor, LayerRow, MeshMenu
+from alpa_interchange.menu import Affine, AxisPart, LayerRow, MeshMenu
 from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.candidates import input_pins, solve_lean, totals_share
 from alpa_meta.inter_op.layer_boundaries import Boundary
 from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts, state_by_layer, state_layers
+from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.row_lines import RowLine, Sized, axis_parts, minus, without
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.bucketed_traffic import conversion_steps
-from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.intra_op.stage_problem import Source
@@ -167,6 +167,7 @@ class MeshRows:
         self._values: list[tuple[Boundary, MeshProblem, Sequence[int]]] = []
         self._added: set[tuple[str, tuple[int, ...]]] = set()
         self._whole: MeshProblem | None = None
+        self._tight = False  # whether some choice without a price would fill the memory
 
     def solve(self, memory: float, share: float) -> None:
         """Add the rows of all sizes, where a device has `memory` and stages on this mesh run a
@@ -178,6 +179,7 @@ class MeshRows:
                 self._whole = problem
             parts = [one for one in self._parts(problem) if tight is None or one in tight]
             tight = {one for one in parts if self._solve(problem, one, memory, share)}
+            self._tight |= bool(tight)
             if not tight:
                 return
 
@@ -352,6 +354,8 @@ class MeshRows:
         largest = self.builder.sizes["none"][-1].samples
         self.rows = [_undominated(rows, largest) for rows in self.rows]
         changes = self._conversions()
+        source = self.floor_source()
+        self.builder.floors.append(source)
         return MeshMenu(
             submesh=self.submesh,
             logical=self.mesh,
@@ -359,36 +363,20 @@ class MeshRows:
             layouts=tuple(" ".join(label) for label in self.layouts),
             conversion={pair: seconds for pair, (seconds, _) in changes.items()},
             conversion_sent={pair: sent for pair, (_, sent) in changes.items()},
-            floors=self._floors(),
+            floors=tuple((source.all_ways(k),) for k in range(len(self.rows))),
         )
 
-    def _floors(self) -> tuple[tuple[LayerFloor, ...], ...]:
-        """Return what a layer of each class takes at least, alone and without a memory limit.
-
-        Per sample, as in the largest microbatch: what runs for fewer runs for their multiples.
-        Bounds add up both columns, seconds of all microbatches and of the step, so what a layer's
-        own problem takes beyond its equations at their cheapest is put into the second.
-        """
+    def floor_source(self) -> FloorSource:
+        """Return what layers of each class take at least on this mesh."""
         assert self._whole is not None
-        problem, sizes = self._whole, self._whole.sizes
-        number = max(range(len(sizes)), key=lambda k: sizes[k].samples)
-        floors = problem.costs.floors(number)
-        window = problem.main.outlook.window
+        window = self._whole.main.outlook.window
         examples = _examples(self.classes, window.layer_of)
-        per_sample = sizes[number].count * sizes[number].samples
-        found = []
-        for one in range(len(self.rows)):
-            layer = next(k for k in examples if self.classes[k] == one)
-            seconds, update = map(float, floors[layer])
-            alone = problem.costs.layer_problem(window.layer_of[layer][1], number)
-            least = solve(alone, self.builder.options).lower_bound or 0.0
-            found.append(
-                LayerFloor(
-                    seconds=Affine(0.0, seconds / per_sample),
-                    step_seconds=max(update, least - seconds),
-                )
-            )
-        return tuple((floor,) for floor in found)
+        layers = [
+            window.layer_of[next(k for k in examples if self.classes[k] == one)][1]
+            for one in range(len(self.rows))
+        ]
+        kinds, options = self.builder.kept, self.builder.options
+        return FloorSource(self._whole, layers, kinds, options, self._tight)
 
     def _conversions(self) -> dict[tuple[int, int], tuple[Affine, tuple[AxisPart, ...]]]:
         """Return the seconds between layouts that layers next to each other leave and want."""

@@ -149,6 +149,7 @@ def search_menu(
         counts=tuple(counts),
         schedules=SCHEDULES if options.schedule is None else (options.schedule,),
         num_stages=options.num_stages,
+        floors_at=builder.floors_at,
     )
     return MenuSearch(builder, menu, crossing, problem, stage_dp.solve_joint(problem))
 
