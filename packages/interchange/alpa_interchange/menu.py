@@ -112,7 +112,6 @@ class LayerFloor:
     backward_weight: Affine = NOTHING
     step_seconds: float = field(default=0.0, validator=non_negative)
     state_bytes: float = field(default=0.0, validator=non_negative)
-    batch_split: int = field(default=1, validator=positive)  # a multiple of that of its ways
     priced: tuple[PricedFloor, ...] = ()
     kept: tuple[KeptFloor, ...] = ()
 
@@ -125,9 +124,9 @@ class MeshMenu:
     between consecutive layers of a stage. A pair that is absent costs nothing if a = b and cannot
     follow one another otherwise. `conversion_sent` are the parts of these seconds by axis.
 
-    `floors[class]` extend the proof of a bound to ways that no row describes. Of those whose
-    `batch_split` divides the samples of a microbatch, those with the largest bound every way to run
-    a layer of the class: each way needs what one of them does. Left empty, bounds are of the rows.
+    `floors[class]` extend the proof of a bound to ways that no row describes: every way to run a
+    layer of the class needs at least what one of its floors needs, or a mixture of them. Left
+    empty, bounds hold for the rows.
     """
 
     submesh: SubmeshSpec

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import evolve, frozen
 
-from stage_dp.floor_rows import FLOOR_COLUMNS, floor_rows, floors_for
+from stage_dp.floor_rows import FLOOR_COLUMNS, floor_rows
 from stage_dp.menu_table import (
     ACTIVATION,
     BACKWARD,
@@ -136,7 +136,7 @@ def floor_arrays(table: MenuTable, meshes: Sequence[int], known: Corners) -> Row
 
 
 def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array]:
-    floors = floors_for(table.floors(mesh, number), table.samples)
+    floors = table.floors(mesh, number)
     columns = ("forward", "backward_input", "backward_weight")
     parts = [
         min((getattr(floor, name).value(table.samples) for floor in floors), default=np.inf)

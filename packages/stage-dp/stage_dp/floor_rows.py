@@ -24,12 +24,6 @@ FLOOR_COLUMNS = 4  # forward plus backward, step seconds, state, activations
 NOTHING_KEPT = (KeptFloor(),)
 
 
-def floors_for(floors: Sequence[LayerFloor], samples: int) -> list[LayerFloor]:
-    """Return the floors that bound microbatches of so many samples."""
-    largest = max((f.batch_split for f in floors if samples % f.batch_split == 0), default=None)
-    return [floor for floor in floors if floor.batch_split == largest]
-
-
 def floor_rows(floors: Sequence[LayerFloor], samples: int, num_microbatches: int) -> Array:
     """Return the corners of floors: [corners, FLOOR_COLUMNS]."""
     found = [row for floor in floors for row in _corner_rows(floor, samples, num_microbatches)]

@@ -15,6 +15,7 @@ from alpa_interchange.menu import (
     LayerMenu,
     LayerRow,
     MeshMenu,
+    PricedFloor,
 )
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
@@ -409,6 +410,72 @@ def floored(problem, share):
         for mesh in problem.menu.meshes
     )
     return solve_joint(evolve(problem, menu=evolve(problem.menu, meshes=meshes)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sharper_floors_raise_the_bound_and_stay_below_all_pipelines(seed, monkeypatch):
+    monkeypatch.setattr(joint_search, "ENUMERATED_LAYERS", 0)
+    problem = random_problem(seed, num_stages=None, use_all_devices=False)
+    best = brute_force(problem)
+    if math.isinf(best):
+        return
+    asked = []
+
+    def floors_at(mesh, number, samples):
+        asked.append((mesh, number, samples))
+        rows = problem.menu.meshes[mesh].rows[number]
+        return floors_of_rows([r for r in rows if samples % r.batch_split == 0], samples, problem)
+
+    meshes = tuple(
+        evolve(mesh, floors=tuple((LayerFloor(),) for _ in mesh.rows))
+        for mesh in problem.menu.meshes
+    )
+    loose = evolve(problem, menu=evolve(problem.menu, meshes=meshes))
+    try:
+        before = solve_joint(loose)
+    except InfeasibleError:
+        return
+    plan = solve_joint(evolve(loose, floors_at=floors_at))
+    assert before.lower_bound == 0.0
+    assert asked and len(set(asked)) == len(asked)
+    assert plan.step_seconds == pytest.approx(before.step_seconds)
+    assert 0.3 * best <= plan.lower_bound <= best * (1 + 1e-9)
+
+
+def floors_of_rows(rows, samples, problem):
+    """Return the floors of all mixtures of the rows."""
+    if not rows:
+        return ()
+    count = problem.batch_size // samples
+    forward = [r.forward.value(samples) for r in rows]
+    inputs = [r.backward_input.value(samples) for r in rows]
+    weights = [r.backward_weight.value(samples) for r in rows]
+    whole = [sum(parts) for parts in zip(forward, inputs, weights, strict=True)]
+
+    def least(price):
+        return min(
+            count * t + r.step_seconds + price * r.state_bytes
+            for t, r in zip(whole, rows, strict=True)
+        )
+
+    return (
+        LayerFloor(
+            seconds=Affine(min(whole)),
+            forward=Affine(min(forward)),
+            backward_input=Affine(min(inputs)),
+            backward_weight=Affine(min(weights)),
+            step_seconds=min(r.step_seconds for r in rows),
+            state_bytes=min(r.state_bytes for r in rows),
+            priced=tuple(
+                PricedFloor(price=price, step_seconds=least(price)) for price in (0.0, 0.1, 1.0)
+            ),
+            kept=(
+                KeptFloor(
+                    activation_bytes=Affine(min(r.activation_bytes.value(samples) for r in rows))
+                ),
+            ),
+        ),
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))

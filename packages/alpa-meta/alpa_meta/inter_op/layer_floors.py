@@ -1,23 +1,18 @@
 """What a layer needs at least on a mesh, whatever its strategies: floors of a bound.
 
 For the ways x to run one layer alone, whose neighbours hand over and take whatever it likes, with
-B microbatches of N / B samples and seconds t(x) = fixed + each * samples and u(x) per step, the
-least
+B microbatches and seconds t(x) of each and u(x) per step, the least
 
-    L(B, p) = min over x of B t(x) + u(x) + p state(x)
+    L(p) = min over x of B t(x) + u(x) + p state(x)
 
-is a selection problem of one layer. It is concave in B (a minimum of lines), so the line through
-its values at two numbers of microbatches is a bound between them.               -> _through()
-
-Prices p are those at which the cheapest choices of two known prices tie: each is a corner of the
-hull of seconds over bytes, of which few matter.                                 -> _with_prices()
+is a selection problem of one layer, without the strategies that split the batch into more parts
+than the samples of a microbatch allow. Prices p are those at which the cheapest choices of two
+known prices tie: each is a corner of the hull of seconds over bytes.        -> _with_prices()
 
 What a strategy costs at a number of microbatches lies on a line through two sizes of the menu, and
-rows take the least size that their microbatches divide: floors take the lowest of these lines.
-                                                                           -> FloorSource._at()
-Which ways there are depends on the samples of a microbatch: there are floors for each number that
-they may be split into (`LayerFloor.batch_split`). What recomputation runs again counts at its
-cheapest, and what a layer keeps at its least.
+rows take the least size that their microbatches divide: floors take the lowest of these lines. What
+recomputation runs again counts at its cheapest, and what a layer keeps at its least.
+                                                                             -> FloorSource._at()
 """
 
 from __future__ import annotations
@@ -96,35 +91,29 @@ class FloorSource:
         layer, size = self.layers[number], self.problem.sizes.index(self._sizes[-1])
         found = solve(self.problem.costs.layer_problem(layer, size), self.options)
         each = (found.lower_bound or 0.0) / self.batch
-        return self._floor(layer, 1, (PricedFloor(seconds=Affine(0.0, each)),), None)
+        return self._floor(layer, (PricedFloor(seconds=Affine(0.0, each)),), 0.0)
 
     def exact(self, number: int, samples: int) -> tuple[LayerFloor, ...]:
         """Return the floors of a class for microbatches of so many samples, none where there are
         no ways."""
-        own = {int(x) for one in self.problem.splits for x in one if samples % int(x) == 0}
-        split = math.lcm(*own)
-        if (number, split) not in self._known:
-            self._known[number, split] = self._exact(self.layers[number], split)
-        return self._known[number, split]
+        if (number, samples) not in self._known:
+            self._known[number, samples] = self._exact(self.layers[number], samples)
+        return self._known[number, samples]
 
-    def _exact(self, layer: int, split: int) -> tuple[LayerFloor, ...]:
-        counts = (self.batch // split, self._sizes[-1].count)
-        near, far = (self._ways(layer, split, count) for count in counts)
-        known = {0.0: near.least(0.0, self.options)}
+    def _exact(self, layer: int, samples: int) -> tuple[LayerFloor, ...]:
+        ways = self._ways(layer, samples)
+        known = {0.0: ways.least(0.0, self.options)}
         if math.isinf(known[0.0][0]):
             return ()
         if self.tight:
-            known = self._with_prices(near, known)
-        priced = []
-        for price, (least, _) in sorted(known.items()):
-            other = least if counts[0] == counts[1] else far.least(price, self.options)[0]
-            priced.append(PricedFloor(price=price, seconds=self._through(counts, least, other)))
-        return (self._floor(layer, split, tuple(priced), near),)
+            known = self._with_prices(ways, known)
+        priced = tuple(
+            PricedFloor(price=price, step_seconds=least)
+            for price, (least, _) in sorted(known.items())
+        )
+        return (self._floor(layer, priced, ways.fewest),)
 
-    def _floor(
-        self, layer: int, split: int, priced: tuple[PricedFloor, ...], ways: _Ways | None
-    ) -> LayerFloor:
-        """Return the floor; without `ways`, of all of them."""
+    def _floor(self, layer: int, priced: tuple[PricedFloor, ...], state: float) -> LayerFloor:
         costs, last = self.problem.costs, self.problem.sizes.index(self._sizes[-1])
         least = costs.least(layer, last)
         again = [costs.least_again(layer, kind, last) / self.batch for kind in self.kinds]
@@ -138,8 +127,7 @@ class FloorSource:
             backward_input=column("backward_input"),
             backward_weight=column("backward_weight"),
             step_seconds=least["update"],
-            state_bytes=0.0 if ways is None else ways.fewest,
-            batch_split=split,
+            state_bytes=state,
             priced=priced,
             kept=tuple(
                 KeptFloor(seconds=Affine(0.0, more), activation_bytes=self._kept(layer, kind))
@@ -184,14 +172,14 @@ class FloorSource:
             result[price] = ways.least(price, self.options)
         return result
 
-    def _ways(self, layer: int, split: int, count: int) -> _Ways:
-        """Return the ways to run a layer with `count` microbatches that `split` parts allow."""
+    def _ways(self, layer: int, samples: int) -> _Ways:
+        """Return the ways to run a layer with microbatches of so many samples."""
         problem = self.problem
         sizes = [problem.sizes.index(one) for one in self._sizes]
         alone = [problem.costs.layer_problem(layer, size) for size in sizes]
         numbers = [int(name) for name in alone[0].node_names]
-        wrong = np.concatenate([split % problem.splits[n] != 0 for n in numbers])
-        node_cost = self._at([one.node_cost for one in alone], split, count)
+        wrong = np.concatenate([samples % problem.splits[n] != 0 for n in numbers])
+        node_cost = self._at([one.node_cost for one in alone], samples)
         state, rest = problem.costs.layer_bytes(layer, ("state", "gradients"))
         counts = alone[0].num_strategies.tolist()
         by_node = [state.pop(n, np.zeros(k)) for n, k in zip(numbers, counts, strict=True)]
@@ -199,20 +187,20 @@ class FloorSource:
             evolve(
                 alone[0],
                 node_cost=np.where(wrong, math.inf, node_cost),
-                edge_cost=self._at([one.edge_cost for one in alone], split, count),
+                edge_cost=self._at([one.edge_cost for one in alone], samples),
             ),
             np.concatenate(by_node),
             rest + sum(float(one.min()) for one in state.values()),
         )
 
-    def _at(self, costs: Sequence[np.ndarray], split: int, count: int) -> np.ndarray:
-        """Return seconds per step with `count` microbatches from those at each size: the least on
-        the lines of all rows that `split` parts allow."""
-        last = self._sizes[-1]
-        parts = [k for k in range(1, split + 1) if split % k == 0]
+    def _at(self, costs: Sequence[np.ndarray], samples: int) -> np.ndarray:
+        """Return seconds per step with microbatches of so many samples from those at each size: the
+        least on the lines of all rows that may be."""
+        last, count = self._sizes[-1], self.batch // samples
         starts = {
             next((n for n, one in enumerate(self._sizes) if one.samples % k == 0), None)
-            for k in parts
+            for k in {int(x) for one in self.problem.splits for x in one}
+            if samples % k == 0
         }
         result = costs[-1]
         for n in starts - {None, len(self._sizes) - 1}:
@@ -225,11 +213,3 @@ class FloorSource:
             line = np.where(np.isfinite(line), np.maximum(line, 0.0), costs[n])
             result = line if result is costs[-1] else np.minimum(result, line)
         return result
-
-    def _through(self, counts: tuple[int, int], near: float, far: float) -> Affine:
-        """Return what a microbatch takes where all of a step take `near` and `far` seconds."""
-        if counts[0] != counts[1]:
-            fixed = (near - far) / (counts[0] - counts[1])
-            if fixed > 0 and far >= fixed * counts[1]:
-                return Affine(fixed, (far - fixed * counts[1]) / self.batch)
-        return Affine(0.0, min(near, far) / self.batch)

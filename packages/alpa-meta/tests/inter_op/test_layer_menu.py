@@ -43,8 +43,14 @@ def _sized(sizes, kind="none"):
 
 
 def _menu(sizes, memory=80e9, kinds=("none",), **options):
-    sized = {k: _sized(sizes, k) for k in kinds}
-    builder = MenuBuilder(sized, MODEL, Options(**options), BATCH)
+    return _menu_of(_builder(sizes, kinds, **options), memory)
+
+
+def _builder(sizes, kinds=("none",), **options):
+    return MenuBuilder({k: _sized(sizes, k) for k in kinds}, MODEL, Options(**options), BATCH)
+
+
+def _menu_of(builder, memory):
     submesh = whole_cluster(MODEL.cluster)
     meshes = [(submesh, mesh) for mesh in logical_meshes(MODEL, submesh, 1)]
     return menu_of(builder, meshes, [memory])
@@ -107,6 +113,37 @@ def test_floors_are_below_every_row():
                 seconds = row.forward.value(samples) + row.backward_input.value(samples)
                 seconds += row.backward_weight.value(samples)
                 assert floor.seconds.value(samples) <= seconds * (1 + 1e-9)
+                (least,) = floor.priced
+                count = BATCH // samples
+                work = count * seconds + row.step_seconds
+                assert count * least.seconds.value(samples) <= work * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("memory", [80e9, 5e7])
+def test_floors_of_a_microbatch_are_below_its_rows_in_seconds_and_memory(memory):
+    builder = _builder((1, 8, 32))
+    (menu,) = _menu_of(builder, memory).meshes
+    tight = False
+    for number, rows in enumerate(menu.rows):
+        for samples in (1, 2, 4, 8, 16, 32):
+            (floor,) = builder.floors_at(0, number, samples)
+            tight |= len(floor.priced) > 1
+            count = BATCH // samples
+            for row in (row for row in rows if samples % row.batch_split == 0):
+                seconds = row.forward.value(samples) + row.backward_input.value(samples)
+                seconds += row.backward_weight.value(samples)
+                kept = min(
+                    (k for k in floor.kept),
+                    key=lambda k: k.activation_bytes.value(samples),
+                )
+                assert floor.state_bytes <= row.state_bytes * (1 + 1e-9)
+                assert kept.activation_bytes.value(samples) <= (
+                    row.activation_bytes.value(samples) * (1 + 1e-9)
+                )
+                for one in floor.priced:
+                    need = count * seconds + row.step_seconds + one.price * row.state_bytes
+                    assert one.step_seconds <= need * (1 + 1e-9)
+    assert tight == (memory < 1e9)
 
 
 def test_what_the_links_take_is_part_of_each_rows_seconds():
