@@ -236,7 +236,10 @@ def _prices(rows: RowArrays, seconds: Array, size: Array, layers: Counter[int]) 
     ties = [hull_prices(seconds[:, None, i], size[:, :, i]) for i in order]
     # The most frequent class gives all its ties, the others fill up what is left.
     prices = np.concatenate([np.zeros((*size.shape[:2], 1)), *ties], axis=2)
-    return prices[:, :, : max(MAX_PRICES, 1 + ties[0].shape[2])]
+    prices = prices[:, :, : max(MAX_PRICES, 1 + ties[0].shape[2])]
+    used = prices.any(axis=(0, 1))
+    used[0] = True
+    return prices[:, :, used]
 
 
 def hull_prices(seconds: Array, size: Array) -> Array:
@@ -256,6 +259,8 @@ def hull_prices(seconds: Array, size: Array) -> Array:
         following = np.argmin(slope, axis=-1)[..., None]
         price = np.take_along_axis(slope, following, axis=-1)
         found = np.isfinite(price)
+        if not found.any():
+            break
         result[..., step] = np.where(found, price, 0.0)[..., 0]
         at = np.where(found, following, at)
     return result

@@ -1,29 +1,6 @@
 """Interleaved pipelines of a microbatch count: p equal meshes that run v stages (chunks) each.
 
-Stage s of n = p v runs on mesh s mod p: chunk c of mesh j is stage c p + j. Of B microbatches of a
-layer row, let f be the seconds forward, t those forward and back, u those of the step, s and a the
-bytes of state and activations, M those of a device. Before its first forward of chunk c, mesh j has
-run at most g = min(p, B) forwards of each chunk before, and microbatch 0 has passed all stages
-before; the same holds for backwards at the end. With f_jc of all layers of a chunk and t_j, u_j of
-a mesh
-
-    step >= B t_j + u_j + sum over i < j of f_ic + sum over chunks d < c of (sum_i f_id - g f_jd)
-    step >= the same with f + b in place of f, without u_j
-
-and mesh j holds at least k_j microbatches of each chunk. The mean over c, with weights w_j >= 0 of
-the meshes, 1 in all, and prices l_j >= 0 of bytes, is a sum over layers, each at its best mesh and
-row:
-
-    w_j (B t + u + l_j (s + k_j a)) + f sum over i > j of w_i / v + t min(0, 1 - g w_j) (v - 1) / v
-
-less M sum w_j l_j; that for the last c, which is better for few microbatches, has
-
-    f min(sum over i > j of w_i, max(0, 1 - g w_j)) + t min(0, 1 - g w_j)
-
-in place of the last two terms.                                       -> Interleaving._priced()
-
-Layers are whole: in a step of T seconds mesh j has room for at most min over l of
-floor((T + l M) / (least B t + u + l (s + k_j a))) of them.                     -> _least_step()
+Bounds: -> interleaved_bound.py.
 
 Combinations of B, mesh, p and v are tried in the order of that bound with the bubble (p - 1) t / v
 of Megatron-LM (Narayanan et al. 2021, section 2.2) in place of its last term. The layers are cut
@@ -36,18 +13,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from attrs import evolve, frozen
 
-from stage_dp.cell_bounds import hull_prices
+from stage_dp.interleaved_bound import InterleavedBounds
 from stage_dp.joint_chain import Scored, StageChoice
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
-from stage_dp.joint_sweep import NEVER
-from stage_dp.menu_table import BACKWARD, FEW_LAYERS, FORWARD, STEP, Array, Index
+from stage_dp.menu_table import BACKWARD, FEW_LAYERS, FORWARD, STEP, Array
 from stage_dp.pipeline_time import pipeline_time
 from stage_dp.schedules import SCHEDULE_RULES, Schedule, order
 
@@ -58,23 +33,14 @@ NEAR = 1.1  # of the best, beyond which cuts of a pipeline are not moved
 FULL = 3  # groups of p microbatches after which what a chunk holds does not change
 
 
-EVENED = 5  # times that weights are evened out, of which the best is taken
-BISECTED = 30  # halvings of the step time
-MAX_SHARED = 1000  # ways to share out the layers of rare classes, beyond which they are left out
-
-
-def in_flight_least(num_meshes: int, count: int, mesh: int) -> int:
-    """Return the microbatches in flight of that chunk of a mesh that holds the fewest."""
-    return min(count, num_meshes, 2 * (num_meshes - mesh) - 1)
-
-
 @frozen
 class _Combination:
     mesh: int  # position in CountCosts.meshes
     num_meshes: int
     bound: float
-    seconds: tuple[float, ...]  # B t + u of each layer at the best price
+    seconds: tuple[float, ...]  # the least B t + u of each layer
     bytes: tuple[float, ...]  # the least of each layer
+    within_memory: bool = False  # whether the bound looks at memory
 
     def estimate(self, chunks: int, count: int) -> float:
         """Return the bound with the bubble of `chunks` stages per mesh."""
@@ -98,8 +64,13 @@ class Interleaving:
         """Return the bound, seconds (inf: there is no such pipeline)."""
         return min((found.bound for found in self._combinations), default=math.inf)
 
-    def tries(self) -> list[tuple[float, int, int]]:
-        """Return (estimated seconds, combination, chunks) of all that may be tried."""
+    def tries(self, limit: float) -> list[tuple[float, int, int]]:
+        """Return (estimated seconds, combination, chunks), with memory below `limit`."""
+        for n, found in enumerate(self._combinations):
+            if not found.within_memory and found.bound < limit:
+                bounds = self._bounds(found.mesh)
+                bound = max(found.bound, bounds.whole_layers(found.num_meshes))
+                self._combinations[n] = evolve(found, bound=bound, within_memory=True)
         return [
             (found.estimate(chunks, self.count), n, chunks)
             for n, found in enumerate(self._combinations)
@@ -165,125 +136,40 @@ class Interleaving:
 
     def refined(self, target: float) -> float:
         """Return the bound with sharper floors of the meshes that it depends on, up to `target`."""
+        sharp: set[int] = set()
         while self.bound() < target:
             least = min(self._combinations, key=lambda found: found.bound)
-            if not self.costs.ask_of(least.mesh, sorted(set(self.classes))):
+            if least.mesh in sharp:
                 break
-            kept = [found for found in self._combinations if found.mesh != least.mesh]
-            self._combinations = [*kept, *self._of_mesh(least.mesh)]
+            sharp.add(least.mesh)
+            self.costs.ask_of(least.mesh, sorted(set(self.classes)))
+            bounds = self._bounds(least.mesh)
+            for n, found in enumerate(self._combinations):
+                if found.mesh == least.mesh and found.bound < target:
+                    num = found.num_meshes
+                    bound = max(found.bound, bounds.mean(num), bounds.whole_layers(num))
+                    if bound < target:
+                        bound = max(bound, bounds.with_idle_time(num, max(self._chunks(num))))
+                    self._combinations[n] = evolve(found, bound=bound, within_memory=True)
         return self.bound()
+
+    def _bounds(self, position: int) -> InterleavedBounds:
+        return InterleavedBounds(self.costs.bounded_rows, position, self.classes, self.count)
 
     def _of_mesh(self, position: int) -> list[_Combination]:
         problem, menu = self.problem, self.problem.menu
         mesh = self.costs.meshes[position]
         size = menu.meshes[mesh].submesh.num_devices
         total = sum(g.num_hosts * g.devices_per_host for g in problem.device_groups)
-        result = []
-        for num in range(2, min(len(self.classes) // 2, self.links.most_alike(mesh)) + 1):
-            if problem.use_all_devices and num * size != total:
-                continue
-            if self._chunks(num):
-                result.append(self._combination(position, num))
-        return [found for found in result if math.isfinite(found.bound)]
-
-    def _combination(self, position: int, num: int) -> _Combination:
-        """Return the bound of interleaving over `num` meshes: that of whole layers on each, or of
-        weights and prices by which they are evened out."""
-        rows = self.costs.bounded_rows
-        counts = Counter(self.classes)
-        number = np.array([counts.get(c, 0) for c in rows.classes], dtype=float)
-        work = self.count * rows.seconds[position] + rows.step[position]  # [classes, rows]
-        held = np.array([in_flight_least(num, self.count, j) for j in range(num)], dtype=float)
-        activation = rows.activation[position]
-        size = rows.state[position] + held[:, None, None] * activation  # [meshes, classes, rows]
-        memory = float(rows.memory[position])
-        least = work.min(axis=1)
-        if not np.isfinite(least[number > 0]).all():
-            return _Combination(position, num, math.inf, (), ())
-        main = int(np.argmax(number))
-        work = np.where(np.isfinite(work), work, NEVER)
-        size = np.where(np.isfinite(size), size, 0.0)
-        ties = [
-            hull_prices(work[c], size[:, c]) for c in dict.fromkeys([main, *np.flatnonzero(number)])
+        bounds = self._bounds(position)
+        seconds, bytes = bounds.of_layers()
+        return [
+            _Combination(position, num, bounds.mean(num), seconds, bytes)
+            for num in range(2, min(len(self.classes) // 2, self.links.most_alike(mesh)) + 1)
+            if math.isfinite(bounds.mean(num))
+            and (not problem.use_all_devices or num * size == total)
+            and self._chunks(num)
         ]
-        prices = np.concatenate([np.zeros((num, 1)), *ties], axis=1)  # [meshes, prices]
-        # [meshes, prices, classes]: what a layer costs where bytes have a price
-        cost = (work + prices[:, :, None, None] * size[:, None]).min(axis=3)
-        room = prices * memory
-        high = float((number * cost[0, -1])[number > 0].sum())
-        step, at = _least_step(cost, room, number, main, high)
-        price = prices[np.arange(num), at]
-        whole = float(rows.seconds[position, main].min())
-        forward = float(rows.parts[position, main, 0])
-        bound = max(
-            step,
-            *(
-                self._evened(position, num, *pair, wait, whole)
-                for pair in (
-                    (np.full(num, least[main]), np.zeros(num)),
-                    (cost[np.arange(num), at, main], price),
-                )
-                for wait in (forward, whole)
-            ),
-        )
-        bytes = (rows.state + rows.activation)[position].min(axis=1)
-        own = [rows.classes.index(c) for c in self.classes]
-        bound = bound if bound < NEVER / 2 else math.inf
-        return _Combination(
-            position, num, bound, tuple(least[own].tolist()), tuple(bytes[own].tolist())
-        )
-
-    def _evened(
-        self, position: int, num: int, cost: Array, price: Array, wait: float, whole: float
-    ) -> float:
-        """Return the best bound of some weights: those with which a layer of the most frequent
-        class, of `cost` on each mesh, is no cheaper on another mesh."""
-        bound = 0.0
-        share = 1 / np.maximum(cost, 1e-300)
-        for _ in range(EVENED):
-            share = share / share.sum()
-            bound = max(bound, self._priced(position, num, share, price))
-            waits, more = self._idle(num, share)
-            level = (share * cost + wait * waits + whole * more).mean()
-            after = np.maximum(level - wait * waits - whole * more, 0.0) / np.maximum(cost, 1e-300)
-            if after.sum() <= 0:
-                break
-            share = (share + after / after.sum()) / 2
-        return bound
-
-    def _idle(self, num: int, share: Array) -> tuple[Array, Array]:
-        """Return for each mesh how often its layers' seconds forward count for what others wait,
-        and how often less their seconds count: [meshes] each."""
-        chunks = max(self._chunks(num))
-        after = np.cumsum(share[::-1])[::-1] - share
-        ahead = 1 - min(num, self.count) * share  # of a chunk before the one that is waited for
-        mean = after / chunks, np.minimum(ahead * (chunks - 1) / chunks, 0.0)
-        last = np.minimum(after, np.maximum(ahead, 0.0)), np.minimum(ahead, 0.0)
-        return last if (last[0] + last[1]).sum() > (mean[0] + mean[1]).sum() else mean
-
-    def _priced(self, position: int, num: int, share: Array, price: Array) -> float:
-        """Return the bound for weights w and prices l of `num` meshes."""
-        rows, count = self.costs.bounded_rows, self.count
-        counts = Counter(self.classes)
-        number = np.array([counts.get(c, 0) for c in rows.classes], dtype=float)
-        some = number > 0
-        waits, more = self._idle(num, share)
-        held = np.array([in_flight_least(num, count, j) for j in range(num)], dtype=float)
-        seconds, step = rows.seconds[position, some], rows.step[position, some]
-        bytes = rows.state[position, some] + held[:, None, None] * rows.activation[position, some]
-        bytes = np.where(np.isfinite(bytes), bytes, 0.0)
-        forward = rows.parts[position, some, 0]
-        weight = share[:, None, None]
-        seconds = np.where(np.isfinite(seconds), seconds, NEVER)
-        step = np.where(np.isfinite(step), step, 0.0)
-        one = (weight * count + more[:, None, None]) * seconds
-        work = one + weight * (step + price[:, None, None] * bytes)
-        there = work.min(axis=2) + waits[:, None] * forward  # [meshes, classes]
-        work = work + waits[:, None, None] * seconds - weight * step
-        least = max(
-            float((number[some] * each.min(axis=0)).sum()) for each in (there, work.min(axis=2))
-        )
-        return least - float((share * price).sum() * rows.memory[position])
 
     def _held(self, num: int, num_meshes: int) -> tuple[int, ...]:
         """Return the microbatches in flight of each stage: those of a shorter run, of which the
@@ -332,37 +218,9 @@ class Interleaving:
         return runs[0] + groups * (runs[-1] - runs[0])
 
 
-def _least_step(
-    cost: Array, room: Array, number: Array, main: int, high: float
-) -> tuple[float, Index]:
-    """Return a bound on the longest work of the meshes, each with whole layers within its memory,
-    and the price that binds each: positions in the prices.
-
-    `cost` [meshes, prices, classes] is what a layer takes with its bytes at a price, `room`
-    [meshes, prices] what a mesh has of bytes at it, `number` [classes] the layers. In a step of
-    T seconds mesh j has room for (T + room) / cost layers at every price. `high`: more than enough.
-    """
-    num = len(cost)
-    rare = [int(c) for c in np.flatnonzero(number) if c != main for _ in range(int(number[c]))]
-    if num ** len(rare) > MAX_SHARED:
-        rare = []  # the others would only take more
-    places = np.array(list(itertools.product(range(num), repeat=len(rare))), dtype=np.int64)
-    own = np.zeros((len(places), num, cost.shape[1]))
-    for n, c in enumerate(rare):
-        own[np.arange(len(places)), places[:, n]] += cost[places[:, n], :, c]
-    low = 0.0
-    for _ in range(BISECTED):
-        middle = (low + high) / 2
-        most = ((middle + room - own) / cost[:, :, main]).min(axis=2)
-        most = np.where(most < 0, -np.inf, np.floor(most * (1 + 1e-12) + 1e-9))
-        enough = (most.sum(axis=1) >= number[main]).any()
-        low, high = (low, middle) if enough else (middle, high)
-    return low, ((low + room) / cost[:, :, main]).argmin(axis=1)
-
-
 def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | None:
     """Return the best pipeline met that takes less than `limit` seconds."""
-    tries = sorted((*one, at) for at, item in enumerate(some) for one in item.tries())
+    tries = sorted((*one, at) for at, item in enumerate(some) for one in item.tries(limit))
     needed = math.isinf(limit)  # there is no other pipeline
     found: list[tuple[float, int, Scored]] = []
     left = WORK

@@ -252,6 +252,10 @@ class _Search:
         samples = costs.table.samples
         if samples in self._crossings:
             return self._crossings[samples]
+        if any(menu.floors for menu in menus):
+            # Floors may have layouts that no row has.
+            self._crossings[samples] = np.zeros_like(result), np.full_like(most, np.inf)
+            return self._crossings[samples]
         for a, kind in zip(costs.meshes, costs.kind, strict=True):
             outs = {int(y) for r in costs.table.rows[a].values() for y in r.layout_out}
             for b in costs.meshes:
@@ -261,9 +265,6 @@ class _Search:
                         seconds = self.links.least(a, y, b, x, samples)
                         result[kind] = min(result[kind], seconds)
                         most[kind] = max(most[kind], *self.links.all_seconds(a, y, b, x, samples))
-        if any(menu.floors for menu in menus):
-            # Floors may have layouts that no row has.
-            result[:], most[:] = 0.0, np.inf
         self._crossings[samples] = result, most
         return result, most
 
@@ -367,17 +368,17 @@ class _Search:
         if setting.interleaving is not None:
             setting.bound = max(setting.bound, setting.interleaving.refined(target))
             return
+        near = target * (1 - CLOSE)
         for held in ((), self._held(setting)):
             for _ in range(MAX_ASKED):
-                if setting.bound >= target * (1 - CLOSE):
+                if setting.bound >= near:
                     return
                 bounds = self._bounds(costs, held)
                 value, chain = quick_bound(bounds, rule)
                 setting.bound = max(setting.bound, value)
-                if setting.bound >= target * (1 - CLOSE) or not costs.ask(chain):
+                if setting.bound >= near or not costs.ask(chain):
                     break
-            bounds = self._bounds(costs, held)
-            setting.bound = refined_bound(bounds, rule, setting.bound, target)
+        setting.bound = refined_bound(bounds, rule, setting.bound, target)
 
     def _enumerate(self) -> None:
         if self.layers > ENUMERATED_LAYERS:

@@ -41,14 +41,14 @@ def choose_rows(
 ) -> tuple[tuple[int, ...], float, float] | None:
     """Return strategies, seconds and the priced lower bound, or None if nothing fits.
 
-    A plan within `tolerance` of the bound is not improved.
+    A plan within `tolerance` of the bound is not improved, and none by less than that.
     """
     allowed = memory * (1 + 1e-12)
     if sum(float(b.min()) for b in rows.bytes) > allowed:
         return None
     price, bound, best = _best_price(rows, allowed, tolerance)
     if best is None or bound < best[1] * (1 - tolerance):
-        better = _front(rows, allowed, price, best[1] if best else math.inf)
+        better = _front(rows, allowed, price, best[1] * (1 - tolerance) if best else math.inf)
         best = better or best
     if best is None:
         return None
@@ -168,7 +168,7 @@ def _front(
     """Return the best path that fits and takes less than `incumbent`, by labels; None if none."""
     after = _priced(rows, price)
     remaining = np.append(np.cumsum([float(b.min()) for b in rows.bytes][::-1])[::-1], 0.0)
-    limit = incumbent * (1 - 1e-12)
+    limit = incumbent
 
     def kept(time: Array, size: Array, layer: int, strategy: int) -> NDArray[np.int64]:
         """Return the labels worth keeping, by bytes."""

@@ -1,0 +1,192 @@
+"""Lower bounds of interleaved pipelines over p equal meshes that run v stages (chunks) each.
+
+Stage s of n = p v runs on mesh s mod p: chunk c of mesh j is stage c p + j. Of B microbatches of a
+layer row, let f be the seconds forward, t those forward and back, u those of the step, s and a the
+bytes of state and activations, M those of a device. Before its first forward of chunk c, mesh j has
+run at most g = min(p, B) forwards of each chunk before, and microbatch 0 has passed all stages
+before; the same holds for backwards at the end. With f_jc of all layers of a chunk and t_j, u_j of
+a mesh
+
+    step >= B t_j + u_j + sum over i < j of f_ic + sum over chunks d < c of (sum_i f_id - g f_jd)
+    step >= the same with f + b in place of f, without u_j
+
+and mesh j holds at least k_j microbatches of each chunk. The mean over c, with weights w_j >= 0 of
+the meshes, 1 in all, and prices l_j >= 0 of bytes, is a sum over layers, each at its best mesh and
+row:
+
+    w_j (B t + u + l_j (s + k_j a)) + f sum over i > j of w_i / v + t min(0, 1 - g w_j) (v - 1) / v
+
+less M sum w_j l_j; that for the last c, which is better for few microbatches, has
+
+    f min(sum over i > j of w_i, max(0, 1 - g w_j)) + t min(0, 1 - g w_j)
+
+in place of the last two terms.                                       -> _priced()
+
+Layers are whole: in a step of T seconds mesh j has room for at most min over l of
+floor((T + l M) / (least B t + u + l (s + k_j a))) of them.                     -> whole_layers()
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from stage_dp.cell_bounds import RowArrays, hull_prices
+from stage_dp.joint_sweep import NEVER
+from stage_dp.menu_table import Array, Index
+
+EVENED = 5  # times that weights are evened out, of which the best is taken
+HALVED = 16  # times that the step time is halved in: to some 1e-4 of it
+MAX_RARE = 4  # layers of rare classes that are placed; of more they count as seconds on the mean
+
+
+def in_flight_least(num_meshes: int, count: int, mesh: int) -> int:
+    """Return the microbatches in flight of that chunk of a mesh that holds the fewest."""
+    return min(count, num_meshes, 2 * (num_meshes - mesh) - 1)
+
+
+class InterleavedBounds:
+    """Bounds of the pipelines on meshes like the one at `position` of `rows`."""
+
+    def __init__(self, rows: RowArrays, position: int, layers: Sequence[int], count: int) -> None:
+        self.count, self.memory = count, float(rows.memory[position])
+        own = [i for i, c in enumerate(rows.classes) if c in set(layers)]
+        found = Counter(layers)
+        self.number = np.array([float(found[rows.classes[i]]) for i in own])
+        seconds, step = rows.seconds[position, own], rows.step[position, own]
+        finite = np.isfinite(seconds)
+        self.possible = bool(finite.any(axis=1).all())
+        # [classes, rows], what there is no row of never pays
+        self.seconds = np.where(finite, seconds, NEVER)
+        self.step = np.where(finite, step, 0.0)
+        self.state = np.where(finite, rows.state[position, own], 0.0)
+        self.activation = np.where(finite, rows.activation[position, own], 0.0)
+        self.least_bytes = (rows.state + rows.activation)[position, own].min(axis=1)
+        self.forward = rows.parts[position, own, 0]
+        self.work = count * self.seconds + self.step
+        self.least = self.work.min(axis=1)
+        self.main = int(np.argmax(self.number))
+        self.place = [own.index(rows.classes.index(c)) for c in layers]
+
+    def of_layers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the least B t + u and the least bytes of each layer."""
+        return tuple(self.least[self.place].tolist()), tuple(self.least_bytes[self.place].tolist())
+
+    def mean(self, num: int) -> float:
+        """Return the mean work of `num` meshes without memory; inf where there are no rows."""
+        return float((self.number * self.least).sum() / num) if self.possible else math.inf
+
+    def whole_layers(self, num: int) -> float:
+        """Return the bound on the longest work of the meshes, each with whole layers within its
+        memory."""
+        return self._whole_layers(num)[0]
+
+    def with_idle_time(self, num: int, chunks: int) -> float:
+        """Return the bound of weights and prices by which the meshes are evened out."""
+        _, price, cost = self._whole_layers(num)
+        main = self.main
+        whole, forward = float(self.seconds[main].min()), float(self.forward[main])
+        free = np.full(num, self.least[main]), np.zeros(num)
+        return max(
+            self._evened(num, chunks, *pair, wait, whole)
+            for pair in (free, (cost, price))
+            for wait in (forward, whole)
+        )
+
+    def _bytes(self, num: int) -> Array:
+        """Return the bytes of rows on each mesh: [meshes, classes, rows]."""
+        held = np.array([in_flight_least(num, self.count, j) for j in range(num)], dtype=float)
+        return np.asarray(self.state + held[:, None, None] * self.activation)
+
+    def _whole_layers(self, num: int) -> tuple[float, Array, Array]:
+        """Return the bound, and of each mesh the price that binds it and what a layer of the most
+        frequent class takes at that price."""
+        bytes, main = self._bytes(num), self.main
+        finite = np.where(self.work < NEVER, self.work, np.inf)
+        ties = [hull_prices(finite[c], bytes[:, c]) for c in range(len(self.number))]
+        prices = np.concatenate([np.zeros((num, 1)), *ties], axis=1)
+        # [meshes, prices, classes]: what a layer takes where bytes have a price
+        cost = (self.work + prices[:, :, None, None] * bytes[:, None]).min(axis=3)
+        room = prices * self.memory
+        rare = [c for c in range(len(self.number)) if c != main for _ in range(int(self.number[c]))]
+        rare = rare if len(rare) <= MAX_RARE else []
+        # [sets of rare layers, meshes, prices]
+        sets = np.array(list(itertools.product((0.0, 1.0), repeat=len(rare))))
+        own = np.tensordot(sets, cost[:, :, rare].transpose(2, 0, 1), axes=1)
+        each = np.maximum(cost[:, :, main], 1e-300)
+
+        def enough(step: float) -> bool:
+            most = ((step + room - own) / each).min(axis=2)
+            fits = np.where(most < -1e-9, -np.inf, np.floor(most * (1 + 1e-12) + 1e-9))
+            return bool(_most_placed(fits) >= self.number[main])
+
+        low = self.mean(num)
+        high = max(low, float((self.number * cost[0, -1]).sum()))
+        while not enough(high) and high < NEVER:
+            low, high = high, 4 * high
+        if not enough(low):
+            for _ in range(HALVED):
+                middle = (low + high) / 2
+                low, high = (low, middle) if enough(middle) else (middle, high)
+        at: Index = ((low + room) / each).argmin(axis=1)
+        mesh = np.arange(num)
+        return (low if low < NEVER / 16 else math.inf), prices[mesh, at], each[mesh, at]
+
+    def _evened(
+        self, num: int, chunks: int, cost: Array, price: Array, wait: float, whole: float
+    ) -> float:
+        """Return the best bound of some weights: those with which a layer of the most frequent
+        class, of `cost` on each mesh, is no cheaper on another mesh."""
+        bound = 0.0
+        share = 1 / np.maximum(cost, 1e-300)
+        for _ in range(EVENED):
+            share = share / share.sum()
+            bound = max(bound, self._priced(num, chunks, share, price))
+            waits, more = self._idle(num, chunks, share)
+            level = (share * cost + wait * waits + whole * more).mean()
+            after = np.maximum(level - wait * waits - whole * more, 0.0) / np.maximum(cost, 1e-300)
+            if after.sum() <= 0:
+                break
+            share = (share + after / after.sum()) / 2
+        return bound
+
+    def _idle(self, num: int, chunks: int, share: Array) -> tuple[Array, Array]:
+        """Return for each mesh how often its layers' seconds forward count for what others wait,
+        and how often less their seconds count: [meshes] each."""
+        after = np.cumsum(share[::-1])[::-1] - share
+        ahead = 1 - min(num, self.count) * share  # of a chunk before the one that is waited for
+        mean = after / chunks, np.minimum(ahead * (chunks - 1) / chunks, 0.0)
+        last = np.minimum(after, np.maximum(ahead, 0.0)), np.minimum(ahead, 0.0)
+        return last if (last[0] + last[1]).sum() > (mean[0] + mean[1]).sum() else mean
+
+    def _priced(self, num: int, chunks: int, share: Array, price: Array) -> float:
+        """Return the bound for weights w and prices l of `num` meshes."""
+        waits, more = self._idle(num, chunks, share)
+        weight = share[:, None, None]
+        one = (weight * self.count + more[:, None, None]) * self.seconds
+        work = one + weight * (self.step + price[:, None, None] * self._bytes(num))
+        there = work.min(axis=2) + waits[:, None] * self.forward  # [meshes, classes]
+        back = (work + waits[:, None, None] * self.seconds - weight * self.step).min(axis=2)
+        least = max(float((self.number * each.min(axis=0)).sum()) for each in (there, back))
+        return least - float((share * price).sum() * self.memory)
+
+
+def _most_placed(fits: Array) -> float:
+    """Return the most layers that meshes run beside rare ones, each of which is on one mesh.
+
+    `fits` [sets of rare layers, meshes]: the layers that fit beside a set, -inf if that does not.
+    """
+    sets = len(fits)
+    best = np.where(np.arange(sets) == 0, 0.0, -np.inf)
+    for mesh in range(fits.shape[1]):
+        after = best + fits[0, mesh]
+        for own in range(1, sets):
+            for before in range(sets):
+                if not before & own:
+                    after[before | own] = max(after[before | own], best[before] + fits[own, mesh])
+        best = after
+    return float(best[-1])
