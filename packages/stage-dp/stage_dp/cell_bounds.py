@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from attrs import evolve, frozen
+from numpy.typing import NDArray
 
 from stage_dp.floor_rows import FLOOR_COLUMNS, floor_rows
 from stage_dp.menu_table import (
@@ -132,7 +133,10 @@ def floor_arrays(table: MenuTable, meshes: Sequence[int], known: Corners) -> Row
         for key, matrix in rows.change.items():
             change[key][j, : shape[2], : shape[2]] = matrix[j]
     change = {key: matrix for key, matrix in change.items() if matrix.any()}
-    return RowArrays(*padded, parts, rows.memory, change, rows.classes)
+    seconds, step, state, activation, transient = padded
+    return RowArrays(
+        seconds, step, state, activation, transient, parts, rows.memory, change, rows.classes
+    )
 
 
 def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array]:
@@ -198,7 +202,8 @@ def _sums(counts: Array, values: Array) -> Array:
     finite = np.isfinite(values)
     result: Array = np.tensordot(counts, np.where(finite, values, 0.0), axes=1)
     if not finite.all():
-        result[np.tensordot(counts > 0, ~finite, axes=1) > 0] = np.inf
+        lacking = np.tensordot(counts > 0, (~finite).astype(np.float64), axes=1) > 0
+        result = np.where(lacking, np.inf, result)
     return result
 
 
@@ -237,7 +242,7 @@ def _prices(rows: RowArrays, seconds: Array, size: Array, layers: Counter[int]) 
     # The most frequent class gives all its ties, the others fill up what is left.
     prices = np.concatenate([np.zeros((*size.shape[:2], 1)), *ties], axis=2)
     prices = prices[:, :, : max(MAX_PRICES, 1 + ties[0].shape[2])]
-    used = prices.any(axis=(0, 1))
+    used: NDArray[np.bool_] = np.asarray(prices.any(axis=(0, 1)))
     used[0] = True
     return prices[:, :, used]
 

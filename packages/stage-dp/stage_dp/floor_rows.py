@@ -32,7 +32,7 @@ def floor_rows(floors: Sequence[LayerFloor], samples: int, num_microbatches: int
 
 def _corner_rows(floor: LayerFloor, samples: int, count: int) -> list[tuple[float, ...]]:
     seconds, update = floor.seconds.value(samples), floor.step_seconds
-    rows = []
+    rows: list[tuple[float, ...]] = []
     for state, work in _corners(floor, samples, count):
         ends = {(seconds, work - count * seconds), ((work - update) / count, update)}
         for kept in floor.kept or NOTHING_KEPT:

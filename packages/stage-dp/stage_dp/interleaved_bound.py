@@ -92,8 +92,8 @@ class InterleavedBounds:
         whole, forward = float(self.seconds[main].min()), float(self.forward[main])
         free = np.full(num, self.least[main]), np.zeros(num)
         return max(
-            self._evened(num, chunks, *pair, wait, whole)
-            for pair in (free, (cost, price))
+            self._evened(num, chunks, seconds, prices, wait, whole)
+            for seconds, prices in (free, (cost, price))
             for wait in (forward, whole)
         )
 

@@ -171,6 +171,11 @@ class CountCosts:
         return result
 
     @property
+    def rows(self) -> RowArrays:
+        """Return the rows of all meshes."""
+        return self._rows[False]
+
+    @property
     def bounded_rows(self) -> RowArrays:
         """Return the rows of all meshes that bounds count."""
         return self._rows[True]

@@ -40,7 +40,6 @@ class _Combination:
     bound: float
     seconds: tuple[float, ...]  # the least B t + u of each layer
     bytes: tuple[float, ...]  # the least of each layer
-    within_memory: bool = False  # whether the bound looks at memory
 
     def estimate(self, chunks: int, count: int) -> float:
         """Return the bound with the bubble of `chunks` stages per mesh."""
@@ -65,17 +64,18 @@ class Interleaving:
         return min((found.bound for found in self._combinations), default=math.inf)
 
     def tries(self, limit: float) -> list[tuple[float, int, int]]:
-        """Return (estimated seconds, combination, chunks), with memory below `limit`."""
+        """Return (estimated seconds, combination, chunks) of those whose rows may take less than
+        `limit`."""
+        result = []
         for n, found in enumerate(self._combinations):
-            if not found.within_memory and found.bound < limit:
-                bounds = self._bounds(found.mesh)
-                bound = max(found.bound, bounds.whole_layers(found.num_meshes))
-                self._combinations[n] = evolve(found, bound=bound, within_memory=True)
-        return [
-            (found.estimate(chunks, self.count), n, chunks)
-            for n, found in enumerate(self._combinations)
-            for chunks in self._chunks(found.num_meshes)
-        ]
+            if found.bound >= limit:
+                continue
+            rows = InterleavedBounds(self.costs.rows, found.mesh, self.classes, self.count)
+            least = evolve(found, bound=max(found.bound, rows.whole_layers(found.num_meshes)))
+            if least.bound < limit:
+                for chunks in self._chunks(found.num_meshes):
+                    result.append((least.estimate(chunks, self.count), n, chunks))
+        return result
 
     def starts(self, combination: int, chunks: int) -> list[list[int]]:
         """Return borders of stages where seconds are even, or bytes, and those near them."""
@@ -150,7 +150,7 @@ class Interleaving:
                     bound = max(found.bound, bounds.mean(num), bounds.whole_layers(num))
                     if bound < target:
                         bound = max(bound, bounds.with_idle_time(num, max(self._chunks(num))))
-                    self._combinations[n] = evolve(found, bound=bound, within_memory=True)
+                    self._combinations[n] = evolve(found, bound=bound)
         return self.bound()
 
     def _bounds(self, position: int) -> InterleavedBounds:

@@ -117,6 +117,7 @@ class _Search:
         self.binding = False  # whether memory was seen to matter
         self.covered = False  # whether any chain of meshes would do with enough memory
         self._crossings: dict[int, tuple[Array, Array]] = {}
+        self._rows_bounds: dict[tuple[CountCosts, tuple[int, ...], bool], float] = {}
 
     def _spaces(self, kinds: list[SubmeshSpec]) -> tuple[Space, Space]:
         """Return the spaces of the guided search and of the bounds."""
@@ -154,16 +155,13 @@ class _Search:
         self.settings.sort(key=lambda s: s.bound)
         self.covered = any(math.isfinite(s.bound) for s in self.settings)
         self._start_from(known)
-        for costs in dict.fromkeys(setting.costs for setting in self.settings):
-            own = [setting for setting in self.settings if setting.costs is costs]
-            if own[0].bound >= self.limit or (self.best is not None and self.late()):
+        for own in self._by_rows():
+            if self.best is not None and self.late():
                 break
-            if self.binding and self.problem.proof:
-                self._raise_bounds(own)
             open_settings = [
                 setting
                 for setting in own
-                if setting.bound < self.limit and setting.interleaving is None
+                if setting.bound < self.limit and self._rows_bound(setting) < self.limit
             ]
             if open_settings:
                 self._guide(open_settings)
@@ -220,8 +218,8 @@ class _Search:
             result.append(_Setting(costs, rule, known[split]))
         return result
 
-    def _bounds(self, costs: CountCosts, held: tuple[int, ...] = ()) -> Bounds:
-        found = costs.bounds(True, held)
+    def _bounds(self, costs: CountCosts, held: tuple[int, ...] = (), proof: bool = True) -> Bounds:
+        found = costs.bounds(proof, held)
         counted = self.final is not None or len(held) > 1
         arrays = [found.seconds, found.busy, found.once]
         if counted and arrays[0].shape[2] == 1:
@@ -268,17 +266,30 @@ class _Search:
         self._crossings[samples] = result, most
         return result, most
 
-    def _raise_bounds(self, settings: list[_Setting]) -> None:
-        """Raise bounds by what memory allows."""
-        known: dict[tuple[tuple[int, ...], bool], float] = {}
-        for setting in settings:
-            if setting.interleaving is not None or setting.bound >= self.limit:
-                continue
-            held, split = self._held(setting), setting.rule.splits_backward
-            if (held, split) not in known:
-                bounds = self._bounds(setting.costs, held)
-                known[held, split] = quick_bound(bounds, setting.rule)[0]
-            setting.bound = max(setting.bound, known[held, split])
+    def _by_rows(self) -> list[list[_Setting]]:
+        """Return the settings of each count without interleaving, in the order of what their rows
+        take at least."""
+        own: dict[CountCosts, list[_Setting]] = {}
+        for setting in self.settings:
+            if setting.interleaving is None:
+                own.setdefault(setting.costs, []).append(setting)
+        return sorted(own.values(), key=lambda some: min(map(self._rows_bound, some)))
+
+    def _rows_bound(self, setting: _Setting) -> float:
+        """Return what a pipeline of the menu's rows takes at least, within memory where that was
+        seen to matter; it is no bound of ways that have floors alone."""
+        bound = 0.0
+        for held in ((), self._held(setting)):
+            if held and (bound >= self.limit or not self.binding or not self.problem.proof):
+                break
+            key = (setting.costs, held, setting.rule.splits_backward)
+            if key not in self._rows_bounds:
+                bounds = self._bounds(setting.costs, held, proof=False)
+                self._rows_bounds[key] = quick_bound(bounds, setting.rule)[0]
+            bound = max(bound, self._rows_bounds[key])
+        if setting.costs.same_proof:
+            setting.bound = max(setting.bound, bound)
+        return bound
 
     def _held(self, setting: _Setting) -> tuple[int, ...]:
         """Return the microbatches in flight of the levels that bounds tell apart."""

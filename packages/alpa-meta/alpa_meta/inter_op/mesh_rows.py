@@ -376,7 +376,8 @@ class MeshRows:
             for one in range(len(self.rows))
         ]
         kinds, options = self.builder.kept, self.builder.options
-        return FloorSource(self._whole, layers, kinds, options, self._tight)
+        often = [self.classes.count(one) > 1 for one in range(len(self.rows))]
+        return FloorSource(self._whole, layers, kinds, options, self._tight, often, self.rows)
 
     def _conversions(self) -> dict[tuple[int, int], tuple[Affine, tuple[AxisPart, ...]]]:
         """Return the seconds between layouts that layers next to each other leave and want."""
