@@ -1,7 +1,7 @@
 """Floors as rows: below every way, for every weighted sum of columns."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_interchange.menu import Affine, KeptFloor, LayerFloor, PricedFloor
@@ -31,6 +31,7 @@ def floor_of(ways, prices, again, held):
     )
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_no_way_has_a_lower_weighted_sum_than_the_rows_of_its_floor(seed):
     rng = np.random.default_rng(seed)
