@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import define, evolve
 
-from alpa_interchange.menu import JointPlan, JointProblem, JointStage, TriedCount
+from alpa_interchange.menu import JointPlan, JointProblem, TriedCount
 from alpa_interchange.mesh import SubmeshSpec
 from stage_dp.cell_fronts import Fronts
 from stage_dp.device_pool import CoarsePool, DevicePool, nested
@@ -36,15 +36,11 @@ from stage_dp.joint_guide import Guide
 from stage_dp.joint_improvement import Improvement, Rows, Work
 from stage_dp.joint_interleaved import Interleaving, best_interleaved
 from stage_dp.joint_links import Links
+from stage_dp.joint_plan import plan_of
 from stage_dp.joint_schedules import SEARCHED
 from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import (
-    BACKWARD,
     FEW_LAYERS,
-    FORWARD,
-    STEP,
-    TRANSIENT,
-    WEIGHT,
     Array,
     MenuTable,
     Sequences,
@@ -478,43 +474,3 @@ def _check(problem: JointProblem) -> None:
             "JointProblem.num_stages must be between 1 and the number of layers, "
             f"{problem.menu.num_layers}, got {problem.num_stages}"
         )
-
-
-def plan_of(
-    best: Scored,
-    problem: JointProblem,
-    links: Links,
-    lower_bound: float,
-    tried: tuple[TriedCount, ...],
-) -> JointPlan:
-    """Return the plan with its stages placed."""
-    num_meshes = best.num_meshes or len(best.stages)
-    placed = links.placed([s.mesh for s in best.stages[:num_meshes]]) or ()
-    devices = [placed[number % num_meshes] for number in range(len(best.stages))]
-    crossing = (*best.crossing, 0.0)
-    stages = tuple(
-        JointStage(
-            layer_start=s.layer_start,
-            layer_stop=s.layer_stop,
-            mesh=s.mesh,
-            rows=s.rows,
-            device_ids=ids,
-            forward_seconds=float(s.columns[FORWARD]),
-            backward_seconds=float(s.columns[BACKWARD]),
-            weight_seconds=float(s.columns[WEIGHT]),
-            step_seconds=float(s.columns[STEP]),
-            boundary_seconds=c,
-            transient_bytes=float(s.columns[TRANSIENT]),
-        )
-        for s, ids, c in zip(best.stages, devices, crossing, strict=True)
-    )
-    return JointPlan(
-        stages=stages,
-        num_microbatches=best.num_microbatches,
-        schedule=best.rule.name,
-        step_seconds=best.step_seconds,
-        lower_bound=lower_bound,
-        peak_bytes=best.peak_bytes(),
-        in_flight=best.in_flight,
-        tried=tried,
-    )

@@ -12,7 +12,7 @@ from stage_dp.fixed_stages import fixed_stages
 from stage_dp.infeasibility import InfeasibleError
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
-from stage_dp.joint_search import plan_of
+from stage_dp.joint_plan import plan_of
 from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import MenuTable, Sequences
 from stage_dp.schedules import SCHEDULE_RULES

@@ -32,7 +32,7 @@ from alpa_meta.options import Options
 if TYPE_CHECKING:
     from alpa_meta.inter_op.mesh_rows import MeshProblem
 
-# Beside none. Two (found by halving the hull) left GPT-39B on 64 V100 with a gap of 8.3 %, three with
+# Beside none. Two, found by halving the hull, left GPT-39B on 64 V100 a gap of 8.3 %, three one of
 # 5.9 %.
 MAX_PRICES = 3
 TOLERANCE = 2e-3  # of a floor's seconds; proofs of the last thousandth take the longest
