@@ -200,20 +200,20 @@ class FloorSource:
         """Return seconds per step with microbatches of so many samples from those at each size: the
         least on the lines of all rows that may be."""
         last, count = self._sizes[-1], self.batch // samples
-        longest = len(self._sizes) - 1
-        starts = {
-            next((n for n, one in enumerate(self._sizes) if one.samples % k == 0), longest)
-            for k in {int(x) for one in self.problem.splits for x in one}
-            if samples % k == 0
-        }
-        result = costs[-1]
-        for n in sorted(starts - {longest}):
-            here = self._sizes[n]
+        sizes, longest = self._sizes, len(self._sizes) - 1
+        found: list[np.ndarray] = []
+        starts = set()
+        for k in {int(x) for one in self.problem.splits for x in one if samples % int(x) == 0}:
+            own = [n for n, one in enumerate(sizes) if one.samples % k == 0]
+            if own and own[0] < longest:
+                starts.add(own[0])
+            else:  # rows through one size take as long per sample at any other
+                found += [costs[-1]] if own else costs
+        for n in sorted(starts):
             with np.errstate(invalid="ignore"):
-                slope = (costs[n] - costs[-1]) / (here.count - last.count)
+                slope = (costs[n] - costs[-1]) / (sizes[n].count - last.count)
                 line = costs[-1] + slope * (count - last.count)
                 # Rows whose line would fall with B stay at their value at the smaller size.
                 line = np.where(slope < 0, np.minimum(line, costs[n]), line)
-            line = np.where(np.isfinite(line), np.maximum(line, 0.0), costs[n])
-            result = line if result is costs[-1] else np.minimum(result, line)
-        return result
+            found.append(np.where(np.isfinite(line), np.maximum(line, 0.0), costs[n]))
+        return np.asarray(np.min(found, axis=0))
