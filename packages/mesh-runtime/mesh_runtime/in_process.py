@@ -24,10 +24,11 @@ from mesh_runtime.boundary import (
     listing,
 )
 from mesh_runtime.carry import check_outputs, with_carries
+from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.order import ScheduleOrder, check_schedule, describe, value_name
 from mesh_runtime.pacing import Pace
-from mesh_runtime.runtime import Executable, StepError, ValueShardings
-from mesh_runtime.task_programs import TaskProgram, call, check_tasks, task_programs
+from mesh_runtime.runtime import Array, Executable, StepError, ValueShardings
+from mesh_runtime.task_programs import LoadedProgram, TaskProgram, call, check_tasks, task_programs
 from mesh_runtime.trace import Recorder, TraceEvent
 
 Transfer = Callable[[jax.Array, Sharding], jax.Array]
@@ -85,7 +86,6 @@ class InProcessRuntime:
         *,
         outputs: Iterable[str] = (),
         carry: Mapping[str, str] | None = None,
-        donated: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Check and install a schedule; see `Runtime.load`. Resident buffers stay."""
         if len(schedule.programs) != len(self.meshes):
@@ -114,13 +114,36 @@ class InProcessRuntime:
             schedule=schedule,
             order=order,
             programs=tuple(
-                task_programs(program, executables, mesh, donated or {})
+                task_programs(program, executables, mesh)
                 for program, mesh in zip(schedule.programs, self.meshes, strict=True)
             ),
             shardings=placed,
             outputs=outputs,
             carry=carry,
         )
+
+    def init(
+        self, programs: Mapping[int, Executable], arguments: Sequence[Any]
+    ) -> dict[int, list[Array]]:
+        """Return what a program makes of `arguments` on each mesh."""
+        made: dict[int, list[Array]] = {}
+        for mesh, program in programs.items():
+            if isinstance(program, ExportedProgram):
+                name = f"mesh {mesh}"
+                loaded = LoadedProgram(name, program, self.meshes[mesh], len(arguments))
+                made[mesh] = list(loaded(*loaded.placed(arguments)))
+            else:
+                made[mesh] = list(program(*arguments))
+        return made
+
+    def place(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        """Return `inputs` laid out as the schedule reads them; arrays in place are not copied."""
+        loaded = self._program()
+        placed: dict[str, Array] = {}
+        for mesh, name in destinations(loaded.order, inputs, "place"):
+            if name not in placed:
+                placed[name] = self._place(loaded, mesh, name, inputs[name])
+        return placed
 
     def put(self, inputs: Mapping[str, Any]) -> None:
         """Make `inputs` resident on every mesh that reads them; arrays in place are not copied."""
@@ -252,7 +275,7 @@ class InProcessRuntime:
             )
         for source, target in loaded.carry.items():
             for mesh, names in enumerate(loaded.order.inputs):
-                if target in names:
+                if target in names and target not in batch_names:
                     kept[mesh][target] = buffers[mesh][source]
         self._resident = kept
 

@@ -1,156 +1,107 @@
-"""Meshes on a Ray cluster: one actor process per mesh host, each with its own JAX client.
+"""Pipeline schedules on the workers of a Ray cluster: programs, state and steps.
 
-The hosts of a mesh form one `jax.distributed` group of their own; meshes know nothing of each
-other's clients, so a mesh can have any number of devices of any kind. Programs travel as
-`jax.export` bytes, control as actor calls, and values between meshes over the data plane. When a
-worker dies or a step takes too long, the runtime ends every process it started and says which
-worker it was: nothing hangs.
+Programs travel as `jax.export` bytes, control as actor calls, and values between meshes over the
+data plane. Arrays stay on the workers: the driver has handles of them, sends to each host its share
+of the batch and to each mesh only what it reads, and gets back small outputs such as a loss.
 """
 
 from __future__ import annotations
 
-import os
+import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.export
 import numpy as np
-from attrs import field, frozen
+from attrs import frozen
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from alpa_interchange.check import non_negative, positive
 from alpa_interchange.document import to_json
 from alpa_interchange.schedule import PipelineSchedule
 from mesh_runtime.boundary import check_present, complete_layouts, destinations, listing
 from mesh_runtime.carry import check_outputs, with_carries
-from mesh_runtime.data_plane import new_token
-from mesh_runtime.order import ScheduleOrder, check_schedule
-from mesh_runtime.pieces import Box
-from mesh_runtime.runtime import Executable, StepError, ValueShardings, WorkerError
+from mesh_runtime.exported import ExportedProgram
+from mesh_runtime.layout import HostTiles, Layout, Tiles, host_tiles, joined, plain_spec
+from mesh_runtime.order import ScheduleOrder, check_schedule, value_name
+from mesh_runtime.ray_placement import RayMesh
+from mesh_runtime.ray_workers import RayOptions, RayWorkers
+from mesh_runtime.remote_array import Buffer, RemoteArray, StaleArrayError, fetched
+from mesh_runtime.runtime import Array, Executable, ValueShardings
 from mesh_runtime.task_programs import check_tasks
 from mesh_runtime.trace import TRACE_MODES, TraceEvent
-from mesh_runtime.worker import Spec, WorkerMesh, WorkerProgram, worker_name
+from mesh_runtime.worker import ArrayType, WorkerProgram, WorkerStep
 
-DATA_PLANES = ("sockets", "object-store")
-Tiles = dict[str, list[tuple[Box, NDArray[Any]]]]
-
-
-@frozen(kw_only=True)
-class RayMesh:
-    """A mesh to make on the cluster: its grid of devices, spread evenly over `num_hosts` actors.
-
-    `nodes`, one Ray node id per host, pins the actors; empty lets Ray place them.
-    """
-
-    shape: tuple[int, ...]
-    axis_names: tuple[str, ...]
-    num_hosts: int = field(default=1, validator=positive)
-    nodes: tuple[str, ...] = ()
-
-    def __attrs_post_init__(self) -> None:
-        if len(self.shape) != len(self.axis_names):
-            raise ValueError(f"RayMesh needs a name per axis, got {self.shape}, {self.axis_names}")
-        if self.num_devices % self.num_hosts:
-            raise ValueError(
-                f"RayMesh of {self.num_devices} devices cannot be spread evenly over "
-                f"{self.num_hosts} hosts"
-            )
-        if self.nodes and len(self.nodes) != self.num_hosts:
-            raise ValueError(
-                f"RayMesh.nodes must name one node per host ({self.num_hosts}), got {self.nodes}"
-            )
-
-    @property
-    def num_devices(self) -> int:
-        return int(np.prod(self.shape))
-
-
-@frozen(kw_only=True)
-class RayOptions:
-    """How workers are started and how long they may take."""
-
-    platform: str = "cpu"  # of JAX in the workers
-    cpus_per_host: float = field(default=0.0, validator=non_negative)  # Ray resource
-    gpus_per_host: float = field(default=0.0, validator=non_negative)  # Ray resource
-    environment: Mapping[str, str] = field(factory=dict)  # more variables for the workers
-    start_timeout: float = field(default=180.0, validator=positive)  # seconds
-    step_timeout: float = field(default=600.0, validator=positive)  # seconds, also for load
-    address: str | None = None  # of the cluster; None: the running one, or a new local one
-    data_plane: str = "sockets"  # or "object-store": slower, needs no connections between nodes
-    trace: str = "none"
-
-    def __attrs_post_init__(self) -> None:
-        if self.data_plane not in DATA_PLANES:
-            raise ValueError(
-                f"RayOptions.data_plane must be one of {DATA_PLANES}, got {self.data_plane!r}"
-            )
-        if self.trace not in TRACE_MODES:
-            raise ValueError(f"RayOptions.trace must be one of {TRACE_MODES}, got {self.trace!r}")
-
-
-@frozen
-class _Worker:
-    mesh: int
-    host: int
-    actor: Any
-
-    @property
-    def name(self) -> str:
-        return worker_name(self.mesh, self.host)
+SMALL = 1 << 16
+"""Bytes up to which an output that is no state comes back with the step: a loss is asked for every
+step, and asking costs a millisecond, as much as these bytes cost to send."""
 
 
 @frozen(kw_only=True)
 class _Loaded:
+    """A checked schedule as the driver knows it; `types` are of values, by mesh."""
+
+    plan: str
     schedule: PipelineSchedule
     order: ScheduleOrder
+    layouts: tuple[Mapping[str, Layout], ...]
+    types: tuple[Mapping[str, ArrayType], ...]
     outputs: tuple[str, ...]
+    carry: Mapping[str, str]
+    overwritten: frozenset[str]  # inputs that a program donates
+    written: frozenset[str]  # buffers that a run or a receive writes
+
+    def type_of(self, mesh: int, name: str) -> ArrayType:
+        """Return the shape and dtype of a buffer, and its layout on a mesh."""
+        value = value_name(name)
+        if value in self.types[mesh]:
+            return self.types[mesh][value]
+        known = next(types[value] for types in self.types if value in types)
+        return ArrayType(known.shape, known.dtype, self.layouts[mesh].get(value, known.layout))
+
+    def readers(self, name: str) -> list[int]:
+        """Return the meshes that a buffer is an input of."""
+        return [mesh for mesh, names in enumerate(self.order.inputs) if name in names]
+
+    def holders(self, name: str) -> list[int]:
+        """Return the meshes that hold a buffer after the step where it is needed next: those that
+        read what it replaces, else the first that has it."""
+        if name in self.carry:
+            return self.readers(self.carry[name])
+        return [next(mesh for mesh, names in enumerate(self.order.remaining) if name in names)]
 
 
 class RayRuntime:
     """Runs pipeline schedules on actors of a Ray cluster; follows `Runtime`.
 
-    Arrays come in and go out as numpy arrays. After a failure the runtime is closed and its state
-    is lost: make a new one and restore from a checkpoint.
+    `workers` are started already, or the meshes to start some for. What steps return are handles
+    (`RemoteArray`). After a failure of a worker all are closed and their state is lost: make a new
+    runtime and restore from a checkpoint. Wrong arguments are refused before anything runs.
     """
 
-    def __init__(self, meshes: Sequence[RayMesh], options: RayOptions | None = None) -> None:
-        os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-        try:
-            import ray
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                "RayRuntime needs Ray: pip install 'mesh-runtime[ray]'"
-            ) from None
-
-        if not meshes:
-            raise ValueError("RayRuntime needs at least one mesh, got none")
-        self.meshes, self.options = tuple(meshes), options or RayOptions()
-        self._ray: Any = ray
-        self._started_ray = not ray.is_initialized()
-        if self._started_ray:
-            ray.init(address=self.options.address, include_dashboard=False, log_to_driver=False)
-        self._workers: list[_Worker] = []
-        self._closed = ""
+    def __init__(
+        self,
+        workers: RayWorkers | Sequence[RayMesh],
+        options: RayOptions | None = None,
+        *,
+        trace: str = "none",
+    ) -> None:
+        if trace not in TRACE_MODES:
+            raise ValueError(f"trace must be one of {TRACE_MODES}, got {trace!r}")
+        self._owns = not isinstance(workers, RayWorkers)
+        self.workers = workers if isinstance(workers, RayWorkers) else RayWorkers(workers, options)
+        self.trace_mode = trace
         self._loaded: _Loaded | None = None
-        self._resident: set[tuple[int, str]] = set()
+        self._resident: dict[str, RemoteArray] = {}
         self._number = 0
         self._trace: tuple[TraceEvent, ...] = ()
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def trace(self) -> tuple[TraceEvent, ...]:
         """The events of the last step by the workers' clocks; empty without a trace mode."""
         return self._trace
-
-    @property
-    def process_ids(self) -> dict[str, int]:
-        """The process of every worker, by its name ("mesh 0 host 1")."""
-        return dict(self._call_all("process_id", [()] * len(self._workers)))
 
     def load(
         self,
@@ -160,262 +111,404 @@ class RayRuntime:
         *,
         outputs: Iterable[str] = (),
         carry: Mapping[str, str] | None = None,
-        donated: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Check a schedule and ship it with its exported programs; see `Runtime.load`."""
+        """Check a schedule, ship it with its exported programs and compile them there."""
+        self.workers.check_open()
         for label, given in (
             ("the schedule has programs", schedule.programs),
             ("shardings", shardings),
         ):
-            if len(given) != len(self.meshes):
+            if len(given) != len(self.workers.meshes):
                 raise ValueError(
                     f"{label} for {len(given)} meshes, but the runtime was made with "
-                    f"{len(self.meshes)}"
+                    f"{len(self.workers.meshes)}"
                 )
-        callables = sorted(
-            name for name, made in executables.items() if not isinstance(made, bytes)
-        )
-        if callables:
-            raise TypeError(
-                f"RayRuntime runs programs in other processes, but the executables of "
-                f"{listing(callables)} are no bytes; serialise them with jax.export"
-            )
-        exported = {name: made for name, made in executables.items() if isinstance(made, bytes)}
-        outputs, carry, donated = tuple(outputs), dict(carry or {}), donated or {}
+        exported = _all_exported(executables)
+        outputs, carry = tuple(outputs), dict(carry or {})
         order = check_schedule(schedule)
         check_outputs(order, outputs, carry)
         check_tasks(schedule.programs, executables)
         schedule = with_carries(schedule, order, carry)
         order = check_schedule(schedule)
-        layouts = complete_layouts(schedule, order, shardings, carry)
-        specs = tuple(
-            {value: _plain_spec(mesh, value, spec) for value, spec in mapping.items()}
-            for mesh, mapping in enumerate(layouts)
+        layouts = tuple(
+            {value: self._layout(mesh, value, spec) for value, spec in mapping.items()}
+            for mesh, mapping in enumerate(complete_layouts(schedule, order, shardings, carry))
         )
-        programs = []
-        for mesh, instructions in enumerate(schedule.programs):
-            tasks = {each.task for each in instructions if each.kind == "run"}
-            programs.append(
-                WorkerProgram(
-                    schedule=to_json(schedule),
-                    executables={task: exported[task] for task in sorted(tasks)},
-                    specs=specs,
-                    inputs=order.inputs[mesh],
-                    outputs=tuple(name for name in outputs if _first_holder(order, name) == mesh),
-                    carry={a: b for a, b in carry.items() if b in order.inputs[mesh]},
-                    donated={task: tuple(donated[task]) for task in tasks if task in donated},
-                    trace=self.options.trace,
-                    timeout=self.options.step_timeout,
-                )
+        text = to_json(schedule)
+        plan = _plan_hash(text, exported, layouts)
+        programs = [
+            WorkerProgram(
+                plan=plan,
+                schedule=text,
+                executables={
+                    each.task: exported[each.task] for each in instructions if each.kind == "run"
+                },
+                layouts=layouts,
+                timeout=self.workers.options.step_timeout,
             )
-        self._call_all("load", [(programs[worker.mesh],) for worker in self._workers])
-        self._loaded = _Loaded(schedule=schedule, order=order, outputs=outputs)
+            for instructions in schedule.programs
+        ]
+        answers = self.workers.work(
+            "load", [(worker, (programs[worker.mesh],)) for worker in self.workers.workers]
+        )
+        tasks: dict[str, tuple[list[ArrayType], list[ArrayType]]] = {}
+        for _, found in answers:
+            tasks.update(found)
+        instructions = [each for program in schedule.programs for each in program]
+        self._loaded = _Loaded(
+            plan=plan,
+            schedule=schedule,
+            order=order,
+            layouts=layouts,
+            types=tuple(_value_types(program, tasks) for program in schedule.programs),
+            outputs=outputs,
+            carry=carry,
+            overwritten=frozenset(
+                name
+                for each in instructions
+                if each.kind == "run"
+                for name in each.inputs
+                if value_name(name) in exported[each.task].donated
+            ),
+            written=frozenset(
+                name for each in instructions if each.kind != "send" for name in each.outputs
+            ),
+        )
+
+    def init(
+        self, programs: Mapping[int, Executable], arguments: Sequence[Any]
+    ) -> dict[int, list[Array]]:
+        """Return handles of what a program makes of `arguments` on each mesh, side by side."""
+        self.workers.check_open()
+        exported = _all_exported({f"mesh {mesh}": made for mesh, made in programs.items()})
+        values = [np.asarray(value) for value in arguments]
+        numbers = {
+            mesh: [self.workers.new_number() for _ in _out_avals(exported[f"mesh {mesh}"])]
+            for mesh in programs
+        }
+        answers = self.workers.work(
+            "init",
+            [
+                (worker, (exported[f"mesh {worker.mesh}"], values, numbers[worker.mesh]))
+                for worker in self.workers.workers
+                if worker.mesh in programs
+            ],
+        )
+        made: dict[int, list[Array]] = {}
+        for worker, types in answers:
+            if worker.host == 0:
+                made[worker.mesh] = [
+                    self._handle(number, [worker.mesh], found)
+                    for number, found in zip(numbers[worker.mesh], types, strict=True)
+                ]
+        return made
+
+    def place(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        """Return handles of `inputs` on every mesh that reads them before it writes them."""
+        loaded = self._program()
+        placed = destinations(loaded.order, inputs, "place")
+        values = {name: self._value(loaded, name, value) for name, value in inputs.items()}
+        shares = self._shares(loaded, placed, values)
+        numbers = {name: self.workers.new_number() for name in values}
+        self.workers.work(
+            "place",
+            [
+                (worker, (loaded.plan, shares[worker.mesh, worker.host], numbers))
+                for worker in self.workers.workers
+                if shares[worker.mesh, worker.host]
+            ],
+        )
+        return {
+            name: self._handle(number, loaded.readers(name), self._type(loaded, name))
+            for name, number in numbers.items()
+        }
 
     def put(self, inputs: Mapping[str, Any]) -> None:
         """Make `inputs` resident on every mesh that reads them before it writes them."""
-        loaded = self._program()
-        placed = destinations(loaded.order, inputs, "put")
-        self._call_all("put", self._arguments(placed, inputs))
-        self._resident.update(placed)
+        for name, handle in self.place(inputs).items():
+            assert isinstance(handle, RemoteArray)
+            self._resident[name] = handle
 
-    def step(self, batch: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """Execute the schedule once on every worker; return the outputs as numpy arrays."""
+    def step(self, batch: Mapping[str, Any]) -> dict[str, Array]:
+        """Execute the schedule once on every worker; return handles of the outputs."""
         loaded = self._program()
-        placed = destinations(loaded.order, batch, "step")
+        bound: list[dict[str, int]] = [{} for _ in loaded.order.inputs]
+        moved, values = [], {}
+        for mesh, name in destinations(loaded.order, batch, "step"):
+            value = batch[name]
+            if self._holds(mesh, value):
+                bound[mesh][name] = value.buffer.number
+                continue
+            moved.append((mesh, name))
+            if name not in values:
+                values[name] = self._value(loaded, name, value)
+        resident = {name: one for name, one in self._resident.items() if name not in batch}
+        for name, handle in resident.items():
+            for mesh in loaded.readers(name):
+                bound[mesh][name] = handle.buffer.number
+        shares = self._shares(loaded, moved, values)
         for mesh, names in enumerate(loaded.order.inputs):
-            held = {name for at, name in (*placed, *self._resident) if at == mesh}
-            check_present(mesh, names, held)
+            check_present(mesh, names, {*bound[mesh], *shares[mesh, 0]})
+        kept = {name: self.workers.new_number() for name in self._to_keep(loaded, resident)}
+        returned = [name for name in loaded.outputs if name not in kept]
         self._number += 1
-        origin = time.time()
-        arguments = self._arguments(placed, batch)
-        results = self._call_all("step", [(self._number, *given) for given in arguments])
-        tiles: Tiles = {}
-        events = []
-        for worker, (_, (given, trace)) in zip(self._workers, results, strict=True):
+        released, origin = self.workers.take_released(), time.time()
+        results = self.workers.work(
+            "step",
+            [
+                (
+                    worker,
+                    (
+                        WorkerStep(
+                            plan=loaded.plan,
+                            number=self._number,
+                            bound=bound[worker.mesh],
+                            placed=shares[worker.mesh, worker.host],
+                            kept={
+                                name: number
+                                for name, number in kept.items()
+                                if worker.mesh in self._meshes_of(loaded, name)
+                            },
+                            returned=tuple(
+                                name for name in returned if worker.mesh == loaded.holders(name)[0]
+                            ),
+                            released=released,
+                            trace=self.trace_mode,
+                        ),
+                    ),
+                )
+                for worker in self.workers.workers
+            ],
+        )
+        self._note_overwritten(loaded, [*batch.items(), *resident.items()], bound)
+        tiles: dict[str, Tiles] = {}
+        for _, (given, _) in results:
             for name, parts in given.items():
                 tiles.setdefault(name, []).extend(parts)
-            if worker.host == 0:
-                program = loaded.schedule.programs[worker.mesh]
-                events += [
-                    TraceEvent(worker.mesh, program[k], start - origin, stop - origin)
-                    for k, start, stop in trace
-                ]
-        self._trace = tuple(sorted(events, key=lambda event: (event.start, event.stop)))
-        return {name: _whole(tiles[name]) for name in loaded.outputs}
+        made = {
+            name: self._handle(
+                kept.get(name, 0),
+                self._meshes_of(loaded, name),
+                loaded.type_of(self._meshes_of(loaded, name)[0], name),
+                None if name in kept else joined(tiles[name]),
+            )
+            for name in (*kept, *returned)
+        }
+        self._keep_resident(loaded, resident, made)
+        self._trace = self._events(loaded, results, origin)
+        return {name: made[name] for name in loaded.outputs}
 
     def fetch(self, names: Iterable[str]) -> dict[str, NDArray[Any]]:
         """Return resident buffers as whole numpy arrays."""
         wanted = list(names)
-        found: dict[str, Tiles] = {}
-        for worker, (_, given) in zip(
-            self._workers, self._call_all("fetch", [(wanted,)] * len(self._workers)), strict=True
-        ):
-            for name, parts in given.items():
-                found.setdefault(name, {}).setdefault(str(worker.mesh), []).extend(parts)
         for name in wanted:
-            if name not in found:
-                raise KeyError(f"no mesh holds buffer {name!r}")
-        return {name: _whole(next(iter(found[name].values()))) for name in wanted}
+            if name not in self._resident:
+                known = listing(sorted(self._resident))
+                raise KeyError(f"no mesh holds buffer {name!r}; resident are {known}")
+        return dict(zip(wanted, fetched(self._resident[name] for name in wanted), strict=True))
 
     def close(self) -> None:
-        """End every process of the runtime, and the Ray instance if it was started here."""
-        self._closed = self._closed or "it was closed"
-        for worker in self._workers:
-            self._ray.kill(worker.actor, no_restart=True)
-        self._workers = []
-        if self._started_ray:
-            self._ray.shutdown()
-            self._started_ray = False
+        """Drop the program and the resident buffers; end the workers if they were started here."""
+        self._resident = {}
+        if self._owns:
+            self.workers.close()
+        elif self._loaded is not None and not self.workers.closed:
+            self.workers.work(
+                "unload", [(worker, (self._loaded.plan,)) for worker in self.workers.workers]
+            )
+        self._loaded = None
+
+    # ------------------------------------------------------------------ what a step reads
 
     def _program(self) -> _Loaded:
-        if self._closed:
-            raise RuntimeError(f"this runtime cannot be used any more: {self._closed}")
+        self.workers.check_open()
         if self._loaded is None:
             raise RuntimeError("no schedule is loaded; call load() first")
         return self._loaded
 
-    def _start(self) -> None:
-        """Start one actor per mesh host, join each mesh's group, and introduce all."""
-        from mesh_runtime.ray_worker import ActorWorker
+    def _holds(self, mesh: int, value: Any) -> bool:
+        """Return whether a mesh has what a handle stands for; refuse one that is stale."""
+        if not isinstance(value, RemoteArray):
+            return False
+        buffer = value.buffer
+        if buffer.gone:
+            raise StaleArrayError(f"{value!r}: {buffer.gone}")
+        return buffer.owner is self.workers and buffer.value is None and mesh in buffer.meshes
 
-        actor_class = self._ray.remote(concurrency_groups={"data": 1})(ActorWorker)
-        plane = self.options.data_plane
-        token = new_token()
-        for mesh, wanted in enumerate(self.meshes):
-            for host in range(wanted.num_hosts):
-                options = self._actor_options(wanted, host)
-                actor = actor_class.options(**options).remote(mesh, host, token, plane)
-                self._workers.append(_Worker(mesh, host, actor))
-        grids = tuple(
-            WorkerMesh(shape=each.shape, axis_names=each.axis_names, num_hosts=each.num_hosts)
-            for each in self.meshes
-        )
-        timeout = self.options.start_timeout
-        ports = self._call_all("free_address", [()] * len(self._workers), timeout)
-        coordinators = {
-            worker.mesh: address
-            for worker, (_, address) in zip(self._workers, ports, strict=True)
-            if worker.host == 0
-        }
-        joined = self._call_all(
-            "join", [(grids, coordinators[worker.mesh]) for worker in self._workers], timeout
-        )
-        addresses = dict(joined)
-        if plane == "object-store":
-            addresses = {worker.name: worker.actor for worker in self._workers}
-        self._call_all("connect", [(addresses,)] * len(self._workers), timeout)
-
-    def _actor_options(self, mesh: RayMesh, host: int) -> dict[str, Any]:
-        per_host = mesh.num_devices // mesh.num_hosts
-        variables = {
-            "JAX_PLATFORMS": self.options.platform,
-            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-            **self.options.environment,
-        }
-        if self.options.platform == "cpu":
-            flags = variables.get("XLA_FLAGS", "")
-            count = f"--xla_force_host_platform_device_count={per_host}"
-            variables["XLA_FLAGS"] = f"{flags} {count}".strip()
-        options: dict[str, Any] = {
-            "num_cpus": self.options.cpus_per_host,
-            "num_gpus": self.options.gpus_per_host,
-            "max_restarts": 0,
-            "runtime_env": {"env_vars": variables},
-        }
-        if mesh.nodes:
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
-                node_id=mesh.nodes[host], soft=False
+    def _value(self, loaded: _Loaded, name: str, value: Any) -> NDArray[Any]:
+        """Return an input on the host as the programs read it; refuse another shape or dtype."""
+        if isinstance(value, RemoteArray):
+            value = fetched([RemoteArray(value.buffer)])[0]
+        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"{name!r} is a PRNG key array, which cannot cross processes; give "
+                "jax.random.key_data of it to a program that wraps it again"
             )
-        return options
+        array, wanted = np.asarray(value), self._type(loaded, name)
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        if array.shape != wanted.shape or str(dtype) != wanted.dtype:
+            raise ValueError(
+                f"{name!r} must be {wanted.dtype}{list(wanted.shape)}, as the programs were "
+                f"exported for, got {dtype}{list(array.shape)}; nothing was run, and the state is "
+                "as it was"
+            )
+        return array.astype(dtype, copy=False)
 
-    def _arguments(
-        self, placed: Sequence[tuple[int, str]], arrays: Mapping[str, Any]
-    ) -> list[tuple[dict[str, Any]]]:
-        """Return each worker's share of whole arrays; every array is put into the store once."""
-        stored = {name: np.asarray(arrays[name]) for name in dict.fromkeys(n for _, n in placed)}
-        return [
-            ({name: stored[name] for mesh, name in placed if mesh == worker.mesh},)
-            for worker in self._workers
-        ]
+    def _type(self, loaded: _Loaded, name: str) -> ArrayType:
+        return loaded.type_of(loaded.readers(name)[0], name)
 
-    def _call_all(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], timeout: float | None = None
-    ) -> list[tuple[str, Any]]:
-        """Return (worker name, result) of a call to all workers; end everything if one fails."""
-        if self._closed:
-            raise RuntimeError(f"this runtime cannot be used any more: {self._closed}")
-        timeout = self.options.step_timeout if timeout is None else timeout
-        pending = {
-            getattr(worker.actor, method).remote(*given): worker
-            for worker, given in zip(self._workers, arguments, strict=True)
+    def _shares(
+        self,
+        loaded: _Loaded,
+        placed: Iterable[tuple[int, str]],
+        values: Mapping[str, NDArray[Any]],
+    ) -> dict[tuple[int, int], dict[str, HostTiles]]:
+        """Return, for each (mesh, host), its share of the values its mesh reads."""
+        shares: dict[tuple[int, int], dict[str, HostTiles]] = {
+            (worker.mesh, worker.host): {} for worker in self.workers.workers
         }
-        references, results = list(pending), {}
-        deadline = time.monotonic() + timeout
-        while pending:
-            left = deadline - time.monotonic()
-            done, _ = self._ray.wait(list(pending), num_returns=1, timeout=max(0.0, left))
-            if not done:
-                late = ", ".join(worker.name for worker in pending.values())
-                self._fail(WorkerError(f"{method}: no answer from {late} within {timeout:g} s"))
-            for reference in done:
-                worker = pending.pop(reference)
-                try:
-                    results[reference] = (worker.name, self._ray.get(reference))
-                except Exception as error:
-                    self._fail(self._culprit(method, worker, error, pending))
-        return [results[reference] for reference in references]
+        for mesh, name in placed:
+            layout = loaded.layouts[mesh][value_name(name)]
+            cut = host_tiles(values[name], layout, self.workers.meshes[mesh].num_hosts)
+            for host, share in enumerate(cut):
+                shares[mesh, host][name] = share
+        return shares
 
-    def _culprit(
-        self, method: str, worker: _Worker, error: Exception, pending: Mapping[Any, _Worker]
-    ) -> StepError:
-        """Return the error to raise: a death is the cause of what others see a bit later."""
-        failures = [(worker, error)]
-        others = list(pending)
-        if others:
-            others, _ = self._ray.wait(others, num_returns=len(others), timeout=2.0)
-        for reference in others:
-            try:
-                self._ray.get(reference)
-            except Exception as other:
-                failures.append((pending[reference], other))
-        for where, what in failures:
-            if not isinstance(what, self._ray.exceptions.RayTaskError):
-                return WorkerError(
-                    f"the worker of {where.name} died during {method}: {str(what).splitlines()[0]}"
+    # ------------------------------------------------------------------ what a step leaves
+
+    def _to_keep(self, loaded: _Loaded, resident: Iterable[str]) -> list[str]:
+        """Return the buffers that stay on the workers: new state and large outputs."""
+        kept = dict.fromkeys(loaded.carry)
+        for name in loaded.outputs:
+            found = loaded.type_of(loaded.holders(name)[0], name)
+            size = np.prod(found.shape, dtype=np.int64) * jax.numpy.dtype(found.dtype).itemsize
+            if size > SMALL:
+                kept[name] = None
+        replaced = set(loaded.carry.values())
+        for name in resident:
+            if name in loaded.written and name not in replaced and self._remains(loaded, name):
+                kept[name] = None
+        return list(kept)
+
+    def _remains(self, loaded: _Loaded, name: str) -> bool:
+        return all(name in loaded.order.remaining[mesh] for mesh in loaded.readers(name))
+
+    def _meshes_of(self, loaded: _Loaded, name: str) -> list[int]:
+        """Return the meshes that keep a buffer."""
+        return loaded.readers(name) if name in self._resident else loaded.holders(name)
+
+    def _note_overwritten(
+        self,
+        loaded: _Loaded,
+        given: Iterable[tuple[str, Any]],
+        bound: Sequence[Mapping[str, int]],
+    ) -> None:
+        """Mark the handles whose arrays the step was given and overwrote."""
+        read = {name for names in bound for name in names}
+        for name, value in given:
+            if name in read and name in loaded.overwritten:
+                value.buffer.gone = (
+                    f"it was given away to step {self._number} as {name!r}, which overwrote it; "
+                    "use what that step returned, or programs that donate nothing"
                 )
-        cause = getattr(error, "cause", None) or error
-        return StepError(f"{method} failed on {worker.name}: {cause}")
 
-    def _fail(self, error: StepError) -> None:
-        """Close the runtime and raise `error`."""
-        self._closed = str(error)
-        self.close()
-        raise error
+    def _keep_resident(
+        self, loaded: _Loaded, resident: Iterable[str], made: Mapping[str, RemoteArray]
+    ) -> None:
+        """Replace the resident buffers by what the step left of them and what it carries back."""
+        source = {target: name for name, target in loaded.carry.items()}
+        kept: dict[str, RemoteArray] = {}
+        for name in resident:
+            if name in source:
+                kept[name] = made[source[name]]
+            elif name in loaded.written:
+                if name in made:
+                    kept[name] = made[name]
+            elif self._remains(loaded, name) and name not in loaded.overwritten:
+                kept[name] = self._resident[name]
+        self._resident = kept
+
+    def _handle(
+        self,
+        number: int,
+        meshes: Sequence[int],
+        found: ArrayType,
+        value: NDArray[Any] | None = None,
+    ) -> RemoteArray:
+        return RemoteArray(
+            Buffer(self.workers, number, meshes, found.shape, found.dtype, found.layout, value)
+        )
+
+    def _events(
+        self, loaded: _Loaded, results: Iterable[Any], origin: float
+    ) -> tuple[TraceEvent, ...]:
+        events = [
+            TraceEvent(
+                worker.mesh,
+                loaded.schedule.programs[worker.mesh][k],
+                start - origin,
+                stop - origin,
+            )
+            for worker, (_, trace) in results
+            if worker.host == 0
+            for k, start, stop in trace
+        ]
+        return tuple(sorted(events, key=lambda event: (event.start, event.stop)))
+
+    def _layout(self, mesh: int, value: str, spec: NamedSharding | PartitionSpec) -> Layout:
+        own, where = self.workers.meshes[mesh], f"shardings[{mesh}][{value!r}]"
+        if isinstance(spec, PartitionSpec):
+            return Layout(own.shape, own.axis_names, plain_spec(spec, where))
+        if spec.memory_kind not in (None, "device", "unpinned_host"):
+            raise ValueError(
+                f"{where} is in memory {spec.memory_kind!r}; meshes on Ray keep values in the "
+                "memory of their devices only"
+            )
+        return Layout(
+            tuple(spec.mesh.axis_sizes),
+            tuple(spec.mesh.axis_names),
+            plain_spec(spec.spec, where),
+        )
 
 
-def _plain_spec(mesh: int, value: str, spec: NamedSharding | PartitionSpec) -> Spec:
-    """Return the entries of a layout as plain data."""
-    entries = spec.spec if isinstance(spec, NamedSharding) else spec
-    plain: list[None | str | tuple[str, ...]] = []
-    for entry in entries:
-        if entry is PartitionSpec.UNCONSTRAINED:
-            raise ValueError(f"shardings[{mesh}][{value!r}] leaves a dim unconstrained: {spec}")
-        plain.append(tuple(entry) if isinstance(entry, tuple | list) else entry)
-    return tuple(plain)
+def _all_exported(executables: Mapping[str, Executable]) -> dict[str, ExportedProgram]:
+    """Return the executables; TypeError names those that cannot travel."""
+    callables = sorted(
+        name for name, made in executables.items() if not isinstance(made, ExportedProgram)
+    )
+    if callables:
+        raise TypeError(
+            f"RayRuntime runs programs in other processes, but the executables of "
+            f"{listing(callables)} are no ExportedProgram; serialise them with jax.export"
+        )
+    return {name: made for name, made in executables.items() if isinstance(made, ExportedProgram)}
 
 
-def _first_holder(order: ScheduleOrder, name: str) -> int:
-    return next(mesh for mesh, names in enumerate(order.remaining) if name in names)
+def _out_avals(program: ExportedProgram) -> Sequence[Any]:
+    return jax.export.deserialize(bytearray(program.program)).out_avals
 
 
-def _whole(tiles: Sequence[tuple[Box, NDArray[Any]]]) -> NDArray[Any]:
-    """Return the array that `tiles` cut up."""
-    if not tiles[0][0]:
-        return tiles[0][1]
-    shape = tuple(max(box[dim][1] for box, _ in tiles) for dim in range(len(tiles[0][0])))
-    whole = np.empty(shape, tiles[0][1].dtype)
-    for box, array in tiles:
-        whole[tuple(slice(start, stop) for start, stop in box)] = array
-    return whole
+def _plan_hash(
+    schedule: str, programs: Mapping[str, ExportedProgram], layouts: Sequence[Mapping[str, Layout]]
+) -> str:
+    """Return a hash of all that workers are loaded with."""
+    found = hashlib.sha256(schedule.encode())
+    for name, program in sorted(programs.items()):
+        found.update(f"{name} {program.donated} {sorted(program.options.items())}".encode())
+        found.update(program.program)
+    for mapping in layouts:
+        found.update(repr(sorted(mapping.items(), key=lambda item: item[0])).encode())
+    return found.hexdigest()[:16]
+
+
+def _value_types(
+    program: Iterable[Any], tasks: Mapping[str, tuple[list[ArrayType], list[ArrayType]]]
+) -> dict[str, ArrayType]:
+    """Return the types of the values that the runs of one mesh read and write."""
+    found: dict[str, ArrayType] = {}
+    for each in program:
+        if each.kind == "run":
+            given, made = tasks[each.task]
+            for names, types in ((each.outputs, made), (each.inputs, given)):
+                found.update(zip(map(value_name, names), types, strict=True))
+    return found

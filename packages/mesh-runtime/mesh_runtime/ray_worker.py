@@ -10,8 +10,9 @@ from typing import Any
 import ray
 
 from mesh_runtime.data_plane import Bytes, DataPlane
+from mesh_runtime.handshake import identity
 from mesh_runtime.object_store_plane import ObjectStorePlane
-from mesh_runtime.worker import MeshWorker, WorkerMesh, WorkerProgram, worker_name
+from mesh_runtime.worker import MeshWorker, WorkerMesh, worker_name
 
 _ray: Any = ray
 
@@ -33,11 +34,11 @@ class ActorWorker:
         """Return the number of this process."""
         return os.getpid()
 
-    def free_address(self) -> str:
-        """Return "host:port" of this node with a port nobody listens on."""
+    def introduce(self) -> tuple[dict[str, str], str]:
+        """Return the versions here, and "host:port" of this node with a port nobody listens on."""
         with socket.create_server((_node_address(), 0)) as probe:
             host, port = probe.getsockname()[:2]
-        return f"{host}:{port}"
+        return identity(), f"{host}:{port}"
 
     def join(self, meshes: Sequence[WorkerMesh], coordinator: str) -> Any:
         """Enter the mesh's group of processes; return where the data plane listens, if it does."""
@@ -62,26 +63,11 @@ class ActorWorker:
         assert isinstance(self._plane, ObjectStorePlane)
         self._plane.deliver(sender, header, payload)
 
-    def load(self, program: WorkerProgram) -> None:
-        """Install a program."""
-        self._joined().load(program)
-
-    def put(self, inputs: Mapping[str, Any]) -> None:
-        """Make arrays resident."""
-        self._joined().put(inputs)
-
-    def step(self, number: int, batch: Mapping[str, Any]) -> Any:
-        """Execute the program once."""
-        return self._joined().step(number, batch)
-
-    def fetch(self, names: Sequence[str]) -> Any:
-        """Return this host's tiles of resident buffers."""
-        return self._joined().fetch(names)
-
-    def _joined(self) -> MeshWorker:
+    def work(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker."""
         if self._worker is None:
             raise RuntimeError("the worker has not joined its mesh; call join() first")
-        return self._worker
+        return getattr(self._worker, method)(*arguments)
 
 
 def _node_address() -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.export
-from jax.sharding import Mesh
+import numpy as np
+from attrs import evolve
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_interchange.schedule import Instruction
 from mesh_runtime.boundary import listing
+from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.runtime import Executable, StepError
 
@@ -43,30 +47,32 @@ def task_programs(
     program: Sequence[Instruction],
     executables: Mapping[str, Executable],
     mesh: Mesh,
-    donated: Mapping[str, Sequence[str]],
 ) -> dict[str, TaskProgram]:
     """Return a callable per task of one mesh's `program`; equal exported programs share one."""
     ready: dict[str, TaskProgram] = {}
-    shared: dict[tuple[bytes, tuple[int, ...]], TaskProgram] = {}
+    shared: list[tuple[ExportedProgram, tuple[int, ...], TaskProgram]] = []
     for instruction in program:
         task = instruction.task
         if instruction.kind != "run" or task in ready:
             continue
         executable = executables[task]
-        if not isinstance(executable, bytes):
+        if not isinstance(executable, ExportedProgram):
             ready[task] = executable
             continue
         values = tuple(value_name(name) for name in instruction.inputs)
-        unknown = set(donated.get(task, ())) - set(values)
+        unknown = set(executable.donated) - set(values)
         if unknown:
             raise ValueError(
-                f"donated[{task!r}] names {sorted(unknown)}, which are no inputs of the task"
+                f"the exported program of task {task!r} donates {sorted(unknown)}, which are no "
+                f"inputs of the task"
             )
-        positions = tuple(k for k, value in enumerate(values) if value in donated.get(task, ()))
-        key = (executable, positions)
-        if key not in shared:
-            shared[key] = _exported_program(task, executable, mesh, values, positions)
-        ready[task] = shared[key]
+        positions = tuple(k for k, value in enumerate(values) if value in executable.donated)
+        key = evolve(executable, donated=())
+        same = [made for one, where, made in shared if (one, where) == (key, positions)]
+        if not same:
+            same = [LoadedProgram(f"task {task!r}", executable, mesh, len(values), positions)]
+            shared.append((key, positions, same[0]))
+        ready[task] = same[0]
     return ready
 
 
@@ -104,24 +110,64 @@ def call(
     return results
 
 
-def _exported_program(
-    task: str, executable: bytes, mesh: Mesh, values: Sequence[str], donated: tuple[int, ...]
-) -> TaskProgram:
-    """Return the program serialised by `jax.export`, for the devices of `mesh`.
+class LoadedProgram:
+    """An exported program compiled for the devices of a mesh.
 
     An argument in another layout than the program was exported for is brought into it first.
     """
-    program = jax.export.deserialize(bytearray(executable))
-    if program.nr_devices != mesh.size:
-        raise ValueError(
-            f"the exported program of task {task!r} is for {program.nr_devices} devices, but its "
-            f"mesh has {mesh.size}; export it with shardings over a mesh of that shape"
+
+    def __init__(
+        self,
+        name: str,
+        executable: ExportedProgram,
+        mesh: Mesh,
+        num_inputs: int,
+        donated: tuple[int, ...] = (),
+    ) -> None:
+        program = jax.export.deserialize(bytearray(executable.program))
+        if program.nr_devices != mesh.size:
+            raise ValueError(
+                f"the exported program of {name} is for {program.nr_devices} devices, but its "
+                f"mesh has {mesh.size}; export it with shardings over a mesh of that shape"
+            )
+        if len(program.in_avals) != num_inputs:
+            raise ValueError(
+                f"the exported program of {name} takes {len(program.in_avals)} arrays, but is "
+                f"given {num_inputs}"
+            )
+        if executable.shape:
+            grid = mesh.devices.reshape(executable.shape)
+            mesh = Mesh(grid, executable.axis_names, axis_types=mesh.axis_types[:1] * grid.ndim)
+        self.in_avals, self.out_avals = program.in_avals, program.out_avals
+        whole = NamedSharding(mesh, PartitionSpec())
+        self.in_shardings = tuple(one or whole for one in program.in_shardings_jax(mesh))
+        self._jitted = jax.jit(
+            program.call,
+            out_shardings=program.out_shardings_jax(mesh),
+            donate_argnums=donated,
+            compiler_options=dict(executable.options) or None,
         )
-    if len(program.in_avals) != len(values):
-        raise ValueError(
-            f"the exported program of task {task!r} takes {len(program.in_avals)} arrays, but its "
-            f"run instruction gives {len(values)}: {', '.join(values)}"
-        )
-    return jax.jit(
-        program.call, out_shardings=program.out_shardings_jax(mesh), donate_argnums=donated
-    )
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """Return the program compiled by XLA."""
+        shapes = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+            for aval, sharding in zip(self.in_avals, self.in_shardings, strict=True)
+        ]
+        return self._jitted.lower(*shapes).compile()
+
+    def __call__(self, *arguments: jax.Array) -> Sequence[jax.Array]:
+        """Return what the program makes of `arguments`."""
+        for argument, sharding in zip(arguments, self.in_shardings, strict=True):
+            held = argument.sharding
+            if held != sharding and not held.is_equivalent_to(sharding, argument.ndim):
+                return self._jitted(*arguments)  # type: ignore[no-any-return]
+        return self.compiled(*arguments)  # type: ignore[no-any-return]
+
+    def placed(self, arguments: Sequence[Any]) -> list[jax.Array]:
+        """Return whole arrays of the host as the program takes them."""
+        return [
+            jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+            for whole, sharding in zip(map(np.asarray, arguments), self.in_shardings, strict=True)
+        ]

@@ -9,20 +9,21 @@ nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 from attrs import define, field, frozen
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from alpa_interchange.document import from_json
 from alpa_interchange.schedule import Instruction, PipelineSchedule
-from mesh_runtime.boundary import check_present
 from mesh_runtime.data_plane import Content, DataPlaneError, Plane
+from mesh_runtime.exported import ExportedProgram
+from mesh_runtime.layout import HostTiles, Layout, Tiles, plain_spec
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.pacing import Pace
 from mesh_runtime.pieces import (
@@ -30,15 +31,12 @@ from mesh_runtime.pieces import (
     assemble,
     assign_pieces,
     box_of,
-    device_boxes,
     pack,
     unpack,
 )
 from mesh_runtime.runtime import StepError
-from mesh_runtime.task_programs import TaskProgram, call, task_programs
+from mesh_runtime.task_programs import LoadedProgram, call, task_programs
 from mesh_runtime.trace import Recorder
-
-Spec = tuple[None | str | tuple[str, ...], ...]  # entries of a PartitionSpec
 
 
 @frozen(kw_only=True)
@@ -49,32 +47,70 @@ class WorkerMesh:
     axis_names: tuple[str, ...]
     num_hosts: int
 
-    def host_boxes(self, shape: Sequence[int], spec: Spec) -> list[tuple[int, Box]]:
-        """Return (host, tile) of every device for a value of `shape` laid out by `spec`."""
-        boxes = device_boxes(shape, spec, self.shape, self.axis_names)
+    def host_boxes(self, shape: Sequence[int], layout: Layout) -> list[tuple[int, Box]]:
+        """Return (host, tile) of every device for a value of `shape`."""
+        boxes = layout.boxes(shape)
         per_host = len(boxes) // self.num_hosts
         return [(position // per_host, box) for position, box in enumerate(boxes)]
 
 
 @frozen(kw_only=True)
 class WorkerProgram:
-    """What a worker gets at load, all of it plain data."""
+    """What a worker gets at load, all of it plain data.
 
+    `plan` is a hash of all that was loaded, on this mesh and the others; steps and messages name
+    it.
+    """
+
+    plan: str
     schedule: str  # JSON of a PipelineSchedule
-    executables: Mapping[str, bytes]
-    specs: tuple[Mapping[str, Spec], ...]  # per mesh, by value
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]  # those this mesh hands back
-    carry: Mapping[str, str]  # those both of whose ends are on this mesh
-    donated: Mapping[str, tuple[str, ...]]
-    trace: str
+    executables: Mapping[str, ExportedProgram]
+    layouts: tuple[Mapping[str, Layout], ...]  # per mesh, by value
     timeout: float  # seconds a step may wait for another worker
+
+
+@frozen(kw_only=True)
+class WorkerStep:
+    """What one host does in a step: which arrays it reads, and which it keeps or sends back.
+
+    `bound` and `kept` are numbers of arrays by buffer name, `placed` this host's share of arrays
+    that come with the step, `returned` the outputs whose tiles go to the driver, `released` numbers
+    of arrays that nobody refers to any more.
+    """
+
+    plan: str
+    number: int
+    bound: Mapping[str, int]
+    placed: Mapping[str, HostTiles]
+    kept: Mapping[str, int]
+    returned: tuple[str, ...]
+    released: tuple[int, ...] = ()
+    trace: str = "none"
+
+
+@frozen
+class ArrayType:
+    """The shape, dtype and layout of an array of a mesh."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+
+
+@define
+class _Loaded:
+    """A program ready to run."""
+
+    program: WorkerProgram
+    instructions: tuple[Instruction, ...]
+    tasks: dict[str, LoadedProgram]
 
 
 @define
 class _Step:
     """The buffers of a running step, and what is under way."""
 
+    loaded: _Loaded
     number: int
     held: dict[str, Any] = field(factory=dict)  # jax arrays, or _Arriving
     sending: dict[str, list[Future[None]]] = field(factory=dict)
@@ -116,95 +152,120 @@ class MeshWorker:
                 f"{self.name}: the mesh of shape {own.shape} needs {wanted} devices on "
                 f"{own.num_hosts} hosts, but jax sees {len(chosen)}"
             )
-        self.jax_mesh = Mesh(
-            np.array(chosen).reshape(own.shape),
-            own.axis_names,
-            axis_types=(AxisType.Auto,) * len(own.axis_names),
-        )
+        self.devices = chosen
+        self.jax_mesh: Any = Layout(own.shape, own.axis_names).sharding(chosen).mesh
         self._host_of = {
             device: position * own.num_hosts // wanted for position, device in enumerate(chosen)
         }
         self._pace = Pace(self.jax_mesh)
-        self._resident: dict[str, jax.Array] = {}
-        self._program: WorkerProgram | None = None
-        self._instructions: tuple[Instruction, ...] = ()
-        self._tasks: dict[str, TaskProgram] = {}
+        self._arrays: dict[int, jax.Array] = {}
+        self._loaded: dict[str, _Loaded] = {}
+        self._shardings: dict[Layout, NamedSharding] = {}
 
     @property
     def name(self) -> str:
         return worker_name(self.mesh, self.host)
 
-    def load(self, program: WorkerProgram) -> None:
-        """Install a program; resident buffers stay."""
+    def load(self, program: WorkerProgram) -> dict[str, tuple[list[ArrayType], list[ArrayType]]]:
+        """Install a program and compile its tasks; return the inputs and outputs of each."""
         schedule = from_json(program.schedule, PipelineSchedule, source="the schedule")
-        self._instructions = schedule.programs[self.mesh]
-        self._tasks = task_programs(
-            self._instructions, program.executables, self.jax_mesh, program.donated
-        )
-        self._program = program
+        instructions = schedule.programs[self.mesh]
+        tasks: Any = task_programs(instructions, program.executables, self.jax_mesh)
+        self._loaded[program.plan] = _Loaded(program, instructions, tasks)
+        return {name: _types(task) for name, task in tasks.items()}
 
-    def put(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Make whole arrays resident in the layout of this mesh."""
-        for name, array in inputs.items():
-            self._resident[name] = self._place(name, array)
+    def unload(self, plan: str) -> None:
+        """Drop a program."""
+        self._loaded.pop(plan, None)
 
-    def step(
-        self, number: int, batch: Mapping[str, NDArray[Any]]
-    ) -> tuple[dict[str, list[tuple[Box, NDArray[Any]]]], list[tuple[int, float, float]]]:
-        """Execute the list once; return this host's tiles of the outputs, and the trace.
+    def place(self, plan: str, inputs: Mapping[str, HostTiles], numbers: Mapping[str, int]) -> None:
+        """Keep this host's share of arrays, in the layouts of a program, under numbers."""
+        loaded = self._program(plan)
+        for name, share in inputs.items():
+            self._arrays[numbers[name]] = self._place(loaded, name, share)
+
+    def init(
+        self, program: ExportedProgram, arguments: Sequence[Any], numbers: Sequence[int]
+    ) -> list[ArrayType]:
+        """Keep what a program makes of whole arrays, under numbers; return what they are."""
+        made = LoadedProgram(self.name, program, self.jax_mesh, len(arguments))
+        results = made(*made.placed(arguments))
+        self._arrays.update(zip(numbers, results, strict=True))
+        return _types(made)[1]
+
+    def step(self, step: WorkerStep) -> tuple[dict[str, Tiles], list[tuple[int, float, float]]]:
+        """Execute a program once; return this host's tiles of what is returned, and the trace.
 
         The trace holds (position, start, stop) in seconds since the epoch.
         """
-        program = self._loaded()
-        state = _Step(number)
+        loaded = self._program(step.plan)
+        self.release(step.released)
+        state = _Step(loaded, step.number)
         state.held = {
-            **self._resident,
-            **{name: self._place(name, array) for name, array in batch.items()},
+            **{name: self._array(number) for name, number in step.bound.items()},
+            **{name: self._place(loaded, name, share) for name, share in step.placed.items()},
         }
-        check_present(self.mesh, program.inputs, state.held)
-        recorder, origin = Recorder(program.trace, self.mesh + 1), time.time()
+        recorder, origin = Recorder(step.trace, self.mesh + 1), time.time()
         try:
-            for position, instruction in enumerate(self._instructions):
+            for position, instruction in enumerate(loaded.instructions):
                 self._execute(state, position, instruction, recorder)
-            outputs = {}
-            for name in program.outputs:
-                outputs[name] = self._tiles_to_return(self._value(state, name))
-            self._keep_resident(state, batch)
+            outputs = {
+                name: self._tiles_to_return(self._value(state, name)) for name in step.returned
+            }
+            kept = {number: self._value(state, name) for name, number in step.kept.items()}
             for futures in state.sending.values():
                 for future in futures:
-                    future.result(program.timeout)
+                    future.result(loaded.program.timeout)
+            self._drop_overwritten(step.bound.values())
+            self._arrays.update(kept)
         finally:
             events = recorder.finish()
-        positions = {id(each): k for k, each in enumerate(self._instructions)}
+        positions = {id(each): k for k, each in enumerate(loaded.instructions)}
         trace = [(positions[id(e.instruction)], origin + e.start, origin + e.stop) for e in events]
         return outputs, trace
 
-    def fetch(self, names: Sequence[str]) -> dict[str, list[tuple[Box, NDArray[Any]]]]:
-        """Return this host's tiles of resident buffers; names it does not hold are left out."""
-        return {
-            name: self._tiles_to_return(self._resident[name])
-            for name in names
-            if name in self._resident
-        }
+    def fetch(self, numbers: Sequence[int]) -> dict[int, Tiles]:
+        """Return this host's tiles of arrays."""
+        return {number: self._tiles_to_return(self._array(number)) for number in numbers}
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Drop arrays."""
+        for number in numbers:
+            self._arrays.pop(number, None)
 
     def close(self) -> None:
-        """Drop all buffers and close the data plane."""
-        self._resident.clear()
+        """Drop all arrays and close the data plane."""
+        self._arrays.clear()
         self.plane.close()
 
-    def _loaded(self) -> WorkerProgram:
-        if self._program is None:
-            raise RuntimeError("no schedule is loaded; call load() first")
-        return self._program
+    def _program(self, plan: str) -> _Loaded:
+        if plan not in self._loaded:
+            known = ", ".join(self._loaded) or "none"
+            raise StepError(
+                f"{self.name} is asked for the plan {plan}, but has loaded {known}; load the same "
+                "plan on all workers"
+            )
+        return self._loaded[plan]
 
-    def _sharding(self, value: str) -> NamedSharding:
-        partition_spec: Any = PartitionSpec
-        return NamedSharding(self.jax_mesh, partition_spec(*self._loaded().specs[self.mesh][value]))
+    def _array(self, number: int) -> jax.Array:
+        if number not in self._arrays:
+            raise StepError(f"{self.name} holds no array number {number}")
+        return self._arrays[number]
 
-    def _place(self, name: str, array: NDArray[Any]) -> jax.Array:
-        whole = np.asarray(array)
-        sharding = self._sharding(value_name(name))
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    def _drop_overwritten(self, numbers: Iterable[int]) -> None:
+        self.release([k for k in numbers if self._arrays[k].is_deleted()])
+
+    def _sharding(self, layout: Layout) -> NamedSharding:
+        if layout not in self._shardings:
+            self._shardings[layout] = layout.sharding(self.devices)
+        return self._shardings[layout]
+
+    def _place(self, loaded: _Loaded, name: str, share: HostTiles) -> jax.Array:
+        tiles, shape = dict(share.tiles), share.shape
+        sharding = self._sharding(loaded.program.layouts[self.mesh][value_name(name)])
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: tiles[box_of(index, shape)]
+        )
 
     def _execute(
         self, state: _Step, position: int, instruction: Instruction, recorder: Recorder
@@ -214,11 +275,11 @@ class MeshWorker:
         written: Sequence[jax.Array] = ()
         if instruction.kind == "run":
             read = [self._value(state, name) for name in instruction.inputs]
-            donated = self._loaded().donated.get(instruction.task, ())
+            donated = state.loaded.program.executables[instruction.task].donated
             for name in instruction.inputs:
                 if value_name(name) in donated:
                     self._await_sends(state, name)
-            written = call(self._tasks, self.mesh, position, instruction, read)
+            written = call(state.loaded.tasks, self.mesh, position, instruction, read)
             state.held.update(zip(instruction.outputs, written, strict=True))
             self._pace.issued(written)
         elif instruction.kind == "send":
@@ -235,7 +296,7 @@ class MeshWorker:
             for name in instruction.inputs:
                 arriving = state.held.pop(name)
                 if isinstance(arriving, _Arriving):
-                    self._receive(name, arriving)
+                    self._receive(state, name, arriving)
         if recorder.mode != "none":
             recorder.record(self.mesh, instruction, start, read, written)
 
@@ -243,14 +304,14 @@ class MeshWorker:
         """Return a buffer, taking its bytes from the inbox if it has just been received."""
         value = state.held[name]
         if isinstance(value, _Arriving):
-            value = state.held[name] = self._receive(name, value)
+            value = state.held[name] = self._receive(state, name, value)
         found: jax.Array = value
         return found
 
     def _await_sends(self, state: _Step, name: str) -> None:
         """Wait until the sends of a buffer that is about to be overwritten have read it."""
         for future in state.sending.pop(name, ()):
-            future.result(self._loaded().timeout)
+            future.result(state.loaded.program.timeout)
 
     def _key(self, state: _Step, source: int, target: int, count: int, name: str) -> str:
         return f"step {state.number}: {name} from mesh {source} to mesh {target}, message {count}"
@@ -271,8 +332,9 @@ class MeshWorker:
             (self._host_of[device], box_of(index, shape))
             for device, index in array.sharding.devices_indices_map(shape).items()
         ]
-        spec = self._loaded().specs[peer][value_name(name)]
-        target = self.meshes[peer].host_boxes(shape, spec)
+        layout = state.loaded.program.layouts[peer][value_name(name)]
+        target = self.meshes[peer].host_boxes(shape, layout)
+        plan = state.loaded.program.plan
         assigned = assign_pieces(source, target)
         key = self._key(state, self.mesh, peer, count, name)
         for receiver in range(self.meshes[peer].num_hosts):
@@ -283,30 +345,31 @@ class MeshWorker:
                     box_of(shard.index, shape): np.asarray(shard.data)
                     for shard in array.addressable_shards
                 }
-                header = {"key": key, "dtype": str(array.dtype), "shape": shape, "boxes": boxes}
-                return header, pack(boxes, tiles)
+                header = {"dtype": str(array.dtype), "shape": shape, "boxes": boxes}
+                return {"key": key, "plan": plan, **header}, pack(boxes, tiles)
 
             future = self.plane.send(worker_name(peer, receiver), make)
             state.sending.setdefault(name, []).append(future)
 
-    def _receive(self, name: str, arriving: _Arriving) -> jax.Array:
+    def _receive(self, state: _Step, name: str, arriving: _Arriving) -> jax.Array:
         """Return the array put together from the messages of every host of the sending mesh."""
         pieces: list[tuple[Box, NDArray[Any]]] = []
         shape: tuple[int, ...] = ()
         dtype: Any = None
+        program = state.loaded.program
         for host in range(self.meshes[arriving.peer].num_hosts):
             sender = worker_name(arriving.peer, host)
             try:
-                header, payload = self.plane.take(arriving.key, sender, self._loaded().timeout)
+                header, payload = self.plane.take(arriving.key, sender, program.timeout)
+                _check_plan(program.plan, header, sender)
                 boxes = [tuple((int(a), int(b)) for a, b in box) for box in header["boxes"]]
                 shape, dtype = tuple(header["shape"]), jax.numpy.dtype(header["dtype"])
                 pieces += unpack(payload[0], boxes, dtype)
             except (DataPlaneError, ValueError, KeyError, TypeError) as error:
-                where = describe(
-                    self.mesh, arriving.position, self._instructions[arriving.position]
-                )
+                instruction = state.loaded.instructions[arriving.position]
+                where = describe(self.mesh, arriving.position, instruction)
                 raise StepError(f"{where} on host {self.host} failed: {error}") from error
-        sharding = self._sharding(value_name(name))
+        sharding = self._sharding(program.layouts[self.mesh][value_name(name)])
         tiles: dict[Box, NDArray[Any]] = {}
         shards = []
         for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -316,7 +379,7 @@ class MeshWorker:
             shards.append(jax.device_put(tiles[box], device))
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
-    def _tiles_to_return(self, array: jax.Array) -> list[tuple[Box, NDArray[Any]]]:
+    def _tiles_to_return(self, array: jax.Array) -> Tiles:
         """Return the tiles of which this host has the first replica; all hosts together: all."""
         return [
             (box_of(shard.index, array.shape), np.asarray(shard.data))
@@ -324,13 +387,32 @@ class MeshWorker:
             if shard.replica_id == 0
         ]
 
-    def _keep_resident(self, state: _Step, batch: Mapping[str, Any]) -> None:
-        program = self._loaded()
-        kept = {
-            name: state.held[name]
-            for name in dict.fromkeys((*program.inputs, *self._resident))
-            if name in state.held and name not in batch and not state.held[name].is_deleted()
-        }
-        for source, target in program.carry.items():
-            kept[target] = self._value(state, source)
-        self._resident = kept
+
+def _check_plan(own: str, header: Mapping[str, Any], sender: str) -> None:
+    """Refuse a message of another plan."""
+    if header["plan"] != own:
+        theirs = header["plan"]
+        raise DataPlaneError(f"this step is of plan {own}, but {sender} runs plan {theirs}")
+
+
+def _types(program: LoadedProgram) -> tuple[list[ArrayType], list[ArrayType]]:
+    """Return what a program takes and gives."""
+
+    def types(avals: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[ArrayType]:
+        return [
+            ArrayType(
+                aval.shape,
+                str(aval.dtype),
+                Layout(
+                    sharding.mesh.axis_sizes,
+                    sharding.mesh.axis_names,
+                    plain_spec(sharding.spec, "the exported program"),
+                ),
+            )
+            for aval, sharding in zip(avals, shardings, strict=True)
+        ]
+
+    return (
+        types(program.in_avals, program.in_shardings),
+        types(program.out_avals, program.compiled.output_shardings),
+    )

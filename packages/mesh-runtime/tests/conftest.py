@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_interchange.schedule import Instruction, PipelineSchedule
+from mesh_runtime import ExportedProgram
 
 
 def pytest_configure(config):
@@ -84,7 +85,7 @@ class Pipeline:
             made[task] = jax.jit(function, donate_argnums=positions)
         return made
 
-    def exported(self, meshes) -> dict[str, bytes]:
+    def exported(self, meshes) -> dict[str, ExportedProgram]:
         """Return every task as a serialised program for meshes shaped like `meshes`."""
         if find_spec("flatbuffers") is None:
             pytest.skip("serialising programs needs the extra mesh-runtime[export]")
@@ -105,8 +106,9 @@ class Pipeline:
                         shape = (4, self.width)
                     sharding = NamedSharding(mesh, self.specs[mesh_index].get(name, P()))
                     arguments.append(jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding))
-                made[task] = bytes(
-                    jax.export.export(jax.jit(self.functions[task]))(*arguments).serialize()
+                program = jax.export.export(jax.jit(self.functions[task]))(*arguments).serialize()
+                made[task] = ExportedProgram(
+                    program=bytes(program), donated=self.donated.get(task, ())
                 )
         return made
 

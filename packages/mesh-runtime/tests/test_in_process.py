@@ -10,7 +10,7 @@ from mesh_runtime import InProcessRuntime, StepError
 
 
 def load(runtime, job, executables=None, **changes):
-    arguments = {"outputs": job.outputs, "carry": job.carry, "donated": job.donated, **changes}
+    arguments = {"outputs": job.outputs, "carry": job.carry, **changes}
     runtime.load(
         job.schedule, job.jitted() if executables is None else executables, job.specs, **arguments
     )

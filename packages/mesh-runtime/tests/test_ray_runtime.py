@@ -18,16 +18,16 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra
 
 @pytest.fixture(scope="module")
 def nodes():
-    """Return the node ids of a cluster of two nodes, each its own set of Ray processes."""
+    """Make a cluster of two nodes, each its own set of Ray processes."""
     import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
     )
-    cluster.add_node(num_cpus=1)
+    cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
-    yield [node["NodeID"] for node in ray.nodes()]
+    yield
     ray.shutdown()
     cluster.shutdown()
 
@@ -43,21 +43,22 @@ def test_meshes_in_other_processes_train_like_one_process_and_a_dead_one_is_name
         for part in (grid[:4].reshape(2, 2), grid[4:].reshape(2, 1))
     ]
     exported = job.exported(local)
-    contract = {"outputs": job.outputs, "carry": job.carry, "donated": job.donated}
+    contract = {"outputs": job.outputs, "carry": job.carry}
     reference = InProcessRuntime(local)
     reference.load(job.schedule, exported, job.specs, **contract)
     reference.put(job.state())
 
     runtime = RayRuntime(
         [
-            RayMesh(shape=(2, 2), axis_names=NAMES, num_hosts=2, nodes=tuple(nodes)),
-            RayMesh(shape=(2, 1), axis_names=NAMES),
+            RayMesh(shape=(2, 2), axis_names=NAMES, num_hosts=2, hosts=(0, 1)),
+            RayMesh(shape=(2, 1), axis_names=NAMES, hosts=(1,)),
         ],
-        RayOptions(step_timeout=120.0, trace="blocking"),
+        RayOptions(step_timeout=120.0, placement="STRICT_SPREAD"),
+        trace="blocking",
     )
     try:
         with pytest.raises(
-            TypeError, match="'backward0', .* are no bytes; serialise them with jax"
+            TypeError, match="'backward0', .* are no ExportedProgram; serialise them"
         ):
             runtime.load(job.schedule, job.jitted(), job.specs)
         runtime.load(job.schedule, exported, job.specs, **contract)
@@ -71,7 +72,7 @@ def test_meshes_in_other_processes_train_like_one_process_and_a_dead_one_is_name
         assert [e.mesh for e in runtime.trace].count(1) == len(job.schedule.programs[1])
         assert all(event.stop >= event.start for event in runtime.trace)
 
-        processes = runtime.process_ids
+        processes = runtime.workers.process_ids
         assert sorted(processes) == ["mesh 0 host 0", "mesh 0 host 1", "mesh 1 host 0"]
         threading.Timer(0.05, os.kill, (processes["mesh 1 host 0"], signal.SIGKILL)).start()
         begin = time.monotonic()
@@ -103,15 +104,15 @@ def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline,
             job.specs,
             outputs=job.outputs,
             carry=job.carry,
-            donated=job.donated,
         )
         runtime.put(job.state())
         losses = [float(runtime.step(job.batch(step))[job.outputs[0]]) for step in range(2)]
         np.testing.assert_allclose(losses, job.reference(2)[0], rtol=1e-5)
 
         # a worker that hangs: the step ends by its time limit and names it
-        runtime.options = evolve(runtime.options, step_timeout=2.0)
-        processes = runtime.process_ids
+        workers = runtime.workers
+        workers.options = evolve(workers.options, step_timeout=2.0)
+        processes = runtime.workers.process_ids
         os.kill(processes["mesh 1 host 0"], signal.SIGSTOP)
         try:
             with pytest.raises(WorkerError, match=r"no answer from .*mesh 1 host 0 within 2 s"):
@@ -143,12 +144,12 @@ def test_meshes_that_cannot_be_spread_or_named_are_refused():
         RayMesh(shape=(3,), axis_names=("x",), num_hosts=2)
     with pytest.raises(ValueError, match="needs a name per axis"):
         RayMesh(shape=(3, 2), axis_names=("x",))
-    with pytest.raises(ValueError, match=r"must name one node per host \(1\), got \('a', 'b'\)"):
-        RayMesh(shape=(3,), axis_names=("x",), nodes=("a", "b"))
+    with pytest.raises(ValueError, match=r"a different host for each of the 2 .*, got \(1, 1\)"):
+        RayMesh(shape=(4,), axis_names=("x",), num_hosts=2, hosts=(1, 1))
     with pytest.raises(ValueError, match="RayOptions.data_plane must be one of"):
         RayOptions(data_plane="carrier pigeon")
-    with pytest.raises(ValueError, match="RayOptions.trace must be one of"):
-        RayOptions(trace="loud")
+    with pytest.raises(ValueError, match="RayOptions.placement must be one of"):
+        RayOptions(placement="anywhere")
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")

@@ -4,10 +4,12 @@ import jax
 import jax.export
 import numpy as np
 import pytest
+from attrs import evolve
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_interchange.schedule import Instruction
+from mesh_runtime import ExportedProgram
 from mesh_runtime.task_programs import check_tasks, task_programs
 
 needs_flatbuffers = pytest.mark.skipif(
@@ -19,12 +21,13 @@ def run(task, *inputs):
     return Instruction(kind="run", task=task, inputs=inputs, outputs=("out",))
 
 
-def export(function, mesh, *specs):
+def export(function, mesh, *specs, donated=()):
     arguments = [
         jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, spec))
         for spec in specs
     ]
-    return bytes(jax.export.export(jax.jit(function))(*arguments).serialize())
+    program = bytes(jax.export.export(jax.jit(function))(*arguments).serialize())
+    return ExportedProgram(program=program, donated=donated)
 
 
 @needs_flatbuffers
@@ -38,7 +41,7 @@ def test_a_program_with_explicit_collectives_keeps_them_and_runs_on_another_mesh
         local, mesh=first, in_specs=(P(None, "model"), P("model")), out_specs=(P(),)
     )
     exported = export(sharded, first, P(None, "model"), P("model"))
-    (program,) = task_programs([run("t", "x", "w")], {"t": exported}, second, {}).values()
+    (program,) = task_programs([run("t", "x", "w")], {"t": exported}, second).values()
     values = [np.random.default_rng(k).normal(size=(8, 8)).astype(np.float32) for k in range(2)]
     arguments = [
         jax.device_put(value, NamedSharding(second, spec))
@@ -47,15 +50,15 @@ def test_a_program_with_explicit_collectives_keeps_them_and_runs_on_another_mesh
     (out,) = program(*arguments)
     assert set(out.sharding.device_set) == set(second.devices.flat)
     np.testing.assert_allclose(out, values[0] @ values[1], rtol=1e-5, atol=1e-5)
-    assert "all-reduce" in program.lower(*arguments).compile().as_text()
+    assert "all-reduce" in program.compiled.as_text()
 
 
 @needs_flatbuffers
 def test_an_exported_program_overwrites_only_donated_inputs(meshes):
     (mesh,) = meshes(1)
-    exported = export(lambda a, b: (a + b,), mesh, P("data"), P("data"))
+    exported = export(lambda a, b: (a + b,), mesh, P("data"), P("data"), donated=("a",))
     instruction = run("t", "a@0", "b")
-    (program,) = task_programs([instruction], {"t": exported}, mesh, {"t": ("a",)}).values()
+    (program,) = task_programs([instruction], {"t": exported}, mesh).values()
     a, b = (
         jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P("data"))) for _ in "ab"
     )
@@ -67,9 +70,7 @@ def test_an_exported_program_overwrites_only_donated_inputs(meshes):
 def test_equal_programs_are_compiled_once(meshes):
     (mesh,) = meshes(1)
     exported = export(lambda a: (a * 2,), mesh, P())
-    programs = task_programs(
-        [run("s", "a"), run("t", "b")], {"s": exported, "t": exported}, mesh, {}
-    )
+    programs = task_programs([run("s", "a"), run("t", "b")], {"s": exported, "t": exported}, mesh)
     assert programs["s"] is programs["t"]
 
 
@@ -77,13 +78,13 @@ def test_equal_programs_are_compiled_once(meshes):
 def test_programs_of_the_wrong_size_or_arity_are_refused(meshes):
     (mesh,) = meshes(1)
     exported = export(lambda a: (a * 2,), mesh, P())
-    with pytest.raises(ValueError, match="takes 1 arrays, but its run instruction gives 2: a, b"):
-        task_programs([run("t", "a", "b")], {"t": exported}, mesh, {})
-    with pytest.raises(ValueError, match=r"donated\['t'\] names \['z'\], which are no inputs"):
-        task_programs([run("t", "a")], {"t": exported}, mesh, {"t": ("z",)})
+    with pytest.raises(ValueError, match="takes 1 arrays, but is given 2"):
+        task_programs([run("t", "a", "b")], {"t": exported}, mesh)
+    with pytest.raises(ValueError, match=r"task 't' donates \['z'\], which are no inputs"):
+        task_programs([run("t", "a")], {"t": evolve(exported, donated=("z",))}, mesh)
     (other,) = meshes(1, (1, 2))
     with pytest.raises(ValueError, match="is for 4 devices, but its mesh has 2"):
-        task_programs([run("t", "a")], {"t": exported}, other, {})
+        task_programs([run("t", "a")], {"t": exported}, other)
 
 
 def test_a_task_needs_an_executable_and_one_mesh():

@@ -3,11 +3,13 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from attrs import evolve
 
 from alpa_interchange.document import to_json
-from mesh_runtime import InProcessRuntime, StepError, check_schedule
+from mesh_runtime import InProcessRuntime, StepError, check_schedule, value_name
 from mesh_runtime.data_plane import DataPlane, new_token
-from mesh_runtime.worker import MeshWorker, WorkerMesh, WorkerProgram, worker_name
+from mesh_runtime.layout import Layout, host_tiles
+from mesh_runtime.worker import MeshWorker, WorkerMesh, WorkerProgram, WorkerStep, worker_name
 
 
 @pytest.fixture
@@ -31,33 +33,56 @@ def workers(meshes):
         worker.close()
 
 
-def programs(job, meshes, timeout=30.0, trace="none"):
-    order, exported = check_schedule(job.schedule), job.exported(meshes)
-    specs = tuple({value: tuple(spec) for value, spec in mapping.items()} for mapping in job.specs)
+def programs(job, meshes, timeout=30.0):
+    exported = job.exported(meshes)
+    layouts = tuple(
+        {value: Layout(mesh.axis_sizes, mesh.axis_names, tuple(spec)) for value, spec in of.items()}
+        for mesh, of in zip(meshes, job.specs, strict=True)
+    )
     return [
         WorkerProgram(
+            plan="one",
             schedule=to_json(job.schedule),
             executables=exported,
-            specs=specs,
-            inputs=order.inputs[mesh],
-            outputs=tuple(name for name in job.outputs if name in order.remaining[mesh]),
-            carry={a: b for a, b in job.carry.items() if b in order.inputs[mesh]},
-            donated=job.donated,
-            trace=trace,
+            layouts=layouts,
             timeout=timeout,
         )
-        for mesh in range(job.num_stages)
+        for _ in range(job.num_stages)
     ]
 
 
-def share(program, arrays):
-    return {name: array for name, array in arrays.items() if name in program.inputs}
+def share(worker, program, job, arrays):
+    order, layouts = check_schedule(job.schedule), program.layouts[worker.mesh]
+    return {
+        name: host_tiles(array, layouts[value_name(name)], 1)[0]
+        for name, array in arrays.items()
+        if name in order.inputs[worker.mesh]
+    }
 
 
-def step_all(workers, loaded, number, batch):
+def place(worker, program, job):
+    worker.place("one", share(worker, program, job, job.state()), {"w0": 0, "w1": 1})
+
+
+def work(worker, program, job, number, trace="none"):
+    """Return what is to be done in a step: array k is the weight of stage k after step k // 10."""
+    stage = worker.mesh
+    remaining = check_schedule(job.schedule).remaining[stage]
+    return WorkerStep(
+        plan="one",
+        number=number,
+        bound={f"w{stage}": 10 * number + stage},
+        placed=share(worker, program, job, job.batch(number)),
+        kept={f"new_w{stage}": 10 * number + 10 + stage},
+        returned=tuple(name for name in job.outputs if name in remaining),
+        trace=trace,
+    )
+
+
+def step_all(workers, loaded, job, number, trace="none"):
     with ThreadPoolExecutor(len(workers)) as pool:
         futures = [
-            pool.submit(worker.step, number, share(program, batch))
+            pool.submit(worker.step, work(worker, program, job, number, trace))
             for worker, program in zip(workers, loaded, strict=True)
         ]
         return [future.exception() or future.result() for future in futures]
@@ -65,10 +90,11 @@ def step_all(workers, loaded, number, batch):
 
 def test_workers_that_share_nothing_but_sockets_train_like_one_process(pipeline, meshes, workers):
     job, cut = pipeline(2, 4), meshes(2)
-    team, loaded = workers(2, (2, 2)), programs(job, cut, trace="blocking")
+    team, loaded = workers(2, (2, 2)), programs(job, cut)
     for worker, program in zip(team, loaded, strict=True):
-        worker.load(program)
-        worker.put(share(program, job.state()))
+        taken, given = worker.load(program)[f"update{worker.mesh}"]
+        assert [one.shape for one in (*taken, *given)] == [(8, 8)] * 3
+        place(worker, program, job)
     runtime = InProcessRuntime(cut)
     runtime.load(
         job.schedule,
@@ -76,20 +102,21 @@ def test_workers_that_share_nothing_but_sockets_train_like_one_process(pipeline,
         job.specs,
         outputs=job.outputs,
         carry=job.carry,
-        donated=job.donated,
     )
     runtime.put(job.state())
     for number in range(3):
-        results = step_all(team, loaded, number, job.batch(number))
+        results = step_all(team, loaded, job, number, "blocking")
         ((box, loss),) = results[1][0][job.outputs[0]]
         assert box == () and loss == runtime.step(job.batch(number))[job.outputs[0]]
         assert [len(trace) for _, trace in results] == [
             len(program) for program in job.schedule.programs
         ]
     for index, name in enumerate(("w0", "w1")):
-        tiles = team[index].fetch([name])[name]
+        tiles = team[index].fetch([30 + index])[30 + index]
         whole = np.asarray(runtime.fetch([name])[name])
         assert len(tiles) == 2  # cut over the model axis, replicas left out
+        with pytest.raises(StepError, match=f"mesh {index} host 0 holds no array number"):
+            team[index].fetch([20 + index])  # overwritten by the step that was given it
         for box, tile in tiles:
             np.testing.assert_array_equal(tile, whole[tuple(slice(a, b) for a, b in box)])
 
@@ -98,13 +125,13 @@ def test_a_worker_whose_peer_stays_silent_says_what_it_waited_for(pipeline, mesh
     job, cut = pipeline(2, 2), meshes(2, (1, 1))
     team, loaded = workers(2, (1, 1)), programs(job, cut, timeout=0.3)
     team[1].load(loaded[1])
-    team[1].put(share(loaded[1], job.state()))
+    place(team[1], loaded[1], job)
     with pytest.raises(
         StepError,
         match=r"mesh 1, instruction 1 \(receive of microbatch 0 of h1@0 from mesh 0\) on host 0 "
         r"failed: .*waited 0.3 s for step 0: h1@0 from mesh 0",
     ):
-        team[1].step(0, share(loaded[1], job.batch(0)))
+        team[1].step(work(team[1], loaded[1], job, 0))
 
 
 def test_a_worker_whose_peer_goes_away_fails_at_once(pipeline, meshes, workers):
@@ -112,19 +139,29 @@ def test_a_worker_whose_peer_goes_away_fails_at_once(pipeline, meshes, workers):
     team, loaded = workers(2, (1, 1)), programs(job, cut)
     for worker, program in zip(team, loaded, strict=True):
         worker.load(program)
-        worker.put(share(program, job.state()))
-    step_all(team, loaded, 0, job.batch(0))
+        place(worker, program, job)
+    step_all(team, loaded, job, 0)
     team[0].close()
     with pytest.raises(StepError, match="from mesh 0 host 0, but its connection ended"):
-        team[1].step(1, share(loaded[1], job.batch(1)))
+        team[1].step(work(team[1], loaded[1], job, 1))
 
 
-def test_a_missing_input_is_named(pipeline, meshes, workers):
-    job, cut = pipeline(1, 2), meshes(1, (1, 2))
-    (worker,), (program,) = workers(1, (1, 2)), programs(job, cut)
-    worker.load(program)
-    with pytest.raises(StepError, match="mesh 0 reads 'w0' before anything writes it"):
-        worker.step(0, job.batch(0))
+def test_a_plan_that_is_not_loaded_is_refused_with_both_sides_named(pipeline, meshes, workers):
+    job, cut = pipeline(2, 2), meshes(2, (1, 1))
+    team, loaded = workers(2, (1, 1)), programs(job, cut, timeout=5.0)
+    for worker, program in zip(team, loaded, strict=True):
+        worker.load(program)
+        place(worker, program, job)
+    other = evolve(work(team[0], loaded[0], job, 0), plan="two")
+    with pytest.raises(StepError, match="mesh 0 host 0 is asked for the plan two, but has .* one;"):
+        team[0].step(other)
+    team[0].load(evolve(loaded[0], plan="two"))
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(team[0].step, other)
+        with pytest.raises(StepError, match="is of plan one, but mesh 0 host 0 runs plan two"):
+            team[1].step(work(team[1], loaded[1], job, 0))
+        team[1].close()
+        assert isinstance(sending.exception(), StepError)
 
 
 def test_the_number_of_devices_must_be_that_of_the_mesh():

@@ -1,0 +1,23 @@
+"""Programs that travel to other processes: serialised by `jax.export`, with how to compile them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+
+@frozen(kw_only=True)
+class ExportedProgram:
+    """A program serialised by `jax.export`.
+
+    `donated` names the input values it may overwrite, `options` are XLA's. `shape` and `axis_names`
+    are those of the mesh it was exported for, where they are not those of the mesh it runs on.
+    """
+
+    program: bytes = field(repr=len)
+    donated: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(factory=dict, hash=False)
+    shape: tuple[int, ...] = ()
+    axis_names: tuple[str, ...] = ()

@@ -1,0 +1,320 @@
+"""Processes on a Ray cluster, one per mesh host, each with its own JAX client, and their arrays.
+
+The hosts of a mesh form one `jax.distributed` group of their own; meshes know nothing of each
+other's clients, so a mesh can have any number of devices of any kind. When a worker dies or a call
+takes too long, all processes that were started here are ended, and the error says which worker it
+was: nothing hangs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from attrs import field, frozen
+from numpy.typing import NDArray
+
+from alpa_interchange.check import non_negative, positive
+from mesh_runtime.data_plane import new_token
+from mesh_runtime.handshake import disagreement
+from mesh_runtime.layout import Tiles, joined
+from mesh_runtime.ray_placement import PLACEMENTS, RayMesh, bundles_of, reserve
+from mesh_runtime.remote_array import Buffer
+from mesh_runtime.runtime import StepError, WorkerError
+from mesh_runtime.worker import WorkerMesh, worker_name
+
+DATA_PLANES = ("sockets", "object-store")
+
+
+@frozen(kw_only=True)
+class RayOptions:
+    """How workers are started and how long they may take.
+
+    `address` is that of the cluster; None: the one this process is connected to or RAY_ADDRESS
+    names, else a new local one. `platform` is that of JAX in the workers; None: "cuda" where a mesh
+    has GPUs, else "cpu". `placement` says how hosts are spread over nodes, in Ray's words.
+    """
+
+    address: str | None = None
+    platform: str | None = None
+    placement: str = "SPREAD"
+    cpus_per_actor: float = field(default=1.0, validator=non_negative)  # of meshes made of a plan
+    environment: Mapping[str, str] = field(factory=dict, hash=False)  # variables for the workers
+    start_timeout: float = field(default=180.0, validator=positive)  # seconds
+    step_timeout: float = field(default=600.0, validator=positive)  # seconds, also for load
+    data_plane: str = "sockets"  # or "object-store": slower, needs no connections between nodes
+
+    def __attrs_post_init__(self) -> None:
+        for name, value, known in (
+            ("data_plane", self.data_plane, DATA_PLANES),
+            ("placement", self.placement, PLACEMENTS),
+        ):
+            if value not in known:
+                raise ValueError(f"RayOptions.{name} must be one of {known}, got {value!r}")
+
+
+@frozen
+class Worker:
+    """An actor, and which host of which mesh it is."""
+
+    mesh: int
+    host: int
+    actor: Any
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return worker_name(self.mesh, self.host)
+
+
+class RayWorkers:
+    """The actors of some meshes; several runtimes may load their programs on them.
+
+    They end with `close`, with this process, or when neither a runtime nor an array refers to them.
+    """
+
+    def __init__(self, meshes: Sequence[RayMesh], options: RayOptions | None = None) -> None:
+        os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+        try:
+            import ray
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "meshes on Ray need Ray: pip install 'mesh-runtime[ray]'"
+            ) from None
+
+        if not meshes:
+            raise ValueError("RayWorkers needs at least one mesh, got none")
+        self.meshes, self.options = tuple(meshes), options or RayOptions()
+        self.grids = tuple(
+            WorkerMesh(shape=each.shape, axis_names=each.axis_names, num_hosts=each.num_hosts)
+            for each in self.meshes
+        )
+        self._ray: Any = ray
+        self.closed = ""
+        self.workers: list[Worker] = []
+        self._numbers = itertools.count(1)
+        self._released: deque[int] = deque()
+        bundles, places = bundles_of(self.meshes)
+        started = _connect(ray, self.options, sum(one["CPU"] for one in bundles))
+        self._groups: list[Any] = []
+        self._end = weakref.finalize(self, _end, ray, self.workers, self._groups, started)
+        try:
+            group = reserve(ray, bundles, self.options.placement, self.options.start_timeout)
+            self._groups.append(group)
+            self._start(places)
+        except BaseException as error:
+            self.close(str(error))
+            raise
+
+    @property
+    def process_ids(self) -> dict[str, int]:
+        """The process of every worker, by its name ("mesh 0 host 1")."""
+        return dict(self._call("process_id", [(worker, ()) for worker in self.workers]))
+
+    def close(self, reason: str = "it was closed") -> None:
+        """End every process, and the Ray instance if it was started here."""
+        self.closed = self.closed or reason
+        self._end()
+
+    def check_open(self) -> None:
+        """Refuse to go on with workers that are closed."""
+        if self.closed:
+            raise RuntimeError(f"this runtime cannot be used any more: {self.closed}")
+
+    def new_number(self) -> int:
+        """Return a number for an array."""
+        return next(self._numbers)
+
+    def release(self, number: int) -> None:
+        """Note that nobody refers to an array any more; the workers hear of it later."""
+        self._released.append(number)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Return the numbers released since the last call."""
+        return tuple(self._released.popleft() for _ in range(len(self._released)))
+
+    def fetch(self, buffers: Sequence[Buffer]) -> list[NDArray[Any]]:
+        """Return arrays whole on the host, asking each mesh once."""
+        by_mesh: dict[int, list[int]] = {}
+        for buffer in buffers:
+            by_mesh.setdefault(buffer.meshes[0], []).append(buffer.number)
+        found: dict[int, Tiles] = {}
+        for _, given in self.work(
+            "fetch",
+            [
+                (worker, (by_mesh[worker.mesh],))
+                for worker in self.workers
+                if worker.mesh in by_mesh
+            ],
+        ):
+            for number, parts in given.items():
+                found.setdefault(number, []).extend(parts)
+        return [joined(found[buffer.number]) for buffer in buffers]
+
+    def work(
+        self, method: str, calls: Sequence[tuple[Worker, tuple[Any, ...]]]
+    ) -> list[tuple[Worker, Any]]:
+        """Return (worker, result) of a method of several `MeshWorker`s."""
+        results = self._call(
+            "work", [(worker, (method, *given)) for worker, given in calls], method
+        )
+        return [(worker, result) for (worker, _), (_, result) in zip(calls, results, strict=True)]
+
+    def _start(self, places: Sequence[Sequence[int]]) -> None:
+        """Start one actor per mesh host, join each mesh's group, and introduce all."""
+        from mesh_runtime.ray_worker import ActorWorker
+
+        actor_class = self._ray.remote(concurrency_groups={"data": 1})(ActorWorker)
+        plane, token = self.options.data_plane, new_token()
+        for mesh, hosts in enumerate(places):
+            for host, place in enumerate(hosts):
+                options = self._actor_options(self.meshes[mesh], place)
+                actor = actor_class.options(**options).remote(mesh, host, token, plane)
+                self.workers.append(Worker(mesh, host, actor))
+        timeout = self.options.start_timeout
+        met = dict(self._call("introduce", [(each, ()) for each in self.workers], None, timeout))
+        wrong = disagreement({name: versions for name, (versions, _) in met.items()})
+        if wrong is not None:
+            raise WorkerError(wrong)
+        coordinators = {each.mesh: met[each.name][1] for each in self.workers if each.host == 0}
+        addresses = dict(
+            self._call(
+                "join",
+                [(each, (self.grids, coordinators[each.mesh])) for each in self.workers],
+                None,
+                timeout,
+            )
+        )
+        if plane == "object-store":
+            addresses = {worker.name: worker.actor for worker in self.workers}
+        self._call("connect", [(each, (addresses,)) for each in self.workers], None, timeout)
+
+    def _actor_options(self, mesh: RayMesh, place: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        platform = self.options.platform or ("cuda" if mesh.num_gpus else "cpu")
+        variables = {
+            "JAX_PLATFORMS": platform,
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            **_cache_variables(),
+            **self.options.environment,
+        }
+        if platform == "cpu":
+            flags = self.options.environment.get("XLA_FLAGS", "")
+            per_host = mesh.num_devices // mesh.num_hosts
+            count = f"--xla_force_host_platform_device_count={per_host}"
+            variables["XLA_FLAGS"] = f"{flags} {count}".strip()
+        return {
+            "num_cpus": mesh.num_cpus,
+            "num_gpus": mesh.num_gpus,
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": variables},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._groups[0], placement_group_bundle_index=place
+            ),
+        }
+
+    def _call(
+        self,
+        method: str,
+        calls: Sequence[tuple[Worker, tuple[Any, ...]]],
+        what: str | None = None,
+        timeout: float | None = None,
+    ) -> list[tuple[str, Any]]:
+        """Return (worker name, result) of calls, side by side; end everything if one fails."""
+        self.check_open()
+        what = what or method
+        timeout = self.options.step_timeout if timeout is None else timeout
+        pending = {getattr(worker.actor, method).remote(*given): worker for worker, given in calls}
+        references, results = list(pending), {}
+        deadline = time.monotonic() + timeout
+        while pending:
+            left = deadline - time.monotonic()
+            done, _ = self._ray.wait(list(pending), num_returns=1, timeout=max(0.0, left))
+            if not done:
+                late = ", ".join(worker.name for worker in pending.values())
+                self._fail(WorkerError(f"{what}: no answer from {late} within {timeout:g} s"))
+            for reference in done:
+                worker = pending.pop(reference)
+                try:
+                    results[reference] = (worker.name, self._ray.get(reference))
+                except Exception as error:
+                    self._fail(self._culprit(what, worker, error, pending))
+        return [results[reference] for reference in references]
+
+    def _culprit(
+        self, what: str, worker: Worker, error: Exception, pending: Mapping[Any, Worker]
+    ) -> StepError:
+        """Return the error to raise: a death is the cause of what others see a bit later."""
+        failures = [(worker, error)]
+        others = list(pending)
+        if others:
+            others, _ = self._ray.wait(others, num_returns=len(others), timeout=2.0)
+        for reference in others:
+            try:
+                self._ray.get(reference)
+            except Exception as other:
+                failures.append((pending[reference], other))
+        for where, found in failures:
+            if not isinstance(found, self._ray.exceptions.RayTaskError):
+                return WorkerError(
+                    f"the worker of {where.name} died during {what}: {str(found).splitlines()[0]}"
+                )
+        cause = getattr(error, "cause", None) or error
+        return StepError(f"{what} failed on {worker.name}: {cause}")
+
+    def _fail(self, error: StepError) -> None:
+        """End the workers and raise `error`."""
+        self.close(str(error))
+        raise error
+
+
+def _connect(ray: Any, options: RayOptions, cpus: float) -> bool:
+    """Connect to the cluster that is meant, if this process is not; return whether it started
+    Ray here."""
+    if ray.is_initialized():
+        return False
+    settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    if options.address in (None, "local") and not os.environ.get("RAY_ADDRESS"):
+        # Host devices share the machine's cores however many processes hold them.
+        settings["num_cpus"] = max(os.cpu_count() or 1, int(cpus + 0.999))
+    with _quiet_forks():
+        ray.init(address=options.address, **settings)
+    return True
+
+
+@contextmanager
+def _quiet_forks() -> Iterator[None]:
+    """Hide that Ray forks to start its processes: they replace themselves at once, so what JAX
+    warns of cannot happen."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
+        yield
+
+
+def _cache_variables() -> dict[str, str]:
+    """Return what lets workers keep compiled programs where this process does."""
+    folder = jax.config.jax_compilation_cache_dir
+    return {"JAX_COMPILATION_CACHE_DIR": folder} if folder else {}
+
+
+def _end(ray: Any, workers: list[Worker], groups: list[Any], started: bool) -> None:
+    """End actors, give back what was set aside for them, and end Ray if it was started for them."""
+    if not ray.is_initialized():
+        return
+    for worker in workers:
+        ray.kill(worker.actor, no_restart=True)
+    workers.clear()
+    for group in groups:
+        ray.util.remove_placement_group(group)
+    groups.clear()
+    if started:
+        ray.shutdown()
