@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from alpa_meta.planning.state_moves import state_moves
     from alpa_meta.report.plan_difference import plan_difference
     from alpa_meta.step.phases import value_and_grad
+    from mesh_runtime import RayOptions, RemoteArray
 
 __all__ = [
     "Executable",
@@ -34,6 +35,8 @@ __all__ = [
     "ParallelStep",
     "PiecewiseArray",
     "PlanError",
+    "RayOptions",
+    "RemoteArray",
     "changed_cluster",
     "explain",
     "local_cluster",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -18,46 +18,18 @@ from alpa_meta.errors import PlanError
 from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
 from alpa_meta.execution.evaluation import Evaluation
 from alpa_meta.execution.executable import Executable
-from alpa_meta.execution.piecewise import Piece, PiecewiseArray, gathered, state_arrays
+from alpa_meta.execution.piecewise import PiecewiseArray, gathered
+from alpa_meta.execution.ray_meshes import RayPool
+from alpa_meta.execution.state import Unborn, placed
 from alpa_meta.options import Options, with_settings
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
 from alpa_meta.step.arguments import abstract_arguments, is_array, num_arguments, positional
-from alpa_meta.step.program import Program, Step
+from alpa_meta.step.program import Step
 from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
 from cost_model import cluster as cluster_by_name
-
-
-@frozen(eq=False)
-class Unborn:
-    """State that `init` was asked for before the batch's shapes were known; the first step makes
-    it."""
-
-    make: Callable[..., Any]
-    args: tuple[Any, ...]
-
-    def __iter__(self) -> Iterator[Any]:
-        raise PlanError(
-            "several states are made by init() only once the batch is known; pass its shapes: "
-            "init(make, ..., batch=...)"
-        )
-
-    def shapes(self) -> Any:
-        """Return the state to be with shapes for its arrays; leaves that are no arrays as they
-        are."""
-        made: list[Any] = []
-
-        def arrays_only(*args: Any) -> list[Any]:
-            leaves, rebuild = flat_objects(self.make(*args))
-            kept = [None if is_array(leaf) else leaf for leaf in leaves]
-            made[:] = [rebuild, kept]
-            return [leaf for leaf in leaves if is_array(leaf)]
-
-        shapes = iter(jax.eval_shape(arrays_only, *self.args))
-        rebuild, kept = made
-        return rebuild([next(shapes) if leaf is None else leaf for leaf in kept])
 
 
 @frozen(eq=False, repr=False)
@@ -66,6 +38,7 @@ class Lowered:
 
     planned: Planned
     options: Options
+    pool: RayPool | None = None  # None: it runs in this process
 
     def __repr__(self) -> str:
         return f"<Lowered: {one_line(self.plan)}>"
@@ -93,12 +66,13 @@ class Lowered:
 
     @functools.cached_property
     def _executable(self) -> Executable:
-        return Executable(self.planned, trace=self.options.trace, donate=self.options.donate)
+        options = self.options
+        return Executable(self.planned, trace=options.trace, donate=options.donate, pool=self.pool)
 
     @functools.cached_property
     def evaluation(self) -> Evaluation:
         """The plan without its backward, compiled."""
-        return Evaluation(self.planned, self.options.trace)
+        return Evaluation(self.planned, self.options.trace, self.pool)
 
     def compile(self) -> Executable:
         """Return the plan compiled for this process's devices: the one that calls run, too."""
@@ -120,6 +94,8 @@ class ParallelStep:
         self._buckets = Buckets(options)
         self._latest: Any = None
         self._direct: dict[tuple[Any, ...], tuple[Any, DirectCall]] = {}
+        ray = options.ray_options
+        self._pool = None if ray is None else RayPool(ray)
 
     def __repr__(self) -> str:
         if self._latest is None:
@@ -147,6 +123,11 @@ class ParallelStep:
             return self._cluster
         if self._cluster is not None:
             return _named_cluster(self._cluster)
+        if self._pool is not None:
+            raise PlanError(
+                "runtime='ray' runs on other processes than this one; name the cluster they make, "
+                "such as parallelize(step, cluster='host:8', runtime='ray')"
+            )
         return local_cluster()
 
     def plan_for(self, *args: Any, **keywords: Any) -> ParallelPlan:
@@ -168,7 +149,7 @@ class ParallelStep:
         key = self._key(call)
         if key not in self._cache:
             step = self._traced(call)
-            self._cache[key] = (step, Lowered(self._planned(step), self.options), call)
+            self._cache[key] = (step, Lowered(self._planned(step), self.options, self._pool), call)
         self._latest = key
         return self._cache[key][1]
 
@@ -303,19 +284,7 @@ class ParallelStep:
     def place(self, *state: Any) -> Any:
         """Return state arguments (host or device arrays) laid out as the plan wants them."""
         self._require_plan()
-        executable = self._compiled(self._latest)
-        leaves, rebuild = flat_objects(state)
-        arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
-        wanted = state_arrays(self._program())
-        if len(arrays) != len(wanted):
-            raise PlanError(
-                f"place() was given {len(arrays)} arrays, the step has {len(wanted)} state arrays"
-            )
-        placed = iter(
-            array.placed(value, executable.input_sharding)
-            for value, array in zip(arrays, wanted, strict=True)
-        )
-        result = rebuild([next(placed) if hasattr(leaf, "dtype") else leaf for leaf in leaves])
+        result = placed(self._compiled(self._latest), state)
         return result[0] if len(state) == 1 else result
 
     def gather(self, tree: Any) -> Any:
@@ -343,12 +312,14 @@ class ParallelStep:
         result = self._run(evolve(call, args=jax.tree.map(_fresh, call.args)))
         return executable.audit(reference.check(arrays_only(gathered(result))))
 
+    def close(self) -> None:
+        """End the processes that the step runs on (`runtime="ray"`); their arrays are lost."""
+        if self._pool is not None:
+            self._pool.close()
+
     def _require_plan(self) -> None:
         if self._latest is None:
             raise PlanError("the step has no plan yet; call plan_for(state, batch) first")
-
-    def _program(self) -> Program:
-        return self._cache[self._latest][1].planned.program
 
     def _arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
         """Return the arguments of a call; a tuple is several if the step takes as many."""
@@ -392,36 +363,7 @@ class ParallelStep:
         return tuple(self._birth(arg) if isinstance(arg, Unborn) else arg for arg in args)
 
     def _birth(self, unborn: Unborn) -> Any:
-        """Return the state, each mesh computing only the arrays that live on it."""
-        executable = self._compiled(self._latest)
-        leaves, rebuild = flat_objects(unborn.shapes())
-        arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
-        wanted = state_arrays(self._program())
-        if len(arrays) != len(wanted):
-            raise PlanError(
-                f"init made a state of {len(arrays)} arrays, but the step has {len(wanted)} state "
-                "arrays; make() must return the state argument (a tuple if there are several)"
-            )
-        unread = jax.sharding.NamedSharding(executable.meshes[0], jax.sharding.PartitionSpec())
-        groups: dict[Any, list[tuple[int, Piece, Any]]] = {}
-        for k, array in zip(arrays, wanted, strict=True):
-            for piece in array.pieces:
-                sharding = executable.input_sharding(piece.path) or unread
-                groups.setdefault(sharding.mesh, []).append((k, piece, sharding))
-        made: dict[tuple[int, Piece], Any] = {}
-        for members in groups.values():
-
-            def part(*args: Any, members: Sequence[Any] = tuple(members)) -> list[Any]:
-                flat, _ = flat_objects(unborn.make(*args))
-                return [piece.of(flat[k]) for k, piece, _ in members]
-
-            shardings = [sharding for _, _, sharding in members]
-            values = jax.jit(part, out_shardings=shardings)(*unborn.args)
-            for (k, piece, _), value in zip(members, values, strict=True):
-                made[k, piece] = value
-        for k, array in zip(arrays, wanted, strict=True):
-            leaves[k] = array.united([made[k, piece] for piece in array.pieces])
-        return rebuild(leaves)
+        return unborn.born(self._compiled(self._latest))
 
     def _key(self, call: PureCall) -> Any:
         static_argnums = self.options.static_argnums
@@ -450,7 +392,7 @@ def parallelize(
 
     Use it as a decorator or as a call. `cluster` is a name of the catalogue ("host:8", "h100:16"),
     a TOML file or a ClusterSpec; by default the devices of this process. `settings` are fields of
-    `Options`.
+    `Options`; with `runtime="ray"` the step runs on the processes of a Ray cluster.
     """
     chosen = with_settings(options, settings)
     if function is None:

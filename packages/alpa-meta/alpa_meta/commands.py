@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from alpa_meta.errors import PlanError
+from alpa_meta.extras import require
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.versions import installed_versions
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from alpa_meta.trainer.settings import TrainSettings
+    from mesh_runtime import RayOptions
 
 WIDTH = 120  # of the output where it is no terminal
 
@@ -241,13 +243,28 @@ def train(
     ] = 20,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     step: OwnProgram = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="Run on processes of a Ray cluster started here, one for each mesh; with two "
+            "stages, unless --stages, --plan or --resume say otherwise.",
+        ),
+    ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Run on the Ray cluster at this address (auto: that of this machine)."),
+    ] = None,
 ) -> None:
     """Plan and train the bundled byte-level GPT on the standard library's source text, or --step.
 
     A program of your own trains on its one batch, or on those that its iterator gives. Both write
     checkpoints, from which --resume goes on.
     """
+    if ray and ray_address is None and plan is None and resume is None:
+        stages = stages or 2
     parallelism = _parallelism(stages, microbatches, schedule, recompute, memory)
+    workers = _ray_options(ray, ray_address)
     optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps)
     fixed = {**sizes, **optimiser, **_given(seed=seed)}
     if resume is not None and step is None:
@@ -272,8 +289,9 @@ def train(
             steps=steps,
             comparison_steps=compare,
             checkpoint_every=checkpoint_every,
+            ray=workers,
         )
-        _use_devices(cluster)
+        _use_devices(cluster, workers)
         run_own_training(own, console())
         return
     from alpa_meta.trainer.job import TrainRequest, run_training
@@ -297,8 +315,9 @@ def train(
         resume=resume,
         comparison_steps=compare,
         checkpoint_every=checkpoint_every,
+        ray=workers,
     )
-    _use_devices(cluster)
+    _use_devices(cluster, workers)
     run_training(request, console())
 
 
@@ -429,8 +448,24 @@ def _parallelism(
     )
 
 
-def _use_devices(cluster: str) -> None:
-    """Make as many host devices as the cluster `host:<n>` has; other clusters bring their own."""
+def _ray_options(wanted: bool, address: str | None) -> RayOptions | None:
+    """Return how to run on Ray, None to run in this process."""
+    if not wanted and address is None:
+        return None
+    require("alpa train --ray", "ray")
+    from mesh_runtime import RayOptions
+
+    return RayOptions(address=address or "local")
+
+
+def _use_devices(cluster: str, workers: RayOptions | None) -> None:
+    """Make as many host devices as the cluster `host:<n>` has; other clusters bring their own.
+
+    Where other processes have the devices, this one only needs a CPU.
+    """
+    if workers is not None:
+        _use_one_cpu()
+        return
     preset, _, number = cluster.partition(":")
     if preset.lower() == "host":
         from alpa_meta.trainer.host_devices import use_host_devices

@@ -114,7 +114,7 @@ def _covered(name: str, planned: Any) -> dict[str, Any]:
 
 def priced(name: str, planned: Any) -> Compared:
     """Return what a plan is predicted to cost."""
-    from alpa_meta.execution.executable import compile_task
+    from alpa_meta.execution.compiled_task import compile_task
 
     plan = planned.plan
     sent = [0.0] * len(plan.shardings)

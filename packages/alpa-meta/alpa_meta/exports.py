@@ -21,6 +21,8 @@ PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ParallelStep": ("alpa_meta.api", "ParallelStep"),
         "PiecewiseArray": ("alpa_meta.execution.piecewise", "PiecewiseArray"),
         "PlanError": ("alpa_meta.errors", "PlanError"),
+        "RayOptions": ("mesh_runtime", "RayOptions"),
+        "RemoteArray": ("mesh_runtime", "RemoteArray"),
         "changed_cluster": ("alpa_meta.planning.replanning", "changed_cluster"),
         "explain": ("alpa_meta.planning.explanation", "explain"),
         "local_cluster": ("alpa_meta.api", "local_cluster"),

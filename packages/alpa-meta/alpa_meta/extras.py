@@ -12,6 +12,7 @@ EXTRA_OF: Mapping[str, str] = MappingProxyType(
         "flax": "train",
         "matplotlib": "report",
         "optax": "train",
+        "ray": "ray",
         "rich": "report",
         "typer": "cli",
     }

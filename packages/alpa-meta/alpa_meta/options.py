@@ -17,7 +17,7 @@ from alpa_interchange.amounts import parse_bytes
 from alpa_interchange.menu import RECOMPUTATIONS
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
-from mesh_runtime import TRACE_MODES
+from mesh_runtime import TRACE_MODES, RayOptions
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many parts are done, how many there are)."""
@@ -27,6 +27,7 @@ Recomputation = str | Sequence[str] | Mapping[int, str] | None
 None: nothing."""
 
 OFFLOADED = ("moments",)
+RUNTIMES = ("in-process", "ray")
 EXECUTORS = ("auto", "shard_map", "constraint")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "adaptive", "interleaved-1f1b", "zero-bubble-h1")
 
@@ -168,6 +169,9 @@ class Options:
     gather operands for an operator without a sharding rule (`alpa_meta.planning.executor_choice`).
     `cache=False` searches even if the same program, cluster and options were planned before
     (`alpa_meta.planning.plan_cache`).
+    `runtime` is what executes the plan: "in-process" on this process's devices, "ray" or
+    `RayOptions` on processes of a Ray cluster, one for each host of each mesh
+    (`alpa_meta.execution.ray_meshes`).
     """
 
     num_stages: int | None = field(default=None, validator=_COUNT_OR_NONE)
@@ -263,6 +267,20 @@ class Options:
     )
     executor: str = field(default="auto", validator=_one_of(EXECUTORS))
     cache: bool = field(default=True, validator=_TRUTH)
+    runtime: str | RayOptions = field(
+        default="in-process",
+        validator=_must(
+            f"one of {', '.join(RUNTIMES)}, or RayOptions(...)",
+            lambda value: value in RUNTIMES or isinstance(value, RayOptions),
+        ),
+    )
+
+    @property
+    def ray_options(self) -> RayOptions | None:
+        """How to run on Ray; None to run in this process."""
+        if self.runtime == "in-process":
+            return None
+        return self.runtime if isinstance(self.runtime, RayOptions) else RayOptions()
 
 
 def with_settings(options: Options | None, settings: Mapping[str, Any]) -> Options:

@@ -5,6 +5,7 @@ from attrs import evolve, fields
 
 from alpa_meta.errors import PlanError
 from alpa_meta.options import Options
+from mesh_runtime import RayOptions
 
 
 def test_the_planner_chooses_what_is_not_given():
@@ -50,6 +51,7 @@ WRONG = [
     {"dynamic_dims": "batch"},
     {"executor": "gspmd"},
     {"cache": "yes"},
+    {"runtime": "slurm"},
 ]
 
 
@@ -79,3 +81,10 @@ def test_lists_and_single_numbers_stand_for_tuples():
 def test_an_unknown_option_is_refused():
     with pytest.raises(TypeError, match="colour"):
         Options(colour="red")
+
+
+def test_ray_is_asked_for_by_one_word_or_by_its_options():
+    assert Options().ray_options is None
+    assert Options(runtime="ray").ray_options == RayOptions()
+    chosen = RayOptions(address="auto")
+    assert Options(runtime=chosen).ray_options is chosen

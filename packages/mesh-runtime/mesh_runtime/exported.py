@@ -16,7 +16,7 @@ class ExportedProgram:
     are those of the mesh it was exported for, where they are not those of the mesh it runs on.
     """
 
-    program: bytes = field(repr=len)
+    program: bytes = field(repr=False)
     donated: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(factory=dict, hash=False)
     shape: tuple[int, ...] = ()

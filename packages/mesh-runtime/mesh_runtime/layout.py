@@ -28,14 +28,18 @@ class Layout:
         """Return the tile of every device, in row-major order, of a value of that shape."""
         return device_boxes(value_shape, self.spec, self.shape, self.axis_names)
 
+    def mesh(self, devices: Sequence[Any]) -> Mesh:
+        """Return the mesh of `devices` that has this grid."""
+        grid = np.array(devices).reshape(self.shape)
+        return Mesh(grid, self.axis_names, axis_types=(AxisType.Auto,) * len(self.shape))
+
     def sharding(self, devices: Sequence[Any] | None = None) -> NamedSharding:
         """Return the sharding over `devices`; without them, over a mesh that has none."""
         partition_spec: Any = PartitionSpec
-        types = (AxisType.Auto,) * len(self.shape)
-        mesh: Any = AbstractMesh(self.shape, self.axis_names, axis_types=types)
         if devices is not None:
-            grid = np.array(devices).reshape(self.shape)
-            mesh = Mesh(grid, self.axis_names, axis_types=types)
+            return NamedSharding(self.mesh(devices), partition_spec(*self.spec))
+        types = (AxisType.Auto,) * len(self.shape)
+        mesh = AbstractMesh(self.shape, self.axis_names, axis_types=types)
         return NamedSharding(mesh, partition_spec(*self.spec))
 
 

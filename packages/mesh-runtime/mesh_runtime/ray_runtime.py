@@ -7,15 +7,14 @@ of the batch and to each mesh only what it reads, and gets back small outputs su
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
-from attrs import frozen
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
@@ -25,7 +24,8 @@ from mesh_runtime.boundary import check_present, complete_layouts, destinations,
 from mesh_runtime.carry import check_outputs, with_carries
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.layout import HostTiles, Layout, Tiles, host_tiles, joined, plain_spec
-from mesh_runtime.order import ScheduleOrder, check_schedule, value_name
+from mesh_runtime.loaded_plan import LoadedPlan, plan_hash, value_types
+from mesh_runtime.order import check_schedule, value_name
 from mesh_runtime.ray_placement import RayMesh
 from mesh_runtime.ray_workers import RayOptions, RayWorkers
 from mesh_runtime.remote_array import Buffer, RemoteArray, StaleArrayError, fetched
@@ -37,40 +37,6 @@ from mesh_runtime.worker import ArrayType, WorkerProgram, WorkerStep
 SMALL = 1 << 16
 """Bytes up to which an output that is no state comes back with the step: a loss is asked for every
 step, and asking costs a millisecond, as much as these bytes cost to send."""
-
-
-@frozen(kw_only=True)
-class _Loaded:
-    """A checked schedule as the driver knows it; `types` are of values, by mesh."""
-
-    plan: str
-    schedule: PipelineSchedule
-    order: ScheduleOrder
-    layouts: tuple[Mapping[str, Layout], ...]
-    types: tuple[Mapping[str, ArrayType], ...]
-    outputs: tuple[str, ...]
-    carry: Mapping[str, str]
-    overwritten: frozenset[str]  # inputs that a program donates
-    written: frozenset[str]  # buffers that a run or a receive writes
-
-    def type_of(self, mesh: int, name: str) -> ArrayType:
-        """Return the shape and dtype of a buffer, and its layout on a mesh."""
-        value = value_name(name)
-        if value in self.types[mesh]:
-            return self.types[mesh][value]
-        known = next(types[value] for types in self.types if value in types)
-        return ArrayType(known.shape, known.dtype, self.layouts[mesh].get(value, known.layout))
-
-    def readers(self, name: str) -> list[int]:
-        """Return the meshes that a buffer is an input of."""
-        return [mesh for mesh, names in enumerate(self.order.inputs) if name in names]
-
-    def holders(self, name: str) -> list[int]:
-        """Return the meshes that hold a buffer after the step where it is needed next: those that
-        read what it replaces, else the first that has it."""
-        if name in self.carry:
-            return self.readers(self.carry[name])
-        return [next(mesh for mesh, names in enumerate(self.order.remaining) if name in names)]
 
 
 class RayRuntime:
@@ -93,7 +59,7 @@ class RayRuntime:
         self._owns = not isinstance(workers, RayWorkers)
         self.workers = workers if isinstance(workers, RayWorkers) else RayWorkers(workers, options)
         self.trace_mode = trace
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedPlan | None = None
         self._resident: dict[str, RemoteArray] = {}
         self._number = 0
         self._trace: tuple[TraceEvent, ...] = ()
@@ -135,7 +101,7 @@ class RayRuntime:
             for mesh, mapping in enumerate(complete_layouts(schedule, order, shardings, carry))
         )
         text = to_json(schedule)
-        plan = _plan_hash(text, exported, layouts)
+        plan = plan_hash(text, exported, layouts)
         programs = [
             WorkerProgram(
                 plan=plan,
@@ -148,19 +114,15 @@ class RayRuntime:
             )
             for instructions in schedule.programs
         ]
-        answers = self.workers.work(
-            "load", [(worker, (programs[worker.mesh],)) for worker in self.workers.workers]
-        )
-        tasks: dict[str, tuple[list[ArrayType], list[ArrayType]]] = {}
-        for _, found in answers:
-            tasks.update(found)
+        tasks = self.workers.load(plan, programs)
+        self._unload()
         instructions = [each for program in schedule.programs for each in program]
-        self._loaded = _Loaded(
+        self._loaded = LoadedPlan(
             plan=plan,
             schedule=schedule,
             order=order,
             layouts=layouts,
-            types=tuple(_value_types(program, tasks) for program in schedule.programs),
+            types=tuple(value_types(program, tasks) for program in schedule.programs),
             outputs=outputs,
             carry=carry,
             overwritten=frozenset(
@@ -310,17 +272,18 @@ class RayRuntime:
     def close(self) -> None:
         """Drop the program and the resident buffers; end the workers if they were started here."""
         self._resident = {}
+        self._unload()
         if self._owns:
             self.workers.close()
-        elif self._loaded is not None and not self.workers.closed:
-            self.workers.work(
-                "unload", [(worker, (self._loaded.plan,)) for worker in self.workers.workers]
-            )
+
+    def _unload(self) -> None:
+        if self._loaded is not None and not self.workers.closed:
+            self.workers.unload(self._loaded.plan)
         self._loaded = None
 
     # ------------------------------------------------------------------ what a step reads
 
-    def _program(self) -> _Loaded:
+    def _program(self) -> LoadedPlan:
         self.workers.check_open()
         if self._loaded is None:
             raise RuntimeError("no schedule is loaded; call load() first")
@@ -335,11 +298,11 @@ class RayRuntime:
             raise StaleArrayError(f"{value!r}: {buffer.gone}")
         return buffer.owner is self.workers and buffer.value is None and mesh in buffer.meshes
 
-    def _value(self, loaded: _Loaded, name: str, value: Any) -> NDArray[Any]:
+    def _value(self, loaded: LoadedPlan, name: str, value: Any) -> NDArray[Any]:
         """Return an input on the host as the programs read it; refuse another shape or dtype."""
         if isinstance(value, RemoteArray):
             value = fetched([RemoteArray(value.buffer)])[0]
-        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             raise ValueError(
                 f"{name!r} is a PRNG key array, which cannot cross processes; give "
                 "jax.random.key_data of it to a program that wraps it again"
@@ -354,12 +317,12 @@ class RayRuntime:
             )
         return array.astype(dtype, copy=False)
 
-    def _type(self, loaded: _Loaded, name: str) -> ArrayType:
+    def _type(self, loaded: LoadedPlan, name: str) -> ArrayType:
         return loaded.type_of(loaded.readers(name)[0], name)
 
     def _shares(
         self,
-        loaded: _Loaded,
+        loaded: LoadedPlan,
         placed: Iterable[tuple[int, str]],
         values: Mapping[str, NDArray[Any]],
     ) -> dict[tuple[int, int], dict[str, HostTiles]]:
@@ -376,12 +339,12 @@ class RayRuntime:
 
     # ------------------------------------------------------------------ what a step leaves
 
-    def _to_keep(self, loaded: _Loaded, resident: Iterable[str]) -> list[str]:
+    def _to_keep(self, loaded: LoadedPlan, resident: Iterable[str]) -> list[str]:
         """Return the buffers that stay on the workers: new state and large outputs."""
         kept = dict.fromkeys(loaded.carry)
         for name in loaded.outputs:
             found = loaded.type_of(loaded.holders(name)[0], name)
-            size = np.prod(found.shape, dtype=np.int64) * jax.numpy.dtype(found.dtype).itemsize
+            size = np.prod(found.shape, dtype=np.int64) * jnp.dtype(found.dtype).itemsize
             if size > SMALL:
                 kept[name] = None
         replaced = set(loaded.carry.values())
@@ -390,16 +353,16 @@ class RayRuntime:
                 kept[name] = None
         return list(kept)
 
-    def _remains(self, loaded: _Loaded, name: str) -> bool:
+    def _remains(self, loaded: LoadedPlan, name: str) -> bool:
         return all(name in loaded.order.remaining[mesh] for mesh in loaded.readers(name))
 
-    def _meshes_of(self, loaded: _Loaded, name: str) -> list[int]:
+    def _meshes_of(self, loaded: LoadedPlan, name: str) -> list[int]:
         """Return the meshes that keep a buffer."""
         return loaded.readers(name) if name in self._resident else loaded.holders(name)
 
     def _note_overwritten(
         self,
-        loaded: _Loaded,
+        loaded: LoadedPlan,
         given: Iterable[tuple[str, Any]],
         bound: Sequence[Mapping[str, int]],
     ) -> None:
@@ -413,7 +376,7 @@ class RayRuntime:
                 )
 
     def _keep_resident(
-        self, loaded: _Loaded, resident: Iterable[str], made: Mapping[str, RemoteArray]
+        self, loaded: LoadedPlan, resident: Iterable[str], made: Mapping[str, RemoteArray]
     ) -> None:
         """Replace the resident buffers by what the step left of them and what it carries back."""
         source = {target: name for name, target in loaded.carry.items()}
@@ -440,7 +403,7 @@ class RayRuntime:
         )
 
     def _events(
-        self, loaded: _Loaded, results: Iterable[Any], origin: float
+        self, loaded: LoadedPlan, results: Iterable[Any], origin: float
     ) -> tuple[TraceEvent, ...]:
         events = [
             TraceEvent(
@@ -486,29 +449,3 @@ def _all_exported(executables: Mapping[str, Executable]) -> dict[str, ExportedPr
 
 def _out_avals(program: ExportedProgram) -> Sequence[Any]:
     return jax.export.deserialize(bytearray(program.program)).out_avals
-
-
-def _plan_hash(
-    schedule: str, programs: Mapping[str, ExportedProgram], layouts: Sequence[Mapping[str, Layout]]
-) -> str:
-    """Return a hash of all that workers are loaded with."""
-    found = hashlib.sha256(schedule.encode())
-    for name, program in sorted(programs.items()):
-        found.update(f"{name} {program.donated} {sorted(program.options.items())}".encode())
-        found.update(program.program)
-    for mapping in layouts:
-        found.update(repr(sorted(mapping.items(), key=lambda item: item[0])).encode())
-    return found.hexdigest()[:16]
-
-
-def _value_types(
-    program: Iterable[Any], tasks: Mapping[str, tuple[list[ArrayType], list[ArrayType]]]
-) -> dict[str, ArrayType]:
-    """Return the types of the values that the runs of one mesh read and write."""
-    found: dict[str, ArrayType] = {}
-    for each in program:
-        if each.kind == "run":
-            given, made = tasks[each.task]
-            for names, types in ((each.outputs, made), (each.inputs, given)):
-                found.update(zip(map(value_name, names), types, strict=True))
-    return found

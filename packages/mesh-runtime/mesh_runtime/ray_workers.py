@@ -9,11 +9,13 @@ was: nothing hangs.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import re
 import time
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +31,9 @@ from mesh_runtime.layout import Tiles, joined
 from mesh_runtime.ray_placement import PLACEMENTS, RayMesh, bundles_of, reserve
 from mesh_runtime.remote_array import Buffer
 from mesh_runtime.runtime import StepError, WorkerError
-from mesh_runtime.worker import WorkerMesh, worker_name
+from mesh_runtime.worker import TaskTypes, WorkerMesh, WorkerProgram, worker_name
 
+_DEVICES = "--xla_force_host_platform_device_count"
 DATA_PLANES = ("sockets", "object-store")
 
 
@@ -40,7 +43,8 @@ class RayOptions:
 
     `address` is that of the cluster; None: the one this process is connected to or RAY_ADDRESS
     names, else a new local one. `platform` is that of JAX in the workers; None: "cuda" where a mesh
-    has GPUs, else "cpu". `placement` says how hosts are spread over nodes, in Ray's words.
+    has GPUs, else "cpu". `placement` says how hosts are spread over nodes, in Ray's words. Workers
+    compile with this process's XLA_FLAGS unless `environment` has others.
     """
 
     address: str | None = None
@@ -102,6 +106,7 @@ class RayWorkers:
         self.workers: list[Worker] = []
         self._numbers = itertools.count(1)
         self._released: deque[int] = deque()
+        self._plans: Counter[str] = Counter()
         bundles, places = bundles_of(self.meshes)
         started = _connect(ray, self.options, sum(one["CPU"] for one in bundles))
         self._groups: list[Any] = []
@@ -168,6 +173,18 @@ class RayWorkers:
         )
         return [(worker, result) for (worker, _), (_, result) in zip(calls, results, strict=True)]
 
+    def load(self, plan: str, programs: Sequence[WorkerProgram]) -> TaskTypes:
+        """Install each mesh's program of a plan; return what its tasks take and give."""
+        answers = self.work("load", [(worker, (programs[worker.mesh],)) for worker in self.workers])
+        self._plans[plan] += 1
+        return {task: types for _, found in answers for task, types in found.items()}
+
+    def unload(self, plan: str) -> None:
+        """Drop a plan, once for each time that it was loaded."""
+        self._plans[plan] -= 1
+        if not self._plans[plan] and not self.closed:
+            self.work("unload", [(worker, (plan,)) for worker in self.workers])
+
     def _start(self, places: Sequence[Sequence[int]]) -> None:
         """Start one actor per mesh host, join each mesh's group, and introduce all."""
         from mesh_runtime.ray_worker import ActorWorker
@@ -207,11 +224,12 @@ class RayWorkers:
             **_cache_variables(),
             **self.options.environment,
         }
+        flags = self.options.environment.get("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        flags = re.sub(rf"{_DEVICES}=\d+", "", flags)
         if platform == "cpu":
-            flags = self.options.environment.get("XLA_FLAGS", "")
             per_host = mesh.num_devices // mesh.num_hosts
-            count = f"--xla_force_host_platform_device_count={per_host}"
-            variables["XLA_FLAGS"] = f"{flags} {count}".strip()
+            flags = f"{flags} {_DEVICES}={per_host}"
+        variables["XLA_FLAGS"] = flags.strip()
         return {
             "num_cpus": mesh.num_cpus,
             "num_gpus": mesh.num_gpus,
@@ -283,6 +301,7 @@ def _connect(ray: Any, options: RayOptions, cpus: float) -> bool:
     if ray.is_initialized():
         return False
     settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    settings["logging_level"] = logging.ERROR
     if options.address in (None, "local") and not os.environ.get("RAY_ADDRESS"):
         # Host devices share the machine's cores however many processes hold them.
         settings["num_cpus"] = max(os.cpu_count() or 1, int(cpus + 0.999))
@@ -302,7 +321,7 @@ def _quiet_forks() -> Iterator[None]:
 
 def _cache_variables() -> dict[str, str]:
     """Return what lets workers keep compiled programs where this process does."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     return {"JAX_COMPILATION_CACHE_DIR": folder} if folder else {}
 
 

@@ -166,7 +166,10 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.fetch()[key]
 
     def __format__(self, spec: str) -> str:
-        return format(self.fetch()[()], spec) if spec else repr(self)
+        return format(self.fetch()[()], spec)
+
+    def __str__(self) -> str:
+        return repr(self) if self.is_deleted() else str(self.fetch())
 
     def __repr__(self) -> str:
         where = ", ".join(map(str, self.meshes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -97,6 +97,10 @@ class ArrayType:
     layout: Layout
 
 
+TaskTypes: TypeAlias = dict[str, tuple[list[ArrayType], list[ArrayType]]]
+"""What each task takes and gives."""
+
+
 @define
 class _Loaded:
     """A program ready to run."""
@@ -153,26 +157,28 @@ class MeshWorker:
                 f"{own.num_hosts} hosts, but jax sees {len(chosen)}"
             )
         self.devices = chosen
-        self.jax_mesh: Any = Layout(own.shape, own.axis_names).sharding(chosen).mesh
+        self._grid = Layout(own.shape, own.axis_names)
+        self.jax_mesh = self._grid.mesh(chosen)
         self._host_of = {
             device: position * own.num_hosts // wanted for position, device in enumerate(chosen)
         }
         self._pace = Pace(self.jax_mesh)
         self._arrays: dict[int, jax.Array] = {}
         self._loaded: dict[str, _Loaded] = {}
+        self._made: dict[ExportedProgram, LoadedProgram] = {}
         self._shardings: dict[Layout, NamedSharding] = {}
 
     @property
     def name(self) -> str:
         return worker_name(self.mesh, self.host)
 
-    def load(self, program: WorkerProgram) -> dict[str, tuple[list[ArrayType], list[ArrayType]]]:
+    def load(self, program: WorkerProgram) -> TaskTypes:
         """Install a program and compile its tasks; return the inputs and outputs of each."""
         schedule = from_json(program.schedule, PipelineSchedule, source="the schedule")
         instructions = schedule.programs[self.mesh]
         tasks: Any = task_programs(instructions, program.executables, self.jax_mesh)
         self._loaded[program.plan] = _Loaded(program, instructions, tasks)
-        return {name: _types(task) for name, task in tasks.items()}
+        return {name: _types(task, self._grid) for name, task in tasks.items()}
 
     def unload(self, plan: str) -> None:
         """Drop a program."""
@@ -188,10 +194,12 @@ class MeshWorker:
         self, program: ExportedProgram, arguments: Sequence[Any], numbers: Sequence[int]
     ) -> list[ArrayType]:
         """Keep what a program makes of whole arrays, under numbers; return what they are."""
-        made = LoadedProgram(self.name, program, self.jax_mesh, len(arguments))
+        if program not in self._made:
+            self._made[program] = LoadedProgram(self.name, program, self.jax_mesh, len(arguments))
+        made = self._made[program]
         results = made(*made.placed(arguments))
         self._arrays.update(zip(numbers, results, strict=True))
-        return _types(made)[1]
+        return _types(made, self._grid)[1]
 
     def step(self, step: WorkerStep) -> tuple[dict[str, Tiles], list[tuple[int, float, float]]]:
         """Execute a program once; return this host's tiles of what is returned, and the trace.
@@ -264,7 +272,7 @@ class MeshWorker:
         tiles, shape = dict(share.tiles), share.shape
         sharding = self._sharding(loaded.program.layouts[self.mesh][value_name(name)])
         return jax.make_array_from_callback(
-            shape, sharding, lambda index: tiles[box_of(index, shape)]
+            shape, sharding, lambda index: tiles[box_of(index or (), shape)]
         )
 
     def _execute(
@@ -395,24 +403,20 @@ def _check_plan(own: str, header: Mapping[str, Any], sender: str) -> None:
         raise DataPlaneError(f"this step is of plan {own}, but {sender} runs plan {theirs}")
 
 
-def _types(program: LoadedProgram) -> tuple[list[ArrayType], list[ArrayType]]:
-    """Return what a program takes and gives."""
+def _types(program: LoadedProgram, grid: Layout) -> tuple[list[ArrayType], list[ArrayType]]:
+    """Return what a program takes and gives; of a layout that XLA chose and no spec says, `grid`
+    stands for it."""
 
-    def types(avals: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[ArrayType]:
-        return [
-            ArrayType(
-                aval.shape,
-                str(aval.dtype),
-                Layout(
-                    sharding.mesh.axis_sizes,
-                    sharding.mesh.axis_names,
-                    plain_spec(sharding.spec, "the exported program"),
-                ),
-            )
-            for aval, sharding in zip(avals, shardings, strict=True)
-        ]
+    def types(avals: Sequence[Any], shardings: Sequence[Any]) -> list[ArrayType]:
+        found = []
+        for aval, sharding in zip(avals, shardings, strict=True):
+            layout = grid
+            if isinstance(sharding, NamedSharding):
+                mesh = sharding.mesh
+                spec = plain_spec(sharding.spec, "the exported program")
+                layout = Layout(mesh.axis_sizes, mesh.axis_names, spec)
+            found.append(ArrayType(aval.shape, str(aval.dtype), layout))
+        return found
 
-    return (
-        types(program.in_avals, program.in_shardings),
-        types(program.out_avals, program.compiled.output_shardings),
-    )
+    made = program.compiled.output_shardings
+    return types(program.in_avals, program.in_shardings), types(program.out_avals, made)

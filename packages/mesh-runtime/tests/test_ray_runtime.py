@@ -5,12 +5,23 @@ import time
 from importlib.util import find_spec
 
 import jax
+import jax.export
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attrs import evolve
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from mesh_runtime import InProcessRuntime, RayMesh, RayOptions, RayRuntime, WorkerError
+from mesh_runtime import (
+    ExportedProgram,
+    InProcessRuntime,
+    RayMesh,
+    RayOptions,
+    RayRuntime,
+    StaleArrayError,
+    WorkerError,
+)
 
 NAMES = ("data", "model")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra mesh-runtime[ray]")
@@ -108,6 +119,7 @@ def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline,
         runtime.put(job.state())
         losses = [float(runtime.step(job.batch(step))[job.outputs[0]]) for step in range(2)]
         np.testing.assert_allclose(losses, job.reference(2)[0], rtol=1e-5)
+        _check_handles(runtime, job, local)
 
         # a worker that hangs: the step ends by its time limit and names it
         workers = runtime.workers
@@ -122,6 +134,37 @@ def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline,
     finally:
         runtime.close()
     _await_end(processes)
+
+
+def _check_handles(runtime, job, local):
+    """State may also be given to steps by its handles; what is wrong with it changes nothing."""
+    other = RayRuntime(runtime.workers)
+    carry = {"outputs": (*job.outputs, *job.carry), "carry": job.carry}
+    other.load(job.schedule, job.exported(local), job.specs, **carry)
+    state = other.place(job.state())
+    assert repr(state["w1"]) == "RemoteArray(float32[8, 8] on mesh 1)"
+    wrong = {**job.batch(0), "x@1": np.ones((3, 8), np.float32)}
+    with pytest.raises(ValueError, match=r"'x@1' must be float32\[4, 8\], .* got float32\[3, 8\]"):
+        other.step({**state, **wrong})
+    losses = []
+    for number in range(2):
+        results = other.step({**state, **job.batch(number)})
+        old, state = state, {name: results[made] for made, name in job.carry.items()}
+        losses.append(float(results[job.outputs[0]]))
+    np.testing.assert_allclose(losses, job.reference(2)[0], rtol=1e-5)
+    with pytest.raises(StaleArrayError, match="was given away to step 2 as 'w0', which overwrote"):
+        other.step({**old, **job.batch(2)})
+    with pytest.raises(StaleArrayError, match="mesh 1, gone"):
+        np.asarray(old["w1"])
+    seed = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(local[1], P()))
+    make = jax.export.export(jax.jit(lambda seed: (jnp.full((8, 8), seed),)))(seed)
+    program = ExportedProgram(program=bytes(make.serialize()))
+    (born,) = other.init({1: program}, [np.float32(0.5)])[1]
+    assert born.meshes == (1,) and np.all(np.asarray(born) == 0.5)
+    with pytest.raises(KeyError, match="no mesh holds buffer 'w0'; resident are nothing"):
+        other.fetch(["w0"])
+    other.close()
+    runtime.step(job.batch(2))  # the workers and its own state are as they were
 
 
 def _await_end(processes):
@@ -139,26 +182,7 @@ def _alive(pid):
         return False
 
 
-def test_meshes_that_cannot_be_spread_or_named_are_refused():
-    with pytest.raises(ValueError, match="3 devices cannot be spread evenly over 2 hosts"):
-        RayMesh(shape=(3,), axis_names=("x",), num_hosts=2)
-    with pytest.raises(ValueError, match="needs a name per axis"):
-        RayMesh(shape=(3, 2), axis_names=("x",))
-    with pytest.raises(ValueError, match=r"a different host for each of the 2 .*, got \(1, 1\)"):
-        RayMesh(shape=(4,), axis_names=("x",), num_hosts=2, hosts=(1, 1))
-    with pytest.raises(ValueError, match="RayOptions.data_plane must be one of"):
-        RayOptions(data_plane="carrier pigeon")
-    with pytest.raises(ValueError, match="RayOptions.placement must be one of"):
-        RayOptions(placement="anywhere")
-
-
-@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
-def test_without_ray_the_extra_is_named():
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'mesh-runtime\[ray\]'"):
-        RayRuntime([RayMesh(shape=(1,), axis_names=("x",))])
-
-
 @needs_ray
-def test_no_mesh_is_refused_before_anything_starts():
-    with pytest.raises(ValueError, match="at least one mesh, got none"):
-        RayRuntime([])
+def test_an_unknown_trace_mode_is_refused():
+    with pytest.raises(ValueError, match="trace must be one of .*, got 'loud'"):
+        RayRuntime([RayMesh(shape=(1,), axis_names=("x",))], trace="loud")

@@ -16,7 +16,7 @@ from alpa_meta.audit.executable import ExecutableAudit, audit_tasks
 from alpa_meta.audit.numerics import Reference, single_device_reference
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.audit.target import CUBLAS, NO_TILES, parse_target, target_devices
-from alpa_meta.execution.executable import CompiledTask, compile_task
+from alpa_meta.execution.compiled_task import CompiledTask, compile_task
 from alpa_meta.execution.tasks import Task
 from alpa_meta.options import Options
 from alpa_meta.own_step import Runnable

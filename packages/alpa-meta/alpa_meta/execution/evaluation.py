@@ -12,6 +12,7 @@ from attrs import evolve
 import stage_dp
 from alpa_meta.compat import ClosedJaxpr, Literal, Var
 from alpa_meta.execution.executable import Executable
+from alpa_meta.execution.ray_meshes import RayPool
 from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.passes.added_equations import jaxpr_of
@@ -26,9 +27,9 @@ class Evaluation:
     """The evaluation of a planned step, compiled: its microbatches pass forward through the stages
     of the step's own plan."""
 
-    def __init__(self, planned: Planned, trace: str) -> None:
+    def __init__(self, planned: Planned, trace: str, pool: RayPool | None = None) -> None:
         evaluated, self.computed = forward_only(planned)
-        self.executable = Executable(evaluated, trace=trace, donate=False)
+        self.executable = Executable(evaluated, trace=trace, donate=False, pool=pool)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the array leaves of the result, None for those that are not computed."""

@@ -1,91 +1,44 @@
-"""A planned step compiled for devices: one jitted program per task, run by a mesh runtime."""
+"""A planned step compiled for its meshes: one program per task, run by a mesh runtime."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attrs import field, frozen
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from alpa_interchange import Instruction, LogicalMesh, ShardingSpec, Strategy
+from alpa_interchange import Instruction, LogicalMesh, ShardingSpec
 from alpa_meta.audit.planned import PlannedCollective
-from alpa_meta.compat import ClosedJaxpr, Var, dtype_of, no_mesh, shape_of
+from alpa_meta.compat import no_mesh, shape_of
 from alpa_meta.errors import PlanError
-from alpa_meta.execution.barriers import with_barriers
-from alpa_meta.execution.combiners import combiner_options
-from alpa_meta.execution.host_memory import memory_kinds, placed
+from alpa_meta.execution.compiled_task import compile_task
+from alpa_meta.execution.exported_function import as_host_array, key_impl
+from alpa_meta.execution.host_memory import placed
+from alpa_meta.execution.meshes import LocalMeshes
 from alpa_meta.execution.piecewise import parted, united
-from alpa_meta.execution.task_plan import task_plan
-from alpa_meta.execution.tasks import Task
-from alpa_meta.operators.elementwise import is_barrier
+from alpa_meta.execution.ray_meshes import RayMeshes, RayPool
 from alpa_meta.planning.chosen_plan import Planned
-from alpa_meta.spmd import (
-    HOST_BUCKETS,
-    JaxprPlan,
-    RegionPlan,
-    completed_plan,
-    constraint_program,
-    global_shape,
-    partition_spec,
-    planned_collectives,
-    shard_map_program,
-)
+from alpa_meta.spmd import partition_spec
+from alpa_meta.step.arguments import abstract
 from alpa_meta.step.program import Leaf
+from mesh_runtime import RemoteArray, TraceEvent, fetched
 
 if TYPE_CHECKING:
     from alpa_meta.audit.executable import ExecutableAudit
     from alpa_meta.audit.numerics import NumericsCheck
-from mesh_runtime import InProcessRuntime, TraceEvent
-from resharding.jax_executor import reshard
-
-
-@frozen(eq=False)
-class CompiledTask:
-    """One task ready to run: its jaxpr and plan, the logical mesh, and the jitted function."""
-
-    task: Task
-    closed: ClosedJaxpr
-    plan: JaxprPlan
-    mesh: LogicalMesh
-    jax_mesh: Mesh | None
-    conversions: Any
-    function: Any  # jitted
-    executor: str = "shard_map"
-    kinds: Mapping[str, str] = field(factory=dict)  # of memory, of values not on the devices
-
-    def arguments(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the global shapes and shardings of the task's operands."""
-        shapes = []
-        names = self.task.spec.inputs
-        for var, name, spec in zip(self.task.invars, names, self.plan.inputs, strict=True):
-            shape = global_shape(tuple(shape_of(var)), spec, self.mesh)
-            sharding = None
-            if self.jax_mesh is not None:
-                sharding = placed(self.jax_mesh, partition_spec(spec), self.kinds.get(name))
-            shapes.append(jax.ShapeDtypeStruct(shape, dtype_of(var), sharding=sharding))
-        return shapes
-
-    @functools.cached_property
-    def compiled(self) -> Any:
-        """Return the task compiled by XLA."""
-        with no_mesh():
-            return self.function.lower(*self.arguments()).compile()
-
-    @functools.cached_property
-    def planned(self) -> tuple[PlannedCollective, ...]:
-        """Return the collectives the plan prescribes for one run of the task."""
-        return planned_collectives(self.closed, self.plan, self.mesh, self.conversions)
 
 
 class Executable:
-    """A plan compiled for this process's devices. Call it with the flat inputs of the step."""
+    """A plan compiled for devices: those of this process, or workers of `pool`.
+
+    Call it with the flat inputs of the step. State lives on the meshes: on Ray, results are handles
+    of it, which the next call takes.
+    """
 
     def __init__(
         self,
@@ -93,38 +46,45 @@ class Executable:
         devices: Sequence[Any] | None = None,
         trace: str = "none",
         donate: bool = True,
+        pool: RayPool | None = None,
     ):
         self.planned = planned
         self.plan = planned.plan
-        devices = list(jax.devices() if devices is None else devices)
-        needed = 1 + max(d for sharding in self.plan.shardings for d in sharding.mesh.device_ids)
-        if needed > len(devices):
-            raise PlanError(
-                f"the plan is for {needed} devices of cluster {self.plan.cluster.name!r}, but this "
-                f"process has {len(devices)}; plan for the devices there are, or, on a CPU, start "
-                f"with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
-            )
-        self.stage_meshes = tuple(
-            Mesh(
-                np.array([devices[k] for k in sharding.mesh.device_ids]).reshape(
-                    sharding.mesh.logical.shape
-                ),
-                sharding.mesh.logical.axis_names,
-                axis_types=(AxisType.Auto,) * len(sharding.mesh.logical.axes),
-            )
-            for sharding in self.plan.shardings
+        self._remote = pool is not None
+        self._places = (
+            LocalMeshes(self.plan, devices, trace)
+            if pool is None
+            else RayMeshes(self.plan, pool, trace)
         )
-        self.meshes = self.stage_meshes[: len(self.plan.schedule.programs)]
+        self.stage_meshes = self._places.stages
+        self.meshes: Any = self.stage_meshes[: len(self.plan.schedule.programs)]
         self.tasks = {
-            task.spec.name: compile_task(planned, task, self.stage_meshes[task.spec.stage], donate)
+            task.spec.name: compile_task(
+                planned,
+                task,
+                self.stage_meshes[task.spec.stage],
+                donate,
+                platform=self._places.platform(task.spec.stage),
+            )
             for task in planned.tasks.tasks
         }
-        self._runtime = InProcessRuntime(self.meshes, transfer=move, trace=trace)
-        self._runtime.load(
-            self.plan.schedule,
-            executables=self._functions(),
-            shardings=self._shardings(),
-            outputs=self._output_names(),
+        self._runtime = self._places.runtime
+        carry = self.planned.tasks.carry
+        with no_mesh():
+            held = self._held()
+            names = self._output_names()
+            self._runtime.load(
+                self.plan.schedule,
+                executables={
+                    name: self._places.task(task, held[task.task.spec.mesh])
+                    for name, task in self.tasks.items()
+                },
+                shardings=self._shardings(),
+                outputs=names,
+                carry={name: carry[name] for name in names if name in carry},
+            )
+        self._homes = dict(
+            zip(self.planned.tasks.graph.inputs, self.planned.tasks.graph.home, strict=True)
         )
         self._where = self._input_places()
         self._statistics = self._compiled_statistics()
@@ -133,7 +93,10 @@ class Executable:
 
     @functools.cached_property
     def only_run(self) -> Instruction | None:
-        """The one instruction of a plan that runs one task once; None for other plans."""
+        """The one instruction of a plan that runs one task once in this process; None for other
+        plans."""
+        if self._remote:
+            return None
         runs = [i for program in self.plan.schedule.programs for i in program if i.kind != "free"]
         return runs[0] if len(runs) == 1 and runs[0].kind == "run" else None
 
@@ -150,15 +113,23 @@ class Executable:
         buffers: dict[str, Any] = {}
         placed = list(inputs)
         seen: set[int] = set()
+        strangers: dict[str, int] = {}
         for k, leaf in enumerate(self.planned.program.inputs):
             if leaf.path not in self._where:
                 continue
             if leaf.in_parts:
                 buffers.update(self._microbatches(leaf, inputs[k]))
-            else:
-                buffers[leaf.path] = placed[k] = self._placed(leaf.path, inputs[k], seen)
+                continue
+            buffers[leaf.path] = placed[k] = self._placed(leaf, inputs[k], seen)
+            if leaf.role == "state" and not isinstance(placed[k], (jax.Array, RemoteArray)):
+                strangers[leaf.path] = k
+        if strangers:
+            for path, value in self._runtime.place({p: buffers[p] for p in strangers}).items():
+                buffers[path] = placed[strangers[path]] = value
         results = self._runtime.step(buffers)
         outputs = [self._output(output, results, placed) for output in self.planned.tasks.outputs]
+        if self._remote:
+            outputs = self._with_keys(outputs)
         if computed is not None:
             outputs = [one if there else None for one, there in zip(outputs, computed, strict=True)]
         return united(self.planned.program, outputs)
@@ -188,37 +159,105 @@ class Executable:
         mesh = self.meshes[0]
         whole = NamedSharding(mesh, PartitionSpec())
         along = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        variables = statistics.closed.jaxpr.invars
         places = [
             along if is_batch and shape_of(var)[0] % mesh.size == 0 else whole
-            for var, is_batch in zip(
-                statistics.closed.jaxpr.invars, statistics.of_batch, strict=True
-            )
+            for var, is_batch in zip(variables, statistics.of_batch, strict=True)
         ]
-        run = jax.jit(jaxpr_as_fun(statistics.closed), in_shardings=places, out_shardings=whole)
+        program = self._places.function(
+            jaxpr_as_fun(statistics.closed),
+            [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables],
+            places,
+            [whole] * len(statistics.closed.jaxpr.outvars),
+            0,
+        )
 
         def compute(inputs: Sequence[Any]) -> Sequence[Any]:
             read = [inputs[k] for k in statistics.inputs]
-            return run(*jax.device_put(read, places))  # type: ignore[no-any-return]
+            if not self._remote:
+                return self._runtime.init({0: program}, read)[0]
+            made = self._runtime.init({0: program}, list(map(as_host_array, read)))[0]
+            return fetched(one for one in made if isinstance(one, RemoteArray))
 
         return compute
 
-    def _placed(self, path: str, value: Any, seen: set[int]) -> Any:
+    def init(
+        self,
+        functions: Mapping[int, Callable[..., Sequence[Any]]],
+        shardings: Mapping[int, Sequence[NamedSharding]],
+        args: tuple[Any, ...],
+    ) -> dict[int, list[Any]]:
+        """Return what each mesh makes of `args`, laid out by its shardings."""
+        leaves: list[Any]
+        tree: Any
+        leaves, tree = jax.tree.flatten(args)
+        shapes = list(map(abstract, leaves))
+        made_shapes: dict[int, list[Any]] = {}
+
+        def of_leaves(mesh: int) -> Callable[..., Sequence[Any]]:
+            def run(*given: Any) -> Sequence[Any]:
+                made = functions[mesh](*tree.unflatten(given))
+                made_shapes[mesh] = [abstract(one) for one in made]
+                return made
+
+            return run
+
+        with no_mesh():
+            programs = {
+                mesh: self._places.function(of_leaves(mesh), shapes, None, shardings[mesh], mesh)
+                for mesh in functions
+            }
+            if not self._remote:
+                return self._runtime.init(programs, leaves)
+            made = self._runtime.init(programs, list(map(as_host_array, leaves)))
+        return {
+            mesh: [_as_keys(one, like) for one, like in zip(arrays, made_shapes[mesh], strict=True)]
+            for mesh, arrays in made.items()
+        }
+
+    def place(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return inputs, by path, where the step reads them; others as they are."""
+        read = {path: value for path, value in inputs.items() if path in self._where}
+        if self._remote:
+            read = {path: as_host_array(value) for path, value in read.items()}
+        with no_mesh():
+            found = {**inputs, **self._runtime.place(read)}
+        return {path: _as_keys(value, inputs[path]) for path, value in found.items()}
+
+    def _with_keys(self, outputs: Sequence[Any]) -> list[Any]:
+        avals = [atom.aval for atom in self.planned.program.jaxpr.outvars]
+        return [_as_keys(value, aval) for value, aval in zip(outputs, avals, strict=True)]
+
+    def _placed(self, leaf: Leaf, value: Any, seen: set[int]) -> Any:
         """Return an input on its devices; one array given for two inputs is copied, as the step may
         overwrite each. `seen` are the ids of the arrays met so far.
         """
-        if isinstance(value, jax.Array):
+        path = leaf.path
+        self._check_type(leaf, value)
+        if isinstance(value, (jax.Array, RemoteArray)):
             if value.is_deleted():
                 raise PlanError(
                     f"{path} was given away to an earlier step, which overwrote it; pass the state "
                     "that step returned, or keep old states with Options(donate=False)"
                 )
-            if id(value) in seen:
-                value = jnp.copy(value)
-            seen.add(id(value))
+            identity = id(value.buffer if isinstance(value, RemoteArray) else value)
+            if identity in seen:
+                value = value.fetch() if isinstance(value, RemoteArray) else jnp.copy(value)
+            seen.add(identity)
+        if self._remote:
+            return value if isinstance(value, RemoteArray) else as_host_array(value)
         sharding = self._where[path]
         if isinstance(value, jax.Array) and value.sharding == sharding:
             return value
         return jax.device_put(value, sharding)
+
+    def _check_type(self, leaf: Leaf, value: Any) -> None:
+        """Refuse an array of another shape than the plan's, before anything runs."""
+        if np.shape(value) != leaf.aval.shape:
+            raise PlanError(
+                f"{leaf.path} must have shape {leaf.aval.shape}, as planned, got "
+                f"{np.shape(value)}; nothing was run, and the state is as it was"
+            )
 
     def _microbatches(self, leaf: Leaf, value: Any) -> dict[str, Any]:
         path, size = leaf.path, leaf.aval.shape[0]
@@ -228,6 +267,9 @@ class Executable:
                 f"{path} has {np.shape(value)[0]} examples, the plan is for batches of {size}; "
                 "plan again for the new batch size"
             )
+        self._check_type(leaf, value)
+        if self._remote:
+            value = as_host_array(value)
         if count == 1:
             once = path in self.planned.tasks.graph.per_step
             return {path if once else f"{path}@0": value}
@@ -241,7 +283,7 @@ class Executable:
             )
         if output.concatenate is not None:
             parts = [results[f"{output.name}@{k}"] for k in range(self.plan.num_microbatches)]
-            return jnp.concatenate(parts, axis=output.concatenate)
+            return jnp.concatenate([jnp.asarray(one) for one in parts], axis=output.concatenate)
         return results[output.name] if output.name in results else results[f"{output.name}@0"]
 
     def _output_names(self) -> list[str]:
@@ -257,23 +299,21 @@ class Executable:
 
     # ------------------------------------------------------------------ where values live
 
-    def _functions(self) -> dict[str, Any]:
-        """Return the function of each task; where stages that share a mesh lay out one value in two
-        ways, the task that finds it laid out otherwise converts it first.
+    def _held(self) -> list[dict[str, NamedSharding]]:
+        """Return the layouts in which the tasks of each mesh find their operands.
+
+        Where stages share a mesh, a value is as the stage that makes it lays it out.
         """
-        if len(self.meshes) == len(self.stage_meshes):
-            return {name: task.function for name, task in self.tasks.items()}
         held = self._shardings()
+        if len(self.meshes) == len(self.stage_meshes):
+            return held
         for compiled in self.tasks.values():
             spec, stage = compiled.task.spec, self.stage_meshes[compiled.task.spec.stage]
             for name, found in zip(spec.outputs, compiled.plan.outputs, strict=True):
                 if name not in spec.inputs:
                     kind = compiled.kinds.get(name)
                     held[spec.mesh][name] = placed(stage, partition_spec(found), kind)
-        return {
-            name: _converting(compiled, held[compiled.task.spec.mesh])
-            for name, compiled in self.tasks.items()
-        }
+        return held
 
     def _shardings(self) -> list[dict[str, NamedSharding]]:
         shardings: list[dict[str, NamedSharding]] = [{} for _ in self.meshes]
@@ -310,6 +350,11 @@ class Executable:
         """Return where an input lives; None if the step never reads it."""
         return self._where.get(path)
 
+    def input_mesh(self, path: str) -> int:
+        """Return the number of the mesh an input lives on; the first, if the step never reads
+        it."""
+        return self._homes.get(path, 0)
+
     # ------------------------------------------------------------------ looking inside
 
     def trace(self, mode: str) -> None:
@@ -345,6 +390,11 @@ class Executable:
         """
         from alpa_meta.audit.executable import audit_tasks
 
+        if self._remote:
+            raise PlanError(
+                "an audit compiles the plan for devices of this process; make it with "
+                "runtime='in-process'"
+            )
         platform = self.meshes[0].devices.flat[0].platform
         backend = "cpu" if platform == "cpu" else "cuda"
         return audit_tasks(self, self.tasks, self.planned, backend=backend, numerics=numerics)
@@ -354,139 +404,7 @@ class Executable:
         self._runtime.close()
 
 
-def _converting(compiled: CompiledTask, held: Mapping[str, NamedSharding]) -> Any:
-    """Return the function of a task for operands laid out as `held` on its mesh."""
-    others = {
-        k: wanted.sharding
-        for k, (name, wanted) in enumerate(
-            zip(compiled.task.spec.inputs, compiled.arguments(), strict=True)
-        )
-        if not held[name].is_equivalent_to(wanted.sharding, len(wanted.shape))
-    }
-    if not others:
-        return compiled.function
-
-    def run(*operands: Any) -> Any:
-        placed = list(operands)
-        for k, sharding in others.items():
-            placed[k] = move(placed[k], sharding)
-        return compiled.function(*placed)
-
-    return run
-
-
-def move(array: jax.Array, sharding: Any) -> Any:
-    """Return `array` on another mesh: by a resharding plan on host devices, else by jax."""
-    host = sharding.mesh.devices.flat[0].platform == "cpu"
-    if host and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        return reshard(array, sharding)
-    return jax.device_put(array, sharding)
-
-
-KEEPING_BARRIERS = MappingProxyType({"xla_disable_hlo_passes": "cse_barrier_expander"})
-"""XLA's option to keep barriers on host devices, where it drops them and merges what a layer
-computes again with the first run."""
-
-
-def compile_task(
-    planned: Planned,
-    task: Task,
-    jax_mesh: Mesh | None,
-    donate: bool = True,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> CompiledTask:
-    """Return `task` as a jitted function on `jax_mesh` (None: for inspection only).
-
-    Without `donate`, inputs of the step are not overwritten. `compiler_options` are XLA's.
-    """
-    stage = task.spec.stage
-    selection = planned.selections[stage]
-    sharding = planned.plan.shardings[stage]
-    choice = sharding.solution.choice
-    if choice is None:
-        raise PlanError(f"stage {stage} of the plan has no sharding solution")
-    specs = _task_specs(planned, task, stage)
-    strategies: dict[int, Strategy | RegionPlan] = {
-        id(eqn): selection.strategy(k, choice) for k, eqn in enumerate(selection.stage.eqns)
-    }
-    plan = task_plan(task, specs, strategies)
-    on_host = jax_mesh is not None and jax_mesh.devices.flat[0].platform == "cpu"
-    if sharding.executor != "constraint" and not on_host:
-        task, plan = with_barriers(planned, task, plan)
-    closed = task.closed(planned.program)
-    mesh = sharding.mesh.logical
-    conversions = selection.costs.conversions
-    buckets = HOST_BUCKETS if on_host else None
-    if sharding.executor == "constraint":
-        plan = completed_plan(plan)
-        program = constraint_program(closed, plan, mesh)
-    else:
-        program = shard_map_program(closed, plan, mesh, conversions, buckets=buckets)
-
-    kinds = memory_kinds(planned.program, planned.tasks, jax_mesh)
-
-    fetched = {
-        k: placed(jax_mesh, partition_spec(plan.inputs[k]), "device")
-        for k, name in enumerate(task.spec.inputs)
-        if name in kinds and jax_mesh is not None
-    }
-
-    def run(*operands: Any) -> tuple[Any, ...]:
-        values = list(operands)
-        for k, sharding in fetched.items():
-            values[k] = jax.device_put(values[k], sharding)
-        return tuple(program(*values))
-
-    run.__name__ = task.spec.name.replace(".", "_")
-    kept = () if donate else {leaf.path for leaf in planned.program.inputs}
-    donated = tuple(
-        k for k, n in enumerate(task.spec.inputs) if n in task.spec.donated and n not in kept
-    )
-    options: dict[str, Any] = {"donate_argnums": donated}
-    chosen = dict(compiler_options or {})
-    if jax_mesh is not None and jax_mesh.devices.flat[0].platform == "gpu":
-        chosen = {**combiner_options(mesh), **chosen}
-    if on_host and any(map(is_barrier, task.eqns)):
-        chosen = {**KEEPING_BARRIERS, **chosen}
-    if chosen:
-        options["compiler_options"] = chosen
-    if jax_mesh is not None:
-        options["in_shardings"] = tuple(
-            placed(jax_mesh, partition_spec(spec), kinds.get(name))
-            for name, spec in zip(task.spec.inputs, plan.inputs, strict=True)
-        )
-        options["out_shardings"] = tuple(
-            placed(jax_mesh, partition_spec(spec), kinds.get(name))
-            for name, spec in zip(task.spec.outputs, plan.outputs, strict=True)
-        )
-    function = jax.jit(run, **options)
-    return CompiledTask(
-        task, closed, plan, mesh, jax_mesh, conversions, function, sharding.executor, kinds
-    )
-
-
-def _task_specs(planned: Planned, task: Task, stage: int) -> dict[Var, ShardingSpec]:
-    """Return the spec of every value at the border of a task, accumulators included.
-
-    New state leaves the task laid out as the state it replaces.
-    """
-    selection = planned.selections[stage]
-    choice = planned.plan.shardings[stage].solution.choice
-    assert choice is not None
-    value_of = {id(acc): value for value, acc in planned.tasks.accumulators.items()}
-    replaced = {new: old for new, old in selection.stage.carried if old in selection.sources}
-    specs: dict[Var, ShardingSpec] = {}
-
-    def spec(var: Var) -> ShardingSpec:
-        value = value_of.get(id(var), var)
-        return selection.spec(replaced.get(value, value), choice)
-
-    for var in (*task.invars, *task.outvars):
-        specs[var] = spec(var)
-    for position, value in task.follows.items():
-        specs[value] = spec(value)
-        for var in task.eqns[position].outvars:
-            if var not in selection.sources:
-                rank = len(shape_of(var))
-                specs[var] = specs[value] if rank else ShardingSpec((), specs[value].partial)
-    return specs
+def _as_keys(value: Any, like: Any) -> Any:
+    """Return a handle of words as random keys, if `like` is an array or shape of keys."""
+    impl = key_impl(like)
+    return value.as_keys(impl) if impl and isinstance(value, RemoteArray) else value

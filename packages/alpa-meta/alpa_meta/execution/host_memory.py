@@ -15,19 +15,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.tasks import Tasks
 from alpa_meta.step.program import Program
 
 
-def memory_kinds(program: Program, tasks: Tasks, mesh: Mesh | None) -> Mapping[str, str]:
+def memory_kinds(
+    program: Program, tasks: Tasks, mesh: Mesh | AbstractMesh | None
+) -> Mapping[str, str]:
     """Return {name: memory kind} of the values of tasks on `mesh` that are not in its devices'
     memory: inputs of the step, and what replaces them."""
     kinds = {leaf.path: leaf.memory for leaf in program.inputs if leaf.memory != "device"}
     if not kinds or mesh is None:
         return {}
+    if isinstance(mesh, AbstractMesh):
+        raise PlanError(
+            f"the plan keeps {next(iter(kinds))} in the memory of the hosts, which runtime='ray' "
+            "does not do yet; plan without offload"
+        )
     offered = {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
     if not offered:
         return {}
@@ -41,7 +48,7 @@ def memory_kinds(program: Program, tasks: Tasks, mesh: Mesh | None) -> Mapping[s
     return {**kinds, **replacing}
 
 
-def placed(mesh: Mesh, spec: Any, kind: str | None) -> NamedSharding:
+def placed(mesh: Mesh | AbstractMesh, spec: Any, kind: str | None) -> NamedSharding:
     """Return the sharding of a value in memory `kind`, by default that of the devices."""
     sharding = NamedSharding(mesh, spec)
     return sharding if kind is None else sharding.with_memory_kind(kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from attrs import frozen
 
 from alpa_meta.step.program import Program
+from mesh_runtime import RemoteArray, fetched
 
 
 class PiecewiseArray:
@@ -65,11 +66,11 @@ class PiecewiseArray:
 
     def whole(self) -> Any:
         """Return the whole array on the host: numpy, or a key array for random keys."""
+        pieces = gathered(self.pieces)
         if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
-            words = [jax.device_get(jax.random.key_data(piece)) for piece in self.pieces]
-            impl = jax.random.key_impl(self.pieces[0])
-            return jax.random.wrap_key_data(jnp.concatenate(words), impl=impl)
-        return np.concatenate([np.asarray(piece) for piece in self.pieces])
+            words = jnp.concatenate([jax.random.key_data(piece) for piece in pieces])
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(pieces[0]))
+        return np.concatenate(pieces)
 
     def block_until_ready(self) -> PiecewiseArray:
         """Return this array once its pieces are computed."""
@@ -99,8 +100,13 @@ class PiecewiseArray:
 
 
 def gathered(tree: Any) -> Any:
-    """Return the tree with every array whole on the host; keys stay key arrays."""
-    return jax.tree.map(_on_host, tree)
+    """Return the tree with every array whole on the host; keys stay key arrays.
+
+    Arrays of other processes come by one request.
+    """
+    handles = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, RemoteArray)]
+    found = dict(zip(map(id, handles), fetched(handles), strict=True))
+    return jax.tree.map(lambda leaf: found.get(id(leaf), leaf), jax.tree.map(_on_host, tree))
 
 
 def _on_host(leaf: Any) -> Any:
@@ -134,14 +140,6 @@ class StateArray:
     """An array of the user's state, and the pieces in which a program has it."""
 
     pieces: tuple[Piece, ...]
-
-    def placed(self, array: Any, sharding_of: Callable[[str], Any]) -> Any:
-        """Return the array with each piece where `sharding_of` its path says (None: anywhere)."""
-        values = []
-        for piece in self.pieces:
-            sharding, value = sharding_of(piece.path), piece.of(array)
-            values.append(value if sharding is None else jax.device_put(value, sharding))
-        return self.united(values)
 
     def united(self, values: Sequence[Any]) -> Any:
         """Return the array made of its pieces."""

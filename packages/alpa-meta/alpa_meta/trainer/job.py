@@ -32,6 +32,7 @@ from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settings_to_json
 from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
 from alpa_meta.trainer.text import Text, read_text
+from mesh_runtime import RayOptions
 
 EXTRA_STEPS = 100  # what resuming a finished run adds
 
@@ -49,6 +50,7 @@ class TrainRequest:
     resume: Path | None = None
     comparison_steps: int = 20
     checkpoint_every: int = 100
+    ray: RayOptions | None = None  # None: on the devices of this process
 
 
 @frozen(kw_only=True)
@@ -82,7 +84,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     if request.resume is not None:
         _check_text(request, text)
     cluster = find_cluster(request.cluster)
-    note = check_devices(cluster)
+    note = check_devices(cluster) if request.ray is None else None
     console.print(cluster_table(cluster))
     if note is not None:
         console.print(note)
@@ -97,14 +99,19 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     key = jax.random.key(settings.seed)
     with stages_progress(console) as progress:
         step = parallel_step(
-            train_step, cluster, request.parallelism, plan=start.plan, progress=progress
+            train_step,
+            cluster,
+            request.parallelism,
+            plan=start.plan,
+            progress=progress,
+            ray=request.ray,
         )
         shapes = (jax.eval_shape(make_state, key), batch_shapes(settings))
         plan = step.plan_for(*shapes)
     print_plan(plan, console)
     first_state = start.state
     if first_state is None:
-        first_state = jax.device_get(step.init(make_state, key))
+        first_state = step.gather(step.init(make_state, key))
     with stages_progress(console) as progress:
         progress("compile", 0, 1)
         step(step.place(first_state), batch_of(text.train, settings, start.step))
@@ -118,6 +125,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         settings={"run": settings_to_json(settings), "text": text.fingerprint},
         checkpoint_every=request.checkpoint_every,
         metrics=StepMetrics,
+        stored=step.gather,
         say=console.print,
     )
     compared, last = _train(request, start, step, state, text, recorder, console)
@@ -132,6 +140,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     draw_loss(folder.loss_picture, history, trigram=trigram, held_out=held_out)
     draw_plan(folder.plan_picture, plan)
     draw_last_step(folder.timeline_picture, step.last_trace, plan)
+    step.close()
     console.print(
         f"wrote {folder.path}/: plan.json, plan.png, metrics.jsonl, loss.png, timeline.png, "
         "checkpoint/; "
@@ -206,7 +215,7 @@ def _train(
         recorder.record(metrics, state)
         show(metrics)
         if metrics.step == compared_step:
-            compared[0] = jax.device_get(state.params)
+            compared[0] = step.gather(state.params)
 
     try:
         with training_progress(console, start.step, start.stop) as show:
@@ -227,7 +236,7 @@ def _train(
         f"trained {len(steps)} steps, loss {steps[0].loss:.3f} -> {steps[-1].loss:.3f}, "
         f"{format_seconds(mean)}/step, {start.settings.tokens_per_step / mean:,.0f} tokens/s"
     )
-    return compared[0], jax.device_get(last.params)
+    return compared[0], step.gather(last.params)
 
 
 def _compare(

@@ -32,6 +32,7 @@ from alpa_meta.trainer.own_state import restored_state, stored_state
 from alpa_meta.trainer.planning import Parallelism, find_cluster, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
+from mesh_runtime import RayOptions
 
 STEPS = 20  # of a run, and what resuming one adds
 _STEP = "step"  # the setting of a checkpoint that names the program
@@ -50,6 +51,7 @@ class OwnRequest:
     steps: int | None = None
     comparison_steps: int = 20
     checkpoint_every: int = 100
+    ray: RayOptions | None = None  # None: on the devices of this process
 
 
 @frozen(kw_only=True)
@@ -79,7 +81,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
     start = _start_of(request, console)
     program = start.program
     cluster = find_cluster(request.cluster)
-    note = check_devices(cluster)
+    note = check_devices(cluster) if request.ray is None else None
     console.print(cluster_table(cluster))
     if note is not None:
         console.print(note)
@@ -92,6 +94,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
             plan=start.plan,
             progress=progress,
             exact=program.exact,
+            ray=request.ray,
         )
         batch = next(batches)
         plan = step.plan_for(start.state(), batch)
@@ -113,6 +116,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         recorder.close()
     draw_plan(folder.plan_picture, plan)
     draw_last_step(folder.timeline_picture, step.last_trace, plan)
+    step.close()
     history = read_metrics(folder.metrics, OwnMetrics.of)
     pictures = "plan.png, timeline.png"
     if all(metrics.loss is not None for metrics in history):

@@ -23,6 +23,7 @@ from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress
 from cost_model import cluster as named_cluster
+from mesh_runtime import RayOptions
 from stage_dp import schedule_of, torch_csv
 
 if TYPE_CHECKING:  # brings flax and optax, which other programs may not need
@@ -77,9 +78,10 @@ def parallel_step(
     plan: ParallelPlan | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     exact: bool = True,
+    ray: RayOptions | None = None,
 ) -> Any:
-    """Return `step` parallelised as asked for, not planned yet."""
-    options = _options(parallelism, plan, progress, exact)
+    """Return `step` parallelised as asked for, not planned yet; to run on `ray`, if it is given."""
+    options = _options(parallelism, plan, progress, exact, ray)
     return alpa.parallelize(step, cluster=cluster, options=options)
 
 
@@ -88,6 +90,7 @@ def _options(
     plan: ParallelPlan | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     exact: bool = True,
+    ray: RayOptions | None = None,
 ) -> Options:
     chosen: dict[str, Any] = {
         "num_stages": parallelism.num_stages,
@@ -99,6 +102,7 @@ def _options(
         "progress": progress,
         "trace": "ready",
         "exact": exact,
+        "runtime": ray,
     }
     try:
         return Options(**{name: value for name, value in chosen.items() if value is not None})

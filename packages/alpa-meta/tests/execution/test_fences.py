@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import alpa_meta as alpa
 from alpa_meta.audit.planner_plans import audit_planned
-from alpa_meta.execution.executable import compile_task
+from alpa_meta.execution.compiled_task import compile_task
 
 WEIGHTS = [jnp.full((8, 8), 0.1 + 0.1 * k) for k in range(4)]
 BATCH = jnp.linspace(-1.0, 1.0, 2**18 * 8).reshape(2**18, 8)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import alpa_meta as alpa
-from alpa_meta.execution.executable import compile_task
+from alpa_meta.execution.compiled_task import compile_task
 
 TABLES = {"users": jnp.full((64, 8), 0.5), "items": jnp.linspace(0.0, 1.0, 512).reshape(64, 8)}
 BATCH = {"users": jnp.arange(16) * 3 % 64, "items": jnp.arange(16) * 5 % 64}

@@ -52,10 +52,9 @@ def test_pieces_must_fill_their_bounds(array):
         PiecewiseArray(array.pieces, (0, 3, 5))
 
 
-def test_a_state_array_is_put_together_from_placed_pieces():
+def test_a_state_array_is_put_together_from_its_pieces():
     wanted = StateArray((Piece("w[0:2]", 0, 2), Piece("w[2:5]", 2, 5)))
-    asked = []
-    placed = wanted.placed(WHOLE, lambda path: asked.append(path))
-    assert asked == ["w[0:2]", "w[2:5]"]
-    assert np.array_equal(np.asarray(placed), WHOLE)
-    assert StateArray((Piece("w"),)).placed(placed, lambda path: None).shape == (5, 6)
+    pieces = [piece.of(WHOLE) for piece in wanted.pieces]
+    assert [len(piece) for piece in pieces] == [2, 3]
+    assert np.array_equal(np.asarray(wanted.united(pieces)), WHOLE)
+    assert StateArray((Piece("w"),)).united([wanted.united(pieces)]).shape == (5, 6)

@@ -8,7 +8,7 @@ import perceptron
 import pytest
 
 import alpa_meta as alpa
-from alpa_meta.execution.executable import compile_task
+from alpa_meta.execution.compiled_task import compile_task
 
 WEIGHTS = [jnp.full((32, 32), 0.05 + 0.01 * k) for k in range(3)]
 BATCH = jnp.linspace(-1.0, 1.0, 1024 * 32).reshape(1024, 32)

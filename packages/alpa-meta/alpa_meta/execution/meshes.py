@@ -1,0 +1,124 @@
+"""Where a plan runs: on devices of this process, or on meshes of other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from alpa_interchange import ParallelPlan
+from alpa_meta.errors import PlanError
+from alpa_meta.execution.compiled_task import AnyMesh, CompiledTask
+from mesh_runtime import Executable as Program
+from mesh_runtime import InProcessRuntime, Runtime
+from resharding.jax_executor import reshard
+
+
+class Meshes(Protocol):
+    """The meshes of a plan: `stages` has that of each stage, `runtime` executes its schedule."""
+
+    stages: tuple[Any, ...]
+    runtime: Runtime
+
+    def platform(self, stage: int) -> str | None:
+        """Return "cpu" or "gpu" for meshes of other processes, None where devices tell."""
+
+    def task(self, compiled: CompiledTask, held: Mapping[str, NamedSharding]) -> Program:
+        """Return a task as the runtime runs it; `held` are the layouts it finds its operands in."""
+
+    def function(
+        self,
+        function: Callable[..., Sequence[Any]],
+        arguments: Sequence[jax.ShapeDtypeStruct],
+        in_shardings: Sequence[NamedSharding] | None,
+        out_shardings: Sequence[NamedSharding],
+        stage: int,
+    ) -> Program:
+        """Return a function of arrays of the host as a program of a stage's mesh.
+
+        Without `in_shardings`, every device has its arguments whole, or they are where they come
+        from.
+        """
+
+
+class LocalMeshes:
+    """The meshes of a plan made of devices of this process."""
+
+    def __init__(self, plan: ParallelPlan, devices: Sequence[Any] | None, trace: str) -> None:
+        devices = list(jax.devices() if devices is None else devices)
+        needed = 1 + max(d for sharding in plan.shardings for d in sharding.mesh.device_ids)
+        if needed > len(devices):
+            raise PlanError(
+                f"the plan is for {needed} devices of cluster {plan.cluster.name!r}, but this "
+                f"process has {len(devices)}; plan for the devices there are, or, on a CPU, start "
+                f"with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+            )
+        self.stages: tuple[AnyMesh, ...] = tuple(
+            Mesh(
+                np.array([devices[k] for k in sharding.mesh.device_ids]).reshape(
+                    sharding.mesh.logical.shape
+                ),
+                sharding.mesh.logical.axis_names,
+                axis_types=(AxisType.Auto,) * len(sharding.mesh.logical.axes),
+            )
+            for sharding in plan.shardings
+        )
+        meshes: Any = self.stages[: len(plan.schedule.programs)]
+        self.runtime: Runtime = InProcessRuntime(meshes, transfer=move, trace=trace)
+
+    def platform(self, stage: int) -> str | None:
+        """Return None: the devices tell."""
+        return None
+
+    def task(self, compiled: CompiledTask, held: Mapping[str, NamedSharding]) -> Program:
+        """Return the jitted task; operands that it finds laid out otherwise are converted first."""
+        others = {
+            k: wanted.sharding
+            for k, (name, wanted) in enumerate(
+                zip(compiled.task.spec.inputs, compiled.arguments(), strict=True)
+            )
+            if not held[name].is_equivalent_to(wanted.sharding, len(wanted.shape))
+        }
+        function: Any = compiled.function
+        if not others:
+            return function  # type: ignore[no-any-return]
+
+        def run(*operands: Any) -> Any:
+            placed = list(operands)
+            for k, sharding in others.items():
+                placed[k] = move(placed[k], sharding)
+            return function(*placed)
+
+        return run
+
+    def function(
+        self,
+        function: Callable[..., Sequence[Any]],
+        arguments: Sequence[jax.ShapeDtypeStruct],
+        in_shardings: Sequence[NamedSharding] | None,
+        out_shardings: Sequence[NamedSharding],
+        stage: int,
+    ) -> Program:
+        """Return the function jitted."""
+        jitted = jax.jit(
+            lambda *operands: tuple(function(*operands)), out_shardings=tuple(out_shardings)
+        )
+
+        def run(*operands: Any) -> Any:
+            if in_shardings is not None:
+                operands = jax.device_put(operands, tuple(in_shardings))
+            return jitted(*operands)
+
+        return run
+
+
+def move(array: jax.Array, sharding: Any) -> Any:
+    """Return `array` on another mesh: by a resharding plan on host devices, else by jax."""
+    host = sharding.mesh.devices.flat[0].platform == "cpu"
+    if host and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return reshard(array, sharding)
+    return jax.device_put(array, sharding)

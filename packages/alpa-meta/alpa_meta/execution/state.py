@@ -1,0 +1,112 @@
+"""The state of a step on the meshes of its plan: born there, or brought there from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from attrs import frozen
+from jax.sharding import NamedSharding, PartitionSpec
+
+from alpa_meta.errors import PlanError
+from alpa_meta.execution.executable import Executable
+from alpa_meta.execution.piecewise import Piece, StateArray, state_arrays
+from alpa_meta.step.arguments import is_array
+from alpa_meta.step.pure_call import flat_objects
+
+
+@frozen(eq=False)
+class Unborn:
+    """State that `init` was asked for before the batch's shapes were known; the first step makes
+    it."""
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        raise PlanError(
+            "several states are made by init() only once the batch is known; pass its shapes: "
+            "init(make, ..., batch=...)"
+        )
+
+    def shapes(self) -> Any:
+        """Return the state to be with shapes for its arrays; leaves that are no arrays as they
+        are."""
+        made: list[Any] = []
+
+        def arrays_only(*args: Any) -> list[Any]:
+            leaves, rebuild = flat_objects(self.make(*args))
+            kept = [None if is_array(leaf) else leaf for leaf in leaves]
+            made[:] = [rebuild, kept]
+            return [leaf for leaf in leaves if is_array(leaf)]
+
+        shapes = iter(jax.eval_shape(arrays_only, *self.args))
+        rebuild, kept = made
+        return rebuild([next(shapes) if leaf is None else leaf for leaf in kept])
+
+    def born(self, executable: Executable) -> Any:
+        """Return the state, each mesh computing only the arrays that live on it."""
+        leaves, rebuild = flat_objects(self.shapes())
+        arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+        wanted = _wanted(
+            executable,
+            len(arrays),
+            "init made a state of {} arrays, but the step has {} state arrays; make() must return "
+            "the state argument (a tuple if there are several)",
+        )
+        members: dict[int, list[tuple[int, Piece]]] = {}
+        for k, array in zip(arrays, wanted, strict=True):
+            for piece in array.pieces:
+                members.setdefault(executable.input_mesh(piece.path), []).append((k, piece))
+
+        def part_on(mesh: int) -> Callable[..., list[Any]]:
+            def part(*args: Any) -> list[Any]:
+                flat, _ = flat_objects(self.make(*args))
+                return [piece.of(flat[k]) for k, piece in members[mesh]]
+
+            return part
+
+        shardings = {
+            mesh: [
+                executable.input_sharding(piece.path)
+                or NamedSharding(executable.meshes[mesh], PartitionSpec())
+                for _, piece in pieces
+            ]
+            for mesh, pieces in members.items()
+        }
+        made = executable.init({mesh: part_on(mesh) for mesh in members}, shardings, self.args)
+        found = {
+            one: value
+            for mesh, pieces in members.items()
+            for one, value in zip(pieces, made[mesh], strict=True)
+        }
+        for k, array in zip(arrays, wanted, strict=True):
+            leaves[k] = array.united([found[k, piece] for piece in array.pieces])
+        return rebuild(leaves)
+
+
+def placed(executable: Executable, state: Any) -> Any:
+    """Return state with its arrays, from wherever they are, laid out as the plan wants them."""
+    leaves, rebuild = flat_objects(state)
+    arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+    wanted = _wanted(
+        executable, len(arrays), "place() was given {} arrays, the step has {} state arrays"
+    )
+    pieces = {
+        piece.path: piece.of(leaves[k])
+        for k, array in zip(arrays, wanted, strict=True)
+        for piece in array.pieces
+    }
+    found = executable.place(pieces)
+    for k, array in zip(arrays, wanted, strict=True):
+        leaves[k] = array.united([found[piece.path] for piece in array.pieces])
+    return rebuild(leaves)
+
+
+def _wanted(executable: Executable, count: int, otherwise: str) -> tuple[StateArray, ...]:
+    """Return the state arrays of a plan; PlanError says `otherwise` if they are not `count`."""
+    wanted = state_arrays(executable.planned.program)
+    if len(wanted) != count:
+        raise PlanError(otherwise.format(count, len(wanted)))
+    return wanted

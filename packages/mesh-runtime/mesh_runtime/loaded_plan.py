@@ -1,0 +1,72 @@
+"""A schedule and its programs as the driver of other processes knows them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+from attrs import frozen
+
+from alpa_interchange.schedule import Instruction, PipelineSchedule
+from mesh_runtime.exported import ExportedProgram
+from mesh_runtime.layout import Layout
+from mesh_runtime.order import ScheduleOrder, value_name
+from mesh_runtime.worker import ArrayType, TaskTypes
+
+
+@frozen(kw_only=True)
+class LoadedPlan:
+    """A checked schedule as the driver knows it; `types` are of values, by mesh."""
+
+    plan: str
+    schedule: PipelineSchedule
+    order: ScheduleOrder
+    layouts: tuple[Mapping[str, Layout], ...]
+    types: tuple[Mapping[str, ArrayType], ...]
+    outputs: tuple[str, ...]
+    carry: Mapping[str, str]
+    overwritten: frozenset[str]  # inputs that a program donates
+    written: frozenset[str]  # buffers that a run or a receive writes
+
+    def type_of(self, mesh: int, name: str) -> ArrayType:
+        """Return the shape and dtype of a buffer, and its layout on a mesh."""
+        value = value_name(name)
+        if value in self.types[mesh]:
+            return self.types[mesh][value]
+        known = next(types[value] for types in self.types if value in types)
+        return ArrayType(known.shape, known.dtype, self.layouts[mesh].get(value, known.layout))
+
+    def readers(self, name: str) -> list[int]:
+        """Return the meshes that a buffer is an input of."""
+        return [mesh for mesh, names in enumerate(self.order.inputs) if name in names]
+
+    def holders(self, name: str) -> list[int]:
+        """Return the meshes that hold a buffer after the step where it is needed next: those that
+        read what it replaces, else the first that has it."""
+        if name in self.carry:
+            return self.readers(self.carry[name])
+        return [next(mesh for mesh, names in enumerate(self.order.remaining) if name in names)]
+
+
+def plan_hash(
+    schedule: str, programs: Mapping[str, ExportedProgram], layouts: Sequence[Mapping[str, Layout]]
+) -> str:
+    """Return a hash of all that workers are loaded with."""
+    found = hashlib.sha256(schedule.encode())
+    for name, program in sorted(programs.items()):
+        found.update(f"{name} {program.donated} {sorted(program.options.items())}".encode())
+        found.update(program.program)
+    for mapping in layouts:
+        found.update(repr(sorted(mapping.items(), key=lambda item: item[0])).encode())
+    return found.hexdigest()[:16]
+
+
+def value_types(program: Iterable[Instruction], tasks: TaskTypes) -> dict[str, ArrayType]:
+    """Return the types of the values that the runs of one mesh read and write."""
+    found: dict[str, ArrayType] = {}
+    for each in program:
+        if each.kind == "run":
+            given, made = tasks[each.task]
+            for names, types in ((each.outputs, made), (each.inputs, given)):
+                found.update(zip(map(value_name, names), types, strict=True))
+    return found

@@ -1,0 +1,49 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from mesh_runtime.layout import HostTiles, Layout, host_tiles, joined, plain_spec
+
+VALUE = np.arange(32, dtype=np.float32).reshape(4, 8)
+CUT = Layout((2, 2), ("data", "model"), ("data", "model"))
+
+
+def test_each_host_gets_the_tiles_of_its_own_devices_and_each_tile_once():
+    first, second = host_tiles(VALUE, CUT, 2)
+    assert first.shape == (4, 8)
+    assert [box for box, _ in first.tiles] == [((0, 2), (0, 4)), ((0, 2), (4, 8))]
+    np.testing.assert_array_equal(second.tiles[1][1], VALUE[2:, 4:])
+    (whole,) = host_tiles(VALUE, Layout((2, 2), ("data", "model")), 1)
+    assert len(whole.tiles) == 1  # four devices share it
+
+
+def test_tiles_are_joined_to_the_whole():
+    tiles = [tile for host in host_tiles(VALUE, CUT, 2) for tile in host.tiles]
+    np.testing.assert_array_equal(joined(tiles), VALUE)
+    scalar = np.float32(3)
+    assert joined([((), np.asarray(scalar))]) == scalar
+    empty = np.zeros((0, 8), np.float32)
+    assert joined([(((0, 0), (0, 8)), empty)]).shape == (0, 8)
+
+
+def test_a_dim_that_does_not_divide_is_refused_before_anything_is_sent():
+    with pytest.raises(ValueError, match="dim 0 of a value of shape .* cannot be cut 2 ways"):
+        host_tiles(VALUE[:3], CUT, 2)
+
+
+def test_a_layout_is_a_sharding_of_devices_or_of_none():
+    assert CUT.sharding(jax.devices()[:4]).shard_shape((4, 8)) == (2, 4)
+    assert isinstance(CUT.sharding().mesh, AbstractMesh)
+    assert CUT.sharding().spec == PartitionSpec("data", "model")
+
+
+def test_specs_become_plain_data():
+    spec = PartitionSpec(None, ("data", "model"), "x")
+    assert plain_spec(spec, "here") == (None, ("data", "model"), "x")
+    with pytest.raises(ValueError, match="here leaves a dim unconstrained"):
+        plain_spec(PartitionSpec(PartitionSpec.UNCONSTRAINED), "here")
+
+
+def test_a_share_is_a_value():
+    assert HostTiles((2,), []) == HostTiles((2,), [])

@@ -1,0 +1,75 @@
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+from mesh_runtime import RayMesh, RayOptions, RayWorkers, WorkerError
+
+GRID = RayMesh(shape=(1,), axis_names=("x",))
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra mesh-runtime[ray]")
+
+
+@pytest.fixture(scope="module")
+def node():
+    """Make a cluster of one node with one CPU."""
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.ray
+@needs_ray
+def test_hosts_without_room_are_refused_with_what_is_asked_for_and_what_is_there(node):
+    grid = RayMesh(shape=(1,), axis_names=("x",), num_cpus=2, num_gpus=1)
+    with pytest.raises(
+        WorkerError, match=r"no room within 1 s .* need \[\{'CPU': 2.0, 'GPU': 1.0\}\] .*'CPU': 1.0"
+    ):
+        RayWorkers([grid], RayOptions(start_timeout=1.0))
+
+
+@pytest.mark.ray
+@needs_ray
+def test_workers_of_another_version_are_refused_with_both_sides_named(node, tmp_path):
+    folder = tmp_path / "mesh_runtime-9.9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mesh-runtime\nVersion: 9.9\n")
+    options = RayOptions(environment={"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(
+        WorkerError, match="mesh 0 host 0 has mesh-runtime 9.9, this process .*Install the same"
+    ):
+        RayWorkers([GRID], options)
+
+
+@pytest.mark.ray
+@needs_ray
+def test_workers_end_with_the_last_reference_to_them_and_give_back_their_cpus(node):
+    import ray
+
+    workers = RayWorkers([GRID])
+    assert list(workers.process_ids) == ["mesh 0 host 0"]
+    assert workers.take_released() == ()
+    del workers
+    jax.clear_caches()
+    RayWorkers([GRID], RayOptions(start_timeout=60.0)).close()  # there is one CPU
+    assert ray.is_initialized()
+
+
+def test_no_mesh_and_unknown_choices_are_refused_before_anything_starts():
+    with pytest.raises(ValueError, match="RayOptions.data_plane must be one of"):
+        RayOptions(data_plane="carrier pigeon")
+    with pytest.raises(ValueError, match="RayOptions.placement must be one of"):
+        RayOptions(placement="anywhere")
+
+
+@needs_ray
+def test_no_mesh_is_refused():
+    with pytest.raises(ValueError, match="at least one mesh, got none"):
+        RayWorkers([])
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
+def test_without_ray_the_extra_is_named():
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'mesh-runtime\[ray\]'"):
+        RayWorkers([GRID])

@@ -1,0 +1,129 @@
+"""The user's step on the processes of a Ray cluster: equal to one process, bit for bit."""
+
+import os
+
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # other programs' memory is not ours
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from attrs import evolve
+
+import alpa_meta as alpa
+from cost_model import cluster as named_cluster
+
+pytest.importorskip("ray", reason="needs the extra alpa-meta[ray]")
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
+ADAM = optax.adam(1e-2)
+BATCH = jax.ShapeDtypeStruct((8, 16), np.float32)
+
+
+def make(key):
+    weights = jax.random.normal(key, (4, 16, 16)) / 4
+    return {"weights": weights, "key": key, "scale": jnp.ones(16)}, ADAM.init(weights)
+
+
+def step(state, x):
+    (held, moments), (key, noise) = state, jax.random.split(state[0]["key"])
+
+    def loss_of(weights):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)
+        return jnp.mean((h - x * held["scale"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(held["weights"])
+    updates, moments = ADAM.update(gradients, moments)
+    weights = optax.apply_updates(held["weights"], updates)
+    drawn = jax.random.uniform(noise)
+    return ({**held, "weights": weights, "key": key}, moments), {"loss": loss, "drawn": drawn}
+
+
+def batch(number):
+    return np.random.default_rng(number).normal(size=BATCH.shape).astype(np.float32)
+
+
+def words(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def assert_equal(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(words(a), words(b)), found, expected)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Make a cluster of two nodes, each its own set of Ray processes."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_two_stages_train_on_ray_as_in_one_process_with_their_state_on_the_workers(nodes):
+    near = alpa.parallelize(step, cluster="host:4", num_stages=2, num_microbatches=2)
+    key = jax.random.key(3)
+    expected = near.init(make, key, batch=BATCH)
+    options = alpa.RayOptions(step_timeout=120.0)
+    far = alpa.parallelize(step, plan=near.plan, runtime=options)
+    state = far.init(make, key, batch=BATCH)
+    leaves = jax.tree.leaves(state)
+    assert all(isinstance(leaf, (alpa.RemoteArray, alpa.PiecewiseArray)) for leaf in leaves)
+    assert state[0]["key"].dtype == key.dtype
+    for number in range(3):
+        old = state
+        expected, wanted = near(expected, batch(number))
+        state, found = far(state, batch(number))
+        assert_equal(far.gather(found), wanted)
+    assert_equal(far.gather(state), near.gather(expected))
+
+    # what a step overwrote, and a batch that the plan is not for, are refused; the state is kept
+    with pytest.raises(alpa.PlanError, match="was given away to an earlier step"):
+        far(old, batch(3))
+    with pytest.raises(RuntimeError, match=r"gone\): it was given away to step 3 as"):
+        np.asarray(old[1][0].mu)
+    with pytest.raises(alpa.PlanError, match="x must have shape .8, 16., as planned, got .8, 17."):
+        far.executable([*jax.tree.leaves(state), np.ones((8, 17), np.float32)])
+    with pytest.raises(alpa.PlanError, match="make it with runtime='in-process'"):
+        far.audit(state, BATCH)
+
+    # the state goes on by the way of the host as well, and the forward pass shares the workers
+    assert_equal(far.evaluate(state, batch(3))[1], near.evaluate(expected, batch(3))[1])
+    state = far.place(far.gather(state))
+    assert_equal(far(state, batch(3))[1], near(expected, batch(3))[1])
+    far.close()
+    with pytest.raises(RuntimeError, match="cannot be used any more: it was closed"):
+        np.asarray(state[0]["scale"])
+
+
+def test_a_mesh_over_two_nodes_trains_as_one_process(nodes):
+    host = named_cluster("host:4").host_groups[0]
+    cluster = evolve(
+        named_cluster("host:4"),
+        name="two hosts",
+        host_groups=(evolve(host, num_hosts=2, devices_per_host=2),),
+    )
+    options = alpa.RayOptions(placement="STRICT_SPREAD", step_timeout=120.0)
+    near = alpa.parallelize(step, cluster=cluster, num_stages=1)
+    near.plan_for(make(jax.random.key(0)), BATCH)
+    far = alpa.parallelize(step, plan=near.plan, runtime=options)
+    expected, state = make(jax.random.key(0)), make(jax.random.key(0))
+    for number in range(2):
+        expected, wanted = near(expected, batch(number))
+        state, found = far(state, batch(number))
+    # gloo adds across processes in its own order: float32 rounding, nothing more
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(words(a), words(b), rtol=1e-5, atol=1e-6),
+        far.gather((state, found)),
+        near.gather((expected, wanted)),
+    )
+    far.close()
