@@ -26,6 +26,7 @@ from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
+from alpa_meta.planning.shared_plan import agreed_plan, check_stages, is_distributed
 from alpa_meta.step.arguments import abstract_arguments, is_array, num_arguments, positional
 from alpa_meta.step.program import Step
 from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
@@ -162,6 +163,12 @@ class ParallelStep:
         return tuple(self._buckets.made)
 
     def _planned(self, step: Step) -> Planned:
+        if self._pool is not None or not is_distributed():
+            return self._found(step)
+        check_stages(self.options)
+        return restore(step, agreed_plan(lambda: self._found(step).plan), self.options)
+
+    def _found(self, step: Step) -> Planned:
         options = self.options
         if options.dynamic_dims is not None:
             if options.plan is not None and not self._buckets.made:
@@ -173,7 +180,10 @@ class ParallelStep:
         return self._searched(step)
 
     def _searched(self, step: Step) -> Planned:
-        return make_plan(step, self.cluster, self.options)
+        options = self.options
+        if self._pool is None and is_distributed():
+            options = evolve(options, num_stages=1)
+        return make_plan(step, self.cluster, options)
 
     def _traced(self, call: PureCall) -> Step:
         static = self.options.static_argnums

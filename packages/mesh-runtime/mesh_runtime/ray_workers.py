@@ -52,7 +52,7 @@ class RayOptions:
     placement: str = "SPREAD"
     cpus_per_actor: float = field(default=1.0, validator=non_negative)  # of meshes made of a plan
     environment: Mapping[str, str] = field(factory=dict, hash=False)  # variables for the workers
-    start_timeout: float = field(default=180.0, validator=positive)  # seconds
+    start_timeout: float = field(default=300.0, validator=positive)  # seconds
     step_timeout: float = field(default=600.0, validator=positive)  # seconds, also for load
     data_plane: str = "sockets"  # or "object-store": slower, needs no connections between nodes
 
@@ -305,6 +305,8 @@ def _connect(ray: Any, options: RayOptions, cpus: float) -> bool:
     if options.address in (None, "local") and not os.environ.get("RAY_ADDRESS"):
         # Host devices share the machine's cores however many processes hold them.
         settings["num_cpus"] = max(os.cpu_count() or 1, int(cpus + 0.999))
+        # Ray runs workers at niceness 15, where another busy process leaves a step 5 % of a core.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     with _quiet_forks():
         ray.init(address=options.address, **settings)
     return True
