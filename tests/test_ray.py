@@ -1,5 +1,6 @@
 """The user's step on the processes of a Ray cluster: equal to one process, bit for bit."""
 
+import json
 import os
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # not behind other tests
@@ -13,6 +14,9 @@ import pytest
 from attrs import evolve
 
 import alpa_meta as alpa
+from alpa_interchange import load
+from alpa_interchange.plan import ParallelPlan
+from alpa_meta.cli import run
 from cost_model import cluster as named_cluster
 
 pytest.importorskip("ray", reason="needs the extra alpa-meta[ray]")
@@ -68,6 +72,14 @@ def nodes():
     yield
     ray.shutdown()
     cluster.shutdown()
+
+
+def test_a_cluster_that_is_not_there_is_named():
+    program = alpa.parallelize(
+        step, cluster="host:2", num_stages=1, runtime=alpa.RayOptions(address="127.0.0.1:9")
+    )
+    with pytest.raises(alpa.PlanError, match="no Ray cluster answers at 127.0.0.1:9"):
+        program(make(jax.random.key(0)), batch(0))
 
 
 def test_two_stages_train_on_ray_as_in_one_process_with_their_state_on_the_workers(nodes):
@@ -128,3 +140,19 @@ def test_a_mesh_over_two_nodes_trains_as_one_process(nodes):
         near.gather((expected, wanted)),
     )
     far.close()
+
+
+def test_the_command_trains_on_ray_what_it_trains_in_one_process(nodes, tmp_path):
+    sizes = "--layers 2 --hidden 16 --heads 2 --context 32 --batch 16 --steps 3".split()
+    near, far = tmp_path / "near", tmp_path / "far"
+    asked = "--ray --microbatches 2 --schedule 1f1b --compare 2".split()
+    assert run(["train", *sizes, *asked, "--out", str(far)]) == 0
+    plan = ["--plan", str(far / "plan.json")]
+    assert run(["train", *sizes, *plan, "--compare", "0", "--out", str(near)]) == 0
+    losses = [
+        [json.loads(line)["loss"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for path in (near, far)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert load(far / "plan.json", ParallelPlan).num_stages == 2
+    assert (far / "checkpoint" / "step-00000003").is_dir()

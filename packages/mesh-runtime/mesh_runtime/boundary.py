@@ -67,9 +67,9 @@ def destinations(order: ScheduleOrder, names: Iterable[str], verb: str) -> list[
     """Return (mesh, name) for every mesh that has `name` as an input; refuse unknown names."""
     found = []
     for name in names:
-        meshes = [mesh for mesh, inputs in enumerate(order.inputs) if name in inputs]
+        meshes = order.readers.get(name, ())
         if not meshes:
-            known = sorted({name for inputs in order.inputs for name in inputs})
+            known = sorted(order.readers)
             raise ValueError(
                 f"{verb}: {name!r} is an input of no mesh; the schedule's inputs are "
                 f"{listing(known)}"

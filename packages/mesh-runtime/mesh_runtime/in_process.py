@@ -274,8 +274,8 @@ class InProcessRuntime:
                 }
             )
         for source, target in loaded.carry.items():
-            for mesh, names in enumerate(loaded.order.inputs):
-                if target in names and target not in batch_names:
+            if target not in batch_names:
+                for mesh in loaded.order.readers[target]:
                     kept[mesh][target] = buffers[mesh][source]
         self._resident = kept
 

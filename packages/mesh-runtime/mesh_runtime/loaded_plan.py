@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,6 +13,10 @@ from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.layout import Layout
 from mesh_runtime.order import ScheduleOrder, value_name
 from mesh_runtime.worker import ArrayType, TaskTypes
+
+SMALL = 1 << 16
+"""Bytes up to which an output that is no state comes back with the step: a loss is asked for every
+step, and asking costs a millisecond, as much as these bytes cost to send."""
 
 
 @frozen(kw_only=True)
@@ -36,16 +41,28 @@ class LoadedPlan:
         known = next(types[value] for types in self.types if value in types)
         return ArrayType(known.shape, known.dtype, self.layouts[mesh].get(value, known.layout))
 
-    def readers(self, name: str) -> list[int]:
+    def readers(self, name: str) -> tuple[int, ...]:
         """Return the meshes that a buffer is an input of."""
-        return [mesh for mesh, names in enumerate(self.order.inputs) if name in names]
+        return self.order.readers.get(name, ())
 
-    def holders(self, name: str) -> list[int]:
+    def holders(self, name: str) -> tuple[int, ...]:
         """Return the meshes that hold a buffer after the step where it is needed next: those that
         read what it replaces, else the first that has it."""
         if name in self.carry:
             return self.readers(self.carry[name])
-        return [next(mesh for mesh, names in enumerate(self.order.remaining) if name in names)]
+        return self.order.holders[name][:1]
+
+    def remains(self, name: str) -> bool:
+        """Return whether an input is still on all its meshes after the step."""
+        return set(self.readers(name)) <= set(self.order.holders.get(name, ()))
+
+    @functools.cached_property
+    def staying(self) -> tuple[str, ...]:
+        """The outputs that stay on the workers, and what replaces inputs: state and what is
+        large."""
+        sizes = {name: self.type_of(self.holders(name)[0], name) for name in self.outputs}
+        large = [name for name, found in sizes.items() if found.nbytes > SMALL]
+        return tuple(dict.fromkeys((*self.carry, *large)))
 
 
 def plan_hash(

@@ -7,7 +7,9 @@ position in its list and the buffer, so that none of this can happen in the midd
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
@@ -30,6 +32,24 @@ class ScheduleOrder:
     turns: tuple[tuple[int, int], ...]
     inputs: tuple[tuple[str, ...], ...]
     remaining: tuple[tuple[str, ...], ...]
+
+    @functools.cached_property
+    def readers(self) -> Mapping[str, tuple[int, ...]]:
+        """The meshes that each input must be on before the step."""
+        return _by_name(self.inputs)
+
+    @functools.cached_property
+    def holders(self) -> Mapping[str, tuple[int, ...]]:
+        """The meshes that each buffer is on after the step."""
+        return _by_name(self.remaining)
+
+
+def _by_name(names: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for mesh, of_mesh in enumerate(names):
+        for name in of_mesh:
+            found[name] = (*found.get(name, ()), mesh)
+    return found
 
 
 def value_name(buffer: str) -> str:

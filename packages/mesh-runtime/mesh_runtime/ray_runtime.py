@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.export
@@ -27,16 +27,15 @@ from mesh_runtime.layout import HostTiles, Layout, Tiles, host_tiles, joined, pl
 from mesh_runtime.loaded_plan import LoadedPlan, plan_hash, value_types
 from mesh_runtime.order import check_schedule, value_name
 from mesh_runtime.ray_placement import RayMesh
-from mesh_runtime.ray_workers import RayOptions, RayWorkers
+from mesh_runtime.ray_workers import RayOptions, RayWorkers, Worker
 from mesh_runtime.remote_array import Buffer, RemoteArray, StaleArrayError, fetched
 from mesh_runtime.runtime import Array, Executable, ValueShardings
 from mesh_runtime.task_programs import check_tasks
 from mesh_runtime.trace import TRACE_MODES, TraceEvent
 from mesh_runtime.worker import ArrayType, WorkerProgram, WorkerStep
 
-SMALL = 1 << 16
-"""Bytes up to which an output that is no state comes back with the step: a loss is asked for every
-step, and asking costs a millisecond, as much as these bytes cost to send."""
+Shares: TypeAlias = dict[tuple[int, int], dict[str, HostTiles]]
+"""What each (mesh, host) is sent, by name."""
 
 
 class RayRuntime:
@@ -194,68 +193,31 @@ class RayRuntime:
     def step(self, batch: Mapping[str, Any]) -> dict[str, Array]:
         """Execute the schedule once on every worker; return handles of the outputs."""
         loaded = self._program()
-        bound: list[dict[str, int]] = [{} for _ in loaded.order.inputs]
-        moved, values = [], {}
-        for mesh, name in destinations(loaded.order, batch, "step"):
-            value = batch[name]
-            if self._holds(mesh, value):
-                bound[mesh][name] = value.buffer.number
-                continue
-            moved.append((mesh, name))
-            if name not in values:
-                values[name] = self._value(loaded, name, value)
         resident = {name: one for name, one in self._resident.items() if name not in batch}
-        for name, handle in resident.items():
-            for mesh in loaded.readers(name):
-                bound[mesh][name] = handle.buffer.number
-        shares = self._shares(loaded, moved, values)
-        for mesh, names in enumerate(loaded.order.inputs):
-            check_present(mesh, names, {*bound[mesh], *shares[mesh, 0]})
+        bound, shares = self._inputs(loaded, batch, resident)
         kept = {name: self.workers.new_number() for name in self._to_keep(loaded, resident)}
         returned = [name for name in loaded.outputs if name not in kept]
         self._number += 1
         released, origin = self.workers.take_released(), time.time()
-        results = self.workers.work(
-            "step",
-            [
-                (
-                    worker,
-                    (
-                        WorkerStep(
-                            plan=loaded.plan,
-                            number=self._number,
-                            bound=bound[worker.mesh],
-                            placed=shares[worker.mesh, worker.host],
-                            kept={
-                                name: number
-                                for name, number in kept.items()
-                                if worker.mesh in self._meshes_of(loaded, name)
-                            },
-                            returned=tuple(
-                                name for name in returned if worker.mesh == loaded.holders(name)[0]
-                            ),
-                            released=released,
-                            trace=self.trace_mode,
-                        ),
-                    ),
-                )
-                for worker in self.workers.workers
-            ],
-        )
-        self._note_overwritten(loaded, [*batch.items(), *resident.items()], bound)
-        tiles: dict[str, Tiles] = {}
-        for _, (given, _) in results:
-            for name, parts in given.items():
-                tiles.setdefault(name, []).extend(parts)
-        made = {
-            name: self._handle(
-                kept.get(name, 0),
-                self._meshes_of(loaded, name),
-                loaded.type_of(self._meshes_of(loaded, name)[0], name),
-                None if name in kept else joined(tiles[name]),
+
+        def work_of(worker: Worker) -> WorkerStep:
+            mesh = worker.mesh
+            meshes = {name: self._meshes_of(loaded, name) for name in kept}
+            return WorkerStep(
+                plan=loaded.plan,
+                number=self._number,
+                bound=bound[mesh],
+                placed=shares[mesh, worker.host],
+                kept={name: number for name, number in kept.items() if mesh in meshes[name]},
+                returned=tuple(name for name in returned if mesh == loaded.holders(name)[0]),
+                released=released,
+                trace=self.trace_mode,
             )
-            for name in (*kept, *returned)
-        }
+
+        calls = [(worker, (work_of(worker),)) for worker in self.workers.workers]
+        results = self.workers.work("step", calls)
+        self._note_overwritten(loaded, [*batch.items(), *resident.items()], bound)
+        made = self._outputs(loaded, kept, returned, results)
         self._keep_resident(loaded, resident, made)
         self._trace = self._events(loaded, results, origin)
         return {name: made[name] for name in loaded.outputs}
@@ -288,6 +250,29 @@ class RayRuntime:
         if self._loaded is None:
             raise RuntimeError("no schedule is loaded; call load() first")
         return self._loaded
+
+    def _inputs(
+        self, loaded: LoadedPlan, batch: Mapping[str, Any], resident: Mapping[str, RemoteArray]
+    ) -> tuple[list[dict[str, int]], Shares]:
+        """Return what each mesh has of a step's inputs, by number, and what each host is sent."""
+        bound: list[dict[str, int]] = [{} for _ in loaded.order.inputs]
+        moved: list[tuple[int, str]] = []
+        values: dict[str, NDArray[Any]] = {}
+        for mesh, name in destinations(loaded.order, batch, "step"):
+            value = batch[name]
+            if self._holds(mesh, value):
+                bound[mesh][name] = value.buffer.number
+                continue
+            moved.append((mesh, name))
+            if name not in values:
+                values[name] = self._value(loaded, name, value)
+        for name, handle in resident.items():
+            for mesh in loaded.readers(name):
+                bound[mesh][name] = handle.buffer.number
+        shares = self._shares(loaded, moved, values)
+        for mesh, names in enumerate(loaded.order.inputs):
+            check_present(mesh, names, {*bound[mesh], *shares[mesh, 0]})
+        return bound, shares
 
     def _holds(self, mesh: int, value: Any) -> bool:
         """Return whether a mesh has what a handle stands for; refuse one that is stale."""
@@ -325,11 +310,9 @@ class RayRuntime:
         loaded: LoadedPlan,
         placed: Iterable[tuple[int, str]],
         values: Mapping[str, NDArray[Any]],
-    ) -> dict[tuple[int, int], dict[str, HostTiles]]:
+    ) -> Shares:
         """Return, for each (mesh, host), its share of the values its mesh reads."""
-        shares: dict[tuple[int, int], dict[str, HostTiles]] = {
-            (worker.mesh, worker.host): {} for worker in self.workers.workers
-        }
+        shares: Shares = {(worker.mesh, worker.host): {} for worker in self.workers.workers}
         for mesh, name in placed:
             layout = loaded.layouts[mesh][value_name(name)]
             cut = host_tiles(values[name], layout, self.workers.meshes[mesh].num_hosts)
@@ -339,24 +322,17 @@ class RayRuntime:
 
     # ------------------------------------------------------------------ what a step leaves
 
-    def _to_keep(self, loaded: LoadedPlan, resident: Iterable[str]) -> list[str]:
-        """Return the buffers that stay on the workers: new state and large outputs."""
-        kept = dict.fromkeys(loaded.carry)
-        for name in loaded.outputs:
-            found = loaded.type_of(loaded.holders(name)[0], name)
-            size = np.prod(found.shape, dtype=np.int64) * jnp.dtype(found.dtype).itemsize
-            if size > SMALL:
-                kept[name] = None
+    def _to_keep(self, loaded: LoadedPlan, resident: Iterable[str]) -> tuple[str, ...]:
+        """Return the buffers that stay on the workers: also resident ones that are written anew."""
         replaced = set(loaded.carry.values())
-        for name in resident:
-            if name in loaded.written and name not in replaced and self._remains(loaded, name):
-                kept[name] = None
-        return list(kept)
+        anew = [
+            name
+            for name in resident
+            if name in loaded.written and name not in replaced and loaded.remains(name)
+        ]
+        return tuple(dict.fromkeys((*loaded.staying, *anew)))
 
-    def _remains(self, loaded: LoadedPlan, name: str) -> bool:
-        return all(name in loaded.order.remaining[mesh] for mesh in loaded.readers(name))
-
-    def _meshes_of(self, loaded: LoadedPlan, name: str) -> list[int]:
+    def _meshes_of(self, loaded: LoadedPlan, name: str) -> tuple[int, ...]:
         """Return the meshes that keep a buffer."""
         return loaded.readers(name) if name in self._resident else loaded.holders(name)
 
@@ -375,6 +351,26 @@ class RayRuntime:
                     "use what that step returned, or programs that donate nothing"
                 )
 
+    def _outputs(
+        self,
+        loaded: LoadedPlan,
+        kept: Mapping[str, int],
+        returned: Iterable[str],
+        results: Iterable[tuple[Worker, Any]],
+    ) -> dict[str, RemoteArray]:
+        """Return handles of what a step left on the workers, and of what it sent back."""
+        tiles: dict[str, Tiles] = {}
+        for _, (given, _) in results:
+            for name, parts in given.items():
+                tiles.setdefault(name, []).extend(parts)
+        made = {}
+        for name in (*kept, *returned):
+            meshes = self._meshes_of(loaded, name)
+            found = loaded.type_of(meshes[0], name)
+            value = None if name in kept else joined(tiles[name])
+            made[name] = self._handle(kept.get(name, 0), meshes, found, value)
+        return made
+
     def _keep_resident(
         self, loaded: LoadedPlan, resident: Iterable[str], made: Mapping[str, RemoteArray]
     ) -> None:
@@ -387,7 +383,7 @@ class RayRuntime:
             elif name in loaded.written:
                 if name in made:
                     kept[name] = made[name]
-            elif self._remains(loaded, name) and name not in loaded.overwritten:
+            elif loaded.remains(name) and name not in loaded.overwritten:
                 kept[name] = self._resident[name]
         self._resident = kept
 

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import re
+import socket
 import time
 import warnings
 import weakref
@@ -302,14 +303,34 @@ def _connect(ray: Any, options: RayOptions, cpus: float) -> bool:
         return False
     settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
     settings["logging_level"] = logging.ERROR
-    if options.address in (None, "local") and not os.environ.get("RAY_ADDRESS"):
+    address = options.address or os.environ.get("RAY_ADDRESS", "local")
+    if address == "local":
         # Host devices share the machine's cores however many processes hold them.
         settings["num_cpus"] = max(os.cpu_count() or 1, int(cpus + 0.999))
         # Ray runs workers at niceness 15, where another busy process leaves a step 5 % of a core.
         os.environ.setdefault("RAY_worker_niceness", "0")
+    else:
+        _check_reachable(address)
     with _quiet_forks():
-        ray.init(address=options.address, **settings)
+        try:
+            ray.init(address=address, **settings)
+        except Exception as error:
+            raise WorkerError(f"Ray gave no cluster at {address}: {error}") from error
     return True
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse an address "host:port" where nobody listens; Ray itself takes minutes to say so."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise WorkerError(
+            f"no Ray cluster answers at {address}: {error}; start one there (ray start --head), or "
+            "leave the address out for a cluster of this machine"
+        ) from error
 
 
 @contextmanager

@@ -96,6 +96,11 @@ class ArrayType:
     dtype: str
     layout: Layout
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole array."""
+        return int(np.prod(self.shape, dtype=np.int64)) * jax.numpy.dtype(self.dtype).itemsize
+
 
 TaskTypes: TypeAlias = dict[str, tuple[list[ArrayType], list[ArrayType]]]
 """What each task takes and gives."""

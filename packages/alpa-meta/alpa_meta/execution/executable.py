@@ -69,7 +69,8 @@ class Executable:
             for task in planned.tasks.tasks
         }
         self._runtime = self._places.runtime
-        carry = self.planned.tasks.carry
+        graph, carry = self.planned.tasks.graph, self.planned.tasks.carry
+        read = set(graph.inputs)
         with no_mesh():
             held = self._held()
             names = self._output_names()
@@ -81,11 +82,9 @@ class Executable:
                 },
                 shardings=self._shardings(),
                 outputs=names,
-                carry={name: carry[name] for name in names if name in carry},
+                carry={name: carry[name] for name in names if carry.get(name) in read},
             )
-        self._homes = dict(
-            zip(self.planned.tasks.graph.inputs, self.planned.tasks.graph.home, strict=True)
-        )
+        self._homes = dict(zip(graph.inputs, graph.home, strict=True))
         self._where = self._input_places()
         self._statistics = self._compiled_statistics()
 

@@ -37,7 +37,7 @@ class RayPool:
         if found is None or found.closed:
             try:
                 found = self._workers[meshes] = RayWorkers(meshes, self.options)
-            except (WorkerError, ConnectionError) as error:
+            except WorkerError as error:
                 raise PlanError(f"no workers for the plan on Ray: {error}") from error
         return found
 
