@@ -21,7 +21,7 @@ from alpa_meta.options import Options
 
 def is_distributed() -> bool:
     """Return whether this process is one of several of `jax.distributed`."""
-    return jax.process_count() > 1
+    return bool(jax.process_count() > 1)
 
 
 def check_stages(options: Options) -> None:
