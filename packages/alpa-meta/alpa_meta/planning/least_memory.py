@@ -116,6 +116,8 @@ def _least_bytes(
 ) -> float:
     """Return the bytes by the programs of a short step; UnlikeCopiesError if they cannot tell."""
     counts = _counts(step, options, short)
+    if isinstance(short, ShortStep) and any(short.program(count).inexact for count in counts):
+        raise UnlikeCopiesError  # the mean of its microbatches is another program
     state = sum(
         array_bytes(leaf.aval)
         for leaf in step.program(1).inputs
