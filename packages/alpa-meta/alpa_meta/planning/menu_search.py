@@ -28,6 +28,7 @@ from alpa_interchange.menu import (
     JointProblem,
     LayerMenu,
 )
+from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
 from alpa_meta.inter_op.meshes import device_groups, usable_memory
 from alpa_meta.inter_op.row_lines import Sized
@@ -200,37 +201,51 @@ def _sized(
     cluster: ClusterSpec,
     options: Options,
 ) -> dict[str, list[Sized]] | None:
-    """Return the program at these sizes, as far as the batch can be cut so and all have the same
-    equations.
+    """Return the program at these sizes, as far as the batch can be cut so and all have the
+    equations of the largest.
 
     Raises UnlikeCopiesError where a short step cannot stand for the whole one.
     """
     sized: dict[str, list[Sized]] = {}
+    largest: Program | None = None
     like: Program | None = None
-    for size in sizes:
-        count = batch // size
-        if options.num_microbatches is None and refusal(step, count, options):
-            continue
-        program = step.program(count)
-        if program.left_out and program.inexact:
-            raise UnlikeCopiesError  # what may run as the mean of its microbatches is traced anew
-        for kind in _kinds(program, options):
-            chosen = options if options.recompute else evolve(options, recompute=kind)
-            found = outlook_in_pieces(program, chosen, cluster, like=like) or outlook_of(
-                program, chosen, cluster, like=like
-            )
-            outlook = found[0]
-            like = like or outlook.program
-            base = sized["none"][0].outlook.window if sized else outlook.window
-            if outlook.window.classes == base.classes:
-                sized.setdefault(kind, []).append(Sized(size, kind, outlook))
-    return {kind: _like_the_largest(found) for kind, found in sized.items()} or None
+    for wanted in reversed(sizes):
+        for size in _at_least(wanted, batch):
+            count = batch // size
+            if options.num_microbatches is None and refusal(step, count, options):
+                break
+            program = step.program(count)
+            if program.left_out and program.inexact:
+                raise UnlikeCopiesError  # the mean of its microbatches is traced anew
+            largest = largest or program
+            if program.averaged and not same_equations(program.jaxpr.eqns, largest.jaxpr.eqns):
+                continue
+            found = {}
+            for kind in _kinds(program, options):
+                chosen = options if options.recompute else evolve(options, recompute=kind)
+                outlook, _ = outlook_in_pieces(program, chosen, cluster, like=like) or outlook_of(
+                    program, chosen, cluster, like=like
+                )
+                like = like or outlook.program
+                if kind not in sized or _alike(outlook, sized[kind][0].outlook):
+                    found[kind] = Sized(size, kind, outlook)
+            if found:
+                for kind, one in found.items():
+                    sized.setdefault(kind, []).insert(0, one)
+                break
+    return sized or None
 
 
-def _like_the_largest(sized: Sequence[Sized]) -> list[Sized]:
-    """Return the sizes whose windows have the equations of the largest one."""
-    last = sized[-1].outlook.window.staging.eqns
-    return [one for one in sized if same_equations(one.outlook.window.staging.eqns, last)]
+def _at_least(size: int, batch: int) -> list[int]:
+    """Return a microbatch size and the next two that divide the batch: the program of one example
+    may lack equations of all others."""
+    return [size, *(k for k in range(size + 1, batch) if batch % k == 0)][:3]
+
+
+def _alike(outlook: Outlook, other: Outlook) -> bool:
+    """Return whether two sizes of a program have the same layers and equations."""
+    mine, its = outlook.window, other.window
+    return mine.classes == its.classes and same_equations(mine.staging.eqns, its.staging.eqns)
 
 
 def _kinds(program: Program, options: Options) -> tuple[str, ...]:

@@ -111,16 +111,18 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     if prospects and options.num_stages is None:
         counts = [options.num_microbatches or 1]
         options = evolve(options, num_stages=1)
+    elif not searched:
+        counts = counts[:1]  # on one device, or as one stage, fewer microbatches are never slower
     while counts and not (prospects and (options.num_stages or 0) > 1):
         known = len(prospects)
         consider(functools.partial(plan_by_ranges, counts, step, cluster, options))
+        if len(prospects) == known and not searched:
+            searched = True  # the menu has all numbers of microbatches, and recomputation
+            alone = evolve(options, num_microbatches=1) if uncut or step.uncut else options
+            consider(functools.partial(_from_menu, step, model, alone))
         if len(prospects) > known:
             break
         counts = [] if prospects else larger_counts(max(counts), step, options)
-    if not prospects and not searched and options.recompute is None:
-        # what each layer recomputes is chosen from the menu only
-        alone = evolve(options, num_microbatches=1) if uncut or step.uncut else options
-        consider(lambda: _from_menu(step, model, alone))
     best = _finished(prospects, failed)
     if best is None:
         least = min(failed, key=lambda error: error.missing_bytes or math.inf)  # 0: not known
