@@ -192,6 +192,7 @@ class LayerCosts:
         self._last: tuple[tuple[int, ...], Mapping[str, float]] | None = None
         self._floors: dict[int, np.ndarray] = {}
         self._least: dict[int, np.ndarray] = {}
+        self._kept_least: dict[int, np.ndarray] = {}
         self._kinds: dict[str, tuple[Redone, _Gathered, _Gathered]] = {}
         self._bytes = {
             name: self._gathered([facts.held[name] for facts in self._sizes]) for name in HELD
@@ -307,9 +308,31 @@ class LayerCosts:
 
     def least_kept(self, layer: int, kind: str, size: int = 0) -> float:
         """Return the least bytes that one microbatch keeps of a layer."""
+        if kind == "none" and not self.facts.scope.eqns.kept:
+            return float(self._least_alive(size)[layer])
         kept = self._bytes["activations"] if kind == "none" else self._recomputed(kind)[2]
         by_node, rest = self._layer_bytes([kept], layer, size)
         return rest + sum(float(one.min()) for one in by_node.values())
+
+    def _least_alive(self, size: int) -> np.ndarray:
+        """Return [layers] the least bytes of activations that are in memory, where both passes are
+        one program, when most of them are."""
+        if size not in self._kept_least:
+            memory = self.selection.memory
+            spans = [
+                (one.start, one.stop, one.count, least)
+                for one, least in zip(memory.spans, memory.least(size).tolist(), strict=True)
+                if one.kind == KINDS.index("activations")
+            ]
+            start, stop, count, least = np.array(spans, dtype=float).reshape(-1, 4).T
+            alive = [float(least[(start <= t) & (t < stop)].sum()) for t in start]
+            at = start[int(np.argmax(alive))] if alive else 0.0
+            held = (start <= at) & (at < stop)
+            made = np.searchsorted(np.array(self.selection.times), start[held], side="right") - 1
+            layers = self.facts.layers[np.maximum(made, 0)]
+            each = least[held] / count[held]
+            self._kept_least[size] = np.bincount(layers, each, self.num_layers)
+        return self._kept_least[size]
 
     def layer_bytes(
         self, layer: int, names: Sequence[str], size: int = 0

@@ -183,7 +183,9 @@ class FloorSource:
         numbers = [int(name) for name in alone[0].node_names]
         wrong = np.concatenate([samples % problem.splits[n] != 0 for n in numbers])
         node_cost = self._at([one.node_cost for one in alone], samples)
-        state, rest = problem.costs.layer_bytes(layer, ("state", "gradients"))
+        # of a single microbatch, gradients come where activations go
+        held = ("state", "gradients") if samples < self.batch else ("state",)
+        state, rest = problem.costs.layer_bytes(layer, held)
         counts = alone[0].num_strategies.tolist()
         by_node = [state.pop(n, np.zeros(k)) for n, k in zip(numbers, counts, strict=True)]
         return _Ways(

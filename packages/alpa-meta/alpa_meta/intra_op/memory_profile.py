@@ -123,6 +123,17 @@ class MemoryProfile:
         usage[KINDS.index("temporaries")] += self._copied(choice, size)
         return usage
 
+    def least(self, size: int = 0) -> np.ndarray:
+        """Return [spans] the least bytes per device of each under any strategy."""
+        table, counts = self._tables[size], self._counts[self._node]
+        found: np.ndarray = np.array(
+            [
+                table[start : start + count].min()
+                for start, count in zip(self._offset.tolist(), counts.tolist(), strict=True)
+            ]
+        )
+        return found
+
     def peak(self, choice: Sequence[int]) -> Peak:
         """Return where and what the most memory is under a choice."""
         return self.peak_of(self.usage(choice))
