@@ -227,7 +227,7 @@ def _sized(
                     program, chosen, cluster, like=like
                 )
                 like = like or outlook.program
-                if kind not in sized or _alike(outlook, sized[kind][0].outlook):
+                if _alike(outlook, sized[kind][0].outlook if kind in sized else outlook):
                     found[kind] = Sized(size, kind, outlook)
             if found:
                 for kind, one in found.items():
@@ -243,7 +243,8 @@ def _at_least(size: int, batch: int) -> list[int]:
 
 
 def _alike(outlook: Outlook, other: Outlook) -> bool:
-    """Return whether two sizes of a program have the same layers and equations."""
+    """Return whether two sizes of a program have the same layers and equations; UnlikeCopiesError
+    where a short program cannot tell."""
     mine, its = outlook.window, other.window
     return mine.classes == its.classes and same_equations(mine.staging.eqns, its.staging.eqns)
 
