@@ -22,7 +22,9 @@ from stage_dp.menu_table import BACKWARD, FORWARD, STEP, Array
 from stage_dp.schedules import ScheduleRule
 
 MAX_SWEEPS = 6  # per search over limits
-NEAR = 2e-3  # beyond the best plan, of pipelines that are kept to be solved exactly
+# Beyond the best plan, of pipelines that are kept to be made better by small changes. With 0.2 % a
+# perceptron of 4 layers on 16 V100 missed a plan that is 3 % faster.
+NEAR = 0.1
 SHARE_FORWARD = 1 / 3  # of a stage's time where only the whole is known (three products in all)
 
 Chain = list[tuple[int, int, int]]
@@ -87,7 +89,7 @@ class Guide:
         """
         best: dict[str, Scored] = {}
         for number in range(rounds):
-            found = self._least(limit)
+            found = self._least(limit * (1 + NEAR))
             if not found:
                 break
             new = False

@@ -309,7 +309,7 @@ class _Search:
         self.binding |= guide.binding
         for setting in settings:
             best = found.get(setting.rule.name)
-            if best is None or best.step_seconds >= self.limit:
+            if best is None:
                 continue
             # Quick scores may be low by a little.
             setting.best = score([best.stages], best.rule, costs.table, self.links)
