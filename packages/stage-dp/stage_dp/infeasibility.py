@@ -23,5 +23,6 @@ def check_bound(bound: float, step_seconds: float, what: str) -> None:
     """Raise BoundError if a plan is below a bound that holds for it, beyond rounding."""
     if step_seconds < bound * (1 - 1e-9):
         raise BoundError(
-            f"{what} takes {step_seconds!r} s, below the bound of {bound!r} s proven for it"
+            f"{what} takes {step_seconds!r} s, below the bound of {bound!r} s proven for it: the "
+            "proof or the costs are wrong; please report it with the step and the cluster"
         )
