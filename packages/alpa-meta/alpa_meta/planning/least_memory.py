@@ -37,7 +37,7 @@ from alpa_meta.compat import Atom, Var, is_drop, subjaxprs
 from alpa_meta.errors import InfeasibleError
 from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layering import tensor_bytes
-from alpa_meta.inter_op.short_step import KEPT, ShortStep
+from alpa_meta.inter_op.short_step import ShortStep
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
 from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.intra_op.liveness import KINDS
@@ -47,7 +47,7 @@ from alpa_meta.operators import operator_of
 from alpa_meta.options import Options
 from alpa_meta.planning.memory_floor import array_bytes, enough_devices, room
 from alpa_meta.planning.microbatch_counts import refusal
-from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of, short_step_of
+from alpa_meta.planning.outlooks import by_short_step, outlook_in_pieces, outlook_of, short_step_of
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
@@ -101,14 +101,11 @@ def least_bytes(step: Step, model: CostModel, options: Options, enough: float) -
     What fits in `enough` need not be known better. Repeated layers are looked at once, where the
     step without them can stand for it.
     """
-    for kept in KEPT:
-        short = short_step_of(step, options, model.cluster, kept)
-        if short is not None:
-            try:
-                return _least_bytes(short, step, model, options, enough)
-            except UnlikeCopiesError:
-                continue
-    return _least_bytes(step, step, model, options, enough)
+
+    def look(short: Step | ShortStep) -> float:
+        return _least_bytes(short, step, model, options, enough)
+
+    return by_short_step(step, options, model.cluster, look)
 
 
 def _least_bytes(

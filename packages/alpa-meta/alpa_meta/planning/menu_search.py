@@ -32,13 +32,13 @@ from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
 from alpa_meta.inter_op.meshes import device_groups, usable_memory
 from alpa_meta.inter_op.row_lines import Sized
-from alpa_meta.inter_op.short_step import KEPT, ShortStep
+from alpa_meta.inter_op.short_step import ShortStep
 from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.intra_op.other_sizes import same_equations
 from alpa_meta.operators.regions import is_scan
 from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.planning.microbatch_counts import refusal
-from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of, short_step_of
+from alpa_meta.planning.outlooks import by_short_step, outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
@@ -183,15 +183,9 @@ def sized_programs(
         sizes: tuple[int, ...] = (batch // options.num_microbatches,)
     else:
         sizes = menu_sizes(batch, cluster.num_devices)
-    for kept in KEPT:
-        short = short_step_of(step, options, cluster, kept)
-        if short is None:
-            break
-        try:
-            return _sized(short, batch, sizes, cluster, options)
-        except UnlikeCopiesError:
-            continue
-    return _sized(step, batch, sizes, cluster, options)
+    return by_short_step(
+        step, options, cluster, lambda short: _sized(short, batch, sizes, cluster, options)
+    )
 
 
 def _sized(

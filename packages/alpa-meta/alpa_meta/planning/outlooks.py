@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 from attrs import evolve
 
@@ -21,8 +23,11 @@ from alpa_meta.inter_op.recomputation import chosen_recomputation, recomputed
 from alpa_meta.inter_op.scan_stages import cut_evenly
 from alpa_meta.inter_op.short_step import KEPT, ShortStep, short_step
 from alpa_meta.inter_op.staging import assign_stages
+from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.options import Options
 from alpa_meta.step.program import Program, Step
+
+Found = TypeVar("Found")
 
 
 def outlook_of(
@@ -76,6 +81,24 @@ def short_step_of(
         step.short[key] = short_step(step, layering, options.pins, chosen, kept)
     found: ShortStep | None = step.short[key]
     return found
+
+
+def by_short_step(
+    step: Step,
+    options: Options,
+    cluster: ClusterSpec,
+    look: Callable[[Step | ShortStep], Found],
+) -> Found:
+    """Return what `look` finds in `step` without most of its repeated layers, where that can stand
+    for it, else in the whole step; `look` raises UnlikeCopiesError where a short step cannot."""
+    for kept in KEPT:
+        short = short_step_of(step, options, cluster, kept)
+        if short is not None:
+            try:
+                return look(short)
+            except UnlikeCopiesError:
+                continue
+    return look(step)
 
 
 @functools.lru_cache(maxsize=4)  # asked for every microbatch size
