@@ -26,9 +26,9 @@ from alpa_interchange.menu import Affine, AxisPart, JointProblem, LayerRow, Mesh
 from alpa_meta.compat import JaxprEqn, Literal
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.candidates import Outlook
-from alpa_meta.inter_op.layer_costs import state_by_layer, state_layers
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.meshes import device_groups
+from alpa_meta.inter_op.scope_facts import state_by_layer, state_layers
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.options import Options
 from alpa_meta.planning.menu_search import MenuSearch, boundary_of
