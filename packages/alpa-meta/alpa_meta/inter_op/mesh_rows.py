@@ -4,7 +4,7 @@ One selection problem of the program's window is built on the mesh, at a microba
 its devices can share, and priced at the other sizes of the menu (`other_sizes`).
 
     fewer samples     the problem without the strategies that split more examples than there are
-    prices of memory  leaner choices, where memory is short                   -> _add_leaner()
+    prices of memory  leaner choices, where memory is short                   -> LEAN_WEIGHTS
     recomputation     the same choices, some equations of which run again     -> LayerCosts.under()
 """
 
@@ -24,10 +24,11 @@ from alpa_interchange.menu import Affine, AxisPart, LayerRow, MeshMenu
 from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.candidates import input_pins, solve_lean, totals_share
 from alpa_meta.inter_op.layer_boundaries import Boundary
-from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts, state_by_layer, state_layers
+from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
 from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.row_lines import RowLine, Sized, axis_parts, minus, without
+from alpa_meta.inter_op.scope_facts import state_by_layer, state_layers
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.bucketed_traffic import conversion_steps
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
 LEAN_WEIGHTS = (10.0, 1.0, 0.1)
 # Of a choice's seconds: the last proofs take half the time, and what is chosen is solved exactly.
 ROW_TOLERANCE = 0.003
-# Of the bytes held: neighbours that differ by less may do without another. With 0, 16 layers of
-# 2560 on 8 V100 have the same 69 rows, with twice as much 67; plan and CPU seconds are the same.
-WORTH_A_PRICE = 0.05
 # Rows that differ by less than these shares are one: a search takes as long as there are pairs of
 # rows, and of the 30 that GPT-39B's layers have on 4x8 devices, 12 differed in the fourth digit.
 SAME_SECONDS, SAME_BYTES = 0.002, 0.02
@@ -220,27 +218,12 @@ class MeshRows:
         held = self._add(problem, parts, found, "free", memory, share)
         if held <= TIGHT * memory:
             return False
-        self._add_leaner(problem, selection, parts, found, memory, share, {0.0: held})
-        return True
-
-    def _add_leaner(
-        self,
-        problem: MeshProblem,
-        selection: Selection,
-        parts: int,
-        free: ShardingSolution,
-        memory: float,
-        share: float,
-        held: dict[float, float],
-    ) -> None:
-        """Add the rows of choices where memory has a price; `held` are the bytes by price."""
         for weight in LEAN_WEIGHTS:
-            lean = solve_lean(selection, free, weight, self.builder.options, ROW_TOLERANCE)
+            lean = solve_lean(selection, found, weight, self.builder.options, ROW_TOLERANCE)
             if lean.choice is None:
-                return
-            held[weight] = self._add(problem, parts, lean, f"lean{weight:.2g}", memory, share)
-            if _widest(held) <= WORTH_A_PRICE * held[0.0]:
-                return
+                break
+            self._add(problem, parts, lean, f"lean{weight:.2g}", memory, share)
+        return True
 
     def _add(
         self,
@@ -407,11 +390,6 @@ class MeshRows:
         samples = problem.main.samples
         each = [(Affine(0.0, float(a)), Affine(0.0, float(b))) for a, b in sent / samples]
         return Affine(0.0, seconds / samples), axis_parts(each)
-
-
-def _widest(held: Mapping[float, float]) -> float:
-    """Return the most by which the bytes held at neighbouring prices differ."""
-    return max(held[less] - held[more] for less, more in itertools.pairwise(sorted(held)))
 
 
 def _line_ends(sizes: Sequence[Sized], split: int) -> tuple[Sized, Sized]:
