@@ -27,9 +27,9 @@ from alpa_meta.options import Options
 from alpa_meta.pinning import Pin, UnfitPinError
 from cost_model import CostModel
 
-# Between the microbatch sizes that problems are built at: a host's devices, mostly. The menus of 16
-# layers of 2560 on 8 V100 take as long with half and double, but give 5.59 s a step instead of
-# 5.82: three prices of memory find other rows at other sizes.
+# Between the microbatch sizes that problems are built at: a host's devices, mostly. With half and
+# double, LLaMA-8B on 8 H100, 16 layers of 2560 on 8 V100 and 24 of 2048 on 16 H100 get plans within
+# 0.02 % of the same step time, in as many CPU seconds.
 SIZE_RATIO = 8
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from alpa_meta.inter_op.layer_boundaries import boundaries
 from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
-from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
+from alpa_meta.inter_op.meshes import logical_meshes, submeshes
 from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.options import Options
 from alpa_meta.planning.outlooks import outlook_of
@@ -50,8 +50,8 @@ def _builder(sizes, kinds=("none",), **options):
     return MenuBuilder({k: _sized(sizes, k) for k in kinds}, MODEL, Options(**options), BATCH)
 
 
-def _menu_of(builder, memory):
-    submesh = whole_cluster(MODEL.cluster)
+def _menu_of(builder, memory, devices=4):
+    (submesh,) = (one for one in submeshes(MODEL.cluster) if one.num_devices == devices)
     meshes = [(submesh, mesh) for mesh in logical_meshes(MODEL, submesh, 1)]
     return menu_of(builder, meshes, [memory])
 
@@ -120,11 +120,12 @@ def test_floors_are_below_every_row():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "memory"), [((1, 8, 32), 80e9), ((1, 8, 32), 5e7), ((1, 8), 80e9)]
+    ("sizes", "memory", "devices"),
+    [((1, 8, 32), 80e9, 4), ((1, 8, 32), 5e7, 4), ((1, 8), 80e9, 4), ((1, 8, 32), 5e7, 2)],
 )
-def test_floors_of_a_microbatch_are_below_its_rows_in_seconds_and_memory(sizes, memory):
+def test_floors_of_a_microbatch_are_below_its_rows_in_seconds_and_memory(sizes, memory, devices):
     builder = _builder(sizes)
-    (menu,) = _menu_of(builder, memory).meshes
+    (menu,) = _menu_of(builder, memory, devices).meshes
     tight = False
     for number, rows in enumerate(menu.rows):
         for samples in (1, 2, 4, 8, 16, 32):
