@@ -39,9 +39,13 @@ from stage_dp.cell_bounds import RowArrays, hull_prices
 from stage_dp.joint_sweep import NEVER
 from stage_dp.menu_table import Array, Index
 
-EVENED = 5  # times that weights are evened out, of which the best is taken
+# Times that weights are evened out, of which the best is taken: GPT-1.3B on 4 V100 has the same
+# bound with 2 and with 12.
+EVENED = 5
 HALVED = 16  # times that the step time is halved in: to some 1e-4 of it
-MAX_RARE = 4  # layers of rare classes that are placed; of more they count as seconds on the mean
+# Layers of rare classes that are placed; of more they count as seconds on the mean. With 1 the gap
+# of GPT-1.3B is 4.90 % instead of 4.86 %, with 7 the same.
+MAX_RARE = 4
 
 
 def in_flight_least(num_meshes: int, count: int, mesh: int) -> int:

@@ -1,7 +1,7 @@
 """The schedule of a plan, simulated with the times that the plan predicts.
 
-The simulated step is the plan's own step time where stages read from their neighbours only and no
-scalar of several stages is computed in the update: both are the longest path through one schedule.
+The simulated step is the plan's own step time where stages read from their neighbours only: both
+are the longest path through one schedule.
 """
 
 from __future__ import annotations
@@ -72,14 +72,16 @@ def _boundary(instruction: Instruction, mesh: int, num_meshes: int) -> int | Non
 def _task_seconds(plan: ParallelPlan) -> dict[str, float]:
     """Return the predicted seconds of one run of each task.
 
-    Where a stage has no task of its own for a phase, another task does that work.
+    Where a stage has no task of its own for a phase, another task does that work. Of an update in
+    several tasks, between which a scalar of all stages is known (the norm of all gradients), the
+    first takes the seconds: plans do not count that stages wait for each other there.
     """
-    tasks: dict[int, dict[str, set[str]]] = {}
+    tasks: dict[int, dict[str, dict[str, None]]] = {}  # names in the order in which they run
     for program in plan.schedule.programs:
         for instruction in program:
             if instruction.kind == "run":
                 phases = tasks.setdefault(instruction.stage, {})
-                phases.setdefault(instruction.phase, set()).add(instruction.task)
+                phases.setdefault(instruction.phase, {})[instruction.task] = None
     seconds: dict[str, float] = {}
     for stage, phases in tasks.items():
         candidate = plan.stage_plan.stages[stage].candidate
@@ -100,6 +102,7 @@ def _task_seconds(plan: ParallelPlan) -> dict[str, float]:
         if "update" not in phases:
             per_phase["backward"] += per_phase.pop("update")
         for phase, names in phases.items():
-            for name in names:
-                seconds[name] = per_phase.get(phase, 0.0) / len(names)
+            working = list(names)[:1] if phase == "update" else list(names)
+            share = per_phase.get(phase, 0.0) / len(working)
+            seconds |= {name: share if name in working else 0.0 for name in names}
     return seconds

@@ -1,13 +1,18 @@
 """The event simulator and the search's own step time are one model: equal to 1e-9."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_interchange.schedule import TaskGraph, TaskSpec
-from alpa_meta.report.predicted_events import predicted_events
-from cost_model import simulate
+from alpa_meta.options import Options
+from alpa_meta.planning import planner
+from alpa_meta.report.predicted_events import predicted_events, predicted_simulation
+from alpa_meta.step.program import Step
+from cost_model import cluster, simulate
 from stage_dp import SCHEDULE_RULES, SCHEDULES, adaptive_warmups, emit, order, pipeline_time
 
 
@@ -86,3 +91,30 @@ def test_transfers_take_the_seconds_of_their_boundary(make_plan):
     sends = [event for event in predicted_events(plan) if event.instruction.kind == "send"]
     assert len(sends) == 8  # an activation forwards and a cotangent backwards, 4 microbatches
     assert all(event.stop - event.start == pytest.approx(7e-4) for event in sends)
+
+
+def test_a_norm_of_all_gradients_does_not_part_the_simulated_step_from_the_plans():
+    def clipped_step(weights, batch):
+        def loss(weights):
+            x = batch
+            for weight in weights:
+                x = jnp.tanh(x @ weight)
+            return jnp.mean(x**2)
+
+        gradients = jax.grad(loss)(weights)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients))
+        return [w - 0.1 * g / norm for w, g in zip(weights, gradients, strict=True)]
+
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
+    step = Step(clipped_step, (weights, jax.ShapeDtypeStruct((16, 64), jnp.float32)))
+    plan = planner.make_plan(
+        step, cluster("h100:2"), Options(cache=False, num_stages=2, num_microbatches=4)
+    ).plan
+    updates = {
+        instruction.task
+        for program in plan.schedule.programs
+        for instruction in program
+        if instruction.kind == "run" and instruction.phase == "update"
+    }
+    assert len(updates) > 2  # each stage waits in its update for the norm
+    assert predicted_simulation(plan).step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
