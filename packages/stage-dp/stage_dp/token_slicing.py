@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from alpa_interchange.check import non_negative, positive
@@ -129,7 +129,9 @@ def slice_tokens(problem: TokenProblem) -> TokenPlan:
             for plan in sorted(plans, key=lambda p: plans[p])[:PLANS_SCORED]
         )
         found, plan = _improved(problem, found, plan, units)
-        bound = float(_Sweep.of(units, np.array([math.inf])).sums[0]) * max(problem.stage_scale)
+        sizes = np.arange(1, len(units.seconds) + 1)
+        least = float(_Sweep.of(units, np.array([math.inf]), sizes).sums[0])
+        bound = least * max(problem.stage_scale)
     largest = max(b * (j - i) for b, i, j in plan) * problem.tokens_per_cell
     return TokenPlan(
         groups=_groups(problem, plan),
@@ -204,7 +206,7 @@ class _Units:
 def _search(problem: TokenProblem, units: _Units) -> dict[Plan, float]:
     """Return the plans met with their T of the module docstring; the least is the optimum of T.
 
-    The limits still open are kept as pieces: their values, and the least sum for a limit above all
+    The limits still open are kept as pieces: their values, and the least sums for a limit above all
     of them. Each round cuts every piece in several places and sweeps once for all of those limits.
     """
     scale = max(problem.stage_scale)
@@ -221,36 +223,50 @@ def _search(problem: TokenProblem, units: _Units) -> dict[Plan, float]:
 
     for plan in _uniform(units):
         score(plan)
-    sweep = _Sweep.of(units, np.array([math.inf]))
+    sweep = _Sweep.of(units, np.array([math.inf]), np.arange(1, len(units.seconds) + 1))
     total = float(sweep.sums[0])
     if math.isinf(total):
         return {}
     slowest = score(sweep.plan(0))
     most = (min(found.values()) / scale - total) / extra if extra > 0 else -math.inf
-    pieces = [(units.below(min(slowest, most)), total)]
+    pieces = [_Piece(units.below(min(slowest, most)), sweep.sums_with(0))]
     while True:
         least = min(found.values()) / scale * (1 - 1e-12)
-        pieces = [
-            (kept, total)
-            for values, total in pieces
-            if len(kept := values[total + extra * values < least])
-        ]
+        pieces = [kept for one in pieces if len((kept := one.below(least, extra)).values)]
         if not pieces:
             return found
-        tops: list[tuple[Array, float]] = []
+        tops: list[_Piece] = []
         under: list[tuple[float, Array]] = []  # each limit with the values down to the next one
-        for values, total in pieces:
+        for piece in pieces:
             above = -math.inf
-            for limit in _cuts(values, max(1, LIMITS_PER_SWEEP // len(pieces))).tolist():
-                under.append((limit, values[(values > above) & (values <= limit)]))
+            for limit in _cuts(piece.values, max(1, LIMITS_PER_SWEEP // len(pieces))).tolist():
+                between = (piece.values > above) & (piece.values <= limit)
+                under.append((limit, piece.values[between]))
                 above = limit
-            tops.append((values[values > above], total))
-        sweep = _Sweep.of(units, np.array([limit for limit, _ in under]))
+            tops.append(evolve(piece, values=piece.values[piece.values > above]))
+        sizes = 1 + np.flatnonzero(np.isfinite([piece.sums for piece in pieces]).any(axis=0))
+        sweep = _Sweep.of(units, np.array([limit for limit, _ in under]), sizes)
         pieces = tops
         for q, (total, (_, values)) in enumerate(zip(sweep.sums.tolist(), under, strict=True)):
             if total + extra * float(values.min()) < least:
                 # Limits from the slowest unit used up to this one allow the same units.
-                pieces.append((values[values < score(sweep.plan(q))], total))
+                values = values[values < score(sweep.plan(q))]
+                pieces.append(_Piece(values, sweep.sums_with(q)))
+
+
+@frozen
+class _Piece:
+    """Limits still open, and [microbatch sizes] the least sums, for a limit above them all, of
+    plans with units of each size; infinite where they cannot win."""
+
+    values: Array
+    sums: Array
+
+    def below(self, least: float, extra: float) -> _Piece:
+        """Return the limits and sizes whose T may be below `least`."""
+        values = self.values[float(self.sums.min()) + extra * self.values < least]
+        smallest = float(values.min()) if len(values) else math.inf
+        return _Piece(values, np.where(self.sums + extra * smallest < least, self.sums, math.inf))
 
 
 def _cuts(values: Array, count: int) -> Array:
@@ -264,11 +280,13 @@ def _cuts(values: Array, count: int) -> Array:
 class _Sweep:
     """S and g of the module docstring for many limits, by which their plans are found.
 
-    `best` [microbatch sizes, positions, limits], `total` [samples + 1, limits].
+    `sizes` [sizes swept]: the samples of their units. `best` [sizes swept, positions, limits],
+    `total` [samples + 1, limits].
     """
 
     units: _Units
     limits: Array
+    sizes: NDArray[np.int64]
     width: int  # most cells of a unit that any of the limits allows
     best: Array
     total: Array
@@ -279,27 +297,35 @@ class _Sweep:
         sums: Array = self.total[-1]
         return sums
 
+    def sums_with(self, q: int) -> Array:
+        """Return [microbatch sizes] the least sum for limit `q` of plans with units of each size;
+        infinite for sizes not swept."""
+        found = np.full(len(self.units.seconds), np.inf)
+        found[self.sizes - 1] = self.best[:, -1, q] + self.total[self.units.samples - self.sizes, q]
+        return found
+
     @classmethod
-    def of(cls, units: _Units, limits: Array) -> _Sweep:
-        """Return the sweep of all limits at once."""
-        sizes, positions, _ = units.seconds.shape
-        reached = units.seconds <= limits.max()
+    def of(cls, units: _Units, limits: Array, sizes: NDArray[np.int64]) -> _Sweep:
+        """Return the sweep of all limits and some microbatch sizes at once."""
+        seconds = units.seconds[sizes - 1]
+        positions = seconds.shape[1]
+        reached = seconds <= limits.max()
         last = positions - 1 - reached[:, :, ::-1].argmax(axis=2)
-        width = max(1, int((last - np.arange(positions)).max()))
-        best = np.full((sizes, positions, len(limits)), np.inf)
+        widths = np.maximum(1, (last - np.arange(positions)).max(axis=1))
+        best = np.full((len(sizes), positions, len(limits)), np.inf)
         best[:, 0] = 0.0
-        for i in range(positions - 1):
-            unit = units.seconds[:, i, i + 1 : i + 1 + width, None]
-            through = np.where(unit <= limits, unit, np.inf)
-            through += best[:, i, None]
-            after = best[:, i + 1 : i + 1 + width]
-            np.minimum(after, through, out=after)
+        for power in range(int(sizes[-1]).bit_length()):
+            # Units of four times the samples have about a fourth of the cells.
+            alike = slice(*np.searchsorted(sizes, (4**power, 4 ** (power + 1))))
+            if alike.start < alike.stop:
+                _walk(seconds[alike], limits, int(widths[alike].max()), best[alike])
         total = np.full((units.samples + 1, len(limits)), np.inf)
         total[0] = 0.0
-        for n in range(1, units.samples + 1):
-            count = min(sizes, n)
-            total[n] = (total[n - count : n][::-1] + best[:count, -1]).min(axis=0)
-        return cls(units=units, limits=limits, width=width, best=best, total=total)
+        for n in range(int(sizes[0]), units.samples + 1):
+            some = sizes[sizes <= n]
+            total[n] = (total[n - some] + best[: len(some), -1]).min(axis=0)
+        width = int(widths.max())
+        return cls(units=units, limits=limits, sizes=sizes, width=width, best=best, total=total)
 
     def plan(self, q: int) -> Plan:
         """Return the units of the least sum for limit `q`."""
@@ -308,8 +334,9 @@ class _Sweep:
         slices: dict[int, list[tuple[int, int, int]]] = {}
         left = self.units.samples
         while left:
-            count = min(len(best), left)
-            b = int((total[left - count : left][::-1] + best[:count, -1]).argmin()) + 1
+            some = self.sizes[self.sizes <= left]
+            at = int((total[left - some] + best[: len(some), -1]).argmin())
+            b = int(some[at])
             if b not in slices:
                 slices[b] = []
                 stop = best.shape[1] - 1
@@ -317,13 +344,24 @@ class _Sweep:
                     low = max(0, stop - self.width)
                     unit = self.units.seconds[b - 1, low:stop, stop]
                     usable = np.where(unit <= self.limits[q], unit, np.inf)
-                    start = low + int((best[b - 1, low:stop] + usable).argmin())
+                    start = low + int((best[at, low:stop] + usable).argmin())
                     slices[b].append((b, start, stop))
                     stop = start
                 slices[b].reverse()
             plan.extend(slices[b])
             left -= b
         return tuple(plan)
+
+
+def _walk(seconds: Array, limits: Array, width: int, best: Array) -> None:
+    """Fill `best` [microbatch sizes, positions, limits], the least sums up to each position, with
+    units of up to `width` cells; at the first position it is 0."""
+    for i in range(best.shape[1] - 1):
+        unit = seconds[:, i, i + 1 : i + 1 + width, None]
+        through = np.where(unit <= limits, unit, np.inf)
+        through += best[:, i, None]
+        after = best[:, i + 1 : i + 1 + width]
+        np.minimum(after, through, out=after)
 
 
 def _uniform(units: _Units) -> Iterator[Plan]:
