@@ -11,19 +11,21 @@ rows that are the best at some price are near the corners of what all ways reach
 
 What a strategy costs at a number of microbatches lies on a line through two sizes of the menu, and
 rows take the least size that their microbatches divide: floors take the lowest of these lines. What
-recomputation runs again counts at its cheapest, and what a layer keeps at its least.
-                                                                             -> FloorSource._at()
+recomputation runs again counts at its cheapest, and what a layer keeps at its least. -> _at()
+
+L is concave in B among sizes that allow the same ways, so it is solved for at a few. -> _Curves
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from attrs import evolve, frozen
 
+import ilp_sharding
 from alpa_interchange import ShardingProblem
 from alpa_interchange.menu import Affine, KeptFloor, LayerFloor, LayerRow, PricedFloor
 from alpa_meta.intra_op.memory_limit import solve
@@ -38,6 +40,9 @@ MAX_PRICES = 3
 # Of a floor's seconds. With 1e-2 planning GPT-1.3B on 4 V100 takes a tenth less for a gap of 5.15 %
 # instead of 4.86 %; with 5e-4 a twentieth more, for 4.85 %.
 TOLERANCE = 2e-3
+# Of a floor's seconds, by which a straight line between two solved numbers of microbatches may be
+# too low.
+NEAR = 2 * TOLERANCE
 
 
 @frozen(eq=False)
@@ -59,13 +64,73 @@ class _Ways:
         """Return the least bytes."""
         return self.bytes + float(np.minimum.reduceat(self.state, self.starts).sum())
 
-    def least(self, price: float, options: Options) -> float:
-        """Return a bound on seconds + price * bytes; inf where there are no ways."""
-        priced = evolve(self.problem, node_cost=self.problem.node_cost + price * self.state)
-        found = solve(priced, options, tolerance=TOLERANCE)
+    def least(self, price: float, options: Options) -> tuple[float, tuple[int, ...] | None]:
+        """Return a bound on seconds + price * bytes and the way found; inf where there is none."""
+        found = solve(self._priced(price), options, tolerance=TOLERANCE)
         if found.choice is None or found.lower_bound is None:
-            return math.inf
-        return found.lower_bound + price * self.bytes
+            return math.inf, None
+        return found.lower_bound + price * self.bytes, found.choice
+
+    def of(self, price: float, choice: tuple[int, ...]) -> float:
+        """Return seconds + price * bytes of a way."""
+        return ilp_sharding.check(self._priced(price), choice).cost + price * self.bytes
+
+    def _priced(self, price: float) -> ShardingProblem:
+        return evolve(self.problem, node_cost=self.problem.node_cost + price * self.state)
+
+
+class _Curves:
+    """The least L(p) of a class over the number of microbatches, for sizes that allow the same
+    ways.
+
+    Of one way, B t + u is a line over B: the least of all is concave, no lower than a straight line
+    between two numbers it was solved at, and no higher than the ways found there.
+    """
+
+    def __init__(self, prices: Sequence[float]) -> None:
+        self.prices = prices
+        self.fewest = 0.0  # bytes of state
+        self._least: dict[int, list[float]] = {}  # by number of microbatches
+        self._found: dict[tuple[float, tuple[int, ...]], dict[int, float]] = {}
+
+    def beyond(self, count: int) -> bool:
+        """Return whether all that was solved for is fewer microbatches."""
+        return max(self._least, default=count) < count
+
+    def solve(self, count: int, ways: _Ways, options: Options) -> list[float]:
+        """Return bounds for `count` microbatches, whose ways these are, one for each price."""
+        for (price, choice), values in self._found.items():
+            values[count] = ways.of(price, choice)
+        solved = [ways.least(price, options) for price in self.prices]
+        self._least[count] = [least for least, _ in solved]
+        self.fewest = ways.fewest
+        for price, (least, choice) in zip(self.prices, solved, strict=True):
+            if choice is not None:
+                self._found.setdefault((price, choice), {})[count] = least
+        return self._least[count]
+
+    def at(self, count: int) -> list[float] | None:
+        """Return bounds for `count` microbatches, one for each price; None if those solved for say
+        too little."""
+        if count in self._least:
+            return self._least[count]
+        fewer = max((one for one in self._least if one < count), default=None)
+        more = min((one for one in self._least if one > count), default=None)
+        if fewer is None or more is None:
+            return None
+        share = (count - fewer) / (more - fewer)
+        result = []
+        for n, price in enumerate(self.prices):
+            bound = self._least[fewer][n] * (1 - share) + self._least[more][n] * share
+            found = [
+                values[fewer] * (1 - share) + values[more] * share
+                for (own, _), values in self._found.items()
+                if own == price and fewer in values and more in values
+            ]
+            if min(found, default=math.inf) > bound * (1 + NEAR):
+                return None
+            result.append(bound)
+        return result
 
 
 def _lines(row: LayerRow) -> tuple[Affine, ...]:
@@ -93,6 +158,7 @@ class FloorSource:
         self._sizes = sorted(problem.sizes, key=lambda one: one.samples)
         self.batch = problem.main.samples * problem.main.count
         self._known: dict[tuple[int, int], tuple[LayerFloor, ...]] = {}
+        self._curves: dict[Hashable, _Curves] = {}
 
     def all_ways(self, number: int) -> LayerFloor:
         """Return a floor of a class that holds for any microbatch: per sample as in the largest,
@@ -110,16 +176,26 @@ class FloorSource:
         return self._known[number, samples]
 
     def _exact(self, number: int, samples: int) -> tuple[LayerFloor, ...]:
-        layer = self.layers[number]
-        ways = self._ways(layer, samples)
-        prices = self._prices(number, samples) if self.tight and self.often[number] else [0.0]
-        known = {price: ways.least(price, self.options) for price in prices}
-        if math.isinf(known[0.0]):
+        layer, count = self.layers[number], self.batch // samples
+        allowed = {int(x) for one in self.problem.splits for x in one if samples % int(x) == 0}
+        alone = samples if samples > self._sizes[-1].samples else None  # beyond all lines
+        key = (number, alone, frozenset(allowed))
+        if key not in self._curves:
+            wanted = self.tight and self.often[number]
+            self._curves[key] = _Curves(self._prices(number, samples) if wanted else [0.0])
+        curves, fewest = self._curves[key], math.lcm(*allowed)  # samples that allow the same
+        if curves.beyond(count):
+            curves.solve(self.batch // fewest, self._ways(layer, fewest), self.options)
+        least = curves.at(count)
+        if least is None:
+            least = curves.solve(count, self._ways(layer, samples), self.options)
+        if math.isinf(least[0]):
             return ()
         priced = tuple(
-            PricedFloor(price=price, step_seconds=least) for price, least in known.items()
+            PricedFloor(price=price, step_seconds=max(one, 0.0))
+            for price, one in zip(curves.prices, least, strict=True)
         )
-        return (self._floor(layer, priced, ways.fewest),)
+        return (self._floor(layer, priced, curves.fewest),)
 
     def _floor(self, layer: int, priced: tuple[PricedFloor, ...], state: float) -> LayerFloor:
         costs, last = self.problem.costs, self.problem.sizes.index(self._sizes[-1])
@@ -219,5 +295,7 @@ class FloorSource:
                 line = costs[-1] + slope * (count - last.count)
                 # Rows whose line would fall with B stay at their value at the smaller size.
                 line = np.where(slope < 0, np.minimum(line, costs[n]), line)
-            found.append(np.where(np.isfinite(line), np.maximum(line, 0.0), costs[n]))
+            if count < last.count:
+                line = np.maximum(line, 0.0)
+            found.append(np.where(np.isfinite(line), line, costs[n]))
         return np.asarray(np.min(found, axis=0))
