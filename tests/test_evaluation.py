@@ -73,7 +73,7 @@ def test_nothing_of_the_backward_runs(training):
     state, batch = training
     step = alpa.parallelize(_step, num_stages=2, num_microbatches=4, max_mesh_axes=1)
     evaluation = step.lower(state, batch).evaluation
-    schedule = evaluation.executable.plan.schedule
+    schedule = evaluation.executable.schedule
     runs = [i for p in schedule.programs for i in p if i.kind == "run"]
     assert {i.phase for i in runs} <= {"start", "forward", "update"}
     assert [i.microbatch for i in runs if i.phase == "forward"] == [*range(4), *range(4)]

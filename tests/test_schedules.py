@@ -54,7 +54,7 @@ def test_every_schedule_equals_one_device(agrees, schedule, num_stages, num_micr
     stop = max(event.stop for event in predicted_events(parallel.plan))
     assert stop == pytest.approx(parallel.plan.step_seconds, rel=1e-9)
     assert all(c.candidate.boundary_seconds > 0 for c in parallel.plan.stage_plan.stages[:-1])
-    assert parallel.plan.schedule.name == schedule
+    assert parallel.schedule.name == schedule
     assert parallel.plan.num_stages == num_stages
     if "interleaved" in schedule:
         assert parallel.plan.stage_plan.num_meshes == 2

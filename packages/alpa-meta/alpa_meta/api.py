@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from attrs import evolve, frozen
 
+import stage_dp
 from alpa_interchange import ClusterSpec, KeptMenu, ParallelPlan, PipelineSchedule
 from alpa_interchange.plan_text import one_line
 from alpa_meta.compat import trace_settings
@@ -213,8 +214,8 @@ class ParallelStep:
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """The pipeline schedule of the latest call."""
-        return self.plan.schedule
+        """The instruction list of each mesh in the latest call, made of its plan."""
+        return stage_dp.instruction_lists(self.plan)
 
     @property
     def executable(self) -> Executable:

@@ -24,7 +24,7 @@ from cattrs import Converter
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
 from cattrs.v import format_exception, transform_error
 
-SCHEMA_VERSION = (0, 2)
+SCHEMA_VERSION = (0, 3)
 MAX_DOCUMENT_BYTES = 1 << 30
 MAX_DEPTH = 64
 _SIDE_CAR_BYTES = 1 << 20

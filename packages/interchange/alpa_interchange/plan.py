@@ -13,7 +13,7 @@ from alpa_interchange.graph import Layer
 from alpa_interchange.mesh import DeviceMesh
 from alpa_interchange.plan_text import one_line, plan_html, plan_text
 from alpa_interchange.rule import Strategy
-from alpa_interchange.schedule import PipelineSchedule
+from alpa_interchange.schedule import PipelineSchedule, TaskGraph
 from alpa_interchange.selection import ShardingSolution
 from alpa_interchange.stage import StagePlan
 from alpa_interchange.tensor import ShardingSpec
@@ -104,6 +104,10 @@ class ParallelPlan:
     """A complete plan. Seconds are predictions per training step.
 
     `lower_bound` is proven under the cost model: no plan of the searched space is faster.
+
+    The instruction lists of the meshes are not stored: `tasks`, the schedule of `stage_plan`, its
+    microbatches and their number in flight determine them (`stage_dp.instruction_lists`). Only
+    plans of schema 0.1 and 0.2 hold the lists, in `schedule`, and no tasks.
     """
 
     program: ProgramSummary
@@ -111,10 +115,20 @@ class ParallelPlan:
     layers: tuple[Layer, ...]
     stage_plan: StagePlan
     shardings: tuple[StageSharding, ...]
-    schedule: PipelineSchedule
+    tasks: TaskGraph | None = None
+    schedule: PipelineSchedule | None = None
     step_seconds: float = field(validator=non_negative)
     lower_bound: float = field(validator=non_negative)
     provenance: Mapping[str, str] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        if (self.tasks is None) == (self.schedule is None):
+            raise ValueError(
+                "ParallelPlan needs either `tasks` or, as plans of schema 0.1 and 0.2 have it, "
+                f"`schedule`; got {'neither' if self.tasks is None else 'both'}"
+            )
+        if self.tasks is not None:
+            self.tasks.check_places(self.num_stages, self.stage_plan.num_meshes)
 
     def __repr__(self) -> str:
         return f"<ParallelPlan: {one_line(self)}>"

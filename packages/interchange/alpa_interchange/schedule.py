@@ -75,6 +75,21 @@ class TaskGraph:
                 f"TaskGraph.tasks must have distinct names, got {twice} more than once"
             )
 
+    def check_places(self, num_stages: int, num_meshes: int) -> None:
+        """Raise ValueError unless all tasks are of `num_stages` stages and run on `num_meshes`
+        meshes, where all inputs are."""
+        for task in self.tasks:
+            if not (0 <= task.stage < num_stages and 0 <= task.mesh < num_meshes):
+                raise ValueError(
+                    f"task {task.name!r} is of stage {task.stage} on mesh {task.mesh}, but there "
+                    f"are {num_stages} stages on {num_meshes} meshes"
+                )
+        if self.home and not 0 <= min(self.home) <= max(self.home) < num_meshes:
+            raise ValueError(
+                f"TaskGraph.home must be of meshes 0..{num_meshes - 1}, got "
+                f"{min(self.home)}..{max(self.home)}"
+            )
+
 
 @frozen(kw_only=True)
 class Instruction:

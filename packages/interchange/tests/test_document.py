@@ -30,7 +30,7 @@ MESH_TEXT = """{
    }
   ]
  },
- "version": "0.2"
+ "version": "0.3"
 }
 """
 
@@ -176,7 +176,7 @@ def test_a_file_that_is_missing_too_large_or_no_text_is_refused(
 # ------------------------------------------------------------------ versions
 
 
-@pytest.mark.parametrize("version", ["0.0", "0.1"])
+@pytest.mark.parametrize("version", ["0.0", "0.1", "0.2"])
 def test_older_minor_versions_are_read(version: str) -> None:
     assert from_json(edited(version=version), LogicalMesh) == MESH
 
@@ -193,7 +193,7 @@ def test_a_field_that_is_not_known_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("version", ["1.0", "12.3"])
 def test_a_newer_major_version_is_refused_with_both_versions(version: str) -> None:
-    with pytest.raises(DocumentError, match=rf"version {version}, but this reader knows 0\.2"):
+    with pytest.raises(DocumentError, match=rf"version {version}, but this reader knows 0\.3"):
         from_json(edited(version=version), LogicalMesh)
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from alpa_interchange import (
     ClusterSpec,
@@ -28,11 +29,13 @@ from alpa_interchange import (
     StageSharding,
     Strategy,
     SubmeshSpec,
+    TaskGraph,
+    TaskSpec,
 )
 from alpa_interchange.document import DocumentError, from_json, load, to_json
 
 GOLDEN = Path(__file__).parent / "golden" / "plan.json"
-OLD = GOLDEN.with_name("plan-0.1.json")
+OLD = {version: GOLDEN.with_name(f"plan-{version}.json") for version in ("0.1", "0.2")}
 
 
 def plan(step_seconds: float = 1.25, lower_bound: float = 1.0) -> ParallelPlan:
@@ -99,11 +102,21 @@ def plan(step_seconds: float = 1.25, lower_bound: float = 1.0) -> ParallelPlan:
         )
         for k in range(2)
     )
-    run = Instruction(
-        kind="run", task="forward.0", phase="forward", microbatch=0, outputs=("v0@0",)
-    )
-    schedule = PipelineSchedule(
-        name="1f1b", num_stages=2, num_microbatches=2, programs=((run,), ())
+    tasks = TaskGraph(
+        tasks=(
+            TaskSpec(
+                name="forward.0",
+                mesh=0,
+                stage=0,
+                phase="forward",
+                inputs=("state['w0']",),
+                outputs=("v0",),
+            ),
+        ),
+        per_step=("state['w0']",),
+        inputs=("state['w0']", "state['w1']"),
+        home=(0, 1),
+        outputs=(),
     )
     inputs = tuple(
         InputSummary(path=f"state['w{k}']", shape=(8, 8), dtype="float32") for k in range(2)
@@ -122,7 +135,7 @@ def plan(step_seconds: float = 1.25, lower_bound: float = 1.0) -> ParallelPlan:
             in_flight=(2, 1),
         ),
         shardings=shardings,
-        schedule=schedule,
+        tasks=tasks,
         step_seconds=step_seconds,
         lower_bound=lower_bound,
         provenance={"alpa-meta": "0.1.0"},
@@ -138,10 +151,26 @@ def test_the_golden_file_is_read_as_the_plan() -> None:
 
 
 def test_a_plan_of_schema_0_1_is_read_without_its_operators() -> None:
-    old = load(OLD, ParallelPlan)
+    old = load(OLD["0.1"], ParallelPlan)
     assert old.cluster == plan().cluster
     assert [sharding.operators for sharding in old.shardings] == [(), ()]
     assert [sharding.problem_hash for sharding in old.shardings] == ["abc", "abc"]
+
+
+def test_a_plan_of_schema_0_2_is_read_with_the_lists_that_it_has() -> None:
+    run = Instruction(
+        kind="run", task="forward.0", phase="forward", microbatch=0, outputs=("v0@0",)
+    )
+    lists = PipelineSchedule(name="1f1b", num_stages=2, num_microbatches=2, programs=((run,), ()))
+    assert load(OLD["0.2"], ParallelPlan) == evolve(plan(), tasks=None, schedule=lists)
+
+
+def test_a_plan_has_tasks_or_lists() -> None:
+    with pytest.raises(ValueError, match="got neither"):
+        evolve(plan(), tasks=None)
+    lists = load(OLD["0.2"], ParallelPlan).schedule
+    with pytest.raises(ValueError, match="got both"):
+        evolve(plan(), schedule=lists)
 
 
 def test_a_plan_says_its_numbers() -> None:
@@ -164,7 +193,11 @@ def test_negative_times_are_refused() -> None:
         (("stage_plan", "stages"), None),
         (("shardings", 0, "mesh", "device_ids"), [0]),
         (("shardings", 1, "state_specs"), {"w": {"dims": [["x"], ["x"]]}}),
-        (("schedule", "programs", 0, 0, "kind"), "jump"),
+        (("tasks", "tasks", 0, "phase"), "jump"),
+        (("tasks", "tasks", 0, "stage"), 2),
+        (("tasks", "tasks", 0, "mesh"), 10**9),
+        (("tasks", "tasks", 0, "mesh"), -1),
+        (("tasks", "home"), [0, 2]),
         (("cluster", "host_groups", 0, "num_hosts"), 0),
         (("step_seconds",), "fast"),
     ],
@@ -187,5 +220,5 @@ def test_a_plan_without_a_part_is_refused() -> None:
         if name == "provenance":
             assert from_json(json.dumps(document), ParallelPlan).provenance == {}
             continue
-        with pytest.raises(DocumentError, match=name):
+        with pytest.raises(DocumentError, match="neither" if name == "tasks" else name):
             from_json(json.dumps(document), ParallelPlan)

@@ -52,7 +52,7 @@ def test_every_schema_is_one(name: str) -> None:
     Draft202012Validator.check_schema(json.loads((FOLDER / f"{name}.json").read_text()))
 
 
-@pytest.mark.parametrize("name", ["plan.json", "plan-0.1.json"])
+@pytest.mark.parametrize("name", ["plan.json", "plan-0.1.json", "plan-0.2.json"])
 def test_golden_plans_of_all_versions_are_valid(name: str) -> None:
     validator("ParallelPlan").validate(json.loads((GOLDEN / name).read_text()))
 
@@ -86,7 +86,7 @@ def test_arrays_beside_the_document_are_valid(tmp_path: Path) -> None:
         edited("step_seconds", value=-1.0),
         edited("colour", value="red"),
         edited("layers", value=None),
-        edited("schedule", "programs", 0, 0, "kind", value="jump"),
+        edited("tasks", "tasks", 0, "phase", value="jump"),
         edited("cluster", "host_groups", 0, "num_hosts", value=0),
         edited("shardings", 0, "operators", 0, "names", value=[]),
         edited("shardings", 0, "operators", 0, "strategy", "assignment", value=[["k"]]),

@@ -1,7 +1,7 @@
 """Pipeline stages: layer clustering, stage construction, schedules and instruction emission."""
 
 from stage_dp.device_pool import place
-from stage_dp.emission import emit
+from stage_dp.emission import emit, instruction_lists
 from stage_dp.fixed_stages import Known
 from stage_dp.infeasibility import BoundError, InfeasibleError, check_bound
 from stage_dp.joint_search import microbatch_counts, solve_joint
@@ -56,6 +56,7 @@ __all__ = [
     "emit",
     "flow_seconds",
     "in_flight_counts",
+    "instruction_lists",
     "live_bytes",
     "microbatch_counts",
     "order",

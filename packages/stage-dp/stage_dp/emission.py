@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from attrs import define, field, frozen
 
+from alpa_interchange import ParallelPlan
 from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, TaskSpec
 from stage_dp.schedules import SCHEDULE_RULES, Step, order
 
@@ -36,6 +37,10 @@ PHASES_OF_STEP = {
 }
 """By phase of a step of the schedule: the phases of the tasks it runs. A backward in one task runs
 where the previous stage may wait for it."""
+
+MAX_BUFFERS = 1 << 25
+"""Buffers that the instructions of a plan may read and write: 1 GB of lists. GPT-1.3B in 512
+microbatches has 0.7 million, a GPT of 96 layers in 1,536 some 10 million."""
 
 
 @frozen
@@ -67,6 +72,25 @@ class _Program:
     runs: list[_Run] = field(factory=list)
     before: dict[int, list[_Transfer]] = field(factory=lambda: defaultdict(list))
     after: dict[int, list[_Transfer]] = field(factory=lambda: defaultdict(list))
+
+
+def instruction_lists(plan: ParallelPlan) -> PipelineSchedule:
+    """Return the instruction list of each mesh for one step of `plan`; those written in plans of
+    schema 0.1 and 0.2."""
+    if plan.tasks is None:
+        assert plan.schedule is not None  # a plan has one of them
+        return plan.schedule
+    chosen, count = plan.stage_plan, plan.num_microbatches
+    buffers = sum(len(task.inputs) + len(task.outputs) for task in plan.tasks.tasks) * count
+    if buffers > MAX_BUFFERS:
+        raise ValueError(
+            f"the plan's {len(plan.tasks.tasks)} tasks in {count} microbatches make instructions "
+            f"of {buffers} buffers; at most {MAX_BUFFERS} are listed, so plan with fewer "
+            "microbatches"
+        )
+    rule = SCHEDULE_RULES.get(chosen.schedule)
+    given = None if rule is not None and rule.interleaves else chosen.in_flight or None
+    return emit(plan.tasks, chosen.schedule, count, warmups=given)
 
 
 def emit(

@@ -6,8 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alpa_interchange import (
+    ClusterSpec,
+    DeviceSpec,
+    HostGroup,
+    LinkSpec,
+    LogicalMesh,
+    MeshAxis,
+    ParallelPlan,
+    PlacedStage,
+    ProgramSummary,
+    StageCandidate,
+    StagePlan,
+    SubmeshSpec,
+    from_json,
+    to_json,
+)
 from alpa_interchange.schedule import TaskGraph, TaskSpec
-from stage_dp import SCHEDULE_RULES, SCHEDULES, adaptive_warmups, emit
+from stage_dp import SCHEDULE_RULES, SCHEDULES, adaptive_warmups, emit, instruction_lists, order
 
 TRAINING = [name for name in SCHEDULES if SCHEDULE_RULES[name].has_backward]
 
@@ -342,3 +358,87 @@ def test_donated_buffers_are_freed_too_on_request():
 def test_graphs_that_cannot_run_are_refused(task, message):
     with pytest.raises(ValueError, match=message):
         emit(two_stages(fwd1=task), "gpipe", 2)
+
+
+def plan_of(graph, name, microbatches, *, meshes=2, in_flight=()):
+    """Return a plan of the tasks, with figures of no meaning."""
+    stages = 1 + max(task.stage for task in graph.tasks)
+    wire = LinkSpec(name="wire", bandwidth=1e9, latency=1e-6)
+    device = DeviceSpec(name="chip", memory=1e9, memory_bandwidth=1e9, peak_flops={"float32": 1e12})
+    hosts = HostGroup(
+        device=device, num_hosts=1, devices_per_host=meshes, intra_host=wire, inter_host=wire
+    )
+    placed = [
+        PlacedStage(
+            candidate=StageCandidate(
+                layer_start=s,
+                layer_stop=s + 1,
+                submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
+                logical=LogicalMesh(axes=(MeshAxis(name="x", size=1),)),
+                num_microbatches=microbatches,
+                forward_seconds=1.0,
+                backward_seconds=2.0,
+            ),
+            device_ids=(s % meshes,),
+        )
+        for s in range(stages)
+    ]
+    return ParallelPlan(
+        program=ProgramSummary(fingerprint="f", inputs=(), num_ops=1, batch_size=None),
+        cluster=ClusterSpec(name="host", host_groups=(hosts,)),
+        layers=(),
+        stage_plan=StagePlan(
+            stages=tuple(placed),
+            num_microbatches=microbatches,
+            schedule=name,
+            step_seconds=1.0,
+            lower_bound=1.0,
+            peak_bytes=(0.0,) * stages,
+            in_flight=in_flight,
+        ),
+        shardings=(),
+        tasks=graph,
+        step_seconds=1.0,
+        lower_bound=1.0,
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_plan_read_back_has_the_lists_of_the_plan_written(name):
+    rule = SCHEDULE_RULES[name]
+    graph = two_stages()
+    if rule.has_backward:
+        stages = 4 if rule.interleaves else 2
+        graph = training_graph(
+            stages, lambda s: s % 2, tied=True, clip=True, split=rule.splits_backward
+        )
+    held = (3, 1) if name == "adaptive" else ()
+    plan = plan_of(graph, name, 5, in_flight=held)
+    read = instruction_lists(from_json(to_json(plan), ParallelPlan))
+    assert read == instruction_lists(plan) == emit(graph, name, 5, warmups=held or None)
+    assert [len(program) for program in read.programs] != [0, 0]
+
+
+def test_the_lists_follow_the_microbatches_in_flight_of_the_plan():
+    graph = training_graph(2, lambda s: s)
+    eager = instruction_lists(plan_of(graph, "1f1b", 5, in_flight=(4, 1)))
+    assert eager == emit(graph, "1f1b", 5, warmups=(4, 1)) != emit(graph, "1f1b", 5)
+
+
+def test_the_microbatches_in_flight_of_an_interleaved_plan_are_its_schedule_s_own():
+    graph = training_graph(4, lambda s: s % 2)
+    held = order("interleaved-1f1b", 4, 4, num_meshes=2)
+    plan = plan_of(
+        graph, "interleaved-1f1b", 4, in_flight=tuple(held.in_flight(s) for s in range(4))
+    )
+    assert instruction_lists(plan) == emit(graph, "interleaved-1f1b", 4)
+
+
+def test_more_instructions_than_memory_holds_are_refused():
+    with pytest.raises(ValueError, match=r"in 100000000 microbatches .* at most 33554432"):
+        instruction_lists(plan_of(two_stages(), "gpipe", 10**8))
+
+
+def test_a_plan_whose_schedule_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="schedule must be one of"):
+        instruction_lists(plan_of(two_stages(), "loop", 2))

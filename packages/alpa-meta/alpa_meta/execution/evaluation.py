@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from attrs import evolve
 
-import stage_dp
 from alpa_meta.compat import ClosedJaxpr, Literal, Var
 from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.ray_meshes import RayPool
@@ -65,8 +64,8 @@ def forward_only(planned: Planned) -> tuple[Planned, tuple[bool, ...]]:
     program = evolve(program, closed=closed)
     staging = _only(staging, sorted(needed))
     tasks = build_tasks(program, staging)
-    schedule = stage_dp.emit(tasks.graph, SCHEDULE, program.num_microbatches)
-    plan = evolve(planned.plan, schedule=schedule)
+    stages = evolve(planned.plan.stage_plan, schedule=SCHEDULE, in_flight=())
+    plan = evolve(planned.plan, stage_plan=stages, tasks=tasks.graph)
     return evolve(planned, plan=plan, program=program, staging=staging, tasks=tasks), tuple(
         computed
     )

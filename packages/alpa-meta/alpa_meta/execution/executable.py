@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
+import stage_dp
 from alpa_interchange import Instruction, LogicalMesh, ShardingSpec
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.compat import no_mesh, shape_of
@@ -57,7 +58,8 @@ class Executable:
             else RayMeshes(self.plan, pool, trace)
         )
         self.stage_meshes = self._places.stages
-        self.meshes: Any = self.stage_meshes[: len(self.plan.schedule.programs)]
+        self.schedule = stage_dp.instruction_lists(self.plan)
+        self.meshes: Any = self.stage_meshes[: self.plan.stage_plan.num_meshes]
         self.tasks = {
             task.spec.name: compile_task(
                 planned,
@@ -75,7 +77,7 @@ class Executable:
             held = self._held()
             names = self._output_names()
             self._runtime.load(
-                self.plan.schedule,
+                self.schedule,
                 executables={
                     name: self._places.task(task, held[task.task.spec.mesh])
                     for name, task in self.tasks.items()
@@ -96,7 +98,7 @@ class Executable:
         plans."""
         if self._remote:
             return None
-        runs = [i for program in self.plan.schedule.programs for i in program if i.kind != "free"]
+        runs = [i for program in self.schedule.programs for i in program if i.kind != "free"]
         return runs[0] if len(runs) == 1 and runs[0].kind == "run" else None
 
     def __call__(self, inputs: Sequence[Any], computed: Sequence[bool] | None = None) -> list[Any]:

@@ -67,7 +67,7 @@ class LocalMeshes:
             )
             for sharding in plan.shardings
         )
-        meshes: Any = self.stages[: len(plan.schedule.programs)]
+        meshes: Any = self.stages[: plan.stage_plan.num_meshes]
         self.runtime: Runtime = InProcessRuntime(meshes, transfer=move, trace=trace)
 
     def platform(self, stage: int) -> str | None:

@@ -61,7 +61,7 @@ class RayMeshes:
         meshes = tuple(
             ray_mesh(plan.cluster, sharding.mesh, platform, pool.options)
             for sharding, platform in zip(
-                plan.shardings[: len(plan.schedule.programs)], self._platforms, strict=False
+                plan.shardings[: plan.stage_plan.num_meshes], self._platforms, strict=False
             )
         )
         self.runtime: Runtime = RayRuntime(pool.workers(meshes), trace=trace)

@@ -149,7 +149,6 @@ def finish(
         peaks.append(sum(memory.values()))
     options.progress("stages", len(stages), len(stages))
     chain = [stage.candidate for stage in stages]
-    interleaves = stage_dp.SCHEDULE_RULES[stage_plan.schedule].interleaves
     seconds = stage_dp.step_seconds(
         chain, stage_plan.schedule, stage_plan.in_flight, num_meshes=stage_plan.num_meshes
     )
@@ -163,19 +162,13 @@ def finish(
         peak_bytes=tuple(peaks),
     )
     tasks = build_tasks(program, staging)
-    schedule = stage_dp.emit(
-        tasks.graph,
-        stage_plan.schedule,
-        stage_plan.num_microbatches,
-        warmups=None if interleaves else stage_plan.in_flight,
-    )
     plan = ParallelPlan(
         program=program_summary(program, step),
         cluster=cluster,
         layers=layer_summaries(outlook, layering),
         stage_plan=exact,
         shardings=tuple(shardings),
-        schedule=schedule,
+        tasks=tasks.graph,
         step_seconds=seconds,
         lower_bound=bound,
         provenance=provenance(),

@@ -262,5 +262,6 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
         shardings.append(evolve(sharding, solution=evolve(sharding.solution, choice=choice)))
         selections.append(selection)
     tasks = build_tasks(program, staging)
-    plan = with_executor(evolve(plan, shardings=tuple(shardings)), options.executor)
+    plan = evolve(plan, shardings=tuple(shardings), tasks=tasks.graph, schedule=None)
+    plan = with_executor(plan, options.executor)
     return Planned(plan, program, staging, tuple(selections), tasks)

@@ -203,4 +203,4 @@ def _colour(stage: int) -> str:
 
 
 def _mesh_names(plan: ParallelPlan) -> Sequence[str]:
-    return [f"mesh {index}" for index in range(len(plan.schedule.programs))]
+    return [f"mesh {index}" for index in range(plan.stage_plan.num_meshes)]

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 
-from alpa_interchange import Instruction, ParallelPlan
+from alpa_interchange import Instruction, ParallelPlan, PipelineSchedule
+from alpa_meta.errors import PlanError
 from cost_model import Simulation, simulate
 from mesh_runtime import TraceEvent
+from stage_dp import instruction_lists
 
 
 def predicted_events(plan: ParallelPlan) -> list[TraceEvent]:
     """Return the schedule of `plan` simulated with the predicted times of stages and transfers."""
+    simulation = predicted_simulation(plan)
     return [
-        TraceEvent(mesh, plan.schedule.programs[mesh][position], float(start), float(stop))
-        for mesh, timeline in enumerate(predicted_simulation(plan).timelines)
+        TraceEvent(mesh, simulation.schedule.programs[mesh][position], float(start), float(stop))
+        for mesh, timeline in enumerate(simulation.timelines)
         for position, start, stop in zip(
             timeline.instructions, timeline.starts, timeline.stops, strict=True
         )
@@ -25,25 +28,31 @@ def predicted_events(plan: ParallelPlan) -> list[TraceEvent]:
 
 
 def predicted_simulation(plan: ParallelPlan) -> Simulation:
-    """Return the simulated step of `plan`."""
-    transfers = _transfer_seconds(plan)
+    """Return the simulated step of `plan`; PlanError where its tasks cannot be put in order."""
+    try:
+        schedule = instruction_lists(plan)
+    except ValueError as error:
+        raise PlanError(f"the plan's tasks make no schedule: {error}") from None
+    transfers = _transfer_seconds(plan, schedule)
     return simulate(
-        plan.schedule,
-        _task_seconds(plan),
+        schedule,
+        _task_seconds(plan, schedule),
         lambda source, target, value: transfers.get((source, target, value), 0.0),
     )
 
 
-def _transfer_seconds(plan: ParallelPlan) -> dict[tuple[int, int, str], float]:
+def _transfer_seconds(
+    plan: ParallelPlan, schedule: PipelineSchedule
+) -> dict[tuple[int, int, str], float]:
     """Return the seconds of each value that one stage sends another, by source, target and name.
 
     What a stage sends forwards, and what it sends backwards, takes the seconds of the boundary it
     crosses, in equal parts. Inputs of the step and values of the update cost nothing here: the
     update's share is part of the stage's seconds per step.
     """
-    num_meshes = len(plan.schedule.programs)
+    num_meshes = len(schedule.programs)
     boundary_of: dict[tuple[int, int, str], tuple[int, str]] = {}
-    for mesh, program in enumerate(plan.schedule.programs):
+    for mesh, program in enumerate(schedule.programs):
         for instruction in program:
             boundary = _boundary(instruction, mesh, num_meshes)
             if boundary is None or instruction.peer is None:
@@ -69,7 +78,7 @@ def _boundary(instruction: Instruction, mesh: int, num_meshes: int) -> int | Non
     return stage - 1 if instruction.phase in ("backward", "backward_input") and stage else None
 
 
-def _task_seconds(plan: ParallelPlan) -> dict[str, float]:
+def _task_seconds(plan: ParallelPlan, schedule: PipelineSchedule) -> dict[str, float]:
     """Return the predicted seconds of one run of each task.
 
     Where a stage has no task of its own for a phase, another task does that work. Of an update in
@@ -77,7 +86,7 @@ def _task_seconds(plan: ParallelPlan) -> dict[str, float]:
     first takes the seconds: plans do not count that stages wait for each other there.
     """
     tasks: dict[int, dict[str, dict[str, None]]] = {}  # names in the order in which they run
-    for program in plan.schedule.programs:
+    for program in schedule.programs:
         for instruction in program:
             if instruction.kind == "run":
                 phases = tasks.setdefault(instruction.stage, {})

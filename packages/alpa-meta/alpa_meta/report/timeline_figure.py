@@ -21,7 +21,7 @@ LABEL_SHARE = 0.012  # a box narrower than this share of the step carries no num
 
 def draw_last_step(path: Path, events: Sequence[TraceEvent], plan: ParallelPlan) -> None:
     """Write the instructions of the last step that a plan ran as a PNG picture at `path`."""
-    names = [f"mesh {index}" for index in range(len(plan.schedule.programs))]
+    names = [f"mesh {index}" for index in range(plan.stage_plan.num_meshes)]
     title = (
         f"one executed step: {plan.stage_plan.schedule}, {counted(plan.num_stages, 'stage')}, "
         f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}"

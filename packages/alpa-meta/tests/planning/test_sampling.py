@@ -60,7 +60,7 @@ def test_stages_cover_the_layers_on_devices_of_their_own():
 def test_options_fix_what_they_name():
     drawn = plan(1, num_stages=3, num_microbatches=2, max_mesh_axes=1, schedule="gpipe")
     assert (drawn.num_stages, drawn.num_microbatches) == (3, 2)
-    assert drawn.schedule.name == "gpipe"
+    assert drawn.stage_plan.schedule == "gpipe"
     assert all(len(sharding.mesh.logical.axes) == 1 for sharding in drawn.shardings)
 
 

@@ -18,7 +18,6 @@ from alpa_interchange import (
 )
 from alpa_interchange.plan import InputSummary, ParallelPlan, ProgramSummary, StageSharding
 from cost_model import cluster
-from stage_dp import emit
 
 
 def _tasks(num_stages):
@@ -137,7 +136,7 @@ def make_plan():
                 peak_bytes=(5e6,) * num_stages,
             ),
             shardings=tuple(shardings),
-            schedule=emit(graph, "1f1b", num_microbatches),
+            tasks=graph,
             step_seconds=0.02,
             lower_bound=0.018,
         )
