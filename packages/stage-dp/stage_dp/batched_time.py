@@ -9,16 +9,47 @@ so that all runs of one wave are independent: they are computed together, for al
 that hold all m microbatches never run a forward after a backward; for them C_i = C_{i+1} - 1 and
 A_i = max(A_{i+1} + 1, C_i + 2 m - 1). Where the backward is split (zero-bubble-h1), the part by
 input runs in those waves, followed by the part by weight of the microbatch that is d_i earlier.
+
+A full pipeline is a max-plus linear map of what one wave hands on (clocks, links, values that
+arrived) to the same a microbatch later. Its powers become periodic: once all of that has grown by
+the same seconds over p microbatches, it does so until the forwards run out. So a run of few
+microbatches gives the exact time of many; pipelines that have not settled are run with twice as
+many. -> _Waves.settled()
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from attrs import frozen
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+
+ROUNDING = 1e-13  # of the time so far: growths that differ by less are the same
+
+
+@frozen(eq=False)
+class _Figures:
+    """Seconds of pipelines: [stages, pipelines]; `crossing` to the next stage, 0 after the last."""
+
+    forward: Array
+    backward: Array  # the part by input, where it is split
+    crossing: Array
+    tail: Array
+    weight: Array | None
+
+    def some(self, which: NDArray[Any]) -> _Figures:
+        """Return those of some pipelines."""
+        return _Figures(
+            self.forward[:, which],
+            self.backward[:, which],
+            self.crossing[:, which],
+            self.tail[:, which],
+            None if self.weight is None else self.weight[:, which],
+        )
 
 
 def batched_step_seconds(
@@ -36,7 +67,8 @@ def batched_step_seconds(
     1]. `warmups` must not grow from one stage to the next. `weight` [pipelines, stages]: the part
     of `backward` by weight, for "zero-bubble-h1", whose `warmups` are the microbatches in flight.
     """
-    num, count = forward.shape[1], num_microbatches
+    size, num = forward.shape
+    count = num_microbatches
     held = [min(k, count) for k in warmups]
     delay = np.zeros(num, dtype=np.int64)
     if weight is not None:
@@ -44,46 +76,162 @@ def batched_step_seconds(
         delay = np.array(held) - least
         held = least
         backward = backward - weight
-    begin_forward, begin_backward = _waves(held, count)
-    size = forward.shape[0]
-    clock = np.zeros((num, size))
-    # When microbatch m arrives at stage i from the stage before (after); row -1 of time is unused.
-    arrived = np.zeros((num, count, size))
-    returned = np.zeros((num, count, size))
-    link_on, link_back = np.zeros((num, size)), np.zeros((num, size))
-    f, b = forward.T, backward.T
     crossing = np.zeros((num, size))
     crossing[: num - 1] = boundary.T
-    first = min(begin_forward)
-    for wave in range(first, max(begin_backward) + 2 * count - 1):
-        units = (wave - begin_forward) // 2
-        on = np.flatnonzero(((wave - begin_forward) % 2 == 0) & (units >= 0) & (units < count))
-        if len(on):
-            unit = units[on]
-            stop = np.maximum(clock[on], arrived[on, unit]) + f[on]
-            clock[on] = stop
-            sends = on < num - 1
-            rows, stop, unit = on[sends], stop[sends], unit[sends]
-            sent = np.maximum(stop, link_on[rows]) + crossing[rows]
-            link_on[rows] = sent
-            arrived[rows + 1, unit] = sent
-        units = (wave - begin_backward) // 2
-        on = np.flatnonzero(((wave - begin_backward) % 2 == 0) & (units >= 0) & (units < count))
-        if len(on):
-            unit = units[on]
-            stop = np.maximum(clock[on], returned[on, unit]) + b[on]
-            clock[on] = stop
-            if weight is not None:
-                late = on[unit >= delay[on]]
-                clock[late] += weight.T[late]
-            sends = on > 0
-            rows, stop, unit = on[sends], stop[sends], unit[sends]
-            sent = np.maximum(stop, link_back[rows]) + crossing[rows - 1]
-            link_back[rows] = sent
-            returned[rows - 1, unit] = sent
-    if weight is not None:
-        clock += delay[:, None] * weight.T
-    result: Array = (clock.T + tail).max(axis=1)
+    figures = _Figures(
+        forward.T, backward.T, crossing, tail.T, None if weight is None else weight.T
+    )
+    if min(held) == count and not delay.any():
+        return _all_forwards_first(figures, count)
+    result = np.empty(size)
+    left = np.arange(size)
+    few = 2 * (max(held) + num)
+    while few < count and max(held) < count and len(left):
+        waves = _Waves(held, delay, few, figures.some(left))
+        period, growth = waves.settled()
+        seconds = waves.run()
+        for p in np.unique(period[period > 0]):
+            own = period == p
+            more = (count - few) % p
+            if more:
+                seconds[own] = _Waves(held, delay, few + more, figures.some(left[own])).run()
+            result[left[own]] = seconds[own] + growth[own] * ((count - few) // p)
+        left = left[period == 0]
+        few *= 2
+    if len(left):
+        result[left] = _Waves(held, delay, count, figures.some(left)).run()
+    return result
+
+
+class _Waves:
+    """Pipelines of `count` microbatches, run wave by wave."""
+
+    def __init__(
+        self, held: Sequence[int], delay: NDArray[np.int64], count: int, figures: _Figures
+    ) -> None:
+        num, size = figures.forward.shape
+        self.num, self.count, self.figures, self.delay = num, count, figures, delay
+        self.begin_forward, self.begin_backward = _waves(held, count)
+        self.wave = int(self.begin_forward.min())
+        self.spans = 1 + max(held) + int(delay.max())  # microbatches of a critical circuit, at most
+        self.clock = np.zeros((num, size))
+        self.link_on, self.link_back = np.zeros((num, size)), np.zeros((num, size))
+        # When a microbatch arrives at a stage from the stage before (after).
+        self.arrived = np.zeros((num, count, size))
+        self.returned = np.zeros((num, count, size))
+
+    def run(self) -> Array:
+        """Return the step times, from the present wave on."""
+        self.advance(int(self.begin_backward.max()) + 2 * self.count - 1)
+        clock, weight = self.clock, self.figures.weight
+        if weight is not None:
+            clock = clock + self.delay[:, None] * weight
+        result: Array = (clock + self.figures.tail).max(axis=0)
+        return result
+
+    def settled(self) -> tuple[NDArray[np.int64], Array]:
+        """Return the least p, 0 if none was found, over which each pipeline grows evenly, and by
+        how many seconds. Goes on to the wave where the first stage runs out of forwards."""
+        size = self.clock.shape[1]
+        period, growth = np.zeros(size, dtype=np.int64), np.zeros(size)
+        stop = self.wave + 2 * self.count
+        full = int(max(self.begin_backward + 2 * self.delay))
+        start = max(full, stop - 2 * self.spans)
+        start += (stop - start) % 2
+        states = []
+        for wave in range(start, stop + 1, 2):
+            self.advance(wave)
+            states.append(self._handed_on())
+        last = states.pop()
+        for p, state in enumerate(reversed(states), start=1):
+            grown = last - state
+            least, most = grown.min(axis=0), grown.max(axis=0)
+            even = (period == 0) & (most - least <= ROUNDING * last.max(axis=0))
+            period[even], growth[even] = p, most[even]
+        return period, growth
+
+    def _handed_on(self) -> Array:
+        """Return all that later waves read of earlier ones, of stages that are full: [values,
+        pipelines]."""
+        found = [self.clock, self.link_on[:-1], self.link_back[1:]]
+        on, back = (
+            -((begin - self.wave) // 2) for begin in (self.begin_forward, self.begin_backward)
+        )
+        for i in range(self.num - 1):
+            found.append(self.arrived[i + 1, on[i + 1] : on[i]])
+            found.append(self.returned[i, back[i] : back[i + 1]])
+        return np.concatenate(found)
+
+    def advance(self, stop: int) -> None:
+        """Run all waves before `stop`."""
+        for wave in range(self.wave, stop):
+            self._forwards(wave)
+            self._backwards(wave)
+        self.wave = max(stop, self.wave)
+
+    def _forwards(self, wave: int) -> None:
+        on, unit = self._running(wave - self.begin_forward)
+        if not len(on):
+            return
+        stop = np.maximum(self.clock[on], self.arrived[on, unit]) + self.figures.forward[on]
+        self.clock[on] = stop
+        sends = on < self.num - 1
+        rows = on[sends]
+        sent = np.maximum(stop[sends], self.link_on[rows]) + self.figures.crossing[rows]
+        self.link_on[rows] = sent
+        self.arrived[rows + 1, unit[sends]] = sent
+
+    def _backwards(self, wave: int) -> None:
+        on, unit = self._running(wave - self.begin_backward)
+        if not len(on):
+            return
+        stop = np.maximum(self.clock[on], self.returned[on, unit]) + self.figures.backward[on]
+        self.clock[on] = stop
+        if self.figures.weight is not None:
+            late = on[unit >= self.delay[on]]
+            self.clock[late] += self.figures.weight[late]
+        sends = on > 0
+        rows = on[sends]
+        sent = np.maximum(stop[sends], self.link_back[rows]) + self.figures.crossing[rows - 1]
+        self.link_back[rows] = sent
+        self.returned[rows - 1, unit[sends]] = sent
+
+    def _running(self, waves: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the stages that run in a wave, so many after their first, and their microbatch."""
+        on = np.flatnonzero((waves % 2 == 0) & (waves >= 0) & (waves < 2 * self.count))
+        return on, waves[on] // 2
+
+
+def _all_forwards_first(figures: _Figures, count: int) -> Array:
+    """Return the step times where every stage runs all its forwards before its backwards.
+
+    A mesh or link that takes s seconds for each of what arrives at a_0, a_1, ... is done with m at
+    max over j <= m of a_j + (m - j + 1) s.
+    """
+    num, size = figures.forward.shape
+    steps = np.arange(count)[:, None]
+
+    def done(arrived: Array, seconds: Array) -> Array:
+        result: Array = np.maximum.accumulate(arrived - steps * seconds) + (steps + 1) * seconds
+        return result
+
+    clock = []
+    arrived = np.zeros((count, size))
+    for i in range(num):
+        stop = done(arrived, figures.forward[i])
+        clock.append(stop[-1])
+        arrived = done(stop, figures.crossing[i])
+    returned = np.zeros((count, size))
+    for i in reversed(range(num)):
+        whole = figures.backward[i]
+        if figures.weight is not None:
+            whole = whole + figures.weight[i]
+        stop = done(np.maximum(returned, clock[i]), whole)
+        clock[i] = stop[-1]
+        if figures.weight is not None:
+            stop = stop - figures.weight[i]
+        returned = done(stop, figures.crossing[i - 1]) if i else stop
+    result: Array = (np.array(clock) + figures.tail).max(axis=0)
     return result
 
 
