@@ -138,7 +138,7 @@ def plan_one(problem: Problem) -> dict[str, Any]:
     """Return what the planner finds, in this process."""
     import alpa_meta as alpa
     from alpa_meta.corpus import published
-    from alpa_meta.report.predicted_events import predicted_simulation
+    from alpa_meta.report.predicted_simulation import predicted_simulation
 
     devices = described(problem.cluster)
     started = time.process_time()

@@ -388,13 +388,14 @@ def show(
     """Show a saved plan as tables, and as a picture."""
     from alpa_interchange import load
     from alpa_interchange.plan import ParallelPlan
-    from alpa_meta.report.plan_figure import draw_plan
     from alpa_meta.report.plan_table import print_plan
 
     loaded = load(plan, ParallelPlan)
     terminal = console()
     print_plan(loaded, terminal, every_parameter=parameters)
     if picture is not None:
+        from alpa_meta.report.plan_figure import draw_plan
+
         draw_plan(picture, loaded)
         terminal.print(f"wrote {picture}")
 

@@ -28,7 +28,6 @@ from alpa_interchange import KeptMenu, ParallelPlan
 from alpa_interchange.amounts import counted, format_bytes, format_seconds
 from alpa_interchange.menu import JointPlan, JointProblem, LayerMenu, LayerRow, MeshMenu
 from alpa_interchange.plan_text import mesh_text, number_text
-from alpa_meta.planning.kept_menu import problem_of
 from alpa_meta.planning.menu_prices import (
     SEARCHED,
     Allowed,
@@ -40,6 +39,7 @@ from alpa_meta.planning.menu_prices import (
     restricted,
     rows_of,
 )
+from alpa_meta.planning.menu_problem import problem_of
 from stage_dp import Known
 
 SAME_STATE = 0.05  # of a layer's state: rows that differ by less hold their state in one way

@@ -11,9 +11,8 @@ from alpa_interchange import KeptMenu, ParallelPlan
 from alpa_interchange.menu import JointPlan, JointProblem, LayerMenu, LayerRow, MeshMenu
 from alpa_interchange.plan_text import mesh_text
 from alpa_meta.errors import PlanError
-from alpa_meta.options import SCHEDULES
 
-SEARCHED = tuple(name for name in SCHEDULES if not stage_dp.SCHEDULE_RULES[name].interleaves)
+SEARCHED = tuple(name for name, rule in stage_dp.SCHEDULE_RULES.items() if rule.pace is not None)
 NEAR = 4  # a search over all counts of a batch of 1,024 takes twice as long, mostly for nothing
 
 Allowed = Callable[[LayerRow], bool]

@@ -22,8 +22,6 @@ from alpa_interchange import (
 )
 from alpa_interchange.menu import (
     RECOMPUTATIONS,
-    Affine,
-    Boundary,
     JointPlan,
     JointProblem,
     LayerMenu,
@@ -37,13 +35,11 @@ from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.intra_op.other_sizes import same_equations
 from alpa_meta.operators.regions import is_scan
 from alpa_meta.options import SCHEDULES, Options
+from alpa_meta.planning.menu_problem import Crossing, boundary_of
 from alpa_meta.planning.microbatch_counts import refusal
 from alpa_meta.planning.outlooks import by_short_step, outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
-
-Crossing = Sequence[Sequence[float]]
-"""Bytes per sample that a stage sends forward: `crossing[mesh][layout]`."""
 
 
 @frozen(eq=False)
@@ -153,25 +149,6 @@ def search_menu(
         floors_at=builder.floors_at,
     )
     return MenuSearch(builder, menu, crossing, problem, stage_dp.solve_joint(problem))
-
-
-def boundary_of(menu: LayerMenu, crossing: Crossing, model: CostModel) -> Boundary:
-    """Return what crossing from mesh to mesh costs, each time on the link that it crosses."""
-    known: dict[tuple[SubmeshSpec, SubmeshSpec, str, float], Affine] = {}
-
-    def seconds(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link: str) -> Affine:
-        source, target = menu.meshes[mesh_a].submesh, menu.meshes[mesh_b].submesh
-        each = crossing[mesh_a][layout_out]
-        key = (source, target, link, each)
-        if key not in known:
-            one, two = (
-                float(model.transfer_seconds(size, source, target, link))
-                for size in (each, 2 * each)
-            )
-            known[key] = Affine(max(2 * one - two, 0.0), max(two - one, 0.0))
-        return known[key]
-
-    return seconds
 
 
 def sized_programs(

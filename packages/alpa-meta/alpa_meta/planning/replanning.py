@@ -21,8 +21,8 @@ import stage_dp
 from alpa_interchange import ClusterSpec, KeptMenu, LinkSpec, ParallelPlan
 from alpa_interchange.menu import JointPlan, JointProblem, LayerRow
 from alpa_meta.errors import InfeasibleError, PlanError
-from alpa_meta.planning.kept_menu import problem_of
 from alpa_meta.planning.menu_prices import Priced, lacking_bytes, near_counts, priced, rows_of
+from alpa_meta.planning.menu_problem import problem_of
 from stage_dp import Known
 
 LINKS = ("intra-host", "inter-host", "inter-group")

@@ -10,7 +10,7 @@ from attrs import frozen
 from alpa_interchange import LogicalMesh, ParallelPlan, ShardingSpec
 from alpa_interchange.plan_text import mesh_text, number_text
 from alpa_meta.errors import PlanError
-from alpa_meta.report.predicted_events import predicted_simulation
+from alpa_meta.report.predicted_simulation import predicted_simulation
 
 _PIECE = re.compile(r"^(.*)\[(\d+):(\d+)\]$")
 

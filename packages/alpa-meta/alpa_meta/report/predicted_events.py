@@ -1,18 +1,10 @@
-"""The schedule of a plan, simulated with the times that the plan predicts.
-
-The simulated step is the plan's own step time where stages read from their neighbours only: both
-are the longest path through one schedule.
-"""
+"""The simulated schedule of a plan as the events of a step, to be drawn."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-from alpa_interchange import Instruction, ParallelPlan, PipelineSchedule
-from alpa_meta.errors import PlanError
-from cost_model import Simulation, simulate
+from alpa_interchange import ParallelPlan
+from alpa_meta.report.predicted_simulation import predicted_simulation
 from mesh_runtime import TraceEvent
-from stage_dp import instruction_lists
 
 
 def predicted_events(plan: ParallelPlan) -> list[TraceEvent]:
@@ -25,93 +17,3 @@ def predicted_events(plan: ParallelPlan) -> list[TraceEvent]:
             timeline.instructions, timeline.starts, timeline.stops, strict=True
         )
     ]
-
-
-def predicted_simulation(plan: ParallelPlan) -> Simulation:
-    """Return the simulated step of `plan`; PlanError where its tasks cannot be put in order."""
-    try:
-        schedule = instruction_lists(plan)
-    except ValueError as error:
-        raise PlanError(f"the plan's tasks make no schedule: {error}") from None
-    transfers = _transfer_seconds(plan, schedule)
-    return simulate(
-        schedule,
-        _task_seconds(plan, schedule),
-        lambda source, target, value: transfers.get((source, target, value), 0.0),
-    )
-
-
-def _transfer_seconds(
-    plan: ParallelPlan, schedule: PipelineSchedule
-) -> dict[tuple[int, int, str], float]:
-    """Return the seconds of each value that one stage sends another, by source, target and name.
-
-    What a stage sends forwards, and what it sends backwards, takes the seconds of the boundary it
-    crosses, in equal parts. Inputs of the step and values of the update cost nothing here: the
-    update's share is part of the stage's seconds per step.
-    """
-    num_meshes = len(schedule.programs)
-    boundary_of: dict[tuple[int, int, str], tuple[int, str]] = {}
-    for mesh, program in enumerate(schedule.programs):
-        for instruction in program:
-            boundary = _boundary(instruction, mesh, num_meshes)
-            if boundary is None or instruction.peer is None:
-                continue
-            for name in instruction.inputs:
-                key = (mesh, instruction.peer, name.partition("@")[0])
-                boundary_of[key] = (boundary, instruction.phase)
-    parts = Counter(boundary_of.values())
-    stages = plan.stage_plan.stages
-    return {
-        key: stages[boundary].candidate.boundary_seconds / parts[boundary_of[key]]
-        for key, (boundary, _) in boundary_of.items()
-    }
-
-
-def _boundary(instruction: Instruction, mesh: int, num_meshes: int) -> int | None:
-    """Return which boundary a send crosses first: k is between stages k and k + 1."""
-    stage = instruction.stage
-    if instruction.kind != "send" or instruction.microbatch is None or stage % num_meshes != mesh:
-        return None
-    if instruction.phase == "forward":
-        return stage
-    return stage - 1 if instruction.phase in ("backward", "backward_input") and stage else None
-
-
-def _task_seconds(plan: ParallelPlan, schedule: PipelineSchedule) -> dict[str, float]:
-    """Return the predicted seconds of one run of each task.
-
-    Where a stage has no task of its own for a phase, another task does that work. Of an update in
-    several tasks, between which a scalar of all stages is known (the norm of all gradients), the
-    first takes the seconds: plans do not count that stages wait for each other there.
-    """
-    tasks: dict[int, dict[str, dict[str, None]]] = {}  # names in the order in which they run
-    for program in schedule.programs:
-        for instruction in program:
-            if instruction.kind == "run":
-                phases = tasks.setdefault(instruction.stage, {})
-                phases.setdefault(instruction.phase, {})[instruction.task] = None
-    seconds: dict[str, float] = {}
-    for stage, phases in tasks.items():
-        candidate = plan.stage_plan.stages[stage].candidate
-        by_weight = candidate.backward_weight_seconds
-        per_phase = {
-            "start": 0.0,
-            "statistics": candidate.forward_seconds,
-            "forward": candidate.forward_seconds,
-            "backward": candidate.backward_seconds,
-            "backward_input": candidate.backward_seconds - by_weight,
-            "backward_weight": by_weight,
-            "update": candidate.step_seconds,
-        }
-        if "backward_input" not in phases:
-            per_phase["backward_weight"] += per_phase.pop("backward_input")
-        if "forward" not in phases:
-            per_phase["backward"] += per_phase.pop("forward")
-        if "update" not in phases:
-            per_phase["backward"] += per_phase.pop("update")
-        for phase, names in phases.items():
-            working = list(names)[:1] if phase == "update" else list(names)
-            share = per_phase.get(phase, 0.0) / len(working)
-            seconds |= {name: share if name in working else 0.0 for name in names}
-    return seconds

@@ -7,8 +7,8 @@ from layered_plan import LAYERS, lowered
 import stage_dp
 from alpa_meta.errors import PlanError
 from alpa_meta.planning.explanation import Alternative, explain
-from alpa_meta.planning.kept_menu import problem_of
 from alpa_meta.planning.menu_prices import priced, restricted
+from alpa_meta.planning.menu_problem import problem_of
 
 PLANNED = lowered(num_stages=2)
 

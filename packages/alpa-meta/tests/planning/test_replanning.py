@@ -6,7 +6,7 @@ from layered_plan import CLUSTER, LAYERS, lowered
 
 import stage_dp
 from alpa_meta.errors import InfeasibleError, PlanError
-from alpa_meta.planning.kept_menu import problem_of
+from alpa_meta.planning.menu_problem import problem_of
 from alpa_meta.planning.replanning import (
     changed_cluster,
     link_thresholds,

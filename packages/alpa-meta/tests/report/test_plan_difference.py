@@ -6,7 +6,7 @@ from layered_plan import lowered
 
 from alpa_meta.errors import PlanError
 from alpa_meta.report.plan_difference import plan_difference
-from alpa_meta.report.predicted_events import predicted_simulation
+from alpa_meta.report.predicted_simulation import predicted_simulation
 
 FIRST = lowered(num_stages=2).plan
 SECOND = lowered(num_stages=4, num_microbatches=16).plan
