@@ -104,9 +104,9 @@ class _Curves:
         solved = [ways.least(price, options) for price in self.prices]
         self._least[count] = [least for least, _ in solved]
         self.fewest = ways.fewest
-        for price, (least, choice) in zip(self.prices, solved, strict=True):
-            if choice is not None:
-                self._found.setdefault((price, choice), {})[count] = least
+        for price, (least, found) in zip(self.prices, solved, strict=True):
+            if found is not None:
+                self._found.setdefault((price, found), {})[count] = least
         return self._least[count]
 
     def at(self, count: int) -> list[float] | None:

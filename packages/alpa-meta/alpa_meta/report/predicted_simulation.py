@@ -1,7 +1,7 @@
 """The schedule of a plan, simulated with the times that the plan predicts.
 
-The simulated step is the plan's own step time where stages read from their neighbours only and no
-scalar of several stages is computed in the update: both are the longest path through one schedule.
+The simulated step is the plan's own step time where stages read from their neighbours only: both
+are the longest path through one schedule.
 """
 
 from __future__ import annotations

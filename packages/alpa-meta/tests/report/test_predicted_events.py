@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 from alpa_interchange.schedule import TaskGraph, TaskSpec
 from alpa_meta.options import Options
 from alpa_meta.planning import planner
-from alpa_meta.report.predicted_events import predicted_events, predicted_simulation
+from alpa_meta.report.predicted_events import predicted_events
+from alpa_meta.report.predicted_simulation import predicted_simulation
 from alpa_meta.step.program import Step
 from cost_model import cluster, simulate
-from stage_dp import SCHEDULE_RULES, SCHEDULES, adaptive_warmups, emit, order, pipeline_time
+from stage_dp import (
+    SCHEDULE_RULES,
+    SCHEDULES,
+    adaptive_warmups,
+    emit,
+    instruction_lists,
+    order,
+    pipeline_time,
+)
 
 
 def pipeline(num_stages, num_meshes, rule):
@@ -112,7 +121,7 @@ def test_a_norm_of_all_gradients_does_not_part_the_simulated_step_from_the_plans
     ).plan
     updates = {
         instruction.task
-        for program in plan.schedule.programs
+        for program in instruction_lists(plan).programs
         for instruction in program
         if instruction.kind == "run" and instruction.phase == "update"
     }
