@@ -1,17 +1,22 @@
 """Plans for cross-mesh resharding, side by side under one referee: time over the lower bound.
 
-    python benchmarks/resharding_plans.py [--issue host|device|none] [--random N]
+    python benchmarks/resharding_plans.py [--issue host|device|none] [--random N] [--pairs N]
 
 The 16 cases of arXiv 2211.05322 on p3.8xlarge hosts (card 10 Gbit/s) and N random tasks. `naive`
 is the paper's broadcast with the first holder in tile order, `load` with the least-loaded host;
 both, and the strategies without broadcast, are what the planner is compared with. `ms` is
 processor time of one plan.
+
+`--pairs N` is about the planner alone: N random pairs of meshes up to 4 hosts x 8 devices with 1 KB
+to 1 GB, by issue model and latency.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import statistics
 import time
 
 from attrs import evolve
@@ -21,7 +26,7 @@ from rich.table import Table
 
 from alpa_interchange.reshard import ReshardingTask, Transfer
 from resharding import Network, cut_slices, plan, simulate
-from resharding.cases import paper_cases, random_task
+from resharding.cases import paper_cases, random_pair, random_task
 
 NAMED = ("send_recv", "local_all_gather", "global_all_gather")
 
@@ -35,8 +40,13 @@ def unordered_broadcast(task: ReshardingTask, network: Network, *, balance: bool
         if balance:
             sender = min(piece.holders, key=lambda device: load.get(device // 100, 0.0))
             load[sender // 100] = load.get(sender // 100, 0.0) + piece.num_bytes
-        hosts = [device // 100 for device in (sender, *piece.receivers)]
-        hops = tuple(a != b for a, b in zip(hosts, hosts[1:], strict=False))
+        chain = (sender, *piece.receivers)
+        rates = [
+            min(network.nic_bandwidth, network.device_bandwidth)
+            if a // 100 != b // 100
+            else network.device_bandwidth
+            for a, b in itertools.pairwise(chain)
+        ]
         transfers.append(
             Transfer(
                 method="broadcast",
@@ -44,7 +54,7 @@ def unordered_broadcast(task: ReshardingTask, network: Network, *, balance: bool
                 stop=piece.box.stop,
                 sender=sender,
                 receivers=piece.receivers,
-                num_chunks=network.num_chunks(piece.num_bytes, hops),
+                num_chunks=network.num_chunks(piece.num_bytes, rates),
             )
         )
     return simulate(task, tuple(transfers), network).seconds
@@ -90,12 +100,47 @@ def report(name: str, tasks: dict[str, ReshardingTask], network: Network) -> Non
     Console(width=150).print(table)
 
 
+def report_pairs(count: int) -> None:
+    """Print ratios to the bound and planning time of random pairs of meshes."""
+    tasks = [random_pair(seed) for seed in range(count)]
+    table = Table(title=f"{count} random pairs of meshes, 1 KB to 1 GB")
+    for title in ("issue", "latency us", "1 MB on", "mean", "95 %", "worst", "> 1.15"):
+        table.add_column(title, justify="right")
+    for title in ("ms mean", "ms 95 %", "ms worst"):
+        table.add_column(title, justify="right")
+    for latency, issue in itertools.product((0.0, 10e-6), ("host", "device", "none")):
+        network = Network(issue=issue, latency=latency)
+        ratios, elapsed, large = [], [], []
+        for task in track(tasks, description=f"{issue} {latency}", transient=True):
+            begin = time.process_time()
+            made = plan(task, network)
+            elapsed.append((time.process_time() - begin) * 1e3)
+            ratios.append(made.seconds / made.lower_bound if made.lower_bound else 1.0)
+            if task.tensor.bytes >= 2**20:
+                large.append(ratios[-1])
+        shown = [f"{statistics.mean(large):.4f}", f"{statistics.mean(ratios):.4f}"]
+        shown += [f"{quantile(ratios, 0.95):.3f}", f"{max(ratios):.3f}"]
+        shown += [str(sum(ratio > 1.15 for ratio in ratios)), f"{statistics.mean(elapsed):.1f}"]
+        shown += [f"{quantile(elapsed, 0.95):.1f}", f"{max(elapsed):.1f}"]
+        table.add_row(issue, f"{latency * 1e6:g}", *shown)
+    Console(width=150).print(table)
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Return the value that `share` of `values` do not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--issue", choices=("host", "device", "none"), default="host")
     parser.add_argument("--random", type=int, default=20, help="number of random tasks")
+    parser.add_argument("--pairs", type=int, default=0, help="number of random pairs of meshes")
     given = parser.parse_args()
+    if given.pairs:
+        report_pairs(given.pairs)
+        return
     network = Network(issue=given.issue)
     report(f"paper cases, issue={given.issue}", paper_cases(), network)
     tasks = {}

@@ -11,7 +11,7 @@ from resharding.communicator import Communicator
 from resharding.coverage import PlanError, check_plan
 from resharding.host_executor import HostExecutor
 from resharding.loopback import CommunicationError, LoopbackCommunicator, LoopbackWorld
-from resharding.network import Network
+from resharding.network import HostLinks, Network
 from resharding.planner import PlanOptions, plan
 from resharding.rank_executor import RankExecutor
 from resharding.simulator import Simulation, simulate
@@ -22,6 +22,7 @@ __all__ = [
     "CommunicationError",
     "Communicator",
     "HostExecutor",
+    "HostLinks",
     "LoopbackCommunicator",
     "LoopbackWorld",
     "Network",

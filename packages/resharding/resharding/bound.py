@@ -8,7 +8,11 @@ For a task with slices i of D_i bytes, held by the devices H_i and needed elsewh
     bytes of it leaving host h, sum_h x_ih = D_i, the busiest card is at least
         T >= min_x max_h sum_i x_ih / nic = max over host sets S of
              sum {D_i : hosts(H_i) inside S} / (|S| nic)                      -> send_seconds()
-    the same two for devices and their ports.
+    the same two for devices and their ports.                                 -> lower_bound()
+    Every operation has one latency at least. Where a participant (a host or a device) does one
+    operation at a time, each slice needs an operation of its own on one of its holders and on one
+    of its receivers: D_i / rate + latency takes the place of D_i / rate above, and a host takes
+    one latency for each of its receiving devices                             -> _blocked_seconds()
 
 The minimum over x is found with maximum flows: start from T = total / all cards, and as long as the
 flow does not fit, the minimum cut names a set S with a larger quotient. Each round raises T to an
@@ -17,22 +21,25 @@ exact quotient, so the last one is the maximum (Dinkelbach's method).
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from resharding.network import Network
+from resharding.network import Links, Network
 from resharding.slices import Slice
 
 
 def lower_bound(slices: Iterable[Slice], host_of: Mapping[int, int], network: Network) -> float:
     """Return seconds that every plan for `slices` takes at least in the model of `network`."""
+    links = Links(network, host_of)
     into_host: dict[int, float] = {}
     into_device: dict[int, float] = {}
     from_hosts: dict[frozenset[int], float] = {}
     from_devices: dict[frozenset[int], float] = {}
-    for piece in slices:
-        if not piece.receivers:
-            continue
+    receiving: dict[int, set[int]] = {}
+    quantum, moving = 0.0, [piece for piece in slices if piece.receivers]
+    for piece in moving:
+        quantum = piece.num_bytes / piece.box.size
         holders = frozenset(piece.holders)
         holder_hosts = frozenset(host_of[device] for device in piece.holders)
         lacking = {host_of[device] for device in piece.receivers} - holder_hosts
@@ -42,49 +49,103 @@ def lower_bound(slices: Iterable[Slice], host_of: Mapping[int, int], network: Ne
             from_hosts[holder_hosts] = from_hosts.get(holder_hosts, 0.0) + piece.num_bytes
         for device in piece.receivers:
             into_device[device] = into_device.get(device, 0.0) + piece.num_bytes
+            receiving.setdefault(host_of[device], set()).add(device)
         from_devices[holders] = from_devices.get(holders, 0.0) + piece.num_bytes
     bound = max(
-        receive_seconds(into_host, network.nic_bandwidth),
-        send_seconds(from_hosts, network.nic_bandwidth),
-        receive_seconds(into_device, network.device_bandwidth),
-        send_seconds(from_devices, network.device_bandwidth),
+        receive_seconds(into_host, links.host_rate),
+        send_seconds(from_hosts, links.host_rate, quantum),
+        receive_seconds(into_device, links.device_rate),
+        send_seconds(from_devices, links.device_rate, quantum),
     )
-    return bound + (network.latency if bound > 0 else 0.0)
+    if not receiving:
+        return 0.0
+    blocked = 0.0
+    if network.issue != "none":
+        blocked = _blocked_seconds(moving, links)
+    if network.issue == "host":
+        blocked = max(
+            blocked,
+            *(
+                into_host.get(host, 0.0) / links.host_rate[host] + network.latency * len(devices)
+                for host, devices in receiving.items()
+            ),
+        )
+    return max(bound + network.latency, blocked)
 
 
-def receive_seconds(incoming: Mapping[int, float], bandwidth: float) -> float:
-    """Return the time of the busiest receiver; `incoming`: bytes per receiver."""
-    return max(incoming.values(), default=0.0) / bandwidth
+def _blocked_seconds(moving: Iterable[Slice], links: Links) -> float:
+    """Return the time of the busiest participant when each does one operation at a time."""
+    by_host, host_of = links.network.issue == "host", links.host_of
+    rate = links.host_rate if by_host else links.device_rate
+    sending: dict[frozenset[int], float] = {}
+    taking: dict[frozenset[int], float] = {}
+    for piece in moving:
+        holders, takers = frozenset(piece.holders), frozenset(piece.receivers)
+        if by_host:
+            holders = frozenset(host_of[device] for device in holders)
+            takers = frozenset(host_of[device] for device in takers) - holders
+            if not takers:
+                continue
+        least = piece.num_bytes / max(rate[each] for each in holders) + links.network.latency
+        sending[holders] = sending.get(holders, 0.0) + least
+        least = piece.num_bytes / max(rate[each] for each in takers) + links.network.latency
+        taking[takers] = taking.get(takers, 0.0) + least
+    alike = dict.fromkeys(rate, 1.0)
+    return max(send_seconds(sending, alike), send_seconds(taking, alike))
 
 
-def send_seconds(outgoing: Mapping[frozenset[int], float], bandwidth: float) -> float:
-    """Return the least time in which senders of equal `bandwidth` can share the load.
+def receive_seconds(incoming: Mapping[int, float], rate: Mapping[int, float]) -> float:
+    """Return the time of the busiest receiver; `incoming`: bytes, `rate`: bytes/s of each."""
+    return max((amount / rate[receiver] for receiver, amount in incoming.items()), default=0.0)
 
-    `outgoing[S]` bytes may leave through any of the senders in S, in parts.
+
+def send_seconds(
+    outgoing: Mapping[frozenset[int], float], rate: Mapping[int, float], quantum: float = 0.0
+) -> float:
+    """Return the least time in which senders of `rate` bytes/s can share the load.
+
+    `outgoing[S]` bytes may leave through any of the senders in S, in parts of whole `quantum`s.
     """
     if not outgoing:
         return 0.0
     groups = list(outgoing)
-    senders = sorted({sender for group in groups for sender in group})
-    level = sum(outgoing.values()) / len(senders)
+    crowd = {sender for group in groups for sender in group}
+    amount = sum(outgoing.values())
+    level = amount / sum(rate[sender] for sender in crowd)
     while True:
-        blocked = _overloaded(groups, [outgoing[group] for group in groups], senders, level)
+        capacity = {sender: level * rate[sender] for sender in rate}
+        blocked = _overloaded(groups, [outgoing[group] for group in groups], capacity)
         if not blocked:
-            return level / bandwidth
-        crowd = {sender for k in blocked for sender in groups[k]}
-        raised = sum(outgoing[group] for group in groups if group <= crowd) / len(crowd)
+            break
+        smaller = {sender for k in blocked for sender in groups[k]}
+        inside = sum(outgoing[group] for group in groups if group <= smaller)
+        raised = inside / sum(rate[sender] for sender in smaller)
         if raised <= level * (1 + 1e-12):
-            return level / bandwidth
-        level = raised
+            break
+        level, crowd, amount = raised, smaller, inside
+    return _in_whole(amount, [rate[sender] for sender in crowd], level, quantum)
+
+
+def _in_whole(amount: float, rates: Sequence[float], level: float, quantum: float) -> float:
+    """Return the time in which senders pass `amount` bytes when each passes whole quanta."""
+    if quantum <= 0 or len(rates) == 1:
+        return level
+    parts = [math.floor(level * rate / quantum + 1e-6) for rate in rates]
+    for _ in range(round(amount / quantum) - sum(parts)):
+        k = min(range(len(rates)), key=lambda j: (parts[j] + 1) / rates[j])
+        parts[k] += 1
+        level = max(level, parts[k] * quantum / rates[k])
+    return level
 
 
 def _overloaded(
-    groups: list[frozenset[int]], amounts: list[float], senders: list[int], level: float
+    groups: list[frozenset[int]], amounts: list[float], passes: Mapping[int, float]
 ) -> list[int]:
-    """Return the groups on the source side of a minimum cut when each sender passes `level` bytes.
+    """Return the groups on the source side of a minimum cut; `passes`: bytes of each sender.
 
     Nodes: 0 source, 1.. groups, then senders, last sink. Empty when everything passes.
     """
+    senders = sorted({sender for group in groups for sender in group})
     number = {sender: 1 + len(groups) + k for k, sender in enumerate(senders)}
     sink = 1 + len(groups) + len(senders)
     capacity: list[dict[int, float]] = [{} for _ in range(sink + 1)]
@@ -95,7 +156,7 @@ def _overloaded(
             capacity[1 + k][number[sender]] = amount
             capacity[number[sender]][1 + k] = 0.0
     for sender in senders:
-        capacity[number[sender]][sink] = level
+        capacity[number[sender]][sink] = passes[sender]
         capacity[sink][number[sender]] = 0.0
     tiny = 1e-12 * sum(amounts)
     while True:

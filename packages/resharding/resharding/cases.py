@@ -90,5 +90,30 @@ def random_task(seed: int, *, overlap: bool = False, longest: int = 64) -> Resha
     )
 
 
+def random_pair(seed: int) -> ReshardingTask:
+    """Return a task of 1 KB to 1 GB between two meshes of up to 4 hosts x 8 devices."""
+    draw = random.Random(seed)
+    rank = draw.choice((1, 2, 2, 3))
+    left = int(2 ** draw.uniform(10, 30)) // 4
+    shape = []
+    for _ in range(rank - 1):
+        shape.append(max(1, int(left ** draw.uniform(0.2, 0.7))))
+        left //= shape[-1]
+    shape.append(max(1, left))
+    draw.shuffle(shape)
+
+    def side(first_host: int) -> PlacedTensor:
+        dims: list[list[str]] = [[] for _ in range(rank)]
+        for axis in draw.sample(("host", "device"), 2):
+            if draw.random() < 0.7:
+                dims[draw.randrange(rank)].append(axis)
+        spec = ShardingSpec(tuple(tuple(axes) for axes in dims))
+        return place(spec, draw.randint(1, 4), draw.choice((1, 2, 4, 8)), first_host)
+
+    return ReshardingTask(
+        tensor=TensorType(tuple(shape), "float32"), source=side(0), target=side(4)
+    )
+
+
 def _parse(text: str) -> ShardingSpec:
     return ShardingSpec(tuple(_AXES[part] for part in text.split()))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
+from attrs.validators import optional
 
 from alpa_interchange.check import non_negative, positive
 
@@ -12,14 +14,28 @@ ISSUE_MODELS = ("host", "device", "none")
 
 
 @frozen(kw_only=True)
-class Network:
-    """A switch without blocking between hosts of equal kind; all ports are full duplex.
+class HostLinks:
+    """What one host has that differs from the `Network`; None is as on every other host."""
 
-    `nic_bandwidth` is what a host sends and receives over its network card, `device_bandwidth`
-    what a device sends and receives over its own port, inside the host or through the card:
-    bytes/s. `latency` is charged per hop and chunk, seconds. `chunk_bytes` is the size of the
-    pieces a broadcast chain is cut into when latency is 0, `least_chunk_bytes` the smallest useful
-    piece.
+    host: int
+    nic_bandwidth: float | None = field(default=None, validator=optional(positive))
+    num_nics: int | None = field(default=None, validator=optional(positive))
+    device_bandwidth: float | None = field(default=None, validator=optional(positive))
+
+
+@frozen(kw_only=True)
+class Network:
+    """A switch without blocking between hosts; all ports are full duplex.
+
+    `nic_bandwidth` is what one network card sends and receives, `device_bandwidth` what a device
+    sends and receives over its own port, inside the host or through a card: bytes/s. A host has
+    `num_nics` cards; its devices share them in equal consecutive groups (the first half of the
+    devices uses the first of two cards). `hosts` names the hosts with other links. `latency` is
+    charged per hop and chunk, seconds.
+
+    A broadcast chain is cut into chunks of `chunk_bytes` when latency is 0, or into as many as keep
+    the time to fill the chain under 0.4 per cent; with latency, into the number that finishes
+    first. No chunk is smaller than `least_chunk_bytes`.
 
     `issue` says how a participant works off its operations: "host": one at a time per host, in plan
     order (a worker that blocks: the model of arXiv 2211.05322), "device": one at a time per device
@@ -28,35 +44,83 @@ class Network:
 
     nic_bandwidth: float = field(default=1.25e9, validator=positive)
     device_bandwidth: float = field(default=25e9, validator=positive)
+    num_nics: int = field(default=1, validator=positive)
+    hosts: tuple[HostLinks, ...] = ()
     latency: float = field(default=0.0, validator=non_negative)
     chunk_bytes: float = field(default=131072.0, validator=positive)
-    least_chunk_bytes: float = field(default=4096.0, validator=positive)
+    least_chunk_bytes: float = field(default=1.0, validator=positive)
     issue: str = "host"
 
     def __attrs_post_init__(self) -> None:
         if self.issue not in ISSUE_MODELS:
             raise ValueError(f"Network.issue must be one of {ISSUE_MODELS}, got {self.issue!r}")
+        named = [links.host for links in self.hosts]
+        if len(set(named)) != len(named):
+            raise ValueError(f"Network.hosts must name each host once, got {named}")
 
-    def hop_bandwidth(self, crosses_hosts: bool) -> float:
-        """Return the rate of an uncontended hop, bytes/s."""
-        if crosses_hosts:
-            return min(self.nic_bandwidth, self.device_bandwidth)
-        return self.device_bandwidth
-
-    def num_chunks(self, num_bytes: float, hops: tuple[bool, ...]) -> int:
-        """Return how many pieces to cut a chain broadcast into; `hops[k]`: hop k crosses hosts.
+    def num_chunks(self, num_bytes: float, rates: Sequence[float]) -> int:
+        """Return how many pieces to cut a chain broadcast into; `rates`: bytes/s of each hop.
 
         With K chunks the last receiver is done at D/b + f/K + (K + H - 1) latency, where f is the
         sum of D/b over the hops less the slowest one: the best K is the root of f/latency. Without
-        latency, chunks of `chunk_bytes`, or smaller ones until the fill costs under one per cent.
+        latency a message costs nothing, and 0.4 per cent of fill is below what a plan is searched
+        on for (`PlanOptions.good_enough`).
         """
-        if len(hops) < 2 or num_bytes <= 0:
+        if len(rates) < 2 or num_bytes <= 0:
             return 1
-        rates = [self.hop_bandwidth(crosses) for crosses in hops]
         fill = sum(num_bytes / rate for rate in rates) - num_bytes / min(rates)
         most = max(1, int(num_bytes // self.least_chunk_bytes))
         if self.latency > 0:
             wanted = math.sqrt(fill / self.latency)
         else:
-            wanted = max(num_bytes / self.chunk_bytes, 100 * fill * min(rates) / num_bytes)
+            wanted = max(num_bytes / self.chunk_bytes, 250 * fill * min(rates) / num_bytes)
         return max(1, min(most, math.ceil(wanted)))
+
+
+class Links:
+    """The ports of the devices of one task on a network.
+
+    A port is a number: `out[device]` and `into[device]` are those of a device, `cards_out[device]`
+    and `cards_in[device]` those of the card it uses; `rate[port]` is its bandwidth, bytes/s.
+    """
+
+    def __init__(self, network: Network, host_of: Mapping[int, int]) -> None:
+        self.network, self.host_of = network, host_of
+        special = {links.host: links for links in network.hosts}
+        self.rate: list[float] = []
+        self.out: dict[int, int] = {}
+        self.into: dict[int, int] = {}
+        self.cards_out: dict[int, int] = {}
+        self.cards_in: dict[int, int] = {}
+        self.host_rate: dict[int, float] = {}  # all cards that its devices use
+        self.device_rate: dict[int, float] = {}
+        self.num_cards: dict[int, int] = {}
+        by_host: dict[int, list[int]] = {}
+        for device in sorted(host_of):
+            by_host.setdefault(host_of[device], []).append(device)
+        for host, devices in by_host.items():
+            own = special.get(host, HostLinks(host=host))
+            card_rate = own.nic_bandwidth or network.nic_bandwidth
+            device_rate = own.device_bandwidth or network.device_bandwidth
+            count = min(own.num_nics or network.num_nics, len(devices))
+            cards = [self._pair(card_rate) for _ in range(count)]
+            self.host_rate[host], self.num_cards[host] = card_rate * count, count
+            for k, device in enumerate(devices):
+                self.cards_out[device], self.cards_in[device] = cards[k * count // len(devices)]
+                self.out[device], self.into[device] = self._pair(device_rate)
+                self.device_rate[device] = device_rate
+
+    def _pair(self, rate: float) -> tuple[int, int]:
+        self.rate += [rate, rate]
+        return len(self.rate) - 2, len(self.rate) - 1
+
+    def ports(self, sender: int, receiver: int) -> tuple[int, ...]:
+        """Return the ports a hop passes through."""
+        inner = (self.out[sender], self.into[receiver])
+        if self.host_of[sender] == self.host_of[receiver]:
+            return inner
+        return (*inner, self.cards_out[sender], self.cards_in[receiver])
+
+    def hop_rate(self, sender: int, receiver: int) -> float:
+        """Return the rate of an uncontended hop, bytes/s."""
+        return min([self.rate[port] for port in self.ports(sender, receiver)])

@@ -90,7 +90,8 @@ def makespan_bound(pairs: _Pairs) -> float:
         else:
             group = frozenset(int(lane) for lane in np.flatnonzero(pairs.unavoidable[j]))
         shared[group] = shared.get(group, 0.0) + job.seconds
-    return max(busiest, send_seconds(shared, 1.0))
+    lanes = {lane for group in shared for lane in group}
+    return max(busiest, send_seconds(shared, dict.fromkeys(lanes, 1.0)))
 
 
 def find_order(
@@ -120,7 +121,7 @@ def find_order(
         return best
     bound = makespan_bound(pairs)
     random = np.random.default_rng(seed)
-    for _ in range(min(num_restarts, 1 + 256 // len(jobs))):
+    for _ in range(min(num_restarts, 1 + 64 // len(jobs))):
         if best.seconds <= bound * (1 + 1e-9):
             return best
         found = greedy_order(pairs, random)

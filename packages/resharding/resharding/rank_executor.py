@@ -137,19 +137,15 @@ class RankExecutor:
     def _gather(self, index: int, transfer: Transfer, buffers: TileBuffers, dtype: Any) -> None:
         """Pass the pieces round the ring of receivers until everyone has all of them."""
         ring = transfer.receivers
-        pieces: dict[int, Box] = {}
+        pieces: dict[int, list[Box]] = {}
         for owner, piece in gathered_pieces(self.plan.transfers, transfer):
-            if owner in pieces:
-                raise ValueError(
-                    f"transfer {index}: device {owner} brings two pieces to one gather; the ring "
-                    "carries one per device"
-                )
-            pieces[owner] = piece
+            pieces.setdefault(owner, []).append(piece)
         place, count = ring.index(self.device), len(ring)
         behind, before = self._rank_of[ring[(place + 1) % count]], self._rank_of[ring[place - 1]]
         packed: dict[int, Any] = {}
         if self.device in pieces:
-            packed[self.device] = self._pack(buffers.read(pieces[self.device]))
+            views = [self._pack(buffers.read(piece)) for piece in pieces[self.device]]
+            packed[self.device] = self._arrays.concatenate(views) if views[1:] else views[0]
         for step in range(count - 1):
             outgoing, incoming = ring[(place - step) % count], ring[(place - step - 1) % count]
             label = f"transfer {index}, gather step {step}"
@@ -157,11 +153,14 @@ class RankExecutor:
                 if outgoing in pieces:
                     self._communicator.send(packed[outgoing], behind, label)
                 if incoming in pieces:
-                    size = pieces[incoming].size * self._width
+                    size = sum(piece.size for piece in pieces[incoming]) * self._width
                     packed[incoming] = self._arrays.empty(size, np.uint8)
                     self._communicator.receive(packed[incoming], before, label)
-            if incoming in pieces:
-                buffers.write(pieces[incoming], packed[incoming].view(dtype))
+            at = 0
+            for piece in pieces.get(incoming, ()):
+                stop = at + piece.size * self._width
+                buffers.write(piece, packed[incoming][at:stop].view(dtype))
+                at = stop
 
     def _pack(self, view: Any) -> Any:
         """Return the elements of `view` as contiguous bytes in row-major order."""

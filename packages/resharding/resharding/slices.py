@@ -150,6 +150,33 @@ def hosts_of(task: ReshardingTask) -> dict[int, int]:
     return found
 
 
+class Cutter:
+    """Cuts a box along its longest dim into consecutive parts of about the asked sizes."""
+
+    def __init__(self, box: Box) -> None:
+        self._box, self._share, self._at = box, 0.0, 0
+        self._dim = max(range(len(box.shape)), key=lambda d: box.shape[d], default=None)
+
+    def next(self, share: float) -> Box | None:
+        """Return the next `share` of the elements; None when that is less than half an index.
+
+        Shares add up to 1; each border is the index nearest to where it should be.
+        """
+        self._share += share
+        if self._dim is None:
+            after, extent = round(self._share), 1
+        else:
+            extent = self._box.shape[self._dim]
+            after = round(min(1.0, self._share) * extent)
+        before, self._at = self._at, max(self._at, after)
+        if before == self._at:
+            return None
+        if self._dim is None or (before, after) == (0, extent):
+            return self._box
+        start = self._box.start[self._dim]
+        return _replace(self._box, self._dim, start + before, start + after)
+
+
 def _by_tile(tiles: dict[int, Box]) -> dict[Box, list[int]]:
     grouped: dict[Box, list[int]] = {}
     for device, box in tiles.items():

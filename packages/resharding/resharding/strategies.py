@@ -13,12 +13,14 @@ Where every slice has one receiver all four are the same copies.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from alpa_interchange.reshard import Transfer
-from resharding.network import Network
+from resharding.division import Delivery, divided
+from resharding.network import Links
 from resharding.order import Job, find_order
 from resharding.slices import Box, Slice, bounding_hosts, split_box
 
@@ -28,7 +30,7 @@ class Setting:
     """What every strategy needs besides the slices."""
 
     host_of: dict[int, int]
-    network: Network
+    links: Links
     device_lanes: bool  # balance over devices instead of hosts
     seed: int
     num_restarts: int
@@ -44,21 +46,10 @@ class Draft:
     lane_seconds: float
 
 
-@frozen
-class _Delivery:
-    """A slice on its way to `receivers`, all of whom one job feeds; `senders` may send it."""
-
-    piece: Slice
-    senders: tuple[int, ...]
-    receivers: tuple[int, ...]
-    remote: bool
-    gather_seconds: float = 0.0  # spent on the receivers after the bytes have arrived
-
-
 def send_recv(slices: Sequence[Slice], setting: Setting) -> Draft:
     """Return a copy per slice and receiver, with senders and order balanced over the hosts."""
     deliveries = [
-        _Delivery(delivery.piece, delivery.senders, (receiver,), delivery.remote)
+        Delivery(delivery.piece, delivery.senders, (receiver,), delivery.remote)
         for delivery in _deliveries(slices, setting)
         for receiver in delivery.receivers
     ]
@@ -69,15 +60,85 @@ def send_recv(slices: Sequence[Slice], setting: Setting) -> Draft:
 
 def broadcast(slices: Sequence[Slice], setting: Setting) -> Draft:
     """Return a chunked chain per slice, with senders and order balanced over the hosts."""
-    transfers = _in_place(slices)
     chosen, seconds = _ordered(_deliveries(slices, setting), setting)
+    return Draft((*_in_place(slices), *_chains(chosen, setting)), seconds)
+
+
+def divided_broadcast(slices: Sequence[Slice], setting: Setting) -> Draft:
+    """Return chains of slices divided over their holders, in the order of an open shop."""
+    links = setting.links
+    deliveries = [part for each in _deliveries(slices, setting) for part in _by_entry(each, links)]
+
+    def lanes_of(delivery: Delivery, sender: int) -> frozenset[int]:
+        return _lanes((sender, *delivery.receivers), links)
+
+    def seconds_of(delivery: Delivery, sender: int) -> float:
+        chain = (sender, *delivery.receivers)
+        slowest = min(links.hop_rate(a, b) for a, b in itertools.pairwise(chain))
+        return delivery.piece.num_bytes / slowest
+
+    chosen = divided(deliveries, lanes_of, seconds_of)
+    return Draft((*_in_place(slices), *_chains(chosen, setting)), 0.0)
+
+
+def paced(draft: Draft, links: Links) -> Draft:
+    """Return a draft whose transfers wait for those before them on the same cards.
+
+    Streams of several devices share a card fairly, which may stretch the transfer that the busiest
+    card is waiting for. Every wait is between transfers of one host.
+    """
+    last: dict[int, int] = {}
+    transfers = []
+    for index, transfer in enumerate(draft.transfers):
+        if transfer.method not in ("local", "gather"):
+            lanes = _lanes((transfer.sender, *transfer.receivers), links)
+            before = {last[lane] for lane in lanes if lane in last}
+            last.update(dict.fromkeys(lanes, index))
+            transfer = evolve(transfer, after=tuple(sorted(before | set(transfer.after))))
+        transfers.append(transfer)
+    return Draft(tuple(transfers), draft.lane_seconds)
+
+
+def _lanes(chain: Sequence[int], links: Links) -> frozenset[int]:
+    """Return what only one operation through `chain` can use: hosts that block, or cards."""
+    if links.network.issue == "host":
+        return frozenset(links.host_of[device] for device in chain)
+    return frozenset(
+        port
+        for a, b in itertools.pairwise(chain)
+        if links.host_of[a] != links.host_of[b]
+        for port in (links.cards_out[a], links.cards_in[b])
+    )
+
+
+def _by_entry(delivery: Delivery, links: Links) -> list[Delivery]:
+    """Return parts of a delivery, one for each card through which it may enter its hosts."""
+    count = max(links.num_cards[links.host_of[device]] for device in delivery.receivers)
+    count = min(count, len(delivery.receivers)) if delivery.remote else 1
+    if count <= 1:
+        return [delivery]
+    parts = []
+    for k, box in enumerate(split_box(delivery.piece.box, count)):
+        receivers: list[int] = []
+        for host in bounding_hosts(delivery.receivers, links.host_of):
+            inside = [d for d in delivery.receivers if links.host_of[d] == host]
+            first = k * len(inside) // count
+            receivers += [*inside[first:], *inside[:first]]
+        size = delivery.piece.num_bytes * box.size / delivery.piece.box.size
+        piece = evolve(delivery.piece, box=box, num_bytes=size)
+        parts.append(evolve(delivery, piece=piece, receivers=tuple(receivers)))
+    return parts
+
+
+def _chains(chosen: Sequence[tuple[Delivery, int]], setting: Setting) -> list[Transfer]:
+    """Return a copy, or a chunked chain, for each delivery and its sender."""
+    transfers, links = [], setting.links
     for delivery, sender in chosen:
         box, receivers = delivery.piece.box, delivery.receivers
         if len(receivers) == 1:
             transfers.append(_copy(box, sender, receivers[0]))
             continue
-        chain = [setting.host_of[device] for device in (sender, *receivers)]
-        hops = tuple(a != b for a, b in zip(chain, chain[1:], strict=False))
+        rates = [links.hop_rate(a, b) for a, b in itertools.pairwise((sender, *receivers))]
         transfers.append(
             Transfer(
                 method="broadcast",
@@ -85,10 +146,77 @@ def broadcast(slices: Sequence[Slice], setting: Setting) -> Draft:
                 stop=box.stop,
                 sender=sender,
                 receivers=receivers,
-                num_chunks=setting.network.num_chunks(delivery.piece.num_bytes, hops),
+                num_chunks=links.network.num_chunks(delivery.piece.num_bytes, rates),
             )
         )
-    return Draft(tuple(transfers), seconds)
+    return transfers
+
+
+def two_level_broadcast(slices: Sequence[Slice], setting: Setting) -> Draft:
+    """Return, per slice, a chain through one device of each host and then a chain inside each.
+
+    A chain through A hosts of B devices takes A + B latencies in place of A B.
+    """
+    transfers = _in_place(slices)
+    chosen, _ = _ordered(_deliveries(slices, setting), setting)
+    for delivery, sender in chosen:
+        hosts = bounding_hosts(delivery.receivers, setting.host_of)
+        inside = {
+            host: [d for d in delivery.receivers if setting.host_of[d] == host] for host in hosts
+        }
+        first = len(transfers)
+        if not delivery.remote:
+            transfers += _chains([(delivery, sender)], setting)
+            continue
+        entries = tuple(devices[0] for devices in inside.values())
+        transfers += _chains([(evolve(delivery, receivers=entries), sender)], setting)
+        for devices in inside.values():
+            if len(devices) > 1:
+                fed = evolve(delivery, receivers=tuple(devices[1:]))
+                (chain,) = _chains([(fed, devices[0])], setting)
+                transfers.append(evolve(chain, after=(first,)))
+    return Draft(tuple(transfers), 0.0)
+
+
+def tile_all_gather(slices: Sequence[Slice], setting: Setting) -> Draft:
+    """Return a copy per slice to one of its receivers, and one gather per target tile.
+
+    m slices of a tile that n devices want take m + n - 1 latencies in place of m n, and its bytes
+    pass the cards twice: for small tensors. Slices of a tile that some of its devices hold already
+    go through chains.
+    """
+    by_tile: dict[tuple[int, ...], list[Slice]] = {}
+    chained = []
+    for piece in slices:
+        needing = {*piece.receivers, *piece.in_place}
+        if piece.in_place or len(needing) < 2:
+            chained.append(piece)
+        else:
+            by_tile.setdefault(piece.receivers, []).append(piece)
+    held = {device for piece in slices for device in piece.in_place}
+    for receivers in [key for key in by_tile if not held.isdisjoint(key)]:
+        chained += by_tile.pop(receivers)
+    deliveries = _deliveries(chained, setting)
+    for receivers, pieces in by_tile.items():
+        for k, piece in enumerate(pieces):
+            owner = receivers[k * len(receivers) // len(pieces)]
+            beside = tuple(d for d in piece.holders if setting.host_of[d] == setting.host_of[owner])
+            deliveries.append(Delivery(piece, beside or piece.holders, (owner,), not beside))
+    chosen, _ = _ordered(deliveries, setting)
+    transfers = [*_in_place(slices), *_chains(chosen, setting)]
+    arrived: dict[Box, int] = {Box(t.start, t.stop): k for k, t in enumerate(transfers)}
+    for receivers, pieces in by_tile.items():
+        transfers.append(
+            Transfer(
+                method="gather",
+                start=tuple(map(min, zip(*(piece.box.start for piece in pieces), strict=True))),
+                stop=tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True))),
+                sender=receivers[0],
+                receivers=receivers,
+                after=tuple(sorted(arrived[piece.box] for piece in pieces)),
+            )
+        )
+    return Draft(tuple(transfers), 0.0)
 
 
 def local_all_gather(slices: Sequence[Slice], setting: Setting) -> Draft:
@@ -98,9 +226,10 @@ def local_all_gather(slices: Sequence[Slice], setting: Setting) -> Draft:
         for host in bounding_hosts(delivery.receivers, setting.host_of):
             inside = tuple(d for d in delivery.receivers if setting.host_of[d] == host)
             share = (len(inside) - 1) / len(inside)
-            seconds = delivery.piece.num_bytes * share / setting.network.device_bandwidth
+            rate = min(setting.links.device_rate[device] for device in inside)
+            seconds = delivery.piece.num_bytes * share / rate
             deliveries.append(
-                _Delivery(delivery.piece, delivery.senders, inside, delivery.remote, seconds)
+                Delivery(delivery.piece, delivery.senders, inside, delivery.remote, seconds)
             )
     return _scattered(slices, deliveries, setting)
 
@@ -110,10 +239,11 @@ def global_all_gather(slices: Sequence[Slice], setting: Setting) -> Draft:
     deliveries = []
     for delivery in _deliveries(slices, setting):
         receivers = delivery.receivers
-        rate = setting.network.hop_bandwidth(len(bounding_hosts(receivers, setting.host_of)) > 1)
+        ring = zip(receivers, (*receivers[1:], receivers[0]), strict=True)
+        rate = min(setting.links.hop_rate(a, b) for a, b in ring)
         seconds = delivery.piece.num_bytes * (len(receivers) - 1) / len(receivers) / rate
         deliveries.append(
-            _Delivery(delivery.piece, delivery.senders, receivers, delivery.remote, seconds)
+            Delivery(delivery.piece, delivery.senders, receivers, delivery.remote, seconds)
         )
     return _scattered(slices, deliveries, setting)
 
@@ -125,22 +255,25 @@ STRATEGIES: dict[str, Strategy] = {
     "send_recv": send_recv,
     "local_all_gather": local_all_gather,
     "global_all_gather": global_all_gather,
+    "two_level_broadcast": two_level_broadcast,
+    "tile_all_gather": tile_all_gather,
 }
 
 
 def candidates(slices: Sequence[Slice], most_receivers: int = 192) -> tuple[str, ...]:
     """Return the strategies worth comparing: only broadcast where it is the same or far simpler.
 
-    With one receiver per slice all strategies are the same copies; with very many receivers the
-    others are floods of small messages.
+    With one receiver per slice all strategies are the same copies; with very many receivers those
+    that send a message to each are floods of small ones.
     """
-    count = sum(len(piece.receivers) for piece in slices)
-    if count > most_receivers or all(len(piece.receivers) <= 1 for piece in slices):
+    if all(len(piece.receivers) <= 1 for piece in slices):
         return ("broadcast",)
+    if sum(len(piece.receivers) for piece in slices) > most_receivers:
+        return ("broadcast", "two_level_broadcast", "tile_all_gather")
     return tuple(STRATEGIES)
 
 
-def _deliveries(slices: Sequence[Slice], setting: Setting) -> list[_Delivery]:
+def _deliveries(slices: Sequence[Slice], setting: Setting) -> list[Delivery]:
     """Return what must move: receivers beside a holder are fed inside their host."""
     host_of, found = setting.host_of, []
     for piece in slices:
@@ -149,7 +282,7 @@ def _deliveries(slices: Sequence[Slice], setting: Setting) -> list[_Delivery]:
             if host in holder_hosts:
                 inside = tuple(d for d in piece.receivers if host_of[d] == host)
                 beside = tuple(d for d in piece.holders if host_of[d] == host)
-                found.append(_Delivery(piece, beside, inside, remote=False))
+                found.append(Delivery(piece, beside, inside, remote=False))
         far = tuple(
             device
             for host in bounding_hosts(piece.receivers, host_of)
@@ -158,19 +291,18 @@ def _deliveries(slices: Sequence[Slice], setting: Setting) -> list[_Delivery]:
             if host_of[device] == host
         )
         if far:
-            found.append(_Delivery(piece, piece.holders, far, remote=True))
+            found.append(Delivery(piece, piece.holders, far, remote=True))
     return found
 
 
 def _ordered(
-    deliveries: Sequence[_Delivery], setting: Setting
-) -> tuple[list[tuple[_Delivery, int]], float]:
+    deliveries: Sequence[Delivery], setting: Setting, *, scattered: bool = False
+) -> tuple[list[tuple[Delivery, int]], float]:
     """Return deliveries in issue order with their senders, and the makespan of the lane model."""
-    network = setting.network
+    links = setting.links
     jobs = [
         Job(
-            seconds=delivery.piece.num_bytes / network.hop_bandwidth(delivery.remote)
-            + delivery.gather_seconds,
+            seconds=_chain_seconds(delivery, links, scattered) + delivery.gather_seconds,
             senders=delivery.senders,
             receivers=delivery.receivers,
         )
@@ -180,7 +312,7 @@ def _ordered(
     order = find_order(
         jobs,
         {device: device for device in devices} if setting.device_lanes else setting.host_of,
-        receivers_block=network.issue != "none",
+        receivers_block=links.network.issue != "none",
         seed=setting.seed,
         num_restarts=setting.num_restarts,
         node_limit=setting.node_limit,
@@ -189,10 +321,22 @@ def _ordered(
     return [(deliveries[j], sender) for j, sender in order.sequence], order.seconds
 
 
-def _scattered(slices: Sequence[Slice], deliveries: Sequence[_Delivery], setting: Setting) -> Draft:
+def _chain_seconds(delivery: Delivery, links: Links, scattered: bool) -> float:
+    """Return what a delivery takes from its first sender, with the network to itself."""
+    chain = (delivery.senders[0], *delivery.receivers)
+    rates = [links.hop_rate(a, b) for a, b in itertools.pairwise(chain)]
+    size, slowest = delivery.piece.num_bytes, min(rates)
+    if scattered:
+        return size / slowest + links.network.latency
+    count = links.network.num_chunks(size, rates)
+    fill = (sum(size / rate for rate in rates) - size / slowest) / count
+    return size / slowest + fill + links.network.latency * (count + len(rates) - 1)
+
+
+def _scattered(slices: Sequence[Slice], deliveries: Sequence[Delivery], setting: Setting) -> Draft:
     """Return scatter copies and the gather behind them for each delivery, in balanced order."""
     transfers = _in_place(slices)
-    chosen, seconds = _ordered(deliveries, setting)
+    chosen, seconds = _ordered(deliveries, setting, scattered=True)
     for delivery, sender in chosen:
         box, receivers = delivery.piece.box, delivery.receivers
         first = len(transfers)

@@ -1,11 +1,10 @@
-"""Which device pairs a transfer moves bytes between, and what that adds up to per network card."""
+"""Which device pairs a transfer moves bytes between, and how many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from alpa_interchange.reshard import Transfer
-from resharding.network import Network
 from resharding.slices import Box
 
 
@@ -39,27 +38,3 @@ def edge_bytes(transfer: Transfer, element_bytes: float) -> float:
     if transfer.method == "gather":
         return size * (len(transfer.receivers) - 1) / len(transfer.receivers)
     return size
-
-
-def card_seconds(
-    transfers: Iterable[Transfer],
-    element_bytes: float,
-    host_of: Mapping[int, int],
-    network: Network,
-) -> float:
-    """Return the time of the busiest network card or device port, were all of them always full."""
-    cards: dict[tuple[int, int], float] = {}
-    ports: dict[tuple[int, int], float] = {}
-    for transfer in transfers:
-        amount = edge_bytes(transfer, element_bytes)
-        for sender, receiver in edges(transfer):
-            for side, device in enumerate((sender, receiver)):
-                ports[side, device] = ports.get((side, device), 0.0) + amount
-            source, target = host_of[sender], host_of[receiver]
-            if source != target:
-                for side, host in enumerate((source, target)):
-                    cards[side, host] = cards.get((side, host), 0.0) + amount
-    return max(
-        max(cards.values(), default=0.0) / network.nic_bandwidth,
-        max(ports.values(), default=0.0) / network.device_bandwidth,
-    )

@@ -22,12 +22,33 @@ def test_send_seconds_is_the_maximum_quotient_over_all_sender_sets(outgoing):
         for chosen in itertools.combinations(senders, size):
             inside = sum(load for group, load in outgoing.items() if group <= set(chosen))
             best = max(best, inside / size)
-    assert send_seconds(outgoing, 2.0) == pytest.approx(best / 2, rel=1e-9)
+    assert send_seconds(outgoing, dict.fromkeys(range(6), 2.0)) == pytest.approx(best / 2, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(groups, st.lists(st.integers(1, 4), min_size=6, max_size=6))
+def test_unequal_senders_share_by_their_rates_and_whole_elements_take_longer(outgoing, rates):
+    rate = dict(enumerate(map(float, rates)))
+    senders = sorted({sender for group in outgoing for sender in group})
+    best = 0.0
+    for size in range(1, len(senders) + 1):
+        for chosen in itertools.combinations(senders, size):
+            inside = sum(load for group, load in outgoing.items() if group <= set(chosen))
+            best = max(best, inside / sum(rate[sender] for sender in chosen))
+    parts = send_seconds(outgoing, rate)
+    assert parts == pytest.approx(best, rel=1e-9)
+    whole = send_seconds(outgoing, rate, 1.0)
+    assert parts * (1 - 1e-9) <= whole <= parts + 1.0
+
+
+def test_three_elements_of_one_byte_leave_two_senders_in_two_seconds():
+    assert send_seconds({frozenset({0, 1}): 3.0}, {0: 1.0, 1: 1.0}) == 1.5
+    assert send_seconds({frozenset({0, 1}): 3.0}, {0: 1.0, 1: 1.0}, 1.0) == 2.0
 
 
 def test_receive_seconds_is_the_busiest_receiver():
-    assert receive_seconds({1: 10.0, 2: 30.0}, 5.0) == 6.0
-    assert receive_seconds({}, 5.0) == 0.0
+    assert receive_seconds({1: 10.0, 2: 30.0}, {1: 5.0, 2: 5.0}) == 6.0
+    assert receive_seconds({}, {}) == 0.0
 
 
 @pytest.mark.parametrize("issue", ["host", "device", "none"])

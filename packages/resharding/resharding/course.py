@@ -1,0 +1,266 @@
+"""When each transfer of a plan starts and ends, in a fluid model of the network.
+
+* copy: one flow of D bytes.
+* broadcast: a chain; all hops run at one rate. After the D bytes it takes the fill time
+  sum_h c/b_h - max_h c/b_h (c = D/K bytes per chunk, b_h the uncontended rate of hop h).
+* gather: a ring over n devices; every edge carries D (n-1)/n.
+* local: nothing.
+* latency: (K + H - 1) per chain of H hops and K chunks, n - 1 per ring, 1 per copy.
+
+Flows that run at once share each port (a card or a device, in one direction) max-min fairly. A
+transfer starts when all of `after` are done and, by the issue model of the network, every earlier
+transfer of its hosts ("host") or devices ("device") is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from attrs import define, frozen
+from numpy.typing import NDArray
+
+from alpa_interchange.reshard import Transfer
+from resharding.coverage import PlanError
+from resharding.network import Links
+from resharding.traffic import edge_bytes, edges
+
+_MANY = 48  # flows from which arrays share ports faster than loops do (measured: equal at 40 to 60)
+
+
+class Watcher(Protocol):
+    """Is told of every start and end, in the order in which they happen."""
+
+    def check_start(self, index: int, transfer: Transfer) -> None:
+        """Transfer `index` starts."""
+        ...
+
+    def finish(self, transfer: Transfer) -> None:
+        """The bytes of `transfer` are there."""
+        ...
+
+
+@frozen
+class Demand:
+    """What one transfer asks of the network."""
+
+    num_bytes: float
+    ports: tuple[int, ...]  # distinct
+    times: tuple[int, ...]  # how often it passes through each port
+    tail: float  # seconds after its bytes have passed
+    alone: float  # bytes/s with the network to itself
+
+
+@define
+class _Flow:
+    index: int
+    left: float
+    demand: Demand
+    rate: float = 0.0
+
+
+def demand_of(transfer: Transfer, element_bytes: float, links: Links) -> Demand:
+    """Return what `transfer` asks of the network."""
+    pairs = edges(transfer)
+    if not pairs:
+        return Demand(0.0, (), (), 0.0, math.inf)
+    latency, amount = links.network.latency, edge_bytes(transfer, element_bytes)
+    if len(pairs) == 1:
+        ports = links.ports(*pairs[0])
+        alone = min([links.rate[port] for port in ports])
+        return Demand(amount, ports, (1,) * len(ports), latency, alone)
+    used: dict[int, int] = {}
+    for a, b in pairs:
+        for port in links.ports(a, b):
+            used[port] = used.get(port, 0) + 1
+    if transfer.method == "gather":
+        tail = latency * (len(pairs) - 1)
+    else:
+        fills = [amount / transfer.num_chunks / links.hop_rate(a, b) for a, b in pairs]
+        tail = sum(fills) - max(fills) + latency * (transfer.num_chunks + len(pairs) - 1)
+    alone = min(links.rate[port] / times for port, times in used.items())
+    return Demand(amount, tuple(used), tuple(used.values()), tail, alone)
+
+
+def least_seconds(transfers: Sequence[Transfer], demands: Sequence[Demand], links: Links) -> float:
+    """Return the time of the busiest port, host or device, were none of them ever to wait."""
+    carried = [0.0] * len(links.rate)
+    blocked: dict[int, float] = {}
+    longest = 0.0
+    for transfer, demand in zip(transfers, demands, strict=True):
+        for port, times in zip(demand.ports, demand.times, strict=True):
+            carried[port] += demand.num_bytes * times
+        alone = demand.num_bytes / demand.alone + demand.tail
+        longest = max(longest, alone)
+        for lane in lanes_of(transfer, links):
+            blocked[lane] = blocked.get(lane, 0.0) + alone
+    ports = max((amount / links.rate[port] for port, amount in enumerate(carried)), default=0.0)
+    return max(ports, longest, max(blocked.values(), default=0.0))
+
+
+def lanes_of(transfer: Transfer, links: Links) -> tuple[int, ...]:
+    """Return the hosts or devices in whose order the transfer stands."""
+    issue = links.network.issue
+    if issue == "none" or transfer.method == "local":
+        return ()
+    devices = dict.fromkeys((transfer.sender, *transfer.receivers))
+    if issue == "device":
+        return tuple(devices)
+    return tuple(dict.fromkeys(links.host_of[device] for device in devices))
+
+
+def course(
+    transfers: Sequence[Transfer],
+    demands: Sequence[Demand],
+    links: Links,
+    watcher: Watcher | None = None,
+) -> tuple[tuple[float, float], ...]:
+    """Return (start, end) of every transfer; PlanError if some wait for each other for ever."""
+    return _Course(transfers, demands, links, watcher).run()
+
+
+class _Course:
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        demands: Sequence[Demand],
+        links: Links,
+        watcher: Watcher | None,
+    ) -> None:
+        self.transfers, self.demands = transfers, demands
+        self.links, self.watcher = links, watcher
+        self.queues: dict[int, list[int]] = {}
+        self.lanes = [lanes_of(transfer, links) for transfer in transfers]
+        self.waits = [0] * len(transfers)  # lanes where others are before it, and `after`
+        self.dependents: list[list[int]] = [[] for _ in transfers]
+        for index, transfer in enumerate(transfers):
+            for lane in self.lanes[index]:
+                queue = self.queues.setdefault(lane, [])
+                self.waits[index] += bool(queue)
+                queue.append(index)
+            for earlier in transfer.after:
+                if not 0 <= earlier < len(transfers):
+                    raise PlanError(f"transfer {index} waits for transfer {earlier}, which is none")
+                self.dependents[earlier].append(index)
+                self.waits[index] += 1
+        self.heads = dict.fromkeys(self.queues, 0)
+
+    def run(self) -> tuple[tuple[float, float], ...]:
+        """Advance from event to event until every transfer is done."""
+        now, count = 0.0, len(self.transfers)
+        ready = [index for index, waits in enumerate(self.waits) if not waits]
+        flows: list[_Flow] = []
+        tails: list[tuple[float, int]] = []  # (end, transfer), a heap
+        begun, ended, left = [math.nan] * count, [math.nan] * count, count
+        while left:
+            changed = bool(ready)
+            for index in sorted(ready):
+                begun[index] = now
+                if self.watcher is not None:
+                    self.watcher.check_start(index, self.transfers[index])
+                demand = self.demands[index]
+                if demand.num_bytes > 0:
+                    flows.append(_Flow(index, demand.num_bytes, demand))
+                else:
+                    heapq.heappush(tails, (now + demand.tail, index))
+            if changed:
+                share(flows, self.links.rate)
+            if not flows and not tails:
+                stuck = [index for index in range(count) if math.isnan(begun[index])]
+                raise PlanError(
+                    f"transfers {stuck} never start: they wait for each other or for transfers "
+                    "behind them in the order of a shared host or device"
+                )
+            horizon = tails[0][0] if tails else math.inf
+            for flow in flows:
+                horizon = min(horizon, now + flow.left / flow.rate)
+            elapsed, now = horizon - now, horizon
+            tolerance = 1e-12 * max(now, 1e-9)
+            going: list[_Flow] = []
+            for flow in flows:
+                flow.left -= flow.rate * elapsed
+                if flow.left <= flow.rate * tolerance:
+                    heapq.heappush(tails, (now + flow.demand.tail, flow.index))
+                else:
+                    going.append(flow)
+            emptied, flows = len(going) < len(flows), going
+            ready, finished = [], []
+            while tails and tails[0][0] <= now + tolerance:
+                finished.append(heapq.heappop(tails)[1])
+            for index in sorted(finished):
+                ended[index] = now
+                left -= 1
+                ready += self._finish(index)
+            if emptied and not ready:
+                share(flows, self.links.rate)
+        return tuple(zip(begun, ended, strict=True))
+
+    def _finish(self, index: int) -> list[int]:
+        """Book a finished transfer; return those that may start now."""
+        if self.watcher is not None:
+            self.watcher.finish(self.transfers[index])
+        unblocked = list(self.dependents[index])
+        for lane in self.lanes[index]:
+            self.heads[lane] += 1
+            unblocked += self.queues[lane][self.heads[lane] : self.heads[lane] + 1]
+        for other in unblocked:
+            self.waits[other] -= 1
+        return [other for other in dict.fromkeys(unblocked) if not self.waits[other]]
+
+
+def share(flows: Sequence[_Flow], rate: Sequence[float]) -> None:
+    """Set max-min fair rates: fill all flows evenly, freeze those at a port that runs full."""
+    if len(flows) >= _MANY:
+        _share_arrays(flows, rate)
+        return
+    users: dict[int, int] = {}
+    for flow in flows:
+        for port, times in zip(flow.demand.ports, flow.demand.times, strict=True):
+            users[port] = users.get(port, 0) + times
+    room = {port: rate[port] for port in users}
+    active, level = list(flows), 0.0
+    while active:
+        tightest = min(room[port] / count for port, count in users.items() if count)
+        level = max(level, tightest)  # rounding may not lower it
+        full = {
+            port
+            for port, count in users.items()
+            if count and room[port] / count <= level * (1 + 1e-12)
+        }
+        still = []
+        for flow in active:
+            if full.isdisjoint(flow.demand.ports):
+                still.append(flow)
+                continue
+            flow.rate = level
+            for port, times in zip(flow.demand.ports, flow.demand.times, strict=True):
+                room[port] -= level * times
+                users[port] -= times
+        active = still
+
+
+def _share_arrays(flows: Sequence[_Flow], rate: Sequence[float]) -> None:
+    """Do what `share` does with one row of arrays per (flow, port)."""
+    lengths = [len(flow.demand.ports) for flow in flows]
+    row: NDArray[np.int64] = np.repeat(np.arange(len(flows)), lengths)
+    port = np.array([p for flow in flows for p in flow.demand.ports])
+    times = np.array([t for flow in flows for t in flow.demand.times], dtype=float)
+    room = np.array(rate, dtype=float)
+    found, level = np.zeros(len(flows)), 0.0
+    while len(row):
+        users = np.bincount(port, weights=times, minlength=len(room))
+        quotient = np.full(len(room), np.inf)
+        np.divide(room, users, out=quotient, where=users > 0.5)
+        level = max(level, float(quotient.min()))
+        full = quotient <= level * (1 + 1e-12)
+        stopped = np.zeros(len(flows), dtype=bool)
+        stopped[row[full[port]]] = True
+        found[stopped] = level
+        ends = stopped[row]
+        room -= level * np.bincount(port[ends], weights=times[ends], minlength=len(room))
+        row, port, times = row[~ends], port[~ends], times[~ends]
+    for flow, value in zip(flows, found.tolist(), strict=True):
+        flow.rate = value

@@ -1,0 +1,304 @@
+r"""Dividing slices over their holders, and ordering the parts so that no busiest lane waits.
+
+A lane is what cannot do two operations at once: a host whose worker blocks, or one direction of a
+network card. Deliveries with the same sending and receiving lanes are one class c of D_c bytes; a
+part of x_cs bytes sent from lane s takes x_cs t_cs seconds on s and on every receiving lane.
+
+    shares: min over x of sum over lanes l of load_l^2, sum_s x_cs = D_c: loads as even as holders
+        allow, so the largest is the smallest possible                          -> _shares()
+    order: T = largest load. Always run disjoint parts that cover every lane whose remaining load
+        equals the remaining time, until a part ends or another lane becomes such a lane. Where each
+        part has one sending and one receiving lane such parts always exist (preemptive open shop,
+        Gonzalez and Sahni 1976), and the makespan is T; with wider parts the search over
+        disjoint parts is cut off and T may grow                                -> _rounds()
+
+Slices are cut where a round ends inside one. What the rounds say in seconds is turned into boxes of
+whole elements, cut along the longest dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from attrs import evolve, frozen
+
+from resharding.slices import Cutter, Slice
+
+_PASSES = 60  # of evening out the loads; 4 hosts to 4 hosts settle in under 20
+_MOST_TRIED = (
+    400  # partial choices of disjoint parts per round; one host to one host needs under 50
+)
+_EVEN = 1e-9  # seconds, relative to the makespan, that count as none
+
+
+@frozen
+class Delivery:
+    """A slice on its way to `receivers`, all of whom one operation feeds from one of `senders`."""
+
+    piece: Slice
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    remote: bool
+    gather_seconds: float = 0.0  # spent on the receivers after the bytes have arrived
+
+
+@frozen
+class _Part:
+    """`seconds` of the `whole` that a delivery takes from one lane."""
+
+    delivery: Delivery
+    seconds: float
+    whole: float
+
+
+@frozen
+class _Group:
+    """All that one lane sends to one set of lanes."""
+
+    lanes: frozenset[int]
+    seconds: float
+    parts: tuple[_Part, ...]
+
+
+LanesOf = Callable[[Delivery, int], frozenset[int]]
+SecondsOf = Callable[[Delivery, int], float]
+
+
+def divided(
+    deliveries: Sequence[Delivery], lanes_of: LanesOf, seconds_of: SecondsOf
+) -> list[tuple[Delivery, int]]:
+    """Return parts of `deliveries` in issue order, each with the device that sends it.
+
+    `lanes_of(delivery, sender)` are the lanes a delivery occupies, `seconds_of` for how long.
+    """
+    groups = _shares(deliveries, lanes_of, seconds_of)
+    queues = [list(group.parts) for group in groups]
+    cutters = {id(delivery): Cutter(delivery.piece.box) for delivery in deliveries}
+    sent: dict[int, float] = {}
+    found = []
+    for length, chosen in _rounds(groups):
+        for number in chosen:
+            lanes = groups[number].lanes
+            for delivery, share in _next_parts(queues[number], length):
+                box = cutters[id(delivery)].next(share)
+                if box is None:
+                    continue
+                size = delivery.piece.num_bytes * box.size / delivery.piece.box.size
+                able = [d for d in delivery.senders if lanes_of(delivery, d) == lanes]
+                sender = min(able, key=lambda device: sent.get(device, 0.0))
+                sent[sender] = sent.get(sender, 0.0) + size
+                piece = evolve(delivery.piece, box=box, num_bytes=size)
+                found.append((evolve(delivery, piece=piece), sender))
+    return found
+
+
+def _next_parts(queue: list[_Part], room: float) -> Iterator[tuple[Delivery, float]]:
+    """Take parts of `room` seconds in all from a queue; yield deliveries and shares of them."""
+    while queue and room > 0:
+        part = queue[0]
+        if part.seconds <= room * (1 + 1e-6):
+            queue.pop(0)
+            room -= part.seconds
+            yield part.delivery, part.seconds / part.whole
+        else:
+            queue[0] = evolve(part, seconds=part.seconds - room)
+            yield part.delivery, room / part.whole
+            return
+
+
+def _shares(
+    deliveries: Sequence[Delivery], lanes_of: LanesOf, seconds_of: SecondsOf
+) -> list[_Group]:
+    """Return what each lane sends, with the loads of lanes as even as the holders allow."""
+    classes: dict[frozenset[frozenset[int]], list[Delivery]] = {}
+    options: dict[frozenset[frozenset[int]], dict[frozenset[int], int]] = {}
+    for delivery in deliveries:
+        by_lanes: dict[frozenset[int], int] = {}
+        for sender in delivery.senders:
+            by_lanes.setdefault(lanes_of(delivery, sender), sender)
+        key = frozenset(by_lanes)
+        classes.setdefault(key, []).append(delivery)
+        options.setdefault(key, by_lanes)
+    order = sorted(classes, key=lambda key: (len(key), sorted(map(sorted, key))))
+    load: dict[int, float] = {}
+    amounts: dict[frozenset[frozenset[int]], dict[frozenset[int], float]] = {}
+    ways = {key: sorted(key, key=sorted) for key in order}
+    cost = {  # seconds per byte
+        key: {
+            lanes: seconds_of(classes[key][0], options[key][lanes])
+            / max(classes[key][0].piece.num_bytes, 1e-30)
+            for lanes in key
+        }
+        for key in order
+    }
+    total = {key: sum(each.piece.num_bytes for each in classes[key]) for key in order}
+    for key in order:
+        amounts[key] = dict.fromkeys(ways[key], 0.0)
+    for _ in range(_PASSES):
+        moved = 0.0
+        for key in order:
+            moved += _level(amounts[key], cost[key], total[key], load)
+        if moved <= _EVEN * max(load.values(), default=0.0) or len(order) == 1:
+            break
+    groups = []
+    for key in order:
+        groups += _cut_class(classes[key], amounts[key], cost[key])
+    return groups
+
+
+def _level(
+    amount: dict[frozenset[int], float],
+    cost: dict[frozenset[int], float],
+    total: float,
+    load: dict[int, float],
+) -> float:
+    """Share `total` bytes out so that the sending lanes end level; return the seconds moved."""
+    shared = frozenset.intersection(*amount)
+    for lanes, given in amount.items():
+        for lane in lanes:
+            load[lane] = load.get(lane, 0.0) - given * cost[lanes]
+    base = {lanes: max((load[lane] for lane in lanes - shared), default=0.0) for lanes in amount}
+    by_base = sorted(amount, key=lambda lanes: base[lanes])
+    level, capacity = 0.0, 0.0
+    for k in range(len(by_base)):
+        capacity = sum(1 / cost[each] for each in by_base[: k + 1])
+        level = (total + sum(base[each] / cost[each] for each in by_base[: k + 1])) / capacity
+        if k + 1 == len(by_base) or level <= base[by_base[k + 1]]:
+            break
+    moved = 0.0
+    for lanes in amount:
+        given = max(0.0, level - base[lanes]) / cost[lanes]
+        moved += abs(given - amount[lanes]) * cost[lanes]
+        amount[lanes] = given
+        for lane in lanes:
+            load[lane] += given * cost[lanes]
+    return moved
+
+
+def _cut_class(
+    deliveries: Sequence[Delivery],
+    amount: dict[frozenset[int], float],
+    cost: dict[frozenset[int], float],
+) -> list[_Group]:
+    """Return the groups of one class: its deliveries in order, cut where a lane's share ends."""
+    groups, line = [], _interleaved(deliveries)
+    at, left = 0, line[0].piece.num_bytes if line else 0.0
+    ways = [lanes for lanes in amount if amount[lanes] > 0]
+    for k, lanes in enumerate(ways):
+        room = amount[lanes]
+        parts: list[_Part] = []
+        while at < len(line):
+            whole = line[at].piece.num_bytes
+            last = k + 1 == len(ways)
+            take = left if last else min(left, room)
+            if not last and abs(left - take) <= 1e-6 * whole:
+                take = left  # no sliver of a slice
+            if take > 0:
+                parts.append(_Part(line[at], take * cost[lanes], whole * cost[lanes]))
+            left, room = left - take, room - take
+            if left <= 0:
+                at += 1
+                left = line[at].piece.num_bytes if at < len(line) else 0.0
+            if not last and room <= 1e-6 * whole:
+                break
+        seconds = sum(part.seconds for part in parts)
+        groups.append(_Group(lanes, seconds, tuple(parts)))
+    return groups
+
+
+def _interleaved(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """Return deliveries such that neighbours have different senders and receivers.
+
+    Round k pairs the i-th sender with the (i + k)-th receiver, so devices work side by side.
+    """
+    senders = {d: k for k, d in enumerate(dict.fromkeys(each.senders[0] for each in deliveries))}
+    takers = {d: k for k, d in enumerate(dict.fromkeys(each.receivers[0] for each in deliveries))}
+    count = max(len(senders), len(takers), 1)
+
+    def place(delivery: Delivery) -> tuple[int, int]:
+        a, b = senders[delivery.senders[0]], takers[delivery.receivers[0]]
+        return (b - a) % count, a
+
+    return sorted(deliveries, key=place)
+
+
+def _rounds(groups: Sequence[_Group]) -> list[tuple[float, tuple[int, ...]]]:
+    """Return (seconds, groups that run side by side) of one round after the other."""
+    left = [group.seconds for group in groups]
+    load: dict[int, float] = {}
+    for group in groups:
+        for lane in group.lanes:
+            load[lane] = load.get(lane, 0.0) + group.seconds
+    remaining = max(load.values(), default=0.0)
+    tiny = _EVEN * remaining
+    idle = [k for k, group in enumerate(groups) if not group.lanes or group.seconds <= 0]
+    rounds = [(groups[k].seconds, (k,)) for k in idle]
+    open_groups = [k for k in range(len(groups)) if k not in idle]
+    before: tuple[int, ...] = ()
+    while open_groups:
+        critical = {lane for lane, seconds in load.items() if seconds >= remaining - tiny}
+        chosen = _disjoint(groups, open_groups, left, load, critical, before)
+        used = frozenset(itertools.chain.from_iterable(groups[k].lanes for k in chosen))
+        length = min(left[k] for k in chosen)
+        idle_loads = [seconds for lane, seconds in load.items() if lane not in used]
+        slack = remaining - max(idle_loads, default=0.0)
+        if slack > tiny:  # else some busiest lane had to stay idle, and T grows
+            length = min(length, slack)
+        rounds.append((length, chosen))
+        for k in chosen:
+            left[k] -= length
+            for lane in groups[k].lanes:
+                load[lane] -= length
+        remaining = max(max(load.values()), remaining - length)
+        open_groups = [k for k in open_groups if left[k] > tiny]
+        before = chosen
+    return rounds
+
+
+def _disjoint(
+    groups: Sequence[_Group],
+    open_groups: Sequence[int],
+    left: Sequence[float],
+    load: dict[int, float],
+    critical: set[int],
+    before: tuple[int, ...],
+) -> tuple[int, ...]:
+    """Return disjoint groups that cover all `critical` lanes, or as many as were found."""
+    ranked = sorted(
+        open_groups,
+        key=lambda k: (k in before, max(load[lane] for lane in groups[k].lanes), left[k]),
+        reverse=True,
+    )
+    covers = {lane: [k for k in ranked if lane in groups[k].lanes] for lane in critical}
+    best: tuple[int, ...] = ()
+    best_covered, tried = -1, 0
+
+    def search(chosen: tuple[int, ...], used: frozenset[int], open_lanes: frozenset[int]) -> bool:
+        nonlocal best, best_covered, tried
+        tried += 1
+        covered = len(critical) - len(open_lanes - used)
+        if covered > best_covered:
+            best, best_covered = chosen, covered
+        todo = open_lanes - used
+        if not todo or tried > _MOST_TRIED:
+            return not todo
+        choices = {
+            lane: [k for k in covers[lane] if used.isdisjoint(groups[k].lanes)] for lane in todo
+        }
+        lane = min(todo, key=lambda each: (len(choices[each]), each))
+        for k in choices[lane]:
+            if search((*chosen, k), used | groups[k].lanes, todo):
+                return True
+        if not choices[lane]:
+            return search(chosen, used, todo - {lane}) and False
+        return False
+
+    search((), frozenset(), frozenset(critical))
+    taken = list(best)
+    used = frozenset(itertools.chain.from_iterable(groups[k].lanes for k in taken))
+    for k in ranked:
+        if used.isdisjoint(groups[k].lanes):
+            taken.append(k)
+            used |= groups[k].lanes
+    return tuple(taken)
