@@ -110,6 +110,13 @@ def send_seconds(
         return 0.0
     groups = list(outgoing)
     crowd = {sender for group in groups for sender in group}
+    if sum(map(len, groups)) == len(crowd):  # no sender in two groups: each group for itself
+        return max(
+            _in_whole(
+                amount, [rate[s] for s in group], amount / sum(rate[s] for s in group), quantum
+            )
+            for group, amount in outgoing.items()
+        )
     amount = sum(outgoing.values())
     level = amount / sum(rate[sender] for sender in crowd)
     while True:

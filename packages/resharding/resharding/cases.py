@@ -11,13 +11,8 @@ import random
 
 from alpa_interchange.reshard import PlacedTensor, ReshardingTask
 from alpa_interchange.tensor import ShardingSpec, TensorType
+from resharding.notation import parse_spec, place
 
-_AXES: dict[str, tuple[str, ...]] = {
-    "R": (),
-    "S0": ("host",),
-    "S1": ("device",),
-    "S01": ("host", "device"),
-}
 _CUBE = (1024, 1024, 512)
 _MANY = {  # name: shape, source hosts x devices and spec, target hosts x devices and spec
     "case 1": (_CUBE, (2, 4), "S0 R R", (2, 4), "S0 R R"),
@@ -33,34 +28,20 @@ _MANY = {  # name: shape, source hosts x devices and spec, target hosts x device
 _ONE_TO_MANY = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (3, 2), (4, 2))
 
 
-def place(
-    spec: ShardingSpec, num_hosts: int, devices_per_host: int, first_host: int = 0
-) -> PlacedTensor:
-    """Return `spec` on a (host, device) mesh; device numbers are 100 per host."""
-    hosts = [first_host + k // devices_per_host for k in range(num_hosts * devices_per_host)]
-    return PlacedTensor(
-        spec=spec,
-        axis_names=("host", "device"),
-        mesh_shape=(num_hosts, devices_per_host),
-        devices=tuple(100 * host + k % devices_per_host for k, host in enumerate(hosts)),
-        hosts=tuple(hosts),
-    )
-
-
 def paper_cases() -> dict[str, ReshardingTask]:
     """Return the nine many-to-many and seven one-to-many cases of the paper by name."""
     cases = {}
     for name, (shape, source, source_spec, target, target_spec) in _MANY.items():
         cases[name] = ReshardingTask(
             tensor=TensorType(shape, "int32"),
-            source=place(_parse(source_spec), *source),
-            target=place(_parse(target_spec), *target, first_host=source[0]),
+            source=place(parse_spec(source_spec), *source),
+            target=place(parse_spec(target_spec), *target, first_host=source[0]),
         )
     for num_hosts, devices_per_host in _ONE_TO_MANY:
         cases[f"1 to {num_hosts}x{devices_per_host}"] = ReshardingTask(
             tensor=TensorType((2**28,), "int32"),
-            source=place(_parse("R"), 1, 1),
-            target=place(_parse("R"), num_hosts, devices_per_host, first_host=1),
+            source=place(parse_spec("R"), 1, 1),
+            target=place(parse_spec("R"), num_hosts, devices_per_host, first_host=1),
         )
     return cases
 
@@ -113,7 +94,3 @@ def random_pair(seed: int) -> ReshardingTask:
     return ReshardingTask(
         tensor=TensorType(tuple(shape), "float32"), source=side(0), target=side(4)
     )
-
-
-def _parse(text: str) -> ShardingSpec:
-    return ShardingSpec(tuple(_AXES[part] for part in text.split()))

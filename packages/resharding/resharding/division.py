@@ -29,6 +29,9 @@ _PASSES = 60  # of evening out the loads; 4 hosts to 4 hosts settle in under 20
 _MOST_TRIED = (
     400  # partial choices of disjoint parts per round; one host to one host needs under 50
 )
+# Of the makespan: what is left of a part goes along rather than into an operation of its own, which
+# would cost a latency for nothing. Smaller values leave slivers behind uneven tiles.
+_SLIVER = 4e-3
 _EVEN = 1e-9  # seconds, relative to the makespan, that count as none
 
 
@@ -77,8 +80,8 @@ def divided(
     cutters = {id(delivery): Cutter(delivery.piece.box) for delivery in deliveries}
     sent: dict[int, float] = {}
     found = []
-    for length, chosen in _rounds(groups):
-        for number in chosen:
+    for passing in _rounds(groups):
+        for number, length in passing.items():
             lanes = groups[number].lanes
             for delivery, share in _next_parts(queues[number], length):
                 box = cutters[id(delivery)].next(share)
@@ -223,33 +226,34 @@ def _interleaved(deliveries: Sequence[Delivery]) -> list[Delivery]:
     return sorted(deliveries, key=place)
 
 
-def _rounds(groups: Sequence[_Group]) -> list[tuple[float, tuple[int, ...]]]:
-    """Return (seconds, groups that run side by side) of one round after the other."""
+def _rounds(groups: Sequence[_Group]) -> list[dict[int, float]]:
+    """Return what runs side by side in one round after the other: seconds by group."""
     left = [group.seconds for group in groups]
     load: dict[int, float] = {}
     for group in groups:
         for lane in group.lanes:
             load[lane] = load.get(lane, 0.0) + group.seconds
     remaining = max(load.values(), default=0.0)
-    tiny = _EVEN * remaining
+    tiny, sliver = _EVEN * remaining, _SLIVER * remaining
     idle = [k for k, group in enumerate(groups) if not group.lanes or group.seconds <= 0]
-    rounds = [(groups[k].seconds, (k,)) for k in idle]
+    rounds = [{k: groups[k].seconds} for k in idle]
     open_groups = [k for k in range(len(groups)) if k not in idle]
     before: tuple[int, ...] = ()
     while open_groups:
-        critical = {lane for lane, seconds in load.items() if seconds >= remaining - tiny}
+        critical = {lane for lane, seconds in load.items() if seconds >= remaining - sliver}
         chosen = _disjoint(groups, open_groups, left, load, critical, before)
         used = frozenset(itertools.chain.from_iterable(groups[k].lanes for k in chosen))
         length = min(left[k] for k in chosen)
         idle_loads = [seconds for lane, seconds in load.items() if lane not in used]
         slack = remaining - max(idle_loads, default=0.0)
-        if slack > tiny:  # else some busiest lane had to stay idle, and T grows
+        if slack > sliver:  # else some busiest lane had to stay idle, and T grows
             length = min(length, slack)
-        rounds.append((length, chosen))
-        for k in chosen:
-            left[k] -= length
+        passing = {k: left[k] if left[k] <= length + sliver else length for k in chosen}
+        rounds.append(passing)
+        for k, passed in passing.items():
+            left[k] -= passed
             for lane in groups[k].lanes:
-                load[lane] -= length
+                load[lane] -= passed
         remaining = max(max(load.values()), remaining - length)
         open_groups = [k for k in open_groups if left[k] > tiny]
         before = chosen

@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attrs.validators import optional
 
 from alpa_interchange.check import non_negative, positive
+from alpa_interchange.cluster import ClusterSpec
 
 ISSUE_MODELS = ("host", "device", "none")
 
@@ -75,6 +76,34 @@ class Network:
         else:
             wanted = max(num_bytes / self.chunk_bytes, 250 * fill * min(rates) / num_bytes)
         return max(1, min(most, math.ceil(wanted)))
+
+
+def network_of(cluster: ClusterSpec, issue: str = "device") -> Network:
+    """Return the network of a cluster; hosts are numbered through its groups.
+
+    The latency is that of the slowest group: a hop between groups has that of both ends.
+    """
+    first = cluster.host_groups[0]
+    hosts: list[HostLinks] = []
+    for group in cluster.host_groups:
+        same = group.inter_host == first.inter_host and group.num_nics == first.num_nics
+        same = same and group.intra_host == first.intra_host
+        for host in range(len(hosts), len(hosts) + group.num_hosts):
+            links = HostLinks(
+                host=host,
+                nic_bandwidth=None if same else group.inter_host.effective_bandwidth,
+                num_nics=None if same else group.num_nics,
+                device_bandwidth=None if same else group.intra_host.effective_bandwidth,
+            )
+            hosts.append(links)
+    return Network(
+        nic_bandwidth=first.inter_host.effective_bandwidth,
+        num_nics=first.num_nics,
+        device_bandwidth=first.intra_host.effective_bandwidth,
+        latency=max(group.inter_host.latency for group in cluster.host_groups),
+        hosts=tuple(links for links in hosts if links.nic_bandwidth is not None),
+        issue=issue,
+    )
 
 
 class Links:

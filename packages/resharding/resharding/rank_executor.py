@@ -1,7 +1,8 @@
 """Carries out one device's part of a plan over a communicator; every device runs one of these.
 
 All ranks go through the plan in the same order, so operations match without any further agreement.
-Slices travel as packed bytes, which no element type needs to be known for:
+Slices travel as bytes, which no element type needs to be known for (elements of less than a byte
+travel a byte each, as numpy and jax hold them outside of a device):
 
 * copy: one send, one receive;
 * broadcast: in step c a relay receives chunk c from the one before it and, in the same group, sends
@@ -13,6 +14,7 @@ Slices travel as packed bytes, which no element type needs to be known for:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,12 +44,6 @@ class RankExecutor:
         arrays: Any = np,
     ) -> None:
         check_plan(plan)
-        width = dtype_bytes(plan.task.tensor.dtype)
-        if width != int(width):
-            raise ValueError(
-                f"dtype {plan.task.tensor.dtype!r} has {width} bytes per element; slices of packed "
-                "elements cannot be sent, widen the tensor first"
-            )
         if rank_of[device] != communicator.rank:
             raise ValueError(
                 f"device {device} has rank {rank_of[device]}, but the communicator is rank "
@@ -58,7 +54,7 @@ class RankExecutor:
         shape = plan.task.tensor.shape
         self.source_tile = device_tiles(plan.task.source, shape, "source").get(device)
         self.target_tile = device_tiles(plan.task.target, shape, "target").get(device)
-        self._width = int(width)
+        self._width = math.ceil(dtype_bytes(plan.task.tensor.dtype))  # as arrays hold elements
 
     def run(self, shard: Any | None, dtype: Any = None) -> Any | None:
         """Return this device's target tile, or None if it needs none; `shard` is its source tile.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -38,7 +40,7 @@ def make_shards():
 
     def make(task):
         random = np.random.default_rng(0)
-        dtype = np.dtype(f"uint{8 * int(dtype_bytes(task.tensor.dtype))}")  # bits are bits
+        dtype = np.dtype(f"uint{8 * math.ceil(dtype_bytes(task.tensor.dtype))}")  # bits are bits
         size = task.tensor.size * dtype.itemsize
         whole = random.integers(0, 256, size, dtype=np.uint8).view(dtype)
         whole = whole.reshape(task.tensor.shape)

@@ -1,5 +1,6 @@
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -78,7 +79,12 @@ def test_misplaced_shards_and_ranks_are_refused(make_task, make_shards):
         RankExecutor(made, 0, world.communicator(0), {0: 0, 100: 1}).run(shards[0][:3])
 
 
-def test_elements_smaller_than_a_byte_are_refused(make_task):
-    made = plan(make_task((8,), (1, 1), "R", (1, 1), "R", dtype="int4"))
-    with pytest.raises(ValueError, match="'int4' has 0.5 bytes per element"):
-        RankExecutor(made, 0, LoopbackWorld(2).communicator(0), {0: 0, 100: 1})
+def test_elements_smaller_than_a_byte_travel_a_byte_each(make_task, make_shards, same_bytes):
+    task = make_task((8, 4), (1, 2), "S1 R", (2, 2), "R S0", dtype="int4")
+    shards, expected = (
+        {device: array.astype(np.int8) for device, array in side.items()}
+        for side in make_shards(task)
+    )
+    for strategy in STRATEGIES:
+        results, _ = run_everywhere(plan(task, Network(), strategy), shards, expected)
+        same_bytes(results, expected)
