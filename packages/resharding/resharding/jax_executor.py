@@ -1,8 +1,10 @@
-"""Resharding of jax arrays inside one process: any layout to any other, on host devices.
+"""Resharding of jax arrays inside one process: any layout to any other, on any devices.
 
-Whole tiles that only change device are handed to `jax.device_put`; a tile put together from several
-is assembled by the plan's copies from zero-copy views of the source shards into aligned memory,
-which jax then uses without copying. No arithmetic touches the elements.
+Whole tiles that only change device are handed to `jax.device_put`. Other tiles are put together by
+the copies of a plan: on host devices from zero-copy views of the source shards, into aligned memory
+that jax then uses without copying; on others by programs of the devices (`device_executor`), so
+that nothing passes through the memory of the host and nothing waits. No arithmetic touches the
+elements.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from attrs import evolve
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from alpa_interchange.reshard import PlacedTensor, ReshardingTask
 from alpa_interchange.tensor import ShardingSpec, TensorType
+from resharding.device_executor import DeviceExecutor
 from resharding.host_executor import HostExecutor
 from resharding.network import Network
 from resharding.planner import plan
@@ -26,15 +30,20 @@ from resharding.slices import Box
 _ALIGNMENT = 64  # bytes; jax takes over host memory that is aligned so
 
 
-def reshard(arrays: Any, shardings: Any) -> Any:
+def reshard(arrays: Any, shardings: Any, *, through: str = "auto") -> Any:
     """Return `arrays` (a jax array or a pytree of them) laid out by `shardings`, equal bit for bit.
 
     `shardings` is one sharding for all or a pytree of the same structure. Source and target may
     have different devices, device counts and axes; all devices must belong to this process.
+    `through` is where tiles are put together: "device" by programs of the devices, without waiting
+    for the arrays; "host" in host memory; "auto" takes "host" where all devices are host devices,
+    whose memory it is.
     """
+    if through not in ("auto", "device", "host"):
+        raise ValueError(f"through must be 'auto', 'device' or 'host', got {through!r}")
     if isinstance(shardings, Sharding):
-        return jax.tree.map(lambda array: _reshard(array, shardings), arrays)
-    return jax.tree.map(_reshard, arrays, shardings)
+        return jax.tree.map(lambda array: _reshard(array, shardings, through), arrays)
+    return jax.tree.map(lambda array, to: _reshard(array, to, through), arrays, shardings)
 
 
 def placed_tensor(sharding: Sharding, rank: int) -> PlacedTensor:
@@ -70,49 +79,79 @@ def placed_tensor(sharding: Sharding, rank: int) -> PlacedTensor:
     )
 
 
-def _reshard(array: jax.Array, sharding: Sharding) -> jax.Array:
+def _reshard(array: jax.Array, sharding: Sharding, through: str) -> jax.Array:
     if array.sharding == sharding:
         return array
-    outside = [d for d in (array.sharding.device_set | sharding.device_set) if not _is_local(d)]
-    if outside:
-        raise ValueError(
-            f"reshard works inside one process, but {len(outside)} devices (first: {outside[0]}) "
-            "belong to other processes; use a runtime with a data plane between processes"
+    pair = _pair(array.shape, str(array.dtype), array.sharding, sharding)
+    shards = {pair.number[shard.device]: shard.data for shard in array.addressable_shards}
+    devices = {number: device for device, number in pair.number.items()}
+    if through == "device" or (through == "auto" and not pair.on_host):
+        moved = pair.device_executor.run(shards, devices)
+    else:
+        moved = _through_host(pair.host_executor, shards, devices)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, moved)
+
+
+class _Pair:
+    """Two layouts of an array, and what carries it from one to the other."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: str, source: Sharding, target: Sharding
+    ) -> None:
+        every: list[Any] = list(source.device_set | target.device_set)
+        outside = [device for device in every if device.process_index != jax.process_index()]
+        if outside:
+            raise ValueError(
+                f"reshard works inside one process, but {len(outside)} devices (first: "
+                f"{outside[0]}) belong to other processes; use a runtime with a data plane between "
+                "processes"
+            )
+        self.on_host = all(device.platform == "cpu" for device in every)
+        platforms = sorted({device.platform for device in every})  # ids are unique on one platform
+        self.number = {
+            device: device.id * len(platforms) + platforms.index(device.platform)
+            for device in every
+        }
+        task = ReshardingTask(
+            tensor=TensorType(shape, dtype),
+            source=self._placed(source, len(shape)),
+            target=self._placed(target, len(shape)),
         )
-    executor = _executor(array.shape, str(array.dtype), array.sharding, sharding)
-    shards = {shard.device.id: shard.data for shard in array.addressable_shards}
+        self._plan = plan(task, Network(issue="none"), "broadcast")  # inside a host only who copies
+
+    def _placed(self, sharding: Sharding, rank: int) -> PlacedTensor:
+        number = {d.id: self.number[d] for d in sharding.device_set}
+        placed = placed_tensor(sharding, rank)
+        return evolve(placed, devices=tuple(number[device] for device in placed.devices))
+
+    @functools.cached_property
+    def host_executor(self) -> HostExecutor:
+        return HostExecutor(self._plan)
+
+    @functools.cached_property
+    def device_executor(self) -> DeviceExecutor:
+        return DeviceExecutor(self._plan)
+
+
+_pair = functools.lru_cache(maxsize=1024)(_Pair)
+
+
+def _through_host(
+    executor: HostExecutor, shards: dict[int, jax.Array], devices: dict[int, Any]
+) -> list[jax.Array]:
+    """Return the target tiles put together in host memory."""
     owner_of: dict[Box, int] = {}
     for device, box in executor.source_tiles.items():
         owner_of.setdefault(box, device)
-    local: list[Any] = list(sharding.device_set)
-    targets = {device.id: device for device in local}
     if all(box in owner_of for box in executor.target_tiles.values()):
         moved = []
         for device, box in executor.target_tiles.items():
             here = executor.source_tiles.get(device) == box
-            moved.append(jax.device_put(shards[device if here else owner_of[box]], targets[device]))
-    else:
-        views = {device: np.asarray(shard) for device, shard in shards.items()}
-        made = executor.run(views, _aligned_empty)
-        moved = [jax.device_put(made[device], targets[device]) for device in made]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, moved)
-
-
-@functools.lru_cache(maxsize=1024)
-def _executor(
-    shape: tuple[int, ...], dtype: str, source: Sharding, target: Sharding
-) -> HostExecutor:
-    """Return the executor for a pair of layouts; in one address space only the copies matter."""
-    task = ReshardingTask(
-        tensor=TensorType(shape, dtype),
-        source=placed_tensor(source, len(shape)),
-        target=placed_tensor(target, len(shape)),
-    )
-    return HostExecutor(plan(task, Network(issue="none"), "broadcast"))
-
-
-def _is_local(device: Any) -> bool:
-    return bool(device.process_index == jax.process_index())
+            moved.append(jax.device_put(shards[device if here else owner_of[box]], devices[device]))
+        return moved
+    views = {device: np.asarray(shard) for device, shard in shards.items()}
+    made = executor.run(views, _aligned_empty)
+    return [jax.device_put(made[device], devices[device]) for device in made]
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
