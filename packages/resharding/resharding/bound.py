@@ -12,7 +12,8 @@ For a task with slices i of D_i bytes, held by the devices H_i and needed elsewh
     Every operation has one latency at least. Where a participant (a host or a device) does one
     operation at a time, each slice needs an operation of its own on one of its holders and on one
     of its receivers: D_i / rate + latency takes the place of D_i / rate above, and a host takes
-    one latency for each of its receiving devices                             -> _blocked_seconds()
+    one latency for each of its receiving devices. In one latency the devices that have a slice
+    can double at most.                                                       -> _blocked_seconds()
 
 The minimum over x is found with maximum flows: start from T = total / all cards, and as long as the
 flow does not fit, the minimum cut names a set S with a larger quotient. Each round raises T to an
@@ -79,6 +80,7 @@ def _blocked_seconds(moving: Iterable[Slice], links: Links) -> float:
     rate = links.host_rate if by_host else links.device_rate
     sending: dict[frozenset[int], float] = {}
     taking: dict[frozenset[int], float] = {}
+    spread = 0  # rounds of one latency, in each of which the devices with the slice can double
     for piece in moving:
         holders, takers = frozenset(piece.holders), frozenset(piece.receivers)
         if by_host:
@@ -90,8 +92,13 @@ def _blocked_seconds(moving: Iterable[Slice], links: Links) -> float:
         sending[holders] = sending.get(holders, 0.0) + least
         least = piece.num_bytes / max(rate[each] for each in takers) + links.network.latency
         taking[takers] = taking.get(takers, 0.0) + least
+        spread = max(spread, math.ceil(math.log2(1 + len(piece.receivers) / len(piece.holders))))
     alike = dict.fromkeys(rate, 1.0)
-    return max(send_seconds(sending, alike), send_seconds(taking, alike))
+    return max(
+        send_seconds(sending, alike),
+        send_seconds(taking, alike),
+        spread * links.network.latency,
+    )
 
 
 def receive_seconds(incoming: Mapping[int, float], rate: Mapping[int, float]) -> float:

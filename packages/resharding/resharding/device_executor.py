@@ -88,8 +88,8 @@ class DeviceExecutor:
             piece = held[move.sender, move.box]
             held[move.receiver, move.box] = jax.device_put(piece, devices[move.receiver])
         results = []
-        for device, (boxes, order) in self._joins.items():
-            pieces = tuple(held[device, box] for box in boxes)
+        for device, (parts_here, order) in self._joins.items():
+            pieces = tuple(held[device, box] for box in parts_here)
             if not pieces:  # a tile without elements
                 shape, dtype = self.target_tiles[device].shape, next(iter(shards.values())).dtype
                 results.append(jax.device_put(jnp.zeros(shape, dtype), devices[device]))

@@ -120,7 +120,8 @@ class _Pair:
         self._plan = plan(task, Network(issue="none"), "broadcast")  # inside a host only who copies
 
     def _placed(self, sharding: Sharding, rank: int) -> PlacedTensor:
-        number = {d.id: self.number[d] for d in sharding.device_set}
+        every: list[Any] = list(sharding.device_set)
+        number = {device.id: self.number[device] for device in every}
         placed = placed_tensor(sharding, rank)
         return evolve(placed, devices=tuple(number[device] for device in placed.devices))
 

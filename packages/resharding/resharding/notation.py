@@ -9,6 +9,7 @@ nic=1.25e9,device=25e9,latency=1e-5,nics=2
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from alpa_interchange.reshard import PlacedTensor
 from alpa_interchange.tensor import ShardingSpec, TensorType, dtype_bytes
@@ -86,7 +87,7 @@ def parse_tensor(text: str) -> TensorType:
 
 def parse_network(text: str, issue: str) -> Network:
     """Return the network of "nic=1.25e9,device=25e9,latency=1e-5,nics=2", in bytes/s and s."""
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         if name.strip() not in _NETWORK:
@@ -95,5 +96,6 @@ def parse_network(text: str, issue: str) -> Network:
             values[_NETWORK[name.strip()]] = float(value)
         except ValueError:
             raise ValueError(f"{name.strip()} of a network is a number, got {value!r}") from None
-    count = int(values.pop("num_nics", 1))
-    return Network(issue=issue, num_nics=count, **values)
+    if "num_nics" in values:
+        values["num_nics"] = int(values["num_nics"])
+    return Network(issue=issue, **values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from attrs import frozen
 
@@ -132,7 +132,7 @@ def split_box(box: Box, count: int) -> list[Box]:
     return pieces
 
 
-def bounding_hosts(devices: Iterable[int], host_of: dict[int, int]) -> tuple[int, ...]:
+def bounding_hosts(devices: Iterable[int], host_of: Mapping[int, int]) -> tuple[int, ...]:
     """Return the distinct hosts of `devices` in order of first appearance."""
     return tuple(dict.fromkeys(host_of[device] for device in devices))
 

@@ -36,6 +36,7 @@ class Setting:
     num_restarts: int
     node_limit: int
     shake: int | None = None  # a random order of this number instead of the best one
+    unordered: bool = False  # balanced senders in the order of the slices: to judge a strategy by
 
 
 @frozen
@@ -317,6 +318,7 @@ def _ordered(
         num_restarts=setting.num_restarts,
         node_limit=setting.node_limit,
         shake=setting.shake,
+        unordered=setting.unordered,
     )
     return [(deliveries[j], sender) for j, sender in order.sequence], order.seconds
 
