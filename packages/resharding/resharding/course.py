@@ -73,13 +73,16 @@ def demand_of(transfer: Transfer, element_bytes: float, links: Links) -> Demand:
         alone = min([links.rate[port] for port in ports])
         return Demand(amount, ports, (1,) * len(ports), latency, alone)
     used: dict[int, int] = {}
+    rates: list[float] = []
     for a, b in pairs:
-        for port in links.ports(a, b):
+        hop = links.ports(a, b)
+        rates.append(min([links.rate[port] for port in hop]))
+        for port in hop:
             used[port] = used.get(port, 0) + 1
     if transfer.method == "gather":
         tail = latency * (len(pairs) - 1)
     else:
-        fills = [amount / transfer.num_chunks / links.hop_rate(a, b) for a, b in pairs]
+        fills = [amount / transfer.num_chunks / rate for rate in rates]
         tail = sum(fills) - max(fills) + latency * (transfer.num_chunks + len(pairs) - 1)
     alone = min(links.rate[port] / times for port, times in used.items())
     return Demand(amount, tuple(used), tuple(used.values()), tail, alone)

@@ -29,7 +29,7 @@ class Box:
 
     @property
     def size(self) -> int:
-        return math.prod(max(0, extent) for extent in self.shape)
+        return math.prod([max(0, b - a) for a, b in zip(self.start, self.stop, strict=True)])
 
     def contains(self, other: Box) -> bool:
         """Return whether every element of `other` is in this box."""

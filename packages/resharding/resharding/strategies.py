@@ -154,29 +154,60 @@ def _chains(chosen: Sequence[tuple[Delivery, int]], setting: Setting) -> list[Tr
 
 
 def two_level_broadcast(slices: Sequence[Slice], setting: Setting) -> Draft:
-    """Return, per slice, a chain through one device of each host and then a chain inside each.
+    """Return, per slice, a chain through one device of each host and what feeds the others there.
 
-    A chain through A hosts of B devices takes A + B latencies in place of A B.
+    A chain through A hosts of B devices takes A + B latencies in place of A B. Inside a host, where
+    operations do not block, copies to every device take one, and a tree log2(B + 1).
     """
     transfers = _in_place(slices)
     chosen, _ = _ordered(_deliveries(slices, setting), setting)
-    for delivery, sender in chosen:
-        hosts = bounding_hosts(delivery.receivers, setting.host_of)
-        inside = {
-            host: [d for d in delivery.receivers if setting.host_of[d] == host] for host in hosts
-        }
-        first = len(transfers)
+    for number, (delivery, sender) in enumerate(chosen):
         if not delivery.remote:
-            transfers += _chains([(delivery, sender)], setting)
+            transfers += _inside(delivery, sender, (), setting, len(transfers))
             continue
-        entries = tuple(devices[0] for devices in inside.values())
+        hosts = bounding_hosts(delivery.receivers, setting.host_of)
+        groups = [
+            tuple(d for d in delivery.receivers if setting.host_of[d] == host) for host in hosts
+        ]
+        turns = [number % len(devices) for devices in groups]  # slices enter by different devices
+        groups = [
+            (*devices[turn:], *devices[:turn]) for devices, turn in zip(groups, turns, strict=True)
+        ]
+        first = len(transfers)
+        entries = tuple(devices[0] for devices in groups)
         transfers += _chains([(evolve(delivery, receivers=entries), sender)], setting)
-        for devices in inside.values():
+        for devices in groups:
             if len(devices) > 1:
-                fed = evolve(delivery, receivers=tuple(devices[1:]))
-                (chain,) = _chains([(fed, devices[0])], setting)
-                transfers.append(evolve(chain, after=(first,)))
+                fed = evolve(delivery, receivers=devices[1:])
+                transfers += _inside(fed, devices[0], (first,), setting, len(transfers))
     return Draft(tuple(transfers), 0.0)
+
+
+def _inside(
+    delivery: Delivery, sender: int, after: tuple[int, ...], setting: Setting, first: int
+) -> list[Transfer]:
+    """Return what feeds the receivers of one host; the transfers get numbers from `first` on.
+
+    A chain, or what ends earlier for few bytes: copies to each receiver at once where operations do
+    not block, a binomial tree of copies where devices do one at a time.
+    """
+    receivers, links = delivery.receivers, setting.links
+    chain = evolve(delivery, senders=(sender,))
+    box, issue = delivery.piece.box, links.network.issue
+    one = delivery.piece.num_bytes / links.hop_rate(sender, receivers[0])
+    latency, limit = links.network.latency, _chain_seconds(chain, links, scattered=False)
+    if issue == "none" and latency + len(receivers) * one < limit:
+        return [evolve(_copy(box, sender, each), after=after) for each in receivers]
+    if issue == "device" and len(receivers).bit_length() * (latency + one) < limit:
+        members, brought = (sender, *receivers), {0: after}
+        transfers: list[Transfer] = []
+        for k in range(1, len(members)):
+            feeder = k - (1 << (k.bit_length() - 1))
+            brought[k] = (first + len(transfers),)
+            copy = _copy(box, members[feeder], members[k])
+            transfers.append(evolve(copy, after=brought[feeder]))
+        return transfers
+    return [evolve(made, after=after) for made in _chains([(chain, sender)], setting)]
 
 
 def tile_all_gather(slices: Sequence[Slice], setting: Setting) -> Draft:
@@ -251,13 +282,13 @@ def global_all_gather(slices: Sequence[Slice], setting: Setting) -> Draft:
 
 Strategy = Callable[[Sequence[Slice], Setting], Draft]
 
-STRATEGIES: dict[str, Strategy] = {
+STRATEGIES: dict[str, Strategy] = {  # those that win most often first
     "broadcast": broadcast,
+    "tile_all_gather": tile_all_gather,
     "send_recv": send_recv,
+    "two_level_broadcast": two_level_broadcast,
     "local_all_gather": local_all_gather,
     "global_all_gather": global_all_gather,
-    "two_level_broadcast": two_level_broadcast,
-    "tile_all_gather": tile_all_gather,
 }
 
 
@@ -269,9 +300,11 @@ def candidates(slices: Sequence[Slice], most_receivers: int = 192) -> tuple[str,
     """
     if all(len(piece.receivers) <= 1 for piece in slices):
         return ("broadcast",)
-    if sum(len(piece.receivers) for piece in slices) > most_receivers:
-        return ("broadcast", "two_level_broadcast", "tile_all_gather")
-    return tuple(STRATEGIES)
+    count = sum(len(piece.receivers) for piece in slices)
+    if count > most_receivers:
+        few = ("tile_all_gather", "two_level_broadcast", "broadcast")
+        return (*few, "send_recv") if count <= 2 * most_receivers else few
+    return ("tile_all_gather", *(name for name in STRATEGIES if name != "tile_all_gather"))
 
 
 def _deliveries(slices: Sequence[Slice], setting: Setting) -> list[Delivery]:

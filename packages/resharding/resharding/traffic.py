@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from alpa_interchange.reshard import Transfer
@@ -34,7 +35,8 @@ def gathered_pieces(
 
 def edge_bytes(transfer: Transfer, element_bytes: float) -> float:
     """Return the bytes over each hop: the slice, or (n-1)/n of it in a ring of n."""
-    size = Box(transfer.start, transfer.stop).size * element_bytes
+    extents = [b - a for a, b in zip(transfer.start, transfer.stop, strict=True)]
+    size = math.prod(extents) * element_bytes
     if transfer.method == "gather":
         return size * (len(transfer.receivers) - 1) / len(transfer.receivers)
     return size
