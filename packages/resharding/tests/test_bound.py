@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resharding import Network, plan
+from resharding import HostLinks, Network, PlanOptions, plan
 from resharding.bound import receive_seconds, send_seconds
 from resharding.cases import paper_cases, random_task
+from resharding.strategies import STRATEGIES
 
 groups = st.dictionaries(
     st.frozensets(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 100), max_size=7
@@ -57,6 +58,24 @@ def test_no_simulated_plan_beats_the_bound(issue):
     for seed in range(40):
         made = plan(random_task(seed, overlap=seed % 2 == 0, longest=20), network)
         assert made.seconds >= made.lower_bound * (1 - 1e-9)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.booleans(),
+    st.sampled_from(list(STRATEGIES)),
+    st.sampled_from(["host", "device", "none"]),
+    st.sampled_from([0.0, 1e-3, 1.0]),
+)
+def test_no_strategy_beats_the_bound(seed, overlap, strategy, issue, latency):
+    hosts = (HostLinks(host=1, nic_bandwidth=3e3), HostLinks(host=4, num_nics=2))
+    network = Network(
+        nic_bandwidth=1e3, device_bandwidth=2e3, hosts=hosts, issue=issue, latency=latency
+    )
+    task = random_task(seed, overlap=overlap, longest=12)
+    made = plan(task, network, strategy, PlanOptions(num_restarts=0, node_limit=0))
+    assert made.seconds >= made.lower_bound * (1 - 1e-9)
 
 
 def test_the_bound_of_one_tensor_to_many_hosts_is_one_card_time():
