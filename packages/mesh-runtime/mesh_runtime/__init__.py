@@ -5,24 +5,41 @@ per mesh host on a Ray cluster. Both follow the protocol `Runtime`: load, init, 
 fetch, close.
 """
 
+from mesh_runtime.array_store import (
+    ArrayReader,
+    ArrayWriter,
+    FileSums,
+    Part,
+    StoredArray,
+    StoreError,
+    chunk_shape,
+    file_sums,
+    tile_boxes,
+)
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.in_process import InProcessRuntime
 from mesh_runtime.order import ScheduleError, ScheduleOrder, check_schedule, value_name
 from mesh_runtime.pacing import Pace
+from mesh_runtime.ray_checkpoints import restore_remote, save_remote
 from mesh_runtime.ray_placement import RayMesh
 from mesh_runtime.ray_runtime import RayRuntime
 from mesh_runtime.ray_workers import RayOptions, RayWorkers
-from mesh_runtime.remote_array import RemoteArray, StaleArrayError, fetched
+from mesh_runtime.remote_array import Buffer, RemoteArray, StaleArrayError, fetched
 from mesh_runtime.runtime import Array, Executable, Runtime, StepError, ValueShardings, WorkerError
 from mesh_runtime.trace import TRACE_MODES, TraceEvent
 
 __all__ = [
     "TRACE_MODES",
     "Array",
+    "ArrayReader",
+    "ArrayWriter",
+    "Buffer",
     "Executable",
     "ExportedProgram",
+    "FileSums",
     "InProcessRuntime",
     "Pace",
+    "Part",
     "RayMesh",
     "RayOptions",
     "RayRuntime",
@@ -33,10 +50,17 @@ __all__ = [
     "ScheduleOrder",
     "StaleArrayError",
     "StepError",
+    "StoreError",
+    "StoredArray",
     "TraceEvent",
     "ValueShardings",
     "WorkerError",
     "check_schedule",
+    "chunk_shape",
     "fetched",
+    "file_sums",
+    "restore_remote",
+    "save_remote",
+    "tile_boxes",
     "value_name",
 ]

@@ -102,7 +102,7 @@ class RayWorkers:
             WorkerMesh(shape=each.shape, axis_names=each.axis_names, num_hosts=each.num_hosts)
             for each in self.meshes
         )
-        self._ray: Any = ray
+        self.ray: Any = ray
         self.closed = ""
         self.workers: list[Worker] = []
         self._numbers = itertools.count(1)
@@ -190,7 +190,7 @@ class RayWorkers:
         """Start one actor per mesh host, join each mesh's group, and introduce all."""
         from mesh_runtime.ray_worker import ActorWorker
 
-        actor_class = self._ray.remote(concurrency_groups={"data": 1})(ActorWorker)
+        actor_class = self.ray.remote(concurrency_groups={"data": 1})(ActorWorker)
         plane, token = self.options.data_plane, new_token()
         for mesh, hosts in enumerate(places):
             for host, place in enumerate(hosts):
@@ -257,14 +257,14 @@ class RayWorkers:
         deadline = time.monotonic() + timeout
         while pending:
             left = deadline - time.monotonic()
-            done, _ = self._ray.wait(list(pending), num_returns=1, timeout=max(0.0, left))
+            done, _ = self.ray.wait(list(pending), num_returns=1, timeout=max(0.0, left))
             if not done:
                 late = ", ".join(worker.name for worker in pending.values())
                 self._fail(WorkerError(f"{what}: no answer from {late} within {timeout:g} s"))
             for reference in done:
                 worker = pending.pop(reference)
                 try:
-                    results[reference] = (worker.name, self._ray.get(reference))
+                    results[reference] = (worker.name, self.ray.get(reference))
                 except Exception as error:
                     self._fail(self._culprit(what, worker, error, pending))
         return [results[reference] for reference in references]
@@ -276,14 +276,14 @@ class RayWorkers:
         failures = [(worker, error)]
         others = list(pending)
         if others:
-            others, _ = self._ray.wait(others, num_returns=len(others), timeout=2.0)
+            others, _ = self.ray.wait(others, num_returns=len(others), timeout=2.0)
         for reference in others:
             try:
-                self._ray.get(reference)
+                self.ray.get(reference)
             except Exception as other:
                 failures.append((pending[reference], other))
         for where, found in failures:
-            if not isinstance(found, self._ray.exceptions.RayTaskError):
+            if not isinstance(found, self.ray.exceptions.RayTaskError):
                 return WorkerError(
                     f"the worker of {where.name} died during {what}: {str(found).splitlines()[0]}"
                 )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from alpa_interchange.document import from_json
 from alpa_interchange.schedule import Instruction, PipelineSchedule
+from mesh_runtime.array_store import ArrayReader, ArrayWriter, FileSums, Part, StoreError
 from mesh_runtime.data_plane import Content, DataPlaneError, Plane
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.layout import HostTiles, Layout, Tiles, plain_spec
@@ -169,6 +171,7 @@ class MeshWorker:
         }
         self._pace = Pace(self.jax_mesh)
         self._arrays: dict[int, jax.Array] = {}
+        self._saving: dict[str, Future[FileSums]] = {}
         self._loaded: dict[str, _Loaded] = {}
         self._made: dict[ExportedProgram, LoadedProgram] = {}
         self._shardings: dict[Layout, NamedSharding] = {}
@@ -240,6 +243,39 @@ class MeshWorker:
     def fetch(self, numbers: Sequence[int]) -> dict[int, Tiles]:
         """Return this host's tiles of arrays."""
         return {number: self._tiles_to_return(self._array(number)) for number in numbers}
+
+    def save(self, folder: str, parts: Sequence[tuple[int, Part]], host_bytes: int) -> None:
+        """Start to write this host's tiles of arrays into a folder; `saved` tells when that is
+        done. Returns when steps may overwrite the arrays."""
+        pool, held = ThreadPoolExecutor(1), [(part, self._array(k)) for k, part in parts]
+        try:
+            writer = ArrayWriter(Path(folder), self.name.replace(" ", "_"), host_bytes)
+            writer.write(held)
+            self._saving[folder] = pool.submit(writer.finish)
+        except (ModuleNotFoundError, StoreError) as error:
+            self._saving[folder] = pool.submit(_raise, error)
+        pool.shutdown(wait=False)
+
+    def saved(self, folder: str) -> FileSums | str | None:
+        """Return the files written into a folder, or why they could not be; None: not yet."""
+        future = self._saving[folder]
+        if not future.done():
+            return None
+        del self._saving[folder]
+        error = future.exception()
+        return future.result() if error is None else f"{self.name}: {error}"
+
+    def restore(
+        self, folder: str, parts: Sequence[tuple[int, Part, Layout]], host_bytes: int
+    ) -> str | None:
+        """Keep this host's tiles of arrays of a folder, under numbers; return why not, if not."""
+        wanted = [(part, self._sharding(layout)) for _, part, layout in parts]
+        try:
+            made = ArrayReader(Path(folder)).sharded(wanted, host_bytes)
+        except (ModuleNotFoundError, StoreError) as error:
+            return f"{self.name}: {error}"
+        self._arrays.update(zip((number for number, *_ in parts), made, strict=True))
+        return None
 
     def release(self, numbers: Iterable[int]) -> None:
         """Drop arrays."""
@@ -399,6 +435,10 @@ class MeshWorker:
             for shard in array.addressable_shards
             if shard.replica_id == 0
         ]
+
+
+def _raise(error: Exception) -> FileSums:
+    raise error
 
 
 def _check_plan(own: str, header: Mapping[str, Any], sender: str) -> None:
