@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # not behind other tests
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # other programs' memory is not ours
@@ -18,6 +19,7 @@ from alpa_interchange import load
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.cli import run
 from cost_model import cluster as named_cluster
+from mesh_runtime import Part, RayWorkers, StoredArray, StoreError, save_remote
 
 pytest.importorskip("ray", reason="needs the extra alpa-meta[ray]")
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
@@ -82,7 +84,9 @@ def test_a_cluster_that_is_not_there_is_named():
         program(make(jax.random.key(0)), batch(0))
 
 
-def test_two_stages_train_on_ray_as_in_one_process_with_their_state_on_the_workers(nodes):
+def test_two_stages_train_on_ray_as_in_one_process_with_their_state_on_the_workers(
+    nodes, tmp_path, monkeypatch
+):
     near = alpa.parallelize(step, cluster="host:4", num_stages=2, num_microbatches=2)
     key = jax.random.key(3)
     expected = near.init(make, key, batch=BATCH)
@@ -109,6 +113,26 @@ def test_two_stages_train_on_ray_as_in_one_process_with_their_state_on_the_worke
     with pytest.raises(alpa.PlanError, match="make it with runtime='in-process'"):
         far.audit(state, BATCH)
 
+    # every worker writes and reads its own shards; the state goes on here and in one process
+    saving = alpa.save(tmp_path, state, step=3)
+    again, wanted = near(expected, batch(3))
+    moved, found = far(state, batch(3))
+    assert_equal(far.gather(found), wanted)
+    path = saving.wait()
+    assert {one.name for one in path.glob("ocdbt*")} >= {
+        "ocdbt.process_mesh_0_host_0",
+        "ocdbt.process_mesh_1_host_0",
+    }
+    fetched = []
+    monkeypatch.setattr(RayWorkers, "fetch", lambda *given: fetched.append(given))
+    state = alpa.restore(path, like=moved)
+    monkeypatch.undo()
+    assert not fetched
+    leaves = jax.tree.leaves(state)
+    assert all(isinstance(leaf, (alpa.RemoteArray, alpa.PiecewiseArray)) for leaf in leaves)
+    expected = alpa.restore(path, like=again)
+    assert_equal(far.gather(state), near.gather(expected))
+
     # the state goes on by the way of the host as well, and the forward pass shares the workers
     assert_equal(far.evaluate(state, batch(3))[1], near.evaluate(expected, batch(3))[1])
     state = far.place(far.gather(state))
@@ -118,7 +142,7 @@ def test_two_stages_train_on_ray_as_in_one_process_with_their_state_on_the_worke
         np.asarray(state[0]["scale"])
 
 
-def test_a_mesh_over_two_nodes_trains_as_one_process(nodes):
+def test_a_mesh_over_two_nodes_trains_as_one_process(nodes, tmp_path):
     host = named_cluster("host:4").host_groups[0]
     cluster = evolve(
         named_cluster("host:4"),
@@ -139,6 +163,19 @@ def test_a_mesh_over_two_nodes_trains_as_one_process(nodes):
         far.gather((state, found)),
         near.gather((expected, wanted)),
     )
+
+    # two processes write one array; what cannot be written is said, and nobody is ended
+    path = alpa.save(tmp_path, state, step=2).wait()
+    assert len(list(path.glob("ocdbt.process_mesh_0_host_*"))) == 2
+    found = alpa.restore(tmp_path, like=state)
+    assert_equal(far.gather(found), far.gather(state))
+    assert_equal(far.gather(state), alpa.restore(tmp_path, like=near.gather(expected)))
+    array = state[0]["weights"]
+    stored = StoredArray("x", array.shape, str(array.dtype), array.shape)
+    part = Part(stored, (0,) * array.ndim, array.shape)
+    with pytest.raises(StoreError, match="mesh 0 host .: .*cannot be written"):
+        save_remote(Path("/proc/nowhere"), [(part, array)], 1 << 20)()
+    far(state, batch(2))
     far.close()
 
 

@@ -13,6 +13,9 @@ from alpa_meta.versions import check_versions
 if TYPE_CHECKING:
     from alpa_interchange import ParallelPlan
     from alpa_meta.api import Lowered, ParallelStep, local_cluster, parallelize
+    from alpa_meta.checkpoints.manifest import CheckpointError
+    from alpa_meta.checkpoints.restoring import Checkpoint, read_checkpoint, restore
+    from alpa_meta.checkpoints.saving import save
     from alpa_meta.errors import InfeasibleError, PlanError
     from alpa_meta.execution.executable import Executable
     from alpa_meta.execution.piecewise import PiecewiseArray
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from mesh_runtime import RayOptions, RemoteArray
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
     "Executable",
     "InfeasibleError",
     "Lowered",
@@ -43,7 +48,10 @@ __all__ = [
     "parallelize",
     "pin",
     "plan_difference",
+    "read_checkpoint",
     "replan",
+    "restore",
+    "save",
     "sharding_rule",
     "state_moves",
     "value_and_grad",

@@ -13,6 +13,8 @@ from typing import Any
 
 PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
+        "Checkpoint": ("alpa_meta.checkpoints.restoring", "Checkpoint"),
+        "CheckpointError": ("alpa_meta.checkpoints.manifest", "CheckpointError"),
         "Executable": ("alpa_meta.execution.executable", "Executable"),
         "InfeasibleError": ("alpa_meta.errors", "InfeasibleError"),
         "Lowered": ("alpa_meta.api", "Lowered"),
@@ -30,6 +32,9 @@ PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "pin": ("alpa_meta.pinning", "pin"),
         "plan_difference": ("alpa_meta.report.plan_difference", "plan_difference"),
         "replan": ("alpa_meta.planning.replanning", "replan"),
+        "read_checkpoint": ("alpa_meta.checkpoints.restoring", "read_checkpoint"),
+        "restore": ("alpa_meta.checkpoints.restoring", "restore"),
+        "save": ("alpa_meta.checkpoints.saving", "save"),
         "sharding_rule": ("alpa_meta.operators", "register"),
         "state_moves": ("alpa_meta.planning.state_moves", "state_moves"),
         "value_and_grad": ("alpa_meta.step.phases", "value_and_grad"),

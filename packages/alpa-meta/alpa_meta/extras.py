@@ -13,7 +13,9 @@ EXTRA_OF: Mapping[str, str] = MappingProxyType(
         "matplotlib": "report",
         "optax": "train",
         "ray": "ray",
+        "orbax.checkpoint": "checkpoint",
         "rich": "report",
+        "tensorstore": "checkpoint",
         "typer": "cli",
     }
 )

@@ -1,0 +1,146 @@
+"""`alpa.json`: what a checkpoint holds, and the SHA-256 of each of its files and of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import jax.numpy as jnp
+from attrs import evolve, field, frozen
+from attrs.validators import ge
+
+from alpa_interchange import DocumentError, from_json, to_json
+from mesh_runtime import StoredArray, file_sums
+
+MANIFEST = "alpa.json"
+MAX_MANIFEST_BYTES = 1 << 26  # 100 bytes a file, 200 a leaf: some 10^5 of each
+
+_MAX_KEYS = 500  # deeper pytrees than Python's recursion lets jax flatten
+
+
+class CheckpointError(DocumentError):
+    """A checkpoint cannot be written or read, or belongs to another program; the message says
+    why."""
+
+
+@frozen(kw_only=True)
+class SavedLeaf:
+    """A leaf of a state. `kind` is "array", "key" (random keys, whose words are the array) or the
+    name of a Python type, whose `value` is text. `keys` lead to it: "name" of a dict or an object,
+    "[2]" of a list."""
+
+    path: str
+    keys: tuple[str, ...] = field(default=(), converter=tuple)
+    kind: str = "array"
+    name: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = field(default=(), converter=tuple)
+    impl: str = ""
+    value: str | None = None
+
+    @property
+    def stored(self) -> StoredArray:
+        """The array in the files."""
+        return StoredArray(self.name, self.shape, self.dtype)
+
+
+@frozen(kw_only=True)
+class SavedFile:
+    """A file of a checkpoint."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@frozen(kw_only=True)
+class CheckpointManifest:
+    """Everything about a checkpoint but its arrays; `sha256` is of this document without it."""
+
+    step: int = field(validator=ge(0))
+    settings: str  # JSON
+    leaves: tuple[SavedLeaf, ...]
+    files: tuple[SavedFile, ...]
+    sha256: str = ""
+
+    def sealed(self) -> CheckpointManifest:
+        """Return this manifest with its own sum."""
+        text = to_json(evolve(self, sha256=""))
+        return evolve(self, sha256=hashlib.sha256(text.encode()).hexdigest())
+
+
+def write_manifest(
+    folder: Path,
+    step: int,
+    settings: Mapping[str, Any],
+    leaves: Sequence[SavedLeaf],
+    sums: Mapping[str, tuple[int, str]],
+) -> None:
+    """Write the manifest of a folder whose files have the given sizes and sums."""
+    files = [SavedFile(path=path, size=size, sha256=sha) for path, (size, sha) in sums.items()]
+    manifest = CheckpointManifest(
+        step=step,
+        settings=json.dumps(dict(settings), sort_keys=True),
+        leaves=tuple(leaves),
+        files=tuple(sorted(files, key=lambda file: file.path)),
+    )
+    with open(folder / MANIFEST, "w") as stream:
+        stream.write(to_json(manifest.sealed()))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Return the manifest of a checkpoint, sound in itself; CheckpointError says what is wrong."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{path}: is larger than {MAX_MANIFEST_BYTES} bytes")
+        manifest = from_json(path.read_text(), CheckpointManifest, source=str(path))
+        dtypes = [jnp.dtype(leaf.dtype) for leaf in manifest.leaves if leaf.dtype]
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (DocumentError, UnicodeDecodeError, TypeError) as error:
+        raise CheckpointError(f"{path}: is damaged: {error}") from None
+    if manifest.sealed().sha256 != manifest.sha256:
+        raise CheckpointError(f"{path}: is damaged: it does not have the SHA-256 it names")
+    for file in manifest.files:
+        parts = PurePosixPath(file.path)
+        if parts.is_absolute() or ".." in parts.parts:
+            raise CheckpointError(f"{path}: names a file outside of it, {file.path!r}")
+    if any(len(leaf.keys) > _MAX_KEYS for leaf in manifest.leaves):
+        raise CheckpointError(f"{path}: names a leaf more than {_MAX_KEYS} levels deep")
+    arrays = [leaf.stored for leaf in manifest.leaves if leaf.dtype]
+    needed, held = sum(one.nbytes for one in arrays), sum(file.size for file in manifest.files)
+    if needed > held or any(size < 0 for one in arrays for size in one.shape) or len(dtypes) > held:
+        raise CheckpointError(
+            f"{path}: names arrays of {needed} bytes, but its files have {held}; nothing in a "
+            "checkpoint is compressed"
+        )
+    return manifest
+
+
+def check_files(folder: Path, manifest: CheckpointManifest) -> None:
+    """Raise CheckpointError if a file is missing or not as it was written."""
+    for file in manifest.files:
+        path = folder / file.path
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        if size != file.size:
+            raise CheckpointError(f"{path}: is damaged: it has {size} of {file.size} bytes")
+    try:
+        sums = file_sums(folder, *(folder / file.path for file in manifest.files))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from None
+    for file in manifest.files:
+        if sums[file.path][1] != file.sha256:
+            raise CheckpointError(
+                f"{folder / file.path}: is damaged: its SHA-256 is {sums[file.path][1][:16]}..., "
+                f"but {MANIFEST} says {file.sha256[:16]}..."
+            )
