@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
+from alpa_interchange import to_json
+from alpa_meta.checkpoints.manifest import read_manifest
 from alpa_meta.cli import run
 
 SIZES = ("--layers", "2", "--hidden", "16", "--heads", "2", "--context", "32", "--batch", "8")
@@ -117,7 +120,7 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(capsys):
 
 def test_a_damaged_checkpoint_is_refused(capsys, finished_run):
     shutil.copytree(finished_run, "run")
-    (arrays,) = Path("run").rglob("state.npz")
+    arrays = max(Path("run").rglob("ocdbt.process_0/d/*"), key=lambda one: one.stat().st_size)
     content = bytearray(arrays.read_bytes())
     content[len(content) // 2] ^= 255
     arrays.write_bytes(content)
@@ -126,10 +129,11 @@ def test_a_damaged_checkpoint_is_refused(capsys, finished_run):
 
 def test_a_checkpoint_of_another_model_is_refused(capsys, finished_run):
     shutil.copytree(finished_run, "run")
-    (manifest,) = Path("run").rglob("checkpoint.json")
-    values = json.loads(manifest.read_text())
-    values["settings"]["run"]["model"]["num_layers"] = 1
-    manifest.write_text(json.dumps(values))
+    (path,) = Path("run").rglob("alpa.json")
+    manifest = read_manifest(path.parent)
+    settings = json.loads(manifest.settings)
+    settings["run"]["model"]["num_layers"] = 1
+    path.write_text(to_json(evolve(manifest, settings=json.dumps(settings)).sealed()))
     message = _refused(capsys, "train", "--resume", "run", "--steps", "8")
     assert "belongs to another program" in message
     assert "layer_1" in message

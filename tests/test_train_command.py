@@ -5,10 +5,12 @@ import io
 import json
 from pathlib import Path
 
+import jax
 import matplotlib.image
 import numpy as np
 import pytest
 
+import alpa_meta as alpa
 from alpa_interchange import load
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.cli import run
@@ -30,8 +32,8 @@ def _losses(folder):
 
 def _state(folder):
     newest = sorted((folder / "checkpoint").glob("step-*"))[-1]
-    with np.load(newest / "state.npz", allow_pickle=False) as stored:
-        return newest.name, {name: stored[name].copy() for name in stored.files}
+    found = jax.tree_util.tree_flatten_with_path(alpa.restore(newest))[0]
+    return newest.name, {jax.tree_util.keystr(path): leaf for path, leaf in found}
 
 
 @pytest.fixture(scope="module")

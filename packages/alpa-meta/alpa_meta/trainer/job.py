@@ -13,6 +13,8 @@ from rich.console import Console
 from alpa_interchange import load, save_plan
 from alpa_interchange.amounts import format_duration, format_seconds
 from alpa_interchange.plan import ParallelPlan
+from alpa_meta.checkpoints.manifest import CheckpointError
+from alpa_meta.checkpoints.restoring import Checkpoint
 from alpa_meta.errors import PlanError
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.loss_figure import draw_loss
@@ -20,7 +22,6 @@ from alpa_meta.report.plan_figure import draw_plan
 from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress, training_progress
 from alpa_meta.report.timeline_figure import draw_last_step
-from alpa_meta.trainer.checkpoint import CheckpointError, restore_state
 from alpa_meta.trainer.comparison import Comparison, compare_with_one_device
 from alpa_meta.trainer.evaluation import HELD_OUT_BYTES, baseline_loss, held_out_loss
 from alpa_meta.trainer.host_devices import check_devices
@@ -30,6 +31,7 @@ from alpa_meta.trainer.planning import Parallelism, batch_shapes, find_cluster, 
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settings_to_json
+from alpa_meta.trainer.signals import StopSignals
 from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
 from alpa_meta.trainer.text import Text, read_text
 from mesh_runtime import RayOptions
@@ -62,6 +64,7 @@ class Start:
     stop: int
     state: Any  # None: to be initialised
     plan: ParallelPlan | None
+    checkpoint: Checkpoint | None = None
 
 
 @frozen(kw_only=True)
@@ -78,11 +81,13 @@ class TrainResult:
 def run_training(request: TrainRequest, console: Console) -> TrainResult:
     """Return the result of the job, having shown it on `console` and written its folder."""
     began = time.perf_counter()
+    folder = RunFolder(request.out if request.resume is None else request.resume)
     start = _start_of(request, console)
+    folder.check_writable()
     settings = start.settings
     text = read_text(max_train_bytes=settings.max_train_bytes)
-    if request.resume is not None:
-        _check_text(request, text)
+    if start.checkpoint is not None:
+        _check_text(start.checkpoint, text)
     cluster = find_cluster(request.cluster)
     note = check_devices(cluster) if request.ray is None else None
     console.print(cluster_table(cluster))
@@ -109,6 +114,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         shapes = (jax.eval_shape(make_state, key), batch_shapes(settings))
         plan = step.plan_for(*shapes)
     print_plan(plan, console)
+    folder.check_room(sum(one.size * one.dtype.itemsize for one in jax.tree.leaves(shapes[0])))
     first_state = start.state
     if first_state is None:
         first_state = step.gather(step.init(make_state, key))
@@ -117,7 +123,6 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         step(step.place(first_state), batch_of(text.train, settings, start.step))
         progress("compile", 1, 1)
     state = step.place(first_state)
-    folder = RunFolder(request.out if request.resume is None else request.resume)
     recorder = RunRecorder(
         folder=folder,
         start=start.step,
@@ -125,7 +130,6 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         settings={"run": settings_to_json(settings), "text": text.fingerprint},
         checkpoint_every=request.checkpoint_every,
         metrics=StepMetrics,
-        stored=step.gather,
         say=console.print,
     )
     compared, last = _train(request, start, step, state, text, recorder, console)
@@ -164,11 +168,11 @@ def _start_of(request: TrainRequest, console: Console) -> Start:
         stop = request.steps or settings.optimiser.schedule_steps
         return Start(settings=settings, step=0, stop=stop, state=None, plan=plan)
     folder = RunFolder(request.resume)
-    checkpoint = folder.read_checkpoint()
+    checkpoint = folder.read_checkpoint(console.print)
     settings = settings_from_json(checkpoint.settings.get("run", {}), str(checkpoint.path))
     make_state = make_state_maker(settings.model, make_optimiser(settings.optimiser))
     shapes = jax.eval_shape(make_state, jax.random.key(settings.seed))
-    state = restore_state(checkpoint, shapes)
+    state = checkpoint.restore(shapes)
     stop = request.steps or settings.optimiser.schedule_steps
     if request.steps is None and stop <= checkpoint.step:
         stop = checkpoint.step + EXTRA_STEPS
@@ -184,12 +188,17 @@ def _start_of(request: TrainRequest, console: Console) -> Start:
     if plan is None and request.parallelism.is_free and folder.plan.exists():
         plan = load(folder.plan, ParallelPlan)
     console.print(f"resuming {checkpoint.path} after step {checkpoint.step}")
-    return Start(settings=settings, step=checkpoint.step, stop=stop, state=state, plan=plan)
+    return Start(
+        settings=settings,
+        step=checkpoint.step,
+        stop=stop,
+        state=state,
+        plan=plan,
+        checkpoint=checkpoint,
+    )
 
 
-def _check_text(request: TrainRequest, text: Text) -> None:
-    assert request.resume is not None
-    checkpoint = RunFolder(request.resume).read_checkpoint()
+def _check_text(checkpoint: Checkpoint, text: Text) -> None:
     written = checkpoint.settings.get("text")
     if written != text.fingerprint:
         raise CheckpointError(
@@ -217,19 +226,22 @@ def _train(
         if metrics.step == compared_step:
             compared[0] = step.gather(state.params)
 
-    try:
-        with training_progress(console, start.step, start.stop) as show:
-            last = run_steps(
-                step,
-                state,
-                text.train,
-                start.settings,
-                start=start.step,
-                stop=start.stop,
-                on_step=note,
-            )
-    finally:
-        recorder.close()
+    with StopSignals() as signals:
+        try:
+            with training_progress(console, start.step, start.stop) as show:
+                last = run_steps(
+                    step,
+                    state,
+                    text.train,
+                    start.settings,
+                    start=start.step,
+                    stop=start.stop,
+                    on_step=note,
+                    stopped=lambda: signals.received is not None,
+                )
+        finally:
+            recorder.close()
+        recorder.end_if_stopped(signals)
     steps = recorder.steps
     mean = sum(metrics.step_seconds for metrics in steps) / len(steps)
     console.print(

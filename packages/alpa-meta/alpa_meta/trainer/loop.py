@@ -60,10 +60,14 @@ def run_steps(
     start: int,
     stop: int,
     on_step: Callable[[StepMetrics, Any], None],
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """Return the state after the steps start..stop; `on_step(metrics, state)` sees each one."""
+    """Return the state after the steps start..stop, or where `stopped` says so between two;
+    `on_step(metrics, state)` sees each one."""
     rates = learning_rates(settings.optimiser)
     for number in range(start, stop):
+        if stopped():
+            break
         began = time.perf_counter()
         state, metrics = step(state, batch_of(part, settings, number))
         loss = float(metrics["loss"])

@@ -16,6 +16,7 @@ from rich.console import Console
 from alpa_interchange import load, save_plan
 from alpa_interchange.amounts import format_seconds
 from alpa_interchange.plan import ParallelPlan
+from alpa_meta.checkpoints.restoring import Checkpoint, read_settings
 from alpa_meta.errors import PlanError
 from alpa_meta.own_step import OwnStep, Runnable, after_step, load_step
 from alpa_meta.report.cluster import cluster_table
@@ -25,13 +26,12 @@ from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress
 from alpa_meta.report.timeline_figure import draw_last_step
 from alpa_meta.step.pure_call import OneDevice
-from alpa_meta.trainer.checkpoint import Checkpoint, read_settings
 from alpa_meta.trainer.host_devices import check_devices
 from alpa_meta.trainer.metrics import OwnMetrics, read_metrics
-from alpa_meta.trainer.own_state import restored_state, stored_state
 from alpa_meta.trainer.planning import Parallelism, find_cluster, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
+from alpa_meta.trainer.signals import StopSignals
 from mesh_runtime import RayOptions
 
 STEPS = 20  # of a run, and what resuming one adds
@@ -67,7 +67,7 @@ class _Start:
     def state(self) -> Any:
         """Return the state that the run begins with, to be overwritten."""
         state = self.program.arguments()[0]
-        return state if self.checkpoint is None else restored_state(self.checkpoint, state)
+        return state if self.checkpoint is None else self.checkpoint.restore(state)
 
 
 def own_program(run: Path) -> str | None:
@@ -78,7 +78,9 @@ def own_program(run: Path) -> str | None:
 
 def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
     """Return the metrics of each step, having shown them and written the run's folder."""
+    folder = RunFolder(request.resume or request.out)
     start = _start_of(request, console)
+    folder.check_writable()
     program = start.program
     cluster = find_cluster(request.cluster)
     note = check_devices(cluster) if request.ray is None else None
@@ -99,7 +101,6 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         batch = next(batches)
         plan = step.plan_for(start.state(), batch)
     print_plan(plan, console)
-    folder = RunFolder(request.resume or request.out)
     recorder = RunRecorder(
         folder=folder,
         start=start.step,
@@ -107,13 +108,15 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         settings={_STEP: request.step},
         checkpoint_every=request.checkpoint_every,
         metrics=OwnMetrics.of,
-        stored=stored_state,
         say=console.print,
     )
-    try:
-        _train(request, start, step, itertools.chain([batch], batches), recorder, console)
-    finally:
-        recorder.close()
+    with StopSignals() as signals:
+        try:
+            given = itertools.chain([batch], batches)
+            _train(request, start, step, given, recorder, signals, console)
+        finally:
+            recorder.close()
+        recorder.end_if_stopped(signals)
     draw_plan(folder.plan_picture, plan)
     draw_last_step(folder.timeline_picture, step.last_trace, plan)
     step.close()
@@ -137,7 +140,7 @@ def _start_of(request: OwnRequest, console: Console) -> _Start:
         program = load_step(request.step)
         return _Start(program=program, checkpoint=None, step=0, stop=stop, plan=plan)
     folder = RunFolder(request.resume)
-    checkpoint = folder.read_checkpoint()
+    checkpoint = folder.read_checkpoint(console.print)
     stop = request.steps or checkpoint.step + STEPS
     if stop <= checkpoint.step:
         raise PlanError(
@@ -162,12 +165,15 @@ def _train(
     step: Any,
     batches: Iterator[Any],
     recorder: RunRecorder[OwnMetrics],
+    signals: StopSignals,
     console: Console,
 ) -> None:
     """Run the steps, the first ones also on one device."""
     plain, other = OneDevice(start.program.train_step), start.state()
     state, difference, compared = start.state(), 0.0, 0
     for number in range(start.step, start.stop):
+        if signals.received is not None:
+            return
         if (batch := next(batches, None)) is None:
             console.print(f"the batches ended after {number} steps")
             break

@@ -7,9 +7,11 @@ from typing import Any, Generic
 
 from attrs import define, field
 
-from alpa_meta.trainer.checkpoint import save_checkpoint
+from alpa_meta.checkpoints.manifest import CheckpointError
+from alpa_meta.checkpoints.saving import Saving, save
 from alpa_meta.trainer.metrics import M, MetricsFile, read_metrics, write_metrics
 from alpa_meta.trainer.run_folder import RunFolder
+from alpa_meta.trainer.signals import StopSignals
 
 
 @define
@@ -18,8 +20,7 @@ class RunRecorder(Generic[M]):
 
     So a run that cannot do even one step leaves nothing behind. `write_plan` writes the plan into
     the opened folder; `start` is the step the run begins after: 0 for a new one. `metrics` makes
-    metrics of a line of their file, `stored` the pytree of arrays that a checkpoint keeps of a
-    state.
+    metrics of a line of their file. What cannot be written is said, and training goes on.
     """
 
     folder: RunFolder
@@ -28,30 +29,34 @@ class RunRecorder(Generic[M]):
     settings: Mapping[str, Any]
     checkpoint_every: int
     metrics: Callable[..., M]
-    stored: Callable[[Any], Any] = lambda state: state
     say: Callable[[str], None] = lambda message: None
     steps: list[M] = field(factory=list, init=False)
     state: Any = field(default=None, init=False)
     _saved: int = field(default=-1, init=False)
+    _saving: Saving | None = field(default=None, init=False)
     _file: MetricsFile | None = field(default=None, init=False)
 
     def record(self, metrics: M, state: Any) -> None:
         """Note one step and the state after it; save a checkpoint when one is due."""
         if self._file is None:
             self._file = self._open()
-        self._file.append(metrics)
+        self._append(self._file, metrics)
         self.steps.append(metrics)
         self.state = state
         if metrics.step % self.checkpoint_every == 0:
             self.save()
 
     def save(self) -> None:
-        """Save a checkpoint of the last recorded step, unless that has been done."""
-        if self.steps and self.steps[-1].step != self._saved:
-            step = self.steps[-1].step
-            state = self.stored(self.state)
-            save_checkpoint(self.folder.checkpoints, state, step=step, settings=self.settings)
-            self._saved = step
+        """Begin a checkpoint of the last recorded step, unless that has been done."""
+        if not self.steps or self.steps[-1].step == self._saved:
+            return
+        self._await_saving()
+        self._saved = step = self.steps[-1].step
+        folder = self.folder.checkpoints
+        try:
+            self._saving = save(folder, self.state, step=step, settings=self.settings, keep=2)
+        except CheckpointError as error:
+            self._not_saved(error)
 
     def close(self) -> None:
         """Save what is not saved yet, also when training was interrupted, and close the files."""
@@ -59,6 +64,38 @@ class RunRecorder(Generic[M]):
             self._file.close()
             self._file = None
             self.save()
+            self._await_saving()
+
+    def end_if_stopped(self, signals: StopSignals) -> None:
+        """End the process if a signal came, once what was done is saved."""
+        if signals.received is None:
+            return
+        done = f" after step {self.steps[-1].step}" if self.steps else ""
+        saved = f"; go on with: alpa train --resume {self.folder.path}" if self._saved > 0 else ""
+        self.say(f"stopped by {signals.received.name}{done}{saved}")
+        raise SystemExit(signals.exit_status)
+
+    def _await_saving(self) -> None:
+        """Wait for the checkpoint under way: one at a time is written."""
+        if self._saving is not None:
+            try:
+                self._saving.wait()
+            except CheckpointError as error:
+                self._not_saved(error)
+            self._saving = None
+
+    def _not_saved(self, error: CheckpointError) -> None:
+        self._saved = -1
+        self.say(f"warning: no checkpoint was saved: {error}; older ones are as they were")
+
+    def _append(self, file: MetricsFile, metrics: M) -> None:
+        try:
+            file.append(metrics)
+        except OSError as error:
+            self.say(
+                f"warning: step {metrics.step} is missing in {self.folder.metrics}: "
+                f"{error.strerror}"
+            )
 
     def _open(self) -> MetricsFile:
         if self.start == 0:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from attrs import frozen
 
-from alpa_meta.trainer.checkpoint import Checkpoint, CheckpointError, read_checkpoint
+from alpa_interchange.amounts import format_bytes
+from alpa_meta.checkpoints.manifest import CheckpointError
+from alpa_meta.checkpoints.restoring import Checkpoint, read_checkpoint
+from alpa_meta.errors import PlanError
 
 
 @frozen
@@ -56,10 +62,37 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         return moved
 
-    def read_checkpoint(self) -> Checkpoint:
-        """Return the newest checkpoint; CheckpointError if this is no run or it is damaged."""
+    def check_writable(self) -> None:
+        """Refuse a folder that cannot be written in, before any time is spent."""
+        place = next(one for one in (self.checkpoints, *self.checkpoints.parents) if one.exists())
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            raise PlanError(
+                f"{self.path}: cannot be written: {error.strerror}; choose another folder with "
+                "--out"
+            ) from None
+
+    def check_room(self, nbytes: int) -> None:
+        """Refuse a disk that has no room for one checkpoint of a state of so many bytes."""
+        place = next(one for one in (self.checkpoints, *self.checkpoints.parents) if one.exists())
+        free = shutil.disk_usage(place).free
+        if free < nbytes:
+            raise PlanError(
+                f"{self.path}: a checkpoint takes {format_bytes(nbytes)}, but only "
+                f"{format_bytes(free)} are free there; make room or choose another folder with "
+                "--out"
+            )
+
+    def read_checkpoint(self, say: Callable[[str], None]) -> Checkpoint:
+        """Return the newest sound checkpoint; CheckpointError if this is no run or has none."""
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}: is not the folder of a run; give --resume what --out was"
             )
-        return read_checkpoint(self.checkpoints)
+        found = read_checkpoint(self.checkpoints)
+        for note in (*found.passed_over, found.note):
+            if note:
+                say(note)
+        return found

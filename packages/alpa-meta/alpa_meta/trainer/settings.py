@@ -10,7 +10,7 @@ from attrs.validators import ge
 from cattrs import Converter
 from cattrs.v import transform_error
 
-from alpa_meta.trainer.checkpoint import CheckpointError
+from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.trainer.model import GptOptions
 from alpa_meta.trainer.step import OptimiserOptions
 

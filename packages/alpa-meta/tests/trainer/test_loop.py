@@ -1,7 +1,7 @@
 import jax
 import numpy as np
 
-from alpa_meta.trainer.checkpoint import read_checkpoint, restore_state, save_checkpoint
+import alpa_meta as alpa
 from alpa_meta.trainer.comparison import compare_with_one_device, difference
 from alpa_meta.trainer.loop import OneDeviceStep, batch_of, run_steps
 from alpa_meta.trainer.model import GptOptions
@@ -46,9 +46,9 @@ def test_training_lowers_the_loss():
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     whole, losses = _run(*_start(), 0, 12)
     half, first = _run(*_start(), 0, 6)
-    save_checkpoint(tmp_path, half, step=6, settings={})
+    alpa.save(tmp_path, half, step=6).wait()
     step, fresh = _start()
-    restored = restore_state(read_checkpoint(tmp_path), jax.eval_shape(lambda: fresh))
+    restored = alpa.restore(tmp_path, like=jax.eval_shape(lambda: fresh))
     resumed, second = _run(step, restored, 6, 12)
     assert first + second == losses
     for expected, got in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):

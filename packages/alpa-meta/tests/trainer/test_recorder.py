@@ -1,8 +1,15 @@
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from alpa_meta.trainer.metrics import StepMetrics, read_metrics
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
+from alpa_meta.trainer.signals import StopSignals
 
 
 def _step(number):
@@ -16,7 +23,7 @@ def _step(number):
     )
 
 
-def _recorder(path, start=0, every=3):
+def _recorder(path, start=0, every=3, say=print):
     return RunRecorder(
         folder=RunFolder(path),
         start=start,
@@ -24,6 +31,7 @@ def _recorder(path, start=0, every=3):
         settings={},
         checkpoint_every=every,
         metrics=StepMetrics,
+        say=say,
     )
 
 
@@ -41,9 +49,9 @@ def test_closing_saves_the_last_step(tmp_path):
     for number in range(1, 6):
         recorder.record(_step(number), _state(number))
     recorder.close()
-    checkpoint = RunFolder(tmp_path / "run").read_checkpoint()
+    checkpoint = RunFolder(tmp_path / "run").read_checkpoint(print)
     assert checkpoint.step == 5
-    assert checkpoint.leaves["['w']"].tolist() == [5, 5, 5]
+    assert checkpoint.restore()["w"].tolist() == [5, 5, 5]
     assert len(list((tmp_path / "run" / "checkpoint").iterdir())) == 2  # steps 3 and 5
 
 
@@ -66,3 +74,45 @@ def test_an_earlier_run_is_moved_aside(tmp_path):
         recorder.record(_step(1), _state(1))
         recorder.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_older_ones_stay(tmp_path):
+    said = []
+    recorder = _recorder(tmp_path / "run", say=said.append)
+    for number in range(1, 4):
+        recorder.record(_step(number), _state(number))
+    recorder._await_saving()
+    folder = RunFolder(tmp_path / "run")
+    moved = folder.checkpoints.rename(tmp_path / "elsewhere")
+    folder.checkpoints.write_text("no folder")
+    for number in range(4, 8):
+        recorder.record(_step(number), _state(number))
+    recorder.close()
+    assert len(said) == 2  # of steps 6 and 7
+    assert "warning: no checkpoint was saved" in said[0] and "older ones are as they" in said[0]
+    assert [path.name for path in moved.iterdir()] == ["step-00000003"]
+
+
+def test_state_that_the_failed_step_overwrote_hides_no_error(tmp_path):
+    said = []
+    recorder = _recorder(tmp_path / "run", say=said.append)
+    state = jnp.ones(3)
+    recorder.record(_step(1), state)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(state)
+    recorder.close()
+    assert "was given away to a step" in said[0]
+
+
+def test_a_signal_ends_the_process_with_its_status_once_all_is_saved(tmp_path):
+    said = []
+    recorder = _recorder(tmp_path / "run", say=said.append)
+    with StopSignals() as signals:
+        recorder.record(_step(1), _state(1))
+        recorder.end_if_stopped(signals)
+        os.kill(os.getpid(), signal.SIGTERM)
+        recorder.close()
+        with pytest.raises(SystemExit) as end:
+            recorder.end_if_stopped(signals)
+    assert end.value.code == 143
+    assert "stopped by SIGTERM after step 1; go on with: alpa train --resume" in said[0]
+    assert RunFolder(tmp_path / "run").read_checkpoint(print).step == 1
