@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from alpa_interchange import to_json
 from alpa_meta.checkpoints.manifest import read_manifest
 from alpa_meta.cli import run
 
@@ -133,7 +132,7 @@ def test_a_checkpoint_of_another_model_is_refused(capsys, finished_run):
     manifest = read_manifest(path.parent)
     settings = json.loads(manifest.settings)
     settings["run"]["model"]["num_layers"] = 1
-    path.write_text(to_json(evolve(manifest, settings=json.dumps(settings)).sealed()))
+    path.write_text(evolve(manifest, settings=json.dumps(settings)).sealed())
     message = _refused(capsys, "train", "--resume", "run", "--steps", "8")
     assert "belongs to another program" in message
     assert "layer_1" in message

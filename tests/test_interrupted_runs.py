@@ -81,6 +81,8 @@ def test_runs_stopped_at_random_moments_end_as_the_undisturbed_run(tmp_path, mon
     assert run([*arguments, "--steps", str(STEPS)]) == 0
     assert rows(folder) == rows(whole)
     ends = [alpa.restore(path / "checkpoint") for path in (folder, whole)]
+    keys = [end.pop("key") for end in ends]
+    assert keys[0] == keys[1]
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 

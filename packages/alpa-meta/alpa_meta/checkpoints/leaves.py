@@ -65,6 +65,13 @@ def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> Any:
     return [by_index.get(k) for k in range(min(max(by_index), len(by_index) + _GAP) + 1)]
 
 
+def _flat(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return (key path, leaf) of a state, of nnx objects their variables', and its structure."""
+    found: tuple[list[tuple[Any, Any]], Any]
+    found = jax.tree_util.tree_flatten_with_path(without_objects(state)[0])
+    return found
+
+
 def _keys(path: Iterable[Any]) -> tuple[str, ...]:
     """Return the keys of a path in a pytree as text."""
     found = []
@@ -77,7 +84,7 @@ def _keys(path: Iterable[Any]) -> tuple[str, ...]:
 
 def named_leaves(state: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Return (path, leaf) of a state, of nnx objects their variables', and its structure."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(without_objects(state)[0])
+    flat, structure = _flat(state)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], structure
 
 
@@ -86,7 +93,7 @@ def held_leaves(state: Any) -> tuple[dict[int, HeldLeaf], Any]:
 
     Leaves that are neither arrays nor Python values (functions) are the program's own: None.
     """
-    flat, structure = jax.tree_util.tree_flatten_with_path(without_objects(state)[0])
+    flat, structure = _flat(state)
     held, marked = {}, []
     for number, (path, leaf) in enumerate(flat):
         found = _held(jax.tree_util.keystr(path), leaf)

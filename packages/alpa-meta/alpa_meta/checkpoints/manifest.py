@@ -19,6 +19,7 @@ from mesh_runtime import StoredArray, file_sums
 MANIFEST = "alpa.json"
 MAX_MANIFEST_BYTES = 1 << 26  # 100 bytes a file, 200 a leaf: some 10^5 of each
 
+_UNSUMMED = "0" * 64
 _MAX_KEYS = 500  # deeper pytrees than Python's recursion lets jax flatten
 
 
@@ -34,11 +35,11 @@ class SavedLeaf:
     "[2]" of a list."""
 
     path: str
-    keys: tuple[str, ...] = field(default=(), converter=tuple)
+    keys: tuple[str, ...] = ()
     kind: str = "array"
     name: str = ""
     dtype: str = ""
-    shape: tuple[int, ...] = field(default=(), converter=tuple)
+    shape: tuple[int, ...] = ()
     impl: str = ""
     value: str | None = None
 
@@ -59,18 +60,18 @@ class SavedFile:
 
 @frozen(kw_only=True)
 class CheckpointManifest:
-    """Everything about a checkpoint but its arrays; `sha256` is of this document without it."""
+    """Everything about a checkpoint but its arrays; `sha256` is of its text with zeros there."""
 
     step: int = field(validator=ge(0))
     settings: str  # JSON
     leaves: tuple[SavedLeaf, ...]
     files: tuple[SavedFile, ...]
-    sha256: str = ""
+    sha256: str
 
-    def sealed(self) -> CheckpointManifest:
-        """Return this manifest with its own sum."""
-        text = to_json(evolve(self, sha256=""))
-        return evolve(self, sha256=hashlib.sha256(text.encode()).hexdigest())
+    def sealed(self) -> str:
+        """Return this manifest as text with its own sum."""
+        text = to_json(evolve(self, sha256=_UNSUMMED))
+        return text.replace(_UNSUMMED, _text_sum(text))
 
 
 def write_manifest(
@@ -87,11 +88,16 @@ def write_manifest(
         settings=json.dumps(dict(settings), sort_keys=True),
         leaves=tuple(leaves),
         files=tuple(sorted(files, key=lambda file: file.path)),
+        sha256=_UNSUMMED,
     )
     with open(folder / MANIFEST, "w") as stream:
-        stream.write(to_json(manifest.sealed()))
+        stream.write(manifest.sealed())
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _text_sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
@@ -100,13 +106,14 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"{path}: is larger than {MAX_MANIFEST_BYTES} bytes")
-        manifest = from_json(path.read_text(), CheckpointManifest, source=str(path))
+        text = path.read_text()
+        manifest = from_json(text, CheckpointManifest, source=str(path))
         dtypes = [jnp.dtype(leaf.dtype) for leaf in manifest.leaves if leaf.dtype]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except (DocumentError, UnicodeDecodeError, TypeError) as error:
         raise CheckpointError(f"{path}: is damaged: {error}") from None
-    if manifest.sealed().sha256 != manifest.sha256:
+    if _text_sum(text.replace(manifest.sha256, _UNSUMMED)) != manifest.sha256:
         raise CheckpointError(f"{path}: is damaged: it does not have the SHA-256 it names")
     for file in manifest.files:
         parts = PurePosixPath(file.path)
