@@ -76,6 +76,7 @@ def what_if_command(
     """
     from alpa_meta.planning import replanning
     from alpa_meta.planning.state_moves import state_moves
+    from alpa_meta.planning.thresholds import Threshold, is_used, link_thresholds, memory_thresholds
     from alpa_meta.report import plan_changes
 
     loaded, kept = _loaded(plan, menu)
@@ -84,17 +85,20 @@ def what_if_command(
     cluster = replanning.changed_cluster(loaded.cluster, _hosts(hosts or []), links)
     found = replanning.replan(loaded, kept, cluster, limit)
     moves = state_moves(loaded, kept, found) if hosts else None
-    changes: list[replanning.Threshold] = []
+    changes: list[Threshold] = []
     if thresholds:
         if memory is not None:
-            changes += replanning.memory_thresholds(loaded, kept, cluster)
+            changes += memory_thresholds(found)
         for name in links:
-            changes += replanning.link_thresholds(loaded, kept, cluster, name, limit)
+            changes += link_thresholds(found, name)
     if json:
         typer.echo(plan_changes.replanned_json(found, changes, moves))
         return
     console = _console()
     plan_changes.print_replanned(found, console)
+    for name in links:
+        if not is_used(found, name):
+            console.print(f"{name}: the cluster has no such link between its devices")
     if thresholds and (memory is not None or links):
         plan_changes.print_thresholds(changes, console)
     if moves is not None:

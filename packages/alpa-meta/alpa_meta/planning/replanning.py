@@ -1,5 +1,5 @@
 """What a plan would be on other links, with other memory or other hosts: from its menu, in under a
-second, and where it changes.
+second. Where it changes: -> thresholds.py
 
 A new plan is a pipeline of the menu's rows: stages, devices, microbatches, schedule and what is
 recomputed, with its predicted seconds. Its stages are not solved exactly and it cannot be run as it
@@ -10,9 +10,8 @@ keeping for the first cluster, so a plan anew may be faster; `bound` says by how
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -26,10 +25,7 @@ from alpa_meta.planning.menu_problem import problem_of
 from stage_dp import Known
 
 LINKS = ("intra-host", "inter-host", "inter-group")
-PRECISION = 0.02  # of a threshold on a link: predictions are no better
-REACH = 16.0  # times faster and slower links that thresholds are looked for on
 FULL = 4  # microbatches per stage of pipelines that a search starts from: a bubble of a fifth
-MAX_THRESHOLDS = 4  # on memory, downwards from what there is
 
 
 @frozen(kw_only=True)
@@ -55,6 +51,8 @@ class Replanned:
     counts: tuple[int, ...]  # of microbatches that were searched
     planning_seconds: float
     base: Priced = field(repr=False)
+    menu: KeptMenu = field(repr=False)
+    problem: JointProblem = field(repr=False)  # that was searched
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -66,19 +64,6 @@ class Replanned:
             "recompute": tuple(row.recomputation for row in self.rows),
         }
         return found if self.memory is None else {**found, "memory": self.memory}
-
-
-@frozen(kw_only=True)
-class Threshold:
-    """Where a plan changes: with less than `value` of `what` it is `below`, else `above`.
-
-    `value`: bytes of memory per device, or bytes/s of a link. A plan of None: none fits.
-    """
-
-    what: str
-    value: float
-    below: JointPlan | None
-    above: JointPlan | None
 
 
 def replan(
@@ -101,8 +86,8 @@ def replan(
     base, lacking = _here(plan, menu, every)
     for problem in (near_counts(every, count), every):
         starts = _starts(problem, plan) if base is None or lacking > 0 else []
-        starts += [] if base is None else _again(base.plan, problem)
-        found = _solved(problem, starts)
+        starts += [] if base is None else again(base.plan, problem)
+        found = solved(problem, starts)
         if found is not None:
             break
     if found is None:
@@ -125,12 +110,14 @@ def replan(
         before_seconds=old.plan.step_seconds,
         kept_seconds=None if base is None or lacking > 0 else base.plan.step_seconds,
         lacking_bytes=lacking,
-        changed=base is None or _choices(problem, found) != _choices(problem, base.plan),
+        changed=base is None or choices(problem, found) != choices(problem, base.plan),
         bound=found.lower_bound,
         bound_holds=_bound_holds(menu, problem, cluster),
         counts=problem.counts or (),
         planning_seconds=time.perf_counter() - started,
         base=old,
+        menu=menu,
+        problem=problem,
     )
 
 
@@ -169,93 +156,12 @@ def changed_cluster(
     return made if made == cluster else evolve(made, name=f"{cluster.name} changed")
 
 
-def memory_thresholds(
-    plan: ParallelPlan, menu: KeptMenu, cluster: ClusterSpec, memory: float | None = None
-) -> Iterator[Threshold]:
-    """Yield the bytes per device at which the plan changes, from those of `cluster` downwards.
-
-    A pipeline stays the best one until its fullest stage no longer fits: that is a threshold.
-    """
-    count = plan.num_microbatches
-    problem = near_counts(problem_of(menu, cluster, memory, count), count)
-    above = _solved(problem, _starts(problem, plan))
-    for _ in range(MAX_THRESHOLDS):
-        if above is None:
-            return
-        value = max(above.peak_bytes)
-        limit = value * (1 - 1e-6)
-        groups = tuple(
-            evolve(group, memory=min(group.memory, limit)) for group in problem.device_groups
-        )
-        problem = evolve(problem, device_groups=groups)
-        below = _solved(problem, _again(above, problem))
-        yield Threshold(what="memory", value=value, below=below, above=above)
-        above = below
-
-
-def link_thresholds(
-    plan: ParallelPlan,
-    menu: KeptMenu,
-    cluster: ClusterSpec,
-    link: str,
-    memory: float | None = None,
-) -> Iterator[Threshold]:
-    """Yield the bytes/s of a link at which the plan changes next: below those of `cluster`, and
-    above."""
-
-    known: list[Known] = []  # that were best on other links
-
-    def at(bandwidth: float) -> tuple[JointPlan | None, Any]:
-        here = changed_cluster(cluster, links={link: bandwidth})
-        count = plan.num_microbatches
-        problem = near_counts(problem_of(menu, here, memory, count), count)
-        found = _solved(problem, known or _starts(problem, plan))
-        if found is None:
-            return None, None
-        known.extend(one for one in _again(found, problem) if one not in known)
-        return found, _choices(problem, found)
-
-    now = link_of(cluster, link).bandwidth
-    here = at(now)
-    for direction in (1 / 2, 2.0):
-        found = _next_change(at, now, here, direction)
-        if found is not None:
-            yield evolve(found, what=link)
-
-
 def link_of(cluster: ClusterSpec, name: str) -> LinkSpec:
     """Return the link of one of LINKS; of several groups the first one's."""
     group = cluster.host_groups[0]
     if name == "inter-group":
         return cluster.link_between(0, 1)
     return group.intra_host if name == "intra-host" else group.inter_host
-
-
-def _next_change(
-    at: Callable[[float], tuple[JointPlan | None, Any]],
-    start: float,
-    here: tuple[JointPlan | None, Any],
-    direction: float,
-) -> Threshold | None:
-    """Return the next bandwidth in one direction where the choices change, by bisection."""
-    near, far = start, start
-    while True:
-        far = far * direction
-        if not 1 / REACH <= far / start <= REACH:
-            return None
-        there = at(far)
-        if there[1] != here[1]:
-            break
-        near, here = far, there
-    while abs(math.log(far / near)) > PRECISION:
-        middle = math.sqrt(near * far)
-        found = at(middle)
-        if found[1] == here[1]:
-            near, here = middle, found
-        else:
-            far, there = middle, found
-    below, above = (there, here) if far < near else (here, there)
-    return Threshold(what="", value=math.sqrt(near * far), below=below[0], above=above[0])
 
 
 def _here(plan: ParallelPlan, menu: KeptMenu, problem: JointProblem) -> tuple[Priced | None, float]:
@@ -290,7 +196,7 @@ def _starts(problem: JointProblem, plan: ParallelPlan) -> list[Known]:
     return found
 
 
-def _again(plan: JointPlan, problem: JointProblem) -> list[Known]:
+def again(plan: JointPlan, problem: JointProblem) -> list[Known]:
     """Return a pipeline of a problem with its own microbatches, and with half and twice as many."""
     stages = tuple((s.layer_start, s.layer_stop, s.mesh) for s in plan.stages)
     count = plan.num_microbatches
@@ -298,7 +204,7 @@ def _again(plan: JointPlan, problem: JointProblem) -> list[Known]:
     return [Known(stages, n, plan.schedule) for n in counts]
 
 
-def _solved(problem: JointProblem, known: Sequence[Known]) -> JointPlan | None:
+def solved(problem: JointProblem, known: Sequence[Known]) -> JointPlan | None:
     """Return the best pipeline of a problem, None if none fits."""
     try:
         return stage_dp.solve_joint(evolve(problem, proof=False), *known)
@@ -306,7 +212,7 @@ def _solved(problem: JointProblem, known: Sequence[Known]) -> JointPlan | None:
         return None
 
 
-def _choices(problem: JointProblem, plan: JointPlan) -> Any:
+def choices(problem: JointProblem, plan: JointPlan) -> Any:
     """Return what makes plans differ: all but their rows' figures."""
     menus = problem.menu.meshes
     return (

@@ -16,10 +16,12 @@ from alpa_interchange.amounts import format_bandwidth, format_bytes, format_seco
 from alpa_interchange.menu import JointPlan
 from alpa_interchange.plan_text import mesh_text, number_text
 from alpa_meta.planning.explanation import Explanation, described
-from alpa_meta.planning.replanning import Replanned, Threshold
+from alpa_meta.planning.replanning import Replanned
 from alpa_meta.planning.state_moves import Move, StateMoves, by_kind
+from alpa_meta.planning.thresholds import Threshold
 from alpa_meta.report.plan_difference import PlanDifference, TimeSplit
 
+WORDS = {"selective": "selectively", "full": "in full"}
 MAX_ROWS = 24  # of tensors, unless all are asked for
 
 
@@ -32,7 +34,7 @@ def replanned_json(
     found: Replanned, thresholds: Sequence[Threshold], moves: StateMoves | None
 ) -> str:
     """Return a re-planned pipeline with its thresholds and moves as JSON."""
-    hidden = ("base", "rows", "meshes")
+    hidden = ("base", "rows", "meshes", "menu", "problem")
     record = asdict(found, filter=lambda attribute, _: attribute.name not in hidden)
     record["meshes"] = [
         {"submesh": asdict(submesh), "logical": asdict(logical)}
@@ -193,17 +195,27 @@ def print_thresholds(thresholds: Iterable[Threshold], console: Console) -> None:
         table.add_column(column)
     for one in thresholds:
         value = format_bytes(one.value) if one.what == "memory" else format_bandwidth(one.value)
-        _add(table, one.what, _plan_text(one.below), value, _plan_text(one.above))
+        below = _plan_text(one.below, one.below_recompute)
+        _add(table, one.what, below, value, _plan_text(one.above, one.above_recompute))
     if table.row_count:
         console.print(table)
     else:
         console.print("the plan does not change near these values")
 
 
-def _plan_text(plan: JointPlan | None) -> str:
+def _plan_text(plan: JointPlan | None, recompute: Sequence[str]) -> str:
+    """Return a pipeline with what thresholds tell apart: its cuts and what it recomputes."""
     if plan is None:
         return "none fits"
-    return f"{described(plan)}: {format_seconds(plan.step_seconds)}"
+    layers = " + ".join(str(stage.layer_stop - stage.layer_start) for stage in plan.stages)
+    parts = [described(plan)]
+    if len(plan.stages) > 1:
+        parts.append(f"{layers} layers")
+    for kind in dict.fromkeys(recompute):
+        if kind != "none":
+            which = number_text(k for k, one in enumerate(recompute) if one == kind)
+            parts.append(f"{which} recomputed {WORDS.get(kind, kind)}")
+    return f"{', '.join(parts)}: {plan.step_seconds:.4g} s"
 
 
 def print_moves(found: StateMoves, console: Console) -> None:

@@ -7,12 +7,7 @@ from layered_plan import CLUSTER, LAYERS, lowered
 import stage_dp
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.planning.menu_problem import problem_of
-from alpa_meta.planning.replanning import (
-    changed_cluster,
-    link_thresholds,
-    memory_thresholds,
-    replan,
-)
+from alpa_meta.planning.replanning import changed_cluster, replan
 from cost_model import cluster
 
 PLANNED = lowered()
@@ -64,31 +59,6 @@ def test_less_memory_than_the_plan_needs_gives_another_plan_or_says_what_lacks()
     assert 0 < found.lacking_bytes <= peak * 0.06
     with pytest.raises(InfeasibleError, match="plan anew"):
         replan(PLAN, MENU, memory=1e6)
-
-
-def test_memory_thresholds_are_the_needs_of_the_plans_above_them():
-    found = list(memory_thresholds(PLAN, MENU, HERE))
-    assert found and found[0].value == max(replan(PLAN, MENU).plan.peak_bytes)
-    for one in found:
-        assert one.value == max(one.above.peak_bytes)
-        if one.below is not None:
-            assert max(one.below.peak_bytes) < one.value
-            assert one.below.step_seconds >= one.above.step_seconds * (1 - 1e-9)
-
-
-def test_a_link_threshold_has_other_plans_on_its_sides():
-    (wire,) = {group.inter_host.bandwidth for group in HERE.host_groups}
-    for one in link_thresholds(PLAN, MENU, HERE, "inter-host"):
-        assert wire / 17 < one.value < wire * 17 and one.what == "inter-host"
-        below, above = (
-            replan(PLAN, MENU, changed_cluster(HERE, links={"inter-host": one.value * scale})).plan
-            for scale in (0.97, 1.03)
-        )
-        places = [
-            [(s.layer_start, s.mesh) for s in plan.stages] + [plan.schedule]
-            for plan in (below, above)
-        ]
-        assert places[0] != places[1]
 
 
 def test_other_names_and_groups_are_refused():
