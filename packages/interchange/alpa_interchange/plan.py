@@ -127,6 +127,11 @@ class ParallelPlan:
                 "ParallelPlan needs either `tasks` or, as plans of schema 0.1 and 0.2 have it, "
                 f"`schedule`; got {'neither' if self.tasks is None else 'both'}"
             )
+        if len(self.shardings) != self.num_stages:
+            raise ValueError(
+                f"ParallelPlan.shardings needs one per stage: {self.num_stages}, got "
+                f"{len(self.shardings)}"
+            )
         if self.tasks is not None:
             self.tasks.check_places(self.num_stages, self.stage_plan.num_meshes)
 

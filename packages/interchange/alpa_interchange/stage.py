@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
-from alpa_interchange.check import non_negative, positive
+from alpa_interchange.check import non_empty, non_negative, positive
 from alpa_interchange.mesh import LogicalMesh, SubmeshSpec
 
 
@@ -84,13 +84,21 @@ class PlacedStage:
 class StagePlan:
     """The chosen pipeline. `lower_bound` is proven for the problem's candidates and schedules."""
 
-    stages: tuple[PlacedStage, ...]
-    num_microbatches: int
-    schedule: str
+    stages: tuple[PlacedStage, ...] = field(validator=non_empty)
+    num_microbatches: int = field(validator=positive)
+    schedule: str = field(validator=non_empty)
     step_seconds: float
     lower_bound: float
-    peak_bytes: tuple[float, ...]  # per stage, per device
+    peak_bytes: tuple[float, ...]  # per stage, per device; none where they are not known
     in_flight: tuple[int, ...] = ()  # per stage: forwards before the first backward
+
+    def __attrs_post_init__(self) -> None:
+        for name, values in (("peak_bytes", self.peak_bytes), ("in_flight", self.in_flight)):
+            if values and len(values) != len(self.stages):
+                raise ValueError(
+                    f"StagePlan.{name} needs one entry per stage or none: {len(self.stages)}, got "
+                    f"{len(values)}"
+                )
 
     @property
     def num_meshes(self) -> int:

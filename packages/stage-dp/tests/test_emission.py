@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from alpa_interchange import (
     ClusterSpec,
+    DeviceMesh,
     DeviceSpec,
     HostGroup,
     LinkSpec,
@@ -16,8 +17,10 @@ from alpa_interchange import (
     ParallelPlan,
     PlacedStage,
     ProgramSummary,
+    ShardingSolution,
     StageCandidate,
     StagePlan,
+    StageSharding,
     SubmeshSpec,
     from_json,
     to_json,
@@ -396,7 +399,22 @@ def plan_of(graph, name, microbatches, *, meshes=2, in_flight=()):
             peak_bytes=(0.0,) * stages,
             in_flight=in_flight,
         ),
-        shardings=(),
+        shardings=tuple(
+            StageSharding(
+                mesh=DeviceMesh(
+                    submesh=one.candidate.submesh,
+                    logical=one.candidate.logical,
+                    device_ids=one.device_ids,
+                ),
+                solution=ShardingSolution(
+                    choice=(), objective=0.0, lower_bound=0.0, status="optimal", seconds=0.0
+                ),
+                state_specs={},
+                activation_specs={},
+                memory={},
+            )
+            for one in placed
+        ),
         tasks=graph,
         step_seconds=1.0,
         lower_bound=1.0,

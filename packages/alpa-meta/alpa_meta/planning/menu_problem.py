@@ -64,7 +64,9 @@ def problem_of(
             f"no mesh of the plan's menu fits the {cluster.num_devices} devices of "
             f"{cluster.name!r}; plan anew for it"
         )
-    if not all(mesh.floors for mesh in meshes):  # bounds are of all meshes or of rows only
+    counts = tuple(sorted({*kept.counts, num_microbatches or kept.counts[0]}))
+    # Bounds are of all meshes or of rows only, and of no microbatches above those of the menu.
+    if counts != tuple(sorted(kept.counts)) or not all(mesh.floors for mesh in meshes):
         meshes = [evolve(mesh, floors=()) for mesh in meshes]
     menu = evolve(kept.menu, meshes=tuple(meshes))
     return JointProblem(
@@ -72,7 +74,7 @@ def problem_of(
         batch_size=kept.batch_size,
         device_groups=groups,
         boundary=boundary_of(menu, crossing, model),
-        counts=tuple(sorted({*kept.counts, num_microbatches or kept.counts[0]})),
+        counts=counts,
         schedules=kept.schedules,
         num_stages=kept.num_stages,
     )

@@ -112,27 +112,33 @@ def memory_thresholds(found: Replanned) -> list[Threshold]:
     A pipeline stays the best one until its fullest stage no longer fits: that is a threshold.
     """
     met = _Met(found)
-    down = list(_downwards(found, met))
+    down = _downwards(found, met)
     if down and down[-1].below is not None:
         least = down[-1].below
         there = met.searched(_with_memory(found.problem, max(least.peak_bytes)))
         if there is not None and there.step_seconds < least.step_seconds * (1 - BETTER):
-            down = list(_downwards(found, met))
+            down = _downwards(found, met)
     return [*_upwards(found, met), *down]
 
 
-def _downwards(found: Replanned, met: _Met) -> Iterator[Threshold]:
-    above, number = found.plan, 0
+def _downwards(found: Replanned, met: _Met) -> list[Threshold]:
+    result: list[Threshold] = []
+    above: JointPlan | None = found.plan
     for _ in range(MAX_STEPS):
+        if above is None or len(result) == MAX_THRESHOLDS:
+            break
         value = max(above.peak_bytes)
         less = _with_memory(found.problem, value * (1 - 1e-6))
         below = met.best(less) or met.searched(less)
-        if below is None or choices(less, below) != choices(less, above):
-            yield _threshold(found, "memory", value, below, above)
-            number += 1
-        if below is None or number == MAX_THRESHOLDS:
-            return
+        if below is not None and below.step_seconds < above.step_seconds:
+            if result:  # it is the better one with more memory, too
+                last = result.pop()
+                if last.above is None or choices(less, below) != choices(less, last.above):
+                    result.append(_threshold(found, "memory", last.value, below, last.above))
+        elif below is None or choices(less, below) != choices(less, above):
+            result.append(_threshold(found, "memory", value, below, above))
         above = below
+    return result
 
 
 def _upwards(found: Replanned, met: _Met) -> Iterator[Threshold]:

@@ -107,7 +107,7 @@ def print_difference(names: Sequence[str], found: PlanDifference, console: Conso
             continue
         table = _table(title)
         for column in ("", *names):
-            table.add_column(column)
+            table.add_column(column, overflow="fold")  # paths are cut to nothing otherwise
         for row in rows[:MAX_ROWS]:
             _add(table, row.what, row.first, row.second)
         if len(rows) > MAX_ROWS:
@@ -160,7 +160,8 @@ def print_replanned(found: Replanned, console: Console) -> None:
     console.print(table)
     console.print(_verdict(found), markup=False)
     proven = "no plan" if found.bound_holds else "no plan of the menu's rows"
-    proven += f" with {min(found.counts)} to {max(found.counts)} microbatches"
+    least, most = min(found.counts), max(found.counts)
+    proven += f" with {least} to {most} microbatches" if least < most else ""
     console.print(
         f"In the prices of the menu: {format_seconds(found.before_seconds)} a step before, "
         f"{format_seconds(plan.step_seconds)} now ({described(plan)}).\n"
@@ -215,7 +216,12 @@ def _plan_text(plan: JointPlan | None, recompute: Sequence[str]) -> str:
         if kind != "none":
             which = number_text(k for k, one in enumerate(recompute) if one == kind)
             parts.append(f"{which} recomputed {WORDS.get(kind, kind)}")
-    return f"{', '.join(parts)}: {plan.step_seconds:.4g} s"
+    return f"{', '.join(parts)}: {_exact(plan.step_seconds)}"
+
+
+def _exact(seconds: float) -> str:
+    """Return seconds with four digits: what thresholds tell apart is often less than a per cent."""
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.4g} ms"
 
 
 def print_moves(found: StateMoves, console: Console) -> None:

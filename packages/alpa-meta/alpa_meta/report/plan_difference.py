@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from attrs import frozen
 
 from alpa_interchange import LogicalMesh, ParallelPlan, ShardingSpec
+from alpa_interchange.amounts import counted
 from alpa_interchange.plan_text import mesh_text, number_text
 from alpa_meta.errors import PlanError
 from alpa_meta.report.predicted_simulation import predicted_simulation
@@ -124,7 +125,7 @@ def _check_same_program(first: ParallelPlan, second: ParallelPlan) -> None:
 def _decisions(first: ParallelPlan, second: ParallelPlan) -> Iterator[Difference]:
     """Yield what the plans decided differently."""
     for what, of in (
-        ("cluster", lambda plan: f"{plan.cluster.name}, {plan.cluster.num_devices} devices"),
+        ("cluster", _cluster),
         ("schedule", lambda plan: plan.stage_plan.schedule),
         ("microbatches", lambda plan: str(plan.num_microbatches)),
         ("stages", lambda plan: str(plan.num_stages)),
@@ -140,6 +141,10 @@ def _decisions(first: ParallelPlan, second: ParallelPlan) -> Iterator[Difference
             )
             if one != other:
                 yield Difference(what=f"stage {stage}: {what}", first=one, second=other)
+
+
+def _cluster(plan: ParallelPlan) -> str:
+    return f"{plan.cluster.name}, {counted(plan.cluster.num_devices, 'device')}"
 
 
 def recomputed_layers(plan: ParallelPlan) -> str:

@@ -65,3 +65,12 @@ def test_fewer_hosts_leave_out_the_meshes_that_do_not_fit():
     assert all(mesh.submesh.num_hosts == 1 for mesh in problem.menu.meshes)
     assert len(problem.menu.meshes) < len(menu.menu.meshes)
     assert problem.device_groups[0].num_hosts == 1
+
+
+def test_a_microbatch_larger_than_those_of_the_menu_has_no_floors():
+    menu = lowered().menu
+    assert all(mesh.floors for mesh in problem_of(menu).menu.meshes)
+    (count,) = menu.counts
+    problem = problem_of(menu, num_microbatches=count // 2)
+    assert problem.counts == (count // 2, count)
+    assert not any(mesh.floors for mesh in problem.menu.meshes)
