@@ -17,20 +17,23 @@ import platform
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from alpa_interchange.selection import ShardingProblem
-from ilp_sharding.instance import Instance
-from ilp_sharding.memory import MemoryProfile
-from ilp_sharding.network import Network
-from ilp_sharding.options import SolveOptions
-from ilp_sharding.table_graph import TableGraph, table_graph
+if TYPE_CHECKING:
+    from ilp_sharding.table_graph import TableGraph
 
 _LOADING_SECONDS = 4.0  # to load compiled loops from the cache, on a busy machine,
-_COMPILING_SECONDS = {"messages": 16.0, "dominance": 24.0, "moves": 30.0, "neighbourhood": 40.0}
-# and to compile them: three times the CPU seconds measured
+_COMPILING_SECONDS = {  # and to compile them: three times the CPU seconds measured
+    "elimination_loops": 8.0,
+    "messages": 16.0,
+    "dominance": 24.0,
+    "moves": 30.0,
+    "neighbourhood": 40.0,
+}
 _LAST = {  # of every module with loops, one that is called last
+    "elimination_loops": "walk_back",
     "messages": "decode",
     "dominance": "drop_unsupported",
     "moves": "descend",
@@ -43,7 +46,7 @@ def ready(seconds: float, *names: str) -> bool:
 
     `seconds` is the time left; if it is long, they may be compiled too.
     """
-    missing = [name for name in names if not _loaded(name)]
+    missing = [name for name in names if not loaded(name)]
     if not missing or math.isinf(seconds):
         return True
     if seconds < _LOADING_SECONDS:
@@ -62,7 +65,7 @@ def uncompiled(names: Iterable[str] = tuple(_LAST)) -> list[str]:
 def load(*names: str) -> None:
     """Load the loops of the modules `names`, compile them if need be, and leave their marks."""
     for name in names:
-        if _loaded(name):
+        if loaded(name):
             continue
         _run(name)
         mark = _mark(name)
@@ -79,20 +82,32 @@ def warm_up(progress: Callable[[str, float], None] = lambda name, share: None) -
     Half a minute of CPU on a machine that never did it, then two seconds in every process.
     `progress` hears the name of the next group of loops and the share done before it.
     """
-    shares = {"messages": 0.0, "dominance": 0.2, "moves": 0.4, "neighbourhood": 0.6}
+    shares = {
+        "elimination_loops": 0.0,
+        "messages": 0.1,
+        "dominance": 0.2,
+        "moves": 0.4,
+        "neighbourhood": 0.6,
+    }
     for name in _LAST:
         progress(name, shares[name])
         load(name)
     progress("done", 1.0)
 
 
-def _loaded(name: str) -> bool:
+def loaded(name: str) -> bool:
+    """Return whether the loops of this module may be called at once."""
     module = sys.modules.get(f"ilp_sharding.{name}")
     return module is not None and bool(getattr(module, _LAST[name]).signatures)
 
 
 def _run(name: str) -> None:
     """Call the loops of the module `name` on a small problem."""
+    if name == "elimination_loops":
+        from ilp_sharding.elimination_loops import run_sample
+
+        run_sample()
+        return
     from ilp_sharding.dominance import simplified, without_dominated
     from ilp_sharding.dual import DualAscent
     from ilp_sharding.hub_branching import HubTree
@@ -116,6 +131,13 @@ def _run(name: str) -> None:
 
 def _sample() -> TableGraph:
     """Return a small graph with memory rows."""
+    from alpa_interchange.selection import ShardingProblem
+    from ilp_sharding.instance import Instance
+    from ilp_sharding.memory import MemoryProfile
+    from ilp_sharding.network import Network
+    from ilp_sharding.options import SolveOptions
+    from ilp_sharding.table_graph import table_graph
+
     num_nodes, size = 32, 4
     random = np.random.default_rng(0)
     first = np.arange(num_nodes)

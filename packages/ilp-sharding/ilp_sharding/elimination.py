@@ -20,6 +20,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ilp_sharding.compiled_loops import loaded
+
+_STEPS_WORK = 1e7  # table entries between two looks at the clock
+
 
 class OutOfTime(Exception):
     """The deadline came before the answer."""
@@ -57,18 +61,23 @@ class Elimination:
         position = {node: t for t, node in enumerate(self.order)}
         self.scopes = [sorted(scope, key=position.__getitem__, reverse=True) for scope in scopes]
         self.sizes = {node: sizes[node] for node in self.order}
-        self._pairs: list[list[np.ndarray]] = []
         self.children: list[list[int]] = [[] for _ in self.order]
+        self._terms: list[list[np.ndarray | int]] = []
         for t, node in enumerate(self.order):
-            pairs = []
-            for axis, other in enumerate(self.scopes[t]):
+            scope = self.scopes[t]
+            if scope:
+                self.children[position[scope[-1]]].append(t)
+            fixed: list[np.ndarray | int] = []  # along the last axis of the scope,
+            varying: list[np.ndarray | int] = []  # and not
+            for axis, other in enumerate(scope):
                 if other in tables[node]:
-                    shape = [1] * (len(self.scopes[t]) + 1)
+                    shape = [1] * (len(scope) + 1)
                     shape[axis], shape[-1] = sizes[other], sizes[node]
-                    pairs.append(np.ascontiguousarray(tables[node][other].T).reshape(shape))
-            self._pairs.append(pairs)
-            if self.scopes[t]:
-                self.children[position[self.scopes[t][-1]]].append(t)
+                    table = np.ascontiguousarray(tables[node][other].T).reshape(shape)
+                    (varying if shape[-2] > 1 else fixed).append(table)
+            for child in self.children[t]:
+                (varying if scope and scope[-1] in scopes[child] else fixed).append(child)
+            self._terms.append(fixed + varying)
         self._messages: list[np.ndarray] = []
         self._cliques: list[np.ndarray] = []
 
@@ -80,14 +89,16 @@ class Elimination:
         The minimum is inf if every choice is forbidden. `keep` stores what `min_marginals` needs.
         Raises OutOfTime once `time.perf_counter()` passes `until`.
         """
+        if loaded("elimination_loops") and self.order and not keep:
+            return self._solve_compiled(costs, until)
         self._messages, self._cliques = [], []
         value = 0.0
         for t, node in enumerate(self.order):
             if time.perf_counter() > until:
                 raise OutOfTime
-            clique = self.clique(t, costs[node])
-            for child in self.children[t]:
-                clique = clique + self.fitted(self._messages[child], child, t)
+            clique = costs[node]
+            for term in self._terms[t]:
+                clique = clique + self._fitted_term(term, t)
             message = clique.min(-1)
             self._messages.append(message)
             if keep:
@@ -95,6 +106,27 @@ class Elimination:
             if not self.scopes[t]:
                 value += float(message)
         return value, self._walk_back(costs)
+
+    def _solve_compiled(
+        self, costs: Mapping[int, np.ndarray], until: float
+    ) -> tuple[float, dict[int, int]]:
+        """Return the same as `solve`, from compiled loops."""
+        from ilp_sharding import elimination_loops as loops
+
+        steps, values = loops.steps_of(self.order, self.scopes, self.sizes, self._terms)
+        np.concatenate([costs[node] for node in self.order], out=values[: int(steps.size.sum())])
+        work = np.cumsum([math.prod(self.shape(t)) for t in range(len(self.order))], dtype=float)
+        value, done = 0.0, 0
+        while done < len(self.order):
+            if time.perf_counter() > until:
+                raise OutOfTime
+            reach = (work[done - 1] if done else 0.0) + _STEPS_WORK
+            last = max(done + 1, int(np.searchsorted(work, reach)))
+            value += loops.minimise(steps, values, done, last)
+            done = last
+        x = np.zeros(len(self.order), dtype=np.int64)
+        loops.walk_back(steps, values, x)
+        return value, dict(zip(self.order, x.tolist(), strict=True))
 
     def min_marginals(self) -> dict[int, np.ndarray]:
         """Return per node [strategies] the least total cost of a choice using each strategy.
@@ -124,8 +156,9 @@ class Elimination:
 
     def clique(self, t: int, cost: np.ndarray) -> np.ndarray:
         """Return `cost` [..., strategies of the t-th node] plus its tables, before messages."""
-        for pair in self._pairs[t]:
-            cost = cost + pair
+        for term in self._terms[t]:
+            if isinstance(term, np.ndarray):
+                cost = cost + term
         return cost
 
     def fitted(self, message: np.ndarray, child: int, t: int) -> np.ndarray:
@@ -138,22 +171,22 @@ class Elimination:
         first = message.shape[: message.ndim - len(inside)]
         return message.reshape(*first, *[self.sizes[j] if j in inside else 1 for j in axes])
 
+    def _fitted_term(self, term: np.ndarray | int, t: int) -> np.ndarray:
+        """Return a term of step t, [nodes of its scope, its own strategies]."""
+        if isinstance(term, np.ndarray):
+            return term
+        return self.fitted(self._messages[term], term, t)
+
     def _walk_back(self, costs: Mapping[int, np.ndarray]) -> dict[int, int]:
         chosen: dict[int, int] = {}
         for t in reversed(range(len(self.order))):
             node = self.order[t]
             total = costs[node]
-            place = tuple(chosen[j] for j in self.scopes[t])
-            for pair in self._pairs[t]:
-                total = (
-                    total
-                    + pair[
-                        tuple(p if s > 1 else 0 for p, s in zip(place, pair.shape, strict=False))
-                    ]
-                )
-            for child in self.children[t]:
-                message = self._messages[child]
-                total = total + message[tuple(chosen[j] for j in self.scopes[child][:-1])]
+            place = [chosen[j] for j in self.scopes[t]]
+            for term in self._terms[t]:
+                array = self._fitted_term(term, t)
+                at = tuple(p if n > 1 else 0 for p, n in zip(place, array.shape, strict=False))
+                total = total + array[at]
             chosen[node] = int(np.argmin(total))
         return chosen
 

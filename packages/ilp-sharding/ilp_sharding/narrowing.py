@@ -58,8 +58,8 @@ _SWEPT_TABLES = 4e8  # table entries all sweeps together may visit where memory 
 def needed_loops(memory: MemoryProfile | None) -> tuple[str, ...]:
     """Return the modules whose compiled loops `narrow` calls."""
     if memory is None:
-        return ("messages",)
-    return ("messages", "dominance", "moves", "neighbourhood")
+        return ("messages", "elimination_loops")
+    return ("messages", "elimination_loops", "dominance", "moves", "neighbourhood")
 
 
 def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from ilp_sharding import warm_up
 from ilp_sharding.compiled_loops import load, ready
 
-GROUPS = ("messages", "dominance", "moves", "neighbourhood")
+GROUPS = ("elimination_loops", "messages", "dominance", "moves", "neighbourhood")
 
 # A process of its own, since loops once loaded stay loaded. The problem is too wide to eliminate.
 WITHOUT_A_CACHE = """
