@@ -14,6 +14,7 @@ None of them removes a choice of finite cost, so they are exact under any memory
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -23,6 +24,8 @@ import numpy as np
 
 from ilp_sharding.elimination import OutOfTime
 from ilp_sharding.instance import Instance
+
+_ROUNDING = 1e-13  # of the entries, far more than separable tables leave
 
 
 class NoAssignment(Exception):
@@ -52,34 +55,31 @@ class Network:
         self._queue: deque[tuple[int, int]] = deque()
         self._queued: set[tuple[int, int]] = set()
         bounds = instance.table_offset.tolist()
+        reducible = _reducible(instance).tolist()
         for e, (a, b) in enumerate(instance.edges.tolist()):
             table = instance.table[bounds[e] : bounds[e + 1]].reshape(self.count[a], self.count[b])
             if a == b:
                 self.cost[a] += table.diagonal()
-            else:
-                self._add_table(a, b, table)
+                continue
+            if reducible[e] or b in self.tables[a]:
+                self._push(a, b)
+            self._add_table(a, b, table)
 
     def reduce(self, until: float = math.inf) -> None:
         """Apply the reductions until none applies; raise NoAssignment if nothing finite is left.
 
         Raises OutOfTime once `time.perf_counter()` passes `until`.
         """
-        for node in range(self.num_nodes):
-            self._check_node(node)
-        for a in range(self.num_nodes):
-            for b in self.tables[a]:
-                if a < b:
-                    self._push(a, b)
-        self._drain(until)
+        self.restrict({node: cost < np.inf for node, cost in enumerate(self.cost)}, until)
 
-    def restrict(self, masks: Mapping[int, np.ndarray]) -> None:
+    def restrict(self, masks: Mapping[int, np.ndarray], until: float = math.inf) -> None:
         """Keep only the strategies of each node where its mask is true, and reduce further."""
-        for node, mask in masks.items():
-            if not mask.all():
-                self._mask(node, mask)
+        smaller = {node: mask for node, mask in masks.items() if not mask.all()}
+        self._mask(smaller)
         for node in masks:
-            self._check_node(node)
-        self._drain()
+            if node in smaller or len(self.cost[node]) == 1:
+                self._check_node(node)
+        self._drain(until)
 
     def open_nodes(self) -> list[int]:
         """Return the nodes that still have a choice: alive, with two strategies or more."""
@@ -164,16 +164,22 @@ class Network:
             if b in self.tables[a]:
                 self._check_edge(a, b)
 
-    def _mask(self, node: int, mask: np.ndarray) -> None:
-        if not mask.any():
-            raise NoAssignment
-        self.cost[node] = self.cost[node][mask]
-        self.kept[node] = self.kept[node][mask]
-        for other, table in self.tables[node].items():
-            smaller = np.ascontiguousarray(table[mask])
-            self.tables[node][other] = smaller
-            self.tables[other][node] = smaller.T
-            self._push(node, other)
+    def _mask(self, masks: Mapping[int, np.ndarray]) -> None:
+        """Keep only the strategies of each node where its mask is true."""
+        for node, mask in masks.items():
+            if not mask.any():
+                raise NoAssignment
+            self.cost[node] = self.cost[node][mask]
+            self.kept[node] = self.kept[node][mask]
+            for other, table in self.tables[node].items():
+                if other in masks:
+                    if other < node:
+                        continue  # done from there
+                    table = table.compress(masks[other], axis=1)
+                smaller = table.compress(mask, axis=0)
+                self.tables[node][other] = smaller
+                self.tables[other][node] = smaller.T
+                self._push(node, other)
 
     def _check_node(self, node: int) -> None:
         """Drop infinite strategies of `node`; fold it into its neighbours if one is left."""
@@ -182,7 +188,7 @@ class Network:
             node = stack.pop()
             finite = self.cost[node] < np.inf
             if not finite.all():
-                self._mask(node, finite)
+                self._mask({node: finite})
             if len(self.cost[node]) == 1:
                 for other in list(self.tables[node]):
                     self.cost[other] = self.cost[other] + self.tables[node][other][0]
@@ -195,24 +201,25 @@ class Network:
         if finite.all():
             self._fold_if_separable(a, b, table)
             return
-        allowed_a, allowed_b = finite.sum(1), finite.sum(0)
-        if allowed_a.min() == 0 or allowed_b.min() == 0:
+        partners_a, partners_b = finite.sum(1).tolist(), finite.sum(0).tolist()
+        if 0 in partners_a or 0 in partners_b:
+            masks = {a: np.array(partners_a) > 0, b: np.array(partners_b) > 0}
             self._push(a, b)
-            if allowed_a.min() == 0:
-                self._mask(a, allowed_a > 0)
-            if allowed_b.min() == 0:
-                self._mask(b, allowed_b > 0)
+            self._mask({node: mask for node, mask in masks.items() if not mask.all()})
             self._check_node(a)
             self._check_node(b)
-        elif allowed_a.max() == 1 and (
-            allowed_b.max() > 1 or len(self.tables[a]) >= len(self.tables[b])
+        elif max(partners_a) == 1 and (
+            max(partners_b) > 1 or len(self.tables[a]) >= len(self.tables[b])
         ):
             self._contract(a, b, table, finite)
-        elif allowed_b.max() == 1:
+        elif max(partners_b) == 1:
             self._contract(b, a, table.T, finite.T)
 
     def _fold_if_separable(self, a: int, b: int, table: np.ndarray) -> None:
         """Fold a table a_i + b_j into the node costs (to 4 units in the last place)."""
+        first, last = table.item(0, 0) + table.item(-1, -1), table.item(0, -1) + table.item(-1, 0)
+        if abs(first - last) > _ROUNDING * (abs(first) + abs(last)):
+            return
         rows = table.min(1)
         rest = table - rows[:, None]
         columns = rest.min(0)
@@ -240,3 +247,37 @@ class Network:
         self.image[b] = image
         self._contracted.append(b)
         self._check_node(a)
+
+
+def _reducible(instance: Instance) -> np.ndarray:
+    """Return [edges] whether a table may be reduced: it has forbidden pairs, or may be separable.
+
+    Of a separable table t, t_ik + t_jl = t_il + t_jk. That is looked at for the first, a middle
+    and the last allowed strategy of both ends: it holds for few other tables.
+    """
+    if not len(instance.edges):
+        return np.zeros(0, bool)
+    offset, table = instance.offset, instance.table
+    first, second = instance.edges[:, 0], instance.edges[:, 1]
+    forbidden = np.maximum.reduceat(table, instance.table_offset[:-1]) == np.inf
+    allowed = np.flatnonzero(instance.cost < np.inf)
+    begin = np.searchsorted(allowed, offset)
+    if (np.diff(begin) == 0).any():  # there is no choice at all
+        return forbidden
+    probes = [
+        allowed[at] - offset[:-1]
+        for at in (begin[:-1], (begin[:-1] + begin[1:]) // 2, begin[1:] - 1)
+    ]
+    width = np.diff(offset)[second]
+    entry = [
+        [table[instance.table_offset[:-1] + i[first] * width + k[second]] for k in probes]
+        for i in probes
+    ]
+    separable = ~forbidden
+    pairs = ((0, 1), (1, 2), (0, 2))
+    with np.errstate(invalid="ignore"):  # of forbidden pairs
+        for (i, j), (k, l) in itertools.product(pairs, pairs):
+            sums = entry[i][k] + entry[j][l], entry[i][l] + entry[j][k]
+            size = np.abs(sums[0]) + np.abs(sums[1])
+            separable &= np.abs(sums[0] - sums[1]) <= _ROUNDING * size
+    return forbidden | separable
