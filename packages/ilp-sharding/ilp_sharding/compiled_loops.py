@@ -118,6 +118,7 @@ def _run(name: str) -> None:
     elif name == "messages":
         dual = DualAscent(graph)
         dual.step(math.inf)
+        dual.meets_choice()
         dual.reduced(1)
         HubTree(dual).dive(math.inf, lambda: False)
         dual.decoded()

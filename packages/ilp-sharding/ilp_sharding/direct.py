@@ -84,7 +84,15 @@ class Search:
     @property
     def closed(self) -> bool:
         """Whether the best choice is proved optimal (to rounding), or within the gap tolerance."""
-        slack = 1e-11 * abs(self.objective) + self.gap_tolerance * abs(self.lower_bound)
+        return self._within(self.gap_tolerance)
+
+    @property
+    def proved(self) -> bool:
+        """Whether the best choice is proved optimal, to rounding."""
+        return self._within(0.0)
+
+    def _within(self, tolerance: float) -> bool:
+        slack = 1e-11 * abs(self.objective) + tolerance * abs(self.lower_bound)
         return self.choice is not None and self.objective - self.lower_bound <= slack
 
     def cutoff(self) -> float:

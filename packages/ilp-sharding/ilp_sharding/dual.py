@@ -72,6 +72,8 @@ class DualAscent:
         graph = self.graph
         tables, rows = graph.tables, graph.rows
         cost = self.priced(multipliers)
+        if not graph.num_times:
+            return self.sweep(cost), np.zeros(0)
         used = np.zeros((2, graph.num_times + 1))
         messages.forward_sweep(
             tables, cost, self.to_first, self.to_second, self.belief, self.forward
@@ -276,6 +278,14 @@ class DualAscent:
     def decoded(self) -> np.ndarray:
         """Return a choice [nodes] decoded from the messages (memory priced, not limited)."""
         return self.decode(self.priced(self.multipliers))
+
+    def meets_choice(self) -> bool:
+        """Return whether the choice decoded from the messages costs the best bound (memory priced),
+        to rounding."""
+        cost = self.priced(self.multipliers)
+        tables = self.graph.tables
+        value = self._value(messages.choice_cost(tables, cost, self.decode(cost)), self.multipliers)
+        return value - self.best <= 1e-11 * abs(value)
 
     def decode(self, cost: np.ndarray) -> np.ndarray:
         """Return a choice [nodes] decoded from the messages under node costs `cost`."""

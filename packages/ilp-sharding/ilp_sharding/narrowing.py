@@ -14,6 +14,7 @@ and the first guess ends the search.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,7 +49,9 @@ _MULTIPLES = np.array([[0.5], [0.8], [1.0], [1.25], [2.0]])  # of the multiplier
 _REST_WORK = 2e8  # table entries of an elimination of what is left
 _MORE, _FEW_TABLES = 1.3, 1000  # how much larger a last step may be than the next one
 _TIGHT_TABLES = 5000  # table entries from which on messages are swept once more in what is left
-_SWEEPS = 60  # of messages without memory rows
+_SWEEPS = 60  # of messages without memory rows,
+_QUIET = 3  # of them without gain before they end
+_SLOW = 1e-3  # gain, of the bound, from which on a choice may cost no more than it
 _STEPS = 400  # of multipliers with them
 _POLISH = 100  # ball moves of a first choice, and
 _POLISH_SECONDS = 0.1  # what must be left for them
@@ -88,19 +91,16 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
     steps = _SWEEPS
     if graph.num_times:
         steps = int(min(_STEPS, _SWEPT_TABLES / max(len(graph.tables.entry), 1)))
-    quiet = 0
     growing = 0.2 * search.seconds  # kept for a choice from what the steps found
-    for _ in range(steps):
-        before = dual.best
-        dual.step(search.objective)
-        quiet = quiet + 1 if dual.best - before <= 1e-12 * abs(dual.best) else 0
-        if search.seconds < growing or (not graph.num_times and quiet >= 3):
-            break
+    _climb(dual, steps, search.objective, lambda: search.seconds < growing)
     if dual.best == math.inf:
         raise NoAssignment
     search.raise_bound(dual.best, "messages")
     if not search.late or search.choice is None:
         _grow(network, nodes, search, dual)
+    if search.proved:
+        search.raise_bound(search.objective, "messages")
+        return True
     if search.late:
         return False
     pairs = dual.reduced(3)
@@ -139,6 +139,23 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
     return False
 
 
+def _climb(
+    dual: DualAscent, steps: int, target: float, late: Callable[[], bool] = lambda: False
+) -> None:
+    """Raise the bound by at most so many steps: without memory rows until it stays or is met."""
+    quiet = 0
+    for _ in range(steps):
+        before = dual.best
+        dual.step(target)
+        gain = dual.best - before
+        quiet = quiet + 1 if gain <= 1e-12 * abs(dual.best) else 0
+        if late():
+            return
+        if not dual.graph.num_times:
+            if quiet >= _QUIET or (gain <= _SLOW * abs(dual.best) and dual.meets_choice()):
+                return
+
+
 def _grow(network: Network, nodes: list[int], search: Search, dual: DualAscent) -> None:
     """Offer the choice decoded from the messages, repaired where it breaks a memory row."""
     x: np.ndarray | None = dual.decoded()
@@ -175,8 +192,7 @@ def _restricted(graph: TableGraph, active: np.ndarray) -> TableGraph | None:
 def _tightened(rest: TableGraph, cutoff: float, dual: DualAscent) -> TableGraph | None:
     """Return `rest` without what messages in it alone show to cost more than `cutoff`."""
     inner = dual.carried(rest)
-    for _ in range(_SWEEPS // 2):
-        inner.step(cutoff)
+    _climb(inner, _SWEEPS // 2, cutoff)
     return _restricted(rest, _within(inner.reduced(3), cutoff))
 
 
