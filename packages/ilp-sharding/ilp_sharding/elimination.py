@@ -17,12 +17,16 @@ import heapq
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ilp_sharding.compiled_loops import loaded
 
-_STEPS_WORK = 1e7  # table entries between two looks at the clock
+if TYPE_CHECKING:
+    from ilp_sharding.elimination_loops import Steps
+
+_STEPS_WORK = 1e6  # table entries between two looks at the clock
 
 
 class OutOfTime(Exception):
@@ -78,6 +82,7 @@ class Elimination:
             for child in self.children[t]:
                 (varying if scope and scope[-1] in scopes[child] else fixed).append(child)
             self._terms.append(fixed + varying)
+        self._steps: tuple[Steps, np.ndarray] | None = None
         self._messages: list[np.ndarray] = []
         self._cliques: list[np.ndarray] = []
 
@@ -113,9 +118,11 @@ class Elimination:
         """Return the same as `solve`, from compiled loops."""
         from ilp_sharding import elimination_loops as loops
 
-        steps, values = loops.steps_of(self.order, self.scopes, self.sizes, self._terms)
+        if self._steps is None:
+            self._steps = loops.steps_of(self.order, self.scopes, self.sizes, self._terms)
+        steps, values = self._steps
         np.concatenate([costs[node] for node in self.order], out=values[: int(steps.size.sum())])
-        work = np.cumsum([math.prod(self.shape(t)) for t in range(len(self.order))], dtype=float)
+        work = np.cumsum(steps.axis_size.prod(1) * steps.size, dtype=float)
         value, done = 0.0, 0
         while done < len(self.order):
             if time.perf_counter() > until:

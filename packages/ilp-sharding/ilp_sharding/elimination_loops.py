@@ -51,58 +51,56 @@ def steps_of(
     `terms[t]`: tables [scope..., strategies], with axes of size 1, or steps whose message it is.
     """
     position = {node: t for t, node in enumerate(order)}
-    most = max(map(len, scopes), default=0)
     size = np.array([sizes[node] for node in order], dtype=np.int64)
-    messages = [int(np.prod([sizes[j] for j in scope], dtype=np.int64)) for scope in scopes]
-    costs = int(size.sum())
-    message = costs + np.cumsum([0, *messages])
+    axes = np.array([len(scope) for scope in scopes], dtype=np.int64)
+    axis = np.arange(axes.max(initial=0))
+    axis_step = np.zeros((len(order), len(axis)), dtype=np.int64)
+    axis_step[axis < axes[:, None]] = [position[j] for scope in scopes for j in scope]
+    axis_size = np.where(axis < axes[:, None], size[axis_step], 1)
+    message = np.cumsum([size.sum(), *axis_size.prod(1)])
     tables: list[np.ndarray] = []
+    varying, start = [], []
+    strides: list[tuple[int, int, int]] = []  # (term, axis, stride)
     end = int(message[-1])
-    varying, start, stride = [], [], []
     for t, scope in enumerate(scopes):
-        constant = 0
+        last, first = len(scope) - 1, len(start)
+        fixed = 0
         for term in terms[t]:
-            row = [0] * most
             if isinstance(term, np.ndarray):
-                axis = next((a for a, n in enumerate(term.shape[:-1]) if n > 1), None)
-                if axis is not None:
-                    row[axis] = term.shape[-1]
+                width = term.shape[-1]
+                along = [a for a, n in enumerate(term.shape[:-1]) if n > 1]
+                strides += [(len(start), a, width) for a in along]
                 start.append(end)
                 end += term.size
                 tables.append(term.ravel())
             else:
                 width, inside = sizes[order[t]], set(scopes[term])
-                for axis in range(len(scope) - 1, -1, -1):
-                    if scope[axis] in inside:
-                        row[axis] = width
-                        width *= sizes[scope[axis]]
+                along = [a for a in range(last, -1, -1) if scope[a] in inside]
+                for a in along:
+                    strides.append((len(start), a, width))
+                    width *= sizes[scope[a]]
                 start.append(int(message[term]))
-            stride.append(row)
-            constant += not scope or not row[len(scope) - 1]
-        varying.append(constant)
-    term_bounds = np.cumsum([0, *map(len, terms)])
-    padded = [[*scope, *[-1] * (most - len(scope))] for scope in scopes]
-    buffer = np.empty(end)
-    if tables:
-        buffer[end - sum(map(len, tables)) :] = np.concatenate(tables)
-    shape = (len(order), most)
+            fixed += last not in along
+        varying.append(first + fixed)
+    stride = np.zeros((len(start), len(axis)), dtype=np.int64)
+    if strides:
+        numbers, along_axis, widths = zip(*strides, strict=True)
+        stride[numbers, along_axis] = widths
+    values = np.empty(end)
+    values[message[-1] :] = np.concatenate(tables) if tables else 0.0
     steps = Steps(
         size=size,
-        axes=np.array([len(scope) for scope in scopes], dtype=np.int64),
+        axes=axes,
         cost=np.cumsum(size) - size,
         message=message[:-1],
-        axis_size=np.array([[sizes.get(j, 1) for j in row] for row in padded], np.int64).reshape(
-            shape
-        ),
-        axis_step=np.array([[position.get(j, 0) for j in row] for row in padded], np.int64).reshape(
-            shape
-        ),
-        term=term_bounds.astype(np.int64),
-        varying=term_bounds[:-1] + np.array(varying, dtype=np.int64),
+        axis_size=axis_size,
+        axis_step=axis_step,
+        term=np.cumsum([0, *map(len, terms)]),
+        varying=np.array(varying, dtype=np.int64),
         start=np.array(start, dtype=np.int64),
-        stride=np.array(stride, dtype=np.int64).reshape(len(start), most),
+        stride=stride,
     )
-    return steps, buffer
+    return steps, values
 
 
 @njit(cache=True, fastmath=_FAST)
