@@ -166,17 +166,18 @@ class Network:
 
     def _mask(self, masks: Mapping[int, np.ndarray]) -> None:
         """Keep only the strategies of each node where its mask is true."""
-        for node, mask in masks.items():
-            if not mask.any():
+        kept = {node: np.flatnonzero(mask) for node, mask in masks.items()}
+        for node, those in kept.items():
+            if not len(those):
                 raise NoAssignment
-            self.cost[node] = self.cost[node][mask]
-            self.kept[node] = self.kept[node][mask]
+            self.cost[node] = self.cost[node][those]
+            self.kept[node] = self.kept[node][those]
             for other, table in self.tables[node].items():
-                if other in masks:
+                if other in kept:
                     if other < node:
                         continue  # done from there
-                    table = table.compress(masks[other], axis=1)
-                smaller = table.compress(mask, axis=0)
+                    table = table.take(kept[other], axis=1)
+                smaller = table.take(those, axis=0)
                 self.tables[node][other] = smaller
                 self.tables[other][node] = smaller.T
                 self._push(node, other)
@@ -198,21 +199,21 @@ class Network:
     def _check_edge(self, a: int, b: int) -> None:
         table = self.tables[a][b]
         finite = table < np.inf
-        if finite.all():
+        allowed = np.count_nonzero(finite)
+        if allowed == table.size:
             self._fold_if_separable(a, b, table)
             return
-        partners_a, partners_b = finite.sum(1).tolist(), finite.sum(0).tolist()
-        if 0 in partners_a or 0 in partners_b:
-            masks = {a: np.array(partners_a) > 0, b: np.array(partners_b) > 0}
+        masks = {a: finite.any(1), b: finite.any(0)}
+        smaller = {i: mask for i, mask in masks.items() if np.count_nonzero(mask) < len(mask)}
+        rows, columns = table.shape
+        if smaller:
             self._push(a, b)
-            self._mask({node: mask for node, mask in masks.items() if not mask.all()})
+            self._mask(smaller)
             self._check_node(a)
             self._check_node(b)
-        elif max(partners_a) == 1 and (
-            max(partners_b) > 1 or len(self.tables[a]) >= len(self.tables[b])
-        ):
+        elif allowed == rows and (allowed > columns or len(self.tables[a]) >= len(self.tables[b])):
             self._contract(a, b, table, finite)
-        elif max(partners_b) == 1:
+        elif allowed == columns:
             self._contract(b, a, table.T, finite.T)
 
     def _fold_if_separable(self, a: int, b: int, table: np.ndarray) -> None:

@@ -110,27 +110,33 @@ class TableGraph:
         settled[self.base_node[owner[lone]]] = self.label[lone]
         only = np.full(self.num_nodes, -1)
         only[owner[lone]] = lone - offset[owner[lone]]
-        new_node = np.cumsum(open_node) - 1
+        kept_labels = np.split(
+            np.flatnonzero(active) - np.repeat(offset[:-1], counts), np.cumsum(counts)[:-1]
+        )
         cost = tables.cost.copy()
         constant = self.constant + float(cost[lone].sum())
         ends: list[tuple[int, int]] = []
         pieces: list[np.ndarray] = []
+        place = np.where(open_node, np.cumsum(open_node) - 1, -1).tolist()  # -1: settled
+        alone, partly = only.tolist(), (~whole).tolist()
+        start, entry = offset.tolist(), tables.entry_offset.tolist()
         for e, (a, b) in enumerate(zip(tables.first.tolist(), tables.second.tolist(), strict=True)):
-            shape = (offset[a + 1] - offset[a], offset[b + 1] - offset[b])
-            table = tables.entry[tables.entry_offset[e] : tables.entry_offset[e + 1]].reshape(shape)
-            if open_node[a] and open_node[b]:
-                if not whole[a]:
-                    table = table[active[offset[a] : offset[a + 1]]]
-                if not whole[b]:
-                    table = table[:, active[offset[b] : offset[b + 1]]]
-                ends.append((int(new_node[a]), int(new_node[b])))
+            table = tables.entry[entry[e] : entry[e + 1]].reshape(
+                start[a + 1] - start[a], start[b + 1] - start[b]
+            )
+            if place[a] >= 0 and place[b] >= 0:
+                if partly[a]:
+                    table = table.take(kept_labels[a], axis=0)
+                if partly[b]:
+                    table = table.take(kept_labels[b], axis=1)
+                ends.append((place[a], place[b]))
                 pieces.append(table)
-            elif open_node[a]:
-                cost[offset[a] : offset[a + 1]] += table[:, only[b]]
-            elif open_node[b]:
-                cost[offset[b] : offset[b + 1]] += table[only[a]]
+            elif place[a] >= 0:
+                cost[start[a] : start[a + 1]] += table[:, alone[b]]
+            elif place[b] >= 0:
+                cost[start[b] : start[b + 1]] += table[alone[a]]
             else:
-                constant += float(table[only[a], only[b]])
+                constant += float(table[alone[a], alone[b]])
         kept = active & open_node[owner]
         slack = rows.slack.copy()
         entry_owner = np.repeat(np.arange(len(active)), np.diff(rows.start))
