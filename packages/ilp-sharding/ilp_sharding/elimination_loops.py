@@ -59,7 +59,8 @@ def steps_of(
     axis_size = np.where(axis < axes[:, None], size[axis_step], 1)
     message = np.cumsum([size.sum(), *axis_size.prod(1)])
     tables: list[np.ndarray] = []
-    varying, start = [], []
+    varying: list[int] = []
+    start: list[int] = []
     strides: list[tuple[int, int, int]] = []  # (term, axis, stride)
     end = int(message[-1])
     for t, scope in enumerate(scopes):

@@ -7,8 +7,8 @@ left out; let v(C) be the optimum of what is left. Every choice left out costs m
     v(C) <= C  =>  v(C) is the optimum;          else  the optimum > C, and v(C) is a choice's cost.
 
 The guesses rise from just above B, where little is left, until that holds or what is left is too
-large for elimination or HiGHS -> narrow(). Planner problems have tight bounds unless memory binds,
-and the first guess ends the search.
+large for elimination or HiGHS -> narrow(). Planner problems have tight bounds unless memory binds:
+most have a choice decoded from the messages that costs B, and nearly all end at the first guess.
 """
 
 from __future__ import annotations

@@ -203,8 +203,8 @@ class Network:
         if allowed == table.size:
             self._fold_if_separable(a, b, table)
             return
-        masks = {a: finite.any(1), b: finite.any(0)}
-        smaller = {i: mask for i, mask in masks.items() if np.count_nonzero(mask) < len(mask)}
+        supported = {a: np.logical_or.reduce(finite, 1), b: np.logical_or.reduce(finite, 0)}
+        smaller = {i: mask for i, mask in supported.items() if np.count_nonzero(mask) < len(mask)}
         rows, columns = table.shape
         if smaller:
             self._push(a, b)
@@ -260,7 +260,7 @@ def _reducible(instance: Instance) -> np.ndarray:
         return np.zeros(0, bool)
     offset, table = instance.offset, instance.table
     first, second = instance.edges[:, 0], instance.edges[:, 1]
-    forbidden = np.maximum.reduceat(table, instance.table_offset[:-1]) == np.inf
+    forbidden: np.ndarray = np.maximum.reduceat(table, instance.table_offset[:-1]) == np.inf
     allowed = np.flatnonzero(instance.cost < np.inf)
     begin = np.searchsorted(allowed, offset)
     if (np.diff(begin) == 0).any():  # there is no choice at all
@@ -274,11 +274,11 @@ def _reducible(instance: Instance) -> np.ndarray:
         [table[instance.table_offset[:-1] + i[first] * width + k[second]] for k in probes]
         for i in probes
     ]
-    separable = ~forbidden
+    separable: np.ndarray = ~forbidden
     pairs = ((0, 1), (1, 2), (0, 2))
     with np.errstate(invalid="ignore"):  # of forbidden pairs
         for (i, j), (k, l) in itertools.product(pairs, pairs):
             sums = entry[i][k] + entry[j][l], entry[i][l] + entry[j][k]
             size = np.abs(sums[0]) + np.abs(sums[1])
             separable &= np.abs(sums[0] - sums[1]) <= _ROUNDING * size
-    return forbidden | separable
+    return np.asarray(forbidden | separable)

@@ -2,6 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from ilp_sharding import SolveOptions
 from ilp_sharding.instance import Instance
@@ -55,6 +56,19 @@ def test_a_chain_of_one_to_one_tables_contracts_into_one_node():
 def test_separable_tables_disappear():
     table = np.add.outer([1.0, 2.0, 7.0], [0.5, 3.0, 4.0]).ravel()
     network = Network(_chain(5, 3, table))
+    network.reduce()
+    assert all(not tables for tables in network.tables)
+
+
+def test_parallel_tables_that_add_up_to_a_separable_one_disappear():
+    table = np.array([0.0, 1.0, 1.0, 0.0])
+    instance = evolve(
+        _chain(2, 2, table),
+        edges=np.array([[0, 1], [0, 1]]),
+        table_offset=np.array([0, 4, 8]),
+        table=np.concatenate([table, 1.0 - table]),
+    )
+    network = Network(instance)
     network.reduce()
     assert all(not tables for tables in network.tables)
 
