@@ -24,10 +24,10 @@ from ilp_sharding.direct import (
     ELIMINATION_SECONDS,
     ELIMINATION_WORK,
     PROGRAM_SECONDS,
-    PROGRAM_TABLES,
     Search,
     binding_rows,
     exact_memory,
+    program_tables,
     prove_infeasible,
     solve_direct,
     table_entries,
@@ -219,7 +219,7 @@ def _solve_reduced(
         if memory is not None or not eliminable or elimination.work > QUICK_WORK:
             _first_choice(network, search, memory)
     dense = 0.0 if memory is None else memory.num_times * float(memory.offset[-1])
-    program = tables < PROGRAM_TABLES and PROGRAM_SECONDS * tables < search.seconds
+    program = tables < program_tables(memory) and PROGRAM_SECONDS * tables < search.seconds
     direct = dense < DENSE_USAGE and DENSE_SECONDS * dense < search.seconds
     if (eliminable or program) and direct:
         if later:  # the time may end before the program does
