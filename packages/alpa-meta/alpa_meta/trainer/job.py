@@ -187,7 +187,7 @@ def _start_of(request: TrainRequest, console: Console) -> Start:
         )
     if plan is None and request.parallelism.is_free and folder.plan.exists():
         plan = load(folder.plan, ParallelPlan)
-    console.print(f"resuming {checkpoint.path} after step {checkpoint.step}")
+    console.print(f"resuming {request.resume} after step {checkpoint.step}")
     return Start(
         settings=settings,
         step=checkpoint.step,

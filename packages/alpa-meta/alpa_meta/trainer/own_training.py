@@ -149,7 +149,7 @@ def _start_of(request: OwnRequest, console: Console) -> _Start:
         )
     if plan is None and request.parallelism.is_free and folder.plan.exists():
         plan = load(folder.plan, ParallelPlan)
-    console.print(f"resuming {checkpoint.path} after step {checkpoint.step}")
+    console.print(f"resuming {request.resume} after step {checkpoint.step}")
     return _Start(
         program=load_step(request.step),
         checkpoint=checkpoint,

@@ -20,8 +20,11 @@ FREE = {
 }
 ALLOWED = {
     "audit/hlo.py": ("while concatenate", "opcodes of compiled programs"),
+    "checkpoints/leaves.py": ("name complex", "what a leaf is in a checkpoint's manifest"),
+    "checkpoints/saving.py": ("checkpoint", "the name of a thread"),
     "compat.py": ("name", "a parameter that Pallas calls have"),
     "execution/combiners.py": ("all_gather reduce_scatter", "options of XLA"),
+    "extras.py": ("checkpoint", "the name of an extra"),
     "inter_op/scan_cutting.py": ("slice", "what an added equation is for"),
     "intra_op/bucketed_traffic.py": ("slice", "a step of a conversion between specs"),
     "spmd/completion.py": ("slice", "a step of a conversion between specs"),
