@@ -60,6 +60,8 @@ class PricedMemory:
         """Change prices towards the greatest bound."""
         found, value = free.choice, free.lower_bound or 0.0
         best: Mapping[int, float] = {}
+        error = 0.0  # by which the value at the best prices may be too low
+        tried = set()
         planes: list[tuple[float, np.ndarray]] = []
         for _ in range(steps):
             if found is None:
@@ -69,13 +71,17 @@ class PricedMemory:
             halfway = value <= self.lower_bound
             if not halfway:
                 self.lower_bound, best = value, dict(self._prices)
+                error = self._value(found) - value
             top, prices = self._highest(planes)
-            enough = top - self.lower_bound <= _CLOSE * abs(top)
+            enough = top - self.lower_bound <= _CLOSE * abs(top) + error
             if enough or self.objective <= self.lower_bound or time.perf_counter() > until:
                 break
             share = 0.5 if halfway else 1.0
             for at, price in prices.items():
                 self._prices[at] = best.get(at, 0.0) + share * (price - best.get(at, 0.0))
+            if tuple(self._prices.items()) in tried:
+                break  # a choice with a gap may leave the planes as they are
+            tried.add(tuple(self._prices.items()))
             found, value = self._priced(self._prices)
         self._prices = {at: best.get(at, 0.0) for at in self._prices}
 
@@ -128,6 +134,12 @@ class PricedMemory:
         elif self._cost(choice) < self.objective:
             self.choice, self.objective = choice, self._cost(choice)
         return usage
+
+    def _value(self, choice: tuple[int, ...]) -> float:
+        """Return what a choice costs at the present prices: L or more."""
+        usage: np.ndarray = self.profile.usage(choice).sum(axis=0)
+        paid = sum(price * (float(usage[at]) - self.limit) for at, price in self._prices.items())
+        return self._cost(choice) + paid
 
     def _cost(self, choice: Sequence[int]) -> float:
         return problem_cost(self.problem, choice)

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 import ilp_sharding
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingProblem, ShardingSpec
@@ -84,3 +85,19 @@ def test_the_cost_of_a_choice_is_that_of_its_nodes_and_edges():
         expected = ilp_sharding.check(problem, choice).cost
         assert problem_cost(problem, choice) == pytest.approx(expected)
     assert edge_places(problem) == {(node, node + 1): 4 * node for node in range(NODES - 1)}
+
+
+def test_choices_with_a_gap_do_not_keep_the_prices_where_they_are():
+    problem, profile = random_problem(0)
+    free = ilp_sharding.solve(problem)
+    solved = []
+
+    def roughly(priced):
+        """Return the choices of a solver that proves little."""
+        found = ilp_sharding.solve(priced)
+        solved.append(found.choice)
+        return evolve(found, lower_bound=found.objective - 0.05 * abs(found.objective))
+
+    limit = 0.5 * profile.peak(free.choice).total
+    PricedMemory(problem, profile, limit, roughly).search(free, time.perf_counter() + 60)
+    assert len(solved) < 20  # of 60 steps
