@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 
 
-def step(weights, batch):
-    def loss(weights):
-        hidden = batch
-        for weight in weights:
-            hidden = jnp.tanh(hidden @ weight)
-        return jnp.mean(hidden**2)
+def loss(weights, batch):
+    hidden = batch
+    for weight in weights:
+        hidden = jnp.tanh(hidden @ weight)
+    return jnp.mean(hidden**2)
 
-    value, gradients = jax.value_and_grad(loss)(weights)
+
+def step(weights, batch):
+    value, gradients = jax.value_and_grad(loss)(weights, batch)
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value

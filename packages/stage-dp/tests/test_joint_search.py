@@ -495,39 +495,3 @@ def test_a_search_that_starts_at_a_plan_is_no_worse_than_the_plan(seed):
     except InfeasibleError:
         return
     assert solve_joint(tight, plan).step_seconds == pytest.approx(fresh.step_seconds)
-
-
-def test_the_bound_counts_each_device_of_several_groups():
-    def mesh(group, hosts, devices):
-        speed = (1.0, 2.5)[group] * hosts * devices
-        row = LayerRow(
-            forward=Affine(0.0, 1 / speed),
-            backward_input=Affine(0.0, 1 / speed),
-            backward_weight=Affine(0.0, 1 / speed),
-            step_seconds=0.0,
-            state_bytes=0.0,
-            activation_bytes=Affine(0.0, 0.0),
-            delayed_bytes=Affine(0.0, 0.0),
-            transient_bytes=Affine(0.0, 0.0),
-            batch_split=1,
-            layout_in=0,
-            layout_out=0,
-        )
-        return MeshMenu(
-            submesh=SubmeshSpec(num_hosts=hosts, devices_per_host=devices, host_group=group),
-            logical=logical(hosts * devices),
-            rows=((row,),),
-            layouts=("a",),
-        )
-
-    shapes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]
-    meshes = tuple(mesh(group, *shape) for group in (0, 1) for shape in shapes)
-    problem = JointProblem(
-        menu=LayerMenu(class_of_layer=(0,) * 28, meshes=meshes),
-        batch_size=256,
-        device_groups=(DeviceGroup(num_hosts=2, devices_per_host=8, memory=1.0),) * 2,
-        counts=(256,),
-        schedules=("1f1b",),
-    )
-    plan = solve_joint(problem)
-    assert plan.lower_bound > 0.98 * plan.step_seconds

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import perceptron
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
@@ -104,13 +105,7 @@ def test_transfers_take_the_seconds_of_their_boundary(make_plan):
 
 def test_a_norm_of_all_gradients_does_not_part_the_simulated_step_from_the_plans():
     def clipped_step(weights, batch):
-        def loss(weights):
-            x = batch
-            for weight in weights:
-                x = jnp.tanh(x @ weight)
-            return jnp.mean(x**2)
-
-        gradients = jax.grad(loss)(weights)
+        gradients = jax.grad(perceptron.loss)(weights, batch)
         norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients))
         return [w - 0.1 * g / norm for w, g in zip(weights, gradients, strict=True)]
 
