@@ -36,6 +36,9 @@ SIZE_RATIO = 8
 def menu_sizes(batch: int, num_devices: int) -> tuple[int, ...]:
     """Return the microbatch sizes to build problems at: 1, up to what all devices share, and half
     the batch, the largest there is; none for a batch of one.
+
+    What splits a microbatch into many parts is priced at two of them: one size alone cannot tell
+    what every microbatch takes, such as a reduction of gradients, from what every sample takes.
     """
     divisors = [size for size in range(1, batch // 2 + 1) if batch % size == 0]
     sizes = {max(divisors)} if divisors else set()
@@ -43,6 +46,8 @@ def menu_sizes(batch: int, num_devices: int) -> tuple[int, ...]:
     while divisors and wanted < SIZE_RATIO * num_devices:
         sizes.add(max(d for d in divisors if d <= wanted))
         wanted *= SIZE_RATIO
+    if len(divisors) > 1 and max(sizes - {divisors[-1]}, default=0) < num_devices:
+        sizes.add(divisors[-2])
     return tuple(sorted(sizes))
 
 

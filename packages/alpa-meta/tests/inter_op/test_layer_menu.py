@@ -58,7 +58,14 @@ def _menu_of(builder, memory, devices=4):
 
 @pytest.mark.parametrize(
     ("batch", "devices", "sizes"),
-    [(1024, 64, (1, 8, 64, 512)), (64, 4, (1, 8, 32)), (2, 8, (1,)), (1, 8, ()), (7, 2, (1,))],
+    [
+        (1024, 64, (1, 8, 64, 512)),
+        (64, 4, (1, 8, 32)),
+        (64, 64, (1, 8, 16, 32)),  # what is split into 16 is priced at two sizes
+        (2, 8, (1,)),
+        (1, 8, ()),
+        (7, 2, (1,)),
+    ],
 )
 def test_sizes_reach_from_one_example_to_half_the_batch(batch, devices, sizes):
     assert menu_sizes(batch, devices) == sizes
