@@ -41,7 +41,6 @@ from alpa_meta.presets import preset_pins
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel, calibrated_model, cluster
-from cost_model.topology import nic_bandwidth
 
 MOST_TENSOR = 16  # Megatron keeps tensor parallelism inside a host; larger is never best
 Axes = tuple[int, int]
@@ -247,7 +246,7 @@ class Grid:
             table, part = tables[k], slice(start, stop)
             edge = 0.0
             if k + 1 < len(tables):
-                edge = self._crossing_seconds(k, groups, tensor * data, table.crossing[stop - 1])
+                edge = self._crossing_seconds(k, groups, tensor, data, table.crossing[stop - 1])
             submesh = SubmeshSpec(num_hosts=1, devices_per_host=1, host_group=groups[k])
             found.append(
                 StageCandidate(
@@ -268,21 +267,22 @@ class Grid:
         return found
 
     def _crossing_seconds(
-        self, stage: int, groups: Sequence[int], devices: int, size: float
+        self, stage: int, groups: Sequence[int], tensor: int, data: int, size: float
     ) -> float:
-        """Return the seconds from a stage to the next, over the link between their devices."""
+        """Return the seconds from a stage to the next, over the link between their devices: cut
+        over the data-parallel replicas, whole on each of their devices."""
         described = self.model.cluster
-        first = described.host_groups[groups[stage]]
-        inside = devices < first.devices_per_host and (stage + 1) * devices % first.devices_per_host
-        if inside and groups[stage] == groups[stage + 1]:
-            link, bandwidth = first.intra_host, first.intra_host.effective_bandwidth * devices
-        else:
-            link = described.link_between(groups[stage], groups[stage + 1])
-            hosts = max(1, devices // first.devices_per_host)
-            bandwidth = hosts * nic_bandwidth(first, min(devices, first.devices_per_host))
-            if groups[stage] != groups[stage + 1]:
-                bandwidth = min(bandwidth, hosts * link.effective_bandwidth * first.num_nics)
-        return float(link.latency + size / bandwidth)
+        here, there = groups[stage], groups[stage + 1]
+        devices, room = tensor * data, described.host_groups[here].devices_per_host
+        inside = here == there and devices < room and (stage + 1) * devices % room
+        link = "host" if inside else "hosts" if here == there else "groups"
+        on_host = min(devices, room)
+        source, target = (
+            SubmeshSpec(num_hosts=devices // on_host, devices_per_host=on_host, host_group=group)
+            for group in (here, there)
+        )
+        shares = max(1, on_host // tensor) / data, 1 / data
+        return float(self.model.transfer_seconds(size, source, target, link, *shares))
 
 
 def _spread(

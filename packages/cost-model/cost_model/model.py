@@ -97,17 +97,27 @@ class CostModel:
         return device.launch_latency if device.platform == "cpu" else 0.0
 
     def transfer_seconds(
-        self, bytes: Any, source: SubmeshSpec, target: SubmeshSpec, link: str | None = None
+        self,
+        bytes: Any,
+        source: SubmeshSpec,
+        target: SubmeshSpec,
+        link: str | None = None,
+        host_share: float | None = None,
+        device_share: float | None = None,
     ) -> Any:
         """Return the seconds to move a tensor of `bytes` in all from one submesh to another.
 
-        The tensor is taken as cut over all source devices and wanted in full by every target host
-        once (broadcast inside a host is cheap), the lower bound that a good resharding plan
-        reaches. `link` says where the submeshes lie ("host": on one host; "hosts", "groups": not);
+        Every byte leaves the source once, whose hosts and devices share the sending; a target host
+        takes in `host_share` of the tensor (what its devices want; broadcast inside a host is
+        pipelined), a target device `device_share`. Both are those of a tensor cut over all devices
+        unless given: the lower bound that a good resharding plan reaches (arXiv 2211.05322).
+        `link` says where the submeshes lie ("host": on one host; "hosts", "groups": not);
         without it two that fit into one host together are taken as neighbours on that host.
         """
         sender = host_group(self.cluster, source)
         receiver = host_group(self.cluster, target)
+        host_share = 1 / target.num_hosts if host_share is None else host_share
+        device_share = 1 / target.num_devices if device_share is None else device_share
         same_host = (
             source.host_group == target.host_group
             and source.num_hosts == target.num_hosts == 1
@@ -116,15 +126,17 @@ class CostModel:
         )
         if same_host:
             inside = sender.intra_host
-            lanes = min(source.devices_per_host, target.devices_per_host)
-            return _move(bytes, inside.latency, inside.effective_bandwidth * lanes)
+            share = max(1 / source.devices_per_host, device_share)
+            return _move(bytes, inside.latency, inside.effective_bandwidth / share)
         between = self.cluster.link_between(source.host_group, target.host_group)
-        sent = source.num_hosts * nic_bandwidth(sender, source.devices_per_host)
-        taken = target.num_hosts * nic_bandwidth(receiver, target.devices_per_host)
+        sent = nic_bandwidth(sender, source.devices_per_host)
+        taken = nic_bandwidth(receiver, target.devices_per_host)
         if source.host_group != target.host_group:
-            sent = min(sent, source.num_hosts * between.effective_bandwidth * sender.num_nics)
-            taken = min(taken, target.num_hosts * between.effective_bandwidth * receiver.num_nics)
-        return _move(bytes, between.latency, min(sent, taken))
+            sent = min(sent, between.effective_bandwidth * sender.num_nics)
+            taken = min(taken, between.effective_bandwidth * receiver.num_nics)
+        port = receiver.intra_host.effective_bandwidth
+        slowest = max(1 / (source.num_hosts * sent), host_share / taken, device_share / port)
+        return _move(bytes, between.latency, 1 / slowest)
 
     def interval(self, seconds: float) -> tuple[float, float]:
         """Return the bounds that 80 % of measurements of a step of `seconds` are expected within.

@@ -45,10 +45,20 @@ class RowSpecs:
 
 
 @frozen(kw_only=True)
+class BoundaryLayout:
+    """How the values that a stage sends forward lie on a mesh: bytes per sample in all, and which
+    share of them a host and a device hold at most."""
+
+    bytes: float = field(validator=non_negative)
+    host_share: float = field(default=1.0, validator=non_negative)
+    device_share: float = field(default=1.0, validator=non_negative)
+
+
+@frozen(kw_only=True)
 class KeptMenu:
     """A layer menu with all that a joint search over it needs, and what it was made for.
 
-    `crossing[mesh][layout]`: bytes per sample that a stage sends forward from that layout.
+    `crossing[mesh][layout]`: what a stage sends forward from that layout.
     `memory`: bytes per device that plans may use, where the user gave them.
     """
 
@@ -60,7 +70,7 @@ class KeptMenu:
     num_stages: int | None = None  # as the user fixed it
     memory: float | None = None
     menu: LayerMenu
-    crossing: tuple[tuple[float, ...], ...]
+    crossing: tuple[tuple[BoundaryLayout, ...], ...]
     leaves: tuple[MenuLeaf, ...] = ()
     specs: tuple[ShardingSpec, ...] = ()
     state: tuple[RowSpecs, ...] = ()

@@ -14,7 +14,7 @@ from alpa_interchange import (
     menu_path,
     to_json,
 )
-from alpa_interchange.kept_menu import MenuLeaf, RowSpecs
+from alpa_interchange.kept_menu import BoundaryLayout, MenuLeaf, RowSpecs
 from alpa_interchange.menu import Affine, AxisPart, LayerMenu, LayerRow, MeshMenu
 
 ROW = LayerRow(
@@ -42,7 +42,7 @@ MENU = KeptMenu(
     counts=(1, 2),
     schedules=("1f1b",),
     menu=LayerMenu(class_of_layer=(0, 0), meshes=(MESH,)),
-    crossing=((0.0, 64.0),),
+    crossing=((BoundaryLayout(bytes=0.0), BoundaryLayout(bytes=64.0, device_share=0.5)),),
     leaves=(MenuLeaf(path="w", shape=(4, 4), dtype="float32", layer=0, start=0, stop=4),),
     specs=(ShardingSpec((("x",), ())),),
     state=(RowSpecs(mesh=0, key=ROW.key, specs=((0,),)),),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import numpy as np
 from attrs import frozen
 
+from alpa_interchange import BoundaryLayout, LogicalMesh, ShardingSpec, SubmeshSpec
 from alpa_meta.compat import Literal, Var, dtype_of, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.window import Window
@@ -19,14 +22,42 @@ class Boundary:
     values: tuple[Var, ...]
     kinds: tuple[tuple[bool, str, int], ...]  # forward?, dtype, rank
 
-    @property
-    def forward_bytes(self) -> float:
-        """Bytes of one microbatch that the next layer is sent."""
-        pairs = zip(self.values, self.kinds, strict=True)
-        return sum(tensor_bytes(var) for var, (forward, _, _) in pairs if forward)
+    def lies(
+        self, selection: Selection, choice: Sequence[int], submesh: SubmeshSpec, samples: int
+    ) -> BoundaryLayout:
+        """Return how what the next layer is sent lies under a choice, with microbatches of
+        `samples`."""
+
+        def shares(spec: ShardingSpec) -> tuple[float, float]:
+            return held_shares(spec, selection.costs.mesh, submesh.num_hosts)
+
+        sent = [
+            (tensor_bytes(var), shares(selection.spec(var, choice)))
+            for var, (forward, _, _) in zip(self.values, self.kinds, strict=True)
+            if forward
+        ]
+        total = sum(size for size, _ in sent)
+        if not total:
+            return BoundaryLayout(bytes=0.0)
+        on_host, on_device = (
+            sum(size * shares[k] for size, shares in sent) / total for k in (0, 1)
+        )
+        return BoundaryLayout(bytes=total / samples, host_share=on_host, device_share=on_device)
 
     def layout(self, selection: Selection, choice: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(selection.spec(var, choice)) for var in self.values)
+
+
+@functools.lru_cache(maxsize=4096)
+def held_shares(spec: ShardingSpec, mesh: LogicalMesh, num_hosts: int) -> tuple[float, float]:
+    """Return the shares of a tensor that a host and a device hold at most."""
+    cut = {name for axes in spec.dims for name in axes}
+    tiles, tile = 1, np.zeros(mesh.num_devices, dtype=np.int64)
+    for axis, index in zip(mesh.axes, np.indices(mesh.shape), strict=True):
+        if axis.name in cut:
+            tiles, tile = tiles * axis.size, tile * axis.size + index.ravel()
+    on_host = max(len(set(held)) for held in tile.reshape(num_hosts, -1).tolist())
+    return on_host / tiles, 1 / tiles
 
 
 def boundaries(window: Window) -> dict[int, Boundary]:

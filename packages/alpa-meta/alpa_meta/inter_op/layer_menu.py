@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import define, field
 
-from alpa_interchange import LogicalMesh, SubmeshSpec
+from alpa_interchange import BoundaryLayout, LogicalMesh, SubmeshSpec
 from alpa_interchange.menu import RECOMPUTATIONS, LayerFloor, LayerMenu, MeshMenu
 from alpa_meta.compat import Var
 from alpa_meta.inter_op.candidates import Outlook
@@ -62,8 +62,8 @@ class MenuBuilder:
     model: CostModel
     options: Options
     batch: int
-    # Bytes per sample that cross forward, by mesh and layout.
-    crossing: dict[tuple[SubmeshSpec, LogicalMesh, int], float] = field(factory=dict)
+    # What crosses forward, by mesh and layout.
+    crossing: dict[tuple[SubmeshSpec, LogicalMesh, int], BoundaryLayout] = field(factory=dict)
     # By mesh and key of the row, the specs of each class' state, in the order of the inputs.
     state: dict[tuple[SubmeshSpec, LogicalMesh, str], StateSpecs] = field(factory=dict)
     floors: list[FloorSource] = field(factory=list)  # of the menu's meshes

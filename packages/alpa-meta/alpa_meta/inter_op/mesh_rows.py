@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import evolve
 
-from alpa_interchange import LogicalMesh, ShardingSolution, ShardingSpec, SubmeshSpec
+from alpa_interchange import (
+    BoundaryLayout,
+    LogicalMesh,
+    ShardingSolution,
+    ShardingSpec,
+    SubmeshSpec,
+)
 from alpa_interchange.menu import Affine, AxisPart, LayerRow, MeshMenu
 from alpa_meta.compat import Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.candidates import input_pins, solve_lean, totals_share
@@ -315,7 +321,9 @@ class MeshRows:
     def _nothing(self) -> int:
         if () not in self.layouts:
             self.layouts.append(())
-            self.builder.crossing[self.submesh, self.mesh, len(self.layouts) - 1] = 0.0
+            self.builder.crossing[self.submesh, self.mesh, len(self.layouts) - 1] = BoundaryLayout(
+                bytes=0.0
+            )
             self._values.append((Boundary((), ()), self._values[0][1], ()))
         return self.layouts.index(())
 
@@ -325,8 +333,8 @@ class MeshRows:
         if label not in self.layouts:
             self.layouts.append(label)
             self._values.append((boundary, problem, choice))
-            self.builder.crossing[self.submesh, self.mesh, len(self.layouts) - 1] = (
-                boundary.forward_bytes / problem.main.samples
+            self.builder.crossing[self.submesh, self.mesh, len(self.layouts) - 1] = boundary.lies(
+                problem.selection, choice, self.submesh, problem.main.samples
             )
         return self.layouts.index(label)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
-from alpa_interchange import ClusterSpec, KeptMenu, LogicalMesh, SubmeshSpec
+from alpa_interchange import BoundaryLayout, ClusterSpec, KeptMenu, LogicalMesh, SubmeshSpec
 from alpa_interchange.menu import (
     Affine,
     AxisPart,
@@ -28,8 +28,8 @@ from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import device_groups
 from cost_model import CostModel, calibrated_model
 
-Crossing = Sequence[Sequence[float]]
-"""Bytes per sample that a stage sends forward: `crossing[mesh][layout]`."""
+Crossing = Sequence[Sequence[BoundaryLayout]]
+"""What a stage sends forward: `crossing[mesh][layout]`."""
 
 
 def problem_of(
@@ -148,17 +148,25 @@ def _scaled(
 
 
 def boundary_of(menu: LayerMenu, crossing: Crossing, model: CostModel) -> Boundary:
-    """Return what crossing from mesh to mesh costs, each time on the link that it crosses."""
-    known: dict[tuple[SubmeshSpec, SubmeshSpec, str, float], Affine] = {}
+    """Return what crossing from mesh to mesh costs, each time on the link that it crosses.
+
+    It is the slower of the two ways: forward the receiver wants its `layout_in`, and gradients go
+    back to the sender's `layout_out`.
+    """
+    known: dict[tuple[SubmeshSpec, SubmeshSpec, str, BoundaryLayout, BoundaryLayout], Affine] = {}
+
+    def way(size: float, a: SubmeshSpec, b: SubmeshSpec, link: str, into: BoundaryLayout) -> float:
+        shares = (into.host_share, into.device_share) if into.bytes else (None, None)
+        return float(model.transfer_seconds(size, a, b, link, *shares))
 
     def seconds(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link: str) -> Affine:
         source, target = menu.meshes[mesh_a].submesh, menu.meshes[mesh_b].submesh
-        each = crossing[mesh_a][layout_out]
-        key = (source, target, link, each)
+        out, into = crossing[mesh_a][layout_out], crossing[mesh_b][layout_in]
+        key = (source, target, link, out, into)
         if key not in known:
             one, two = (
-                float(model.transfer_seconds(size, source, target, link))
-                for size in (each, 2 * each)
+                max(way(size, source, target, link, into), way(size, target, source, link, out))
+                for size in (out.bytes, 2 * out.bytes)
             )
             known[key] = Affine(max(2 * one - two, 0.0), max(two - one, 0.0))
         return known[key]

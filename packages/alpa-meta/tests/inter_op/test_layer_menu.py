@@ -6,6 +6,7 @@ import pytest
 
 from alpa_meta.inter_op.layer_boundaries import boundaries
 from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
+from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.meshes import logical_meshes, submeshes
 from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.options import Options
@@ -97,7 +98,7 @@ def test_one_activation_crosses_each_boundary_forward_and_one_cotangent_back():
     found = boundaries(window)
     first = found[0]
     assert [kind[0] for kind in first.kinds] == [False, True]
-    assert first.forward_bytes == 8 * WIDTH * 4
+    assert tensor_bytes(first.values[1]) == 8 * WIDTH * 4
 
 
 def test_where_memory_is_short_the_menu_has_leaner_rows_and_recomputation():

@@ -1,0 +1,96 @@
+"""A stage boundary of a menu costs what the resharding planner predicts for its transfer."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from alpa_interchange import BoundaryLayout, ShardingSpec, SubmeshSpec
+from alpa_interchange.menu import Affine, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.reshard import PlacedTensor, ReshardingTask
+from alpa_interchange.tensor import TensorType
+from alpa_meta.inter_op.layer_boundaries import held_shares
+from alpa_meta.planning.menu_problem import boundary_of
+from cost_model import CostModel, cluster
+from resharding import plan
+from resharding.network import network_of
+
+MODEL = CostModel(cluster("p3.16xlarge:4x8"))
+SHAPE = (64, 1024, 2048)  # examples, tokens, features
+BYTES = 4.0 * 64 * 1024 * 2048
+SPECS = [
+    ShardingSpec(dims)
+    for dims in ((("x", "y"), (), ()), (("x",), (), ()), (("y",), (), ()), ((), (), ()),
+                 (("x",), (), ("y",)), ((), ("x", "y"), ()))
+]  # fmt: skip
+
+
+def _mesh(hosts, devices, shape, layouts):
+    submesh = SubmeshSpec(num_hosts=hosts, devices_per_host=devices)
+    return MeshMenu(
+        submesh=submesh,
+        logical=MODEL.logical_mesh(submesh, shape, ("x", "y")),
+        rows=((LayerRow(forward=Affine(), backward_input=Affine()),),),
+        layouts=tuple(map(str, layouts)),
+    )
+
+
+def _placed(spec, mesh, first):
+    devices = range(first, first + mesh.submesh.num_devices)
+    return PlacedTensor(
+        spec=spec,
+        axis_names=mesh.logical.axis_names,
+        mesh_shape=mesh.logical.shape,
+        devices=tuple(devices),
+        hosts=tuple(device // 8 for device in devices),
+    )
+
+
+def _predicted(spec, mesh, first, its, other, start):
+    task = ReshardingTask(
+        tensor=TensorType(SHAPE, "float32"),
+        source=_placed(spec, mesh, first),
+        target=_placed(its, other, start),
+    )
+    return plan(task, network_of(MODEL.cluster)).seconds
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "link"),
+    [
+        ((1, 4, (2, 2)), (1, 4, (4, 1)), "host"),
+        ((1, 8, (2, 4)), (1, 8, (4, 2)), "hosts"),
+        ((2, 8, (4, 4)), (2, 8, (2, 8)), "hosts"),
+        ((2, 8, (8, 2)), (1, 8, (2, 4)), "hosts"),
+    ],
+)
+def test_a_boundary_costs_about_what_its_transfers_are_predicted_to_take(before, after, link):
+    meshes = _mesh(*before, SPECS), _mesh(*after, SPECS)
+    crossing = [
+        [
+            BoundaryLayout(
+                bytes=BYTES / SHAPE[0],
+                host_share=shares[0],
+                device_share=shares[1],
+            )
+            for shares in (held_shares(s, m.logical, m.submesh.num_hosts) for s in SPECS)
+        ]
+        for m in meshes
+    ]
+    price = boundary_of(LayerMenu(class_of_layer=(0,), meshes=meshes), crossing, MODEL)
+    ratios = []
+    for i, j in itertools.product(range(len(SPECS)), repeat=2):
+        start = meshes[0].submesh.num_devices
+        there = _predicted(SPECS[i], meshes[0], 0, SPECS[j], meshes[1], start)
+        back = _predicted(SPECS[j], meshes[1], start, SPECS[i], meshes[0], 0)
+        ratios.append(price(0, i, 1, j, link).value(SHAPE[0]) / max(there, back))
+    # The price is a lower bound; a tensor whole on two hosts is up to 1.4 x above it.
+    assert max(ratios) < 1.001 and min(ratios) > 0.7 and np.mean(ratios) > 0.93, ratios
+
+
+def test_shares_are_those_of_the_fullest_host_and_device():
+    mesh = MODEL.logical_mesh(SubmeshSpec(num_hosts=2, devices_per_host=4), (4, 2), ("x", "y"))
+    assert held_shares(ShardingSpec((("x",), ())), mesh, 2) == (0.5, 0.25)
+    assert held_shares(ShardingSpec((("y",), ())), mesh, 2) == (1.0, 0.5)
+    assert held_shares(ShardingSpec(((), ())), mesh, 2) == (1.0, 1.0)
+    assert held_shares(ShardingSpec((("y",), ("x",))), mesh, 2) == (0.5, 0.125)
