@@ -142,6 +142,25 @@ def test_two_stages_train_on_ray_as_in_one_process_with_their_state_on_the_worke
         np.asarray(state[0]["scale"])
 
 
+def test_a_spoilt_microbatch_is_found_before_the_update_on_ray(nodes):
+    near = alpa.parallelize(step, cluster="host:2", num_stages=2, num_microbatches=2)
+    far = alpa.parallelize(
+        step,
+        plan=near.plan_for(make(jax.random.key(0)), BATCH),
+        runtime=alpa.RayOptions(step_timeout=120.0),
+        on_nan="raise",
+    )
+    state, _ = far(make(jax.random.key(0)), batch(0))
+    before, bad = far.gather(state), batch(1)
+    bad[-1] = np.inf
+    with pytest.raises(alpa.NonFiniteError, match="step 2: microbatch 1 gave NaN") as raised:
+        far(state, bad)
+    state, _ = raised.value.result
+    assert_equal(far.gather(state), before)
+    far(state, batch(2))
+    far.close()
+
+
 def test_a_mesh_over_two_nodes_trains_as_one_process(nodes, tmp_path):
     host = named_cluster("host:4").host_groups[0]
     cluster = evolve(

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from alpa_meta.checkpoints.manifest import CheckpointError
     from alpa_meta.checkpoints.restoring import Checkpoint, read_checkpoint, restore
     from alpa_meta.checkpoints.saving import save
-    from alpa_meta.errors import InfeasibleError, PlanError
+    from alpa_meta.errors import (
+        InfeasibleError,
+        NonFiniteError,
+        NonFiniteWarning,
+        PlanError,
+    )
     from alpa_meta.execution.executable import Executable
     from alpa_meta.execution.piecewise import PiecewiseArray
     from alpa_meta.operators import register as sharding_rule
@@ -35,6 +40,8 @@ __all__ = [
     "Executable",
     "InfeasibleError",
     "Lowered",
+    "NonFiniteError",
+    "NonFiniteWarning",
     "Options",
     "ParallelPlan",
     "ParallelStep",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import stage_dp
 from alpa_interchange import ClusterSpec, KeptMenu, ParallelPlan, PipelineSchedule
 from alpa_interchange.plan_text import one_line
 from alpa_meta.compat import trace_settings
-from alpa_meta.errors import PlanError
+from alpa_meta.errors import NonFiniteError, NonFiniteWarning, PlanError
 from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
 from alpa_meta.execution.evaluation import Evaluation
 from alpa_meta.execution.executable import Executable
@@ -69,7 +70,13 @@ class Lowered:
     @functools.cached_property
     def _executable(self) -> Executable:
         options = self.options
-        return Executable(self.planned, trace=options.trace, donate=options.donate, pool=self.pool)
+        return Executable(
+            self.planned,
+            trace=options.trace,
+            donate=options.donate,
+            pool=self.pool,
+            guarded=options.on_nan is not None,
+        )
 
     @functools.cached_property
     def evaluation(self) -> Evaluation:
@@ -95,6 +102,7 @@ class ParallelStep:
         self._cache: dict[Any, tuple[Step, Lowered, PureCall]] = {}
         self._buckets = Buckets(options)
         self._latest: Any = None
+        self.num_steps = 0  # number of the last step, by which `Options.on_nan` names it
         self._direct: dict[tuple[Any, ...], tuple[Any, DirectCall]] = {}
         ray = options.ray_options
         self._pool = None if ray is None else RayPool(ray)
@@ -245,7 +253,21 @@ class ParallelStep:
             result = self._run_direct(call.args, call.key)
         if result is NOT_DIRECT:
             result = self._run(call)
-        return self._cache[self._latest][2].finish(result, call.objects)
+        return self._judged(self._cache[self._latest][2].finish(result, call.objects))
+
+    def _judged(self, result: Any) -> Any:
+        """Return a step's result; say or raise what was found in it (`Options.on_nan`)."""
+        if self.options.on_nan is None:
+            return result
+        self.num_steps += 1
+        found = self.executable.finding
+        if found is None:
+            return result
+        error = NonFiniteError(self.num_steps, found.microbatch, found.task, result)
+        if self.options.on_nan == "raise":
+            raise error
+        warnings.warn(f"{error.found}; the step is skipped", NonFiniteWarning, stacklevel=3)
+        return result
 
     def _run_direct(self, args: Sequence[Any], key: Any) -> Any:
         """Return the pure result of a call like an earlier one, NOT_DIRECT if it is not."""

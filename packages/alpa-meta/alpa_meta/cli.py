@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from alpa_meta.errors import PlanError
+from alpa_meta.errors import NonFiniteError, PlanError
 from alpa_meta.extras import EXTRA_OF, missing
 
+EXIT_FAILED_RUN = 1
 EXIT_USER_ERROR = 2
 
 
@@ -26,6 +27,9 @@ def run(arguments: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else 0
     except PlanError as error:
         return _refused(str(error))
+    except NonFiniteError as error:
+        _refused(f"{error.found}; nothing was updated, and the steps before it are saved")
+        return EXIT_FAILED_RUN
     except ImportError as error:
         name = error.name or ""
         if name not in EXTRA_OF:

@@ -243,6 +243,13 @@ def train(
     ] = 20,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     step: OwnProgram = None,
+    on_nan: Annotated[
+        str | None,
+        typer.Option(
+            help="Where a microbatch gives NaN or infinity, raise (end the run, its state saved) "
+            "or skip the step; left out, nothing is looked at."
+        ),
+    ] = None,
     ray: Annotated[
         bool,
         typer.Option(
@@ -290,6 +297,7 @@ def train(
             comparison_steps=compare,
             checkpoint_every=checkpoint_every,
             ray=workers,
+            on_nan=on_nan,
         )
         _use_devices(cluster, workers)
         run_own_training(own, console())
@@ -316,6 +324,7 @@ def train(
         comparison_steps=compare,
         checkpoint_every=checkpoint_every,
         ray=workers,
+        on_nan=on_nan,
     )
     _use_devices(cluster, workers)
     run_training(request, console())

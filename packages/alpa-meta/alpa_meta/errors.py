@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PlanError(ValueError):
     """A program, cluster, option or saved plan does not fit; the message says what and what to
@@ -24,3 +26,24 @@ class InfeasibleError(PlanError):
         self.missing_bytes = missing_bytes
         self.mesh_shape = mesh_shape
         self.num_microbatches = num_microbatches
+
+
+class NonFiniteError(ArithmeticError):
+    """A microbatch gave NaN or infinity (`Options(on_nan="raise")`), and nothing was updated.
+
+    `result` is what the step would have returned, with its state as it was before. `step` counts
+    the calls from 1.
+    """
+
+    def __init__(self, step: int, microbatch: int, task: str, result: Any = None) -> None:
+        self.found = (
+            f"step {step}: microbatch {microbatch} gave NaN or infinity (found in task {task!r})"
+        )
+        super().__init__(
+            f"{self.found}; nothing was updated, and the state is that of the error's result"
+        )
+        self.step, self.microbatch, self.task, self.result = step, microbatch, task, result
+
+
+class NonFiniteWarning(RuntimeWarning):
+    """A microbatch gave NaN or infinity, and its step was skipped (`Options(on_nan="skip")`)."""

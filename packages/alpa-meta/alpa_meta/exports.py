@@ -18,6 +18,8 @@ PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "Executable": ("alpa_meta.execution.executable", "Executable"),
         "InfeasibleError": ("alpa_meta.errors", "InfeasibleError"),
         "Lowered": ("alpa_meta.api", "Lowered"),
+        "NonFiniteError": ("alpa_meta.errors", "NonFiniteError"),
+        "NonFiniteWarning": ("alpa_meta.errors", "NonFiniteWarning"),
         "Options": ("alpa_meta.options", "Options"),
         "ParallelPlan": ("alpa_interchange", "ParallelPlan"),
         "ParallelStep": ("alpa_meta.api", "ParallelStep"),

@@ -29,6 +29,7 @@ None: nothing."""
 OFFLOADED = ("moments",)
 RUNTIMES = ("in-process", "ray")
 EXECUTORS = ("auto", "shard_map", "constraint")
+NAN_POLICIES = ("raise", "skip")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "adaptive", "interleaved-1f1b", "zero-bubble-h1")
 
 
@@ -172,6 +173,9 @@ class Options:
     `runtime` is what executes the plan: "in-process" on this process's devices, "ray" or
     `RayOptions` on processes of a Ray cluster, one for each host of each mesh
     (`alpa_meta.execution.ray_meshes`).
+    `on_nan` says what to do where a microbatch gives NaN or infinity: "raise" NonFiniteError, or
+    "skip" the step with a warning; the state stays as it was (`alpa_meta.execution.finite`). None:
+    nothing is looked at.
     """
 
     num_stages: int | None = field(default=None, validator=_COUNT_OR_NONE)
@@ -267,6 +271,13 @@ class Options:
     )
     executor: str = field(default="auto", validator=_one_of(EXECUTORS))
     cache: bool = field(default=True, validator=_TRUTH)
+    on_nan: str | None = field(
+        default=None,
+        validator=_must(
+            f"one of {', '.join(NAN_POLICIES)}, or None",
+            lambda value: value is None or value in NAN_POLICIES,
+        ),
+    )
     runtime: str | RayOptions = field(
         default="in-process",
         validator=_must(

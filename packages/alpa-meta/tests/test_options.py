@@ -22,6 +22,7 @@ def test_the_planner_chooses_what_is_not_given():
 WRONG = [
     {"num_stages": 0},
     {"num_stages": True},
+    {"on_nan": "ignore"},
     {"num_microbatches": 0},
     {"num_layers": -1},
     {"recompute": "some"},

@@ -15,6 +15,8 @@ from attrs import frozen
 from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.extras import require
 
+_ONLY_WRITES = "checkpoints are read by alpa_meta.restore, not by the handlers that write them"
+
 
 @frozen(eq=False)
 class Marker:
@@ -72,6 +74,8 @@ def _handlers(type_handlers: Any, names: dict[int, str]) -> dict[str, Any]:
     """Return, by what they call it, handlers of markers that note the names which orbax chose."""
 
     class Named(type_handlers.TypeHandler):  # type: ignore[misc]
+        """Only writes: what orbax would read is read by `mesh_runtime.ArrayReader`."""
+
         def __init__(self, kind: str) -> None:
             self._kind = kind
 
@@ -79,10 +83,10 @@ def _handlers(type_handlers: Any, names: dict[int, str]) -> dict[str, Any]:
             return self._kind
 
         async def metadata(self, infos: Any) -> Any:
-            raise NotImplementedError
+            raise NotImplementedError(_ONLY_WRITES)
 
         async def deserialize(self, infos: Any, args: Any = None) -> Any:
-            raise NotImplementedError
+            raise NotImplementedError(_ONLY_WRITES)
 
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             names.update((value.number, info.name) for value, info in zip(values, infos))

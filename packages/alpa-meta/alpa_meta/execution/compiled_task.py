@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from attrs import field, frozen
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta.audit.planned import PlannedCollective
@@ -43,7 +43,8 @@ class CompiledTask:
     """One task ready to run: its jaxpr and plan, the logical mesh, and its function of arrays.
 
     `donated` are positions of operands that it may overwrite, `options` XLA's. Of a task for
-    inspection, `jax_mesh` is None.
+    inspection, `jax_mesh` is None. `given` and `returned` are scalars, whole on every device, that
+    the function takes and gives behind those of the task.
     """
 
     task: Task
@@ -57,6 +58,8 @@ class CompiledTask:
     options: Mapping[str, Any] = field(factory=dict)
     executor: str = "shard_map"
     kinds: Mapping[str, str] = field(factory=dict)  # of memory, of values not on the devices
+    given: tuple[jax.ShapeDtypeStruct, ...] = ()
+    returned: tuple[jax.ShapeDtypeStruct, ...] = ()
 
     @functools.cached_property
     def function(self) -> Any:
@@ -80,10 +83,14 @@ class CompiledTask:
                 for name, one in zip(names, specs, strict=True)
             )
 
-        return of(spec.inputs, self.plan.inputs), of(spec.outputs, self.plan.outputs)
+        whole = NamedSharding(mesh, PartitionSpec())
+        return (
+            (*of(spec.inputs, self.plan.inputs), *(whole for _ in self.given)),
+            (*of(spec.outputs, self.plan.outputs), *(whole for _ in self.returned)),
+        )
 
     def arguments(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the global shapes and shardings of the task's operands."""
+        """Return the global shapes and shardings of the function's operands."""
         shapes = []
         names = self.task.spec.inputs
         for var, name, spec in zip(self.task.invars, names, self.plan.inputs, strict=True):
@@ -92,6 +99,10 @@ class CompiledTask:
             if self.jax_mesh is not None:
                 sharding = placed(self.jax_mesh, partition_spec(spec), self.kinds.get(name))
             shapes.append(jax.ShapeDtypeStruct(shape, dtype_of(var), sharding=sharding))
+        for one in self.given:
+            assert self.jax_mesh is not None
+            whole = NamedSharding(self.jax_mesh, PartitionSpec())
+            shapes.append(jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=whole))
         return shapes
 
     @functools.cached_property

@@ -17,8 +17,15 @@ from alpa_interchange import Instruction, LogicalMesh, ShardingSpec
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.compat import no_mesh, shape_of
 from alpa_meta.errors import PlanError
-from alpa_meta.execution.compiled_task import compile_task
+from alpa_meta.execution.compiled_task import CompiledTask, compile_task
 from alpa_meta.execution.exported_function import as_host_array, key_impl
+from alpa_meta.execution.finite import (
+    VERDICT,
+    Finding,
+    guard_of,
+    scalar_layouts,
+    with_update_apart,
+)
 from alpa_meta.execution.host_memory import placed
 from alpa_meta.execution.meshes import LocalMeshes
 from alpa_meta.execution.piecewise import parted, united
@@ -38,7 +45,8 @@ class Executable:
     """A plan compiled for devices: those of this process, or workers of `pool`.
 
     Call it with the flat inputs of the step. State lives on the meshes: on Ray, results are handles
-    of it, which the next call takes.
+    of it, which the next call takes. With `guarded`, a step whose microbatches are not all finite
+    gives its state back as it was, and `finding` says which microbatch that was.
     """
 
     def __init__(
@@ -48,7 +56,10 @@ class Executable:
         trace: str = "none",
         donate: bool = True,
         pool: RayPool | None = None,
+        guarded: bool = False,
     ):
+        if guarded:
+            planned = with_update_apart(planned)
         self.planned = planned
         self.plan = planned.plan
         self._remote = pool is not None
@@ -59,14 +70,20 @@ class Executable:
         )
         self.stage_meshes = self._places.stages
         self.schedule = stage_dp.instruction_lists(self.plan)
+        self.finding: Finding | None = None
+        self._guard = guard_of(planned, self.schedule) if guarded else None
+        if self._guard is not None:
+            self.schedule = self._guard.schedule
         self.meshes: Any = self.stage_meshes[: self.plan.stage_plan.num_meshes]
         self.tasks = {
-            task.spec.name: compile_task(
-                planned,
-                task,
-                self.stage_meshes[task.spec.stage],
-                donate,
-                platform=self._places.platform(task.spec.stage),
+            task.spec.name: self._guarded(
+                compile_task(
+                    planned,
+                    task,
+                    self.stage_meshes[task.spec.stage],
+                    donate and (self._guard is None or task.spec.phase == "update"),
+                    platform=self._places.platform(task.spec.stage),
+                )
             )
             for task in planned.tasks.tasks
         }
@@ -79,11 +96,14 @@ class Executable:
             self._runtime.load(
                 self.schedule,
                 executables={
-                    name: self._places.task(task, held[task.task.spec.mesh])
-                    for name, task in self.tasks.items()
+                    **{
+                        name: self._places.task(task, held[task.task.spec.mesh])
+                        for name, task in self.tasks.items()
+                    },
+                    **self._reductions(),
                 },
                 shardings=self._shardings(),
-                outputs=names,
+                outputs=names if self._guard is None else [*names, VERDICT],
                 carry={name: carry[name] for name in names if carry.get(name) in read},
             )
         self._homes = dict(zip(graph.inputs, graph.home, strict=True))
@@ -96,7 +116,7 @@ class Executable:
     def only_run(self) -> Instruction | None:
         """The one instruction of a plan that runs one task once in this process; None for other
         plans."""
-        if self._remote:
+        if self._remote or self._guard is not None:
             return None
         runs = [i for program in self.schedule.programs for i in program if i.kind != "free"]
         return runs[0] if len(runs) == 1 and runs[0].kind == "run" else None
@@ -129,11 +149,47 @@ class Executable:
                 buffers[path] = placed[strangers[path]] = value
         results = self._runtime.step(buffers)
         outputs = [self._output(output, results, placed) for output in self.planned.tasks.outputs]
+        if self._guard is not None:
+            self.finding = self._guard.finding(int(results[VERDICT]))
+            if self.finding is not None:
+                self._keep_state(outputs, placed)
         if self._remote:
             outputs = self._with_keys(outputs)
         if computed is not None:
             outputs = [one if there else None for one, there in zip(outputs, computed, strict=True)]
         return united(self.planned.program, outputs)
+
+    def _keep_state(self, outputs: list[Any], inputs: Sequence[Any]) -> None:
+        """Put the old state in the place of what was not made by an update that kept it."""
+        assert self._guard is not None
+        kept = {
+            task.spec.outputs[result]
+            for task in self.planned.tasks.tasks
+            for result, _ in self._guard.updates.get(task.spec.name, ())
+        }
+        aliases = self.planned.program.aliases
+        for k, (output, alias) in enumerate(zip(self.planned.tasks.outputs, aliases, strict=True)):
+            if alias is not None and output.name not in kept:
+                outputs[k] = inputs[alias]
+
+    def _guarded(self, task: CompiledTask) -> CompiledTask:
+        return task if self._guard is None else self._guard.compiled(task)
+
+    def _reductions(self) -> dict[str, Any]:
+        """Return the programs that find the first run that is not finite."""
+        if self._guard is None:
+            return {}
+        num_runs = len(self._guard.runs)
+        return {
+            name: self._places.function(
+                one.function(num_runs),
+                one.arguments,
+                None,
+                [NamedSharding(self.meshes[one.mesh], PartitionSpec())],
+                one.mesh,
+            )
+            for name, one in self._guard.reductions.items()
+        }
 
     def _given(self, inputs: Sequence[Any]) -> list[Any]:
         """Return what every microbatch is given beside the step's inputs, in their order; None for
@@ -318,6 +374,8 @@ class Executable:
 
     def _shardings(self) -> list[dict[str, NamedSharding]]:
         shardings: list[dict[str, NamedSharding]] = [{} for _ in self.meshes]
+        if self._guard is not None:
+            shardings = scalar_layouts(self._guard, self.meshes)
         for compiled in self.tasks.values():
             mesh, stage = compiled.task.spec.mesh, self.stage_meshes[compiled.task.spec.stage]
             for name, spec in zip(compiled.task.spec.inputs, compiled.plan.inputs, strict=True):
@@ -391,6 +449,11 @@ class Executable:
         """
         from alpa_meta.audit.executable import audit_tasks
 
+        if self._guard is not None:
+            raise PlanError(
+                "an audit is of the plan's own programs, and on_nan adds to them; make the step "
+                "without on_nan to audit its plan"
+            )
         if self._remote:
             raise PlanError(
                 "an audit compiles the plan for devices of this process; make it with "

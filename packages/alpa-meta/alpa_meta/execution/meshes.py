@@ -79,7 +79,7 @@ class LocalMeshes:
         others = {
             k: wanted.sharding
             for k, (name, wanted) in enumerate(
-                zip(compiled.task.spec.inputs, compiled.arguments(), strict=True)
+                zip(compiled.task.spec.inputs, compiled.arguments(), strict=False)
             )
             if not held[name].is_equivalent_to(wanted.sharding, len(wanted.shape))
         }

@@ -80,13 +80,17 @@ class Tasks:
     num_microbatches: int
 
 
-def build_tasks(program: Program, staging: Staging) -> Tasks:
-    """Return the tasks of `program` cut as `staging` says."""
-    return _TaskBuilder(program, staging).build()
+def build_tasks(program: Program, staging: Staging, *, update_apart: bool = False) -> Tasks:
+    """Return the tasks of `program` cut as `staging` says.
+
+    With `update_apart`, the update is a task of its own also where one task could do it all.
+    """
+    return _TaskBuilder(program, staging, update_apart).build()
 
 
 class _TaskBuilder:
-    def __init__(self, program: Program, staging: Staging) -> None:
+    def __init__(self, program: Program, staging: Staging, update_apart: bool) -> None:
+        self.update_apart = update_apart
         self.program = program
         self.staging = staging
         self.count = program.num_microbatches
@@ -121,7 +125,7 @@ class _TaskBuilder:
         groups: dict[tuple[str, int, int], list[int]] = {}
         for k, (phase, stage) in enumerate(zip(staging.phases, staging.stages, strict=True)):
             kind = phase
-            if single and (phase != "update" or self.count == 1):
+            if single and (phase != "update" or (self.count == 1 and not self.update_apart)):
                 kind = together
             if phase == "backward" and not single and staging.by_weight is not None:
                 kind = "backward_weight" if k in staging.by_weight else "backward_input"

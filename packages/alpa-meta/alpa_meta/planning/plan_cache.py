@@ -42,7 +42,16 @@ from alpa_meta.step.program import Step
 from cost_model.profile import profile_directory
 
 _LOG = logging.getLogger("alpa_meta")
-_ONLY_RUNNING = ("plan", "progress", "donate", "trace", "cache", "dynamic_dims", "runtime")
+_ONLY_RUNNING = (
+    "plan",
+    "progress",
+    "donate",
+    "trace",
+    "cache",
+    "dynamic_dims",
+    "runtime",
+    "on_nan",
+)
 _SOURCES = (
     "alpa_interchange",
     "alpa_meta",

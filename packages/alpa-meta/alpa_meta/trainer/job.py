@@ -15,7 +15,7 @@ from alpa_interchange.amounts import format_duration, format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.checkpoints.restoring import Checkpoint
-from alpa_meta.errors import PlanError
+from alpa_meta.errors import NonFiniteError, PlanError
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.loss_figure import draw_loss
 from alpa_meta.report.plan_figure import draw_plan
@@ -53,6 +53,7 @@ class TrainRequest:
     comparison_steps: int = 20
     checkpoint_every: int = 100
     ray: RayOptions | None = None  # None: on the devices of this process
+    on_nan: str | None = None
 
 
 @frozen(kw_only=True)
@@ -110,6 +111,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
             plan=start.plan,
             progress=progress,
             ray=request.ray,
+            on_nan=request.on_nan,
         )
         shapes = (jax.eval_shape(make_state, key), batch_shapes(settings))
         plan = step.plan_for(*shapes)
@@ -226,6 +228,7 @@ def _train(
         if metrics.step == compared_step:
             compared[0] = step.gather(state.params)
 
+    step.num_steps = start.step
     with StopSignals() as signals:
         try:
             with training_progress(console, start.step, start.stop) as show:
@@ -239,6 +242,9 @@ def _train(
                     on_step=note,
                     stopped=lambda: signals.received is not None,
                 )
+        except NonFiniteError as error:
+            recorder.state = error.result[0]
+            raise
         finally:
             recorder.close()
         recorder.end_if_stopped(signals)

@@ -17,7 +17,7 @@ from alpa_interchange import load, save_plan
 from alpa_interchange.amounts import format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.checkpoints.restoring import Checkpoint, read_settings
-from alpa_meta.errors import PlanError
+from alpa_meta.errors import NonFiniteError, PlanError
 from alpa_meta.own_step import OwnStep, Runnable, after_step, load_step
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.loss_figure import draw_loss
@@ -52,6 +52,7 @@ class OwnRequest:
     comparison_steps: int = 20
     checkpoint_every: int = 100
     ray: RayOptions | None = None  # None: on the devices of this process
+    on_nan: str | None = None
 
 
 @frozen(kw_only=True)
@@ -97,6 +98,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
             progress=progress,
             exact=program.exact,
             ray=request.ray,
+            on_nan=request.on_nan,
         )
         batch = next(batches)
         plan = step.plan_for(start.state(), batch)
@@ -114,6 +116,10 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         try:
             given = itertools.chain([batch], batches)
             _train(request, start, step, given, recorder, signals, console)
+        except NonFiniteError as error:
+            if recorder.steps:
+                recorder.state, _ = after_step(recorder.state, error.result)
+            raise
         finally:
             recorder.close()
         recorder.end_if_stopped(signals)
@@ -169,6 +175,7 @@ def _train(
     console: Console,
 ) -> None:
     """Run the steps, the first ones also on one device."""
+    step.num_steps = start.step
     plain, other = OneDevice(start.program.train_step), start.state()
     state, difference, compared = start.state(), 0.0, 0
     for number in range(start.step, start.stop):

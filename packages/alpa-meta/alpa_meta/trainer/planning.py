@@ -79,9 +79,10 @@ def parallel_step(
     progress: Callable[[str, int, int], None] | None = None,
     exact: bool = True,
     ray: RayOptions | None = None,
+    on_nan: str | None = None,
 ) -> Any:
     """Return `step` parallelised as asked for, not planned yet; to run on `ray`, if it is given."""
-    options = _options(parallelism, plan, progress, exact, ray)
+    options = _options(parallelism, plan, progress, exact, ray, on_nan)
     return alpa.parallelize(step, cluster=cluster, options=options)
 
 
@@ -91,6 +92,7 @@ def _options(
     progress: Callable[[str, int, int], None] | None = None,
     exact: bool = True,
     ray: RayOptions | None = None,
+    on_nan: str | None = None,
 ) -> Options:
     chosen: dict[str, Any] = {
         "num_stages": parallelism.num_stages,
@@ -103,6 +105,7 @@ def _options(
         "trace": "ready",
         "exact": exact,
         "runtime": ray,
+        "on_nan": on_nan,
     }
     try:
         return Options(**{name: value for name, value in chosen.items() if value is not None})

@@ -1,0 +1,57 @@
+"""`alpa train --step` where a batch is not finite."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import alpa_meta as alpa
+from alpa_meta.cli import EXIT_FAILED_RUN, run
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+
+def make():
+    def step(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w) - x) ** 2))(w)
+        return w - gradient, loss
+
+    def batches():
+        for number in range(6):
+            x = np.random.default_rng(number).normal(size=(8, 4)).astype(np.float32)
+            x[7] = np.nan if number == 3 else x[7]
+            yield x
+
+    return step, jnp.eye(4), batches()
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    (tmp_path / "spoilt.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    options = "--cluster host:2 --stages 1 --microbatches 2 --compare 0".split()
+    return lambda *more: run(["train", "--step", "spoilt:make", *options, *more])
+
+
+def test_a_run_ends_at_a_spoilt_microbatch_with_the_state_before_it_saved(program, capsys):
+    assert program("--on-nan", "raise") == EXIT_FAILED_RUN
+    assert "alpa: step 4: microbatch 1 gave NaN or infinity" in capsys.readouterr().err
+    found = alpa.read_checkpoint("run/checkpoint")
+    assert found.step == 3
+    assert np.all(np.isfinite(found.restore(jax.ShapeDtypeStruct((4, 4), jnp.float32))))
+
+
+def test_a_run_goes_on_behind_a_step_that_is_skipped(program):
+    with pytest.warns(alpa.NonFiniteWarning, match="step 4: microbatch 1"):
+        assert program("--on-nan", "skip", "--steps", "6") == 0
+    with open("run/metrics.jsonl") as lines:
+        losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[3] is None and len(losses) == 6 and losses[5] is not None
+
+
+def test_another_word_is_refused(program, capsys):
+    assert program("--on-nan", "stop") == 2
+    assert "on_nan must be one of raise, skip" in capsys.readouterr().err
