@@ -25,7 +25,15 @@ from mesh_runtime.ray_placement import RayMesh
 from mesh_runtime.ray_runtime import RayRuntime
 from mesh_runtime.ray_workers import RayOptions, RayWorkers
 from mesh_runtime.remote_array import Buffer, RemoteArray, StaleArrayError, fetched
-from mesh_runtime.runtime import Array, Executable, Runtime, StepError, ValueShardings, WorkerError
+from mesh_runtime.runtime import (
+    Array,
+    Executable,
+    NoRoomError,
+    Runtime,
+    StepError,
+    ValueShardings,
+    WorkerError,
+)
 from mesh_runtime.trace import TRACE_MODES, TraceEvent
 
 __all__ = [
@@ -38,6 +46,7 @@ __all__ = [
     "ExportedProgram",
     "FileSums",
     "InProcessRuntime",
+    "NoRoomError",
     "Pace",
     "Part",
     "RayMesh",

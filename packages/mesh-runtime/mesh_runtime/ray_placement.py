@@ -9,7 +9,7 @@ import numpy as np
 from attrs import field, frozen
 
 from alpa_interchange.check import non_negative, positive
-from mesh_runtime.runtime import WorkerError
+from mesh_runtime.runtime import NoRoomError
 
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
@@ -78,7 +78,7 @@ def reserve(ray: Any, bundles: Sequence[dict[str, float]], strategy: str, timeou
             if node["Alive"]
         ]
         remove_placement_group(group)
-        raise WorkerError(
+        raise NoRoomError(
             f"the cluster had no room within {timeout:g} s for the hosts of the meshes: they need "
             f"{wanted} ({strategy}), its nodes have {nodes}. Ask for less (cpus_per_actor, or a "
             "smaller cluster description), another placement, or add nodes"

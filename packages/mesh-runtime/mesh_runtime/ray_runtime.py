@@ -184,6 +184,14 @@ class RayRuntime:
             for name, number in numbers.items()
         }
 
+    def templates(self, names: Iterable[str]) -> dict[str, RemoteArray]:
+        """Return handles of inputs as `place` would, of arrays that are not there: what `restore`
+        is given to make them."""
+        loaded = self._program()
+        return {
+            name: self._handle(0, loaded.readers(name), self._type(loaded, name)) for name in names
+        }
+
     def put(self, inputs: Mapping[str, Any]) -> None:
         """Make `inputs` resident on every mesh that reads them before it writes them."""
         for name, handle in self.place(inputs).items():

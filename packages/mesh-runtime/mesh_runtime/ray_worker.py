@@ -11,6 +11,7 @@ import ray
 
 from mesh_runtime.data_plane import Bytes, DataPlane
 from mesh_runtime.handshake import identity
+from mesh_runtime.heartbeats import Progress
 from mesh_runtime.object_store_plane import ObjectStorePlane
 from mesh_runtime.worker import MeshWorker, WorkerMesh, worker_name
 
@@ -33,6 +34,12 @@ class ActorWorker:
     def process_id(self) -> int:
         """Return the number of this process."""
         return os.getpid()
+
+    def progress(self) -> Progress:
+        """Return what the worker is doing, also while it does it."""
+        if self._worker is None:
+            return Progress(mesh=self._mesh, host=self._host)
+        return self._worker.doing.progress()
 
     def introduce(self) -> tuple[dict[str, str], str]:
         """Return the versions here, and "host:port" of this node with a port nobody listens on."""

@@ -28,11 +28,15 @@ from numpy.typing import NDArray
 from alpa_interchange.check import non_negative, positive
 from mesh_runtime.data_plane import new_token
 from mesh_runtime.handshake import disagreement
+from mesh_runtime.heartbeats import Heartbeats, Progress
 from mesh_runtime.layout import Tiles, joined
 from mesh_runtime.ray_placement import PLACEMENTS, RayMesh, bundles_of, reserve
 from mesh_runtime.remote_array import Buffer
 from mesh_runtime.runtime import StepError, WorkerError
 from mesh_runtime.worker import TaskTypes, WorkerMesh, WorkerProgram, worker_name
+
+_ALONE = ("load", "unload", "place")
+"""What workers do without one another: where one refuses, all are as they were."""
 
 _DEVICES = "--xla_force_host_platform_device_count"
 DATA_PLANES = ("sockets", "object-store")
@@ -55,6 +59,9 @@ class RayOptions:
     environment: Mapping[str, str] = field(factory=dict, hash=False)  # variables for the workers
     start_timeout: float = field(default=300.0, validator=positive)  # seconds
     step_timeout: float = field(default=600.0, validator=positive)  # seconds, also for load
+    replace_timeout: float = field(default=60.0, validator=positive)  # seconds, for room after loss
+    heartbeat_seconds: float = field(default=1.0, validator=positive)  # between questions
+    heartbeat_timeout: float = field(default=8.0, validator=positive)  # without an answer
     data_plane: str = "sockets"  # or "object-store": slower, needs no connections between nodes
 
     def __attrs_post_init__(self) -> None:
@@ -83,10 +90,18 @@ class Worker:
 class RayWorkers:
     """The actors of some meshes; several runtimes may load their programs on them.
 
+    Where they are `replacing` others that failed, room is waited for no longer than
+    `replace_timeout`.
     They end with `close`, with this process, or when neither a runtime nor an array refers to them.
     """
 
-    def __init__(self, meshes: Sequence[RayMesh], options: RayOptions | None = None) -> None:
+    def __init__(
+        self,
+        meshes: Sequence[RayMesh],
+        options: RayOptions | None = None,
+        *,
+        replacing: bool = False,
+    ) -> None:
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         try:
             import ray
@@ -113,7 +128,8 @@ class RayWorkers:
         self._groups: list[Any] = []
         self._end = weakref.finalize(self, _end, ray, self.workers, self._groups, started)
         try:
-            group = reserve(ray, bundles, self.options.placement, self.options.start_timeout)
+            seconds = self.options.replace_timeout if replacing else self.options.start_timeout
+            group = reserve(ray, bundles, self.options.placement, seconds)
             self._groups.append(group)
             self._start(places)
         except BaseException as error:
@@ -190,7 +206,7 @@ class RayWorkers:
         """Start one actor per mesh host, join each mesh's group, and introduce all."""
         from mesh_runtime.ray_worker import ActorWorker
 
-        actor_class = self.ray.remote(concurrency_groups={"data": 1})(ActorWorker)
+        actor_class = self.ray.remote(concurrency_groups={"data": 1, "heartbeat": 1})(ActorWorker)
         plane, token = self.options.data_plane, new_token()
         for mesh, hosts in enumerate(places):
             for host, place in enumerate(hosts):
@@ -254,20 +270,52 @@ class RayWorkers:
         timeout = self.options.step_timeout if timeout is None else timeout
         pending = {getattr(worker.actor, method).remote(*given): worker for worker, given in calls}
         references, results = list(pending), {}
+        refused: list[StepError] = []
         deadline = time.monotonic() + timeout
+        # a process that starts answers nothing until it has imported jax
+        heartbeats = self._heartbeats([worker for worker, _ in calls if method == "work"])
         while pending:
-            left = deadline - time.monotonic()
-            done, _ = self.ray.wait(list(pending), num_returns=1, timeout=max(0.0, left))
-            if not done:
-                late = ", ".join(worker.name for worker in pending.values())
-                self._fail(WorkerError(f"{what}: no answer from {late} within {timeout:g} s"))
+            asked = heartbeats.references()
+            left = min(deadline - time.monotonic(), heartbeats.seconds_left())
+            done, _ = self.ray.wait([*pending, *asked], num_returns=1, timeout=max(0.0, left))
+            if time.monotonic() > deadline:
+                late = heartbeats.culprits([worker.name for worker in pending.values()])
+                self._fail(_timed_out(what, late, f"within {timeout:g} s", heartbeats))
+            if not done and (silent := heartbeats.late()):
+                after = f"nor a heartbeat for {heartbeats.timeout:g} s"
+                self._fail(_timed_out(what, silent, after, heartbeats))
             for reference in done:
+                if heartbeats.answered(reference, self.ray.get):
+                    continue
                 worker = pending.pop(reference)
                 try:
                     results[reference] = (worker.name, self.ray.get(reference))
                 except Exception as error:
-                    self._fail(self._culprit(what, worker, error, pending))
+                    if what not in _ALONE or not self._is_refusal(error):
+                        self._fail(self._culprit(what, worker, error, pending))
+                    refused.append(StepError(f"{what} failed on {worker.name}: {_cause(error)}"))
+        if refused:
+            raise refused[0]
         return [results[reference] for reference in references]
+
+    def _heartbeats(self, workers: Sequence[Worker]) -> Heartbeats:
+        actors = {worker.name: worker.actor for worker in workers}
+
+        def ask(name: str) -> Any:
+            return actors[name].progress.options(concurrency_group="heartbeat").remote()
+
+        options = self.options
+        return Heartbeats(list(actors), ask, options.heartbeat_seconds, options.heartbeat_timeout)
+
+    def progress(self) -> dict[str, Progress]:
+        """Return what every worker is doing, by its name, beside a step that runs; those that do
+        not answer within a heartbeat's time are left out."""
+        heartbeats = self._heartbeats(self.workers)
+        asked = {heartbeats.ask(worker.name): worker.name for worker in self.workers}
+        done, _ = self.ray.wait(
+            list(asked), num_returns=len(asked), timeout=self.options.heartbeat_timeout
+        )
+        return {asked[reference]: self.ray.get(reference) for reference in done}
 
     def _culprit(
         self, what: str, worker: Worker, error: Exception, pending: Mapping[Any, Worker]
@@ -283,17 +331,33 @@ class RayWorkers:
             except Exception as other:
                 failures.append((pending[reference], other))
         for where, found in failures:
-            if not isinstance(found, self.ray.exceptions.RayTaskError):
+            if not self._is_refusal(found):
                 return WorkerError(
                     f"the worker of {where.name} died during {what}: {str(found).splitlines()[0]}"
                 )
-        cause = getattr(error, "cause", None) or error
-        return StepError(f"{what} failed on {worker.name}: {cause}")
+        return StepError(f"{what} failed on {worker.name}: {_cause(error)}")
+
+    def _is_refusal(self, error: Exception) -> bool:
+        """Return whether a worker that lives raised an error."""
+        return isinstance(error, self.ray.exceptions.RayTaskError)
 
     def _fail(self, error: StepError) -> None:
         """End the workers and raise `error`."""
         self.close(str(error))
         raise error
+
+
+def _cause(error: Exception) -> Any:
+    return getattr(error, "cause", None) or error
+
+
+def _timed_out(what: str, late: Sequence[str], when: str, heartbeats: Heartbeats) -> WorkerError:
+    """Return the error of workers that did not answer; it says what the others wait for."""
+    others = heartbeats.described([name for name in heartbeats.names if name not in late])
+    said = heartbeats.described(late)
+    last = f"; it said last that {said}" if said else ""
+    rest = f". Meanwhile {others}" if others else ""
+    return WorkerError(f"{what}: no answer from {', '.join(late)} {when}{last}{rest}")
 
 
 def _connect(ray: Any, options: RayOptions, cpus: float) -> bool:

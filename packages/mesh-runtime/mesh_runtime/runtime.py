@@ -26,6 +26,10 @@ class WorkerError(StepError):
     """A worker process died or stopped answering; the message names its mesh and host."""
 
 
+class NoRoomError(WorkerError):
+    """The cluster has no room for the processes of the meshes."""
+
+
 class Runtime(Protocol):
     """Meshes that hold arrays and execute a pipeline schedule, one step at a time.
 

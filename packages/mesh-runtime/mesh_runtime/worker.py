@@ -25,6 +25,7 @@ from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.array_store import ArrayReader, ArrayWriter, FileSums, Part, StoreError
 from mesh_runtime.data_plane import Content, DataPlaneError, Plane
 from mesh_runtime.exported import ExportedProgram
+from mesh_runtime.heartbeats import Doing
 from mesh_runtime.layout import HostTiles, Layout, Tiles, plain_spec
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.pacing import Pace
@@ -170,6 +171,7 @@ class MeshWorker:
             device: position * own.num_hosts // wanted for position, device in enumerate(chosen)
         }
         self._pace = Pace(self.jax_mesh)
+        self.doing = Doing(mesh, host)
         self._arrays: dict[int, jax.Array] = {}
         self._saving: dict[str, Future[FileSums]] = {}
         self._loaded: dict[str, _Loaded] = {}
@@ -185,8 +187,14 @@ class MeshWorker:
         schedule = from_json(program.schedule, PipelineSchedule, source="the schedule")
         instructions = schedule.programs[self.mesh]
         tasks: Any = task_programs(instructions, program.executables, self.jax_mesh)
+        types: TaskTypes = {}
+        for name, task in tasks.items():
+            try:
+                types[name] = _types(task, self._grid)
+            except Exception as error:
+                raise StepError(f"task {name!r} cannot be compiled: {error}") from error
         self._loaded[program.plan] = _Loaded(program, instructions, tasks)
-        return {name: _types(task, self._grid) for name, task in tasks.items()}
+        return types
 
     def unload(self, plan: str) -> None:
         """Drop a program."""
@@ -235,6 +243,7 @@ class MeshWorker:
             self._drop_overwritten(step.bound.values())
             self._arrays.update(kept)
         finally:
+            self.doing.nothing()
             events = recorder.finish()
         positions = {id(each): k for k, each in enumerate(loaded.instructions)}
         trace = [(positions[id(e.instruction)], origin + e.start, origin + e.stop) for e in events]
@@ -320,6 +329,7 @@ class MeshWorker:
         self, state: _Step, position: int, instruction: Instruction, recorder: Recorder
     ) -> None:
         start = recorder.now()
+        self.doing.at(state.number, position, instruction)
         read: Sequence[jax.Array] = ()
         written: Sequence[jax.Array] = ()
         if instruction.kind == "run":
@@ -409,7 +419,9 @@ class MeshWorker:
         for host in range(self.meshes[arriving.peer].num_hosts):
             sender = worker_name(arriving.peer, host)
             try:
+                self.doing.waiting(sender)
                 header, payload = self.plane.take(arriving.key, sender, program.timeout)
+                self.doing.waiting("")
                 _check_plan(program.plan, header, sender)
                 boxes = [tuple((int(a), int(b)) for a, b in box) for box in header["boxes"]]
                 shape, dtype = tuple(header["shape"]), jax.numpy.dtype(header["dtype"])

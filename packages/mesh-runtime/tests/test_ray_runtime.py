@@ -20,6 +20,7 @@ from mesh_runtime import (
     RayOptions,
     RayRuntime,
     StaleArrayError,
+    StepError,
     WorkerError,
 )
 
@@ -121,16 +122,19 @@ def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline,
         np.testing.assert_allclose(losses, job.reference(2)[0], rtol=1e-5)
         _check_handles(runtime, job, local)
 
-        # a worker that hangs: the step ends by its time limit and names it
-        workers = runtime.workers
-        workers.options = evolve(workers.options, step_timeout=2.0)
+        # a worker that hangs is found by its heartbeat and named, with what waits for it
         processes = runtime.workers.process_ids
+        assert {str(one) for one in runtime.workers.progress().values()} == {"is idle"}
         os.kill(processes["mesh 1 host 0"], signal.SIGSTOP)
-        try:
-            with pytest.raises(WorkerError, match=r"no answer from .*mesh 1 host 0 within 2 s"):
-                runtime.step(job.batch(2))
-        finally:
-            os.kill(processes["mesh 1 host 0"], signal.SIGCONT)
+        begin = time.monotonic()
+        with pytest.raises(
+            WorkerError,
+            match=r"step: no answer from mesh 1 host 0 nor a heartbeat for 8 s.* Meanwhile mesh 0 "
+            r"host 0 is at mesh 0, instruction .* of microbatch .* of step 4, "
+            r"waiting for mesh 1 host 0 for",
+        ):
+            runtime.step(job.batch(2))
+        assert time.monotonic() - begin < 12
     finally:
         runtime.close()
     _await_end(processes)
@@ -163,6 +167,15 @@ def _check_handles(runtime, job, local):
     assert born.meshes == (1,) and np.all(np.asarray(born) == 0.5)
     with pytest.raises(KeyError, match="no mesh holds buffer 'w0'; resident are nothing"):
         other.fetch(["w0"])
+    programs = job.exported(local)
+    programs["update1"] = evolve(programs["update1"], options={"no_such_option": True})
+    refusing = RayRuntime(runtime.workers)
+    with pytest.raises(
+        StepError,
+        match="load failed on mesh 1 host 0: task .update1. cannot be compiled: .*such",
+    ):
+        refusing.load(job.schedule, programs, job.specs, **carry)
+    refusing.close()
     other.close()
     runtime.step(job.batch(2))  # the workers and its own state are as they were
 
