@@ -10,19 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from attrs import evolve, frozen
+from attrs import evolve
 
 import stage_dp
 from alpa_interchange import ClusterSpec, KeptMenu, ParallelPlan, PipelineSchedule
 from alpa_interchange.plan_text import one_line
+from alpa_meta.checkpoints.saving import Saving, save
 from alpa_meta.compat import trace_settings
 from alpa_meta.errors import NonFiniteError, NonFiniteWarning, PlanError
 from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
-from alpa_meta.execution.evaluation import Evaluation
 from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.piecewise import PiecewiseArray, gathered
 from alpa_meta.execution.ray_meshes import RayPool
 from alpa_meta.execution.state import Unborn, placed
+from alpa_meta.execution.supervisor import Supervisor
+from alpa_meta.lowered import Lowered
 from alpa_meta.options import Options, with_settings
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
@@ -32,60 +34,9 @@ from alpa_meta.planning.shared_plan import agreed_plan, check_stages, is_distrib
 from alpa_meta.step.arguments import abstract_arguments, is_array, num_arguments, positional
 from alpa_meta.step.program import Step
 from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
+from alpa_meta.survival import RayRuns, resumed, save_if_due
 from cost_model import cluster as cluster_by_name
-
-
-@frozen(eq=False, repr=False)
-class Lowered:
-    """A planned step; `compile` makes it runnable on this process's devices."""
-
-    planned: Planned
-    options: Options
-    pool: RayPool | None = None  # None: it runs in this process
-
-    def __repr__(self) -> str:
-        return f"<Lowered: {one_line(self.plan)}>"
-
-    def __str__(self) -> str:
-        return str(self.plan)
-
-    def _repr_html_(self) -> str:
-        return self.plan._repr_html_()
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """The plan."""
-        return self.planned.plan
-
-    @functools.cached_property
-    def menu(self) -> KeptMenu | None:
-        """The menu that the plan was chosen from (`alpa_meta.explain`, `replan`), if one was."""
-        return self.planned.kept_menu()
-
-    @property
-    def from_cache(self) -> bool:
-        """Whether the plan was found by an earlier search (`Options.cache`)."""
-        return self.planned.cached
-
-    @functools.cached_property
-    def _executable(self) -> Executable:
-        options = self.options
-        return Executable(
-            self.planned,
-            trace=options.trace,
-            donate=options.donate,
-            pool=self.pool,
-            guarded=options.on_nan is not None,
-        )
-
-    @functools.cached_property
-    def evaluation(self) -> Evaluation:
-        """The plan without its backward, compiled."""
-        return Evaluation(self.planned, self.options.trace, self.pool)
-
-    def compile(self) -> Executable:
-        """Return the plan compiled for this process's devices: the one that calls run, too."""
-        return self._executable
+from mesh_runtime import StepError
 
 
 class ParallelStep:
@@ -102,10 +53,19 @@ class ParallelStep:
         self._cache: dict[Any, tuple[Step, Lowered, PureCall]] = {}
         self._buckets = Buckets(options)
         self._latest: Any = None
-        self.num_steps = 0  # number of the last step, by which `Options.on_nan` names it
+        self._running: set[Any] = set()  # keys of what is compiled
+        self.num_steps = 0  # number of the last step, for what names steps; it may be set
         self._direct: dict[tuple[Any, ...], tuple[Any, DirectCall]] = {}
         ray = options.ray_options
         self._pool = None if ray is None else RayPool(ray)
+        self.supervisor: Supervisor | None = None
+        if options.checkpoints is not None:
+            if self._pool is None:
+                raise PlanError(
+                    "Options.checkpoints is where workers on Ray go on from when some fail; give "
+                    "runtime='ray', or save the state of this process by alpa.save"
+                )
+            self.supervisor = Supervisor(RayRuns(self))
 
     def __repr__(self) -> str:
         if self._latest is None:
@@ -230,15 +190,38 @@ class ParallelStep:
         """The compiled step of the latest call."""
         if self._latest is None:
             raise PlanError("the step is not compiled yet; call it first")
-        return self._compiled(self._latest)
+        return self.compiled()
 
     @property
     def last_trace(self) -> Sequence[Any]:
         """The executed instructions of the last step (needs Options(trace="ready"))."""
         return self.executable.last_trace
 
-    def _compiled(self, key: Any) -> Executable:
+    def compiled(self, key: Any = None) -> Executable:
+        """Return the compiled step of the calls of a key; of the latest call."""
+        key = self._latest if key is None else key
+        self._running.add(key)
         return self._cache[key][1].compile()
+
+    def step_of(self, key: Any) -> Step:
+        """Return the traced step of the calls of a key."""
+        return self._cache[key][0]
+
+    def replace_workers(self) -> None:
+        """End the workers and load all that was compiled on others."""
+        assert self._pool is not None
+        self._pool.replace()
+        for key in self._running:
+            self.compiled(key).reload(self._pool)
+
+    def plan_anew(self, cluster: ClusterSpec) -> None:
+        """Plan for another cluster from now on, also what was planned already."""
+        self.options = evolve(self.options, plan=None)
+        self.__dict__["cluster"] = cluster
+        self._running.clear()
+        for key, (step, _, call) in self._cache.items():
+            lowered = Lowered(self._planned(step), self.options, self._pool)
+            self._cache[key] = (step, lowered, call)
 
     # ------------------------------------------------------------------ running
 
@@ -247,19 +230,22 @@ class ParallelStep:
         args = positional(self._function, args, keywords)
         result = self._run_direct(args, None)
         if result is not NOT_DIRECT:
+            self.num_steps += 1
             return result
         call = self._pure(self._born(args))
         if call.function is not self._function:
             result = self._run_direct(call.args, call.key)
         if result is NOT_DIRECT:
             result = self._run(call)
+        self.num_steps += 1
+        if self.supervisor is not None:
+            save_if_due(self, self.supervisor)
         return self._judged(self._cache[self._latest][2].finish(result, call.objects))
 
     def _judged(self, result: Any) -> Any:
         """Return a step's result; say or raise what was found in it (`Options.on_nan`)."""
         if self.options.on_nan is None:
             return result
-        self.num_steps += 1
         found = self.executable.finding
         if found is None:
             return result
@@ -284,7 +270,10 @@ class ParallelStep:
     def _run(self, call: PureCall) -> Any:
         """Return the result of the pure function of a call."""
         self._lowered(call)
-        step, executable = self._cache[self._latest][0], self._compiled(self._latest)
+        step, executable = self._cache[self._latest][0], self.compiled()
+        if self.supervisor is not None:
+            results = self.supervisor.run(self._latest, step.flatten(call.args))
+            return _rebuild(step, results)
         results = executable(step.flatten(call.args))
         leaves, tree = jax.tree.flatten(call.args)
         made = direct_call(step, executable, leaves)
@@ -317,12 +306,31 @@ class ParallelStep:
     def place(self, *state: Any) -> Any:
         """Return state arguments (host or device arrays) laid out as the plan wants them."""
         self._require_plan()
-        result = placed(self._compiled(self._latest), state)
+        result = placed(self.compiled(), state)
         return result[0] if len(state) == 1 else result
 
     def gather(self, tree: Any) -> Any:
         """Return state or results with every array whole on the host."""
-        return gathered(tree)
+        try:
+            return gathered(tree)
+        except StepError as error:
+            if self.supervisor is None or not self.supervisor.can_recover():
+                raise
+            self.supervisor.recover(error)
+            return gathered(tree)
+
+    def save(self, folder: Any, state: Any, *, step: int, **settings: Any) -> Saving:
+        """Begin a checkpoint as `alpa.save`; if it is of the state after the last step, and workers
+        fail, the run goes on from it (`Options.checkpoints`)."""
+        saving = save(folder, state, step=step, **settings)
+        if self.supervisor is not None:
+            self.supervisor.note(saving, state)
+        return saving
+
+    def resume(self, state: Any) -> Any:
+        """Return the state of the newest checkpoint in `Options.checkpoints`, laid out as `state`,
+        and set `num_steps` to its step; `state` itself if there is no checkpoint."""
+        return resumed(self, state)
 
     def audit(self, *args: Any, reference: Any = None) -> Any:
         """Return the audit of the step compiled for arguments: is the program its plan?
@@ -347,6 +355,8 @@ class ParallelStep:
 
     def close(self) -> None:
         """End the processes that the step runs on (`runtime="ray"`); their arrays are lost."""
+        if self.supervisor is not None:
+            self.supervisor.wait()
         if self._pool is not None:
             self._pool.close()
 
@@ -396,7 +406,7 @@ class ParallelStep:
         return tuple(self._birth(arg) if isinstance(arg, Unborn) else arg for arg in args)
 
     def _birth(self, unborn: Unborn) -> Any:
-        return unborn.born(self._compiled(self._latest))
+        return unborn.born(self.compiled())
 
     def _key(self, call: PureCall) -> Any:
         static_argnums = self.options.static_argnums

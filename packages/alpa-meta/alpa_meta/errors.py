@@ -45,5 +45,9 @@ class NonFiniteError(ArithmeticError):
         self.step, self.microbatch, self.task, self.result = step, microbatch, task, result
 
 
+class WorkersReplaced(RuntimeWarning):
+    """Workers failed; others took their place, restored the state and did the steps since again."""
+
+
 class NonFiniteWarning(RuntimeWarning):
     """A microbatch gave NaN or infinity, and its step was skipped (`Options(on_nan="skip")`)."""

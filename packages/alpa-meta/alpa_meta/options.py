@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +47,11 @@ def _tuple(value: Any) -> Any:
     if _is_int(value):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _path(value: Any) -> Any:
+    """Return the path that a text names."""
+    return Path(value) if isinstance(value, str) else value
 
 
 def _bytes(value: Any) -> Any:
@@ -176,6 +182,9 @@ class Options:
     `on_nan` says what to do where a microbatch gives NaN or infinity: "raise" NonFiniteError, or
     "skip" the step with a warning; the state stays as it was (`alpa_meta.execution.finite`). None:
     nothing is looked at.
+    `checkpoints` is a folder that all nodes see: with a Ray runtime, the state is saved there after
+    every `checkpoint_every` steps (0: only by `step.save`), and when workers fail, others take
+    their place, restore it and do the steps since again (`alpa_meta.execution.supervisor`).
     """
 
     num_stages: int | None = field(default=None, validator=_COUNT_OR_NONE)
@@ -284,6 +293,16 @@ class Options:
             f"one of {', '.join(RUNTIMES)}, or RayOptions(...)",
             lambda value: value in RUNTIMES or isinstance(value, RayOptions),
         ),
+    )
+
+    checkpoints: Path | None = field(
+        default=None,
+        converter=_path,
+        validator=_must("a folder, or None", _optional(lambda value: isinstance(value, Path))),
+    )
+    checkpoint_every: int = field(
+        default=100,
+        validator=_must("a whole number of at least 0", lambda v: _is_int(v) and v >= 0),
     )
 
     @property

@@ -23,6 +23,8 @@ WRONG = [
     {"num_stages": 0},
     {"num_stages": True},
     {"on_nan": "ignore"},
+    {"checkpoints": 3},
+    {"checkpoint_every": -1},
     {"num_microbatches": 0},
     {"num_layers": -1},
     {"recompute": "some"},

@@ -34,7 +34,7 @@ from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import partition_spec
 from alpa_meta.step.arguments import abstract
 from alpa_meta.step.program import Leaf
-from mesh_runtime import RemoteArray, TraceEvent, fetched
+from mesh_runtime import RayRuntime, RemoteArray, TraceEvent, fetched
 
 if TYPE_CHECKING:
     from alpa_meta.audit.executable import ExecutableAudit
@@ -93,19 +93,19 @@ class Executable:
         with no_mesh():
             held = self._held()
             names = self._output_names()
-            self._runtime.load(
-                self.schedule,
-                executables={
+            self._contract: dict[str, Any] = {
+                "executables": {
                     **{
                         name: self._places.task(task, held[task.task.spec.mesh])
                         for name, task in self.tasks.items()
                     },
                     **self._reductions(),
                 },
-                shardings=self._shardings(),
-                outputs=names if self._guard is None else [*names, VERDICT],
-                carry={name: carry[name] for name in names if carry.get(name) in read},
-            )
+                "shardings": self._shardings(),
+                "outputs": names if self._guard is None else [*names, VERDICT],
+                "carry": {name: carry[name] for name in names if carry.get(name) in read},
+            }
+            self._runtime.load(self.schedule, **self._contract)
         self._homes = dict(zip(graph.inputs, graph.home, strict=True))
         self._where = self._input_places()
         self._statistics = self._compiled_statistics()
@@ -280,6 +280,24 @@ class Executable:
         with no_mesh():
             found = {**inputs, **self._runtime.place(read)}
         return {path: _as_keys(value, inputs[path]) for path, value in found.items()}
+
+    def reload(self, pool: RayPool) -> None:
+        """Load the same programs on the workers that a pool has now, in the place of some that
+        failed."""
+        self._places = RayMeshes(self.plan, pool, self._runtime.trace_mode)
+        self._runtime = self._places.runtime
+        self._runtime.load(self.schedule, **self._contract)
+
+    def templates(self) -> dict[str, Any]:
+        """Return a handle for each input of the plan that is no batch, by path, laid out as it is
+        read, of an array that is not there; a shape for what no worker reads."""
+        held = [leaf for leaf in self.planned.program.inputs if leaf.role in ("state", "constant")]
+        assert isinstance(self._runtime, RayRuntime)
+        found = self._runtime.templates([one.path for one in held if one.path in self._where])
+        return {
+            leaf.path: _as_keys(found[leaf.path], leaf.aval) if leaf.path in found else leaf.aval
+            for leaf in held
+        }
 
     def _with_keys(self, outputs: Sequence[Any]) -> list[Any]:
         avals = [atom.aval for atom in self.planned.program.jaxpr.outvars]

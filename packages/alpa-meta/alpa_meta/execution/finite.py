@@ -167,6 +167,7 @@ def _obeying(
         if names[position] not in task.kinds:
             return operand
         spec = partition_spec(task.plan.inputs[position])
+        assert task.jax_mesh is not None
         return jax.device_put(operand, placed(task.jax_mesh, spec, "device"))
 
     def obeying(*given: Any) -> tuple[Any, ...]:

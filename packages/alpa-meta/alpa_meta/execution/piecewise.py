@@ -137,9 +137,10 @@ class Piece:
 
 @frozen
 class StateArray:
-    """An array of the user's state, and the pieces in which a program has it."""
+    """An array of the user's state, by its path, and the pieces in which a program has it."""
 
     pieces: tuple[Piece, ...]
+    path: str = ""
 
     def united(self, values: Sequence[Any]) -> Any:
         """Return the array made of its pieces."""
@@ -149,15 +150,16 @@ class StateArray:
         return PiecewiseArray(values, [0, *(piece.stop or 0 for piece in self.pieces)])
 
 
-def state_arrays(program: Program) -> tuple[StateArray, ...]:
-    """Return the arrays of the state that `program` trains, in the order of the user's leaves."""
+def state_arrays(program: Program, roles: Sequence[str] = ("state",)) -> tuple[StateArray, ...]:
+    """Return the arrays of the state that `program` trains (or of the inputs with other roles), in
+    the order of the user's leaves."""
     found: dict[str, list[Piece]] = {}
     parts = program.input_parts or [None] * len(program.inputs)
     for leaf, part in zip(program.inputs, parts, strict=True):
-        if leaf.role == "state":
+        if leaf.role in roles:
             start, stop = (None, None) if part is None else (part.start, part.stop)
             found.setdefault(leaf.leaf_path, []).append(Piece(leaf.path, start, stop))
-    return tuple(StateArray(tuple(pieces)) for pieces in found.values())
+    return tuple(StateArray(tuple(pieces), path) for path, pieces in found.items())
 
 
 def parted(program: Program, leaves: Sequence[Any]) -> list[Any]:

@@ -29,6 +29,7 @@ class RayPool:
 
     def __init__(self, options: RayOptions) -> None:
         self.options = options
+        self._replacing = False
         self._workers: dict[tuple[RayMesh, ...], RayWorkers] = {}
 
     def workers(self, meshes: tuple[RayMesh, ...]) -> RayWorkers:
@@ -36,10 +37,19 @@ class RayPool:
         found = self._workers.get(meshes)
         if found is None or found.closed:
             try:
-                found = self._workers[meshes] = RayWorkers(meshes, self.options)
+                found = self._workers[meshes] = RayWorkers(
+                    meshes, self.options, replacing=self._replacing
+                )
             except WorkerError as error:
+                if self._replacing:
+                    raise
                 raise PlanError(f"no workers for the plan on Ray: {error}") from error
         return found
+
+    def replace(self) -> None:
+        """End all workers; others are made when they are asked for."""
+        self.close()
+        self._replacing = True
 
     def close(self) -> None:
         """End all workers; their arrays are lost."""

@@ -104,6 +104,15 @@ def placed(executable: Executable, state: Any) -> Any:
     return rebuild(leaves)
 
 
+def templates(executable: Executable) -> dict[str, Any]:
+    """Return what to restore each array of the state like, by the path of the user's array."""
+    found = executable.templates()
+    return {
+        array.path: array.united([found[piece.path] for piece in array.pieces])
+        for array in state_arrays(executable.planned.program, ("state", "constant"))
+    }
+
+
 def _wanted(executable: Executable, count: int, otherwise: str) -> tuple[StateArray, ...]:
     """Return the state arrays of a plan; PlanError says `otherwise` if they are not `count`."""
     wanted = state_arrays(executable.planned.program)

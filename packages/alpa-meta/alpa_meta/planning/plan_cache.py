@@ -51,6 +51,8 @@ _ONLY_RUNNING = (
     "dynamic_dims",
     "runtime",
     "on_nan",
+    "checkpoints",
+    "checkpoint_every",
 )
 _SOURCES = (
     "alpa_interchange",

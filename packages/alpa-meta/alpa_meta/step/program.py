@@ -178,6 +178,10 @@ class Step:
             )
         return arguments.arrays()
 
+    def unflatten(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments of a call with these array leaves."""
+        return tuple(self._arguments.call_with(leaves))
+
     def program(self, num_microbatches: int) -> Program:
         """Return the program of one of `num_microbatches` equal parts of the batch."""
         if num_microbatches not in self._programs:

@@ -1,0 +1,274 @@
+"""Steps on Ray that survive their workers: new workers, a checkpoint, and the steps since.
+
+The supervisor keeps the batches of the steps behind the newest checkpoint that is whole. When
+workers fail it has new ones started, restores that checkpoint on them and does these steps again.
+The arrays that the user's handles stand for are then what they were, bit for bit under the same
+plan, and the step that failed is done again.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from attrs import define, field, frozen
+
+from alpa_meta.checkpoints.manifest import CheckpointError
+from alpa_meta.checkpoints.restoring import read_checkpoint
+from alpa_meta.checkpoints.saving import Saving
+from alpa_meta.errors import WorkersReplaced
+from alpa_meta.execution.piecewise import PiecewiseArray
+from alpa_meta.step.program import Step
+from mesh_runtime import RemoteArray, StepError, WorkerError
+
+_POLL_SECONDS = 0.02
+ATTEMPTS = 3
+"""How often in a row workers are replaced for one step: what fails that often fails always, as a
+batch that no stage has the memory for or a node that kills what it is given."""
+
+
+class Supervised(Protocol):
+    """What runs the steps, and can do so on new workers."""
+
+    def execute(self, key: Any, leaves: Sequence[Any]) -> list[Any]:
+        """Return the leaves of a step's result."""
+
+    def restart(self) -> None:
+        """Start new workers, and plan anew if there is no room for as many."""
+
+    def templates(self, key: Any) -> list[Any]:
+        """Return, for each leaf of a step's arguments, a handle laid out as it is read, of an array
+        that is not there; a shape for what no worker reads."""
+
+    def step_of(self, key: Any) -> Step:
+        """Return the step that calls of a key are of."""
+
+
+@frozen(eq=False)
+class _Call:
+    """A step that was done: which, the positions of its state, and what else it was given."""
+
+    key: Any
+    held: tuple[int, ...]
+    given: dict[int, Any]
+
+    def leaves(self, state: Sequence[Any]) -> list[Any]:
+        """Return the leaves of the call with a state."""
+        found = dict(zip(self.held, state, strict=True)) | self.given
+        return [found[k] for k in range(len(found))]
+
+
+@frozen(eq=False)
+class _Mark:
+    """A state to go on from: that before call `start` of the log.
+
+    It is in a checkpoint, of which `tree` has the structure with the number of each leaf, or
+    `leaves` are its arrays on the host.
+    """
+
+    start: int
+    saving: Saving | None = None
+    tree: Any = None
+    leaves: tuple[Any, ...] = ()
+
+    def is_whole(self) -> bool:
+        """Return whether it can be restored, as far as can be told without reading it."""
+        return self.saving is None or (self.saving.done() and self.failure() is None)
+
+    def await_saving(self) -> None:
+        """Wait until it is saved, or has failed to be."""
+        while self.saving is not None and not self.saving.done():
+            time.sleep(_POLL_SECONDS)
+
+    def failure(self) -> CheckpointError | None:
+        """Return why it could not be saved, None if it was or still is being saved."""
+        try:
+            if self.saving is not None and self.saving.done():
+                self.saving.wait()
+        except CheckpointError as error:
+            return error
+        return None
+
+    def restored(self, templates: Sequence[Any]) -> list[Any]:
+        """Return the leaves of the state, laid out as `templates`."""
+        if self.saving is None:
+            return list(self.leaves)
+        like = jax.tree.map(lambda number: templates[number], self.tree)
+        found = read_checkpoint(self.saving.wait()).restore(like)
+        leaves: list[Any] = list(templates)
+        for number, leaf in zip(jax.tree.leaves(self.tree), jax.tree.leaves(found), strict=True):
+            leaves[number] = leaf
+        return leaves
+
+
+@define
+class Supervisor:
+    """Has the steps of one `ParallelStep` done again when its workers fail."""
+
+    runs: Supervised
+    num_recoveries: int = field(default=0, init=False)
+    _latest: _Call | None = field(default=None, init=False)
+    _state: list[Any] = field(factory=list, init=False)
+    _log: list[_Call] = field(factory=list, init=False)
+    _marks: list[_Mark] = field(factory=list, init=False)
+
+    def run(self, key: Any, leaves: Sequence[Any]) -> list[Any]:
+        """Return the leaves of a step's result, having replaced workers that failed."""
+        call = _call(self.runs.step_of(key), key, leaves)
+        state = [leaves[k] for k in call.held]
+        if not self._continues(state):
+            self._begin(call, state)
+        for attempt in range(ATTEMPTS + 1):
+            try:
+                self._check_open()
+                results = self._done(call, self._state)
+                break
+            except StepError as error:
+                if attempt == ATTEMPTS or not self.can_recover():
+                    raise
+                self.recover(error)
+                if not isinstance(error, WorkerError):
+                    raise  # of the program: it would fail again; the state is as it was
+        self._state, self._latest = self._after(call, self._state, results), call
+        self._log.append(call)
+        self._forget()
+        return results
+
+    def note(self, saving: Saving, state: Any) -> None:
+        """Note that a state is being saved: if it is that after the last step, steps can go on from
+        there."""
+        numbers: dict[int, list[int]] = {}
+        for k, leaf in enumerate(self._state):
+            numbers.setdefault(id(leaf), []).append(k)
+        leaves: list[Any]
+        structure: Any
+        leaves, structure = jax.tree.flatten(state)
+        found = [numbers[id(leaf)].pop(0) if numbers.get(id(leaf)) else -1 for leaf in leaves]
+        if sorted(found) == list(range(len(self._state))):
+            tree = structure.unflatten(found)
+            self._marks.append(_Mark(len(self._log), saving, tree))
+
+    def latest(self) -> tuple[Step, list[Any], tuple[int, ...]]:
+        """Return the latest step, the leaves of its next call with its state, and the positions of
+        the state."""
+        call = self._latest
+        assert call is not None
+        return self.runs.step_of(call.key), call.leaves(self._state), call.held
+
+    def wait(self) -> None:
+        """Wait for the checkpoints under way."""
+        for mark in self._marks:
+            mark.await_saving()
+        self._forget()
+
+    def can_recover(self) -> bool:
+        """Return whether there is a state to go on from."""
+        self._forget()
+        return any(mark.is_whole() for mark in self._marks)
+
+    def recover(self, error: Exception) -> None:
+        """Make the state after the last step anew on new workers, and the handles stand for it."""
+        for attempt in range(ATTEMPTS):
+            self._forget()
+            mark = next(mark for mark in reversed(self._marks) if mark.is_whole())
+            calls = self._log[mark.start :]
+            where = "the first state" if mark.saving is None else str(mark.saving.wait())
+            warnings.warn(
+                f"{error}; its workers are replaced, and the run goes on from {where} with "
+                f"{len(calls)} steps done again",
+                WorkersReplaced,
+                stacklevel=2,
+            )
+            try:
+                self.runs.restart()
+                self.num_recoveries += 1
+                assert self._latest is not None
+                templates = self.runs.templates(self._latest.key)
+                state = mark.restored([templates[k] for k in self._latest.held])
+                for call in calls:
+                    state = self._after(call, state, self._done(call, state))
+                self._state = [_again(*pair) for pair in zip(self._state, state, strict=True)]
+                return
+            except WorkerError as again:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                error = again
+
+    def _continues(self, state: Sequence[Any]) -> bool:
+        """Return whether a step is given the state that the last one returned."""
+        return len(state) == len(self._state) > 0 and all(
+            given is own for given, own in zip(state, self._state, strict=True)
+        )
+
+    def _begin(self, call: _Call, state: list[Any]) -> None:
+        """Forget what was before: a step is given another state."""
+        self._latest, self._state, self._log, self._marks = call, state, [], []
+        if not any(isinstance(leaf, (RemoteArray, PiecewiseArray)) for leaf in state):
+            self._marks = [_Mark(0, leaves=tuple(map(_copied, state)))]
+
+    def _forget(self) -> None:
+        """Forget what could not be saved, saying so, and what is before the newest mark that is
+        whole."""
+        for mark in list(self._marks):
+            if (failure := mark.failure()) is not None:
+                warnings.warn(f"no checkpoint was saved: {failure}", RuntimeWarning, stacklevel=2)
+                self._marks.remove(mark)
+        whole = [k for k, mark in enumerate(self._marks) if mark.is_whole()]
+        if not whole:
+            return
+        start = self._marks[whole[-1]].start
+        self._log = self._log[start:]
+        self._marks = [
+            _Mark(mark.start - start, mark.saving, mark.tree, mark.leaves)
+            for mark in self._marks[whole[-1] :]
+        ]
+
+    def _check_open(self) -> None:
+        """Raise the reason for which the workers were closed since the last step, if they were."""
+        for leaf in self._state:
+            for one in leaf.pieces if isinstance(leaf, PiecewiseArray) else (leaf,):
+                reason = getattr(one.owner, "closed", "") if isinstance(one, RemoteArray) else ""
+                if reason:
+                    raise WorkerError(reason)
+
+    def _done(self, call: _Call, state: Sequence[Any]) -> list[Any]:
+        return self.runs.execute(call.key, call.leaves(state))
+
+    def _after(self, call: _Call, state: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """Return the state after a call."""
+        step, after = self.runs.step_of(call.key), dict(zip(call.held, state, strict=True))
+        for result, alias in zip(results, step.whole.aliases, strict=True):
+            if alias is not None:
+                after[alias] = result
+        return list(after.values())
+
+
+def _call(step: Step, key: Any, leaves: Sequence[Any]) -> _Call:
+    """Return a call of a step; of its state are also constants that live on workers."""
+    held = tuple(
+        k
+        for k, (leaf, value) in enumerate(zip(step.leaves, leaves, strict=True))
+        if leaf.role == "state" or isinstance(value, (RemoteArray, PiecewiseArray))
+    )
+    given = {k: _copied(leaf) for k, leaf in enumerate(leaves) if k not in held}
+    return _Call(key, held, given)
+
+
+def _copied(leaf: Any) -> Any:
+    """Return an array that stays as it is: a loader may fill its own anew."""
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _again(handle: Any, made: Any) -> Any:
+    """Return an array under the handle that the user has of it, where that can stand for it."""
+    if isinstance(handle, RemoteArray) and isinstance(made, RemoteArray):
+        handle.buffer, handle.key_impl = made.buffer, made.key_impl
+        return handle
+    if isinstance(handle, PiecewiseArray) and isinstance(made, PiecewiseArray):
+        handle.pieces, handle.bounds = made.pieces, made.bounds
+        return handle
+    return made

@@ -1,0 +1,252 @@
+"""Faults put into real processes and nodes of a Ray cluster, and what becomes of the run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+os.environ.setdefault("RAY_worker_niceness", "0")  # not behind other tests
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # other programs' memory is not ours
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from attrs import evolve
+
+import alpa_meta as alpa
+from alpa_meta.cli import run
+from cost_model import cluster as named_cluster
+
+pytest.importorskip("ray", reason="needs the extra alpa-meta[ray]")
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
+ADAM = optax.adam(1e-2)
+BATCH = jax.ShapeDtypeStruct((8, 16), np.float32)
+STEPS = 8
+HOST = named_cluster("host:2").host_groups[0]
+CLUSTER = evolve(
+    named_cluster("host:2"),
+    name="two hosts",
+    host_groups=(evolve(HOST, num_hosts=2, devices_per_host=1),),
+)
+
+
+def make(key):
+    weights = jax.random.normal(key, (4, 16, 16)) / 4
+    return {"weights": weights, "key": key, "moments": ADAM.init(weights)}
+
+
+def step(state, x):
+    key, noise = jax.random.split(state["key"])
+
+    def loss_of(weights):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)
+        return jnp.mean((h - x) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["weights"])
+    updates, moments = ADAM.update(gradients, state["moments"])
+    weights = optax.apply_updates(state["weights"], updates)
+    drawn = jax.random.uniform(noise)
+    return {"weights": weights, "key": key, "moments": moments}, {"loss": loss, "drawn": drawn}
+
+
+def batch(number):
+    return np.random.default_rng(number).normal(size=BATCH.shape).astype(np.float32)
+
+
+def words(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def assert_equal(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(words(a), words(b)), found, expected)
+
+
+def processes(parallel):
+    (workers,) = parallel._pool._workers.values()
+    return workers.process_ids
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Make a cluster of a node for the driver and two for one process each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    quick = {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 500,
+        "health_check_timeout_ms": 1000,
+        "health_check_failure_threshold": 3,
+    }
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": quick},
+    )
+    cluster.working = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def plan():
+    planner = alpa.parallelize(step, cluster=CLUSTER, num_stages=2, num_microbatches=2)
+    return planner.plan_for(make(jax.random.key(0)), BATCH)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plan):
+    """Return the state after `STEPS` steps in one process, and their losses."""
+    near = alpa.parallelize(step, plan=plan)
+    state, losses = make(jax.random.key(0)), []
+    for number in range(STEPS):
+        state, found = near(state, batch(number))
+        losses.append(float(found["loss"]))
+    return near.gather(state), losses
+
+
+def surviving(tmp_path, **settings):
+    options = alpa.RayOptions(
+        cpus_per_actor=2.0, step_timeout=120.0, replace_timeout=settings.pop("room", 60.0)
+    )
+    return alpa.parallelize(
+        step, runtime=options, checkpoints=tmp_path / "saved", checkpoint_every=3, **settings
+    )
+
+
+def test_killed_and_stopped_workers_are_replaced_and_the_run_is_as_undisturbed(
+    nodes, plan, undisturbed, tmp_path
+):
+    far = surviving(tmp_path, plan=plan)
+    state, losses, seconds = far.init(make, jax.random.key(0), batch=BATCH), [], {}
+    state, found = far(far.gather(state), batch(0))
+    losses.append(float(found["loss"]))
+    faults = {
+        1: ("mesh 0 host 0", signal.SIGKILL, "the first state with 1 steps"),
+        5: ("mesh 1 host 0", signal.SIGSTOP, ".*step-00000003 with 2 steps"),
+    }
+    for number in range(1, STEPS):
+        if number in faults:
+            name, fault, source = faults[number]
+            threading.Timer(0.003, os.kill, (processes(far)[name], fault)).start()
+            begun = time.monotonic()
+            with pytest.warns(alpa.WorkersReplaced, match=f"{name}.*goes on from {source}"):
+                # the step may be done before the signal comes
+                state, found = far(state, batch(number))
+                if far.supervisor.num_recoveries <= list(faults).index(number):
+                    far.gather(state)
+            seconds[fault.name] = time.monotonic() - begun
+        else:
+            state, found = far(state, batch(number))
+        if number == 4:
+            far.supervisor.wait()  # from here on it is the checkpoint of step 3 that is restored
+        losses.append(float(found["loss"]))
+    assert far.supervisor.num_recoveries == 2
+    print({name: round(value, 1) for name, value in seconds.items()})
+    expected, expected_losses = undisturbed
+    assert losses == expected_losses
+    assert_equal(far.gather(state), expected)
+    far.close()
+    assert alpa.read_checkpoint(tmp_path / "saved").step == 6
+
+
+def test_a_lost_node_is_replaced_or_the_step_is_planned_anew_for_those_left(
+    nodes, plan, undisturbed, tmp_path
+):
+    far = surviving(tmp_path, plan=plan, room=5.0)
+    state = make(jax.random.key(0))
+    for number in range(4):
+        state, _ = far(state, batch(number))
+    far.supervisor.wait()
+    nodes.remove_node(nodes.working.pop(0), allow_graceful=False)
+    nodes.working.append(nodes.add_node(num_cpus=2))
+    begun = time.monotonic()
+    with pytest.warns(alpa.WorkersReplaced, match="step-00000003 with 1 steps done again"):
+        state, _ = far(state, batch(4))
+    print("a node lost and replaced", round(time.monotonic() - begun, 1))
+    for number in range(5, STEPS):
+        state, _ = far(state, batch(number))
+    assert far.plan.stage_plan.num_meshes == 2
+    assert_equal(far.gather(state), undisturbed[0])
+    far.close()
+
+    far = surviving(tmp_path / "fewer", plan=plan, room=5.0)
+    state, losses = make(jax.random.key(0)), []
+    for number in range(STEPS):
+        if number == 4:
+            far.supervisor.wait()
+            there = processes(far).values()
+            nodes.remove_node(nodes.working.pop(), allow_graceful=False)
+            while all(map(alive, there)):  # workers end once they see that their node is gone
+                time.sleep(0.05)
+            begun = time.monotonic()
+            with pytest.warns(alpa.WorkersReplaced, match="planned anew for 1 hosts"):
+                state, found = far(state, batch(number))
+            print("a node lost", round(time.monotonic() - begun, 1))
+        else:
+            state, found = far(state, batch(number))
+        losses.append(float(found["loss"]))
+    assert [group.num_hosts for group in far.plan.cluster.host_groups] == [1]
+    np.testing.assert_allclose(losses, undisturbed[1], rtol=1e-5)
+    far.close()
+    nodes.working.append(nodes.add_node(num_cpus=2))
+
+
+PROGRAM = """
+import jax, numpy as np
+from test_ray_survival import batch, make, step
+
+def program():
+    return step, make(jax.random.key(0)), map(batch, range(10**6))
+"""
+
+
+def losses_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_path, monkeypatch):
+    (tmp_path / "killed_run.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    fixed = ["--compare", "0", "--checkpoint-every", "5"]
+    begin = ["--step", "killed_run:program", "--cluster", "host:2", "--microbatches", "2"]
+    paths = os.pathsep.join([str(tmp_path), os.path.dirname(__file__)])
+    driver = subprocess.Popen(
+        [sys.executable, "-c", "from alpa_meta.cli import main; main()", "train", "--ray"]
+        + [*begin, *fixed, "--steps", "1000000", "--out", "run"],
+        env={**os.environ, "PYTHONPATH": paths, "RAY_ADDRESS": "local"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        while not list((tmp_path / "run" / "checkpoint").glob("step-*")):
+            assert driver.poll() is None
+            time.sleep(0.05)
+    finally:
+        driver.kill()
+        driver.wait()
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+    done = alpa.read_checkpoint("run/checkpoint").step
+    assert run(["train", "--resume", "run", "--ray", *fixed, "--steps", str(done + 7)]) == 0
+    plan = ["--plan", "run/plan.json"]
+    near = ["train", *begin[:4], *plan, *fixed, "--steps", str(done + 7), "--out", "near"]
+    assert run(near) == 0
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "near")
+    found, expected = (alpa.restore(f"{one}/checkpoint") for one in ("run", "near"))
+    assert_equal(found, expected)
