@@ -14,6 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from alpa_meta.command_options import (
+    SIZES,
+    Cluster,
+    Memory,
+    Microbatches,
+    OwnProgram,
+    Recompute,
+    Schedule,
+    Seed,
+    Stages,
+)
 from alpa_meta.errors import PlanError
 from alpa_meta.extras import require
 from alpa_meta.published_models import PUBLISHED
@@ -52,6 +63,14 @@ MOUNTED: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Say where plans of earlier searches are kept, how many and how large; "
             "ALPA_PLAN_CACHE=0 keeps none.",
         ),
+        "trace": (
+            "alpa_meta.report.run_commands:trace",
+            "Write the predicted and executed lanes of a run's last step for Perfetto or Chrome.",
+        ),
+        "top": (
+            "alpa_meta.report.run_commands:top",
+            "Watch a run: its step, what each mesh spends its time on, slow meshes, memory.",
+        ),
         "clusters": (
             "cost_model.cli:clusters",
             "List the clusters that are known by name, or print one with its constants and "
@@ -65,72 +84,6 @@ MOUNTED: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """Commands that stand elsewhere: module:function, imported only to run it, and its first line."""
-
-Cluster = Annotated[
-    str,
-    typer.Option(
-        help="Preset and devices (host:8, h100:16, h100:2x8; see `alpa clusters`), or a TOML file."
-    ),
-]
-Stages = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of pipeline stages; left out, the planner chooses."),
-]
-Microbatches = Annotated[
-    int | None, typer.Option(min=1, help="Microbatches per step; left out, the planner chooses.")
-]
-Schedule = Annotated[
-    str | None,
-    typer.Option(
-        help="Pipeline schedule: 1f1b, gpipe, eager-1f1b, adaptive, interleaved-1f1b (several "
-        "stages per mesh) or zero-bubble-h1.",
-        show_default="chosen",
-    ),
-]
-Recompute = Annotated[
-    str | None,
-    typer.Option(
-        help="What the backward pass computes again instead of keeping it: none, selective or "
-        "full, for all layers or one for each, with commas.",
-        show_default="chosen where memory is short",
-    ),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(help="Memory per device a plan may use, e.g. 16GiB; default: all of it."),
-]
-Layers = Annotated[int | None, typer.Option(min=1, help="Transformer layers.", show_default="4")]
-Hidden = Annotated[int | None, typer.Option(min=1, help="Width of the model.", show_default="64")]
-Heads = Annotated[int | None, typer.Option(min=1, help="Attention heads.", show_default="4")]
-Context = Annotated[int | None, typer.Option(min=1, help="Bytes in a window.", show_default="128")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Windows per step.", show_default="16")]
-Dtype = Annotated[
-    str | None, typer.Option(help="Arithmetic: float32 or bfloat16.", show_default="float32")
-]
-Seed = Annotated[
-    int | None, typer.Option(min=0, help="Seed of weights and data.", show_default="0")
-]
-
-OwnProgram = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODULE:FUNCTION",
-        help="A program of your own: the function takes no arguments and returns (step, state, "
-        "batch).",
-    ),
-]
-
-SIZES: Mapping[str, Any] = MappingProxyType(
-    {
-        "layers": Layers,
-        "hidden": Hidden,
-        "heads": Heads,
-        "context": Context,
-        "batch": Batch,
-        "dtype": Dtype,
-    }
-)
-"""The options that say how large the bundled GPT and its batch are."""
 
 _FIELDS = {"layers": "num_layers", "heads": "num_heads"}  # of GptOptions, where named otherwise
 _PUBLISHED_SIZES: Mapping[str, str] = MappingProxyType(
@@ -250,6 +203,13 @@ def train(
             "or skip the step; left out, nothing is looked at."
         ),
     ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for the newest step in Prometheus' text format.",
+            show_default="OUT/metrics.prom",
+        ),
+    ] = None,
     ray: Annotated[
         bool,
         typer.Option(
@@ -298,6 +258,7 @@ def train(
             checkpoint_every=checkpoint_every,
             ray=workers,
             on_nan=on_nan,
+            metrics=metrics,
         )
         _use_devices(cluster, workers)
         run_own_training(own, console())
@@ -325,6 +286,7 @@ def train(
         checkpoint_every=checkpoint_every,
         ray=workers,
         on_nan=on_nan,
+        metrics=metrics,
     )
     _use_devices(cluster, workers)
     run_training(request, console())

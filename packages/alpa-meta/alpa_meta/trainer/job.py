@@ -16,6 +16,7 @@ from alpa_interchange.plan import ParallelPlan
 from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.checkpoints.restoring import Checkpoint
 from alpa_meta.errors import NonFiniteError, PlanError
+from alpa_meta.report.chrome_trace import write_trace
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.loss_figure import draw_loss
 from alpa_meta.report.plan_figure import draw_plan
@@ -27,6 +28,7 @@ from alpa_meta.trainer.evaluation import HELD_OUT_BYTES, baseline_loss, held_out
 from alpa_meta.trainer.host_devices import check_devices
 from alpa_meta.trainer.loop import batch_of, run_steps
 from alpa_meta.trainer.metrics import StepMetrics, read_metrics
+from alpa_meta.trainer.monitor import Monitor
 from alpa_meta.trainer.planning import Parallelism, batch_shapes, find_cluster, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
@@ -54,6 +56,7 @@ class TrainRequest:
     checkpoint_every: int = 100
     ray: RayOptions | None = None  # None: on the devices of this process
     on_nan: str | None = None
+    metrics: Path | None = None  # where the newest step is written for collectors
 
 
 @frozen(kw_only=True)
@@ -112,6 +115,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
             progress=progress,
             ray=request.ray,
             on_nan=request.on_nan,
+            checkpoints=folder.checkpoints,
         )
         shapes = (jax.eval_shape(make_state, key), batch_shapes(settings))
         plan = step.plan_for(*shapes)
@@ -124,15 +128,16 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         progress("compile", 0, 1)
         step(step.place(first_state), batch_of(text.train, settings, start.step))
         progress("compile", 1, 1)
-    state = step.place(first_state)
+    state = first_state if request.ray is not None else step.place(first_state)
     recorder = RunRecorder(
         folder=folder,
         start=start.step,
         write_plan=lambda folder: save_plan(plan, folder.plan, step.menu),
         settings={"run": settings_to_json(settings), "text": text.fingerprint},
         checkpoint_every=request.checkpoint_every,
-        metrics=StepMetrics,
+        metrics=StepMetrics.of,
         say=console.print,
+        begin_saving=step.save,
     )
     compared, last = _train(request, start, step, state, text, recorder, console)
     held_out = held_out_loss(settings.model, last, text)
@@ -142,10 +147,14 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         f"trigram's {trigram:.3f}"
     )
     comparison = _compare(request, start, recorder.steps, compared, first_state, text, console)
-    history = read_metrics(folder.metrics, StepMetrics)
+    history = read_metrics(folder.metrics, StepMetrics.of)
     draw_loss(folder.loss_picture, history, trigram=trigram, held_out=held_out)
+    if step.plan is not plan:  # planned anew for the nodes that were left
+        plan = step.plan
+        save_plan(plan, folder.plan, step.menu)
     draw_plan(folder.plan_picture, plan)
     draw_last_step(folder.timeline_picture, step.last_trace, plan)
+    write_trace(folder.timeline, {"executed": step.last_trace})
     step.close()
     console.print(
         f"wrote {folder.path}/: plan.json, plan.png, metrics.jsonl, loss.png, timeline.png, "
@@ -219,11 +228,13 @@ def _train(
     console: Console,
 ) -> tuple[Any, Any]:
     """Return the parameters on the host: after the steps to compare, and after the last."""
+    monitor = Monitor(step, request.metrics or recorder.folder.samples, console.print)
     compared_step = min(start.step + request.comparison_steps, start.stop)
     compared: list[Any] = [None]
 
     def note(metrics: StepMetrics, state: Any) -> None:
         recorder.record(metrics, state)
+        monitor.note(metrics.step, metrics.step_seconds, metrics.values)
         show(metrics)
         if metrics.step == compared_step:
             compared[0] = step.gather(state.params)
@@ -241,6 +252,7 @@ def _train(
                     stop=start.stop,
                     on_step=note,
                     stopped=lambda: signals.received is not None,
+                    look=monitor.look,
                 )
         except NonFiniteError as error:
             recorder.state = error.result[0]

@@ -61,9 +61,10 @@ def run_steps(
     stop: int,
     on_step: Callable[[StepMetrics, Any], None],
     stopped: Callable[[], bool] = lambda: False,
+    look: Callable[[], dict[str, float]] = dict,
 ) -> Any:
     """Return the state after the steps start..stop, or where `stopped` says so between two;
-    `on_step(metrics, state)` sees each one."""
+    `on_step(metrics, state)` sees each one, with the parts of its time that `look` returns."""
     rates = learning_rates(settings.optimiser)
     for number in range(start, stop):
         if stopped():
@@ -79,6 +80,7 @@ def run_steps(
             learning_rate=float(rates(number)),
             step_seconds=seconds,
             tokens_per_second=settings.tokens_per_step / seconds,
+            parts=look(),
         )
         on_step(shown, state)
     return state

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 
 class Metrics(Protocol):
@@ -34,13 +34,38 @@ class StepMetrics:
     learning_rate: float
     step_seconds: float
     tokens_per_second: float
+    parts: Mapping[str, float] = field(factory=dict)  # seconds of the step, where it was traced
 
     def row(self) -> Mapping[str, Any]:
         """Return the line's names and values."""
-        return asdict(self)
+        row = asdict(self)
+        return {**{k: v for k, v in row.items() if k != "parts"}, **_parts_row(self.parts)}
+
+    @property
+    def values(self) -> dict[str, float]:
+        """What the step showed, beside its number and time."""
+        names = ("loss", "gradient_norm", "learning_rate", "tokens_per_second")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, **row: Any) -> StepMetrics:
+        """Return what such a line says."""
+        parts = _parts_of(row)
+        return cls(**row, parts=parts)
 
 
 _OF_STEP = ("step", "step_seconds")
+_PART_NAMES = ("compute", "update", "transfer", "bubble")
+
+
+def _parts_row(parts: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}_seconds": seconds for name, seconds in parts.items()}
+
+
+def _parts_of(row: dict[str, Any]) -> dict[str, float]:
+    """Take the parts of a step out of a line."""
+    names = [name for name in _PART_NAMES if f"{name}_seconds" in row]
+    return {name: row.pop(f"{name}_seconds") for name in names}
 
 
 @frozen(kw_only=True)
@@ -50,6 +75,7 @@ class OwnMetrics:
     step: int  # 1 is the first
     step_seconds: float
     values: Mapping[str, float]
+    parts: Mapping[str, float] = field(factory=dict)  # seconds of the step, where it was traced
 
     @property
     def loss(self) -> float | None:
@@ -60,17 +86,20 @@ class OwnMetrics:
 
     def row(self) -> Mapping[str, Any]:
         """Return the line's names and values."""
-        return {"step": self.step, **self.values, "step_seconds": self.step_seconds}
+        timed = {"step_seconds": self.step_seconds, **_parts_row(self.parts)}
+        return {"step": self.step, **self.values, **timed}
 
     @classmethod
     def of(cls, *, step: int, step_seconds: float, **values: float) -> OwnMetrics:
         """Return what such a line says."""
-        return cls(step=step, step_seconds=step_seconds, values=values)
+        parts = _parts_of(values)
+        return cls(step=step, step_seconds=step_seconds, values=values, parts=parts)
 
     @staticmethod
     def named(values: Mapping[str, float]) -> dict[str, float]:
         """Return values under names that are none of the line's own."""
-        return {f"returned.{k}" if k in _OF_STEP else k: v for k, v in values.items()}
+        own = (*_OF_STEP, *(f"{name}_seconds" for name in _PART_NAMES))
+        return {f"returned.{k}" if k in own else k: v for k, v in values.items()}
 
 
 class MetricsFile:

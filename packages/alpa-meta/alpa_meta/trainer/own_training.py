@@ -19,6 +19,7 @@ from alpa_interchange.plan import ParallelPlan
 from alpa_meta.checkpoints.restoring import Checkpoint, read_settings
 from alpa_meta.errors import NonFiniteError, PlanError
 from alpa_meta.own_step import OwnStep, Runnable, after_step, load_step
+from alpa_meta.report.chrome_trace import write_trace
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.loss_figure import draw_loss
 from alpa_meta.report.plan_figure import draw_plan
@@ -28,6 +29,7 @@ from alpa_meta.report.timeline_figure import draw_last_step
 from alpa_meta.step.pure_call import OneDevice
 from alpa_meta.trainer.host_devices import check_devices
 from alpa_meta.trainer.metrics import OwnMetrics, read_metrics
+from alpa_meta.trainer.monitor import Monitor
 from alpa_meta.trainer.planning import Parallelism, find_cluster, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
@@ -53,6 +55,7 @@ class OwnRequest:
     checkpoint_every: int = 100
     ray: RayOptions | None = None  # None: on the devices of this process
     on_nan: str | None = None
+    metrics: Path | None = None  # where the newest step is written for collectors
 
 
 @frozen(kw_only=True)
@@ -99,6 +102,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
             exact=program.exact,
             ray=request.ray,
             on_nan=request.on_nan,
+            checkpoints=folder.checkpoints,
         )
         batch = next(batches)
         plan = step.plan_for(start.state(), batch)
@@ -111,6 +115,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         checkpoint_every=request.checkpoint_every,
         metrics=OwnMetrics.of,
         say=console.print,
+        begin_saving=step.save,
     )
     with StopSignals() as signals:
         try:
@@ -123,8 +128,12 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         finally:
             recorder.close()
         recorder.end_if_stopped(signals)
+    if step.plan is not plan:  # planned anew for the nodes that were left
+        plan = step.plan
+        save_plan(plan, folder.plan, step.menu)
     draw_plan(folder.plan_picture, plan)
     draw_last_step(folder.timeline_picture, step.last_trace, plan)
+    write_trace(folder.timeline, {"executed": step.last_trace})
     step.close()
     history = read_metrics(folder.metrics, OwnMetrics.of)
     pictures = "plan.png, timeline.png"
@@ -176,6 +185,7 @@ def _train(
 ) -> None:
     """Run the steps, the first ones also on one device."""
     step.num_steps = start.step
+    monitor = Monitor(step, request.metrics or recorder.folder.samples, console.print)
     plain, other = OneDevice(start.program.train_step), start.state()
     state, difference, compared = start.state(), 0.0, 0
     for number in range(start.step, start.stop):
@@ -188,8 +198,11 @@ def _train(
         state, found = after_step(state, jax.block_until_ready(step(state, batch)))
         seconds = time.perf_counter() - began
         values = OwnMetrics.named(_scalars(found))
-        metrics = OwnMetrics(step=number + 1, step_seconds=seconds, values=values)
+        metrics = OwnMetrics(
+            step=number + 1, step_seconds=seconds, values=values, parts=monitor.look()
+        )
         recorder.record(metrics, state)
+        monitor.note(metrics.step, seconds, values)
         console.print(_line(metrics))
         if compared < request.comparison_steps:
             other, expected = after_step(other, plain(other, batch))

@@ -80,9 +80,12 @@ def parallel_step(
     exact: bool = True,
     ray: RayOptions | None = None,
     on_nan: str | None = None,
+    checkpoints: Path | None = None,
 ) -> Any:
-    """Return `step` parallelised as asked for, not planned yet; to run on `ray`, if it is given."""
-    options = _options(parallelism, plan, progress, exact, ray, on_nan)
+    """Return `step` parallelised as asked for, not planned yet; to run on `ray`, if it is given,
+    where it goes on from what is saved in `checkpoints` when workers fail."""
+    folder = None if ray is None else checkpoints
+    options = _options(parallelism, plan, progress, exact, ray, on_nan, folder)
     return alpa.parallelize(step, cluster=cluster, options=options)
 
 
@@ -93,6 +96,7 @@ def _options(
     exact: bool = True,
     ray: RayOptions | None = None,
     on_nan: str | None = None,
+    checkpoints: Path | None = None,
 ) -> Options:
     chosen: dict[str, Any] = {
         "num_stages": parallelism.num_stages,
@@ -106,6 +110,8 @@ def _options(
         "exact": exact,
         "runtime": ray,
         "on_nan": on_nan,
+        "checkpoints": checkpoints,
+        "checkpoint_every": 0,  # the recorder of the run saves
     }
     try:
         return Options(**{name: value for name, value in chosen.items() if value is not None})

@@ -20,7 +20,8 @@ class RunRecorder(Generic[M]):
 
     So a run that cannot do even one step leaves nothing behind. `write_plan` writes the plan into
     the opened folder; `start` is the step the run begins after: 0 for a new one. `metrics` makes
-    metrics of a line of their file. What cannot be written is said, and training goes on.
+    metrics of a line of their file, `begin_saving` begins a checkpoint. What cannot be written is
+    said, and training goes on.
     """
 
     folder: RunFolder
@@ -30,6 +31,7 @@ class RunRecorder(Generic[M]):
     checkpoint_every: int
     metrics: Callable[..., M]
     say: Callable[[str], None] = lambda message: None
+    begin_saving: Callable[..., Saving] = save
     steps: list[M] = field(factory=list, init=False)
     state: Any = field(default=None, init=False)
     _saved: int = field(default=-1, init=False)
@@ -54,7 +56,9 @@ class RunRecorder(Generic[M]):
         self._saved = step = self.steps[-1].step
         folder = self.folder.checkpoints
         try:
-            self._saving = save(folder, self.state, step=step, settings=self.settings, keep=2)
+            self._saving = self.begin_saving(
+                folder, self.state, step=step, settings=self.settings, keep=2
+            )
         except CheckpointError as error:
             self._not_saved(error)
 

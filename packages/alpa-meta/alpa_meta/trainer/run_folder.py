@@ -35,6 +35,14 @@ class RunFolder:
         return self.path / "loss.png"
 
     @property
+    def samples(self) -> Path:
+        return self.path / "metrics.prom"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
     def timeline_picture(self) -> Path:
         return self.path / "timeline.png"
 

@@ -52,6 +52,35 @@ def test_a_run_goes_on_behind_a_step_that_is_skipped(program):
     assert losses[3] is None and len(losses) == 6 and losses[5] is not None
 
 
+def test_a_run_can_be_watched_and_its_last_step_traced(program, capsys, tmp_path):
+    two = ["--cluster", "host:2", "--stages", "2", "--schedule", "1f1b"]
+    assert program(*two, "--steps", "3", "--metrics", "newest.prom") == 0
+    with open("run/metrics.jsonl") as lines:
+        rows = [json.loads(line) for line in lines]
+    names = {f"{part}_seconds" for part in ("compute", "update", "transfer", "bubble")}
+    assert all(names <= row.keys() for row in rows)
+    capsys.readouterr()
+    assert run(["top", "run", "--once", "--metrics", "newest.prom"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 3 " in shown and "loss" in shown and "transfer" in shown
+    assert "memory per device, as planned: stage 0" in shown
+    assert run(["top", "run"]) == 2
+    assert "run/metrics.prom: is not there" in capsys.readouterr().err
+
+    assert run(["trace", "run"]) == 0
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    names = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert names == ["predicted", "executed"]
+    runs = [
+        {(one["tid"], one["name"]) for one in events if one["ph"] == "X" and one["pid"] == number}
+        for number in (0, 1)
+    ]
+    assert {(0, "forward.0 #1"), (1, "backward.1 #0")} <= runs[0] & runs[1]
+    (tmp_path / "run" / "timeline.json").unlink()
+    assert run(["trace", "run"]) == 2
+    assert "it is written when a run ends" in capsys.readouterr().err
+
+
 def test_another_word_is_refused(program, capsys):
     assert program("--on-nan", "stop") == 2
     assert "on_nan must be one of raise, skip" in capsys.readouterr().err

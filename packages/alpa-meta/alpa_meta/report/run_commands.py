@@ -1,0 +1,122 @@
+"""`alpa trace` and `alpa top`: what a run did in its last step, and what it is doing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from alpa_interchange import load
+from alpa_interchange.amounts import format_bytes, format_seconds
+from alpa_interchange.plan import ParallelPlan
+from alpa_meta.errors import PlanError
+from alpa_meta.report.chrome_trace import read_trace, write_trace
+from alpa_meta.report.predicted_events import predicted_events
+from alpa_meta.report.prometheus import Sample, read_samples
+
+REFRESH_SECONDS = 1.0
+Run = Annotated[Path, typer.Argument(help="The folder of a run: what --out of alpa train was.")]
+
+
+def trace(
+    run: Run,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write.", show_default="RUN/trace.json")
+    ] = None,
+) -> None:
+    """Write the predicted and executed lanes of a run's last step for Perfetto or Chrome.
+
+    They stand one below the other, in ui.perfetto.dev or chrome://tracing.
+    """
+    executed = run / "timeline.json"
+    if not executed.exists():
+        raise PlanError(
+            f"{executed}: is not there; it is written when a run ends: give the folder of a run "
+            "that has"
+        )
+    try:
+        events = read_trace(executed)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    plan = load(run / "plan.json", ParallelPlan)
+    path = out or run / "trace.json"
+    write_trace(path, {"predicted": predicted_events(plan), "executed": events})
+    typer.echo(f"wrote {path}; open it in ui.perfetto.dev")
+
+
+def top(
+    run: Run,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print it once instead of watching.")
+    ] = False,
+    metrics: Annotated[
+        Path | None, typer.Option(help="What --metrics was.", show_default="RUN/metrics.prom")
+    ] = None,
+) -> None:
+    """Watch a run: its step, what each mesh spends its time on, slow meshes, memory."""
+    from alpa_meta.commands import console
+
+    path, terminal = metrics or run / "metrics.prom", console()
+    if not path.exists():
+        raise PlanError(f"{path}: is not there; it appears with the first step of a run")
+    try:
+        if once or not terminal.is_terminal:
+            terminal.print(view(read_samples(path), 0.0))
+            return
+        with Live(console=terminal, auto_refresh=False) as live:
+            while True:
+                age = time.time() - path.stat().st_mtime
+                live.update(view(read_samples(path), age), refresh=True)
+                time.sleep(REFRESH_SECONDS)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    except KeyboardInterrupt:
+        return
+
+
+def view(samples: Sequence[Sample], age: float) -> Group:
+    """Return the picture of the newest step, `age` seconds old."""
+    one = {sample.name: sample.value for sample in samples if not sample.labels}
+    values = {s.labels["name"]: s.value for s in samples if s.name == "alpa_value"}
+    seconds = one.get("alpa_step_seconds", math.nan)
+    predicted = one.get("alpa_predicted_step_seconds", math.nan)
+    head = Text(
+        f"step {one.get('alpa_step', 0):.0f}   {format_seconds(seconds)}/step "
+        f"(planned {format_seconds(predicted)})   "
+        + "   ".join(f"{name} {value:,.6g}" for name, value in values.items())
+    )
+    if one.get("alpa_recoveries_total"):
+        head.append(f"   workers replaced {one['alpa_recoveries_total']:.0f} times")
+    if age > max(10.0, 5 * seconds):
+        head.append(f"   no step for {age:.0f} s", style="bold red")
+    return Group(head, _meshes(samples), _memory(samples))
+
+
+def _meshes(samples: Sequence[Sample]) -> Table:
+    parts: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        if sample.name == "alpa_mesh_seconds":
+            parts.setdefault(sample.labels["mesh"], {})[sample.labels["part"]] = sample.value
+    slow = {s.labels["mesh"]: s.value for s in samples if s.name == "alpa_mesh_slow"}
+    names = list(dict.fromkeys(name for found in parts.values() for name in found))
+    table = Table("mesh", *names, "", title="what the last step was spent on", title_justify="left")
+    for mesh, found in parts.items():
+        whole = sum(found.values()) or math.nan
+        cells = [f"{format_seconds(found[name])} ({found[name] / whole:.0%})" for name in names]
+        note = f"{slow[mesh]:.1f} x slower than before" if mesh in slow else ""
+        table.add_row(mesh, *cells, Text(note, style="bold red"))
+    return table
+
+
+def _memory(samples: Sequence[Sample]) -> Text:
+    found = [s for s in samples if s.name == "alpa_planned_bytes"]
+    stages = ", ".join(f"stage {s.labels['stage']} {format_bytes(s.value)}" for s in found)
+    return Text(f"memory per device, as planned: {stages}" if found else "")
