@@ -1,12 +1,15 @@
 """Accuracy of the step-time and memory model on measured training runs.
 
-    python benchmarks/cost_accuracy.py [--data FILE] [--json OUT] [--extrapolate]
+    python benchmarks/cost_accuracy.py [--data FILE]... [--most-devices N] [--json OUT]
+        [--extrapolate]
 
-Prints per source: rows, MAPE, bias, worst row, regret and interval coverage, beside what other
-tools predicted. Nothing is fitted unless `--extrapolate` asks for it. Rows of the project's own
-data are judged by constants fitted without their group (4-fold cross-validation by group, fixed
-seed, see `cost_model.step_fit`); rows of other groups by the shipped constants. Sources that were
-never fitted on are marked so.
+Reads the project's JSON and the tables of `cost_model.measured_table` (CSV). Prints per source:
+rows, MAPE, bias, worst row, regret beside that of the rule of thumb (`cost_model.accuracy.
+rule_of_thumb`), interval coverage, memory errors, failed runs foreseen and false alarms, and rows
+that cannot be predicted with the reason, beside what other tools predicted. Nothing is fitted
+unless `--extrapolate` asks for it. Rows of the project's own data are judged by constants fitted
+without their group (4-fold cross-validation by group, fixed seed, see `cost_model.step_fit`); rows
+of other groups by the shipped constants. Sources that were never fitted on are marked so.
 """
 
 from __future__ import annotations
@@ -24,11 +27,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from cost_model.accuracy import PredictedRow, memory_rows, predict_rows, source_accuracy
-from cost_model.measured_run import MeasuredRun, read_measured_runs
+from cost_model.accuracy import (
+    PredictedRow,
+    memory_rows,
+    peak_rows,
+    predict_rows,
+    source_accuracy,
+    unseen_model,
+)
+from cost_model.measured_row import MeasuredRun
+from cost_model.measured_run import read_measured_runs
 from cost_model.prediction import StepModel, step_model
-from cost_model.step_fit import FITTED_SOURCES, fit_model
-from cost_model.training_run import TrainingRun, predict_terms
+from cost_model.step_fit import fit_model
+from cost_model.step_terms import predict_terms
+from cost_model.training_run import TrainingRun
 
 # MAPE and mean regret of other tools on the same sources, as their publications give them
 PUBLISHED = {
@@ -37,17 +49,24 @@ PUBLISHED = {
 }
 
 
-def default_data() -> Path:
+FILES = (
+    "training_runs.json", "ultrascale_h100.csv", "simumax_b200.csv", "sailor_runs.csv",
+    "megatron_bridge.csv", "mpt_fsdp.csv",
+)  # fmt: skip
+
+
+def default_data() -> list[Path]:
     """Return where the project's data is: $ALPA_DATA, else beside the checkout."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
-    return Path(os.environ.get("ALPA_DATA", beside)) / "measured" / "training_runs.json"
+    folder = Path(os.environ.get("ALPA_DATA", beside)) / "measured"
+    return [folder / name for name in FILES]
 
 
 def analytic_mape(rows: list[PredictedRow]) -> float:
     """Return the MAPE of the analytic model alone, without the correction near measured cells."""
-    fits, errors = step_model(), []
+    errors = []
     for item in rows:
-        constants = fits.unseen(item.row.source, item.row.group).constants
+        constants = unseen_model(item.row).constants
         if item.row.run is not None and item.row.step_seconds:
             predicted = sum(predict_terms(item.row.run, constants).values())
             errors.append(abs(predicted / item.row.step_seconds - 1))
@@ -68,8 +87,9 @@ def report(rows: tuple[MeasuredRun, ...], console: Console) -> dict[str, Any]:
     )
     result: dict[str, Any] = {"rows": len(rows), "predicted": len(predicted), "sources": []}
     table = Table(
-        "source", "rows", "groups", "MAPE", "analytic", "bias", "worst", "regret", "80 % holds",
-        "others: MAPE (ours there), regret", title="Step time, on rows not fitted on",
+        "source", "rows", "groups", "MAPE", "analytic", "bias", "worst", "regret: mean, most",
+        "rule of thumb", "80 % holds", "others: MAPE (ours there), regret",
+        title="Step time, on rows not fitted on",
     )  # fmt: skip
     for entry in source_accuracy(predicted):
         mine = [item for item in predicted if item.row.source == entry.source]
@@ -84,7 +104,8 @@ def report(rows: tuple[MeasuredRun, ...], console: Console) -> dict[str, Any]:
             str(entry.num_rows), str(len({item.row.group for item in mine})),
             f"{entry.mape:.1%}", f"{plain:.1%}", f"{entry.bias:+.1%}",
             f"{entry.worst:+.0%} {entry.worst_id}",
-            f"{entry.regret:.3f} of {entry.regret_groups}", f"{entry.coverage:.0%}",
+            f"{entry.regret:.3f}, {entry.worst_regret:.2f} of {entry.regret_groups}",
+            f"{entry.rule_regret:.3f}, {entry.worst_rule_regret:.2f}", f"{entry.coverage:.0%}",
             "; ".join(others),
         )  # fmt: skip
         result["sources"].append(asdict(entry) | {"analytic_mape": plain, "published": published})
@@ -97,6 +118,21 @@ def report(rows: tuple[MeasuredRun, ...], console: Console) -> dict[str, Any]:
     memory = memory_rows(rows)
     if memory:
         result["memory"] = _memory(memory, console)
+    peaks = peak_rows(rows)
+    if peaks:
+        result["peaks"] = [asdict(entry) for entry in peaks]
+        table = Table(
+            "source", "rows", "MAPE", "bias", "worst", "failed", "flagged", "false alarms",
+            title="Peak memory per device, on rows not fitted on",
+        )  # fmt: skip
+        for peak in peaks:
+            table.add_row(
+                peak.source, str(peak.num_rows), f"{peak.mape:.1%}", f"{peak.bias:+.1%}",
+                f"{peak.worst:+.0%}", str(peak.failed),
+                "" if peak.flagged is None else f"{peak.flagged:.1%}",
+                "" if peak.false_alarms is None else f"{peak.false_alarms:.1%}",
+            )  # fmt: skip
+        console.print(table)
     skipped: dict[str, int] = {}
     for row in rows:
         if row.run is None:
@@ -123,7 +159,8 @@ def extrapolation(rows: tuple[MeasuredRun, ...], console: Console) -> dict[str, 
         "one node, all 8 devices": single(lambda run: run.cluster.num_devices == 8),
         "all many-node runs": lambda row: row.source == "vtrain_multi",
     }
-    usable = [row for row in rows if row.source in FITTED_SOURCES and row.run and row.step_seconds]
+    fitted = step_model().whole.sources
+    usable = [row for row in rows if row.source in fitted and row.run and row.step_seconds]
     shipped = step_model().whole
     table = Table("left out", "rows", "MAPE", "bias", "regret", "80 % holds")
     result = {}
@@ -131,14 +168,9 @@ def extrapolation(rows: tuple[MeasuredRun, ...], console: Console) -> dict[str, 
         left_out = [row for row in usable if chosen(row)]
         if not left_out or len(left_out) == len(usable):
             continue
-        fitted = fit_model([row for row in usable if not chosen(row)], f"all but {kind}")
-        model = StepModel(
-            whole=evolve(
-                fitted,
-                interval_scale=shipped.interval_scale,
-                interval_scale_hosts=shipped.interval_scale_hosts,
-            )
-        )
+        rest = [row for row in usable if not chosen(row)]
+        model_of_rest = fit_model(rest, f"all but {kind}")
+        model = StepModel(whole=evolve(model_of_rest, intervals=shipped.intervals))
         (entry,) = source_accuracy(predict_rows(left_out, model), model)
         table.add_row(
             kind, str(entry.num_rows), f"{entry.mape:.1%}", f"{entry.bias:+.1%}",
@@ -164,19 +196,25 @@ def _memory(rows: Any, console: Console) -> dict[str, float]:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=None, help="rows to judge, same format")
+    parser.add_argument(
+        "--data", type=Path, action="append", help="rows to judge; may be given several times"
+    )
+    parser.add_argument("--most-devices", type=int, default=None, help="leave larger runs out")
     parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
     parser.add_argument(
         "--extrapolate", action="store_true", help="refit without whole kinds of rows (a minute)"
     )
     options = parser.parse_args()
-    path = options.data or default_data()
-    if not path.exists():
-        parser.exit(0, f"{path} is not there; name a file of measured runs with --data\n")
-    rows = read_measured_runs(path)
-    result = report(rows, Console(width=170))
+    paths = options.data or [path for path in default_data() if path.exists()]
+    if not paths:
+        parser.exit(0, f"no data in {default_data()[0].parent}; name a file with --data\n")
+    rows = tuple(row for path in paths for row in read_measured_runs(path))
+    if options.most_devices is not None:
+        most = options.most_devices
+        rows = tuple(r for r in rows if r.run is None or r.run.cluster.num_devices <= most)
+    result = report(rows, Console(width=180))
     if options.extrapolate:
-        result["extrapolation"] = extrapolation(rows, Console(width=170))
+        result["extrapolation"] = extrapolation(rows, Console(width=180))
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import field, frozen
 
-from cost_model.measured_run import MeasuredRun
-from cost_model.prediction import Prediction, StepModel, predict, run_memory, step_model
-from cost_model.training_run import TrainingRun
+from cost_model.executor import EXECUTORS
+from cost_model.measured_row import MeasuredRun
+from cost_model.prediction import (
+    FittedModel,
+    Prediction,
+    StepModel,
+    StepModels,
+    predict,
+    step_models,
+)
+from cost_model.run_memory import fit_probability, peak_memory, run_memory
+from cost_model.training_run import TrainingRun, idle_stages
 
 
 @frozen(kw_only=True)
@@ -53,6 +63,9 @@ class SourceAccuracy:
     worst: float
     worst_id: str
     regret: float  # mean over groups: time of the row predicted fastest over the fastest
+    worst_regret: float
+    rule_regret: float  # the same of the rule of thumb (`rule_of_thumb`)
+    worst_rule_regret: float
     regret_groups: int  # groups of at least two rows
     coverage: float  # share of rows inside the 80 % interval
     fitted: bool  # whether other groups of the source were fitted on
@@ -61,13 +74,39 @@ class SourceAccuracy:
     )  # tool -> (MAPE, our MAPE there)
 
 
+@frozen(kw_only=True)
+class PeakMemory:
+    """Accuracy of predicted memory over the rows of one source."""
+
+    source: str
+    num_rows: int  # that measured it
+    mape: float
+    bias: float
+    worst: float
+    failed: int  # rows that stopped, most likely out of memory
+    flagged: float | None  # share of them predicted not to fit
+    false_alarms: float | None  # share of the rows that ran predicted not to fit
+
+
+def unseen_model(row: MeasuredRun, model: StepModel | None = None) -> FittedModel:
+    """Return the constants for `row` that were fitted without its group."""
+    if model is not None:
+        return model.unseen(row.source, row.group)
+    if row.run is None:
+        raise ValueError(f"row {row.id} has no configuration")
+    return _fits(row.run).unseen(row.source, row.group)
+
+
+def _fits(run: TrainingRun, models: StepModels | None = None) -> StepModel:
+    return (models or step_models()).executors[EXECUTORS[run.executor].fitted_as]
+
+
 def predict_rows(
     rows: Iterable[MeasuredRun], model: StepModel | None = None
 ) -> tuple[PredictedRow, ...]:
     """Return predictions for all rows with a configuration and a step time, out of fold."""
-    fits = step_model() if model is None else model
     return tuple(
-        PredictedRow(row=row, prediction=predict(row.run, fits.unseen(row.source, row.group)))
+        PredictedRow(row=row, prediction=predict(row.run, unseen_model(row, model)))
         for row in rows
         if row.run is not None and row.step_seconds is not None
     )
@@ -77,13 +116,12 @@ def source_accuracy(
     predicted: Sequence[PredictedRow], model: StepModel | None = None
 ) -> tuple[SourceAccuracy, ...]:
     """Return one report per source, in order of appearance."""
-    fits = step_model() if model is None else model
     reports = []
     for source in dict.fromkeys(item.row.source for item in predicted):
         items = [item for item in predicted if item.row.source == source]
         errors = [item.error for item in items]
         worst = max(items, key=lambda item: abs(item.error))
-        regrets = _regrets(items)
+        regrets, rules = _regrets(items)
         reports.append(
             SourceAccuracy(
                 source=source,
@@ -93,9 +131,12 @@ def source_accuracy(
                 worst=worst.error,
                 worst_id=worst.row.id,
                 regret=sum(regrets) / len(regrets) if regrets else 1.0,
+                worst_regret=max(regrets, default=1.0),
+                rule_regret=sum(rules) / len(rules) if rules else 1.0,
+                worst_rule_regret=max(rules, default=1.0),
                 regret_groups=len(regrets),
                 coverage=sum(item.covered for item in items) / len(items),
-                fitted=source in fits.whole.sources,
+                fitted=any(source in unseen_model(item.row, model).sources for item in items),
                 others=_others(items),
             )
         )
@@ -121,18 +162,79 @@ def memory_rows(rows: Iterable[MeasuredRun]) -> tuple[MemoryRow, ...]:
     return tuple(found)
 
 
-def _regrets(items: Sequence[PredictedRow]) -> list[float]:
+def peak_rows(
+    rows: Iterable[MeasuredRun], model: StepModel | None = None
+) -> tuple[PeakMemory, ...]:
+    """Return the accuracy of predicted memory by source, and whether failed runs were foreseen.
+
+    A run is predicted to fail where it fits with less than even odds or leaves stages idle.
+    """
+    by_source: dict[str, list[MeasuredRun]] = {}
+    for row in rows:
+        if row.run is not None and (row.peak_bytes is not None or row.failed):
+            by_source.setdefault(row.source, []).append(row)
+    found = []
+    for source, mine in by_source.items():
+        errors, flags = [], {True: [0, 0], False: [0, 0]}
+        for row in mine:
+            run = row.run
+            if run is None:
+                continue
+            fitted = unseen_model(row, model)
+            factor = math.exp(fitted.memory_correction.at(run)[0])
+            if row.peak_bytes is not None:
+                needed = peak_memory(run, fitted.memory, row.measured_stage).total * factor
+                errors.append(needed / row.peak_bytes - 1)
+            device = run.cluster.host_groups[0].device
+            highest = peak_memory(run, fitted.memory).total * factor
+            fits = fit_probability(highest, device.memory, fitted.memory_deviation)
+            flags[row.failed][0] += fits < 0.5 or idle_stages(run) > 0
+            flags[row.failed][1] += 1
+        found.append(
+            PeakMemory(
+                source=source,
+                num_rows=len(errors),
+                mape=sum(map(abs, errors)) / max(1, len(errors)),
+                bias=sum(errors) / max(1, len(errors)),
+                worst=max(errors, key=abs, default=0.0),
+                failed=flags[True][1],
+                flagged=flags[True][0] / flags[True][1] if flags[True][1] else None,
+                false_alarms=flags[False][0] / flags[False][1] if flags[False][1] else None,
+            )
+        )
+    return tuple(found)
+
+
+def rule_of_thumb(rows: Sequence[MeasuredRun]) -> MeasuredRun:
+    """Return the row that practice would choose without a model.
+
+    At most 64 replicas, then the least tensor x pipeline with tensor parallelism inside 8 devices,
+    then the largest microbatch.
+    """
+
+    def rank(row: MeasuredRun) -> tuple[bool, bool, int, int]:
+        run = row.run
+        if run is None:
+            raise ValueError(f"row {row.id} has no configuration")
+        return run.data > 64, run.tensor > 8, run.tensor * run.pipeline, -run.micro_batch
+
+    return min(rows, key=rank)
+
+
+def _regrets(items: Sequence[PredictedRow]) -> tuple[list[float], list[float]]:
+    """Return by group the regret of the prediction's choice and of the rule of thumb's."""
     groups: dict[str, list[PredictedRow]] = {}
     for item in items:
         groups.setdefault(item.row.group, []).append(item)
-    regrets = []
+    regrets, rules = [], []
     for members in groups.values():
         if len(_configurations(members)) < 2:
             continue
         chosen = min(members, key=lambda item: item.prediction.step_seconds)
         best = min(item.row.step_seconds or 0.0 for item in members)
         regrets.append((chosen.row.step_seconds or 0.0) / best)
-    return regrets
+        rules.append((rule_of_thumb([item.row for item in members]).step_seconds or 0.0) / best)
+    return regrets, rules
 
 
 def _configurations(items: Iterable[PredictedRow]) -> set[TrainingRun]:

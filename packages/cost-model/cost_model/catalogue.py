@@ -34,6 +34,7 @@ def _gpu(
     tensor_float: float | None = None,
     eight_bit: float | None = None,
     double: float | None = None,
+    four_bit: float | None = None,
     sustained: float = 1.0,
 ) -> DeviceSpec:
     peaks = {
@@ -45,8 +46,10 @@ def _gpu(
     }
     if eight_bit:
         peaks |= {"int8": eight_bit}
-        if name.startswith(("h", "b", "l4")):
+        if name.startswith(("h", "b", "g", "l4")):
             peaks |= {"float8_e4m3fn": eight_bit, "float8_e5m2": eight_bit}
+    if four_bit:
+        peaks |= {"float4_e2m1fn": four_bit}
     return DeviceSpec(
         name=name,
         memory=memory,
@@ -108,7 +111,23 @@ DEVICES: Mapping[str, DeviceSpec] = {
              _HOPPER.format("H800") + "; H100 with cut NVLink and float64",
              tensor_float=494.7e12, eight_bit=1978.9e12, double=1e12, sustained=0.82),
         _gpu("b200", 180e9, 7700e9, 2250e12, 75e12, 148, _HOPPER.format("HGX B200"),
-             tensor_float=1125e12, eight_bit=4500e12, double=37e12, sustained=0.82),
+             tensor_float=1125e12, eight_bit=4500e12, four_bit=9000e12, double=37e12,
+             sustained=0.82),
+        _gpu("b300", 270e9, 7700e9, 2250e12, 72e12, 148, _HOPPER.format("HGX B300"),
+             tensor_float=1125e12, eight_bit=4500e12, four_bit=13500e12, sustained=0.82),
+        _gpu("gb200", 186e9, 8000e9, 2500e12, 80e12, 148, _HOPPER.format("GB200 NVL72"),
+             tensor_float=1250e12, eight_bit=5000e12, four_bit=10000e12, double=40e12,
+             sustained=0.82),
+        _gpu("gb300", 279e9, 8000e9, 2500e12, 80e12, 148, _HOPPER.format("GB300 NVL72"),
+             tensor_float=1250e12, eight_bit=5000e12, four_bit=15000e12, sustained=0.82),
+        _gpu("gh200", 96e9, 4000e9, 989.4e12, 66.9e12, 132, _HOPPER.format("GH200, 96 GB"),
+             tensor_float=494.7e12, eight_bit=1978.9e12, double=66.9e12, sustained=0.82),
+        _gpu("rtx-3090", 24e9, 936e9, 71e12, 35.6e12, 82,
+             "NVIDIA GA102 white paper, GeForce RTX 3090, float32 accumulation, dense figures",
+             tensor_float=35.6e12, eight_bit=284e12),
+        _gpu("rtx-2080ti", 11e9, 616e9, 53.8e12, 13.4e12, 68,
+             "NVIDIA TU102 white paper, GeForce RTX 2080 Ti, float32 accumulation; no bfloat16 "
+             "units", bfloat16=13.4e12, eight_bit=215e12),
         _gpu("l4", 24e9, 300e9, 121e12, 30.3e12, 58,
              "NVIDIA L4 data sheet, dense figures: half of those given with sparsity",
              tensor_float=60e12, eight_bit=242.5e12),
@@ -142,6 +161,9 @@ LINKS: Mapping[str, LinkSpec] = {
         _link("nvlink4", 450e9, 3.4e-6, f"H100 data sheet; {_NCCL}; {_LIKE}", 0.80),
         _link("nvlink-h800", 200e9, 3.4e-6, f"H800: 400 GB/s both ways; {_NCCL}; {_LIKE}", 0.80),
         _link("nvlink5", 900e9, 3.4e-6, f"B200 data sheet; {_NCCL}; {_LIKE}", 0.80),
+        _link("nvlink-gh200", 450e9, 3.4e-6,
+              f"GH200: NVLink 4, 150 GB/s to each of 3 others; {_NCCL}; {_LIKE}", 0.80),
+        _link("slingshot-200", 25e9, 1.4e-5, f"HPE Slingshot 11, 200 Gbit/s a GPU; {_NET}", 0.85),
         _link("pcie3", 15.75e9, 5.7e-6, f"PCIe 3.0 x16; {_NCCL}; {_SOME}", 0.70),
         _link("pcie4", 31.5e9, 5.7e-6, f"PCIe 4.0 x16; {_NCCL}; {_SOME}", 0.75),
         _link("pcie5", 63e9, 5.7e-6, f"PCIe 5.0 x16; {_NCCL}; {_SOME}", 0.80),
@@ -201,6 +223,13 @@ HOSTS: Mapping[str, HostGroup] = {
     "p5.48xlarge": _host("h100", 8, "nvlink4", "efa-400", 8, True, "pcie5"),
     "h200": _host("h200", 8, "nvlink4", "infiniband-400", 8, True, "pcie5"),
     "b200": _host("b200", 8, "nvlink5", "infiniband-400", 8, True, "pcie5"),
+    "b300": _host("b300", 8, "nvlink5", "infiniband-400", 8, True, "pcie5"),
+    # one NVLink domain of 72 counts as a host: its devices reach each other at NVLink speed
+    "gb200": _host("gb200", 72, "nvlink5", "infiniband-400", 72, True, "pcie5"),
+    "gb300": _host("gb300", 72, "nvlink5", "infiniband-400", 72, True, "pcie5"),
+    "gh200": _host("gh200", 4, "nvlink-gh200", "slingshot-200", 4, True, "pcie5"),
+    "rtx-3090": _host("rtx-3090", 8, "pcie3", "ethernet-10", 1, False, "pcie3"),
+    "rtx-2080ti": _host("rtx-2080ti", 8, "pcie3", "ethernet-10", 1, False, "pcie3"),
     "h800": _host("h800", 8, "nvlink-h800", "roce-100", 8, True, "pcie5"),
     "l4": _host("l4", 8, "pcie4", "ethernet-100", 1, False, "pcie4"),
     "rtx-titan": _host("rtx-titan", 8, "pcie3", "infiniband-100", 1, False, "pcie3"),

@@ -19,7 +19,7 @@ import math
 import numpy as np
 from attrs import field, frozen
 
-from cost_model.training_run import TrainingRun
+from cost_model.training_run import LOW_PRECISION, TrainingRun
 
 FEATURES = (
     "log2 hidden",
@@ -38,6 +38,9 @@ def features(run: TrainingRun) -> tuple[float, ...]:
     """
     stack = 8.0 * run.fused_elementwise + 16.0 * run.fused_attention
     stack += {"none": 0.0, "selective": 2.0, "full": 4.0}[run.recompute]
+    # stages on several hosts wait for messages that nothing else waits for
+    stack += 128.0 * (run.pipeline > 1 and run.cluster.host_groups[0].num_hosts > 1)
+    stack += 32.0 * bool(run.model.experts) + 64.0 * (run.dtype in LOW_PRECISION)
     return (
         math.log2(run.model.hidden),
         math.log2(run.tensor),
@@ -77,6 +80,10 @@ class Correction:
     def at(self, run: TrainingRun) -> tuple[float, float]:
         """Return (mean, standard deviation) of log(measured / predicted) for `run`."""
         return self.at_point(run.cluster.host_groups[0].device.name, features(run))
+
+    def knows(self, run: TrainingRun) -> bool:
+        """Return whether any run was measured on the device of `run`."""
+        return run.cluster.host_groups[0].device.name in self._tables
 
     def scatter(self, many_hosts: bool) -> float:
         """Return the log scatter of single runs."""

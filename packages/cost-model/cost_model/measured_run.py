@@ -1,6 +1,6 @@
 """Measured training runs in the project's data format, as configurations that can be predicted.
 
-A file holds `{"rows": [...]}`; a row has `source`, `id`, `model`, `hardware`, `parallel` and
+A JSON file holds `{"rows": [...]}`; a row has `source`, `id`, `model`, `hardware`, `parallel` and
 `measured`. What a source leaves out is filled in here, and each assumption is written beside it.
 """
 
@@ -13,32 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import evolve
 
 from alpa_interchange.cluster import ClusterSpec
 from cost_model.catalogue import HOSTS
+from cost_model.measured_row import NAMED_MODELS, MeasuredRun, preset_of
+from cost_model.measured_table import read_measured_table
 from cost_model.training_run import TrainingRun
 from cost_model.transformer import TransformerSpec
-
-# device names of the data that are not the beginning of a preset's name
-_PRESETS = {"a100": "a100-80gb", "a100-80gb": "selene", "v100": "v100-16gb"}
-
-_LLAMA = {"gated": True, "tied": False, "vocab": 32000}
-# Touvron et al. 2023 (1 and 2) and the Llama 3 report; the 175B one is Megatron-Kwai's, with the
-# width that gives 175e9 parameters
-_NAMED_MODELS: Mapping[str, Mapping[str, Any]] = {
-    "llama-7b": {"hidden": 4096, "layers": 32, "heads": 32, "feedforward": 11008, **_LLAMA},
-    "llama-13b": {"hidden": 5120, "layers": 40, "heads": 40, "feedforward": 13824, **_LLAMA},
-    "llama-65b": {"hidden": 8192, "layers": 80, "heads": 64, "feedforward": 22016, **_LLAMA},
-    "llama-70b": {
-        "hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "feedforward": 28672, **_LLAMA,
-    },
-    "llama-8b": {
-        "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "feedforward": 14336,
-        **_LLAMA | {"vocab": 128256},
-    },
-    "llama-175b": {"hidden": 12288, "layers": 96, "heads": 96, "feedforward": 32768, **_LLAMA},
-}  # fmt: skip
 
 _RECOMPUTE = {
     "none": "none", "no": "none", "false": "none", "full": "full", "yes": "full", "true": "full",
@@ -47,23 +29,13 @@ _RECOMPUTE = {
 }  # fmt: skip
 
 
-@frozen(kw_only=True)
-class MeasuredRun:
-    """One row of measurements; `run` is None where the row does not say what was run."""
-
-    id: str
-    source: str
-    group: str  # rows of equal model, devices and batch; fitting and testing never share one
-    run: TrainingRun | None
-    step_seconds: float | None = None
-    state_bytes: float | None = None  # parameters, gradients and optimiser per device
-    activation_bytes: float | None = None  # per device, first stage
-    others: Mapping[str, float] = field(factory=dict)  # seconds that other tools predicted
-    skipped: str = ""  # why there is no run
-
-
 def read_measured_runs(path: str | os.PathLike[str]) -> tuple[MeasuredRun, ...]:
-    """Return the rows of the file at `path`; ValueError names a malformed row."""
+    """Return the rows of the file at `path`; ValueError names a malformed row.
+
+    Tables that end in .csv are read by `measured_table`.
+    """
+    if str(path).endswith(".csv"):
+        return read_measured_table(path)
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         rows = document["rows"]
@@ -173,8 +145,8 @@ def _training_run(row: Mapping[str, Any]) -> TrainingRun:
         ),
         fused_attention=bool(parallel.get("flash_attention", recent)),
         fused_elementwise=fused,
-        sharded_optimizer=bool(parallel.get("sharded_optimizer", recent)),
-        compiled=cluster.host_groups[0].device.platform == "tpu",
+        zero_stage=int(bool(parallel.get("sharded_optimizer", recent))),
+        executor="xla" if cluster.host_groups[0].device.platform == "tpu" else "megatron-deepspeed",
         dtype=str(parallel.get("dtype", "bfloat16" if recent else "float16")),
     )
 
@@ -198,8 +170,8 @@ def _model(model: Mapping[str, Any]) -> TransformerSpec:
     seq = model.get("seq", model.get("seq_size"))
     # Llama2-70B, Llama-2-70b and Llama3-70B have one shape but for the vocabulary
     name = re.sub(r"^llama-?[23](\.\d)?", "llama", str(model.get("name", "")).lower())
-    if name in _NAMED_MODELS and seq is not None:
-        return TransformerSpec(seq=int(seq), **_NAMED_MODELS[name])
+    if name in NAMED_MODELS and seq is not None:
+        return TransformerSpec(seq=int(seq), **NAMED_MODELS[name])
     layers = model.get("layers", model.get("num_blocks"))
     if "hidden" not in model or layers is None or seq is None:
         raise ValueError("the row does not give the model's shape")
@@ -219,7 +191,7 @@ def _model(model: Mapping[str, Any]) -> TransformerSpec:
 
 def _cluster(hardware: Mapping[str, Any], source: str) -> ClusterSpec:
     gpu = str(hardware["gpu"])
-    host = HOSTS[_preset(gpu)]
+    host = HOSTS[preset_of(gpu)]
     if source.startswith("vtrain"):
         host = evolve(host, num_nics=4)  # 800 Gbit/s per host, four HDR interfaces
     count = int(hardware["n"])
@@ -228,14 +200,3 @@ def _cluster(hardware: Mapping[str, Any], source: str) -> ClusterSpec:
         raise ValueError(f"{count} devices do not fill hosts of {per_host}")
     group = evolve(host, num_hosts=count // per_host, devices_per_host=per_host)
     return ClusterSpec(name=f"{gpu}:{count}", host_groups=(group,))
-
-
-def _preset(gpu: str) -> str:
-    """Return the preset whose name a device's name is or begins with: H100-80GB is h100."""
-    name = re.sub(r"^tpu-?", "tpu-", gpu.lower().replace(" ", "-").replace("_", "-"))
-    if name in _PRESETS:
-        return _PRESETS[name]
-    found = [preset for preset in HOSTS if name.startswith(preset)]
-    if not found:
-        raise ValueError(f"device {gpu!r} is not in the catalogue")
-    return max(found, key=len)

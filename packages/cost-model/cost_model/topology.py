@@ -34,7 +34,8 @@ def logical_mesh(
     stay inside a host runs over the intra-host link. An axis that leaves the host gets its share of
     the host's interfaces: when k devices of a group sit on a host of d used devices, d / k groups
     compete, so each moves (interfaces of the host) * k / d bytes/s, and never more than the link
-    inside the host.
+    inside the host. Its ring passes k - 1 hops inside a host for each between hosts: the latency is
+    their mean.
     """
     names = axis_names or tuple(f"axis{number}" for number in range(len(shape)))
     if len(names) != len(shape):
@@ -57,9 +58,10 @@ def logical_mesh(
         else:
             on_host = max(1, per_host // stride)
             share = nic_bandwidth(group, per_host) * on_host / per_host
-            inside, _ = link_rate(group.intra_host, min(on_host, size))
+            near = min(on_host, size)
+            inside, hop = link_rate(group.intra_host, near)
             bandwidth = min(share, inside) if on_host > 1 else share
-            latency = group.inter_host.latency
+            latency = ((near - 1) * hop + group.inter_host.latency) / near
         axes.append(MeshAxis(name=name, size=size, bandwidth=bandwidth, latency=latency))
     return LogicalMesh(axes=tuple(axes))
 

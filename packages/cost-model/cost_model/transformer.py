@@ -34,33 +34,89 @@ class TransformerSpec:
     kv_heads: int | None = None  # None: as many as heads
     gated: bool = False  # three matmuls in the MLP (SwiGLU) and no dropout, as in Llama
     tied: bool = True  # input embedding and output matrix are one parameter
+    window: int | None = None  # tokens that every second layer attends to; None: all
+    experts: int = 0  # routed experts of a layer; 0: dense layers only
+    experts_per_token: int = 1
+    expert_width: int = 0  # feed-forward width of one expert
+    shared_width: int = 0  # feed-forward width that every token takes beside its experts
+    dense_layers: int = 0  # first layers that have no experts
+    # multi-head latent attention (DeepSeek-V2): low-rank sizes of queries and of keys and values,
+    # and the size of the rotary part that queries and keys have beside `head_size`
+    query_rank: int = 0
+    kv_rank: int = 0
+    rotary_size: int = 0
 
     @property
     def mlp_width(self) -> int:
         return self.feedforward or 4 * self.hidden
 
     @property
+    def depth(self) -> int:
+        """Return the size of one head's values."""
+        return self.head_size or self.hidden // self.heads
+
+    @property
     def attention_width(self) -> int:
-        return self.heads * (self.head_size or self.hidden // self.heads)
+        return self.heads * self.depth
 
     @property
     def qkv_width(self) -> int:
-        kv = self.kv_heads or self.heads
-        return self.attention_width + 2 * kv * (self.attention_width // self.heads)
+        """Return the columns of queries, keys and values of all heads."""
+        if self.kv_rank:
+            return self.heads * (2 * (self.depth + self.rotary_size) + self.depth)
+        return self.attention_width + 2 * (self.kv_heads or self.heads) * self.depth
+
+    @property
+    def projections(self) -> tuple[tuple[int, int, bool], ...]:
+        """Return (rows, columns, whether heads divide them) of the matrices before attention."""
+        if not self.kv_rank:
+            return ((self.hidden, self.qkv_width, True),)
+        query, rows = self.heads * (self.depth + self.rotary_size), self.query_rank or self.hidden
+        down = ((self.hidden, self.query_rank, False),) if self.query_rank else ()
+        return (
+            *down,
+            (rows, query, True),
+            (self.hidden, self.kv_rank + self.rotary_size, False),
+            (self.kv_rank, 2 * self.attention_width, True),
+        )
+
+    @property
+    def expert_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Return the parameters of all routed experts of one layer."""
+        return self.experts * (3 if self.gated else 2) * self.hidden * self.expert_width
+
+    @property
+    def attention_parameters(self) -> int:
+        """Return the attention's matrices of one layer."""
+        before = sum(rows * columns for rows, columns, _ in self.projections)
+        return before + self.attention_width * self.hidden
 
     @property
     def layer_parameters(self) -> int:
+        """Return the parameters of a dense layer."""
         mlp = (3 if self.gated else 2) * self.hidden * self.mlp_width
         biases = 0 if self.gated else self.qkv_width + 2 * self.hidden + self.mlp_width
         norms = (2 if self.gated else 4) * self.hidden
-        return self.hidden * (self.qkv_width + self.attention_width) + mlp + biases + norms
+        return self.attention_parameters + mlp + biases + norms
+
+    @property
+    def sparse_layer_parameters(self) -> int:
+        """Return the parameters of a layer of experts without those of the routed experts."""
+        shared = (3 if self.gated else 2) * self.hidden * self.shared_width
+        return self.attention_parameters + shared + self.hidden * (self.experts + 2)
 
     @property
     def parameters(self) -> int:
         """Return all parameters, the embedding counted once when tied."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         positions = 0 if self.gated else self.seq * self.hidden
-        return self.layers * self.layer_parameters + embeddings + positions
+        sparse = self.expert_layers * (self.sparse_layer_parameters + self.expert_parameters)
+        dense = (self.layers - self.expert_layers) * self.layer_parameters
+        return dense + sparse + embeddings + positions
 
 
 @frozen(kw_only=True)
@@ -87,6 +143,7 @@ class LayerWork:
     memory_bytes: float  # read and written by everything that is not a matmul
     attention_bytes: float  # of which the score matrices (mask, softmax, dropout)
     hidden_bytes: float  # one hidden state of the microbatch, [b, s, h] in half precision
+    routed_bytes: float = 0.0  # tokens that one device sends to the experts
 
 
 @functools.lru_cache(maxsize=16384)
@@ -97,36 +154,60 @@ def layer_work(
     context: int = 1,
     sequence_parallel: bool = False,
     fused_attention: bool = False,
+    expert: int = 0,
 ) -> LayerWork:
     """Return the forward work of one layer on one device.
 
     The tensor-parallel split is Megatron's: attention heads and MLP columns over `tensor` devices;
     the hidden state is whole on each unless `sequence_parallel`. A fused attention kernel never
-    writes the score matrices and skips the masked half.
+    writes the score matrices and skips the masked half. With `expert` the layer has experts, cut
+    over as many devices; the tokens are taken as balanced between them.
     """
     tokens = micro_batch * model.seq / context
     hidden, width = model.hidden, model.mlp_width / tensor
-    heads = max(1.0, model.heads / tensor)
-    depth = model.attention_width / model.heads
+    heads, depth = max(1.0, model.heads / tensor), model.depth
+    gates = 2 if model.gated else 1
     matmuls = [
-        Matmul(kind="matmul", batch=1, m=tokens, n=model.qkv_width / tensor, k=hidden),
-        Matmul(kind="matmul", batch=1, m=tokens, n=hidden, k=model.attention_width / tensor),
-        Matmul(kind="matmul", batch=1, m=tokens, n=width * (2 if model.gated else 1), k=hidden),
-        Matmul(kind="matmul", batch=1, m=tokens, n=hidden, k=width),
+        Matmul(kind="matmul", batch=1, m=tokens, n=columns / (tensor if cut else 1), k=rows)
+        for rows, columns, cut in model.projections
     ]
-    batch = int(micro_batch * heads)
-    rows = model.seq / context
+    matmuls.append(
+        Matmul(kind="matmul", batch=1, m=tokens, n=hidden, k=model.attention_width / tensor)
+    )
+    mlp_width, routed = width, 0.0
+    if expert:
+        mine = tokens / (tensor if sequence_parallel else 1)  # expert layers cut the tokens
+        local = max(1, model.experts // expert)
+        rows = mine * model.experts_per_token / local
+        for columns, depth_of in (
+            (model.expert_width * gates, hidden),
+            (hidden, model.expert_width),
+        ):
+            matmuls.append(Matmul(kind="grouped", batch=local, m=rows, n=columns, k=depth_of))
+        routed = mine * model.experts_per_token * hidden * 2.0
+        mlp_width = model.shared_width / tensor
+    if mlp_width:
+        matmuls.append(Matmul(kind="matmul", batch=1, m=tokens, n=mlp_width * gates, k=hidden))
+        matmuls.append(Matmul(kind="matmul", batch=1, m=tokens, n=hidden, k=mlp_width))
+    batch, rows = int(micro_batch * heads), model.seq / context
     if not fused_attention:
         matmuls += [
             Matmul(kind="attention", batch=batch, m=rows, n=model.seq, k=depth),
             Matmul(kind="attention", batch=batch, m=rows, n=depth, k=model.seq),
         ]
     share = 0.5 if fused_attention else 1.0
-    attention_flops = share * 4.0 * batch * rows * model.seq * depth
+    seen = float(model.seq)
+    if model.window is not None and fused_attention:  # half of the layers see a window only
+        seen = 0.5 * (model.seq + 2 * min(model.window, model.seq))
+    score_depth = depth + model.rotary_size
+    attention_flops = share * 2.0 * batch * rows * seen * (score_depth + depth)
     states = tokens * hidden / (tensor if sequence_parallel else 1)
     # two normalisations (read, write), two residual additions (two reads, write) with dropout masks
     norm_bytes = states * (2 * 4 + 2 * 6 + (0 if model.gated else 2))
-    mlp_bytes = tokens * width * (3 if model.gated else 2) * 2
+    mlp_bytes = tokens * mlp_width * (3 if model.gated else 2) * 2
+    if expert:  # tokens are sorted by expert and back: read, written, weighted and added
+        active = routed / (2.0 * hidden)
+        mlp_bytes += active * model.expert_width * (3 if model.gated else 2) * 2 + 6 * routed
     qkv_bytes = tokens * model.qkv_width / tensor * 4
     # scores: scale and mask, softmax, dropout each read and write two bytes; one of dropout mask
     score_bytes = 0.0 if fused_attention else batch * rows * model.seq * (3 * 4 + 1)
@@ -136,15 +217,21 @@ def layer_work(
         memory_bytes=norm_bytes + mlp_bytes + qkv_bytes + score_bytes,
         attention_bytes=score_bytes,
         hidden_bytes=2.0 * tokens * hidden,
+        routed_bytes=routed,
     )
 
 
 def layer_flops(model: TransformerSpec, batch: int) -> float:
-    """Return the matmul FLOPs of one forward pass of one layer over `batch` sequences."""
-    tokens = batch * model.seq
-    mlp = (3 if model.gated else 2) * model.hidden * model.mlp_width
-    projections = model.hidden * (model.qkv_width + model.attention_width) + mlp
-    return 2.0 * tokens * projections + 4.0 * tokens * model.seq * model.attention_width
+    """Return the matmul FLOPs of a mean layer's forward pass over `batch` sequences."""
+    tokens, matrices = batch * model.seq, 3 if model.gated else 2
+    mlp = float(matrices * model.hidden * model.mlp_width)
+    if model.experts:
+        active = model.experts_per_token * model.expert_width + model.shared_width
+        sparse = model.hidden * (matrices * active + model.experts)
+        share = model.expert_layers / model.layers
+        mlp = (1 - share) * mlp + share * sparse
+    scores = 2.0 * tokens * model.seq * model.heads * (2 * model.depth + model.rotary_size)
+    return 2.0 * tokens * (model.attention_parameters + mlp) + scores
 
 
 def step_flops(
@@ -155,7 +242,7 @@ def step_flops(
     The first counts forward and backward once (for MFU); the second adds what `recompute` repeats:
     "full" a forward pass of every layer, "selective" the two attention products (for HFU).
     """
-    layer = layer_flops(model, global_batch)
+    layer = float(layer_flops(model, global_batch))
     head = 2.0 * global_batch * model.seq * model.hidden * model.vocab
     useful = 3.0 * (model.layers * layer + head)
     attention = 4.0 * global_batch * model.seq * model.seq * model.attention_width

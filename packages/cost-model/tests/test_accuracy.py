@@ -1,6 +1,7 @@
 import pytest
+from attrs import evolve
 
-from cost_model.accuracy import memory_rows, predict_rows, source_accuracy
+from cost_model.accuracy import memory_rows, peak_rows, predict_rows, rule_of_thumb, source_accuracy
 from cost_model.measured_run import measured_run
 from cost_model.prediction import FittedModel, StepModel, predict
 
@@ -78,3 +79,27 @@ def test_memory_is_compared_by_part():
     (entry,) = memory_rows([measured_run(given), measured_run(row())])
     assert entry.activation_error == pytest.approx(0.0, abs=1e-6)
     assert abs(entry.state_error) < 0.02 and abs(entry.total_error) < 0.01
+
+
+def test_peak_memory_is_compared_and_failures_are_foreseen():
+    fits = measured_run(row(tensor=8))
+    needed = predict(fits.run, PLAIN.whole).memory_bytes
+    large = {"hidden": 12288, "layers": 96, "heads": 96, "seq": 2048}
+    rows = [
+        evolve(fits, peak_bytes=needed / 1.1, failed=False),
+        evolve(measured_run(row(tensor=8, model=large)), failed=True, step_seconds=None),
+    ]
+    (entry,) = peak_rows(rows, PLAIN)
+    assert entry.mape == pytest.approx(0.1) and entry.bias == pytest.approx(0.1)
+    assert (entry.failed, entry.flagged, entry.false_alarms) == (1, 1.0, 0.0)
+
+
+def test_the_rule_of_thumb_takes_the_least_model_parallelism_and_the_largest_microbatch():
+    rows = [measured_run(row(tensor=t, micro_batch=m)) for t, m in ((1, 1), (1, 2), (4, 2))]
+    assert rule_of_thumb(rows).run == rows[1].run
+
+
+def test_the_regret_of_the_rule_is_reported_beside():
+    slow, fast = measured_run(row(tensor=1, seconds=1.0)), measured_run(row(tensor=8, seconds=0.8))
+    (entry,) = source_accuracy(predict_rows([slow, fast], PLAIN), PLAIN)
+    assert entry.rule_regret == pytest.approx(1.25)

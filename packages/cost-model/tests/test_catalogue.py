@@ -6,7 +6,9 @@ from cost_model.catalogue import DEVICES, HOSTS, LINKS
 def test_the_catalogue_has_the_hardware_it_promises():
     devices = {
         "v100-16gb", "v100-32gb", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "h800", "l4",
-        "rtx-titan", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p",
+        "rtx-titan",
+        "b300", "gb200", "gb300", "gh200",
+        "rtx-3090", "rtx-2080ti", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p",
     }  # fmt: skip
     assert devices == set(DEVICES)
     assert {"p3.16xlarge", "dgx-1", "dgx-2", "p4d.24xlarge", "selene", "p5.48xlarge"} <= set(HOSTS)

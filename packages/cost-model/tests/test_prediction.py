@@ -3,7 +3,9 @@ from attrs import evolve
 
 from alpa_interchange.document import from_json, to_json
 from cost_model import Prediction, TrainingRun, TransformerSpec, cluster, predict
-from cost_model.prediction import FittedModel, StepModel, run_memory, step_model
+from cost_model.executor import EXECUTORS
+from cost_model.prediction import FittedModel, StepModel, step_model, step_models
+from cost_model.run_memory import run_memory
 
 SELENE = cluster("selene:8")
 # arXiv 2205.05198, table 5 and figure 1: Megatron 22B, tensor parallel on one DGX A100
@@ -50,9 +52,9 @@ def test_a_sharded_optimizer_holds_less_and_the_last_stage_holds_logits():
     run = TrainingRun(
         model=RUN.model, cluster=SELENE, global_batch=16, tensor=2, data=2, pipeline=2
     )
-    whole, part = run_memory(run), run_memory(evolve(run, sharded_optimizer=True))
+    whole, part = run_memory(run), run_memory(evolve(run, zero_stage=1))
     assert part.optimizer == pytest.approx(whole.optimizer / 2)
-    assert run_memory(run, 0).temporaries == 0 < run_memory(run, 1).temporaries
+    assert run_memory(run, 0).temporaries < run_memory(run, 1).temporaries
     assert run_memory(run, 0).activations > run_memory(run, 1).activations
 
 
@@ -68,3 +70,30 @@ def test_the_shipped_model_says_what_it_was_fitted_on():
     model = step_model()
     assert len(model.folds) == 4 and model.whole.num_rows > 700
     assert "kwai_atc24" not in model.whole.sources
+
+
+def test_every_executor_has_constants_of_its_own():
+    fits = step_models().executors
+    assert set(fits) == {executor.fitted_as for executor in EXECUTORS.values()}
+    assert fits["nanotron"].whole.constants != fits["fsdp"].whole.constants
+
+
+def test_predictions_say_what_they_rest_on():
+    assert predict(RUN).based_on.startswith("measured runs")
+    assert predict(evolve(RUN, cluster=cluster("l4:8"))).based_on == "data sheet only"
+
+
+def test_eight_bit_products_are_faster_and_refused_where_there_are_no_units():
+    h100 = TrainingRun(
+        model=TransformerSpec(hidden=8192, layers=8, heads=64, seq=4096),
+        cluster=cluster("h100:8"), global_batch=64, data=8, fused_attention=True,
+        executor="megatron-bridge", dtype="bfloat16",
+    )  # fmt: skip
+    assert predict(evolve(h100, dtype="float8")).step_seconds < predict(h100).step_seconds
+    with pytest.raises(ValueError, match=r"needs float8_e4m3fn matrix units, which device 'a100"):
+        evolve(h100, cluster=cluster("a100-80gb:8"), dtype="float8")
+
+
+def test_memory_comes_with_the_odds_that_it_fits():
+    run = TrainingRun(model=RUN.model, cluster=SELENE, global_batch=64, micro_batch=8, data=8)
+    assert predict(run).fit_probability < 0.01 < 0.9 < predict(RUN).fit_probability

@@ -1,9 +1,9 @@
 import pytest
 
 from cost_model.measured_run import measured_run
-from cost_model.prediction import predict, step_model
+from cost_model.prediction import DEFAULT_EXECUTOR, predict, step_model
 from cost_model.step_fit import FOLDS, fit_all, fold_of_groups
-from cost_model.training_run import predict_terms
+from cost_model.step_terms import predict_terms
 
 
 def made_up_rows():
@@ -28,7 +28,7 @@ def made_up_rows():
 
 @pytest.fixture(scope="module")
 def fitted():
-    return fit_all(made_up_rows())
+    return fit_all(made_up_rows()).executors[DEFAULT_EXECUTOR]
 
 
 def test_folds_hold_whole_groups_of_about_equal_number():
@@ -57,7 +57,7 @@ def test_no_fold_has_seen_the_groups_it_judges(fitted):
 
 
 def test_the_fit_is_reproducible(fitted):
-    assert fit_all(made_up_rows()) == fitted
+    assert fit_all(made_up_rows()).executors[DEFAULT_EXECUTOR] == fitted
 
 
 def test_sources_that_are_never_fitted_are_left_out():
@@ -70,4 +70,4 @@ def test_sources_that_are_never_fitted_are_left_out():
             "parallel": {"tp": 8, "pp": 1, "dp": 1, "global_batch": 8, "micro_batch": 8},
         }
     )  # fmt: skip
-    assert fit_all([*rows, other]).whole.num_rows == len(rows)
+    assert fit_all([*rows, other]).executors[DEFAULT_EXECUTOR].whole.num_rows == len(rows)

@@ -33,6 +33,12 @@ def test_one_group_over_whole_hosts_has_all_interfaces():
     assert fast.bandwidth == pytest.approx(8 * 50e9 * 0.85)
 
 
+def test_a_ring_over_whole_hosts_has_one_slow_hop_per_host():
+    inside, across = 3.4e-6, 1.4e-5
+    (axis,) = logical_mesh(H100, TWO_HOSTS, (16,), ("x",)).axes
+    assert axis.latency == pytest.approx((7 * inside + across) / 8)
+
+
 def test_a_middle_axis_that_leaves_the_host_shares_with_its_neighbours():
     # (2, 2, 4): axis 1 steps by 4 inside hosts of 8; axis 0 leaves them
     first, second, third = logical_mesh(H100, TWO_HOSTS, (2, 2, 4), ("a", "b", "c")).axes

@@ -1,0 +1,45 @@
+import pytest
+from attrs import evolve
+
+from cost_model import TrainingRun, TransformerSpec, cluster
+from cost_model.run_memory import MemoryConstants, fit_probability, peak_memory, run_memory
+
+MODEL = TransformerSpec(hidden=2048, layers=16, heads=16, seq=2048)
+RUN = TrainingRun(
+    model=MODEL, cluster=cluster("h100:8"), global_batch=32, micro_batch=2, data=8,
+    fused_attention=True, executor="megatron", dtype="bfloat16",
+)  # fmt: skip
+
+
+def test_each_level_of_sharding_holds_less():
+    totals = [run_memory(evolve(RUN, zero_stage=level)).total for level in (0, 1, 2, 3)]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+    sharded = run_memory(evolve(RUN, zero_stage=3))
+    assert sharded.parameters == pytest.approx(run_memory(RUN).parameters / 8)
+
+
+def test_the_fullest_stage_is_the_peak():
+    staged = evolve(RUN, data=2, pipeline=4)
+    totals = [run_memory(staged, stage).total for stage in (0, 3)]
+    assert peak_memory(staged).total == max(totals)
+    assert peak_memory(staged, stage=3).total == totals[1]
+
+
+def test_slack_and_buffers_add_what_they_say():
+    plain, loose = MemoryConstants(slack=1.0), MemoryConstants(slack=1.5)
+    activations = run_memory(RUN, 0, plain).activations
+    added = run_memory(RUN, 0, loose).total - run_memory(RUN, 0, plain).total
+    assert added == pytest.approx(activations / 2)
+
+
+def test_even_odds_where_the_prediction_is_the_capacity():
+    assert fit_probability(80e9, 80e9, 0.1) == pytest.approx(0.5)
+    assert fit_probability(72e9, 80e9, 0.05) > 0.95 > 0.05 > fit_probability(88e9, 80e9, 0.05)
+
+
+def test_routed_experts_are_held_where_they_live():
+    sparse = evolve(MODEL, experts=8, experts_per_token=2, expert_width=4096)
+    wide = evolve(RUN, model=sparse, expert=8)
+    narrow = evolve(RUN, model=sparse, expert=1)
+    saved = run_memory(narrow).parameters - run_memory(wide).parameters
+    assert saved == pytest.approx(2 * sparse.expert_parameters * 16 * 7 / 8)

@@ -1,0 +1,119 @@
+import pytest
+from attrs import evolve
+
+from alpa_interchange.cluster import ClusterSpec
+from cost_model import TrainingRun, TransformerSpec, cluster
+from cost_model.step_terms import StepConstants, predict_terms
+from cost_model.training_run import StagePlacement
+
+MODEL = TransformerSpec(hidden=4096, layers=32, heads=32, seq=2048)
+C = StepConstants()
+
+
+def run(devices=8, **more):
+    settings = {"global_batch": 64, "micro_batch": 2, "tensor": devices}
+    return TrainingRun(model=MODEL, cluster=cluster(f"a100-80gb:{devices}"), **settings | more)
+
+
+def step(configuration, constants=C):
+    return sum(predict_terms(configuration, constants).values())
+
+
+def test_twice_the_batch_takes_twice_the_microbatches():
+    small, large = predict_terms(run(), C), predict_terms(run(global_batch=128), C)
+    for name in ("compute", "tensor", "launch", "head"):
+        assert large[name] == pytest.approx(2 * small[name])
+    assert large["optimizer"] == small["optimizer"]
+
+
+def test_recomputation_costs_between_nothing_and_a_third():
+    none, selective, full = (
+        predict_terms(run(recompute=kind), C)["compute"] for kind in ("none", "selective", "full")
+    )
+    assert none < selective < full < 1.4 * none
+
+
+def test_the_bubble_is_the_idle_time_of_stages_less_one():
+    staged = run(16, tensor=1, pipeline=16, global_batch=32, micro_batch=1)
+    terms = predict_terms(staged, evolve(C, head=1e-9, embedding=1e-12, microbatch=1e-9))
+    busy = terms["compute"] + terms["launch"]
+    assert terms["bubble"] == pytest.approx(busy * 15 / 32, rel=0.05)
+    interleaved = predict_terms(evolve(staged, chunks=2), C)["bubble"]
+    assert interleaved == pytest.approx(predict_terms(staged, C)["bubble"] / 2)
+
+
+def test_small_kernels_wait_for_their_launches():
+    tiny = TransformerSpec(hidden=256, layers=8, heads=4, seq=128)
+    alone = TrainingRun(model=tiny, cluster=cluster("a100-80gb:1"), global_batch=1)
+    terms = predict_terms(alone, C)
+    assert terms["launch"] > 5 * terms["compute"]
+    assert predict_terms(run(micro_batch=16), C)["launch"] < 0.01 * step(run(micro_batch=16))
+
+
+def test_tensor_parallelism_across_hosts_is_slow():
+    inside = run(16, tensor=8, data=2)
+    across = run(16, tensor=16)
+    assert predict_terms(across, C)["tensor"] > 2 * predict_terms(inside, C)["tensor"]
+
+
+def test_gradients_are_reduced_only_between_replicas():
+    assert predict_terms(run(), C)["gradients"] == 0
+    few = predict_terms(run(16, tensor=8, data=2), C)["gradients"]
+    assert 0 < few < predict_terms(run(16, tensor=1, data=16), C)["gradients"]
+
+
+def test_context_parallelism_adds_a_ring_and_divides_the_tokens():
+    whole = run(8, tensor=4, data=2)
+    ring = run(8, tensor=4, context=2)
+    assert predict_terms(ring, C)["tensor"] > 0
+    per_sequence = predict_terms(ring, C)["compute"] / ring.num_microbatches
+    assert per_sequence < predict_terms(whole, C)["compute"] / whole.num_microbatches
+
+
+def test_stages_on_unlike_devices_wait_for_the_slowest():
+    groups = tuple(cluster(f"{name}:1x4").host_groups[0] for name in ("a100-40gb", "v100-16gb"))
+    small = TransformerSpec(hidden=2048, layers=8, heads=16, seq=1024)
+
+    def staged(first, second):
+        return TrainingRun(
+            model=small, cluster=ClusterSpec(name="both", host_groups=groups), global_batch=32,
+            micro_batch=2, tensor=4, pipeline=2,
+            placements=(
+                StagePlacement(layers=first, replicas=((0, 4),)),
+                StagePlacement(layers=second, replicas=((1, 4),)),
+            ),
+        )  # fmt: skip
+
+    assert step(staged(6, 2)) < step(staged(4, 4)) < step(staged(2, 6))
+
+
+def test_messages_between_hosts_delay_the_collectives_of_stages():
+    slow = evolve(C, launch_staged=5e-3)
+    staged = run(16, tensor=4, pipeline=4, global_batch=32)
+    assert step(staged, slow) > step(staged) + 0.01
+    inside = run(8, tensor=4, pipeline=2, global_batch=32)
+    assert step(inside, slow) == step(inside)
+
+
+def test_gathered_parameters_cost_where_kernels_do_not_hide_them():
+    held = run(16, tensor=1, data=16, micro_batch=1, global_batch=16, executor="fsdp")
+    cut = evolve(held, zero_stage=3)
+    assert predict_terms(held, C)["tensor"] == 0 < predict_terms(cut, C)["tensor"]
+    assert predict_terms(cut, C)["gradients"] == 0
+
+
+def test_experts_send_their_tokens_over_the_devices_they_are_cut_over():
+    sparse = evolve(MODEL, experts=8, experts_per_token=2, expert_width=2048)
+    whole = evolve(run(8, tensor=1, data=8), model=sparse)
+    cut = evolve(whole, expert=8)
+    assert predict_terms(whole, C)["tensor"] == 0 < predict_terms(cut, C)["tensor"]
+
+
+def test_layers_that_were_measured_are_taken_from_the_table():
+    opt = TransformerSpec(hidden=1024, layers=24, heads=16, seq=2048, vocab=50272)
+    measured = TrainingRun(
+        model=opt, cluster=cluster("gh200:4"), global_batch=8, micro_batch=8, tensor=4,
+        executor="sailor",
+    )  # fmt: skip
+    # 2.68 + 6.47 ms of each layer (eth-easl/sailor)
+    assert predict_terms(measured, C)["compute"] == pytest.approx(24 * 9.15e-3, rel=0.01)
