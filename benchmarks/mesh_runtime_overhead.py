@@ -1,12 +1,11 @@
-"""What mesh-runtime adds: host time per instruction, the speed of its data plane, whole steps.
+"""What mesh-runtime adds: host time per instruction, whole steps.
 
     python benchmarks/mesh_runtime_overhead.py
 
 Instructions are timed on a two-mesh schedule of empty programs (one device each), so that the time
-is that of the interpreter and jax dispatch. The data plane sends between two endpoints of this
-process. Whole steps of a four-layer perceptron are compared in turns, by the shortest of each: one
-stage with `jax.jit` under the same shardings, two stages on Ray workers with the same two in this
-process.
+is that of the interpreter and jax dispatch. Whole steps of a four-layer perceptron are compared in
+turns, by the shortest of each: one stage with `jax.jit` under the same shardings, two stages on Ray
+workers with the same two in this process.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attrs import evolve
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -31,7 +29,6 @@ from rich.table import Table
 import alpa_meta as alpa
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime import InProcessRuntime
-from mesh_runtime.data_plane import DataPlane, new_token
 
 
 def best_seconds(
@@ -96,25 +93,6 @@ def instruction_seconds(num_microbatches: int = 64) -> dict[str, float]:
         "per instruction, all in": step / total,
         "per instruction, less calls and copies": max(0.0, step - 2 * call - copy) / total,
     }
-
-
-def plane_bandwidth(num_bytes: int, local: bool) -> float:
-    """Return bytes/s of messages of `num_bytes` from one endpoint to another."""
-    token = new_token()
-    a, b = DataPlane("a", token), DataPlane("b", token)
-    a.connect({"b": b.address if local else evolve(b.address, machine="elsewhere")})
-    payload, counter = np.ones(num_bytes, np.uint8), iter(range(10**9))
-
-    def message() -> None:
-        key = str(next(counter))
-        a.send("b", lambda: ({"key": key}, [payload]))
-        b.take(key, "a", 60.0)
-
-    message()
-    seconds = best_seconds(message, 5)
-    a.close()
-    b.close()
-    return num_bytes / seconds
 
 
 def make_weights(key: jax.Array, width: int = 768) -> list[jax.Array]:
@@ -183,14 +161,6 @@ def main() -> None:
     table.add_column("microseconds", justify="right")
     for name, seconds in instruction_seconds().items():
         table.add_row(name, f"{seconds * 1e6:.1f}")
-    Console().print(table)
-    table = Table(title="data plane, GB/s")
-    table.add_column("bytes", justify="right")
-    table.add_column("unix socket", justify="right")
-    table.add_column("TCP loopback", justify="right")
-    for size in (1 << 20, 1 << 26):
-        rates = [plane_bandwidth(size, local) / 1e9 for local in (True, False)]
-        table.add_row(f"{size:,}", *(f"{rate:.2f}" for rate in rates))
     Console().print(table)
     table = Table(title="whole steps")
     for name in ("what", "milliseconds", "compared with", "ratio"):

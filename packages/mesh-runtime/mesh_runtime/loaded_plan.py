@@ -12,7 +12,7 @@ from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.layout import Layout
 from mesh_runtime.order import ScheduleOrder, value_name
-from mesh_runtime.worker import ArrayType, TaskTypes
+from mesh_runtime.worker_types import ArrayType, TaskTypes
 
 SMALL = 1 << 16
 """Bytes up to which an output that is no state comes back with the step: a loss is asked for every

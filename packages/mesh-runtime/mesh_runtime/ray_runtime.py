@@ -32,7 +32,9 @@ from mesh_runtime.remote_array import Buffer, RemoteArray, StaleArrayError, fetc
 from mesh_runtime.runtime import Array, Executable, ValueShardings
 from mesh_runtime.task_programs import check_tasks
 from mesh_runtime.trace import TRACE_MODES, TraceEvent
-from mesh_runtime.worker import ArrayType, WorkerProgram, WorkerStep
+from mesh_runtime.transfers import Planner, TransportMaker, plan_moves
+from mesh_runtime.worker import WorkerProgram, WorkerStep
+from mesh_runtime.worker_types import ArrayType
 
 Shares: TypeAlias = dict[tuple[int, int], dict[str, HostTiles]]
 """What each (mesh, host) is sent, by name."""
@@ -44,6 +46,9 @@ class RayRuntime:
     `workers` are started already, or the meshes to start some for. What steps return are handles
     (`RemoteArray`). After a failure of a worker all are closed and their state is lost: make a new
     runtime and restore from a checkpoint. Wrong arguments are refused before anything runs.
+
+    `planner` decides how values go from mesh to mesh (`resharding.plan`), `transport` carries them
+    (`resharding.HostTransport`; that of `workers` if they are started already).
     """
 
     def __init__(
@@ -51,12 +56,18 @@ class RayRuntime:
         workers: RayWorkers | Sequence[RayMesh],
         options: RayOptions | None = None,
         *,
+        planner: Planner | None = None,
+        transport: TransportMaker | None = None,
         trace: str = "none",
     ) -> None:
         if trace not in TRACE_MODES:
             raise ValueError(f"trace must be one of {TRACE_MODES}, got {trace!r}")
         self._owns = not isinstance(workers, RayWorkers)
-        self.workers = workers if isinstance(workers, RayWorkers) else RayWorkers(workers, options)
+        if isinstance(workers, RayWorkers):
+            self.workers = workers
+        else:
+            self.workers = RayWorkers(workers, options, transport=transport)
+        self._planner = planner
         self.trace_mode = trace
         self._loaded: LoadedPlan | None = None
         self._resident: dict[str, RemoteArray] = {}
@@ -89,6 +100,7 @@ class RayRuntime:
                     f"{len(self.workers.meshes)}"
                 )
         exported = _all_exported(executables)
+        self._check_handed_in(schedule)
         outputs, carry = tuple(outputs), dict(carry or {})
         order = check_schedule(schedule)
         check_outputs(order, outputs, carry)
@@ -135,6 +147,11 @@ class RayRuntime:
                 name for each in instructions if each.kind != "send" for name in each.outputs
             ),
         )
+        if self._planner is not None:
+            workers = self.workers
+            moves = plan_moves(self._loaded, workers.grids, workers.hosts, self._planner)
+            if moves:
+                workers.work("route", [(worker, (plan, moves)) for worker in workers.workers])
 
     def init(
         self, programs: Mapping[int, Executable], arguments: Sequence[Any]
@@ -245,6 +262,19 @@ class RayRuntime:
         self._unload()
         if self._owns:
             self.workers.close()
+
+    def _check_handed_in(self, schedule: PipelineSchedule) -> None:
+        """Refuse a schedule that sends values if nothing was handed in that plans or moves them."""
+        sends = any(each.kind == "send" for program in schedule.programs for each in program)
+        for what, given, example in (
+            ("planner", self._planner, "resharding.plan"),
+            ("transport", self.workers.transport, "resharding.HostTransport"),
+        ):
+            if sends and given is None:
+                raise ValueError(
+                    f"the schedule {schedule.name!r} sends values from mesh to mesh, for which "
+                    f"RayRuntime needs a {what}: give it {what}={example}"
+                )
 
     def _unload(self) -> None:
         if self._loaded is not None and not self.workers.closed:

@@ -9,11 +9,13 @@ from typing import Any
 
 import ray
 
-from mesh_runtime.data_plane import Bytes, DataPlane
 from mesh_runtime.handshake import identity
 from mesh_runtime.heartbeats import Progress
-from mesh_runtime.object_store_plane import ObjectStorePlane
-from mesh_runtime.worker import MeshWorker, WorkerMesh, worker_name
+from mesh_runtime.object_store_link import Bytes, ObjectStoreLink
+from mesh_runtime.ray_workers import RayOptions
+from mesh_runtime.transfers import Transport, TransportMaker
+from mesh_runtime.worker import MeshWorker
+from mesh_runtime.worker_mesh import WorkerMesh, worker_name
 
 _ray: Any = ray
 
@@ -21,15 +23,25 @@ _ray: Any = ray
 class ActorWorker:
     """One host of one mesh in a Ray actor. The JAX client is made in `join`, not before."""
 
-    def __init__(self, mesh: int, host: int, token: bytes, data_plane: str) -> None:
+    def __init__(
+        self,
+        mesh: int,
+        host: int,
+        token: bytes,
+        transport: TransportMaker | None,
+        options: RayOptions,
+    ) -> None:
         self._mesh, self._host = mesh, host
         self._worker: MeshWorker | None = None
+        self._link: ObjectStoreLink | None = None
+        self._transport: Transport | None = None
         name = worker_name(mesh, host)
-        self._plane: DataPlane | ObjectStorePlane = (
-            DataPlane(name, token, _node_address())
-            if data_plane == "sockets"
-            else ObjectStorePlane(name, _ray.get)
-        )
+        if options.data_plane == "object-store":
+            self._link = ObjectStoreLink(name, _ray.get)
+        if transport is not None:
+            self._transport = transport(
+                name, token, _node_address(), link=self._link, checksum=options.checksum
+            )
 
     def process_id(self) -> int:
         """Return the number of this process."""
@@ -48,7 +60,7 @@ class ActorWorker:
         return identity(), f"{host}:{port}"
 
     def join(self, meshes: Sequence[WorkerMesh], coordinator: str) -> Any:
-        """Enter the mesh's group of processes; return where the data plane listens, if it does."""
+        """Enter the mesh's group of processes; return where the transport is found, if it is."""
         import jax
 
         own = meshes[self._mesh]
@@ -58,17 +70,18 @@ class ActorWorker:
                 num_processes=own.num_hosts,
                 process_id=self._host,
             )
-        self._worker = MeshWorker(self._mesh, self._host, meshes, self._plane)
-        return self._plane.address if isinstance(self._plane, DataPlane) else None
+        self._worker = MeshWorker(self._mesh, self._host, meshes, self._transport)
+        return None if self._transport is None else self._transport.address
 
-    def connect(self, peers: Mapping[str, Any]) -> None:
-        """Learn where all workers listen, or their actors."""
-        self._plane.connect(peers)
+    def connect(self, peers: Mapping[str, Any], owner_of: Mapping[int, str]) -> None:
+        """Learn where all workers are found, or their actors, and who owns which device."""
+        if self._transport is not None:
+            self._transport.connect(peers, owner_of)
 
     def deliver(self, sender: str, header: dict[str, Any], payload: Bytes) -> None:
-        """Take in a message of the object-store plane, also while a step runs."""
-        assert isinstance(self._plane, ObjectStorePlane)
-        self._plane.deliver(sender, header, payload)
+        """Take in a message of the object store, also while a step runs."""
+        assert self._link is not None
+        self._link.deliver(sender, header, payload)
 
     def work(self, method: str, *arguments: Any) -> Any:
         """Call a method of the worker."""

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import re
+import secrets
 import socket
 import time
 import warnings
@@ -26,14 +27,16 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 
 from alpa_interchange.check import non_negative, positive
-from mesh_runtime.data_plane import new_token
 from mesh_runtime.handshake import disagreement
 from mesh_runtime.heartbeats import Heartbeats, Progress
 from mesh_runtime.layout import Tiles, joined
 from mesh_runtime.ray_placement import PLACEMENTS, RayMesh, bundles_of, reserve
 from mesh_runtime.remote_array import Buffer
 from mesh_runtime.runtime import StepError, WorkerError
-from mesh_runtime.worker import TaskTypes, WorkerMesh, WorkerProgram, worker_name
+from mesh_runtime.transfers import TransportMaker, device_owners
+from mesh_runtime.worker import WorkerProgram
+from mesh_runtime.worker_mesh import WorkerMesh, worker_name
+from mesh_runtime.worker_types import TaskTypes
 
 _ALONE = ("load", "unload", "place")
 """What workers do without one another: where one refuses, all are as they were."""
@@ -49,7 +52,8 @@ class RayOptions:
     `address` is that of the cluster; None: the one this process is connected to or RAY_ADDRESS
     names, else a new local one. `platform` is that of JAX in the workers; None: "cuda" where a mesh
     has GPUs, else "cpu". `placement` says how hosts are spread over nodes, in Ray's words. Workers
-    compile with this process's XLA_FLAGS unless `environment` has others.
+    compile with this process's XLA_FLAGS unless `environment` has others. With `checksum`, what
+    goes from mesh to mesh carries a CRC32.
     """
 
     address: str | None = None
@@ -63,6 +67,7 @@ class RayOptions:
     heartbeat_seconds: float = field(default=1.0, validator=positive)  # between questions
     heartbeat_timeout: float = field(default=8.0, validator=positive)  # without an answer
     data_plane: str = "sockets"  # or "object-store": slower, needs no connections between nodes
+    checksum: bool = False
 
     def __attrs_post_init__(self) -> None:
         for name, value, known in (
@@ -93,6 +98,7 @@ class RayWorkers:
     Where they are `replacing` others that failed, room is waited for no longer than
     `replace_timeout`.
     They end with `close`, with this process, or when neither a runtime nor an array refers to them.
+    `transport` makes what carries values between them; without, meshes cannot exchange any.
     """
 
     def __init__(
@@ -101,6 +107,7 @@ class RayWorkers:
         options: RayOptions | None = None,
         *,
         replacing: bool = False,
+        transport: TransportMaker | None = None,
     ) -> None:
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         try:
@@ -118,12 +125,13 @@ class RayWorkers:
             for each in self.meshes
         )
         self.ray: Any = ray
+        self.transport = transport
         self.closed = ""
         self.workers: list[Worker] = []
         self._numbers = itertools.count(1)
         self._released: deque[int] = deque()
         self._plans: Counter[str] = Counter()
-        bundles, places = bundles_of(self.meshes)
+        bundles, self.places = bundles_of(self.meshes)
         started = _connect(ray, self.options, sum(one["CPU"] for one in bundles))
         self._groups: list[Any] = []
         self._end = weakref.finalize(self, _end, ray, self.workers, self._groups, started)
@@ -131,7 +139,7 @@ class RayWorkers:
             seconds = self.options.replace_timeout if replacing else self.options.start_timeout
             group = reserve(ray, bundles, self.options.placement, seconds)
             self._groups.append(group)
-            self._start(places)
+            self._start()
         except BaseException as error:
             self.close(str(error))
             raise
@@ -140,6 +148,13 @@ class RayWorkers:
     def process_ids(self) -> dict[str, int]:
         """The process of every worker, by its name ("mesh 0 host 1")."""
         return dict(self._call("process_id", [(worker, ()) for worker in self.workers]))
+
+    @property
+    def hosts(self) -> list[Sequence[int]]:
+        """The host of every worker, by mesh: as the meshes number them, if all do."""
+        if all(mesh.hosts for mesh in self.meshes):
+            return [mesh.hosts for mesh in self.meshes]
+        return [*self.places]
 
     def close(self, reason: str = "it was closed") -> None:
         """End every process, and the Ray instance if it was started here."""
@@ -202,16 +217,18 @@ class RayWorkers:
         if not self._plans[plan] and not self.closed:
             self.work("unload", [(worker, (plan,)) for worker in self.workers])
 
-    def _start(self, places: Sequence[Sequence[int]]) -> None:
+    def _start(self) -> None:
         """Start one actor per mesh host, join each mesh's group, and introduce all."""
         from mesh_runtime.ray_worker import ActorWorker
 
         actor_class = self.ray.remote(concurrency_groups={"data": 1, "heartbeat": 1})(ActorWorker)
-        plane, token = self.options.data_plane, new_token()
-        for mesh, hosts in enumerate(places):
+        token = secrets.token_bytes(32)
+        for mesh, hosts in enumerate(self.places):
             for host, place in enumerate(hosts):
                 options = self._actor_options(self.meshes[mesh], place)
-                actor = actor_class.options(**options).remote(mesh, host, token, plane)
+                actor = actor_class.options(**options).remote(
+                    mesh, host, token, self.transport, self.options
+                )
                 self.workers.append(Worker(mesh, host, actor))
         timeout = self.options.start_timeout
         met = dict(self._call("introduce", [(each, ()) for each in self.workers], None, timeout))
@@ -227,9 +244,10 @@ class RayWorkers:
                 timeout,
             )
         )
-        if plane == "object-store":
+        if self.options.data_plane == "object-store":
             addresses = {worker.name: worker.actor for worker in self.workers}
-        self._call("connect", [(each, (addresses,)) for each in self.workers], None, timeout)
+        given = (addresses, device_owners(self.grids))
+        self._call("connect", [(each, given) for each in self.workers], None, timeout)
 
     def _actor_options(self, mesh: RayMesh, place: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -1,60 +1,41 @@
 """One host of one mesh: holds its devices' shards and executes the mesh's instruction list.
 
 All hosts of a mesh run the same list on the same programs, as one multi-process JAX computation;
-values for other meshes go out through the data plane, piece by piece (`pieces`). A receive only
-marks its buffers: they are taken from the inbox when first used, so an early receive delays
-nothing.
+values for other meshes go out through the transport, by the plans that came with the program. All
+receives are posted when a step begins, as far as the transport has room; a receive instruction only
+marks its buffers, which are waited for when first used, so an early receive delays nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 from attrs import define, field, frozen
 from jax.sharding import NamedSharding
-from numpy.typing import NDArray
 
 from alpa_interchange.document import from_json
+from alpa_interchange.reshard import PlacedTensor, ReshardingPlan
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.array_store import ArrayReader, ArrayWriter, FileSums, Part, StoreError
-from mesh_runtime.data_plane import Content, DataPlaneError, Plane
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.heartbeats import Doing
 from mesh_runtime.layout import HostTiles, Layout, Tiles, plain_spec
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.pacing import Pace
-from mesh_runtime.pieces import (
-    Box,
-    assemble,
-    assign_pieces,
-    box_of,
-    pack,
-    unpack,
-)
+from mesh_runtime.pieces import box_of
 from mesh_runtime.runtime import StepError
 from mesh_runtime.task_programs import LoadedProgram, call, task_programs
 from mesh_runtime.trace import Recorder
-
-
-@frozen(kw_only=True)
-class WorkerMesh:
-    """A mesh as workers see it: its grid, and the processes its devices are spread over."""
-
-    shape: tuple[int, ...]
-    axis_names: tuple[str, ...]
-    num_hosts: int
-
-    def host_boxes(self, shape: Sequence[int], layout: Layout) -> list[tuple[int, Box]]:
-        """Return (host, tile) of every device for a value of `shape`."""
-        boxes = layout.boxes(shape)
-        per_host = len(boxes) // self.num_hosts
-        return [(position // per_host, box) for position, box in enumerate(boxes)]
+from mesh_runtime.transfers import Moves, Receiving, Sending, Transport, device_number
+from mesh_runtime.worker_mesh import WorkerMesh, worker_name
+from mesh_runtime.worker_types import ArrayType, TaskTypes
 
 
 @frozen(kw_only=True)
@@ -91,24 +72,6 @@ class WorkerStep:
     trace: str = "none"
 
 
-@frozen
-class ArrayType:
-    """The shape, dtype and layout of an array of a mesh."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    layout: Layout
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the whole array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * jax.numpy.dtype(self.dtype).itemsize
-
-
-TaskTypes: TypeAlias = dict[str, tuple[list[ArrayType], list[ArrayType]]]
-"""What each task takes and gives."""
-
-
 @define
 class _Loaded:
     """A program ready to run."""
@@ -116,6 +79,7 @@ class _Loaded:
     program: WorkerProgram
     instructions: tuple[Instruction, ...]
     tasks: dict[str, LoadedProgram]
+    moves: Moves = field(factory=dict)
 
 
 @define
@@ -124,24 +88,29 @@ class _Step:
 
     loaded: _Loaded
     number: int
+    recorder: Recorder
     held: dict[str, Any] = field(factory=dict)  # jax arrays, or _Arriving
-    sending: dict[str, list[Future[None]]] = field(factory=dict)
+    sending: list[_Departing] = field(factory=list)
+    arriving: dict[tuple[int, str], _Arriving] = field(factory=dict)  # by position and buffer
     sent: dict[int, int] = field(factory=dict)  # messages so far, per peer mesh
-    received: dict[int, int] = field(factory=dict)
 
 
 @frozen
 class _Arriving:
     """A received buffer whose bytes have not been looked at yet."""
 
-    key: str
+    receiving: Receiving
     peer: int
     position: int
 
 
-def worker_name(mesh: int, host: int) -> str:
-    """Return what errors and the data plane call a worker."""
-    return f"mesh {mesh} host {host}"
+@frozen
+class _Departing:
+    """A buffer on its way to another mesh."""
+
+    name: str
+    position: int
+    sending: Sending
 
 
 class MeshWorker:
@@ -152,10 +121,11 @@ class MeshWorker:
         mesh: int,
         host: int,
         meshes: Sequence[WorkerMesh],
-        plane: Plane,
+        transport: Transport | None = None,
         devices: Sequence[Any] | None = None,
     ) -> None:
-        self.mesh, self.host, self.meshes, self.plane = mesh, host, tuple(meshes), plane
+        self.mesh, self.host, self.meshes = mesh, host, tuple(meshes)
+        self.transport = transport
         own = self.meshes[mesh]
         chosen = list(jax.devices() if devices is None else devices)
         wanted = int(np.prod(own.shape))
@@ -167,8 +137,8 @@ class MeshWorker:
         self.devices = chosen
         self._grid = Layout(own.shape, own.axis_names)
         self.jax_mesh = self._grid.mesh(chosen)
-        self._host_of = {
-            device: position * own.num_hosts // wanted for position, device in enumerate(chosen)
+        self._number_of = {
+            device: device_number(self.meshes, mesh, k) for k, device in enumerate(chosen)
         }
         self._pace = Pace(self.jax_mesh)
         self.doing = Doing(mesh, host)
@@ -195,6 +165,12 @@ class MeshWorker:
                 raise StepError(f"task {name!r} cannot be compiled: {error}") from error
         self._loaded[program.plan] = _Loaded(program, instructions, tasks)
         return types
+
+    def route(self, plan: str, moves: Moves) -> None:
+        """Learn by which plans the values of a program come and go."""
+        self._program(plan).moves = {
+            key: move for key, move in moves.items() if self.mesh in key[1:]
+        }
 
     def unload(self, plan: str) -> None:
         """Drop a program."""
@@ -224,26 +200,28 @@ class MeshWorker:
         """
         loaded = self._program(step.plan)
         self.release(step.released)
-        state = _Step(loaded, step.number)
+        recorder, origin = Recorder(step.trace, self.mesh + 1), time.time()
+        state = _Step(loaded, step.number, recorder)
         state.held = {
             **{name: self._array(number) for name, number in step.bound.items()},
             **{name: self._place(loaded, name, share) for name, share in step.placed.items()},
         }
-        recorder, origin = Recorder(step.trace, self.mesh + 1), time.time()
         try:
+            self._post_receives(state)
             for position, instruction in enumerate(loaded.instructions):
-                self._execute(state, position, instruction, recorder)
+                self._execute(state, position, instruction)
             outputs = {
                 name: self._tiles_to_return(self._value(state, name)) for name in step.returned
             }
             kept = {number: self._value(state, name) for name, number in step.kept.items()}
-            for futures in state.sending.values():
-                for future in futures:
-                    future.result(loaded.program.timeout)
+            for each in state.sending:
+                self._waiting(state, each.position, each.sending.result)
             self._drop_overwritten(step.bound.values())
             self._arrays.update(kept)
         finally:
             self.doing.nothing()
+            for left in state.arriving.values():
+                left.receiving.cancel()
             events = recorder.finish()
         positions = {id(each): k for k, each in enumerate(loaded.instructions)}
         trace = [(positions[id(e.instruction)], origin + e.start, origin + e.stop) for e in events]
@@ -292,9 +270,10 @@ class MeshWorker:
             self._arrays.pop(number, None)
 
     def close(self) -> None:
-        """Drop all arrays and close the data plane."""
+        """Drop all arrays and close the transport."""
         self._arrays.clear()
-        self.plane.close()
+        if self.transport is not None:
+            self.transport.close()
 
     def _program(self, plan: str) -> _Loaded:
         if plan not in self._loaded:
@@ -325,15 +304,15 @@ class MeshWorker:
             shape, sharding, lambda index: tiles[box_of(index or (), shape)]
         )
 
-    def _execute(
-        self, state: _Step, position: int, instruction: Instruction, recorder: Recorder
-    ) -> None:
+    def _execute(self, state: _Step, position: int, instruction: Instruction) -> None:
+        recorder = state.recorder
         start = recorder.now()
         self.doing.at(state.number, position, instruction)
         read: Sequence[jax.Array] = ()
         written: Sequence[jax.Array] = ()
         if instruction.kind == "run":
             read = [self._value(state, name) for name in instruction.inputs]
+            start = recorder.now()
             donated = state.loaded.program.executables[instruction.task].donated
             for name in instruction.inputs:
                 if value_name(name) in donated:
@@ -343,14 +322,11 @@ class MeshWorker:
             self._pace.issued(written)
         elif instruction.kind == "send":
             for name in instruction.inputs:
-                self._send(state, instruction, name, self._value(state, name))
+                self._send(state, position, name, self._value(state, name))
         elif instruction.kind == "receive":
-            assert instruction.peer is not None
             for name in instruction.outputs:
-                count = state.received.get(instruction.peer, 0)
-                state.received[instruction.peer] = count + 1
-                key = self._key(state, instruction.peer, self.mesh, count, name)
-                state.held[name] = _Arriving(key, instruction.peer, position)
+                state.held[name] = state.arriving[position, name]
+            return
         else:
             for name in instruction.inputs:
                 arriving = state.held.pop(name)
@@ -360,7 +336,7 @@ class MeshWorker:
             recorder.record(self.mesh, instruction, start, read, written)
 
     def _value(self, state: _Step, name: str) -> jax.Array:
-        """Return a buffer, taking its bytes from the inbox if it has just been received."""
+        """Return a buffer, waiting for it if it has just been received."""
         value = state.held[name]
         if isinstance(value, _Arriving):
             value = state.held[name] = self._receive(state, name, value)
@@ -368,77 +344,98 @@ class MeshWorker:
         return found
 
     def _await_sends(self, state: _Step, name: str) -> None:
-        """Wait until the sends of a buffer that is about to be overwritten have read it."""
-        for future in state.sending.pop(name, ()):
-            future.result(state.loaded.program.timeout)
+        """Wait until the transport has a buffer that is about to be overwritten."""
+        for each in state.sending:
+            if each.name == name:
+                self._waiting(state, each.position, each.sending.taken)
+
+    def _waiting(self, state: _Step, position: int, wait: Callable[[float], Any]) -> Any:
+        """Return what the transport is waited for; its errors name the instruction."""
+        try:
+            return wait(state.loaded.program.timeout)
+        except Exception as error:
+            where = describe(self.mesh, position, state.loaded.instructions[position])
+            raise StepError(f"{where} on host {self.host} failed: {error}") from error
 
     def _key(self, state: _Step, source: int, target: int, count: int, name: str) -> str:
         return f"step {state.number}: {name} from mesh {source} to mesh {target}, message {count}"
 
-    def _send(self, state: _Step, instruction: Instruction, name: str, array: jax.Array) -> None:
-        """Hand this host's pieces of `array` to the sending threads: a message per target host."""
-        peer = instruction.peer
+    def _post_receives(self, state: _Step) -> None:
+        counts: Counter[int] = Counter()
+        program = state.loaded.program
+        for position, instruction in enumerate(state.loaded.instructions):
+            if instruction.kind != "receive" or instruction.peer is None:
+                continue
+            for name in instruction.outputs:
+                peer = instruction.peer
+                key = self._key(state, peer, self.mesh, counts[peer], name)
+                counts[peer] += 1
+                move = self._move(state, name, peer, self.mesh)
+                receiving = self._transport().receive(key, move, program.plan)
+                state.arriving[position, name] = _Arriving(receiving, peer, position)
+
+    def _send(self, state: _Step, position: int, name: str, array: jax.Array) -> None:
+        """Hand this host's tiles of `array` to the transport."""
+        peer = state.loaded.instructions[position].peer
         assert peer is not None
         count = state.sent.get(peer, 0)
         state.sent[peer] = count + 1
-        if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
+        move = self._move(state, name, self.mesh, peer)
+        array = self._as_planned(array, move)
+        tiles = {self._number_of[shard.device]: shard.data for shard in array.addressable_shards}
+        sending = self._transport().send(
+            self._key(state, self.mesh, peer, count, name),
+            move,
+            lambda: tiles,
+            state.loaded.program.plan,
+        )
+        state.sending.append(_Departing(name, position, sending))
+
+    def _move(self, state: _Step, name: str, source: int, target: int) -> ReshardingPlan:
+        found = state.loaded.moves.get((value_name(name), source, target))
+        if found is None:
             raise StepError(
-                f"{self.name} cannot send {name!r} of dtype {array.dtype} between processes; send "
-                "jax.random.key_data of it and wrap it again"
+                f"{self.name} has no plan to move {name!r} from mesh {source} to mesh {target}; an "
+                "array of random keys has none: send jax.random.key_data of it and wrap it again"
             )
-        shape = array.shape
-        source = [
-            (self._host_of[device], box_of(index, shape))
-            for device, index in array.sharding.devices_indices_map(shape).items()
-        ]
-        layout = state.loaded.program.layouts[peer][value_name(name)]
-        target = self.meshes[peer].host_boxes(shape, layout)
-        plan = state.loaded.program.plan
-        assigned = assign_pieces(source, target)
-        key = self._key(state, self.mesh, peer, count, name)
-        for receiver in range(self.meshes[peer].num_hosts):
-            boxes = assigned.get((self.host, receiver), [])
+        return found
 
-            def make(boxes: list[Box] = boxes) -> Content:
-                tiles = {
-                    box_of(shard.index, shape): np.asarray(shard.data)
-                    for shard in array.addressable_shards
-                }
-                header = {"dtype": str(array.dtype), "shape": shape, "boxes": boxes}
-                return {"key": key, "plan": plan, **header}, pack(boxes, tiles)
+    def _transport(self) -> Transport:
+        if self.transport is None:
+            raise StepError(f"{self.name} has no transport to other meshes")
+        return self.transport
 
-            future = self.plane.send(worker_name(peer, receiver), make)
-            state.sending.setdefault(name, []).append(future)
+    def _as_planned(self, array: jax.Array, move: ReshardingPlan) -> jax.Array:
+        """Return `array` in the layout the plan was made for: XLA may have chosen another."""
+        layout = _layout(move.task.source)
+        wanted = self._sharding(layout)
+        if array.sharding.is_equivalent_to(wanted, array.ndim):
+            return array
+        moved: jax.Array = jax.jit(lambda one: one, out_shardings=wanted)(array)
+        return moved
 
     def _receive(self, state: _Step, name: str, arriving: _Arriving) -> jax.Array:
-        """Return the array put together from the messages of every host of the sending mesh."""
-        pieces: list[tuple[Box, NDArray[Any]]] = []
-        shape: tuple[int, ...] = ()
-        dtype: Any = None
+        """Return an array put together from the tiles that arrived; the trace has the waiting."""
+        start = state.recorder.now()
+        hosts = range(self.meshes[arriving.peer].num_hosts)
+        self.doing.waiting(", ".join(worker_name(arriving.peer, host) for host in hosts))
+        tiles = self._waiting(state, arriving.position, arriving.receiving.result)
+        self.doing.waiting("")
+        tensor = self._move(state, name, arriving.peer, self.mesh).task.tensor
+        dtype = jax.numpy.dtype(tensor.dtype)
         program = state.loaded.program
-        for host in range(self.meshes[arriving.peer].num_hosts):
-            sender = worker_name(arriving.peer, host)
-            try:
-                self.doing.waiting(sender)
-                header, payload = self.plane.take(arriving.key, sender, program.timeout)
-                self.doing.waiting("")
-                _check_plan(program.plan, header, sender)
-                boxes = [tuple((int(a), int(b)) for a, b in box) for box in header["boxes"]]
-                shape, dtype = tuple(header["shape"]), jax.numpy.dtype(header["dtype"])
-                pieces += unpack(payload[0], boxes, dtype)
-            except (DataPlaneError, ValueError, KeyError, TypeError) as error:
-                instruction = state.loaded.instructions[arriving.position]
-                where = describe(self.mesh, arriving.position, instruction)
-                raise StepError(f"{where} on host {self.host} failed: {error}") from error
         sharding = self._sharding(program.layouts[self.mesh][value_name(name)])
-        tiles: dict[Box, NDArray[Any]] = {}
-        shards = []
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            box = box_of(index or (), shape)
-            if box not in tiles:
-                tiles[box] = assemble(box, pieces, dtype)
-            shards.append(jax.device_put(tiles[box], device))
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        shape = sharding.shard_shape(tensor.shape)
+        own = sharding.addressable_devices_indices_map(tensor.shape)
+        shards = [
+            jax.device_put(tiles[self._number_of[device]].view(dtype).reshape(shape), device)
+            for device in own
+        ]
+        made = jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards)
+        if state.recorder.mode != "none":
+            instruction = state.loaded.instructions[arriving.position]
+            state.recorder.record(self.mesh, instruction, start, (), [made])
+        return made
 
     def _tiles_to_return(self, array: jax.Array) -> Tiles:
         """Return the tiles of which this host has the first replica; all hosts together: all."""
@@ -453,11 +450,9 @@ def _raise(error: Exception) -> FileSums:
     raise error
 
 
-def _check_plan(own: str, header: Mapping[str, Any], sender: str) -> None:
-    """Refuse a message of another plan."""
-    if header["plan"] != own:
-        theirs = header["plan"]
-        raise DataPlaneError(f"this step is of plan {own}, but {sender} runs plan {theirs}")
+def _layout(placed: PlacedTensor) -> Layout:
+    spec = tuple(axes if axes else None for axes in placed.spec.dims)
+    return Layout(placed.mesh_shape, placed.axis_names, spec)
 
 
 def _types(program: LoadedProgram, grid: Layout) -> tuple[list[ArrayType], list[ArrayType]]:

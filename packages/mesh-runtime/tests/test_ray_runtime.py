@@ -26,6 +26,8 @@ from mesh_runtime import (
 
 NAMES = ("data", "model")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra mesh-runtime[ray]")
+resharding = pytest.importorskip("resharding", reason="its planner and transport are handed in")
+HANDED_IN = {"planner": resharding.plan, "transport": resharding.HostTransport}
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +67,9 @@ def test_meshes_in_other_processes_train_like_one_process_and_a_dead_one_is_name
             RayMesh(shape=(2, 2), axis_names=NAMES, num_hosts=2, hosts=(0, 1)),
             RayMesh(shape=(2, 1), axis_names=NAMES, hosts=(1,)),
         ],
-        RayOptions(step_timeout=120.0, placement="STRICT_SPREAD"),
+        RayOptions(step_timeout=120.0, placement="STRICT_SPREAD", checksum=True),
         trace="blocking",
+        **HANDED_IN,
     )
     try:
         with pytest.raises(
@@ -108,7 +111,8 @@ def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline,
         for device in jax.devices()[:2]
     ]
     grids = [RayMesh(shape=(1, 1), axis_names=NAMES)] * 2
-    runtime = RayRuntime(grids, RayOptions(step_timeout=120.0, data_plane="object-store"))
+    options = RayOptions(step_timeout=120.0, data_plane="object-store")
+    runtime = RayRuntime(grids, options, **HANDED_IN)
     try:
         runtime.load(
             job.schedule,
@@ -143,6 +147,9 @@ def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline,
 def _check_handles(runtime, job, local):
     """State may also be given to steps by its handles; what is wrong with it changes nothing."""
     other = RayRuntime(runtime.workers)
+    with pytest.raises(ValueError, match="needs a planner: give it planner=resharding.plan"):
+        other.load(job.schedule, job.exported(local), job.specs)
+    other = RayRuntime(runtime.workers, planner=resharding.plan)
     carry = {"outputs": (*job.outputs, *job.carry), "carry": job.carry}
     other.load(job.schedule, job.exported(local), job.specs, **carry)
     state = other.place(job.state())

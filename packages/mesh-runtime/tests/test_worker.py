@@ -6,10 +6,15 @@ import pytest
 from attrs import evolve
 
 from alpa_interchange.document import to_json
+from alpa_interchange.reshard import PlacedTensor, ReshardingTask
+from alpa_interchange.tensor import ShardingSpec, TensorType
 from mesh_runtime import InProcessRuntime, StepError, check_schedule, value_name
-from mesh_runtime.data_plane import DataPlane, new_token
 from mesh_runtime.layout import Layout, host_tiles
-from mesh_runtime.worker import MeshWorker, WorkerMesh, WorkerProgram, WorkerStep, worker_name
+from mesh_runtime.transfers import device_owners
+from mesh_runtime.worker import MeshWorker, WorkerProgram, WorkerStep
+from mesh_runtime.worker_mesh import WorkerMesh, worker_name
+
+resharding = pytest.importorskip("resharding", reason="its transport is handed to the workers")
 
 
 @pytest.fixture
@@ -18,14 +23,14 @@ def workers(meshes):
     made = []
 
     def make(count, shape):
-        token = new_token()
+        token = resharding.new_token()
         grids = [WorkerMesh(shape=shape, axis_names=("data", "model"), num_hosts=1)] * count
         for index, mesh in enumerate(meshes(count, shape)):
-            plane = DataPlane(worker_name(index, 0), token)
-            made.append(MeshWorker(index, 0, grids, plane, list(mesh.devices.flat)))
-        addresses = {worker.name: worker.plane.address for worker in made}
+            transport = resharding.HostTransport(worker_name(index, 0), token)
+            made.append(MeshWorker(index, 0, grids, transport, list(mesh.devices.flat)))
+        addresses = {worker.name: worker.transport.address for worker in made}
         for worker in made:
-            worker.plane.connect(addresses)
+            worker.transport.connect(addresses, device_owners(grids))
         return made
 
     yield make
@@ -49,6 +54,30 @@ def programs(job, meshes, timeout=30.0):
         )
         for _ in range(job.num_stages)
     ]
+
+
+def install(worker, program):
+    """Load a program and the plans by which its values move: h1@m forth, d0@m back."""
+    answer = worker.load(program)
+    size = worker.meshes[0].num_devices
+
+    def placed(mesh):
+        return PlacedTensor(
+            spec=ShardingSpec((("data",), ())),
+            axis_names=("data", "model"),
+            mesh_shape=worker.meshes[mesh].shape,
+            devices=tuple(range(mesh * size, mesh * size + size)),
+            hosts=(mesh,) * size,
+        )
+
+    moves = {}
+    for value, source, target in (("h1", 0, 1), ("d0", 1, 0)):
+        task = ReshardingTask(
+            tensor=TensorType((4, 8), "float32"), source=placed(source), target=placed(target)
+        )
+        moves[value, source, target] = resharding.plan(task)
+    worker.route(program.plan, moves)
+    return answer
 
 
 def share(worker, program, job, arrays):
@@ -92,7 +121,7 @@ def test_workers_that_share_nothing_but_sockets_train_like_one_process(pipeline,
     job, cut = pipeline(2, 4), meshes(2)
     team, loaded = workers(2, (2, 2)), programs(job, cut)
     for worker, program in zip(team, loaded, strict=True):
-        taken, given = worker.load(program)[f"update{worker.mesh}"]
+        taken, given = install(worker, program)[f"update{worker.mesh}"]
         assert [one.shape for one in (*taken, *given)] == [(8, 8)] * 3
         place(worker, program, job)
     runtime = InProcessRuntime(cut)
@@ -124,12 +153,12 @@ def test_workers_that_share_nothing_but_sockets_train_like_one_process(pipeline,
 def test_a_worker_whose_peer_stays_silent_says_what_it_waited_for(pipeline, meshes, workers):
     job, cut = pipeline(2, 2), meshes(2, (1, 1))
     team, loaded = workers(2, (1, 1)), programs(job, cut, timeout=0.3)
-    team[1].load(loaded[1])
+    install(team[1], loaded[1])
     place(team[1], loaded[1], job)
     with pytest.raises(
         StepError,
         match=r"mesh 1, instruction 1 \(receive of microbatch 0 of h1@0 from mesh 0\) on host 0 "
-        r"failed: .*waited 0.3 s for step 0: h1@0 from mesh 0",
+        r"failed: .*waited 0.3 s for step 0: h1@0 from mesh 0 to mesh 1.* from mesh 0 host 0 and",
     ):
         team[1].step(work(team[1], loaded[1], job, 0))
 
@@ -138,7 +167,7 @@ def test_a_worker_whose_peer_goes_away_fails_at_once(pipeline, meshes, workers):
     job, cut = pipeline(2, 2), meshes(2, (1, 1))
     team, loaded = workers(2, (1, 1)), programs(job, cut)
     for worker, program in zip(team, loaded, strict=True):
-        worker.load(program)
+        install(worker, program)
         place(worker, program, job)
     step_all(team, loaded, job, 0)
     team[0].close()
@@ -150,12 +179,12 @@ def test_a_plan_that_is_not_loaded_is_refused_with_both_sides_named(pipeline, me
     job, cut = pipeline(2, 2), meshes(2, (1, 1))
     team, loaded = workers(2, (1, 1)), programs(job, cut, timeout=5.0)
     for worker, program in zip(team, loaded, strict=True):
-        worker.load(program)
+        install(worker, program)
         place(worker, program, job)
     other = evolve(work(team[0], loaded[0], job, 0), plan="two")
     with pytest.raises(StepError, match="mesh 0 host 0 is asked for the plan two, but has .* one;"):
         team[0].step(other)
-    team[0].load(evolve(loaded[0], plan="two"))
+    install(team[0], evolve(loaded[0], plan="two"))
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(team[0].step, other)
         with pytest.raises(StepError, match="is of plan one, but mesh 0 host 0 runs plan two"):
@@ -165,8 +194,6 @@ def test_a_plan_that_is_not_loaded_is_refused_with_both_sides_named(pipeline, me
 
 
 def test_the_number_of_devices_must_be_that_of_the_mesh():
-    plane = DataPlane("mesh 0 host 0", new_token())
     grid = WorkerMesh(shape=(3,), axis_names=("x",), num_hosts=1)
     with pytest.raises(ValueError, match=r"mesh of shape \(3,\) needs 3 devices .* sees 2"):
-        MeshWorker(0, 0, [grid], plane, jax.devices()[:2])
-    plane.close()
+        MeshWorker(0, 0, [grid], None, jax.devices()[:2])

@@ -10,12 +10,15 @@ from resharding.bound import lower_bound
 from resharding.communicator import Communicator
 from resharding.coverage import PlanError, check_plan
 from resharding.host_executor import HostExecutor
+from resharding.host_transport import HostTransport
 from resharding.loopback import CommunicationError, LoopbackCommunicator, LoopbackWorld
 from resharding.network import HostLinks, Network
 from resharding.planner import PlanOptions, plan
 from resharding.rank_executor import RankExecutor
 from resharding.simulator import Simulation, simulate
 from resharding.slices import Box, Slice, cut_slices, device_tiles
+from resharding.socket_link import new_token
+from resharding.transport import Transport, TransportError
 
 __all__ = [
     "Box",
@@ -23,6 +26,7 @@ __all__ = [
     "Communicator",
     "HostExecutor",
     "HostLinks",
+    "HostTransport",
     "LoopbackCommunicator",
     "LoopbackWorld",
     "Network",
@@ -31,10 +35,13 @@ __all__ = [
     "RankExecutor",
     "Simulation",
     "Slice",
+    "Transport",
+    "TransportError",
     "check_plan",
     "cut_slices",
     "device_tiles",
     "lower_bound",
+    "new_token",
     "plan",
     "simulate",
 ]

@@ -37,6 +37,14 @@ class Box:
             a >= b for a, b in zip(self.stop, other.stop, strict=True)
         )
 
+    def common(self, other: Box) -> Box | None:
+        """Return what is in both, None if nothing is."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
     def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """Return the index of this box in an array whose first element is at `origin`."""
         return tuple(
@@ -97,7 +105,7 @@ def cut_slices(task: ReshardingTask) -> tuple[Slice, ...]:
     cut = []
     for needed, needers in _by_tile(target).items():
         for held, holders in by_source.items():
-            common = _intersection(held, needed)
+            common = held.common(needed)
             if common is None:
                 continue
             cut.append(
@@ -183,14 +191,6 @@ def _by_tile(tiles: dict[int, Box]) -> dict[Box, list[int]]:
         if box.size:
             grouped.setdefault(box, []).append(device)
     return grouped
-
-
-def _intersection(first: Box, second: Box) -> Box | None:
-    start = tuple(max(a, b) for a, b in zip(first.start, second.start, strict=True))
-    stop = tuple(min(a, b) for a, b in zip(first.stop, second.stop, strict=True))
-    if any(a >= b for a, b in zip(start, stop, strict=True)):
-        return None
-    return Box(start, stop)
 
 
 def _replace(box: Box, dim: int, start: int, stop: int) -> Box:

@@ -117,7 +117,7 @@ class LocalMeshes:
 
 
 def move(array: jax.Array, sharding: Any) -> Any:
-    """Return `array` on another mesh by a resharding plan; keys of random numbers by jax."""
+    """Return `array` on another mesh by a resharding plan, without waiting; random keys by jax."""
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return jax.device_put(array, sharding)
-    return reshard(array, sharding)
+    return reshard(array, sharding, through="device")

@@ -6,6 +6,7 @@ share a node; an actor asks for the GPUs its mesh has on that host.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,13 +14,22 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from alpa_interchange import ClusterSpec, DeviceMesh, ParallelPlan
+from alpa_interchange import (
+    ClusterSpec,
+    DeviceMesh,
+    ParallelPlan,
+    ReshardingPlan,
+    ReshardingTask,
+)
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.compiled_task import AnyMesh, CompiledTask
 from alpa_meta.execution.exported_function import exported
 from alpa_meta.spmd import abstract_mesh
 from mesh_runtime import Executable as Program
 from mesh_runtime import RayMesh, RayOptions, RayRuntime, RayWorkers, Runtime, WorkerError
+from resharding import HostTransport
+from resharding import plan as plan_resharding
+from resharding.network import network_of
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
 
@@ -38,7 +48,10 @@ class RayPool:
         if found is None or found.closed:
             try:
                 found = self._workers[meshes] = RayWorkers(
-                    meshes, self.options, replacing=self._replacing
+                    meshes,
+                    self.options,
+                    transport=HostTransport,
+                    replacing=self._replacing,
                 )
             except WorkerError as error:
                 if self._replacing:
@@ -74,7 +87,9 @@ class RayMeshes:
                 plan.shardings[: plan.stage_plan.num_meshes], self._platforms, strict=False
             )
         )
-        self.runtime: Runtime = RayRuntime(pool.workers(meshes), trace=trace)
+        self.runtime: Runtime = RayRuntime(
+            pool.workers(meshes), planner=planner_for(plan.cluster), trace=trace
+        )
 
     def platform(self, stage: int) -> str | None:
         """Return "cpu" or "gpu"."""
@@ -104,6 +119,12 @@ class RayMeshes:
         whole = NamedSharding(self.stages[stage], PartitionSpec())
         places = [whole] * len(arguments) if in_shardings is None else in_shardings
         return exported(function, arguments, places, out_shardings, self._platforms[stage])
+
+
+def planner_for(cluster: ClusterSpec) -> Callable[[ReshardingTask], ReshardingPlan]:
+    """Return what plans the transfers between meshes on a cluster; workers run them all at once."""
+    network = network_of(cluster, issue="none")
+    return functools.cache(lambda task: plan_resharding(task, network))
 
 
 def ray_mesh(cluster: ClusterSpec, mesh: DeviceMesh, platform: str, options: RayOptions) -> RayMesh:

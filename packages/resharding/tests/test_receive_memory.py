@@ -3,7 +3,7 @@ import gc
 import jax
 import numpy as np
 
-from mesh_runtime.receive_memory import ReceiveMemory
+from resharding.receive_memory import ReceiveMemory
 
 SIZE = 1 << 20
 

@@ -1,0 +1,114 @@
+"""What each process does for a plan between processes that hold several devices each.
+
+A process needs a box once, whichever of its devices want it: the hops of a plan between devices
+become chains of processes. A process in the middle of a chain passes on what it receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from attrs import frozen
+
+from alpa_interchange.reshard import ReshardingPlan
+from resharding.coverage import check_plan
+from resharding.slices import Box, device_tiles
+from resharding.traffic import gathered_pieces
+
+
+@frozen
+class Route:
+    """`box` goes through `chain`, a process after the other; each of the later ones needs it."""
+
+    box: Box
+    chain: tuple[str, ...]
+
+
+@frozen
+class Part:
+    """What one process does; `source` and `target` are the tiles of its devices.
+
+    Box k is sent to `sent[k]`, or received from and passed on to `received[k]` (from whom, to whom
+    or ""). What a process has itself it sends to itself.
+    """
+
+    boxes: tuple[Box, ...]
+    source: Mapping[int, Box]
+    target: Mapping[int, Box]
+    sent: Mapping[int, str]
+    received: Mapping[int, tuple[str, str]]
+
+    @property
+    def senders(self) -> tuple[str, ...]:
+        """The processes that something comes from."""
+        return tuple(dict.fromkeys(sender for sender, _ in self.received.values()))
+
+
+def routes_of(plan: ReshardingPlan, owner_of: Mapping[int, str]) -> tuple[Route, ...]:
+    """Return the routes of `plan`, in its order, among the processes that own the devices."""
+    there = set(_given(plan, owner_of))
+    tiles = device_tiles(plan.task.source, plan.task.tensor.shape, "source")
+    chains: list[tuple[Box, list[str]]] = []
+    for box, devices in _chains(plan):
+        first = owner_of[devices[0]]
+        chain = [first]
+        if not any(owner_of[one] == first and tile.contains(box) for one, tile in tiles.items()):
+            # a gather passes on what a copy brought: one chain of both
+            chain = next(found for piece, found in chains if piece == box and first in found)
+        for owner in dict.fromkeys(owner_of[device] for device in devices[1:]):
+            if (owner, box) not in there and owner != first:
+                there.add((owner, box))
+                chain.append(owner)
+        if chain == [first] or not any(chain is found for _, found in chains):
+            chains.append((box, chain))
+    return tuple(Route(box, tuple(chain)) for box, chain in chains if chain[1:])
+
+
+def part_of(name: str, plan: ReshardingPlan, owner_of: Mapping[int, str]) -> Part:
+    """Return what the process `name` does; the plan is checked."""
+    check_plan(plan)
+    routes, shape = routes_of(plan, owner_of), plan.task.tensor.shape
+    source, target = (
+        {device: box for device, box in tiles.items() if owner_of[device] == name}
+        for tiles in (
+            device_tiles(plan.task.source, shape, "source"),
+            device_tiles(plan.task.target, shape, "target"),
+        )
+    )
+    sent, received = {}, {}
+    for number, route in enumerate(routes):
+        if name not in route.chain:
+            continue
+        at = route.chain.index(name)
+        behind = route.chain[at + 1] if at + 1 < len(route.chain) else ""
+        if at:
+            received[number] = (route.chain[at - 1], behind)
+        else:
+            sent[number] = behind
+    wanted = dict.fromkeys(target.values())
+    common = (box.common(tile) for box in dict.fromkeys(source.values()) for tile in wanted)
+    boxes = [route.box for route in routes]
+    for box in dict.fromkeys(one for one in common if one is not None):
+        sent[len(boxes)], received[len(boxes)] = name, (name, "")
+        boxes.append(box)
+    return Part(tuple(boxes), source, target, sent, received)
+
+
+def _chains(plan: ReshardingPlan) -> Iterator[tuple[Box, Sequence[int]]]:
+    """Yield (box, devices it passes) of all transfers between devices."""
+    for transfer in plan.transfers:
+        if transfer.method == "gather":
+            for owner, piece in gathered_pieces(plan.transfers, transfer):
+                yield piece, (owner, *(one for one in transfer.receivers if one != owner))
+        elif transfer.method != "local":
+            yield Box(transfer.start, transfer.stop), (transfer.sender, *transfer.receivers)
+
+
+def _given(plan: ReshardingPlan, owner_of: Mapping[int, str]) -> Iterator[tuple[str, Box]]:
+    """Yield (process, box) of what processes hold before anything is moved."""
+    tiles = device_tiles(plan.task.source, plan.task.tensor.shape, "source")
+    for box, devices in _chains(plan):
+        for device in devices[1:]:
+            owner = owner_of[device]
+            if any(owner_of[one] == owner and tile.contains(box) for one, tile in tiles.items()):
+                yield owner, box
