@@ -18,6 +18,7 @@ from attrs import frozen
 
 from alpa_interchange.reshard import ReshardingPlan
 from resharding.coverage import check_plan
+from resharding.device_order import Order, join_order
 from resharding.slices import Box, device_tiles
 from resharding.traffic import gathered_pieces
 
@@ -94,7 +95,7 @@ class DeviceExecutor:
                 shape, dtype = self.target_tiles[device].shape, next(iter(shards.values())).dtype
                 results.append(jax.device_put(jnp.zeros(shape, dtype), devices[device]))
             else:
-                results.append(pieces[0] if isinstance(order, int) else _join(pieces, order))
+                results.append(pieces[0] if isinstance(order, int) else join(pieces, order))
         return results
 
 
@@ -103,51 +104,12 @@ def _cut(tile: jax.Array, corners: tuple[Corners, ...]) -> tuple[jax.Array, ...]
     return tuple(jax.lax.slice(tile, start, stop) for start, stop in corners)
 
 
-# A piece by its number, or (dim, parts to concatenate along it).
-Order: TypeAlias = "int | tuple[int, tuple[Order, ...]]"
-
-
 @functools.partial(jax.jit, static_argnums=1)
-def _join(pieces: tuple[jax.Array, ...], order: Order) -> jax.Array:
+def join(pieces: tuple[jax.Array, ...], order: Order) -> jax.Array:
     if isinstance(order, int):
         return pieces[order]
     dim, parts = order
-    return jax.lax.concatenate([_join(pieces, part) for part in parts], dim)
-
-
-def join_order(tile: Box, boxes: tuple[Box, ...]) -> Order:
-    """Return how to concatenate disjoint `boxes` into `tile`: nested along one dim at a time.
-
-    Plans cut tiles along the borders of other tiles, which go all the way through, and parts of
-    slices along one dim: such boxes always come apart at a border that cuts none of them.
-    """
-    return _joined(tile, [(number, box) for number, box in enumerate(boxes)])
-
-
-def _joined(tile: Box, boxes: list[tuple[int, Box]]) -> Order:
-    if len(boxes) <= 1:
-        return boxes[0][0] if boxes else 0
-    for dim in range(len(tile.start)):
-        edges = {box.start[dim] for _, box in boxes} - {tile.start[dim]}
-        through = [
-            edge
-            for edge in sorted(edges)
-            if all(box.stop[dim] <= edge or box.start[dim] >= edge for _, box in boxes)
-        ]
-        if not through:
-            continue
-        bounds = [tile.start[dim], *through, tile.stop[dim]]
-        parts = []
-        for begin, end in zip(bounds, bounds[1:], strict=False):
-            inside = [each for each in boxes if begin <= each[1].start[dim] < end]
-            start = (*tile.start[:dim], begin, *tile.start[dim + 1 :])
-            stop = (*tile.stop[:dim], end, *tile.stop[dim + 1 :])
-            parts.append(_joined(Box(start, stop), inside))
-        return dim, tuple(parts)
-    raise ValueError(
-        f"the {len(boxes)} pieces of the tile {tile.start}..{tile.stop} interlock, so they cannot "
-        "be concatenated along one dim after another; use a plan by resharding.plan"
-    )
+    return jax.lax.concatenate([join(pieces, part) for part in parts], dim)
 
 
 def _corners(box: Box, tile: Box) -> Corners:

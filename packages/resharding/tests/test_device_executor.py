@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from resharding import Network, plan
 from resharding.cases import random_task
-from resharding.device_executor import DeviceExecutor, join_order
+from resharding.device_executor import DeviceExecutor
+from resharding.device_order import join_order
 from resharding.jax_executor import reshard
 from resharding.slices import Box
 from resharding.strategies import STRATEGIES

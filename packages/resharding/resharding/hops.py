@@ -1,0 +1,78 @@
+"""A plan as steps of hops between devices, the same on every rank.
+
+Hop h of a chain carries chunk c in step c + h: both ends of a hop are in the same step, so a
+process that has both starts them together, and every rank goes through its steps in one global
+order.
+"""
+
+from __future__ import annotations
+
+import math
+
+from attrs import frozen
+
+from alpa_interchange.reshard import ReshardingPlan, Transfer
+from alpa_interchange.tensor import dtype_bytes
+from resharding.slices import Box
+from resharding.traffic import gathered_pieces
+
+LEAST_CHUNK_BYTES = 4 << 20
+"""A chunk is a kernel launch on two devices, some 10 us; at 50 GB/s 4 MiB take 80. Plans made for a
+network without latency have chunks of 128 KiB: 16,384 for 2 GiB."""
+
+
+@frozen
+class Hop:
+    """Bytes `begin` to `end` of `box`, in row-major order, go from device to device."""
+
+    transfer: int
+    sender: int
+    receiver: int
+    box: Box
+    begin: int
+    end: int
+
+
+def steps_of(plan: ReshardingPlan) -> tuple[tuple[Hop, ...], ...]:
+    """Return the steps of all transfers of `plan`, in its order."""
+    width = math.ceil(dtype_bytes(plan.task.tensor.dtype))
+    steps: list[tuple[Hop, ...]] = []
+    for index, transfer in enumerate(plan.transfers):
+        if transfer.method == "gather":
+            steps += _ring(plan, index, transfer, width)
+        elif transfer.method != "local":
+            steps += _chain(index, transfer, width)
+    return tuple(step for step in steps if step)
+
+
+def _chain(index: int, transfer: Transfer, width: int) -> list[tuple[Hop, ...]]:
+    box = Box(transfer.start, transfer.stop)
+    size, chain = box.size * width, (transfer.sender, *transfer.receivers)
+    count = max(1, min(transfer.num_chunks, size // LEAST_CHUNK_BYTES))
+    cuts = [size * c // count for c in range(count + 1)]
+    return [
+        tuple(
+            Hop(index, chain[h], chain[h + 1], box, cuts[step - h], cuts[step - h + 1])
+            for h in range(len(chain) - 1)
+            if 0 <= step - h < count
+        )
+        for step in range(count + len(chain) - 2)
+    ]
+
+
+def _ring(
+    plan: ReshardingPlan, index: int, transfer: Transfer, width: int
+) -> list[tuple[Hop, ...]]:
+    """In step s, position k passes on the pieces of position k - s."""
+    ring = transfer.receivers
+    pieces: dict[int, list[Box]] = {}
+    for owner, piece in gathered_pieces(plan.transfers, transfer):
+        pieces.setdefault(owner, []).append(piece)
+    return [
+        tuple(
+            Hop(index, device, ring[(k + 1) % len(ring)], piece, 0, piece.size * width)
+            for k, device in enumerate(ring)
+            for piece in pieces.get(ring[(k - step) % len(ring)], ())
+        )
+        for step in range(len(ring) - 1)
+    ]

@@ -1,0 +1,56 @@
+import pytest
+
+from resharding import Network, plan
+from resharding.cases import random_task
+from resharding.routes import part_of, routes_of
+from resharding.slices import device_tiles
+
+
+def owners(task):
+    return {
+        device: f"host {host}"
+        for placed in (task.source, task.target)
+        for device, host in zip(placed.devices, placed.hosts, strict=True)
+    }
+
+
+def cells(box):
+    index = [()]
+    for start, stop in zip(box.start, box.stop, strict=True):
+        index = [(*known, k) for known in index for k in range(start, stop)]
+    return set(index)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("strategy", ["broadcast", "send_recv", "auto"])
+def test_every_process_gets_each_element_it_lacks_once(strategy, overlap):
+    for seed in range(25):
+        task = random_task(seed, longest=8, overlap=overlap)
+        made, owner_of = plan(task, Network(), strategy), owners(task)
+        source = device_tiles(task.source, task.tensor.shape, "source")
+        for name in dict.fromkeys(owner_of.values()):
+            part = part_of(name, made, owner_of)
+            there = {c for d, box in source.items() if owner_of[d] == name for c in cells(box)}
+            came = [
+                cell
+                for k, (sender, _) in part.received.items()
+                if sender != name
+                for cell in cells(part.boxes[k])
+            ]
+            needed = {c for box in part.target.values() for c in cells(box)}
+            assert len(came) == len(set(came)) and set(came) >= needed - there
+            assert set(came) <= needed
+
+
+def test_a_gather_becomes_a_chain_behind_the_copy_that_feeds_it():
+    task = next(
+        task
+        for task in map(random_task, range(100))
+        if any(t.method == "gather" for t in plan(task, Network(), "global_all_gather").transfers)
+        and len(set(task.target.hosts)) > 2
+    )
+    made, owner_of = plan(task, Network(), "global_all_gather"), owners(task)
+    holders = set(task.source.hosts)
+    for route in routes_of(made, owner_of):
+        assert int(route.chain[0].split()[1]) in holders
+        assert len(set(route.chain)) == len(route.chain)
