@@ -176,7 +176,7 @@ def _check_handles(runtime, job, local):
         other.fetch(["w0"])
     programs = job.exported(local)
     programs["update1"] = evolve(programs["update1"], options={"no_such_option": True})
-    refusing = RayRuntime(runtime.workers)
+    refusing = RayRuntime(runtime.workers, planner=resharding.plan)
     with pytest.raises(
         StepError,
         match="load failed on mesh 1 host 0: task .update1. cannot be compiled: .*such",
