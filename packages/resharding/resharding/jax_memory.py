@@ -56,24 +56,27 @@ class JaxMemory:
 
     def export(self, array: jax.Array, stream: int | None) -> Exported:
         """Return an array's memory; `stream` waits until the array is computed."""
-        capsule = array.__dlpack__(stream=stream)
+        owner: Any = array
+        capsule = owner.__dlpack__(stream=stream)
         return Exported(_pointer(capsule), array.nbytes, capsule)
 
     def adopt(self, array: jax.Array, event: Any) -> jax.Array:
         """Return an array over the memory of `array`; programs that read it wait for `event`."""
-        return jax.dlpack.from_dlpack(_Arrived(array, event), copy=False)
+        adopted: jax.Array = jax.dlpack.from_dlpack(_Arrived(array, event), copy=False)
+        return adopted
 
     def join(self, pieces: Sequence[jax.Array], order: Order, dtype: str) -> jax.Array:
         """Return a tile put together from pieces."""
         if isinstance(order, int) and pieces[order].dtype == dtype:
             return pieces[order]
-        return _join(tuple(pieces), order, dtype)
+        joined: jax.Array = _join(tuple(pieces), order, dtype)
+        return joined
 
 
 class _Arrived:
     """An array that is there when an event is done, for whoever imports it."""
 
-    def __init__(self, array: jax.Array, event: Any) -> None:
+    def __init__(self, array: Any, event: Any) -> None:
         self._array, self._event = array, event
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -92,13 +95,9 @@ class _Arrived:
 def carrier_of(dtype: str) -> Any:
     """Return the dtype in which elements travel: of the same width, and known to dlpack."""
     known = jnp.dtype(dtype)
-    if jnp.issubdtype(known, jnp.integer):
-        bits = jnp.iinfo(known).bits
-    elif jnp.issubdtype(known, jnp.floating):
-        bits = jnp.finfo(known).bits
-    else:
+    if not jnp.issubdtype(known, jnp.integer) and not jnp.issubdtype(known, jnp.floating):
         return known  # bool and complex numbers
-    return jnp.dtype("uint8") if bits < 8 or dtype.startswith("float8") else known
+    return jnp.dtype("uint8") if _bits(known) < 8 or dtype.startswith("float8") else known
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -128,8 +127,8 @@ def _carried_back(piece: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _bits(dtype: Any) -> int:
-    kind = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
-    return int(kind(dtype).bits)
+    info: Any = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return int(info(dtype).bits)
 
 
 def _pointer(capsule: Any) -> int:

@@ -1,14 +1,17 @@
 import contextlib
 import io
+import re
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_first_example_prints_what_the_readme_shows():
-    blocks = README.read_text().split("```")
-    code, shown = blocks[1].removeprefix("python\n"), blocks[3].strip()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, str(README), "exec"), {})
-    assert printed.getvalue().strip() == shown
+def test_the_examples_print_what_the_readme_shows():
+    examples = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(examples) == 2
+    names = {}
+    for code, shown in examples:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, str(README), "exec"), names)
+        assert printed.getvalue() == shown
