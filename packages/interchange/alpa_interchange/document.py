@@ -8,6 +8,7 @@ checked before parsing.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import re
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -135,7 +137,7 @@ def _dump(value: Any, side_car: _SideCar) -> str:
     document = {
         "schema": type(value).__name__,
         "version": f"{SCHEMA_VERSION[0]}.{SCHEMA_VERSION[1]}",
-        "value": _converter(side_car).unstructure(value),
+        "value": _unstructured(value, side_car),
     }
     try:
         return json.dumps(document, sort_keys=True, allow_nan=False, indent=1) + "\n"
@@ -174,7 +176,7 @@ def _parse(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
             "install the alpa-interchange that wrote it"
         )
     try:
-        return _converter(side_car).structure(document["value"], kind)
+        return _structured(document["value"], kind, side_car)
     except Exception as error:
         reasons = "; ".join(transform_error(error, "value", _reason)[:3])
         raise DocumentError(f"{source}: is not a valid {kind.__name__}: {reasons}") from None
@@ -215,10 +217,33 @@ def _array_bytes(value: Any) -> int:
     return 0
 
 
-def _converter(side_car: _SideCar) -> Converter:
+_SIDE_CAR: ContextVar[_SideCar] = ContextVar("side_car")
+"""Of the document that is being read or written: the converter is made once, which takes as long as
+reading a hundred small documents."""
+
+
+def _unstructured(value: Any, side_car: _SideCar) -> Any:
+    token = _SIDE_CAR.set(side_car)
+    try:
+        return _converter().unstructure(value)
+    finally:
+        _SIDE_CAR.reset(token)
+
+
+def _structured(data: Any, kind: type[T], side_car: _SideCar) -> T:
+    token = _SIDE_CAR.set(side_car)
+    try:
+        return _converter().structure(data, kind)
+    finally:
+        _SIDE_CAR.reset(token)
+
+
+@functools.cache
+def _converter() -> Converter:
     converter = Converter(forbid_extra_keys=True, omit_if_default=True)
 
     def write_array(array: np.ndarray) -> Any:
+        side_car = _SIDE_CAR.get()
         if side_car.collect:
             key = f"a{len(side_car.arrays)}"
             side_car.arrays[key] = array
@@ -233,6 +258,7 @@ def _converter(side_car: _SideCar) -> Converter:
         if not isinstance(data, dict):
             raise ValueError("an array must be an object")
         if "npz" in data:
+            side_car = _SIDE_CAR.get()
             if data["npz"] not in side_car.arrays:
                 raise ValueError(
                     f"array {data['npz']!r} is missing from the .npz beside the document"

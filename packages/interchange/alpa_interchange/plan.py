@@ -98,6 +98,24 @@ class StageSharding:
     def peak_bytes(self) -> float:
         return sum(self.memory.values())
 
+    def check_specs(self, ranks: Mapping[str, int], where: str) -> None:
+        """Raise ValueError unless state has as many dims as its `ranks` say, and specs only name
+        axes of the mesh."""
+        axes = {axis.name for axis in self.mesh.logical.axes}
+        for path, spec in (*self.state_specs.items(), *self.activation_specs.items()):
+            strangers = {name for dim in spec.dims for name in dim} | set(spec.partial)
+            if not strangers <= axes:
+                raise ValueError(
+                    f"{where}: the spec of {path!r} names axes {sorted(strangers - axes)}, but the "
+                    f"mesh has {sorted(axes)}"
+                )
+        for path, spec in self.state_specs.items():
+            if len(spec.dims) != ranks.get(path, len(spec.dims)):
+                raise ValueError(
+                    f"{where}.state_specs[{path!r}] must have {ranks[path]} dims, as the program's "
+                    f"input has, got {len(spec.dims)}"
+                )
+
 
 @frozen(kw_only=True, repr=False)
 class ParallelPlan:
@@ -134,6 +152,13 @@ class ParallelPlan:
             )
         if self.tasks is not None:
             self.tasks.check_places(self.num_stages, self.stage_plan.num_meshes)
+            if not self.stage_plan.in_flight:
+                raise ValueError(
+                    "ParallelPlan with `tasks` needs StagePlan.in_flight of each stage"
+                )
+        ranks = {entry.path: len(entry.shape) for entry in self.program.inputs}
+        for stage, sharding in enumerate(self.shardings):
+            sharding.check_specs(ranks, f"ParallelPlan.shardings[{stage}]")
 
     def __repr__(self) -> str:
         return f"<ParallelPlan: {one_line(self)}>"

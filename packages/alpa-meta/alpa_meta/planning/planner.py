@@ -250,6 +250,10 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     outlook, layering = staged_outlook(step, plan, options)
     program, staging = chosen_stages(outlook, layering, plan.layer_cuts, plan.stage_plan)
     check_program(plan, program, step)
+    if len(plan.stage_plan.in_flight) != len(plan.shardings):
+        raise PlanError(
+            "the plan does not say how many microbatches each stage has in flight; plan again"
+        )
     model = calibrated_model(plan.cluster)
     names = StageNames(staging)
     selections, shardings = [], []
