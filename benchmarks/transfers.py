@@ -2,8 +2,9 @@
 
     python benchmarks/transfers.py [--sizes 64 1024] [--no-ray] [--only bandwidth|overlap]
 
-Bandwidth: the best of several transfers of one array from another process, in turns with a memcpy
-of as many bytes and with Ray (an actor's `ray.put`, a `ray.get` and a copy out of Ray's memory).
+Bandwidth: the median of several transfers of one array from another process, in turns with a
+memcpy of as many bytes and with Ray (an actor's `ray.put`, a `ray.get` and a copy out of Ray's
+memory), and the median of the ratios turn by turn, which other load on the machine changes less.
 
 Overlap: the two-stage settings of arXiv 2211.05322 (Alpa's suites: GPT 2.6B and U-Transformer 2B on
 two p3.8xlarge), broadcast with eager-1F1B against send/recv with blocking 1F1B, simulated and
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -179,18 +181,19 @@ def report_bandwidth(sizes: Sequence[int], with_ray: bool) -> None:
         made = {way: transfers_of(way, num_bytes) for way in ways[:3]}
         if with_ray:
             made["Ray put + get"] = ray_transfers(num_bytes)
-        copy, best = memcpy_of(num_bytes), dict.fromkeys(("memcpy", *ways), float("inf"))
-        for _ in range(8 if size < 512 else 4):
-            best["memcpy"] = min(best["memcpy"], copy())
-            for way, (once, _) in made.items():
-                best[way] = min(best[way], once())
+        copy = memcpy_of(num_bytes)
+        took: dict[str, list[float]] = {way: [] for way in ("memcpy", *ways)}
+        for turn in range(10 if size < 512 else 6):
+            for way, once in (("memcpy", copy), *((way, each[0]) for way, each in made.items())):
+                seconds = once()
+                if turn:  # in the first, memory is touched for the first time
+                    took[way].append(seconds)
         for _, stop in made.values():
             stop()
-        rates = {way: num_bytes / seconds / 1e9 for way, seconds in best.items()}
-        row = [f"{rates[way]:.2f}" for way in ("memcpy", *ways)]
-        row.append(f"{rates['memory'] / rates['memcpy']:.2f}")
-        if with_ray:
-            row.append(f"{rates['memory'] / rates['Ray put + get']:.1f}")
+        row = [f"{num_bytes / statistics.median(took[way]) / 1e9:.2f}" for way in took]
+        for other in ("memcpy", "Ray put + get") if with_ray else ("memcpy",):
+            pairs = zip(took[other], took["memory"], strict=True)
+            row.append(f"{statistics.median(theirs / ours for theirs, ours in pairs):.2f}")
         table.add_row(str(size), *row)
     Console().print(table)
 

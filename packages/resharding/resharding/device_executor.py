@@ -42,7 +42,8 @@ class DeviceExecutor:
         shape = plan.task.tensor.shape
         self.source_tiles = device_tiles(plan.task.source, shape, "source")
         self.target_tiles = device_tiles(plan.task.target, shape, "target")
-        self._moves: list[_Move] = []
+        self._rounds: list[list[_Move]] = []  # moves, those first whose pieces are there first
+        self._round_after: dict[tuple[int, Box], int] = {}
         self._parts: dict[int, dict[Box, None]] = {device: {} for device in self.target_tiles}
         self._cuts: dict[int, dict[Box, None]] = {device: {} for device in self.source_tiles}
         for transfer in plan.transfers:
@@ -67,7 +68,11 @@ class DeviceExecutor:
         if box not in self._parts.get(sender, {}):
             self._cuts[sender][box] = None
         for k in range(1, len(chain)):
-            self._moves.append(_Move(box, chain[k - (1 << (k.bit_length() - 1))], chain[k]))
+            feeder = chain[k - (1 << (k.bit_length() - 1))]
+            number = self._round_after.get((feeder, box), 0)
+            self._round_after[chain[k], box] = number + 1
+            self._rounds += [[] for _ in range(number + 1 - len(self._rounds))]
+            self._rounds[number].append(_Move(box, feeder, chain[k]))
             self._parts[chain[k]][box] = None
 
     def run(self, shards: Mapping[int, jax.Array], devices: Mapping[int, Any]) -> list[jax.Array]:
@@ -85,9 +90,10 @@ class DeviceExecutor:
                 corners = tuple(_corners(box, tile) for box in parts)
                 pieces = _cut(shards[device], corners)
                 held.update(zip(((device, box) for box in parts), pieces, strict=True))
-        for move in self._moves:
-            piece = held[move.sender, move.box]
-            held[move.receiver, move.box] = jax.device_put(piece, devices[move.receiver])
+        for moves in self._rounds:  # one call each: the calls cost as much as small copies
+            pieces = [held[move.sender, move.box] for move in moves]
+            moved = jax.device_put(pieces, [devices[move.receiver] for move in moves])
+            held.update(((m.receiver, m.box), piece) for m, piece in zip(moves, moved, strict=True))
         results = []
         for device, (parts_here, order) in self._joins.items():
             pieces = tuple(held[device, box] for box in parts_here)
