@@ -64,16 +64,19 @@ def line(num_bytes: int, sender: int = 0) -> ReshardingPlan:
 # ---------------------------------------------------------------------- bandwidth
 
 
-class NoReadLink(SocketLink):
-    """A link that does not read the memory of others."""
+class StreamLink(SocketLink):
+    """A link that keeps its hands off the memory of others."""
 
     def reads(self, peer: str) -> bool:
+        return False
+
+    def shares(self, peer: str) -> bool:
         return False
 
 
 def end(name: str, token: bytes, way: str) -> HostTransport:
     """Return an end that fetches by one way."""
-    link = None if way == "memory" else NoReadLink(name, token)
+    link = None if way == "memory" else StreamLink(name, token)
     return HostTransport(name, token, link=link, window=4 << 30)
 
 
@@ -333,6 +336,9 @@ class SlowLink(SocketLink):
 
     def lanes(self, peer: str) -> int:
         return 1
+
+    def shares(self, peer: str) -> bool:
+        return False
 
     def read(
         self, peer: str, address: int, runs: Runs, region: Region, begin: int, end: int

@@ -2,9 +2,10 @@
 
 A sender offers what it has; the receiver fetches it, straight into the tiles it makes, when it has
 posted the receive and has room (`window`), so nothing arrives that nobody waits for. On one machine
-a fetch reads the sender's memory; between machines it comes in chunks over several connections, and
-a process in the middle of a broadcast passes on each chunk as it arrives. Small boxes travel inside
-the offer.
+a box of 1 MiB or more is written into the receiver's tile by the sender, which is told where, and a
+smaller one is read out of the sender's memory: one copy. Between machines boxes come in chunks over
+several connections, and a process in the middle of a broadcast passes on each chunk as it arrives.
+Up to 64 KiB travel inside the offer.
 """
 
 from __future__ import annotations
@@ -86,6 +87,12 @@ class HostTransport:
         self._link.close()
 
     def _arrived(self, sender: str, header: dict[str, Any], payload: Bytes) -> None:
+        if header["kind"] == "write":
+            self._outgoing.write(sender, header)
+            return
+        if header["kind"] == "written":
+            self._incoming.written(sender, header)
+            return
         if header["kind"] != "fetched":
             self._incoming.arrived(sender, header, payload)
             return

@@ -12,7 +12,7 @@ from attrs import define, field
 
 from resharding import outgoing
 from resharding.outgoing import Outgoing, Shared, checksum
-from resharding.receive_memory import ReceiveMemory
+from resharding.receive_memory import LEAST_SHARED, ReceiveMemory
 from resharding.regions import Bytes, Region, Runs, buffer_of, region_of
 from resharding.routes import Part
 from resharding.slices import Box
@@ -78,6 +78,16 @@ class _Fetch:
         boxes = self.receiving.part.boxes
         return self.receiving.width * sum(boxes[k].size for k in self.numbers)
 
+    @property
+    def complete(self) -> bool:
+        """Whether the sender has the boxes already: what is passed on early it has not."""
+        return bool(self.header.get("ready"))
+
+    def place(self, number: int) -> Any:
+        """Return where the sender has a box in its memory, if it says so."""
+        places = self.header.get("at")
+        return None if places is None else places[self.numbers.index(number)]
+
     def checked(self, number: int, region: Region) -> None:
         """Refuse a box whose bytes are not those that were sent."""
         sums = self.header.get("sums")
@@ -96,6 +106,9 @@ class Incoming:
         self._posted: dict[str, HostReceiving] = {}  # in order
         self._offers: dict[str, list[tuple[str, dict[str, Any], Bytes]]] = {}
         self._pullers: dict[str, ThreadPoolExecutor] = {}
+        # What peers write into: kept until they say that they have, also if nobody wants it any
+        # more or the peer is gone, as it may write still.
+        self._written: dict[tuple[str, str, int], _Fetch] = {}
 
     def pass_on_by(self, outgoing: Outgoing) -> None:
         """Learn how to offer to others what arrives."""
@@ -258,13 +271,51 @@ class Incoming:
         if header.get("inline"):
             self._submit(fetch, lambda: self._unpack(fetch, payload))
             return
-        places = header.get("at") or [None] * len(fetch.numbers)
-        for number, place in zip(fetch.numbers, places, strict=True):
-            self._fetch(fetch, number, place)
+        asked = []
+        for number in fetch.numbers:
+            place = self._shared_place(fetch, number)
+            if place is None:
+                self._fetch(fetch, number)
+            else:
+                asked.append([number, *place])
+        if asked:
+            with self._changed:
+                for number, *_ in asked:
+                    self._written[sender, receiving.key, number] = fetch
+            header = {"kind": "write", "key": receiving.key, "width": receiving.width}
+            self._link.post(sender, {**header, "places": asked})
 
-    def _fetch(self, fetch: _Fetch, number: int, place: Any) -> None:
-        """Have a box fetched: from here, by reading the sender's memory, or chunk by chunk."""
+    def _shared_place(self, fetch: _Fetch, number: int) -> list[Any] | None:
+        """Return where a sender of this machine can write a box itself, None if it cannot."""
         receiving, sender = fetch.receiving, fetch.sender
+        if sender == self._name or not fetch.complete or not self._link.shares(sender):
+            return None
+        box = receiving.part.boxes[number]
+        if box.size * receiving.width < LEAST_SHARED:
+            return None
+        for tile, memory in (receiving.tiles or {}).items():
+            shared = self._memory.shared(memory) if tile.contains(box) else None
+            if shared is not None:
+                place = [shared.number, shared.file, shared.size]
+                return [*place, tile.start, tile.stop, box.start, box.stop]
+        return None
+
+    def written(self, sender: str, header: dict[str, Any]) -> None:
+        """A sender has written a box here, or cannot."""
+        number = int(header["number"])
+        with self._changed:
+            fetch = self._written.pop((sender, header["key"], number), None)
+        if fetch is None:
+            return
+        if not header["done"]:
+            self._fetch(fetch, number)
+            return
+        target = fetch.receiving.target(number)
+        self._submit(fetch, lambda: self._complete(fetch, number, target))
+
+    def _fetch(self, fetch: _Fetch, number: int) -> None:
+        """Have a box fetched: from here, by reading the sender's memory, or chunk by chunk."""
+        receiving, sender, place = fetch.receiving, fetch.sender, fetch.place(number)
         region = receiving.target(number)
         if sender == self._name:
 

@@ -20,6 +20,7 @@ CHUNK_BYTES = 4 << 20
 """What one request fetches over a connection: at 1 GB/s 4 ms, beside which a round trip is little,
 and a chain of n hosts is filled in n times that."""
 _INLINE_IN_FLIGHT = 4 << 20  # bytes inside offers that a peer has not taken yet: later are fetched
+_WRITES_AT_A_TIME = 2  # boxes: two cores use up the bandwidth of memory
 
 
 @define(eq=False)
@@ -104,6 +105,7 @@ class Outgoing:
         self._sendings: dict[str, HostSending] = {}
         self._inline: dict[str, int] = {}
         self._thread = ThreadPoolExecutor(1)
+        self._writers = ThreadPoolExecutor(_WRITES_AT_A_TIME)
 
     def send(self, key: str, part: Part, width: int, tiles: Tiles, program: str) -> HostSending:
         """Offer what `part` sends, once the tiles are there."""
@@ -147,6 +149,7 @@ class Outgoing:
         if here:
             self._offered_here(header)
             return
+        header["ready"] = ready
         if ready and self._link.reads(peer):
             header["at"] = [
                 [one.memory.ctypes.data, one.runs.first, one.runs.run, one.runs.outer]
@@ -211,6 +214,25 @@ class Outgoing:
                 raise TransportError(found.gone or f"{self._shared.name} was closed")
         return found.region.views(begin, end)
 
+    def write(self, peer: str, header: dict[str, Any]) -> None:
+        """Write boxes into tiles of a peer, as it asks; tell it which could not be."""
+        self._writers.submit(self._write, peer, header)
+
+    def _write(self, peer: str, header: dict[str, Any]) -> None:
+        key, width = header["key"], int(header["width"])
+        for number, block, file, size, start, stop, box_start, box_stop in header["places"]:
+            answer = {"kind": "written", "key": key, "number": number, "done": True}
+            try:
+                tile, box = Box(tuple(start), tuple(stop)), Box(tuple(box_start), tuple(box_stop))
+                memory = self._link.mapped(peer, int(block), int(file), int(size))
+                target = region_of(memory[: tile.size * width], tile, box, width)
+                with self._changed:
+                    source = self._published[key, peer, number].region
+                target.view[...] = source.view.reshape(box.shape)
+            except (OSError, ValueError, KeyError):
+                answer["done"] = False  # it fetches the box by another way
+            self._link.post(peer, answer)
+
     def lose(self, peer: str, why: str) -> None:
         """Fail what waits for a peer, or for all (""), that is gone."""
         with self._changed:
@@ -222,7 +244,8 @@ class Outgoing:
     def close(self) -> None:
         """Stop offering."""
         self.lose("", "was closed")
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._thread, self._writers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _offer_all(
         self,

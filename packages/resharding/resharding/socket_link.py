@@ -9,14 +9,15 @@ other's random number) before anything else is read. A message is
     payload      raw bytes
 
 Every peer has a sending thread. A fetch is a message over a connection of its own, answered by the
-bytes asked for. Where the operating system lets a process read the memory of another
-(process_vm_readv), it does that instead.
+bytes asked for. Where the operating system lets a process map files of another, or read its memory
+(process_vm_readv), that is done instead.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import mmap
 import os
 import queue
 import secrets
@@ -25,6 +26,7 @@ import struct
 import sys
 import threading
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ _LENGTHS = struct.Struct("<IQ")
 _MOST_HEADER_BYTES = 1 << 24
 _MOST_PAYLOAD_BYTES = 1 << 20
 _ANSWER = struct.Struct("<?QI")  # whether it is there, bytes, their CRC32 (0: not made)
+_MOST_MAPPED = 4 << 30  # bytes of peers' memory that stay mapped, even if they have dropped it
 _MOST_STRANGERS = 64  # connections that have not proved yet that they know the token
 _PATIENCE = 30.0  # seconds until a connection must be made, and prove itself
 
@@ -55,7 +58,8 @@ _PATIENCE = 30.0  # seconds until a connection must be made, and prove itself
 class Address:
     """Where a process listens. Those with equal `machine` may use the unix socket `local`.
 
-    `process` has `probe` in its memory at `probe_at`, by which others see if they can read it.
+    `process` has `probe` in its memory at `probe_at` and in its file `probe_file`, by which others
+    see if they can read the one and map the other.
     """
 
     host: str
@@ -64,6 +68,7 @@ class Address:
     local: str
     process: int
     probe_at: int
+    probe_file: int
     probe: bytes
 
 
@@ -80,6 +85,8 @@ class SocketLink:
         self.name, self._token, self._checksum = name, token, checksum
         self._peers: dict[str, Address] = {}
         self._reads: dict[str, bool] = {}
+        self._shares: dict[str, bool] = {}
+        self._mapped: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         self._posts: dict[str, queue.SimpleQueue[Any]] = {}
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -96,6 +103,10 @@ class SocketLink:
             unix.listen()
             self._listeners.append(unix)
         self._probe = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
+        self._probe_file = -1
+        if sys.platform == "linux":
+            self._probe_file = os.memfd_create("resharding")
+            os.write(self._probe_file, self._probe.tobytes())
         self._address = Address(
             host,
             tcp.getsockname()[1],
@@ -103,6 +114,7 @@ class SocketLink:
             local,
             os.getpid(),
             self._probe.ctypes.data,
+            self._probe_file,
             self._probe.tobytes(),
         )
 
@@ -121,6 +133,7 @@ class SocketLink:
         """Learn where the others listen; connections are made when first used."""
         self._peers = dict(peers)
         self._reads.clear()
+        self._shares.clear()
 
     def post(self, peer: str, header: dict[str, Any], payload: Bytes | None = None) -> None:
         """Send a message behind the earlier ones; a thread does that."""
@@ -144,6 +157,40 @@ class SocketLink:
                 address.process, address.probe_at, address.probe
             )
         return self._reads[peer]
+
+    def shares(self, peer: str) -> bool:
+        """Return whether this process can map the files of a peer; tried once."""
+        if peer not in self._shares:
+            address = self._peers[peer]
+            found = b""
+            if self._near(peer):
+                try:
+                    with open(f"/proc/{address.process}/fd/{address.probe_file}", "rb") as file:
+                        found = file.read(len(address.probe))
+                except OSError:
+                    found = b""
+            self._shares[peer] = hmac.compare_digest(found, address.probe)
+        return self._shares[peer]
+
+    def mapped(self, peer: str, number: int, file: int, size: int) -> Bytes:
+        """Return the memory of a peer's file, which stays mapped for later."""
+        key = (peer, number)
+        with self._lock:
+            found = self._mapped.get(key)
+            if found is not None:
+                self._mapped.move_to_end(key)
+                return found
+        path = f"/proc/{self._peers[peer].process}/fd/{file}"
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = np.frombuffer(mmap.mmap(opened, size), np.uint8)
+        finally:
+            os.close(opened)
+        with self._lock:
+            self._mapped[key] = memory
+            while sum(one.nbytes for one in self._mapped.values()) > _MOST_MAPPED:
+                self._mapped.popitem(last=False)
+        return memory
 
     def read(
         self, peer: str, address: int, runs: Runs, region: Region, begin: int, end: int
@@ -188,6 +235,10 @@ class SocketLink:
             opened, self._open = list(self._open), set()
         for one in (*self._listeners, *opened):
             _shut(one)
+        self._mapped.clear()
+        if self._probe_file >= 0:
+            os.close(self._probe_file)
+            self._probe_file = -1
 
     # ------------------------------------------------------------------ connections
 

@@ -109,6 +109,14 @@ class Link(Protocol):
         """Return whether the memory of a peer can be read without its help."""
         ...
 
+    def shares(self, peer: str) -> bool:
+        """Return whether this process and a peer can map each other's files."""
+        ...
+
+    def mapped(self, peer: str, number: int, file: int, size: int) -> Bytes:
+        """Return the memory of a peer's file; `number` is one that it never uses again."""
+        ...
+
     def read(
         self, peer: str, address: int, runs: Runs, region: Region, begin: int, end: int
     ) -> None:

@@ -90,11 +90,14 @@ def test_processes_get_the_tiles_the_host_executor_gives(
             np.testing.assert_array_equal(found[device], expected.reshape(-1))
 
 
-def test_boxes_of_any_run_length_are_read_out_of_the_other_process(
-    team, monkeypatch, make_task, make_shards
+@pytest.mark.parametrize("shares", [False, True])
+def test_boxes_of_any_run_length_go_from_memory_to_memory(
+    team, monkeypatch, make_task, make_shards, shares
 ):
+    if not shares:
+        monkeypatch.setattr(SocketLink, "shares", lambda self, peer: False)
     monkeypatch.setattr(incoming, "_READ_BYTES", 100_000)
-    for columns in (1 << 9, 1 << 13):  # halves of 1 and 16 KiB: packed, and run by run
+    for columns in (1 << 9, 1 << 14):  # halves of 1 and 32 KiB: packed, and run by run
         task = make_task((96, columns), (1, 2), "R S1", (1, 3), "S1 R")
         made, (shards, expected) = plan(task, Network(issue="none")), make_shards(task)
         found = run(team(("host 0", "host 1"), owners(task)), made, shards)
@@ -236,23 +239,68 @@ def test_programs_that_differ_are_refused_with_both_named(pair):
         b.receive("k", made, program="one").result(10)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_box_that_changes_on_the_way_is_found_by_its_checksum(pair, monkeypatch, elsewhere):
-    a, b, made = pair(elsewhere, checksum=True)
-    real = SocketLink.read, SocketLink.fetch
+@pytest.mark.parametrize("way", ["mapped", "read", "fetch"])
+def test_a_box_that_changes_on_the_way_is_found_by_its_checksum(pair, monkeypatch, way):
+    a, b, made = pair(way == "fetch", checksum=True)
+    real, post, written = getattr(SocketLink, way), SocketLink.post, []
 
-    def spoil(number, fill):
-        def spoiled(*arguments):
-            real[number](*arguments)
-            fill(arguments[4] if number == 0 else arguments[-1])
+    def spoiled(*arguments):
+        found = real(*arguments)
+        if way == "read":
+            arguments[4].memory.fill(1)
+        elif way == "fetch":
+            np.asarray(arguments[-1][0]).fill(1)
+        else:
+            written.append(found)
+        return found
 
-        return spoiled
+    def posted(self, peer, header, payload=None):
+        if header["kind"] == "written":
+            written[0].fill(1)
+        post(self, peer, header, payload)
 
-    monkeypatch.setattr(SocketLink, "read", spoil(0, lambda region: region.memory.fill(1)))
-    monkeypatch.setattr(SocketLink, "fetch", spoil(1, lambda views: np.asarray(views[0]).fill(1)))
+    monkeypatch.setattr(SocketLink, way, spoiled)
+    monkeypatch.setattr(SocketLink, "post", posted)
+    if way == "read":
+        monkeypatch.setattr(SocketLink, "shares", lambda self, peer: False)
     a.send("k", made, matrix(3))
     with pytest.raises(TransportError, match="the checksum of box 0 is wrong"):
         b.receive("k", made).result(10)
+
+
+def test_a_sender_that_cannot_map_the_tile_has_it_read(pair, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(SocketLink, "mapped", refuse)
+    a, b, made = pair()
+    a.send("k", made, matrix(3))
+    (tile,) = b.receive("k", made).result(10).values()
+    assert np.all(tile.view(np.float32) == 3)
+
+
+def test_memory_that_a_peer_may_still_write_to_is_not_used_again(pair, monkeypatch):
+    a, b, made = pair()
+    let_go, real = threading.Event(), SocketLink.mapped
+
+    def slow(*arguments):
+        let_go.wait(10)
+        return real(*arguments)
+
+    monkeypatch.setattr(SocketLink, "mapped", slow)
+    a.send("k", made, matrix(3))
+    receiving = b.receive("k", made)
+    with pytest.raises(TransportError, match="nothing came"):
+        receiving.result(0.3)
+    del receiving
+    others = [b._incoming._memory.lend(1 << 20) for _ in range(3)]
+    for other in others:
+        other[:] = 0
+    let_go.set()
+    monkeypatch.undo()
+    a.send("l", made, matrix(4)).taken(10)
+    b.receive("l", made).result(10)
+    assert not any(other.any() for other in others)
 
 
 def test_many_transfers_cross_in_both_directions(team, make_task):

@@ -1,4 +1,5 @@
 import gc
+import os
 
 import jax
 import numpy as np
@@ -52,3 +53,19 @@ def test_idle_memory_is_limited():
     del buffers
     gc.collect()
     assert memory.idle_bytes == SIZE
+
+
+def test_large_buffers_can_be_mapped_by_others_and_files_are_closed_with_them():
+    memory = ReceiveMemory(most_bytes=0)
+    assert memory.shared(memory.lend(SIZE // 2)) is None
+    buffer = memory.lend(SIZE + 1)
+    shared = memory.shared(buffer)
+    assert shared.size == 2 * SIZE and memory.shared(memory.lend(SIZE)).number != shared.number
+    with open(f"/proc/self/fd/{shared.file}", "r+b") as file:
+        file.write(b"hello")
+        file.flush()
+        assert bytes(buffer[:5]) == b"hello"
+    del buffer
+    gc.collect()
+    assert memory.idle_bytes == 0
+    assert not os.path.exists(f"/proc/self/fd/{shared.file}")

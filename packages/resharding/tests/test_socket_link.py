@@ -78,7 +78,9 @@ def test_fetches_are_answered_with_the_bytes_or_the_reason_why_not(links, elsewh
 def test_the_memory_of_the_same_machine_is_read_and_that_of_others_is_not(links):
     a, *_ = links()
     assert a.reads("b") and a.lanes("b") == 2
+    assert a.shares("b")
     a.connect({"b": evolve(a.address, probe=bytes(32))})
+    assert not a.shares("b")
     assert not a.reads("b")  # another process has that number, or its memory is closed to us
     a, *_ = links(elsewhere=True)
     assert not a.reads("b") and a.lanes("b") == 4
