@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # not behind other tests
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # other programs' memory is not ours
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # on a busy machine
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from attrs import evolve
 
 import alpa_meta as alpa
 from alpa_meta.cli import run
+from alpa_meta.trainer.monitor import Monitor
 from cost_model import cluster as named_cluster
 
 pytest.importorskip("ray", reason="needs the extra alpa-meta[ray]")
@@ -136,6 +139,7 @@ def test_killed_and_stopped_workers_are_replaced_and_the_run_is_as_undisturbed(
     far = surviving(tmp_path, plan=plan)
     state, losses, seconds = far.init(make, jax.random.key(0), batch=BATCH), [], {}
     state, found = far(far.gather(state), batch(0))
+    far.evaluate(state, batch(0))
     losses.append(float(found["loss"]))
     faults = {
         1: ("mesh 0 host 0", signal.SIGKILL, "the first state with 1 steps"),
@@ -157,7 +161,10 @@ def test_killed_and_stopped_workers_are_replaced_and_the_run_is_as_undisturbed(
         if number == 4:
             far.supervisor.wait()  # from here on it is the checkpoint of step 3 that is restored
         losses.append(float(found["loss"]))
+        if number == 6:
+            evaluated = far.evaluate(state, batch(number))[1]
     assert far.supervisor.num_recoveries == 2
+    assert np.isfinite(float(evaluated["loss"]))
     print({name: round(value, 1) for name, value in seconds.items()})
     expected, expected_losses = undisturbed
     assert losses == expected_losses
@@ -250,3 +257,56 @@ def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_p
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "near")
     found, expected = (alpa.restore(f"{one}/checkpoint") for one in ("run", "near"))
     assert_equal(found, expected)
+
+
+def heavy(weights, x):
+    def loss_of(weights):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)
+        return jnp.mean((h - x) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(weights)
+    return weights - 0.1 * gradients, loss
+
+
+def slowed(pid, ended):
+    """Let a process run a third of the time."""
+    while not ended.is_set():
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.01)
+
+
+def test_a_slow_worker_is_named_with_its_share_of_the_step(nodes, tmp_path):
+    weights = np.random.default_rng(0).normal(size=(8, 128, 128)).astype(np.float32) / 12
+    x = np.random.default_rng(1).normal(size=(256, 128)).astype(np.float32)
+    far = alpa.parallelize(
+        heavy,
+        cluster=CLUSTER,
+        num_stages=2,
+        num_microbatches=2,
+        runtime=alpa.RayOptions(cpus_per_actor=2.0, step_timeout=120.0),
+        trace="ready",
+    )
+    said, ended = [], threading.Event()
+    monitor = Monitor(far, tmp_path / "newest.prom", said.append)
+    state, _ = far(weights, x)
+    pid = processes(far)["mesh 1 host 0"]
+    thread = threading.Thread(target=slowed, args=(pid, ended))
+    try:
+        for number in range(200):
+            if number == 20:
+                said.clear()
+                thread.start()
+            state, _ = far(state, x)
+            monitor.look()
+            monitor.note(number, 0.1, {})
+            if number > 20 and said:
+                break
+    finally:
+        ended.set()
+        thread.join()
+    assert re.fullmatch(
+        r"warning: step \d+: mesh 1 takes .* times as long as before and computes \d+% .*", said[0]
+    )
+    far.close()

@@ -61,8 +61,10 @@ def test_a_run_writes_all_its_files(whole):
         "checkpoint",
         "loss.png",
         "metrics.jsonl",
+        "metrics.prom",
         "plan.json",
         "plan.png",
+        "timeline.json",
         "timeline.png",
     ]
 

@@ -53,7 +53,8 @@ class ParallelStep:
         self._cache: dict[Any, tuple[Step, Lowered, PureCall]] = {}
         self._buckets = Buckets(options)
         self._latest: Any = None
-        self._running: set[Any] = set()  # keys of what is compiled
+        self._running: set[Any] = set()  # keys of what is compiled,
+        self._evaluated: set[Any] = set()  # and without its backward
         self.num_steps = 0  # number of the last step, for what names steps; it may be set
         self._direct: dict[tuple[Any, ...], tuple[Any, DirectCall]] = {}
         ray = options.ray_options
@@ -213,12 +214,15 @@ class ParallelStep:
         self._pool.replace()
         for key in self._running:
             self.compiled(key).reload(self._pool)
+        for key in self._evaluated:
+            self._cache[key][1].evaluation.executable.reload(self._pool)
 
     def plan_anew(self, cluster: ClusterSpec) -> None:
         """Plan for another cluster from now on, also what was planned already."""
         self.options = evolve(self.options, plan=None)
         self.__dict__["cluster"] = cluster
         self._running.clear()
+        self._evaluated.clear()
         for key, (step, _, call) in self._cache.items():
             lowered = Lowered(self._planned(step), self.options, self._pool)
             self._cache[key] = (step, lowered, call)
@@ -285,6 +289,7 @@ class ParallelStep:
         """Return what the forward pass alone gives: the state as it was, None for gradients."""
         call = self._pure(self._born(positional(self._function, args, keywords)))
         evaluation = self._lowered(call).evaluation
+        self._evaluated.add(self._latest)
         step = self._cache[self._latest][0]
         return call.finish(_rebuild(step, evaluation(step.flatten(call.args))), call.objects)
 

@@ -152,10 +152,6 @@ class ParallelPlan:
             )
         if self.tasks is not None:
             self.tasks.check_places(self.num_stages, self.stage_plan.num_meshes)
-            if not self.stage_plan.in_flight:
-                raise ValueError(
-                    "ParallelPlan with `tasks` needs StagePlan.in_flight of each stage"
-                )
         ranks = {entry.path: len(entry.shape) for entry in self.program.inputs}
         for stage, sharding in enumerate(self.shardings):
             sharding.check_specs(ranks, f"ParallelPlan.shardings[{stage}]")

@@ -241,7 +241,7 @@ class Supervisor:
     def _after(self, call: _Call, state: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """Return the state after a call."""
         step, after = self.runs.step_of(call.key), dict(zip(call.held, state, strict=True))
-        for result, alias in zip(results, step.whole.aliases, strict=True):
+        for result, alias in zip(results, step.aliases, strict=True):
             if alias is not None:
                 after[alias] = result
         return list(after.values())

@@ -232,6 +232,11 @@ class Step:
             for (name, leaf), role in zip(self._named_arrays, self._roles[0], strict=True)
         )
 
+    @property
+    def aliases(self) -> tuple[int | None, ...]:
+        """For each array of the result, the input that it replaces in the next call, or None."""
+        return self._roles[1]
+
     def with_batch(self, size: int) -> Step:
         """Return the step for batches of another number of examples."""
         arrays = [
@@ -420,7 +425,7 @@ def _classified(step: Step, closed: ClosedJaxpr) -> Whole:
         placements=placements,
         inputs=inputs,
         outputs=step.output_tree[3],
-        aliases=step._roles[1],
+        aliases=step.aliases,
     )
 
 
