@@ -7,15 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import field, frozen
 
-from cost_model.executor import EXECUTORS
 from cost_model.measured_row import MeasuredRun
 from cost_model.prediction import (
     FittedModel,
     Prediction,
     StepModel,
-    StepModels,
     predict,
-    step_models,
+    step_model,
 )
 from cost_model.run_memory import fit_probability, peak_memory, run_memory
 from cost_model.training_run import TrainingRun, idle_stages
@@ -94,11 +92,7 @@ def unseen_model(row: MeasuredRun, model: StepModel | None = None) -> FittedMode
         return model.unseen(row.source, row.group)
     if row.run is None:
         raise ValueError(f"row {row.id} has no configuration")
-    return _fits(row.run).unseen(row.source, row.group)
-
-
-def _fits(run: TrainingRun, models: StepModels | None = None) -> StepModel:
-    return (models or step_models()).executors[EXECUTORS[run.executor].fitted_as]
+    return step_model(row.run.executor).unseen(row.source, row.group)
 
 
 def predict_rows(

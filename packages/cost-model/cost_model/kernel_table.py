@@ -67,5 +67,5 @@ def device_efficiency(device: DeviceSpec) -> KernelEfficiency:
         default,
         compute=compute,
         half_depth=constants.half_depth,
-        source="matmul shares of training runs on A100 (data/step_model.json)",
+        source="matmul shares of training runs on A100 (data/step_megatron_deepspeed.json)",
     )

@@ -66,13 +66,6 @@ class StepModel:
 
 
 @frozen(kw_only=True)
-class StepModels:
-    """The shipped fits by executor."""
-
-    executors: Mapping[str, StepModel]
-
-
-@frozen(kw_only=True)
 class Prediction:
     """One training step, predicted; FLOPs are those of the whole job."""
 
@@ -92,15 +85,16 @@ class Prediction:
 
 
 @functools.cache
-def step_models() -> StepModels:
-    """Return the fits shipped with the package (`python -m cost_model.step_fit` made them)."""
-    text = resources.files("cost_model").joinpath("data/step_model.json").read_text("utf-8")
-    return from_json(text, StepModels, source="cost_model/data/step_model.json")
-
-
 def step_model(executor: str = DEFAULT_EXECUTOR) -> StepModel:
-    """Return the fits that describe `executor`."""
-    return step_models().executors[EXECUTORS[executor].fitted_as]
+    """Return the shipped fits that describe `executor` (`python -m cost_model.step_fit`)."""
+    name = model_file(EXECUTORS[executor].fitted_as)
+    text = resources.files("cost_model").joinpath(f"data/{name}").read_text("utf-8")
+    return from_json(text, StepModel, source=f"cost_model/data/{name}")
+
+
+def model_file(fitted_as: str) -> str:
+    """Return the name of the file with the fits of an executor."""
+    return f"step_{fitted_as.replace('-', '_')}.json"
 
 
 def predict(run: TrainingRun, model: FittedModel | None = None) -> Prediction:

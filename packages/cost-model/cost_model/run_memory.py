@@ -56,8 +56,8 @@ def run_memory(
     plain, experts = held_parameters(run, layers, stage)
     replicas = run.data * run.context
     expert_replicas = max(1.0, replicas * run.tensor / run.expert)
-    cut = plain / replicas + experts / expert_replicas
-    held = [cut if run.zero_stage >= level else parameters for level in (3, 2, 1)]
+    shard = plain / replicas + experts / expert_replicas
+    held = [shard if run.zero_stage >= level else parameters for level in (3, 2, 1)]
     dense, sparse = layer_kinds(run, layers, stage)
     kept = dense * _layer_bytes(run)
     if sparse:

@@ -1,14 +1,14 @@
 """Fits the constants of the step model to measured training runs.
 
-    python -m cost_model.step_fit FILE... [--out FILE]
+    python -m cost_model.step_fit FILE... [--out FOLDER]
 
 Every executor has constants of its own, fitted to the rows that ran under it. Rows are split by
 group (equal model, devices and batch) into FOLDS parts: within each source the groups are ordered
 by a hash with a fixed seed and cut into equal parts. Every row is predicted by the constants fitted
 on the other parts (cross-validation), and its interval is set so that it holds 80 % of the
-out-of-fold rows of the other parts. The file that is written holds the constants fitted on all rows
-for use on new ones, and the constants of every fold, so that reports never judge a row by a fit
-that has seen it.
+out-of-fold rows of the other parts. The files that are written hold the constants fitted on all
+rows for use on new ones, and the constants of every fold, so that reports never judge a row by a
+fit that has seen it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from cost_model.correction import Cell, Correction, features
 from cost_model.least_squares import fit_parameters
 from cost_model.measured_row import MeasuredRun
 from cost_model.measured_run import read_measured_runs
-from cost_model.prediction import DEFAULT_EXECUTOR, FittedModel, StepModel, StepModels, run_kind
+from cost_model.prediction import (
+    DEFAULT_EXECUTOR,
+    FittedModel,
+    StepModel,
+    model_file,
+    run_kind,
+)
 from cost_model.run_memory import MemoryConstants, peak_memory
 from cost_model.step_terms import StepConstants, predict_terms
 from cost_model.training_run import TrainingRun
@@ -72,6 +78,7 @@ class _Score:
     """An out-of-fold error of one row."""
 
     fold: int
+    group: str
     kind: str
     deviations: float  # log(measured / predicted) in predicted standard deviations
     memory: float | None  # log(measured / predicted) of its memory
@@ -158,33 +165,37 @@ def _memory(row: MeasuredRun, constants: MemoryConstants) -> float:
 
 def _correction(runs: Sequence[TrainingRun], residuals: np.ndarray, executor: str) -> Correction:
     """Return the process over the residuals; its scale and noise follow from their spread."""
-    cells, spreads = [], []
-    gathered: dict[tuple[str, bool, tuple[float, ...]], list[float]] = {}
+    cells: list[tuple[str, Cell]] = []
+    spreads: list[float] = []
+    gathered: dict[tuple[str, str, bool, tuple[float, ...]], list[float]] = {}
     for run, residual in zip(runs, residuals.tolist(), strict=True):
         group = run.cluster.host_groups[0]
-        key = (group.device.name, group.num_hosts > 1, features(run))
+        key = (run_kind(run), group.device.name, group.num_hosts > 1, features(run))
         gathered.setdefault(key, []).append(residual)
-    for (device, many_hosts, point), values in gathered.items():
+    for (kind, device, many_hosts, point), values in gathered.items():
         # the median ignores single runs that went wrong (a slow host, memory nearly full)
         middle = float(np.median(values))
         if len(values) > 1:
             spreads += [abs(value - middle) for value in values]
-        cells.append(
-            Cell(
-                device=device,
-                features=tuple(round(value, 4) for value in point),
-                residual=round(middle, 5),
-                count=len(values),
-                many_hosts=many_hosts,
-            )
+        cell = Cell(
+            device=device,
+            features=tuple(round(value, 4) for value in point),
+            residual=round(middle, 5),
+            count=len(values),
+            many_hosts=many_hosts,
         )
+        cells.append((kind, cell))
     if executor == DEFAULT_EXECUTOR:
-        return Correction(cells=tuple(cells))
-    noise = float(np.clip(_deviation(spreads), 0.02, 0.3)) if spreads else 0.05
-    scale = float(np.clip(_deviation([abs(cell.residual) for cell in cells]), 0.04, 0.3))
-    # runs far from all others stalled for a reason of their own: nothing follows for their shape
-    kept = tuple(cell for cell in cells if abs(cell.residual) < max(0.2, 3 * scale))
-    return Correction(cells=kept, scale=scale, noise=noise, noise_hosts=noise)
+        return Correction(cells=tuple(cell for _, cell in cells))
+    noise = float(np.clip(_deviation(spreads), 0.02, 0.1)) if spreads else 0.05
+    scale = float(np.clip(_deviation([abs(cell.residual) for _, cell in cells]), 0.04, 0.12))
+    # runs far from all others of their kind stalled for a reason of their own: nothing follows
+    kept = []
+    for chosen in dict.fromkeys(kind for kind, _ in cells):
+        mine = [cell for kind, cell in cells if kind == chosen]
+        limit = max(0.15, 1.5 * _deviation([abs(cell.residual) for cell in mine]))
+        kept += [cell for cell in mine if abs(cell.residual) < limit]
+    return Correction(cells=tuple(kept), scale=scale, noise=noise, noise_hosts=noise)
 
 
 def _deviation(errors: Sequence[float]) -> float:
@@ -194,7 +205,7 @@ def _deviation(errors: Sequence[float]) -> float:
 
 def fit_all(
     rows: Sequence[MeasuredRun], note: Callable[[str], None] = lambda _: None
-) -> StepModels:
+) -> dict[str, StepModel]:
     """Return the fits of every executor, with the intervals set out of fold."""
     usable = [
         row
@@ -205,12 +216,12 @@ def fit_all(
         and (row.source != "ultrascale" or row.run.cluster.num_devices <= LARGEST)
     ]
     executors = dict.fromkeys(row.run.program.fitted_as for row in usable if row.run is not None)
-    found = {}
+    found: dict[str, StepModel] = {}
     for executor in executors:
         mine = [row for row in usable if row.run and row.run.program.fitted_as == executor]
         note(f"{executor}: {len(mine)} rows")
         found[executor] = _fit_executor(mine)
-    return StepModels(executors=found)
+    return found
 
 
 def _fit_executor(usable: Sequence[MeasuredRun]) -> StepModel:
@@ -244,8 +255,11 @@ def _with_intervals(model: FittedModel, scores: list[_Score]) -> FittedModel:
     for kind in ("all", *dict.fromkeys(score.kind for score in scores)):
         chosen = [score.deviations for score in scores if kind in ("all", score.kind)]
         if len(chosen) >= 10:  # fewer say little about their tails
-            # the quantiles of n unseen errors that the next one exceeds with 10 % each
-            low, high = np.quantile(chosen, [0.1 / (1 + 1 / len(chosen)), 0.9 + 0.1 / len(chosen)])
+            # rows of a group err together: a new group is beyond all of G with odds of 1 to G, so
+            # the tails are those of G + 2 groups, two of them outside
+            groups = len({score.group for score in scores if kind in ("all", score.kind)})
+            tail = 0.1 * groups / (groups + 2)
+            low, high = np.quantile(chosen, [tail, 1 - tail])
             intervals[kind] = (min(float(low), -0.1), max(float(high), 0.1))
     memory = [abs(score.memory) for score in scores if score.memory is not None]
     deviation = max(0.01, _deviation(memory)) if memory else model.memory_deviation
@@ -267,6 +281,7 @@ def _score(row: MeasuredRun, model: FittedModel, fold: int) -> _Score:
         memory -= model.memory_correction.at(run)[0]
     return _Score(
         fold=fold,
+        group=row.group,
         kind=run_kind(run),
         deviations=(math.log(row.step_seconds / predicted) - mean) / deviation,
         memory=memory,
@@ -277,14 +292,14 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, nargs="+", help="files of measured runs")
-    default = Path(__file__).parent / "data" / "step_model.json"
-    parser.add_argument("--out", type=Path, default=default)
+    default = Path(__file__).parent / "data"
+    parser.add_argument("--out", type=Path, default=default, help="folder of the fits")
     options = parser.parse_args()
     rows = [row for path in options.data for row in read_measured_runs(path)]
     models = fit_all(rows, print)
-    save(models, options.out)
     print(f"{FOLDS} folds by group, seed {SEED}")
-    for executor, model in models.executors.items():
+    for executor, model in models.items():
+        save(model, options.out / model_file(executor))
         print(f"{executor}: {model.whole.num_rows} rows of {', '.join(model.whole.sources)}")
         for name, value in asdict(model.whole.constants).items():
             print(f"  {name:22} {value:.4g}")

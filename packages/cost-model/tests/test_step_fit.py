@@ -28,7 +28,7 @@ def made_up_rows():
 
 @pytest.fixture(scope="module")
 def fitted():
-    return fit_all(made_up_rows()).executors[DEFAULT_EXECUTOR]
+    return fit_all(made_up_rows())[DEFAULT_EXECUTOR]
 
 
 def test_folds_hold_whole_groups_of_about_equal_number():
@@ -57,7 +57,7 @@ def test_no_fold_has_seen_the_groups_it_judges(fitted):
 
 
 def test_the_fit_is_reproducible(fitted):
-    assert fit_all(made_up_rows()).executors[DEFAULT_EXECUTOR] == fitted
+    assert fit_all(made_up_rows())[DEFAULT_EXECUTOR] == fitted
 
 
 def test_sources_that_are_never_fitted_are_left_out():
@@ -70,4 +70,4 @@ def test_sources_that_are_never_fitted_are_left_out():
             "parallel": {"tp": 8, "pp": 1, "dp": 1, "global_batch": 8, "micro_batch": 8},
         }
     )  # fmt: skip
-    assert fit_all([*rows, other]).executors[DEFAULT_EXECUTOR].whole.num_rows == len(rows)
+    assert fit_all([*rows, other])[DEFAULT_EXECUTOR].whole.num_rows == len(rows)
