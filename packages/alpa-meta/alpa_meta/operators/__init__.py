@@ -5,6 +5,7 @@ A file per family of operators; each ends in a table `OPERATORS` from primitive 
 A new operator is one entry, or a call of `register`; no other folder knows an operator by name.
 """
 
+from alpa_meta.operators.layout import counted_dim
 from alpa_meta.operators.operator import Factors, LocalCall, Operator
 from alpa_meta.operators.registry import (
     flops,
@@ -25,6 +26,7 @@ __all__ = [
     "Factors",
     "LocalCall",
     "Operator",
+    "counted_dim",
     "flops",
     "is_heavy",
     "is_known",

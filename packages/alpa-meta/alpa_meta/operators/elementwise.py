@@ -240,3 +240,13 @@ def extreme_taken(eqn: JaxprEqn) -> str | None:
     """Return "max" or "min" if an equation takes the larger or smaller of its operands."""
     name = eqn.primitive.name
     return name if name in ("max", "min") else None
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Return whether each element of the result depends on those at its place alone."""
+    return eqn.primitive.name in _NAMES
+
+
+def is_masking_sum(eqn: JaxprEqn) -> bool:
+    """Return whether an equation adds its operands, or takes one from the other."""
+    return eqn.primitive.name in ("add", "add_any", "sub")

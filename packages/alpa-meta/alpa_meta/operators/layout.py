@@ -158,7 +158,7 @@ def _run_iota(call: LocalCall) -> list[Any]:
     counted = lax.broadcasted_iota(dtype, shape, dim)
     axes = call.result_axes(0, dim)
     if axes:
-        counted = counted + (call.index(axes) * shape[dim]).astype(dtype)
+        counted = counted + call.first(axes, shape[dim]).astype(dtype)
     return [counted]
 
 
@@ -223,3 +223,8 @@ OPERATORS = {
     "empty": _free(_empty_rule),
     "empty2": _free(_empty_rule),
 }
+
+
+def counted_dim(eqn: JaxprEqn) -> int | None:
+    """Return the dim that an equation counts the places of, from 0; None if it counts nothing."""
+    return int(eqn.params["dimension"]) if eqn.primitive.name == "iota" else None

@@ -103,6 +103,10 @@ class LocalCall:
         """Return this device's position along `axes`, the first the most significant."""
         return self.collectives.index(axes)
 
+    def first(self, axes: tuple[str, ...], size: int) -> Any:
+        """Return the place in the whole dim of the first of this device's `size` elements."""
+        return self.index(axes) * size
+
     def result_shape(self, result: int) -> tuple[int, ...]:
         """Return the local shape of the natural `result`."""
         return tuple(

@@ -102,3 +102,22 @@ OPERATORS = {
     "top_k": Operator(_top_k_rule, flops=nothing),
     "approx_top_k": Operator(_ordered_rule),
 }
+
+
+_JOINED = {
+    "cumsum": jnp.add,
+    "cumprod": jnp.multiply,
+    "cummax": jnp.maximum,
+    "cummin": jnp.minimum,
+    "cumlogsumexp": jnp.logaddexp,
+}
+
+
+def running_dim(eqn: JaxprEqn) -> int | None:
+    """Return the dim that an equation runs along with a sum, product or extreme; None: none."""
+    return int(eqn.params["axis"]) if eqn.primitive.name in _JOINED else None
+
+
+def joined(eqn: JaxprEqn, local: Any, before: Any) -> Any:
+    """Return the running values of a part of the dim, given the last ones of what is before it."""
+    return _JOINED[eqn.primitive.name](local, before)

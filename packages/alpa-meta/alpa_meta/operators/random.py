@@ -69,7 +69,7 @@ def _run_bits(call: LocalCall) -> list[Any]:
     low = jnp.zeros(local[keys:], jnp.uint32)
     for dim, (size, stride) in enumerate(zip(local[keys:], _strides(drawn), strict=True)):
         axes = call.result_axes(0, keys + dim)
-        start = call.index(axes).astype(jnp.uint32) * size if axes else 0
+        start = call.first(axes, size).astype(jnp.uint32) if axes else 0
         low += (lax.broadcasted_iota(jnp.uint32, low.shape, dim) + start) * np.uint32(stride)
     words = jax.random.key_data(call.operands[0])
     first, second = (jnp.expand_dims(words[..., k], range(keys, len(local))) for k in range(2))

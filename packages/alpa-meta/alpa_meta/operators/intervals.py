@@ -1,0 +1,250 @@
+"""What an operator makes of intervals: bounds of its results where those of its operands are known.
+
+On the diagonal of a mask, where the row is the key, both positions are one p: a value there is
+slope * p + [low, high], so that comparisons of positions are settled for every p at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from attrs import evolve, frozen
+
+from alpa_meta.compat import JaxprEqn, dtype_of
+
+
+@frozen
+class Interval:
+    """slope * p + [low, high] for every p from 0 to `last`."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    slope: float = 0.0
+    last: int = 0
+
+    @property
+    def constant(self) -> float | None:
+        """The one value that it holds, if it holds one."""
+        return self.low if self.low == self.high and not self.slope else None
+
+    def flat(self) -> Interval:
+        """Return the interval for all p together."""
+        ends = sorted((0.0, self.slope * self.last))
+        return Interval(self.low + ends[0], self.high + ends[1], 0.0, self.last)
+
+
+UNKNOWN = Interval()
+_TRUE, _FALSE, _EITHER = Interval(1.0, 1.0), Interval(0.0, 0.0), Interval(0.0, 1.0)
+
+
+def results_of(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    """Return the bounds of the first result of `eqn`."""
+    function = _FUNCTIONS.get(eqn.primitive.name)
+    found = UNKNOWN
+    if function is not None and eqn.outvars:
+        found = function(eqn, operands)
+    if math.isnan(found.low) or math.isnan(found.high):
+        found = UNKNOWN
+    return found if found != UNKNOWN else of_type(dtype_of(eqn.outvars[0]))
+
+
+def of_type(dtype: np.dtype[np.generic]) -> Interval:
+    """Return the bounds of every value of a type."""
+    return _EITHER if dtype == np.bool_ else UNKNOWN
+
+
+def holds_exactly(dtype: np.dtype[np.generic], number: float) -> bool:
+    """Return whether a type holds an integer of this size, and all smaller ones, without rounding;
+    infinity, which stands for no bound, it does."""
+    if math.isinf(number) or dtype == np.bool_:
+        return True
+    if jnp.issubdtype(dtype, jnp.floating):
+        return abs(number) <= 2.0 ** (jnp.finfo(dtype).nmant + 1)
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
+        return bool(limits.min <= number <= limits.max)
+    return False
+
+
+def hull(found: Sequence[Interval]) -> Interval:
+    """Return the least interval that holds all of these."""
+    if len({one.slope for one in found}) > 1:
+        found = [one.flat() for one in found]
+    low, high = min(one.low for one in found), max(one.high for one in found)
+    return evolve(found[0], low=low, high=high)
+
+
+def _same(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    return operands[0]
+
+
+def _all(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    return hull(operands)
+
+
+def _added(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    one, two = operands
+    last = max(one.last, two.last)
+    return Interval(one.low + two.low, one.high + two.high, one.slope + two.slope, last)
+
+
+def _negated(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    (one,) = operands
+    return Interval(-one.high, -one.low, -one.slope, one.last)
+
+
+def _subtracted(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    return _added(eqn, [operands[0], _negated(eqn, operands[1:])])
+
+
+def _multiplied(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    one, two = operands
+    if one.constant is not None:
+        one, two = two, one
+    factor = two.constant
+    if factor == 0.0:
+        return Interval(0.0, 0.0)
+    if factor is not None and math.isfinite(factor):
+        ends = sorted((one.low * factor, one.high * factor))
+        return Interval(ends[0], ends[1], one.slope * factor, one.last)
+    one, two = one.flat(), two.flat()
+    products = [a * b for a in (one.low, one.high) for b in (two.low, two.high)]
+    return UNKNOWN if any(map(math.isnan, products)) else Interval(min(products), max(products))
+
+
+def _divided(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    one, divisor = operands[0].flat(), operands[1].constant
+    if not divisor or not math.isfinite(divisor):
+        return UNKNOWN
+    ends = sorted((one.low / divisor, one.high / divisor))
+    if np.issubdtype(dtype_of(eqn.outvars[0]), np.integer):
+        ends = [math.trunc(end) if math.isfinite(end) else end for end in ends]
+    return Interval(*ends)
+
+
+def _remainder(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    one, divisor = operands[0].flat(), operands[1].constant
+    if not divisor or divisor < 0:
+        return UNKNOWN
+    if 0 <= one.low and one.high < divisor:
+        return one
+    return Interval(0.0 if one.low >= 0 else -divisor, divisor)
+
+
+def _sign(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    one = operands[0].flat()
+    return Interval(float(np.sign(one.low)), float(np.sign(one.high)))
+
+
+def _extreme(combine: Callable[..., float]) -> Callable[..., Interval]:
+    def of(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+        one, two = (operand.flat() for operand in operands)
+        return Interval(combine(one.low, two.low), combine(one.high, two.high))
+
+    return of
+
+
+def _clamped(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    least, one, most = (operand.flat() for operand in operands)
+    low, high = max(least.low, one.low), max(least.high, one.high)
+    return Interval(min(low, most.low), min(high, most.high))
+
+
+def _compared(holds: Callable[[float], bool], fails: Callable[[float], bool]) -> Callable[..., Interval]:
+    """Return a comparison that `holds` of the low end, or `fails` of the high end, of x - y."""
+
+    def of(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+        difference = _subtracted(eqn, operands).flat()
+        if holds(difference.low):
+            return _TRUE
+        return _FALSE if fails(difference.high) else _EITHER
+
+    return of
+
+
+def _swapped(comparison: Callable[..., Interval]) -> Callable[..., Interval]:
+    return lambda eqn, operands: comparison(eqn, operands[::-1])
+
+
+def _equal(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    one, two = (operand.flat() for operand in operands)
+    if one.low > two.high or one.high < two.low:
+        return _FALSE
+    difference = _subtracted(eqn, operands).flat()
+    return _TRUE if difference.low == difference.high == 0 else _EITHER
+
+
+def _not(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    if dtype_of(eqn.outvars[0]) != np.bool_:
+        return UNKNOWN
+    return Interval(1.0 - operands[0].high, 1.0 - operands[0].low)
+
+
+def _unequal(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    equal = _equal(eqn, operands)
+    return Interval(1.0 - equal.high, 1.0 - equal.low)
+
+
+def _truth(combine: Callable[..., float]) -> Callable[..., Interval]:
+    def of(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+        if dtype_of(eqn.outvars[0]) != np.bool_:
+            return UNKNOWN
+        lows, highs = [one.low for one in operands], [one.high for one in operands]
+        return Interval(combine(lows), combine(highs))
+
+    return of
+
+
+def _chosen(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    which = operands[0].constant
+    return operands[1 + int(which)] if which is not None else hull(operands[1:])
+
+
+def _converted(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
+    source, target = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
+    (one,) = operands
+    if target == np.bool_ and source != np.bool_:
+        return _unequal(eqn, [one, Interval(0.0, 0.0)])
+    ends = one.flat()
+    if one.constant is not None or not np.issubdtype(source, np.integer):
+        return one if jnp.issubdtype(target, jnp.floating) else UNKNOWN
+    return one if holds_exactly(target, ends.low) and holds_exactly(target, ends.high) else UNKNOWN
+
+
+_at_least = _compared(lambda low: low >= 0, lambda high: high < 0)
+_above = _compared(lambda low: low > 0, lambda high: high <= 0)
+
+_FUNCTIONS: dict[str, Callable[[JaxprEqn, Sequence[Interval]], Interval]] = {
+    **{
+        name: _same
+        for name in """
+            broadcast_in_dim reshape transpose squeeze slice rev copy copy_p stop_gradient
+            reduce_max reduce_min reduce_and reduce_or expand_dims split
+        """.split()
+    },
+    **{name: _all for name in ("concatenate", "stack", "pad")},
+    **{name: _added for name in ("add", "add_any")},
+    "sub": _subtracted,
+    "neg": _negated,
+    "mul": _multiplied,
+    "div": _divided,
+    "rem": _remainder,
+    "sign": _sign,
+    "max": _extreme(max),
+    "min": _extreme(min),
+    "clamp": _clamped,
+    "ge": _at_least,
+    "gt": _above,
+    "le": _swapped(_at_least),
+    "lt": _swapped(_above),
+    "eq": _equal,
+    "ne": _unequal,
+    "not": _not,
+    "and": _truth(min),
+    "or": _truth(max),
+    "select_n": _chosen,
+    "convert_element_type": _converted,
+}

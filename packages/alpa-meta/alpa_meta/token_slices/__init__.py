@@ -1,0 +1,10 @@
+"""Token slices: one microbatch's sequences cut along the tokens, which pass through the stages one
+slice after another (TeraPipe, ICML 2021).
+
+    places     where the tokens lie in the dims of a value
+    bounds     what values known before the step hold at given tokens
+    masking    the proof that later tokens do not matter to a slice
+    reading    how one operator runs on a slice
+    analysis   how a whole program runs in slices, or why it cannot
+    writer     the program of the slices
+"""

@@ -1,0 +1,656 @@
+"""How a whole program runs in token slices, or why it cannot.
+
+The equations are walked in order. A value is
+
+    known    the same for all slices: before the step's microbatch runs (weights, masks), after its
+             forward sweep (the loss, the number of labels) or after the backward sweep (gradients)
+    sliced   each slice has its rows of it, and may look back on those of the slices before
+    addend   each slice has a part of a sum over the slices; inside loops, elsewhere it is added up
+
+The forward sweep runs the slices in order, the backward sweep in reverse. What a sweep reads must
+be known before it. Which of two dims of tokens holds the keys is tried: a wrong choice meets an
+operator that cannot run, or a mask that does not hide what comes after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from attrs import define, evolve, field, frozen
+
+from alpa_meta.compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    consts,
+    dtype_of,
+    is_drop,
+    open_jaxpr,
+    scan_counts,
+    shape_of,
+    source_line,
+)
+from alpa_meta.errors import PlanError
+from alpa_meta.operators import operator_of, operator_signature
+from alpa_meta.operators.elementwise import is_masking_sum, is_selection
+from alpa_meta.operators.ordering import running_dim
+from alpa_meta.operators.regions import bodies, fold, is_region
+from alpa_meta.token_slices.bounds import After, Diagonal, Scope
+from alpa_meta.token_slices.masking import MASKED, as_rest, rest_of
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, kinds, whole
+from alpa_meta.token_slices.reading import Reading, UnreadableError, cut_to, reading_of
+
+BEFORE, BETWEEN, AFTER = range(3)
+"""When a known value is: before the forward sweep, between the sweeps, after the backward one."""
+
+_MOST_TRIES = 256
+_ROWS: Layout = (Place(ROW),)
+
+
+@frozen
+class Value:
+    """What is known of a value: "known", "sliced" or "addend".
+
+    Of a known value `layout` says where the tokens of the batch lie in it, which it is cut along
+    where parameters meet it; `of_batch`: that it depends on no parameter. `when`: see `BEFORE`; of
+    others the sweep that makes them. `rest`: see `masking`.
+    """
+
+    state: str
+    layout: Layout
+    when: int = BEFORE
+    of_batch: bool = False
+    rest: float | None = None
+    longer: int | None = None  # the dim with one token more than the slices have
+    why: str = ""  # it is no more than known after the backward sweep
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether each slice has its own."""
+        return self.state != "known"
+
+
+@frozen(eq=False)
+class Known:
+    """An equation of known values."""
+
+
+@frozen(eq=False)
+class Sliced:
+    """An operator that every slice runs on its part."""
+
+    reading: Reading
+
+
+@frozen(eq=False)
+class Added:
+    """An operator that is linear in the parts of sums, which stay parts."""
+
+    group: tuple[int, ...]
+
+
+@frozen(eq=False)
+class Running:
+    """A running sum along the tokens, handed from slice to slice."""
+
+    layout: Layout
+
+
+@frozen(eq=False)
+class TokenLoop:
+    """A scan over the tokens, whose carry is handed from slice to slice."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+@frozen(eq=False)
+class Region:
+    """A recomputation or a scan over layers, whose body each slice runs its part of."""
+
+    body: Analysis
+    num_consts: int
+    num_carry: int
+    is_scan: bool
+
+
+Decision = Known | Sliced | Added | Running | TokenLoop | Region
+
+
+@define(eq=False)
+class Analysis:
+    """How the equations of a program, or of a body, run in slices.
+
+    `sweeps` has, by equation, whether the forward (0) or the backward sweep (1) runs it, 2 for the
+    update.
+    """
+
+    closed: ClosedJaxpr
+    sweeps: tuple[int, ...]
+    slices: Slices
+    values: dict[Var, Value] = field(factory=dict)
+    decisions: list[Decision] = field(factory=list)
+
+    def value(self, atom: Atom) -> Value:
+        """Return what is known of an operand."""
+        if isinstance(atom, Literal):
+            return Value("known", whole(len(shape_of(atom))), of_batch=True)
+        return self.values[atom]
+
+
+class SlicingError(PlanError):
+    """A program that cannot run in token slices."""
+
+
+class _Refusal(Exception):
+    def __init__(self, reason: str, chosen: bool) -> None:
+        super().__init__(reason)
+        self.reason, self.chosen = reason, chosen
+
+
+class _Choices:
+    """Which of two dims holds the keys, for every operator that meets two: tried in turn."""
+
+    def __init__(self) -> None:
+        self.script: list[list[object]] = []  # [which, whether both were tried, kind of operator]
+        self.position = 0
+
+    def choose(self, names: Sequence[str], kind: object) -> str:
+        if self.position == len(self.script):
+            alike = [which for which, _, other in self.script if other == kind]
+            self.script.append([alike[-1] if alike else 1, False, kind])
+        which = self.script[self.position][0]
+        self.position += 1
+        assert isinstance(which, int)
+        return names[which]
+
+    def turn_last(self) -> bool:
+        """Turn the last choice made that was not turned before; return False if there is none."""
+        del self.script[self.position :]
+        while self.script and self.script[-1][1]:
+            self.script.pop()
+        if not self.script:
+            return False
+        which = self.script[-1][0]
+        assert isinstance(which, int)
+        self.script[-1][:2] = [1 - which, True]
+        return True
+
+
+def analysed(
+    closed: ClosedJaxpr, phases: Sequence[str], tokens: Sequence[bool], slices: Slices
+) -> Analysis:
+    """Return how a program runs in slices; SlicingError if it cannot.
+
+    `tokens` says which inputs hold the tokens of the batch.
+    """
+    jaxpr = open_jaxpr(closed)
+    inputs = [_input(var, held, slices) for var, held in zip(jaxpr.invars, tokens, strict=True)]
+    sweeps = tuple(("forward", "backward", "update").index(phase) for phase in phases)
+    choices, first = _Choices(), ""
+    for _ in range(_MOST_TRIES):
+        choices.position = 0
+        walk = _Walk(closed, sweeps, slices, choices, None)
+        try:
+            walk.run(inputs)
+        except _Refusal as refusal:
+            first = first or refusal.reason
+            if not refusal.chosen or not choices.turn_last():
+                break
+        else:
+            return walk.found
+    raise SlicingError(first)
+
+
+def _input(var: Var, holds_tokens: bool, slices: Slices) -> Value:
+    rank = len(shape_of(var))
+    if not holds_tokens:
+        return Value("known", whole(rank))
+    sizes = shape_of(var)
+    for dim in range(1, rank):
+        if sizes[dim] == slices.tokens:
+            layout = (None,) * dim + _ROWS + (None,) * (rank - dim - 1)
+            return Value("known", layout, of_batch=True)
+        if sizes[dim] == slices.tokens + 1:
+            return Value("known", whole(rank), of_batch=True, longer=dim)
+    return Value("known", whole(rank), of_batch=True)
+
+
+class _Walk:
+    """The walk through a program or a body. In a body, sums over the slices stay parts."""
+
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        sweeps: tuple[int, ...],
+        slices: Slices,
+        choices: _Choices,
+        scope: Scope | None,
+        outer: Mapping[Var, Atom] | None = None,
+    ) -> None:
+        jaxpr = open_jaxpr(closed)
+        self.found = Analysis(closed, sweeps, slices)
+        self.eqns, self.inside = jaxpr.eqns, scope is not None
+        self.slices, self.choices = slices, choices
+        constants = {
+            var: np.asarray(value)
+            for var, value in zip(jaxpr.constvars, consts(closed), strict=True)
+            if isinstance(dtype_of(var), np.dtype)
+        }
+        self.scope = Scope(jaxpr.eqns, constants, slices, scope, outer)
+        for var in jaxpr.constvars:
+            layout = whole(len(shape_of(var)))
+            self.found.values[var] = Value("known", layout, of_batch=True)
+
+    def run(self, inputs: Sequence[Value]) -> Analysis:
+        """Walk all equations, given what is known of the inputs."""
+        values = self.found.values
+        values.update(zip(open_jaxpr(self.found.closed).invars, inputs, strict=True))
+        for eqn, sweep in zip(self.eqns, self.found.sweeps, strict=True):
+            try:
+                decision, results = self._decided(eqn, sweep)
+            except UnreadableError as error:
+                raise self._refusal(eqn, error.reason) from None
+            self.found.decisions.append(decision)
+            for var, value in zip(eqn.outvars, results, strict=True):
+                if not is_drop(var):
+                    values[var] = value
+        return self.found
+
+    def _refusal(self, eqn: JaxprEqn, reason: str) -> _Refusal:
+        return _Refusal(f"{_place(eqn)} {reason}", bool(self.choices.position))
+
+    # ------------------------------------------------------------------ deciding
+
+    def _decided(self, eqn: JaxprEqn, sweep: int) -> tuple[Decision, list[Value]]:
+        operands = [self.found.value(atom) for atom in eqn.invars]
+        in_parts = any(value.in_parts for value in operands)
+        of_batch = all(value.of_batch for value in operands)
+        meets = any(any(value.layout) for value in operands if not value.in_parts)
+        if sweep == AFTER or not in_parts and (of_batch or not meets):
+            return self._known(eqn, operands, sweep)
+        if max((one.when for one in operands if not one.in_parts), default=BEFORE) > sweep:
+            if in_parts:
+                why = next((f": {value.why}" for value in operands if value.why), "")
+                raise UnreadableError(
+                    f"needs a value of all tokens, which is known after the last slice{why}"
+                )
+            return self._known(eqn, operands, sweep)
+        if any(value.state == "addend" for value in operands):
+            return self._added(eqn, operands, sweep)
+        if eqn.effects and in_parts:
+            raise UnreadableError("has effects, which slices would repeat")
+        if is_region(eqn):
+            return self._region(eqn, operands, sweep)
+        running = running_dim(eqn)
+        if running is not None and in_parts and operands[0].layout[running] is not None:
+            return self._running(eqn, operands[0], running, sweep)
+        try:
+            return self._sliced(eqn, operands, sweep)
+        except UnreadableError as error:
+            if not in_parts:
+                return self._known(eqn, operands, sweep)
+            if sweep == BEFORE or self.inside or not all(map(_is_joinable, operands)):
+                raise
+            why = f"{_place(eqn)} {error.reason}"
+            decision, results = self._known(eqn, operands, AFTER)
+            return decision, [evolve(value, why=why) for value in results]
+
+    def _known(
+        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
+    ) -> tuple[Decision, list[Value]]:
+        if sweep != AFTER and any(value.in_parts for value in operands):
+            raise UnreadableError("needs all tokens at once")
+        when = max((self._done(value) for value in operands), default=BEFORE)
+        of_batch = all(value.of_batch for value in operands) and not eqn.effects
+        layouts = self._hints(eqn, operands) if of_batch else None
+        results = [
+            Value(
+                "known",
+                whole(len(shape_of(var))) if layouts is None else layouts[k],
+                when,
+                of_batch,
+                longer=self._longer(eqn, operands, layouts) if of_batch else None,
+            )
+            for k, var in enumerate(eqn.outvars)
+        ]
+        return Known(), results
+
+    def _done(self, value: Value) -> int:
+        """Return when all of a value is known."""
+        return value.when + value.in_parts
+
+    def _hints(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Layout] | None:
+        """Return where the tokens lie in the results of an equation on the batch alone."""
+        for value in operands:
+            if value.longer is not None and cut_to(eqn, value.longer, self.slices.tokens):
+                rank = len(value.layout)
+                return [(None,) * value.longer + _ROWS + (None,) * (rank - value.longer - 1)]
+        if is_region(eqn) or not any(any(value.layout) for value in operands):
+            return None
+        try:
+            layouts = [value.layout for value in operands]
+            reading = reading_of(eqn, layouts, self.slices.tokens, _no_choice)
+        except UnreadableError:
+            return None
+        return None if reading.combined else list(reading.results)
+
+    def _longer(
+        self, eqn: JaxprEqn, operands: Sequence[Value], layouts: list[Layout] | None
+    ) -> int | None:
+        """Return the dim of one token more, where an operator keeps it."""
+        same = [value.longer for value in operands if value.longer is not None]
+        shapes = {shape_of(atom) for atom in (*eqn.invars, *eqn.outvars) if shape_of(atom)}
+        return same[0] if same and layouts is None and len(shapes) == 1 else None
+
+    def _layouts(self, operands: Sequence[Value]) -> list[Layout]:
+        """Return the layouts that count: of known values only where there are no others."""
+        in_parts = any(value.in_parts for value in operands)
+        return [
+            value.layout if value.in_parts or not in_parts else whole(len(value.layout))
+            for value in operands
+        ]
+
+    def _sliced(
+        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
+    ) -> tuple[Decision, list[Value]]:
+        kind = operator_signature(eqn), sweep
+        reading = reading_of(
+            eqn,
+            self._layouts(operands),
+            self.slices.tokens,
+            lambda names: self.choices.choose(names, kind),
+        )
+        for atom, value, layout in zip(eqn.invars, operands, reading.operands, strict=True):
+            self._check_read(atom, value, layout, sweep)
+        pairs = list(zip(eqn.invars, operands, reading.operands, strict=True))
+        rests = [self._rest(atom, value, layout) for atom, value, layout in pairs]
+        rest = rest_of(eqn, reading, rests) if self.slices.count > 1 else None
+        if rest == -np.inf and not self._row_lives(eqn, reading, rests):
+            raise UnreadableError(
+                "masks with a finite constant, and a token all of whose keys are masked cannot be "
+                "excluded, which would then look at later ones; mask with -inf, or so that each "
+                "token may look at itself"
+            )
+        if reading.combined and not reading.scatters:
+            return Sliced(reading), [self._sum(var, sweep) for var in eqn.outvars]
+        results = []
+        for var, layout in zip(eqn.outvars, reading.results, strict=True):
+            if reading.scatters:
+                if sweep == BEFORE:
+                    raise UnreadableError("gives later tokens a part in earlier ones")
+                layout = tuple(place and evolve(place, kind=ROW) for place in layout)
+            results.append(
+                Value("sliced", layout, sweep, rest=None if reading.scatters else rest)
+            )
+        return Sliced(reading), results
+
+    def _sum(self, var: Var, sweep: int) -> Value:
+        """Return the value of a sum over the slices."""
+        layout = whole(len(shape_of(var)))
+        return Value("addend", layout, sweep) if self.inside else Value("known", layout, sweep + 1)
+
+    def _check_read(self, atom: Atom, value: Value, layout: Layout, sweep: int) -> None:
+        """Raise UnreadableError unless a slice can be given an operand in a layout."""
+        if not value.in_parts:
+            return
+        for have, want in zip(value.layout, layout, strict=True):
+            if have is not None and want != have:
+                if want is None or have.kind == KEY:
+                    raise UnreadableError("reads the keys of a slice as its rows")
+                if not self._looks_back(atom):
+                    raise UnreadableError("looks back on tokens from the backward pass")
+
+    def _looks_back(self, atom: Atom) -> bool:
+        """Return whether a slice may look back on a value: one of the forward sweep, or one that is
+        recomputed of such values row by row."""
+        pending, seen = [atom], set()
+        while pending:
+            one = pending.pop()
+            if isinstance(one, Literal) or one in seen:
+                continue
+            seen.add(one)
+            value = self.found.values[one]
+            if not value.in_parts or value.when == BEFORE:
+                continue
+            eqn = self.scope.producer.get(one)
+            if eqn is None or value.state == "addend":
+                return False
+            decision = self.found.decisions[self._position(eqn)]
+            if not isinstance(decision, Sliced) or decision.reading.combined:
+                return False
+            if any(KEY in kinds(layout) for layout in decision.reading.operands):
+                return False
+            pending += eqn.invars
+        return True
+
+    def _position(self, eqn: JaxprEqn) -> int:
+        if not hasattr(self, "_positions"):
+            self._positions = {id(one): k for k, one in enumerate(self.eqns)}
+        return self._positions[id(eqn)]
+
+    # ------------------------------------------------------------------ masks
+
+    def _rest(self, atom: Atom, value: Value, layout: Layout) -> float | None:
+        """Return what an operand holds behind the last row of every slice."""
+        if value.in_parts:
+            return value.rest
+        if value.when != BEFORE:
+            return None
+        found = {
+            self.scope.bounds(atom, layout, After(number)).constant
+            for number in range(self.slices.count - 1)
+        }
+        if len(found) != 1:
+            return None
+        (constant,) = found
+        return None if constant is None else as_rest(constant, dtype_of(atom))
+
+    def _row_lives(self, eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> bool:
+        """Return whether no row loses all its keys to a finite mask constant."""
+        if is_selection(eqn) and rests[0] is not None:
+            masked = int(rests[0])
+            if self._is_infinite(eqn.invars[1 + masked], reading.operands[1 + masked]):
+                return True
+            own = self._diagonal(eqn.invars[0], reading.operands[0])
+            return own is not None and own != masked
+        for atom, layout, rest in zip(eqn.invars, reading.operands, rests, strict=True):
+            if rest is None or not np.isinf(rest) or self.found.value(atom).in_parts:
+                continue
+            if not is_masking_sum(eqn) or self._is_infinite(atom, layout):
+                continue
+            if self.scope.bounds(atom, layout, Diagonal()).flat().low <= MASKED:
+                return False
+        return True
+
+    def _diagonal(self, atom: Atom, layout: Layout) -> float | None:
+        if self.found.value(atom).in_parts:
+            return None
+        return self.scope.bounds(atom, layout, Diagonal()).constant
+
+    def _is_infinite(self, atom: Atom, layout: Layout) -> bool:
+        """Return whether what masks is minus infinity, or came in masked, where it was judged."""
+        if self.found.value(atom).in_parts:
+            return True
+        return bool(self.scope.bounds(atom, layout, After(0)).high == -np.inf)
+
+    # ------------------------------------------------------------------ other kinds
+
+    def _added(
+        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
+    ) -> tuple[Decision, list[Value]]:
+        """Return how an operator runs on parts of sums: one that is linear in them together."""
+        parts = {k for k, value in enumerate(operands) if value.state == "addend"}
+        operator = operator_of(eqn)
+        if any(value.state == "sliced" for value in operands) or is_region(eqn):
+            raise UnreadableError("needs a value of all tokens inside a loop or recomputation")
+        for group in operator.linear_groups(eqn):
+            if parts <= set(group) and operator.sums_survive(eqn):
+                results = [
+                    Value("addend", whole(len(shape_of(var))), sweep) for var in eqn.outvars
+                ]
+                return Added(tuple(group)), results
+        if operator.passes_on:
+            return Added(tuple(sorted(parts))), list(operands)
+        raise UnreadableError("needs a value of all tokens inside a loop or recomputation")
+
+    def _running(
+        self, eqn: JaxprEqn, value: Value, dim: int, sweep: int
+    ) -> tuple[Decision, list[Value]]:
+        place = value.layout[dim]
+        if value.layout.count(None) < len(value.layout) - 1 or place != Place(ROW):
+            raise UnreadableError("runs along tokens that are merged with another dim, or keys")
+        self._check_direction(bool(eqn.params["reverse"]), sweep)
+        return Running(value.layout), [Value("sliced", value.layout, sweep)]
+
+    def _check_direction(self, reverse: bool, sweep: int) -> None:
+        if reverse and sweep == BEFORE:
+            raise UnreadableError("runs from the last token to the first")
+        if not reverse and sweep != BEFORE:
+            raise UnreadableError("runs from the first token to the last in the backward pass")
+
+    def _region(
+        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
+    ) -> tuple[Decision, list[Value]]:
+        def refuse() -> tuple[Decision, list[Value]]:
+            raise UnreadableError("is a loop or a condition that is not sliced")
+
+        return fold(
+            eqn,
+            scan=lambda: self._scan(eqn, operands, sweep),
+            loop=refuse,
+            branches=refuse,
+            remat=lambda: self._remat(eqn, operands, sweep),
+        )
+
+    def _body(
+        self, body: ClosedJaxpr, inputs: Sequence[Value], sweep: int, outer: Mapping[Var, Atom]
+    ) -> Analysis:
+        sweeps = (sweep,) * len(open_jaxpr(body).eqns)
+        walk = _Walk(body, sweeps, self.slices, self.choices, self.scope, outer)
+        return walk.run(inputs)
+
+    def _remat(
+        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
+    ) -> tuple[Decision, list[Value]]:
+        (body,) = bodies(eqn)
+        inputs = [self._as_input(value) for value in operands]
+        outer = dict(zip(open_jaxpr(body).invars, eqn.invars, strict=True))
+        found = self._body(body, inputs, sweep, outer)
+        results = [self._leaving(found, atom, sweep) for atom in open_jaxpr(body).outvars]
+        return Region(found, len(inputs), 0, False), results
+
+    def _as_input(self, value: Value) -> Value:
+        return value if value.in_parts or value.of_batch else evolve(value, layout=whole(len(value.layout)))
+
+    def _leaving(self, body: Analysis, atom: Atom, sweep: int) -> Value:
+        """Return the value of a result of a region's body."""
+        value = body.value(atom)
+        if value.state == "addend" and not self.inside:
+            return Value("known", value.layout, sweep + 1)
+        return evolve(value, of_batch=False, longer=None)
+
+    def _scan(
+        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
+    ) -> tuple[Decision, list[Value]]:
+        num_consts, num_carry, _ = scan_counts(eqn)
+        first = num_consts + num_carry
+        scanned = operands[first:]
+        layouts = self._layouts(operands)
+        if any(layout[0] is not None for layout in layouts[first:]):
+            return self._token_loop(eqn, operands, layouts, sweep)
+        (body,) = bodies(eqn)
+        jaxpr = open_jaxpr(body)
+        outer = dict(zip(jaxpr.invars[:num_consts], eqn.invars[:num_consts], strict=True))
+        fixed = [self._as_input(value) for value in operands[:num_consts]]
+        pieces = [
+            evolve(value, layout=value.layout[1:], rest=None, longer=None) for value in scanned
+        ]
+        carry = [
+            evolve(value, rest=None, longer=None, of_batch=False, layout=layout)
+            if value.in_parts
+            else Value("known", whole(len(value.layout)), value.when)
+            for value, layout in zip(
+                operands[num_consts:first], layouts[num_consts:first], strict=True
+            )
+        ]
+        while True:
+            found = self._body(body, [*fixed, *carry, *pieces], sweep, outer)
+            after = [found.value(atom) for atom in jaxpr.outvars[:num_carry]]
+            joined = [_joined(*pair) for pair in zip(carry, after, strict=True)]
+            if joined == carry:
+                break
+            carry = joined
+        results = [self._leaving(found, atom, sweep) for atom in jaxpr.outvars]
+        results[:num_carry] = [
+            Value("known", value.layout, sweep + 1)
+            if value.state == "addend" and not self.inside
+            else value
+            for value in carry
+        ]
+        stacked = [
+            evolve(value, layout=(None, *value.layout), rest=None) for value in results[num_carry:]
+        ]
+        return Region(found, num_consts, num_carry, True), [*results[:num_carry], *stacked]
+
+    def _token_loop(
+        self,
+        eqn: JaxprEqn,
+        operands: Sequence[Value],
+        layouts: Sequence[Layout],
+        sweep: int,
+    ) -> tuple[Decision, list[Value]]:
+        num_consts, num_carry, _ = scan_counts(eqn)
+        first = num_consts + num_carry
+        if eqn.params["length"] != self.slices.tokens:
+            raise UnreadableError("scans over tokens merged with another dim")
+        if self.inside:
+            raise UnreadableError("scans over tokens inside another loop or recomputation")
+        self._check_direction(bool(eqn.params["reverse"]), sweep)
+        wanted = []
+        for k, layout in enumerate(layouts):
+            inner = layout if k < first else layout[1:]
+            if any(inner):
+                raise UnreadableError("scans over tokens with a state that holds tokens")
+            wanted.append(layout if k < first else (*_ROWS, *inner))
+        results: list[Value] = []
+        for k, var in enumerate(eqn.outvars):
+            rank = len(shape_of(var))
+            if k < num_carry:
+                results.append(Value("known", whole(rank), sweep + 1))
+            else:
+                results.append(Value("sliced", (*_ROWS, *whole(rank - 1)), sweep))
+        return TokenLoop(tuple(wanted), tuple(one.layout for one in results)), results
+
+
+def _place(eqn: JaxprEqn) -> str:
+    line = source_line(eqn)
+    return f"{eqn.primitive.name} at {line}" if line else str(eqn.primitive.name)
+
+
+def _is_joinable(value: Value) -> bool:
+    """Return whether the parts of all slices make up the value."""
+    places = [place for place in value.layout if place is not None]
+    rows = [place for place in places if place.kind == ROW]
+    return value.state == "known" or value.state == "sliced" and len(rows) == len(places) == 1
+
+
+def _no_choice(_: Sequence[str]) -> str:
+    raise UnreadableError("meets tokens twice")
+
+
+def _joined(before: Value, after: Value) -> Value:
+    """Return what a carry must be taken for that starts as one value and comes back as another."""
+    after = evolve(after, rest=None, longer=None, of_batch=False)
+    if not before.in_parts and not after.in_parts:
+        return evolve(before, when=max(before.when, after.when))
+    if not before.in_parts:
+        return after
+    if not after.in_parts or before.state != after.state or before.layout != after.layout:
+        if not after.in_parts:
+            return before
+        raise UnreadableError("carries tokens from one iteration to the next in another dim")
+    return evolve(before, when=max(before.when, after.when))

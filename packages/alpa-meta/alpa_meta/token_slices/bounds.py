@@ -1,0 +1,170 @@
+"""What a value known before the step holds at given tokens: bounds of masks and positions.
+
+A mask is never made to be looked at. Its producers are asked in turn for the tokens in question,
+down to the positions (iota) and constants, whose bounds there are known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from attrs import frozen
+
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, is_drop, shape_of
+from alpa_meta.operators import counted_dim, sharding_rule
+from alpa_meta.operators.intervals import Interval, holds_exactly, hull, of_type, results_of
+from alpa_meta.token_slices.places import (
+    KEY,
+    ROW,
+    Layout,
+    Place,
+    Slices,
+    StraddlingError,
+    dim_place,
+    factor_place,
+)
+
+_MOST_DIFFERENCES = 1 << 24  # elements of a constant array whose bounds are taken
+
+
+@frozen
+class After:
+    """The tokens right of a slice: its rows, and the keys behind its last one."""
+
+    number: int
+
+
+@frozen
+class Diagonal:
+    """Every token as a row, and itself as the key."""
+
+
+class Scope:
+    """The equations and constants that values known before the step come from.
+
+    `outer` maps the inputs of a region's body to what the region reads there, in `parent`.
+    """
+
+    def __init__(
+        self,
+        eqns: Sequence[JaxprEqn],
+        constants: Mapping[Var, np.ndarray],
+        slices: Slices,
+        parent: Scope | None = None,
+        outer: Mapping[Var, Atom] | None = None,
+    ) -> None:
+        self.producer = {var: eqn for eqn in eqns for var in eqn.outvars if not is_drop(var)}
+        self.constants = constants
+        self.slices = slices
+        self.parent, self.outer = parent, dict(outer or {})
+        self._found: dict[tuple[Var, Layout, After | Diagonal], Interval] = {}
+
+    def bounds(self, atom: Atom, layout: Layout, where: After | Diagonal) -> Interval:
+        """Return the bounds of a value whose tokens lie as `layout` says."""
+        if isinstance(atom, Literal):
+            return _of_values(np.asarray(atom.val))
+        key = atom, layout, where
+        if key not in self._found:
+            self._found[key] = self._bounds(atom, layout, where)
+        return self._found[key]
+
+    def _bounds(self, var: Var, layout: Layout, where: After | Diagonal) -> Interval:
+        if var in self.constants:
+            return self._of_constant(self.constants[var], layout, where)
+        if var in self.outer and self.parent is not None:
+            return self.parent.bounds(self.outer[var], layout, where)
+        eqn = self.producer.get(var)
+        if eqn is None or eqn.outvars[0] is not var:
+            return of_type(dtype_of(var))
+        counted = counted_dim(eqn)
+        if counted is not None:
+            found = self._counted(layout[counted], shape_of(var)[counted], where)
+            exact = holds_exactly(dtype_of(var), float(shape_of(var)[counted]))
+            return found if exact else of_type(dtype_of(var))
+        layouts = operand_layouts(eqn, 0, layout, self.slices.tokens)
+        if layouts is None:
+            return of_type(dtype_of(var))
+        pairs = zip(eqn.invars, layouts, strict=True)
+        return results_of(eqn, [self.bounds(atom, one, where) for atom, one in pairs])
+
+    def _counted(self, place: Place | None, size: int, where: After | Diagonal) -> Interval:
+        """Return the bounds of what counts the places along a dim."""
+        if place is None or place.outer > 1 or place.inner > 1:
+            return Interval(0.0, size - 1.0)
+        if isinstance(where, Diagonal):
+            return Interval(0.0, 0.0, 1.0, size - 1)
+        start, stop = self._span(place.kind, where.number)
+        return Interval(float(start), stop - 1.0)
+
+    def _span(self, kind: str, number: int) -> tuple[int, int]:
+        """Return the rows of a slice, or the keys behind its last row."""
+        start, stop = self.slices.span(ROW, number)
+        return (start, stop) if kind == ROW else (stop, self.slices.tokens)
+
+    def _of_constant(
+        self, value: np.ndarray, layout: Layout, where: After | Diagonal
+    ) -> Interval:
+        dims = [(d, place) for d, place in enumerate(layout) if place is not None]
+        if value.size > _MOST_DIFFERENCES or any(p.outer > 1 or p.inner > 1 for _, p in dims):
+            return of_type(value.dtype)
+        if isinstance(where, After):
+            for d, place in dims:
+                value = value.take(range(*self._span(place.kind, where.number)), axis=d)
+            return _of_values(value)
+        if {place.kind for _, place in dims} == {ROW, KEY}:
+            return _of_values(np.diagonal(value, 0, dims[0][0], dims[1][0]))
+        if len(dims) == 1 and np.issubdtype(value.dtype, np.number):
+            ((d, _),) = dims
+            moved = np.moveaxis(value, d, -1)
+            steps = np.unique(np.diff(moved, axis=-1))
+            if steps.size == 1 and math.isfinite(float(steps[0])):
+                slope = float(steps[0])
+                first = _of_values(moved[..., 0])
+                return Interval(first.low, first.high, slope, value.shape[d] - 1)
+        return _of_values(value)
+
+
+def operand_layouts(
+    eqn: JaxprEqn, result: int, layout: Layout, tokens: int
+) -> list[Layout] | None:
+    """Return what of its operands an operator reads for a part of a result; None if that cannot be
+    said, or if a part would not do."""
+    rule = sharding_rule(eqn)
+    if rule is None or eqn.effects:
+        return None
+    places: dict[str, Place] = {}
+    for dim, place in zip(rule.results[result], layout, strict=True):
+        if place is None:
+            continue
+        try:
+            name, found = factor_place(rule, dim, place, tokens)
+        except StraddlingError:
+            return None
+        if rule.factor(name).kind != "parallel":
+            return None
+        places[name] = found
+    layouts = []
+    for dims in rule.operands:
+        held: list[Place | None] = []
+        for dim in dims:
+            names = [name for name in dim if name in places]
+            if len(names) > 1:
+                return None
+            held.append(dim_place(rule, dim, names[0], places[names[0]]) if names else None)
+        layouts.append(tuple(held))
+    return layouts
+
+
+def _of_values(value: np.ndarray) -> Interval:
+    numeric = value.dtype == np.bool_ or np.issubdtype(value.dtype, np.number)
+    if not numeric or value.size == 0 or np.iscomplexobj(value):
+        try:
+            value = value.astype(np.float32)
+        except (TypeError, ValueError):
+            return of_type(value.dtype)
+        if value.size == 0:
+            return of_type(value.dtype)
+    low, high = float(value.min()), float(value.max())
+    return Interval(low, high) if not math.isnan(low + high) else hull([Interval()])

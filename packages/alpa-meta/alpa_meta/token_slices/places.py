@@ -1,0 +1,105 @@
+"""Where the tokens lie in the dims of a value, and what a slice holds of them.
+
+A dim may hold the tokens behind `outer` blocks and with `inner` elements to each: [batch x tokens]
+has outer = batch. Of slice i, whose tokens are [start, stop), such a dim holds
+
+    row    the tokens of the slice, [start, stop)
+    key    those and all before them, [0, stop): what its rows may look back on
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from attrs import field, frozen
+
+from alpa_interchange import ShardingRule
+
+ROW, KEY = "row", "key"
+
+
+@frozen
+class Place:
+    """The tokens in a dim, as rows or as keys."""
+
+    kind: str
+    outer: int = 1
+    inner: int = 1
+
+
+Layout = tuple[Place | None, ...]
+"""The place of the tokens in each dim of a value; a dim without is whole."""
+
+
+def whole(rank: int) -> Layout:
+    """Return the layout of a value that every slice holds whole."""
+    return (None,) * rank
+
+
+def kinds(layout: Layout) -> set[str]:
+    """Return which of rows and keys a layout holds."""
+    return {place.kind for place in layout if place is not None}
+
+
+@frozen
+class Slices:
+    """The lengths of the slices, in tokens, in order."""
+
+    lengths: tuple[int, ...] = field(converter=tuple)
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a sequence."""
+        return sum(self.lengths)
+
+    def span(self, kind: str, number: int) -> tuple[int, int]:
+        """Return the tokens [start, stop) that slice `number` holds as rows or as keys."""
+        stops = list(itertools.accumulate(self.lengths))
+        stop = stops[number]
+        return (stop - self.lengths[number] if kind == ROW else 0), stop
+
+    def shape(self, shape: Sequence[int], layout: Layout, number: int) -> tuple[int, ...]:
+        """Return the shape that slice `number` holds of a value of this shape."""
+        held = []
+        for size, place in zip(shape, layout, strict=True):
+            if place is not None:
+                start, stop = self.span(place.kind, number)
+                size = place.outer * (stop - start) * place.inner
+            held.append(size)
+        return tuple(held)
+
+
+class StraddlingError(Exception):
+    """The tokens of a dim are cut by an operator."""
+
+
+def factor_place(
+    rule: ShardingRule, dim: Sequence[str], place: Place, tokens: int
+) -> tuple[str, Place]:
+    """Return the factor of a rule's dim that the tokens are in, and their place in it."""
+    minor = 1
+    for name in reversed(dim):
+        size = rule.factor(name).size
+        if place.inner % minor == 0:
+            inner = place.inner // minor
+            if inner * tokens <= size and size % (inner * tokens) == 0:
+                return name, Place(place.kind, size // (inner * tokens), inner)
+        minor *= size
+    raise StraddlingError
+
+
+def dim_place(rule: ShardingRule, dim: Sequence[str], name: str, place: Place) -> Place:
+    """Return the place in a dim of tokens at a place in one of its factors."""
+    sizes = [rule.factor(one).size for one in dim]
+    at = list(dim).index(name)
+    return Place(
+        place.kind,
+        math.prod(sizes[:at]) * place.outer,
+        place.inner * math.prod(sizes[at + 1 :]),
+    )

@@ -1,0 +1,62 @@
+"""The program of a microbatch in token slices."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from attrs import frozen
+
+from alpa_meta.compat import ClosedJaxpr, Var, consts, is_drop, open_jaxpr
+from alpa_meta.passes.added_equations import jaxpr_of
+from alpa_meta.passes.live import live_eqns
+from alpa_meta.token_slices.analysis import analysed
+from alpa_meta.token_slices.places import Slices
+from alpa_meta.token_slices.regions import write_region
+from alpa_meta.token_slices.writer import Writer
+
+
+@frozen(eq=False)
+class SlicedProgram:
+    """A program in token slices, which computes what the whole one does.
+
+    `slice_of` says which slice makes a value; those of the update are of none.
+    """
+
+    closed: ClosedJaxpr
+    phases: tuple[str, ...]
+    slice_of: Mapping[Var, int]
+
+
+def in_slices(
+    closed: ClosedJaxpr,
+    phases: Sequence[str],
+    tokens: Sequence[bool],
+    slices: Slices,
+    needed: Sequence[Var] = (),
+) -> SlicedProgram:
+    """Return a program in token slices; SlicingError if it cannot be computed so.
+
+    `tokens` says which inputs hold the tokens of the batch; `needed` are values that are read
+    beside the results.
+    """
+    analysis = analysed(closed, phases, tokens, slices)
+    jaxpr = open_jaxpr(closed)
+    templates: dict[Hashable, ClosedJaxpr] = {}
+    writer = Writer(analysis, templates, write_region)
+    writer.write()
+    writer.sweep = 2
+    outvars = [writer.full(atom) for atom in [*jaxpr.outvars, *needed]][: len(jaxpr.outvars)]
+    live = {id(e) for e in live_eqns([w.eqn for w in writer.written], [*outvars, *needed])}
+    written = [one for one in writer.written if id(one.eqn) in live]
+    made = jaxpr_of(
+        jaxpr, list(jaxpr.constvars), jaxpr.invars, outvars, [one.eqn for one in written]
+    )
+    slice_of = {
+        var: one.slice_number
+        for one in written
+        if one.slice_number is not None
+        for var in one.eqn.outvars
+        if not is_drop(var)
+    }
+    phases = tuple(one.phase for one in written)
+    return SlicedProgram(ClosedJaxpr(made, consts(closed)), phases, slice_of)

@@ -1,0 +1,156 @@
+"""How one operator runs on a slice: what it reads of each operand and makes of each result.
+
+The tokens are in a factor of the operator's sharding rule: a parallel factor keeps them, a
+reduction over rows is a sum over the slices, a reduction over keys is one over the slice's prefix.
+An operator may meet tokens twice (a query with the keys): one of the two factors is the rows, the
+other the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from attrs import evolve, frozen
+
+from alpa_interchange import ShardingRule
+from alpa_meta.compat import JaxprEqn, shape_of
+from alpa_meta.operators import operator_of, sharding_rule
+from alpa_meta.token_slices.places import (
+    KEY,
+    ROW,
+    Layout,
+    Place,
+    StraddlingError,
+    dim_place,
+    factor_place,
+    kinds,
+)
+
+Chooser = Callable[[Sequence[str]], str]
+"""Says which of two factors of rows is that of the keys."""
+
+
+@frozen
+class Reading:
+    """The layouts of operands and results of an operator in a slice.
+
+    `combined` is how the rows are reduced ("add", empty: they are not): the results of the slices
+    are combined to the result, for the keys of a result at the keys' own slice. `reduced_keys` is
+    how keys are reduced.
+    """
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    combined: str = ""
+    reduced_keys: str = ""
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each slice adds to results of the slices before it."""
+        return bool(self.combined) and any(KEY in kinds(layout) for layout in self.results)
+
+
+class UnreadableError(Exception):
+    """An operator that cannot run on slices; `reason` reads on after its line and name."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def reading_of(
+    eqn: JaxprEqn, layouts: Sequence[Layout], tokens: int, choose: Chooser
+) -> Reading:
+    """Return how `eqn` runs on operands of these layouts; UnreadableError if it cannot."""
+    rule, operator = sharding_rule(eqn), operator_of(eqn)
+    if operator.passes_on:
+        return Reading(tuple(layouts), tuple(layouts))
+    if rule is None:
+        raise UnreadableError("has no sharding rule to slice it by")
+    places = _factor_places(rule, layouts, tokens)
+    places = _one_of_each(places, choose)
+    for name in places:
+        _check_factor(eqn, rule, name)
+    combined = reduced_keys = ""
+    for name, place in places.items():
+        factor = rule.factor(name)
+        if factor.kind == "reduction":
+            if place.kind == ROW:
+                combined = factor.reduction
+            else:
+                reduced_keys = factor.reduction
+    if combined not in ("", "add"):
+        raise UnreadableError(f"takes the {combined} over all tokens")
+    operands = tuple(_layout(rule, dims, places) for dims in rule.operands)
+    results = tuple(_layout(rule, dims, places) for dims in rule.results)
+    if not combined and any(ROW in kinds(one) for one in operands):
+        if any(ROW not in kinds(one) for one in results):
+            raise UnreadableError("mixes tokens")
+    return Reading(operands, results, combined, reduced_keys)
+
+
+def _factor_places(
+    rule: ShardingRule, layouts: Sequence[Layout], tokens: int
+) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for dims, layout in zip(rule.operands, layouts, strict=True):
+        for dim, place in zip(dims, layout, strict=True):
+            if place is None:
+                continue
+            try:
+                name, found = factor_place(rule, dim, place, tokens)
+            except StraddlingError:
+                raise UnreadableError("cuts, joins or reorders the dim of tokens") from None
+            known = places.setdefault(name, found)
+            if evolve(known, kind=found.kind) != found:
+                raise UnreadableError("meets tokens at different places of a dim")
+            if found.kind == KEY:
+                places[name] = found
+    return places
+
+
+def _one_of_each(places: dict[str, Place], choose: Chooser) -> dict[str, Place]:
+    """Return the places with at most one factor of rows and one of keys."""
+    rows = [name for name, place in places.items() if place.kind == ROW]
+    num_keys = len(places) - len(rows)
+    if num_keys > 1 or len(places) > 2:
+        raise UnreadableError("meets the keys of the tokens in two dims")
+    if len(rows) == 2:
+        chosen = choose(rows)
+        return {**places, chosen: evolve(places[chosen], kind=KEY)}
+    return places
+
+
+def _check_factor(eqn: JaxprEqn, rule: ShardingRule, name: str) -> None:
+    operator, factor = operator_of(eqn), rule.factor(name)
+    if factor.kind not in ("parallel", "reduction") or factor.halo:
+        raise UnreadableError("mixes tokens")
+    if operator.written is not None:
+        if all(name not in dim for dim in rule.operands[operator.written]):
+            raise UnreadableError("writes at computed places among the tokens")
+    elif operator.indices is not None and factor.kind == "reduction":
+        raise UnreadableError("reads at computed places among the tokens")
+
+
+def _layout(
+    rule: ShardingRule, dims: Sequence[tuple[str, ...]], places: dict[str, Place]
+) -> Layout:
+    held: list[Place | None] = []
+    for dim in dims:
+        names = [name for name in dim if name in places]
+        if len(names) > 1:
+            raise UnreadableError("joins two dims of tokens")
+        held.append(dim_place(rule, dim, names[0], places[names[0]]) if names else None)
+    return tuple(held)
+
+
+def cut_to(eqn: JaxprEqn, dim: int, tokens: int) -> bool:
+    """Return whether the result of `eqn` is its operand with one of `tokens` + 1 elements of a dim
+    left out, as the inputs and the targets of a row of tokens are."""
+    if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+        return False
+    before, after = list(shape_of(eqn.invars[0])), list(shape_of(eqn.outvars[0]))
+    if before[dim : dim + 1] != [tokens + 1]:
+        return False
+    before[dim] = tokens
+    return before == after

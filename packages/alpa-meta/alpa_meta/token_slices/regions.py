@@ -1,0 +1,291 @@
+"""Scans over layers and recomputations in slices: one loop, or region, for each slice.
+
+A slice's body reads and makes the slice's parts. Where it looks back on what the body of an earlier
+slice made (the keys of each layer), that body hands it out, from a scan stacked over the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from alpa_meta.compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    array_type,
+    consts,
+    is_drop,
+    open_jaxpr,
+    shape_of,
+)
+from alpa_meta.operators.regions import with_bodies
+from alpa_meta.passes.added_equations import jaxpr_of
+from alpa_meta.passes.live import live_eqns
+from alpa_meta.token_slices.analysis import Region, Value
+from alpa_meta.token_slices.places import Layout, whole
+from alpa_meta.token_slices.writer import Writer
+
+
+class BodyWriter(Writer):
+    """Writes the bodies of a region, by slice."""
+
+    def __init__(self, parent: Writer, eqn: JaxprEqn, region: Region) -> None:
+        super().__init__(region.body, parent.templates, parent.write_region)
+        self.parent, self.eqn, self.region = parent, eqn, region
+        self.sweep = parent.sweep
+        count = self.slices.count
+        self.lists: list[list[JaxprEqn]] = [[] for _ in range(count)]
+        # by slice: the body's input for (input of the whole body, layout), and what it is outside
+        self.fixed: list[dict[tuple[Var, Layout], tuple[Var, Atom]]] = [{} for _ in range(count)]
+        self.scanned: list[dict[tuple[Var, Layout], tuple[Var, Atom]]] = [{} for _ in range(count)]
+        self.carried: list[list[Var]] = [[] for _ in range(count)]
+        self._wholes: dict[tuple[Var, int], Atom] = {}
+        jaxpr = open_jaxpr(region.body.closed)
+        first = region.num_consts + region.num_carry
+        self.carries_in = list(jaxpr.invars[region.num_consts : first])
+        pairs = list(zip(jaxpr.invars, eqn.invars, strict=True))
+        self.outer = dict([*pairs[: region.num_consts], *pairs[first:]])
+        self.from_scan = set(jaxpr.invars[first:])
+        for number in range(count):
+            for var in self.carries_in:
+                value = self.analysis.value(var)
+                held = self.result(var, value.layout, number)
+                self.carried[number].append(held)
+                if value.in_parts:
+                    self.parts[var, number] = held
+                else:
+                    self._wholes[var, number] = held
+
+    def emit(self, eqn: JaxprEqn, number: int | None, sweep: int | None = None) -> None:
+        """Write an equation of a slice's body."""
+        assert number is not None
+        self.lists[number].append(eqn)
+
+    def _input(self, var: Var, layout: Layout, number: int) -> Atom:
+        """Return the body's input for what a slice reads of an input of the whole body."""
+        scanned = var in self.from_scan
+        inputs = (self.scanned if scanned else self.fixed)[number]
+        if (var, layout) not in inputs:
+            outer_layout = (None, *layout) if scanned else layout
+            held = self.parent.operand(self.outer[var], outer_layout, number)
+            if isinstance(held, Literal) and not scanned:
+                return held
+            inputs[var, layout] = self.result(var, layout, number), held
+        return inputs[var, layout][0]
+
+    def part(self, var: Var, number: int) -> Atom:
+        """Return what a slice made of a value, or was given."""
+        if var in self.outer:
+            return self._input(var, self.analysis.value(var).layout, number)
+        return super().part(var, number)
+
+    def _joined_parts(self, var: Var, value: Value, layout: Layout, number: int) -> Atom:
+        if var in self.outer:
+            return self._input(var, layout, number)
+        return super()._joined_parts(var, value, layout, number)
+
+    def known(self, var: Var, layout: Layout, number: int | None) -> Atom:
+        """Return a known value in a slice's body, or what the slice holds of it."""
+        assert number is not None
+        if var in self.outer:
+            return self._input(var, layout, number)
+        return super().known(var, layout, number)
+
+    def has_whole(self, var: Var, number: int) -> bool:
+        """Return whether a slice's body has all of a known value already."""
+        return var in self.given or (var, number) in self._wholes
+
+    def known_whole(self, var: Var, number: int | None) -> Atom:
+        """Return all of a known value, of which each body makes its own."""
+        assert number is not None
+        if (var, number) in self._wholes or var in self.given:
+            return self._wholes.get((var, number), var)
+        eqn, _ = self.producer[var]
+        operands = [
+            atom if isinstance(atom, Literal) else self.known(atom, _whole(atom), number)
+            for atom in eqn.invars
+        ]
+        results = [out if is_drop(out) else Var(out.aval) for out in eqn.outvars]
+        self._wholes.update(((out, number), made) for out, made in zip(eqn.outvars, results))
+        self.emit(eqn.replace(invars=operands, outvars=results), number)
+        return self._wholes[var, number]
+
+    def note_known(self, var: Var, number: int) -> Var | None:
+        """Return the variable that a slice's body makes for a known value."""
+        made = Var(var.aval)
+        self._wholes[var, number] = made
+        return made
+
+    # ------------------------------------------------------------------ the regions of the slices
+
+    def finish(self) -> None:
+        """Write one region for each slice where the whole one was."""
+        order = self.parent.order(self.sweep)
+        results = {number: self._results(number) for number in order}
+        for number in order:
+            self.lists[number] = self._live(number, results[number])
+        foreign = {number: self._foreign(number, results[number]) for number in order}
+        owner = {var: number for number in order for var in self._defined(number)}
+        handed: dict[Var, Var] = {}
+        for number in order:
+            for var in foreign[number]:
+                handed.setdefault(var, self._outside(var))
+        for number in order:
+            out = [var for var in handed if owner[var] == number]
+            self._region(number, results[number], foreign[number], out, handed)
+
+    def _outside(self, var: Var) -> Var:
+        """Return what a value of a body is outside: stacked over the iterations of a scan."""
+        aval = array_type(var)
+        if self.region.is_scan:
+            aval = aval.update(shape=(self.eqn.params["length"], *aval.shape))
+        return Var(aval)
+
+    def _results(self, number: int) -> list[tuple[Var, Atom]]:
+        """Return the results of a slice's region: their variables outside and in the body."""
+        found: list[tuple[Var, Atom]] = []
+        jaxpr = open_jaxpr(self.analysis.closed)
+        first = number == self.parent.order(self.sweep)[0]
+        for k, (var, atom) in enumerate(zip(self.eqn.outvars, jaxpr.outvars, strict=True)):
+            carry = k < self.region.num_carry
+            value = self.analysis.value(self.carries_in[k] if carry else atom)
+            stacked = self.region.is_scan and not carry
+            layout = (None, *value.layout) if stacked else value.layout
+            if value.state == "addend":
+                inner, made = self.addend(atom, number), Var(var.aval)
+            elif value.state == "sliced":
+                inner = self.operand(atom, value.layout, number)
+                made = self.parent.result(var, layout, number)
+            else:
+                noted = None if is_drop(var) else self.parent.note_known(var, number)
+                if noted is None and not carry and not (first and not is_drop(var)):
+                    continue
+                inner, made = self.operand(atom, value.layout, number), noted or Var(var.aval)
+            found.append((made, inner))
+            if is_drop(var):
+                continue
+            if value.state == "addend":
+                self._sums.append((var, made, number))
+            elif value.state == "sliced":
+                self.parent.parts[var, number] = made
+        return found
+
+    @property
+    def _sums(self) -> list[tuple[Var, Var, int]]:
+        if not hasattr(self, "_found_sums"):
+            self._found_sums: list[tuple[Var, Var, int]] = []
+        return self._found_sums
+
+    def _inputs(self, number: int) -> list[Var]:
+        return [
+            *(var for var, _ in self.fixed[number].values()),
+            *self.carried[number],
+            *(var for var, _ in self.scanned[number].values()),
+        ]
+
+    def _defined(self, number: int) -> set[Var]:
+        made = {var for eqn in self.lists[number] for var in eqn.outvars if not is_drop(var)}
+        return made | set(self._inputs(number))
+
+    def _foreign(self, number: int, results: Sequence[tuple[Var, Atom]]) -> list[Var]:
+        """Return what a slice's body reads of the bodies of others."""
+        own = self._defined(number) | set(open_jaxpr(self.analysis.closed).constvars)
+        read = [atom for eqn in self.lists[number] for atom in eqn.invars]
+        read += [atom for _, atom in results]
+        return list(dict.fromkeys(a for a in read if isinstance(a, Var) and a not in own))
+
+    def _live(self, number: int, results: Sequence[tuple[Var, Atom]]) -> list[JaxprEqn]:
+        """Return the equations of a slice's body that anything is made of."""
+        wanted: list[Atom] = [atom for _, atom in results]
+        for other, eqns in enumerate(self.lists):
+            if other != number:
+                wanted += [atom for eqn in eqns for atom in eqn.invars]
+        return list(live_eqns(self.lists[number], wanted))
+
+    def _region(
+        self,
+        number: int,
+        results: Sequence[tuple[Var, Atom]],
+        foreign: Sequence[Var],
+        out: Sequence[Var],
+        handed: dict[Var, Var],
+    ) -> None:
+        scan = self.region.is_scan
+        fixed, scanned = list(self.fixed[number].values()), list(self.scanned[number].values())
+        (scanned if scan else fixed).extend((var, handed[var]) for var in foreign)
+        inner = [*(var for var, _ in fixed), *self.carried[number], *(var for var, _ in scanned)]
+        carry = [
+            self._carry_in(k, number) for k in range(self.region.num_carry)
+        ]
+        operands = [*(held for _, held in fixed), *carry, *(held for _, held in scanned)]
+        outvars = [*(atom for _, atom in results), *out]
+        made = [*(var for var, _ in results), *(handed[var] for var in out)]
+        jaxpr = open_jaxpr(self.analysis.closed)
+        body = ClosedJaxpr(
+            jaxpr_of(jaxpr, list(jaxpr.constvars), inner, outvars, self.lists[number]),
+            consts(self.analysis.closed),
+        )
+        if scan:
+            self._scan(body, len(fixed), len(carry), operands, made, number)
+        else:
+            changed = with_bodies(self.eqn, lambda _: body)
+            self.parent.emit(changed.replace(invars=operands, outvars=made), number)
+        for var, held, of in self._sums:
+            if of == number:
+                self.parent.add_part(var, held, number)
+
+    def _carry_in(self, k: int, number: int) -> Atom:
+        """Return what a slice's scan starts a carry from."""
+        atom = self.eqn.invars[self.region.num_consts + k]
+        value = self.analysis.value(self.carries_in[k])
+        if value.state == "addend":
+            return self.parent.addend(atom, number)
+        return self.parent.operand(atom, value.layout, number)
+
+    def _scan(
+        self,
+        body: ClosedJaxpr,
+        num_consts: int,
+        num_carry: int,
+        operands: Sequence[Atom],
+        results: Sequence[Var],
+        number: int,
+    ) -> None:
+        function, params = jaxpr_as_fun(body), self.eqn.params
+        last = num_consts + num_carry
+
+        def run(*values: Any) -> Any:
+            def trip(carry: Any, xs: Any) -> Any:
+                outputs = function(*values[:num_consts], *carry, *xs)
+                return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
+
+            carry, ys = lax.scan(
+                trip,
+                tuple(values[num_consts:last]),
+                tuple(values[last:]),
+                length=params["length"],
+                reverse=params["reverse"],
+                unroll=params["unroll"],
+            )
+            return [*carry, *ys]
+
+        self.parent.compute(object(), run, operands, results, number, self.eqn)
+
+
+def _whole(var: Var) -> Layout:
+    return whole(len(shape_of(var)))
+
+
+def write_region(parent: Writer, eqn: JaxprEqn, region: Region) -> None:
+    """Write a scan over layers or a recomputation for all slices."""
+    writer = BodyWriter(parent, eqn, region)
+    writer.write()
+    writer.finish()
+
+

@@ -1,0 +1,686 @@
+"""The program of the slices, written from its analysis.
+
+Every equation is written once for each slice, in the order of its sweep, beside the others of the
+same equation, so that layers stay stretches of the program. Known values are made where they are
+first read: whole, or, where an operator can make a part of its result, only a slice's part of a
+mask or of random bits.
+
+    rows of a known value     made, or cut out of the whole
+    keys of a sliced value    the rows of all slices up to this one, joined
+    sums over the slices      added up slice by slice
+    gradients of keys         each slice adds to those of the slices before it; its own are complete
+                              when the backward sweep reaches it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attrs import frozen
+from jax import lax
+
+from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
+from alpa_meta.compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    array_type,
+    dtype_of,
+    is_drop,
+    open_jaxpr,
+    scan_counts,
+    shape_of,
+)
+from alpa_meta.operators import LocalCall, operator_of, operator_signature, sharding_rule
+from alpa_meta.operators.operator import run_unchanged
+from alpa_meta.operators.ordering import joined
+from alpa_meta.operators.rewrites.replacement import instantiated
+from alpa_meta.step.trace import inline
+from alpa_meta.token_slices.analysis import (
+    AFTER,
+    BEFORE,
+    Added,
+    Analysis,
+    Known,
+    Region,
+    Running,
+    Sliced,
+    TokenLoop,
+    Value,
+)
+from alpa_meta.token_slices.bounds import operand_layouts
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, kinds, whole
+from alpa_meta.token_slices.reading import Reading
+
+PHASES = ("forward", "backward", "update")
+
+
+@frozen(eq=False)
+class Written:
+    """An equation of the slices: its phase, and the slice that it is of, None in the update."""
+
+    eqn: JaxprEqn
+    phase: str
+    slice_number: int | None
+
+
+class UnsupportedError(Exception):
+    """A local form that cannot make the part of one slice."""
+
+
+class _SlicePlaces:
+    """The slices as devices of an axis: nothing is sent between them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def index(self, _: tuple[str, ...]) -> Any:
+        """Return the slice's place in the order of its sweep."""
+        return np.int32(self.number)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnsupportedError(name)
+
+
+class SliceCall(LocalCall):
+    """One operator on one slice, whose parts may be of any length."""
+
+    def __init__(self, slices: Slices, number: int, reading: Reading, *args: Any) -> None:
+        super().__init__(*args)
+        object.__setattr__(self, "_of", (slices, number, reading))
+
+    def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+        slices, number, _ = self._of  # type: ignore[attr-defined]
+        held: tuple[int, ...] = slices.shape(shape, layout, number)
+        return held
+
+    def result_shape(self, result: int) -> tuple[int, ...]:
+        layout = self._of[2].results[result]  # type: ignore[attr-defined]
+        return self._shape(shape_of(self.eqn.outvars[result]), layout)
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        layout = self._of[2].operands[operand]  # type: ignore[attr-defined]
+        return self._shape(shape_of(self.eqn.invars[operand]), layout)
+
+    def first(self, axes: tuple[str, ...], size: int) -> Any:
+        slices, number, _ = self._of  # type: ignore[attr-defined]
+        return np.int32(slices.span(axes[0], number)[0])
+
+    def shards(self, axes: tuple[str, ...]) -> int:
+        if axes:
+            raise UnsupportedError("shards")
+        return 1
+
+    def own_part(self, value: Any, result: int, dims: Sequence[int] | None = None) -> Any:
+        slices, number, reading = self._of  # type: ignore[attr-defined]
+        layout = reading.results[result]
+        kept = range(value.ndim) if dims is None else dims
+        return cut_out(
+            value, tuple(p if d in kept else None for d, p in enumerate(layout)), slices, number
+        )
+
+
+def cut_out(value: Any, layout: Layout, slices: Slices, number: int) -> Any:
+    """Return what a slice holds of a whole value."""
+    for dim, place in enumerate(layout):
+        if place is not None:
+            start, stop = slices.span(place.kind, number)
+            value = _stretch(value, dim, place, slices.tokens, start, stop)
+    return value
+
+
+def _stretch(value: Any, dim: int, place: Place, tokens: int, start: int, stop: int) -> Any:
+    """Return tokens [start, stop) of the `tokens` in a dim."""
+    if place.outer == 1:
+        inner = place.inner
+        return lax.slice_in_dim(value, start * inner, stop * inner, axis=dim)
+    before, after = value.shape[:dim], value.shape[dim + 1 :]
+    blocks = lax.reshape(value, (*before, place.outer, tokens, place.inner, *after))
+    taken = lax.slice_in_dim(blocks, start, stop, axis=dim + 1)
+    size = place.outer * (stop - start) * place.inner
+    return lax.reshape(taken, (*before, size, *after))
+
+
+def _joined_rows(dim: int, place: Place, *parts: Any) -> Any:
+    """Return the rows of several slices as one value."""
+    if place.outer == 1:
+        return lax.concatenate(parts, dim)
+    blocks = []
+    for part in parts:
+        before, after = part.shape[:dim], part.shape[dim + 1 :]
+        tokens = part.shape[dim] // (place.outer * place.inner)
+        blocks.append(lax.reshape(part, (*before, place.outer, tokens, place.inner, *after)))
+    whole_blocks = lax.concatenate(blocks, dim + 1)
+    size = place.outer * whole_blocks.shape[dim + 1] * place.inner
+    return lax.reshape(whole_blocks, (*before, size, *after))
+
+
+class Writer:
+    """Writes the equations of all slices of one program or body.
+
+    `lists` has them in order; of a body by slice. Values of the slices are in `parts`, known values
+    in `made`, whole or a slice's part.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        templates: dict[Hashable, ClosedJaxpr],
+        write_region: Callable[[Writer, JaxprEqn, Region], None],
+    ) -> None:
+        self.write_region, self.templates = write_region, templates
+        self.analysis, self.slices = analysis, analysis.slices
+        self.written: list[Written] = []
+        self.parts: dict[tuple[Var, int], Atom] = {}
+        self.sums: dict[Var, Atom] = {}  # of the slices so far
+        self.pending: dict[Var, tuple[Atom, int]] = {}  # gradients of keys before a slice
+        self.carries: dict[Var, Atom] = {}  # running values and states after a slice
+        self._converted: dict[Hashable, Atom] = {}
+        jaxpr = open_jaxpr(analysis.closed)
+        self.producer = {
+            var: (eqn, k)
+            for k, eqn in enumerate(jaxpr.eqns)
+            for var in eqn.outvars
+            if not is_drop(var)
+        }
+        self.given = {*jaxpr.invars, *jaxpr.constvars}
+        self.made: set[Var] = set(self.given)
+        self.sweep = BEFORE
+
+    # ------------------------------------------------------------------ the walk
+
+    def write(self) -> None:
+        """Write all equations, and what the results need."""
+        jaxpr = open_jaxpr(self.analysis.closed)
+        steps = zip(jaxpr.eqns, self.analysis.decisions, self.analysis.sweeps, strict=True)
+        for eqn, decision, self.sweep in steps:
+            if isinstance(decision, Known):
+                if eqn.effects or self.sweep == AFTER:
+                    self._make_whole(eqn)
+                continue
+            for number in self.order(self.sweep):
+                self._write_slice(eqn, decision, number)
+
+    def order(self, sweep: int) -> range:
+        """Return the slices in the order of a sweep."""
+        count = self.slices.count
+        return range(count) if sweep == BEFORE else range(count - 1, -1, -1)
+
+    def _write_slice(self, eqn: JaxprEqn, decision: Any, number: int) -> None:
+        if isinstance(decision, Sliced):
+            self._operator(eqn, decision.reading, number)
+        elif isinstance(decision, Added):
+            self._of_parts(eqn, decision.group, number)
+        elif isinstance(decision, Running):
+            self._running(eqn, decision.layout, number)
+        elif isinstance(decision, TokenLoop):
+            self._token_loop(eqn, decision, number)
+        else:
+            assert isinstance(decision, Region)
+            if number == self.order(self.sweep)[0]:
+                self.write_region(self, eqn, decision)
+
+    # ------------------------------------------------------------------ writing equations
+
+    def emit(self, eqn: JaxprEqn, number: int | None, sweep: int | None = None) -> None:
+        """Write an equation of a slice."""
+        phase = PHASES[self.sweep if sweep is None else sweep]
+        self.written.append(Written(eqn, phase, None if phase == "update" else number))
+
+    def compute(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        operands: Sequence[Atom],
+        results: Sequence[Var],
+        number: int | None,
+        source: JaxprEqn | None = None,
+        sweep: int | None = None,
+    ) -> None:
+        """Write the equations of a jax function of `operands`, traced once for each `key`."""
+        avals = tuple(_abstract(atom) for atom in operands)
+        full = key, tuple((a.shape, str(a.dtype), a.weak_type) for a in avals)
+        if full not in self.templates:
+            self.templates[full] = inline(jax.make_jaxpr(function)(*avals))
+        template = open_jaxpr(self.templates[full])
+        for eqn in instantiated(template, operands, results, source):
+            self.emit(eqn, number, sweep)
+
+    def result(self, var: Var, layout: Layout, number: int) -> Var:
+        """Return a variable for what a slice holds of a value."""
+        shape = self.slices.shape(shape_of(var), layout, number)
+        return Var(array_type(var).update(shape=shape))
+
+    # ------------------------------------------------------------------ operands
+
+    def operand(self, atom: Atom, layout: Layout, number: int) -> Atom:
+        """Return what a slice reads of an operand."""
+        if isinstance(atom, Literal):
+            return atom
+        value = self.analysis.value(atom)
+        if not value.in_parts:
+            return self.known(atom, layout, number)
+        keys = [d for d, place in enumerate(layout) if place and place.kind == KEY]
+        if any(value.layout[d] is not None and value.layout[d] != layout[d] for d in keys):
+            return self._keys(atom, value, layout, number)
+        return self._cut_further(self.part(atom, number), value.layout, layout, number)
+
+    def part(self, var: Var, number: int) -> Atom:
+        """Return what a slice made of a value."""
+        return self.parts[var, number]
+
+    def _cut_further(self, held: Atom, have: Layout, want: Layout, number: int) -> Atom:
+        missing = tuple(b if a is None else None for a, b in zip(have, want, strict=True))
+        if not any(missing):
+            return held
+        return self._convert(held, missing, number)
+
+    def _convert(self, held: Atom, layout: Layout, number: int) -> Atom:
+        """Return what a slice holds of a value that is whole along the dims of `layout`."""
+        key = held if isinstance(held, Var) else id(held), layout, number, self.sweep
+        if key not in self._converted:
+            aval = array_type(held)
+            shape = self.slices.shape(aval.shape, layout, number)
+            if shape == aval.shape:
+                return held
+            result = Var(aval.update(shape=shape))
+            slices = self.slices
+            self.compute(
+                ("cut", layout, number),
+                lambda value: cut_out(value, layout, slices, number),
+                [held],
+                [result],
+                number,
+            )
+            self._converted[key] = result
+        return self._converted[key]
+
+    def _keys(self, var: Var, value: Value, layout: Layout, number: int) -> Atom:
+        """Return the rows of all slices up to this one, joined."""
+        if value.when == BEFORE or var in self.given or number == 0:
+            return self._joined_parts(var, value, layout, number)
+        key = "recomputed", var, layout, number
+        if key not in self._converted:
+            self._converted[key] = self._recomputed(var, layout, number)
+        return self._converted[key]
+
+    def _joined_parts(self, var: Var, value: Value, layout: Layout, number: int) -> Atom:
+        key = "keys", var, layout, number, self.sweep
+        if key not in self._converted:
+            held = [
+                self._cut_rows(var, value, layout, earlier, number) for earlier in range(number + 1)
+            ]
+            self._converted[key] = self.join(held, value.layout, layout, var, number)
+        return self._converted[key]
+
+    def _cut_rows(self, var: Var, value: Value, layout: Layout, part: int, number: int) -> Atom:
+        """Return the part of slice `part`, cut along dims whole in it as slice `number` holds."""
+        return self._cut_further(self.part(var, part), value.layout, layout, number)
+
+    def join(
+        self, held: Sequence[Atom], have: Layout, layout: Layout, var: Var, number: int
+    ) -> Atom:
+        """Return the parts of several slices as one value."""
+        if len(held) == 1:
+            return held[0]
+        (dim,) = (d for d, place in enumerate(have) if place is not None)
+        place = have[dim]
+        assert place is not None
+        result = self.result(var, layout, number)
+        self.compute(
+            ("join", dim, place),
+            lambda *parts: _joined_rows(dim, place, *parts),
+            list(held),
+            [result],
+            number,
+        )
+        return result
+
+    def _recomputed(self, var: Var, layout: Layout, number: int) -> Atom:
+        """Return the keys of a value made row by row, made of the keys of what it is made of."""
+        eqn, position = self.producer[var]
+        decision = self.analysis.decisions[position]
+        assert isinstance(decision, Sliced)
+        reading = _as_keys(decision.reading)
+        results = [self.result(out, one, number) for out, one in zip(eqn.outvars, reading.results)]
+        self._local(eqn, reading, number, results)
+        for out, made in zip(eqn.outvars, results, strict=True):
+            if not is_drop(out):
+                self._converted["recomputed", out, _keys_of(self.analysis.value(out)), number] = (
+                    made
+                )
+        return self._converted["recomputed", var, layout, number]
+
+    def full(self, atom: Atom) -> Atom:
+        """Return all of a value, once every slice has made its own."""
+        if isinstance(atom, Literal):
+            return atom
+        value = self.analysis.value(atom)
+        if not value.in_parts:
+            return self.known(atom, whole(len(value.layout)), None)
+        if atom in self.made:
+            return atom
+        last = self.order(value.when)[-1]
+        parts = [self.part(atom, number) for number in range(self.slices.count)]
+        (dim,) = (d for d, place in enumerate(value.layout) if place is not None)
+        place = value.layout[dim]
+        assert place is not None
+        self.compute(
+            ("join", dim, place),
+            lambda *held: _joined_rows(dim, place, *held),
+            parts,
+            [atom],
+            last,
+            sweep=value.when,
+        )
+        self.made.add(atom)
+        return atom
+
+    # ------------------------------------------------------------------ known values
+
+    def known(self, var: Var, layout: Layout, number: int | None) -> Atom:
+        """Return a known value, or what a slice holds of it."""
+        if not any(layout):
+            return self.known_whole(var, number)
+        assert number is not None
+        key = "known", var, layout, number
+        if key not in self._converted:
+            self._converted[key] = self._known_part(var, layout, number)
+        return self._converted[key]
+
+    def known_whole(self, var: Var, number: int | None) -> Atom:
+        """Return all of a known value."""
+        if var not in self.made and var in self.producer:
+            eqn, position = self.producer[var]
+            if isinstance(self.analysis.decisions[position], Known):
+                self._make_whole(eqn)
+        return var
+
+    def has_whole(self, var: Var, _: int) -> bool:
+        """Return whether all of a known value is made already."""
+        return var in self.made
+
+    def note_known(self, var: Var, number: int) -> Var | None:
+        """Return the variable that slice `number` makes for a known value; None: it makes none."""
+        if number != self.order(self.sweep)[0]:
+            return None
+        self.made.add(var)
+        return var
+
+    def _make_whole(self, eqn: JaxprEqn) -> None:
+        """Write an equation of known values, unless it is written."""
+        made = [var for var in eqn.outvars if not is_drop(var)]
+        if made and all(var in self.made for var in made):
+            return
+        own = self.analysis.sweeps[self.producer[made[0]][1]] if made else self.sweep
+        sweep = own if self.sweep == AFTER else max(own, self.sweep)
+        for atom in eqn.invars:
+            self.full(atom)
+        when = max((self.analysis.value(var).when for var in made), default=BEFORE)
+        number = self.order(sweep)[0 if when <= sweep and not (sweep == BEFORE and when) else -1]
+        self.made.update(made)
+        self.emit(eqn, number, sweep)
+
+    def _known_part(self, var: Var, layout: Layout, number: int) -> Atom:
+        if self.has_whole(var, number) or var not in self.producer:
+            return self._convert(self.known_whole(var, number), layout, number)
+        eqn, position = self.producer[var]
+        plain = isinstance(self.analysis.decisions[position], Known) and len(eqn.outvars) == 1
+        layouts = operand_layouts(eqn, 0, layout, self.slices.tokens) if plain else None
+        if layouts is not None and not eqn.effects:
+            reading = Reading(tuple(layouts), (layout,))
+            result = self.result(var, layout, number)
+            try:
+                self._local(eqn, reading, number, [result])
+            except UnsupportedError:
+                pass
+            else:
+                return result
+        return self._convert(self.known_whole(var, number), layout, number)
+
+    # ------------------------------------------------------------------ operators
+
+    def _operator(self, eqn: JaxprEqn, reading: Reading, number: int) -> None:
+        results = [
+            self.result(var, layout, number)
+            for var, layout in zip(eqn.outvars, reading.results, strict=True)
+        ]
+        self._local(eqn, reading, number, results)
+        for var, layout, made in zip(eqn.outvars, reading.results, results, strict=True):
+            if is_drop(var):
+                continue
+            if reading.scatters:
+                self._scattered(var, layout, made, number)
+            elif reading.combined:
+                self.add_part(var, made, number)
+            else:
+                self.parts[var, number] = made
+
+    def _local(
+        self, eqn: JaxprEqn, reading: Reading, number: int, results: Sequence[Var]
+    ) -> None:
+        """Write what a slice runs for an operator."""
+        operands = [
+            self.operand(atom, layout, number)
+            for atom, layout in zip(eqn.invars, reading.operands, strict=True)
+        ]
+        operator = operator_of(eqn)
+        if operator.local is run_unchanged or not any(map(any, (*reading.operands, *reading.results))):
+            self.emit(eqn.replace(invars=operands, outvars=list(results)), number)
+            return
+        rule = sharding_rule(eqn)
+        assert rule is not None
+        strategy = _strategy(eqn, reading)
+        axes = tuple(MeshAxis(name=kind, size=2) for kind in (ROW, KEY))
+        place = self.order(self.sweep).index(number)
+
+        def run(*values: Any) -> Any:
+            places: Any = _SlicePlaces(place)
+            call = SliceCall(
+                self.slices, number, reading, eqn, list(values), rule, strategy,
+                LogicalMesh(axes=axes), places,
+            )
+            return operator.local(call)
+
+        key = operator_signature(eqn), reading, number, place
+        self.compute(key, run, operands, results, number, eqn)
+
+    def _scattered(self, var: Var, layout: Layout, made: Var, number: int) -> None:
+        """Add a slice's gradients of keys to those of the slices before it; take its own."""
+        (dim,) = (d for d, place in enumerate(layout) if place is not None)
+        place = layout[dim]
+        assert place is not None
+        start, stop = self.slices.span(ROW, number)
+        total: Atom = made
+        if var in self.pending:
+            total = Var(made.aval)
+            held, _ = self.pending[var]
+            self.compute("add", jnp.add, [held, made], [total], number)
+        own = self.result(var, self.analysis.value(var).layout, number)
+        self.compute(
+            ("stretch", dim, place, start, stop),
+            lambda value: _stretch(value, dim, place, stop, start, stop),
+            [total],
+            [own],
+            number,
+        )
+        self.parts[var, number] = own
+        if number:
+            before = self.result(var, layout, number - 1)
+            self.compute(
+                ("stretch", dim, place, 0, start, stop),
+                lambda value: _stretch(value, dim, place, stop, 0, start),
+                [total],
+                [before],
+                number,
+            )
+            self.pending[var] = before, number
+
+    def add_part(self, var: Var, made: Atom, number: int) -> None:
+        """Add a slice's part to a sum over the slices, or keep it where sums stay in parts."""
+        if self.analysis.value(var).state == "addend":
+            self.parts[var, number] = made
+            return
+        if var not in self.sums:
+            self.sums[var] = made
+            if self.slices.count == 1:
+                self._rename(var, made, number)
+            return
+        last = number == self.order(self.sweep)[-1]
+        total = var if last else Var(var.aval)
+        self.compute("add", jnp.add, [self.sums[var], made], [total], number)
+        self.sums[var] = total
+        if last:
+            self.made.add(var)
+
+    def _rename(self, var: Var, made: Atom, number: int) -> None:
+        self.compute("same", lambda value: value, [made], [var], number)
+        self.made.add(var)
+
+    # ------------------------------------------------------------------ sums in parts
+
+    def addend(self, atom: Atom, number: int) -> Atom:
+        """Return a slice's part of a sum: of a known one the first slice has it, others zeros."""
+        value = self.analysis.value(atom)
+        if value.state == "addend":
+            assert isinstance(atom, Var)
+            return self.part(atom, number)
+        held = atom if isinstance(atom, Literal) else self.known(atom, whole(len(value.layout)), number)
+        if number == self.order(self.sweep)[0]:
+            return held
+        key = "zero", id(atom), self.sweep, number
+        if key not in self._converted:
+            zero = Var(array_type(atom))
+            self.compute("zeros", jnp.zeros_like, [held], [zero], number)
+            self._converted[key] = zero
+        return self._converted[key]
+
+    def _of_parts(self, eqn: JaxprEqn, group: Sequence[int], number: int) -> None:
+        operands = [
+            self.addend(atom, number)
+            if k in group
+            else self.operand(atom, whole(len(shape_of(atom))), number)
+            for k, atom in enumerate(eqn.invars)
+        ]
+        results = [var if is_drop(var) else Var(var.aval) for var in eqn.outvars]
+        self.emit(eqn.replace(invars=operands, outvars=results), number)
+        for var, made in zip(eqn.outvars, results, strict=True):
+            if not is_drop(var):
+                self.parts[var, number] = made
+
+    # ------------------------------------------------------------------ along the tokens
+
+    def _running(self, eqn: JaxprEqn, layout: Layout, number: int) -> None:
+        (var,) = eqn.outvars
+        held = self.operand(eqn.invars[0], layout, number)
+        local = self.result(var, layout, number)
+        self.emit(eqn.replace(invars=[held], outvars=[local]), number)
+        made: Atom = local
+        (dim,) = (d for d, place in enumerate(layout) if place is not None)
+        if var in self.carries:
+            made = Var(local.aval)
+            signature = eqn.primitive.name
+            self.compute(
+                ("joined", signature),
+                lambda one, before: joined(eqn, one, before),
+                [local, self.carries[var]],
+                [made],
+                number,
+            )
+        self.parts[var, number] = made
+        if number != self.order(self.sweep)[-1]:
+            size = shape_of(made)[dim]
+            last = 0 if eqn.params["reverse"] else size - 1
+            shape = tuple(1 if d == dim else s for d, s in enumerate(shape_of(made)))
+            end = Var(array_type(made).update(shape=shape))
+            self.compute(
+                ("end", dim, last),
+                lambda value: lax.slice_in_dim(value, last, last + 1, axis=dim),
+                [made],
+                [end],
+                number,
+            )
+            self.carries[var] = end
+
+    def _token_loop(self, eqn: JaxprEqn, decision: TokenLoop, number: int) -> None:
+        num_consts, num_carry, _ = scan_counts(eqn)
+        operands = [
+            self.operand(atom, layout, number)
+            for atom, layout in zip(eqn.invars, decision.operands, strict=True)
+        ]
+        order = self.order(self.sweep)
+        if number != order[0]:
+            handed = eqn.outvars[:num_carry]
+            operands[num_consts : num_consts + num_carry] = [self.carries[v] for v in handed]
+        last = number == order[-1]
+        results: list[Var] = []
+        for k, (var, layout) in enumerate(zip(eqn.outvars, decision.results, strict=True)):
+            if k < num_carry:
+                made = var if last and not is_drop(var) else Var(array_type(var))
+                self.carries[var] = made
+                if last and not is_drop(var):
+                    self.made.add(var)
+            else:
+                made = self.result(var, layout, number)
+                self.parts[var, number] = made
+            results.append(made)
+        start, stop = self.slices.span(ROW, number)
+        params = {**eqn.params, "length": stop - start}
+        self.emit(eqn.replace(invars=operands, outvars=results, params=params), number)
+
+
+def _as_keys(reading: Reading) -> Reading:
+    """Return how an operator that keeps rows apart makes its keys of keys."""
+
+    def keyed(layout: Layout) -> Layout:
+        return tuple(place and Place(KEY, place.outer, place.inner) for place in layout)
+
+    return Reading(tuple(map(keyed, reading.operands)), tuple(map(keyed, reading.results)))
+
+
+def _keys_of(value: Value) -> Layout:
+    return tuple(place and Place(KEY, place.outer, place.inner) for place in value.layout)
+
+
+def _strategy(eqn: JaxprEqn, reading: Reading) -> Strategy:
+    """Return the slices as a strategy over two axes, for the operator's local form."""
+    rule = sharding_rule(eqn)
+    assert rule is not None
+    assignment: dict[str, tuple[str, ...]] = {}
+    pairs = [*zip(rule.operands, reading.operands), *zip(rule.results, reading.results)]
+    for dims, layout in pairs:
+        for dim, place in zip(dims, layout, strict=True):
+            if place is not None:
+                for name in _names_at(rule, dim, place):
+                    assignment[name] = (place.kind,)
+    return Strategy(
+        assignment=tuple(sorted(assignment.items())),
+        operands=tuple(map(_spec, reading.operands)),
+        results=tuple(map(_spec, reading.results)),
+    )
+
+
+def _names_at(rule: Any, dim: Sequence[str], place: Place) -> list[str]:
+    """Return the factor of a dim that the tokens are in."""
+    minor, found = 1, []
+    for name in reversed(dim):
+        size = rule.factor(name).size
+        if place.inner < minor * size and not found:
+            found.append(name)
+        minor *= size
+    return found
+
+
+def _spec(layout: Layout) -> ShardingSpec:
+    return ShardingSpec(tuple((place.kind,) if place else () for place in layout))
+
+
+def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:
+    weak = getattr(atom.aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom), weak_type=weak)
