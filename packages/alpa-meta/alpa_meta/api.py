@@ -162,7 +162,8 @@ class ParallelStep:
         plan, offloads = self.options.plan, self.options.offload == "moments"
         if plan is not None:
             offloads = any(one.memory != "device" for one in plan.program.inputs)
-        return Step(call.function, shapes, batch, static, exact, offloads)
+        slices = self.options.slice_request
+        return Step(call.function, shapes, batch, static, exact, offloads, slices)
 
     @property
     def plan(self) -> ParallelPlan:

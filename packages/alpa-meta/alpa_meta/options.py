@@ -18,6 +18,7 @@ from alpa_interchange.amounts import parse_bytes
 from alpa_interchange.menu import RECOMPUTATIONS
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
+from alpa_meta.token_slices.places import SliceRequest
 from mesh_runtime import TRACE_MODES, RayOptions
 
 Progress = Callable[[str, int, int], None]
@@ -155,6 +156,9 @@ class Options:
     `batch_argnums` are the arguments that microbatches split along their first dim (default: array
     arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
     given plan.
+    `num_token_slices` cuts the sequences of every microbatch into slices of tokens that pass through
+    the stages one after another, `token_slices` into slices of these lengths; the step must be
+    causal, which is proved of the traced program (`alpa_meta.token_slices`).
     `recompute` says what the backward pass computes again instead of keeping it: "full" keeps what
     each layer is given, "selective" also what is dear to redo, "none" everything; for all layers,
     or a sequence or mapping of them (`alpa_meta.inter_op.recomputation`).
@@ -194,6 +198,15 @@ class Options:
         validator=_must(
             f"one of {', '.join(SCHEDULES)}, or None for the planner's choice",
             lambda value: value is None or value in SCHEDULES,
+        ),
+    )
+    num_token_slices: int | None = field(default=None, validator=_COUNT_OR_NONE)
+    token_slices: tuple[int, ...] | None = field(
+        default=None,
+        converter=_tuple,
+        validator=_must(
+            "the numbers of tokens of the slices such as (512, 384), or None",
+            _optional(lambda v: isinstance(v, tuple) and len(v) > 0 and all(map(_count, v))),
         ),
     )
     num_layers: int | None = field(default=None, validator=_COUNT_OR_NONE)
@@ -304,6 +317,17 @@ class Options:
         default=100,
         validator=_must("a whole number of at least 0", lambda v: _is_int(v) and v >= 0),
     )
+
+    @property
+    def slice_request(self) -> SliceRequest:
+        """The token slices asked for."""
+        lengths, count = self.token_slices or (), self.num_token_slices or 0
+        if lengths and count not in (0, len(lengths)):
+            raise PlanError(
+                f"Options.num_token_slices is {count}, but Options.token_slices has {len(lengths)} "
+                f"lengths, {lengths}; leave one of them out"
+            )
+        return SliceRequest(lengths, count)
 
     @property
     def ray_options(self) -> RayOptions | None:

@@ -26,6 +26,8 @@ WRONG = [
     {"checkpoints": 3},
     {"checkpoint_every": -1},
     {"num_microbatches": 0},
+    {"num_token_slices": 0},
+    {"token_slices": (4, 0)},
     {"num_layers": -1},
     {"recompute": "some"},
     {"offload": "weights"},

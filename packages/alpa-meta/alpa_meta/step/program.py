@@ -29,6 +29,8 @@ from alpa_meta.step.arguments import (
 from alpa_meta.step.phases import Phases, classify
 from alpa_meta.step.roles import input_roles
 from alpa_meta.step.trace import trace
+from alpa_meta.token_slices.places import SliceRequest, Slices
+from alpa_meta.token_slices.program import in_wanted_slices
 
 
 @frozen
@@ -81,6 +83,8 @@ class Whole:
     inputs: tuple[Leaf, ...]
     outputs: tuple[str, ...]
     aliases: tuple[int | None, ...]
+    slices: Slices | None = None
+    slice_of: Mapping[Var, int] = field(factory=dict)
 
 
 @frozen(eq=False)
@@ -110,7 +114,8 @@ class Program:
 
     `whole` is the program of the whole batch that it was cut from, whose layers are its layers;
     `origin` maps its variables to those that they are a part of, where they differ. `left_out` is
-    what a short program lacks.
+    what a short program lacks. In token slices, `slice_of` says which slice makes a value of the
+    whole batch; the update's are of none.
     """
 
     closed: ClosedJaxpr
@@ -129,6 +134,8 @@ class Program:
     whole: Program | None = None
     origin: Mapping[Var, Var] = field(factory=dict)
     left_out: LeftOut | None = None
+    slices: Slices | None = None
+    slice_of: Mapping[Var, int] = field(factory=dict)
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -155,6 +162,7 @@ class Step:
     static_argnums: tuple[int, ...] = ()
     exact: bool = True  # whether microbatches must compute what the whole batch does
     offloads: bool = False  # whether the optimiser's arrays are kept in the memory of the hosts
+    slices: SliceRequest = SliceRequest()  # of the tokens
     short: dict[Hashable, Any] = field(factory=dict, repr=False)  # `planning.outlooks` keeps here
     _traces: dict[int, tuple[Any, Any]] = field(factory=dict, repr=False)
     _programs: dict[int, Program] = field(factory=dict, repr=False)
@@ -245,12 +253,14 @@ class Step:
         ]
         args = tuple(self._arguments.call_with(arrays))
         batch, static = self.batch_argnums, self.static_argnums
-        return Step(self.function, args, batch, static, offloads=self.offloads)
+        return Step(
+            self.function, args, batch, static, offloads=self.offloads, slices=self.slices
+        )
 
     def with_offload(self) -> Step:
         """Return the step with the optimiser's arrays in the memory of the hosts."""
         batch, static = self.batch_argnums, self.static_argnums
-        return Step(self.function, self.args, batch, static, self.exact, offloads=True)
+        return Step(self.function, self.args, batch, static, self.exact, True, self.slices)
 
     @functools.cached_property
     def batch_arguments(self) -> tuple[int, ...]:
@@ -419,13 +429,29 @@ def _classified(step: Step, closed: ClosedJaxpr) -> Whole:
             evolve(leaf, memory="pinned_host") if var in moments else leaf
             for var, leaf in zip(open_jaxpr(flat.closed).invars, inputs, strict=False)
         )
-    return Whole(
+    whole = Whole(
         closed=flat.closed,
         phases=evolve(phases, of_eqn=flat.phases),
         placements=placements,
         inputs=inputs,
         outputs=step.output_tree[3],
         aliases=step.aliases,
+    )
+    return _in_slices(whole, step) if step.slices else whole
+
+
+def _in_slices(whole: Whole, step: Step) -> Whole:
+    """Return the step on its whole batch, the tokens in slices."""
+    of_eqn, batch = whole.phases.of_eqn, step._batch
+    made = in_wanted_slices(whole.closed, of_eqn, batch, step.slices)
+    examples = [split(0) if is_batch else None for is_batch in batch]
+    return evolve(
+        whole,
+        closed=made.closed,
+        phases=evolve(whole.phases, of_eqn=made.phases),
+        placements=example_dims(made.closed, examples),
+        slices=made.slices,
+        slice_of=made.slice_of,
     )
 
 
@@ -471,6 +497,8 @@ def _made(whole: Whole, num_microbatches: int) -> Program:
         phases=evolve(whole.phases, of_eqn=flat.phases),
         placements=flat.placements,
         num_microbatches=num_microbatches,
+        slices=whole.slices,
+        slice_of=whole.slice_of,
     )
 
 

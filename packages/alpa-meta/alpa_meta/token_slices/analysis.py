@@ -567,7 +567,7 @@ class _Walk:
         outer = dict(zip(jaxpr.invars[:num_consts], eqn.invars[:num_consts], strict=True))
         fixed = [self._as_input(value) for value in operands[:num_consts]]
         pieces = [
-            evolve(value, layout=value.layout[1:], rest=None, longer=None) for value in scanned
+            evolve(value, layout=value.layout[1:], longer=None) for value in scanned
         ]
         carry = [
             evolve(value, rest=None, longer=None, of_batch=False, layout=layout)
@@ -592,7 +592,7 @@ class _Walk:
             for value in carry
         ]
         stacked = [
-            evolve(value, layout=(None, *value.layout), rest=None) for value in results[num_carry:]
+            evolve(value, layout=(None, *value.layout)) for value in results[num_carry:]
         ]
         return Region(found, num_consts, num_carry, True), [*results[:num_carry], *stacked]
 

@@ -75,6 +75,29 @@ class Slices:
         return tuple(held)
 
 
+@frozen
+class SliceRequest:
+    """What a user asks for: the lengths of the slices, or how many there are (0: none)."""
+
+    lengths: tuple[int, ...] = ()
+    count: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.lengths) or self.count > 1
+
+    def candidates(self, sizes: Sequence[int]) -> list[Slices]:
+        """Return the slices to try, given the second dims of the batch's arrays: inputs and targets
+        may be one array with a token more."""
+        if self.lengths:
+            return [Slices(self.lengths)] if {sum(self.lengths), sum(self.lengths) + 1} & {*sizes} else []
+        tried = dict.fromkeys(size - less for less in (0, 1) for size in sorted({*sizes}))
+        return [self._evenly(tokens) for tokens in tried if tokens >= self.count]
+
+    def _evenly(self, tokens: int) -> Slices:
+        each, rest = divmod(tokens, self.count)
+        return Slices([each + (k < rest) for k in range(self.count)])
+
+
 class StraddlingError(Exception):
     """The tokens of a dim are cut by an operator."""
 

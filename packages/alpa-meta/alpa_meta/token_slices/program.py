@@ -6,11 +6,11 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from attrs import frozen
 
-from alpa_meta.compat import ClosedJaxpr, Var, consts, is_drop, open_jaxpr
+from alpa_meta.compat import ClosedJaxpr, Var, consts, is_drop, open_jaxpr, shape_of
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
-from alpa_meta.token_slices.analysis import analysed
-from alpa_meta.token_slices.places import Slices
+from alpa_meta.token_slices.analysis import BEFORE, Known, SlicingError, analysed
+from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.regions import write_region
 from alpa_meta.token_slices.writer import Writer
 
@@ -25,6 +25,40 @@ class SlicedProgram:
     closed: ClosedJaxpr
     phases: tuple[str, ...]
     slice_of: Mapping[Var, int]
+    slices: Slices
+
+
+def in_wanted_slices(
+    closed: ClosedJaxpr,
+    phases: Sequence[str],
+    tokens: Sequence[bool],
+    wanted: SliceRequest,
+    needed: Sequence[Var] = (),
+) -> SlicedProgram:
+    """Return a program in the slices that are asked for; SlicingError if it cannot be computed so.
+
+    `tokens` says which inputs are of the batch.
+    """
+    invars = open_jaxpr(closed).invars
+    shapes = [shape_of(var) for var, held in zip(invars, tokens, strict=True) if held]
+    sizes = [shape[1] for shape in shapes if len(shape) > 1]
+    refused: SlicingError | None = None
+    for slices in wanted.candidates(sizes):
+        try:
+            return in_slices(closed, phases, tokens, slices, needed)
+        except SlicingError as error:
+            refused = refused or error
+    asked = f"slices of {wanted.lengths} tokens" if wanted.lengths else f"{wanted.count} slices"
+    if refused is None:
+        raise SlicingError(
+            f"the step cannot be cut into {asked}: the arrays of its batch have "
+            f"{sorted({*sizes})} along dim 1, which must be the tokens, or one more; give "
+            "token_slices that add up to them"
+        )
+    raise SlicingError(
+        f"the step cannot be cut into {asked} of its tokens: {refused}. Leave out token_slices and "
+        "num_token_slices to run it whole"
+    ) from None
 
 
 def in_slices(
@@ -40,6 +74,9 @@ def in_slices(
     beside the results.
     """
     analysis = analysed(closed, phases, tokens, slices)
+    decided = zip(analysis.decisions, analysis.sweeps, strict=True)
+    if all(isinstance(one, Known) for one, sweep in decided if sweep == BEFORE):
+        raise SlicingError("none of its operators works on them one by one")
     jaxpr = open_jaxpr(closed)
     templates: dict[Hashable, ClosedJaxpr] = {}
     writer = Writer(analysis, templates, write_region)
@@ -59,4 +96,4 @@ def in_slices(
         if not is_drop(var)
     }
     phases = tuple(one.phase for one in written)
-    return SlicedProgram(ClosedJaxpr(made, consts(closed)), phases, slice_of)
+    return SlicedProgram(ClosedJaxpr(made, consts(closed)), phases, slice_of, slices)
