@@ -48,6 +48,7 @@ class ProgramSummary:
     batch_size: int | None
     phases_from: str = "name stack"  # how forward and backward were told apart
     uncut: str = ""
+    token_slices: tuple[int, ...] = ()  # the tokens of each slice; empty: sequences are not cut
 
 
 @frozen(kw_only=True)

@@ -24,8 +24,8 @@ TASK_PHASES = (
 class TaskSpec:
     """One compiled program of a pipeline: which mesh runs it, and the values it reads and writes.
 
-    Statistics, forward and backward tasks (in one or two parts) run once per microbatch (and token
-    slice); start and update tasks once per step. The statistics of all microbatches run before
+    Statistics, forward and backward tasks (in one or two parts) run once per microbatch; of one cut
+    into token slices each is of slice `slice_index`. Start and update tasks once per step. The statistics of all microbatches run before
     their other tasks. A value both read and written (a gradient accumulator) is updated in place.
     `donated` inputs are consumed by the run.
     """
@@ -34,6 +34,7 @@ class TaskSpec:
     mesh: int
     stage: int  # differs from mesh when a mesh runs several stages (interleaved schedules)
     phase: str = field(validator=OneOf(*TASK_PHASES))
+    slice_index: int = 0
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     donated: tuple[str, ...] = ()

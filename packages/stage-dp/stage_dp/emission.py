@@ -152,11 +152,11 @@ def _sequence(
     num_microbatches: int,
     warmups: Sequence[int] | None,
 ) -> list[_Run]:
-    by_step: dict[tuple[str, int], list[TaskSpec]] = defaultdict(list)
+    by_step: dict[tuple[str, int, int], list[TaskSpec]] = defaultdict(list)
     mesh_of: dict[int, int] = {}
     for task in graph.tasks:
         if task.phase in STAGED_PHASES:
-            by_step[task.phase, task.stage].append(task)
+            by_step[task.phase, task.stage, task.slice_index].append(task)
             if mesh_of.setdefault(task.stage, task.mesh) != task.mesh:
                 raise ValueError(
                     f"task {task.name!r} runs stage {task.stage} on mesh {task.mesh}, but other "
@@ -181,7 +181,12 @@ def _sequence(
                     f"got meshes {[mesh_of.get(s) for s in range(num_stages)]}"
                 )
         schedule = order(
-            schedule_name, num_stages, num_microbatches, num_meshes=num_meshes, warmups=warmups
+            schedule_name,
+            num_stages,
+            num_microbatches,
+            num_meshes=num_meshes,
+            warmups=warmups,
+            num_slices=1 + max(place for _, _, place in by_step),
         )
         steps = schedule.global_order()
     per_step = set(graph.per_step)
@@ -204,12 +209,14 @@ def _sequence(
     for microbatch in range(num_microbatches if before else 0):
         for task in _by_dependency(before):
             add(task, microbatch)
-    ordered: dict[tuple[str, int], list[TaskSpec]] = {}
+    ordered: dict[tuple[str, int, int], list[TaskSpec]] = {}
     for step in steps:
-        key = step.phase, step.stage
+        key = step.phase, step.stage, step.slice_index
         if key not in ordered:
             phases = PHASES_OF_STEP[step.phase]
-            ordered[key] = _by_dependency([t for p in phases for t in by_step[p, step.stage]])
+            ordered[key] = _by_dependency(
+                [t for p in phases for t in by_step[p, step.stage, step.slice_index]]
+            )
         for task in ordered[key]:
             add(task, step.microbatch)
     for task in _by_dependency([t for t in graph.tasks if t.phase == "update"]):
@@ -378,6 +385,7 @@ def _moves_and_runs(mesh: int, program: _Program) -> list[Instruction]:
                 phase=run.task.phase,
                 stage=run.task.stage,
                 microbatch=run.microbatch,
+                slice_index=run.task.slice_index,
                 inputs=run.inputs,
                 outputs=run.outputs,
             )
@@ -399,6 +407,7 @@ def _moving(mesh: int, transfer: _Transfer) -> Instruction:
         phase=cause.task.phase,
         stage=cause.task.stage,
         microbatch=cause.microbatch,
+        slice_index=cause.task.slice_index,
         inputs=(transfer.buffer,) if sending else (),
         outputs=() if sending else (transfer.buffer,),
         peer=transfer.target if sending else transfer.source,
@@ -443,6 +452,7 @@ def _with_frees(
                     phase=near.phase if near else "",
                     stage=near.stage if near else 0,
                     microbatch=near.microbatch if near else None,
+                    slice_index=near.slice_index if near else 0,
                     inputs=tuple(dead[at]),
                 )
             )

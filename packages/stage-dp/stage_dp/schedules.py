@@ -45,12 +45,12 @@ backward is not split)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 NOMINAL_SECONDS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
@@ -152,7 +152,7 @@ SCHEDULES = tuple(SCHEDULE_RULES)
 
 @frozen(kw_only=True)
 class Step:
-    """One run of one stage: its phase and microbatch.
+    """One run of one stage: its phase, microbatch and token slice.
 
     The phase is "forward" or "backward", where the backward is split "backward_input" (what the
     previous stage waits for) and "backward_weight" (the rest).
@@ -161,6 +161,7 @@ class Step:
     phase: str
     stage: int
     microbatch: int
+    slice_index: int = 0
 
 
 @frozen(kw_only=True)
@@ -187,7 +188,7 @@ class Schedule:
         change = {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -1}
         alive = peak = 0
         for step in self.steps[self.mesh_of(stage)]:
-            if step.stage == stage:
+            if step.stage == stage and step.slice_index == 0:  # begun first, ended last
                 alive += change[step.phase]
                 peak = max(peak, alive)
         return peak
@@ -240,13 +241,13 @@ def dependencies(step: Step, num_stages: int) -> tuple[Step, ...]:
     if step.phase == "forward":
         if step.stage == 0:
             return ()
-        return (Step(phase="forward", stage=step.stage - 1, microbatch=step.microbatch),)
+        return (evolve(step, stage=step.stage - 1),)
     if step.phase == "backward_weight":
-        return (Step(phase="backward_input", stage=step.stage, microbatch=step.microbatch),)
-    own = Step(phase="forward", stage=step.stage, microbatch=step.microbatch)
+        return (evolve(step, phase="backward_input"),)
+    own = evolve(step, phase="forward")
     if step.stage == num_stages - 1:
         return (own,)
-    return (own, Step(phase=step.phase, stage=step.stage + 1, microbatch=step.microbatch))
+    return (own, evolve(step, stage=step.stage + 1))
 
 
 def order(
@@ -256,9 +257,13 @@ def order(
     *,
     num_meshes: int | None = None,
     warmups: Sequence[int] | None = None,
+    num_slices: int = 1,
 ) -> Schedule:
     """Return the schedule called `name`.
 
+    Where microbatches are cut into `num_slices` token slices, a stage runs the forwards of all
+    slices of a microbatch in order, and their backwards in reverse, in place of the microbatch's
+    (TeraPipe, section 3.1): the next stage starts with the first slice.
     `num_meshes` is for "interleaved-1f1b" (a divisor of `num_stages`); elsewhere each stage has its
     own mesh. `warmups` [num_stages] is needed by "adaptive" (from `adaptive_warmups`, or
     `StagePlan.in_flight`) and replaces the rule of the other schedules where given; for
@@ -272,6 +277,9 @@ def order(
             f"num_stages={num_stages}, num_microbatches={num_microbatches}"
         )
     rule = SCHEDULE_RULES[name]
+    if num_slices > 1:
+        plain = order(name, num_stages, num_microbatches, num_meshes=num_meshes, warmups=warmups)
+        return _sliced(plain, num_slices)
     if rule.interleaves:
         if warmups is not None:
             raise ValueError("schedule 'interleaved-1f1b' has its own warm-up; leave out `warmups`")
@@ -296,6 +304,18 @@ def order(
     return Schedule(
         name=name, num_stages=num_stages, num_microbatches=num_microbatches, steps=steps
     )
+
+
+def _sliced(schedule: Schedule, num_slices: int) -> Schedule:
+    """Return a schedule with the token slices of each microbatch in its place."""
+
+    def slices(step: Step) -> Iterator[Step]:
+        forward = step.phase == "forward"
+        for k in range(num_slices) if forward else reversed(range(num_slices)):
+            yield evolve(step, slice_index=k)
+
+    steps = tuple(tuple(one for step in mesh for one in slices(step)) for mesh in schedule.steps)
+    return evolve(schedule, steps=steps)
 
 
 def default_warmups(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:

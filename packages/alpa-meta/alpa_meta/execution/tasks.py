@@ -23,6 +23,17 @@ from alpa_meta.execution.accumulation import Accumulation, accumulation_of, cros
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.step.program import Program
+from alpa_meta.token_slices.staged import slice_numbers
+
+
+TaskKey = tuple[str, int, int, int]
+"""Kind, stage, level of the update, and token slice."""
+
+
+def _place_of(key: TaskKey) -> tuple[int, int, int, int]:
+    """Return where a task stands among all: the backward pass takes the slices in reverse."""
+    kind, stage, level, place = key
+    return TASK_PHASES.index(kind), level, stage, place if kind == "forward" else -place
 
 
 @frozen(eq=False)
@@ -122,7 +133,8 @@ class _TaskBuilder:
         staging = self.staging
         single = staging.num_stages == 1
         together = "forward" if staging.forward_only else "backward"  # where there is no pipeline
-        groups: dict[tuple[str, int, int], list[int]] = {}
+        slices = slice_numbers(self.program, staging)
+        groups: dict[TaskKey, list[int]] = {}
         for k, (phase, stage) in enumerate(zip(staging.phases, staging.stages, strict=True)):
             kind = phase
             if single and (phase != "update" or (self.count == 1 and not self.update_apart)):
@@ -130,18 +142,19 @@ class _TaskBuilder:
             if phase == "backward" and not single and staging.by_weight is not None:
                 kind = "backward_weight" if k in staging.by_weight else "backward_input"
             level = staging.levels[k] if kind == "update" else 0
-            groups.setdefault((kind, stage, level), []).append(k)
+            place = 0 if single or kind == "update" else slices[k]
+            groups.setdefault((kind, stage, level, place), []).append(k)
         readers = self._readers(groups)
         tasks: list[Task] = []
-        for key in sorted(groups, key=lambda key: (TASK_PHASES.index(key[0]), key[2], key[1])):
+        for key in sorted(groups, key=_place_of):
             tasks.append(self._task(key, groups[key], readers))
         tasks = [*self._start_tasks(), *self._statistics_tasks(), *tasks]
         return self._finish(tasks)
 
     def _readers(
-        self, groups: Mapping[tuple[str, int, int], list[int]]
-    ) -> dict[Var, set[tuple[str, int, int]]]:
-        readers: dict[Var, set[tuple[str, int, int]]] = {}
+        self, groups: Mapping[TaskKey, list[int]]
+    ) -> dict[Var, set[TaskKey]]:
+        readers: dict[Var, set[TaskKey]] = {}
         for key, members in groups.items():
             for k in members:
                 for atom in self.staging.eqns[k].invars:
@@ -151,11 +164,11 @@ class _TaskBuilder:
 
     def _task(
         self,
-        key: tuple[str, int, int],
+        key: TaskKey,
         members: Sequence[int],
-        readers: Mapping[Var, set[tuple[str, int, int]]],
+        readers: Mapping[Var, set[TaskKey]],
     ) -> Task:
-        kind, stage, level = key
+        kind, stage, level, place = key
         results = {a for a in self.jaxpr.outvars if not isinstance(a, Literal)}
         eqns: list[JaxprEqn] = []
         follows: dict[int, Any] = {}
@@ -203,10 +216,13 @@ class _TaskBuilder:
         accumulated = [self._input_name(a) for a, _ in in_place]
         spec = TaskSpec(
             name=f"{'train' if kind == 'backward' and self.staging.num_stages == 1 else kind}"
-            f".{stage}" + (f".{level}" if kind == "update" and level else ""),
+            f".{stage}"
+            + (f".{level}" if kind == "update" and level else "")
+            + (f".slice{place}" if place else ""),
             mesh=self.staging.mesh_of(stage),
             stage=stage,
             phase=kind,
+            slice_index=place,
             inputs=tuple(names_in),
             outputs=(*names_out, *accumulated),
             donated=tuple(accumulated),
