@@ -35,6 +35,7 @@ from alpa_meta.step.arguments import abstract_arguments, is_array, num_arguments
 from alpa_meta.step.program import Step
 from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
 from alpa_meta.survival import RayRuns, resumed, save_if_due
+from alpa_meta.token_slices.places import SliceRequest
 from cost_model import cluster as cluster_by_name
 from mesh_runtime import StepError
 
@@ -163,6 +164,8 @@ class ParallelStep:
         if plan is not None:
             offloads = any(one.memory != "device" for one in plan.program.inputs)
         slices = self.options.slice_request
+        if plan is not None:
+            slices = SliceRequest(plan.program.token_slices)
         return Step(call.function, shapes, batch, static, exact, offloads, slices)
 
     @property

@@ -21,6 +21,14 @@ Stages = Annotated[
 Microbatches = Annotated[
     int | None, typer.Option(min=1, help="Microbatches per step; left out, the planner chooses.")
 ]
+TokenSlices = Annotated[
+    str | None,
+    typer.Option(
+        help="Cut sequences into slices of tokens that pass through the stages one after another: "
+        "how many, or the tokens of each, with commas; for causal models.",
+        show_default="whole sequences",
+    ),
+]
 Schedule = Annotated[
     str | None,
     typer.Option(

@@ -24,6 +24,7 @@ from alpa_meta.command_options import (
     Schedule,
     Seed,
     Stages,
+    TokenSlices,
 )
 from alpa_meta.errors import PlanError
 from alpa_meta.extras import require
@@ -168,6 +169,7 @@ def train(
     cluster: Cluster = "host:8",
     stages: Stages = None,
     microbatches: Microbatches = None,
+    token_slices: TokenSlices = None,
     schedule: Schedule = None,
     recompute: Recompute = None,
     memory: Memory = None,
@@ -230,7 +232,7 @@ def train(
     """
     if ray and ray_address is None and plan is None and resume is None:
         stages = stages or 2
-    parallelism = _parallelism(stages, microbatches, schedule, recompute, memory)
+    parallelism = _parallelism(stages, microbatches, token_slices, schedule, recompute, memory)
     workers = _ray_options(ray, ray_address)
     optimiser = _given(learning_rate=learning_rate, schedule_steps=schedule_steps)
     fixed = {**sizes, **optimiser, **_given(seed=seed)}
@@ -297,6 +299,7 @@ def plan(
     cluster: Cluster = "host:8",
     stages: Stages = None,
     microbatches: Microbatches = None,
+    token_slices: TokenSlices = None,
     schedule: Schedule = None,
     recompute: Recompute = None,
     memory: Memory = None,
@@ -339,7 +342,7 @@ def plan(
         model_sizes=changed,
         step=step,
         cluster=cluster,
-        parallelism=_parallelism(stages, microbatches, schedule, recompute, memory),
+        parallelism=_parallelism(stages, microbatches, token_slices, schedule, recompute, memory),
     )
     _use_one_cpu()
     make_plan(request, console(), out=out, picture=picture, schedule_csv=schedule_csv)
@@ -399,6 +402,7 @@ def _settings(
 def _parallelism(
     stages: int | None,
     microbatches: int | None,
+    token_slices: str | None,
     schedule: str | None,
     recompute: str | None,
     memory: str | None,
@@ -408,16 +412,33 @@ def _parallelism(
 
     kinds = recompute.split(",") if recompute and "," in recompute else recompute
     try:
-        options = Options(memory=memory, recompute=kinds, **_given(schedule=schedule))
+        sliced = _slices(token_slices)
+        options = Options(memory=memory, recompute=kinds, **_given(schedule=schedule, **sliced))
     except PlanError as error:
         raise PlanError(str(error).replace("Options.", "--")) from None
     return Parallelism(
         num_stages=stages,
         num_microbatches=microbatches,
+        num_token_slices=options.num_token_slices,
+        token_slices=options.token_slices,
         schedule=schedule,
         recompute=options.recompute,
         memory=options.memory,
     )
+
+
+def _slices(text: str | None) -> dict[str, Any]:
+    """Return the options that "3" slices, or those of "512,384" tokens, stand for."""
+    if text is None:
+        return {}
+    try:
+        lengths = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise PlanError(
+            f"--token-slices must be a number of slices such as 3, or the tokens of each such as "
+            f"512,384, got {text!r}"
+        ) from None
+    return {"token_slices": lengths} if "," in text else {"num_token_slices": lengths[0]}
 
 
 def _ray_options(wanted: bool, address: str | None) -> RayOptions | None:

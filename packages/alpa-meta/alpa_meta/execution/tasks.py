@@ -25,7 +25,6 @@ from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.step.program import Program
 from alpa_meta.token_slices.staged import slice_numbers
 
-
 TaskKey = tuple[str, int, int, int]
 """Kind, stage, level of the update, and token slice."""
 
@@ -151,9 +150,7 @@ class _TaskBuilder:
         tasks = [*self._start_tasks(), *self._statistics_tasks(), *tasks]
         return self._finish(tasks)
 
-    def _readers(
-        self, groups: Mapping[TaskKey, list[int]]
-    ) -> dict[Var, set[TaskKey]]:
+    def _readers(self, groups: Mapping[TaskKey, list[int]]) -> dict[Var, set[TaskKey]]:
         readers: dict[Var, set[TaskKey]] = {}
         for key, members in groups.items():
             for k in members:

@@ -153,7 +153,9 @@ def _clamped(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     return Interval(min(low, most.low), min(high, most.high))
 
 
-def _compared(holds: Callable[[float], bool], fails: Callable[[float], bool]) -> Callable[..., Interval]:
+def _compared(
+    holds: Callable[[float], bool], fails: Callable[[float], bool]
+) -> Callable[..., Interval]:
     """Return a comparison that `holds` of the low end, or `fails` of the high end, of x - y."""
 
     def of(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
@@ -218,15 +220,12 @@ _at_least = _compared(lambda low: low >= 0, lambda high: high < 0)
 _above = _compared(lambda low: low > 0, lambda high: high <= 0)
 
 _FUNCTIONS: dict[str, Callable[[JaxprEqn, Sequence[Interval]], Interval]] = {
-    **{
-        name: _same
-        for name in """
-            broadcast_in_dim reshape transpose squeeze slice rev copy copy_p stop_gradient
-            reduce_max reduce_min reduce_and reduce_or expand_dims split
-        """.split()
-    },
-    **{name: _all for name in ("concatenate", "stack", "pad")},
-    **{name: _added for name in ("add", "add_any")},
+    **dict.fromkeys(
+        """\n            broadcast_in_dim reshape transpose squeeze slice rev copy copy_p stop_gradient\n            reduce_max reduce_min reduce_and reduce_or expand_dims split\n        """.split(),
+        _same,
+    ),
+    **dict.fromkeys(("concatenate", "stack", "pad"), _all),
+    **dict.fromkeys(("add", "add_any"), _added),
     "sub": _subtracted,
     "neg": _negated,
     "mul": _multiplied,

@@ -124,6 +124,7 @@ def program_summary(program: Program, step: Step) -> ProgramSummary:
         num_ops=len(program.jaxpr.eqns),
         batch_size=step.batch_size,
         phases_from=program.phases.recognised_by,
+        token_slices=program.slices.lengths if program.slices else (),
     )
 
 

@@ -253,9 +253,7 @@ class Step:
         ]
         args = tuple(self._arguments.call_with(arrays))
         batch, static = self.batch_argnums, self.static_argnums
-        return Step(
-            self.function, args, batch, static, offloads=self.offloads, slices=self.slices
-        )
+        return Step(self.function, args, batch, static, offloads=self.offloads, slices=self.slices)
 
     def with_offload(self) -> Step:
         """Return the step with the optimiser's arrays in the memory of the hosts."""

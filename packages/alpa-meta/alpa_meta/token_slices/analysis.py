@@ -14,6 +14,7 @@ operator that cannot run, or a mask that does not hide what comes after.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -249,19 +250,22 @@ class _Walk:
         """Walk all equations, given what is known of the inputs."""
         values = self.found.values
         values.update(zip(open_jaxpr(self.found.closed).invars, inputs, strict=True))
-        for eqn, sweep in zip(self.eqns, self.found.sweeps, strict=True):
+        for k, (eqn, sweep) in enumerate(zip(self.eqns, self.found.sweeps, strict=True)):
             try:
                 decision, results = self._decided(eqn, sweep)
             except UnreadableError as error:
-                raise self._refusal(eqn, error.reason) from None
+                raise self._refusal(k, error.reason) from None
             self.found.decisions.append(decision)
             for var, value in zip(eqn.outvars, results, strict=True):
                 if not is_drop(var):
                     values[var] = value
         return self.found
 
-    def _refusal(self, eqn: JaxprEqn, reason: str) -> _Refusal:
-        return _Refusal(f"{_place(eqn)} {reason}", bool(self.choices.position))
+    def _refusal(self, k: int, reason: str) -> _Refusal:
+        """Return the refusal of an equation; its line may only be known of what follows."""
+        lines = (line for eqn in self.eqns[k:] if (line := source_line(eqn)))
+        place = " at ".join([self.eqns[k].primitive.name, *itertools.islice(lines, 1)])
+        return _Refusal(f"{place} {reason}", bool(self.choices.position))
 
     # ------------------------------------------------------------------ deciding
 
@@ -383,9 +387,7 @@ class _Walk:
                 if sweep == BEFORE:
                     raise UnreadableError("gives later tokens a part in earlier ones")
                 layout = tuple(place and evolve(place, kind=ROW) for place in layout)
-            results.append(
-                Value("sliced", layout, sweep, rest=None if reading.scatters else rest)
-            )
+            results.append(Value("sliced", layout, sweep, rest=None if reading.scatters else rest))
         return Sliced(reading), results
 
     def _sum(self, var: Var, sweep: int) -> Value:
@@ -489,9 +491,7 @@ class _Walk:
             raise UnreadableError("needs a value of all tokens inside a loop or recomputation")
         for group in operator.linear_groups(eqn):
             if parts <= set(group) and operator.sums_survive(eqn):
-                results = [
-                    Value("addend", whole(len(shape_of(var))), sweep) for var in eqn.outvars
-                ]
+                results = [Value("addend", whole(len(shape_of(var))), sweep) for var in eqn.outvars]
                 return Added(tuple(group)), results
         if operator.passes_on:
             return Added(tuple(sorted(parts))), list(operands)
@@ -544,7 +544,11 @@ class _Walk:
         return Region(found, len(inputs), 0, False), results
 
     def _as_input(self, value: Value) -> Value:
-        return value if value.in_parts or value.of_batch else evolve(value, layout=whole(len(value.layout)))
+        return (
+            value
+            if value.in_parts or value.of_batch
+            else evolve(value, layout=whole(len(value.layout)))
+        )
 
     def _leaving(self, body: Analysis, atom: Atom, sweep: int) -> Value:
         """Return the value of a result of a region's body."""
@@ -566,9 +570,7 @@ class _Walk:
         jaxpr = open_jaxpr(body)
         outer = dict(zip(jaxpr.invars[:num_consts], eqn.invars[:num_consts], strict=True))
         fixed = [self._as_input(value) for value in operands[:num_consts]]
-        pieces = [
-            evolve(value, layout=value.layout[1:], longer=None) for value in scanned
-        ]
+        pieces = [evolve(value, layout=value.layout[1:], longer=None) for value in scanned]
         carry = [
             evolve(value, rest=None, longer=None, of_batch=False, layout=layout)
             if value.in_parts
@@ -591,9 +593,7 @@ class _Walk:
             else value
             for value in carry
         ]
-        stacked = [
-            evolve(value, layout=(None, *value.layout)) for value in results[num_carry:]
-        ]
+        stacked = [evolve(value, layout=(None, *value.layout)) for value in results[num_carry:]]
         return Region(found, num_consts, num_carry, True), [*results[:num_carry], *stacked]
 
     def _token_loop(

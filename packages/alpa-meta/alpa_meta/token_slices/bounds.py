@@ -103,9 +103,7 @@ class Scope:
         start, stop = self.slices.span(ROW, number)
         return (start, stop) if kind == ROW else (stop, self.slices.tokens)
 
-    def _of_constant(
-        self, value: np.ndarray, layout: Layout, where: After | Diagonal
-    ) -> Interval:
+    def _of_constant(self, value: np.ndarray, layout: Layout, where: After | Diagonal) -> Interval:
         dims = [(d, place) for d, place in enumerate(layout) if place is not None]
         if value.size > _MOST_DIFFERENCES or any(p.outer > 1 or p.inner > 1 for _, p in dims):
             return of_type(value.dtype)
@@ -126,9 +124,7 @@ class Scope:
         return _of_values(value)
 
 
-def operand_layouts(
-    eqn: JaxprEqn, result: int, layout: Layout, tokens: int
-) -> list[Layout] | None:
+def operand_layouts(eqn: JaxprEqn, result: int, layout: Layout, tokens: int) -> list[Layout] | None:
     """Return what of its operands an operator reads for a part of a result; None if that cannot be
     said, or if a part would not do."""
     rule = sharding_rule(eqn)

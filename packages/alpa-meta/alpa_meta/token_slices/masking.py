@@ -81,9 +81,7 @@ def _of_keys(reading: Reading, rests: Sequence[float | None]) -> float | None:
     return next((rest for layout, rest in pairs if KEY in kinds(layout)), None)
 
 
-def _zero_of_groups(
-    eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]
-) -> float | None:
+def _zero_of_groups(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> float | None:
     """Return 0 if the operands that a result is linear in are nothing, else None."""
     for group in operator_of(eqn).linear_groups(eqn):
         if group and all(rests[k] == 0.0 for k in group if k < len(rests)):
@@ -111,7 +109,9 @@ def _of_elements(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
     if all(rest is not None for rest in rests):
         dtypes = tuple(str(dtype_of(atom)) for atom in eqn.invars)
         found = _evaluated(_Call(eqn, (eqn.primitive.name, dtypes, str(eqn.params), tuple(rests))))
-        return None if found is None or math.isnan(found) else as_rest(found, dtype_of(eqn.outvars[0]))
+        return (
+            None if found is None or math.isnan(found) else as_rest(found, dtype_of(eqn.outvars[0]))
+        )
     found = _OF_SOME.get(eqn.primitive.name)
     logical = eqn.primitive.name in _LOGICAL
     if found is None or logical and dtype_of(eqn.outvars[0]) != np.bool_:

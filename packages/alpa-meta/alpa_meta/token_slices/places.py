@@ -89,7 +89,11 @@ class SliceRequest:
         """Return the slices to try, given the second dims of the batch's arrays: inputs and targets
         may be one array with a token more."""
         if self.lengths:
-            return [Slices(self.lengths)] if {sum(self.lengths), sum(self.lengths) + 1} & {*sizes} else []
+            return (
+                [Slices(self.lengths)]
+                if {sum(self.lengths), sum(self.lengths) + 1} & {*sizes}
+                else []
+            )
         tried = dict.fromkeys(size - less for less in (0, 1) for size in sorted({*sizes}))
         return [self._evenly(tokens) for tokens in tried if tokens >= self.count]
 

@@ -9,7 +9,7 @@ from attrs import frozen
 from alpa_meta.compat import ClosedJaxpr, Var, consts, is_drop, open_jaxpr, shape_of
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
-from alpa_meta.token_slices.analysis import BEFORE, Known, SlicingError, analysed
+from alpa_meta.token_slices.analysis import BEFORE, SlicingError, analysed
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.regions import write_region
 from alpa_meta.token_slices.writer import Writer
@@ -74,8 +74,8 @@ def in_slices(
     beside the results.
     """
     analysis = analysed(closed, phases, tokens, slices)
-    decided = zip(analysis.decisions, analysis.sweeps, strict=True)
-    if all(isinstance(one, Known) for one, sweep in decided if sweep == BEFORE):
+    values = analysis.values.values()
+    if not any(value.state == "sliced" and value.when == BEFORE for value in values):
         raise SlicingError("none of its operators works on them one by one")
     jaxpr = open_jaxpr(closed)
     templates: dict[Hashable, ClosedJaxpr] = {}

@@ -58,9 +58,7 @@ class UnreadableError(Exception):
         self.reason = reason
 
 
-def reading_of(
-    eqn: JaxprEqn, layouts: Sequence[Layout], tokens: int, choose: Chooser
-) -> Reading:
+def reading_of(eqn: JaxprEqn, layouts: Sequence[Layout], tokens: int, choose: Chooser) -> Reading:
     """Return how `eqn` runs on operands of these layouts; UnreadableError if it cannot."""
     rule, operator = sharding_rule(eqn), operator_of(eqn)
     if operator.passes_on:
@@ -89,9 +87,7 @@ def reading_of(
     return Reading(operands, results, combined, reduced_keys)
 
 
-def _factor_places(
-    rule: ShardingRule, layouts: Sequence[Layout], tokens: int
-) -> dict[str, Place]:
+def _factor_places(rule: ShardingRule, layouts: Sequence[Layout], tokens: int) -> dict[str, Place]:
     places: dict[str, Place] = {}
     for dims, layout in zip(rule.operands, layouts, strict=True):
         for dim, place in zip(dims, layout, strict=True):

@@ -220,9 +220,7 @@ class BodyWriter(Writer):
         fixed, scanned = list(self.fixed[number].values()), list(self.scanned[number].values())
         (scanned if scan else fixed).extend((var, handed[var]) for var in foreign)
         inner = [*(var for var, _ in fixed), *self.carried[number], *(var for var, _ in scanned)]
-        carry = [
-            self._carry_in(k, number) for k in range(self.region.num_carry)
-        ]
+        carry = [self._carry_in(k, number) for k in range(self.region.num_carry)]
         operands = [*(held for _, held in fixed), *carry, *(held for _, held in scanned)]
         outvars = [*(atom for _, atom in results), *out]
         made = [*(var for var, _ in results), *(handed[var] for var in out)]
@@ -287,5 +285,3 @@ def write_region(parent: Writer, eqn: JaxprEqn, region: Region) -> None:
     writer = BodyWriter(parent, eqn, region)
     writer.write()
     writer.finish()
-
-

@@ -38,7 +38,11 @@ def slice_numbers(program: Program, staging: Staging) -> tuple[int, ...]:
     latest: dict[tuple[Var, int], int] = {}
     numbers = []
     for eqn, sweep, place in zip(staging.eqns, sweeps, found, strict=True):
-        read = [latest[a, sweep] for a in eqn.invars if not isinstance(a, Literal) and (a, sweep) in latest]
+        read = [
+            latest[a, sweep]
+            for a in eqn.invars
+            if not isinstance(a, Literal) and (a, sweep) in latest
+        ]
         start = 0 if sweep >= 0 else -last
         order = max([start if place is None else sweep * place, *read])
         latest.update(((var, sweep), order) for var in eqn.outvars if not is_drop(var))

@@ -55,7 +55,7 @@ from alpa_meta.token_slices.analysis import (
     Value,
 )
 from alpa_meta.token_slices.bounds import operand_layouts
-from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, kinds, whole
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, whole
 from alpa_meta.token_slices.reading import Reading
 
 PHASES = ("forward", "backward", "update")
@@ -462,16 +462,16 @@ class Writer:
             else:
                 self.parts[var, number] = made
 
-    def _local(
-        self, eqn: JaxprEqn, reading: Reading, number: int, results: Sequence[Var]
-    ) -> None:
+    def _local(self, eqn: JaxprEqn, reading: Reading, number: int, results: Sequence[Var]) -> None:
         """Write what a slice runs for an operator."""
         operands = [
             self.operand(atom, layout, number)
             for atom, layout in zip(eqn.invars, reading.operands, strict=True)
         ]
         operator = operator_of(eqn)
-        if operator.local is run_unchanged or not any(map(any, (*reading.operands, *reading.results))):
+        if operator.local is run_unchanged or not any(
+            map(any, (*reading.operands, *reading.results))
+        ):
             self.emit(eqn.replace(invars=operands, outvars=list(results)), number)
             return
         rule = sharding_rule(eqn)
@@ -483,8 +483,15 @@ class Writer:
         def run(*values: Any) -> Any:
             places: Any = _SlicePlaces(place)
             call = SliceCall(
-                self.slices, number, reading, eqn, list(values), rule, strategy,
-                LogicalMesh(axes=axes), places,
+                self.slices,
+                number,
+                reading,
+                eqn,
+                list(values),
+                rule,
+                strategy,
+                LogicalMesh(axes=axes),
+                places,
             )
             return operator.local(call)
 
@@ -551,7 +558,11 @@ class Writer:
         if value.state == "addend":
             assert isinstance(atom, Var)
             return self.part(atom, number)
-        held = atom if isinstance(atom, Literal) else self.known(atom, whole(len(value.layout)), number)
+        held = (
+            atom
+            if isinstance(atom, Literal)
+            else self.known(atom, whole(len(value.layout)), number)
+        )
         if number == self.order(self.sweep)[0]:
             return held
         key = "zero", id(atom), self.sweep, number

@@ -36,6 +36,8 @@ class Parallelism:
 
     num_stages: int | None = None
     num_microbatches: int | None = None
+    num_token_slices: int | None = None
+    token_slices: tuple[int, ...] | None = None
     schedule: str | None = None
     recompute: Recomputation = None
     memory: float | None = None
@@ -101,6 +103,8 @@ def _options(
     chosen: dict[str, Any] = {
         "num_stages": parallelism.num_stages,
         "num_microbatches": parallelism.num_microbatches,
+        "num_token_slices": parallelism.num_token_slices,
+        "token_slices": parallelism.token_slices,
         "schedule": parallelism.schedule,
         "recompute": parallelism.recompute,
         "memory": parallelism.memory,

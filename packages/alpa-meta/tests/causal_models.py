@@ -1,0 +1,159 @@
+"""Losses of causal models as people write them, small: attention in many forms, recurrences."""
+
+import jax
+import jax.numpy as jnp
+from attrs import frozen
+from jax import lax
+
+BATCH, TOKENS, WIDTH, HEADS, VOCAB = 2, 12, 8, 2, 11
+
+
+@frozen
+class Model:
+    """One causal model and its loss. `mask` is how attention is masked, or a recurrence."""
+
+    mask: str = "where -inf"
+    positions: str = "learned"
+    loss: str = "along axis"
+    num_layers: int = 2
+    scan: bool = False
+    remat: bool = False
+    dropout: bool = False
+    merged: bool = False
+    longer: bool = False  # inputs and targets are one array
+
+
+def parameters(model):
+    """Return float64 parameters of the model."""
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+
+    def made(*shape):
+        return 0.3 * jax.random.normal(next(keys), shape, jnp.float64)
+
+    layers = [
+        {name: made(WIDTH, WIDTH) for name in "qkvo"} | {"a": made(WIDTH, 16), "b": made(16, WIDTH)}
+        for _ in range(model.num_layers)
+    ]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return {
+        "embed": made(VOCAB, WIDTH),
+        "positions": made(TOKENS + 3, WIDTH),
+        "layers": stacked if model.scan else layers,
+    }
+
+
+def batch(model, seed=1):
+    """Return tokens and targets."""
+    tokens = jax.random.randint(jax.random.key(seed), (BATCH, TOKENS + 1), 0, VOCAB)
+    return tokens if model.longer else (tokens[:, :-1], tokens[:, 1:])
+
+
+def loss(model):
+    """Return the loss of (parameters, batch)."""
+
+    def block(params, x, tokens):
+        x = x + _mixed(model, params, x, tokens)
+        normed = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+        if model.merged:
+            flat = normed.reshape(BATCH * TOKENS, WIDTH)
+            return x + (jax.nn.gelu(flat @ params["a"]) @ params["b"]).reshape(x.shape)
+        return x + jax.nn.gelu(normed @ params["a"]) @ params["b"]
+
+    block = jax.checkpoint(block) if model.remat else block
+
+    def of(params, given):
+        tokens, targets = (given[:, :-1], given[:, 1:]) if model.longer else given
+        x = params["embed"][tokens]
+        if model.positions == "learned":
+            x = x + params["positions"][:TOKENS]
+        if model.dropout:
+            kept = jax.random.bernoulli(jax.random.key(7), 0.8, x.shape)
+            x = jnp.where(kept, x / 0.8, 0.0)
+        if model.scan:
+            x, _ = lax.scan(lambda c, p: (block(p, c, tokens), None), x, params["layers"])
+        else:
+            for layer in params["layers"]:
+                x = block(layer, x, tokens)
+        return _mean_loss(model, x @ params["embed"].T, targets)
+
+    return of
+
+
+def _mean_loss(model, logits, targets):
+    log = jax.nn.log_softmax(logits)
+    if model.loss == "one-hot":
+        each = -(jax.nn.one_hot(targets, VOCAB) * log).sum(-1)
+    elif model.loss == "flat":
+        flat = log.reshape(BATCH * TOKENS, VOCAB)
+        each = -jnp.take_along_axis(flat, targets.reshape(-1, 1), -1).reshape(BATCH, TOKENS)
+    elif model.loss == "by place":
+        rows = jnp.arange(BATCH)[:, None]
+        each = -log[rows, jnp.arange(TOKENS), targets]
+    else:
+        each = -jnp.take_along_axis(log, targets[..., None], -1)[..., 0]
+    counted = (targets != 3).astype(float)
+    return (each * counted).sum() / counted.sum()
+
+
+def _turned(x):
+    half = x.shape[-1] // 2
+    angles = jnp.arange(TOKENS)[:, None] / (50.0 ** (jnp.arange(half) / half))
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    left, right = x[..., :half], x[..., half:]
+    return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], -1)
+
+
+def _mixed(model, params, x, tokens):
+    if model.mask == "cumsum":
+        return (jnp.cumsum(x @ params["q"], 1) / TOKENS * jnp.tanh(x @ params["k"])) @ params["o"]
+    if model.mask == "recurrence":
+        decay = jax.nn.sigmoid(params["v"][0])
+
+        def advance(state, inputs):
+            state = decay * state + jnp.tanh(inputs + state @ params["k"])
+            return state, state
+
+        by_time = jnp.moveaxis(x @ params["q"], 1, 0)
+        _, states = lax.scan(advance, jnp.zeros((BATCH, WIDTH)), by_time)
+        return jnp.moveaxis(states, 0, 1) @ params["o"]
+    if model.mask == "normalised over tokens":
+        return (x - x.mean(1, keepdims=True)) @ params["q"]
+    queries, keys, values = (
+        (x @ params[name]).reshape(BATCH, TOKENS, HEADS, WIDTH // HEADS) for name in "qkv"
+    )
+    if model.mask == "grouped":
+        keys, values = (jnp.repeat(y[:, :, :1], HEADS, 2) for y in (keys, values))
+    if model.positions == "rotary":
+        queries, keys = _turned(queries), _turned(keys)
+    scores = jnp.einsum("bthd,bshd->bhts", queries, keys) / 2
+    if model.mask == "keys first":
+        scores = jnp.einsum("bshd,bthd->bhst", keys, queries).swapaxes(-1, -2) / 2
+    weights = _weights(model, scores, tokens)
+    return jnp.einsum("bhts,bshd->bthd", weights, values).reshape(x.shape) @ params["o"]
+
+
+def _weights(model, scores, tokens):
+    here, there = jnp.arange(TOKENS)[:, None], jnp.arange(TOKENS)[None]
+    causal = here >= there
+    if model.mask == "by hand":
+        scores = jnp.where(causal, scores, -jnp.inf)
+        raised = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return raised / raised.sum(-1, keepdims=True)
+    if model.mask == "additive with alibi":
+        scores = scores + jnp.where(causal, 0.0, -1e30) + (there - here) * 0.01
+    elif model.mask == "window":
+        scores = jnp.where(causal & (here - there < 5), scores, -jnp.inf)
+    elif model.mask == "tril -1e30":
+        scores = jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS), bool)), scores, -1e30)
+    elif model.mask == "segments":
+        alike = tokens[:, None, :, None] // 4 == tokens[:, None, None, :] // 4
+        scores = jnp.where(causal & alike, scores, -jnp.inf)
+    elif model.mask == "padding -1e30":
+        scores = jnp.where(causal & (tokens != 3)[:, None, None, :], scores, -1e30)
+    elif model.mask == "bidirectional":
+        pass
+    elif model.mask == "anti-causal":
+        scores = jnp.where(here <= there, scores, -jnp.inf)
+    else:
+        scores = jnp.where(causal, scores, -jnp.inf)
+    return jax.nn.softmax(scores)

@@ -1,0 +1,165 @@
+"""A causal step in token slices computes what the step does, for the models people write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from causal_models import TOKENS, Model, batch, loss, parameters
+
+from alpa_meta.compat import open_jaxpr
+from alpa_meta.operators.regions import is_remat
+from alpa_meta.step.program import Step
+from alpa_meta.token_slices.analysis import SlicingError
+from alpa_meta.token_slices.places import SliceRequest, Slices
+from alpa_meta.token_slices.program import in_slices, in_wanted_slices
+
+OPTIMISER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3))
+
+
+@pytest.fixture(autouse=True)
+def doubles():
+    with jax.enable_x64(True):
+        yield
+
+
+def gradients(model):
+    def step(params, given):
+        return jax.value_and_grad(loss(model))(params, given)
+
+    return step, (parameters(model), batch(model))
+
+
+def update(model):
+    def step(state, given):
+        params, moments = state
+        value, found = jax.value_and_grad(loss(model))(params, given)
+        updates, moments = OPTIMISER.update(found, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    params = parameters(model)
+    return step, ((params, OPTIMISER.init(params)), batch(model))
+
+
+def program(step, args):
+    return Step(step, args, batch_argnums=(1,)).program(1)
+
+
+def of_batch(traced):
+    return [leaf.role == "batch" for leaf in traced.inputs]
+
+
+def run(closed, args):
+    """Return the results of a program; the compiler's optimisations take long, and change sums."""
+    leaves = jax.tree.leaves(args)
+    function = jax.jit(
+        lambda *values: jax.core.eval_jaxpr(open_jaxpr(closed), closed.consts, *values)
+    )
+    compiled = function.lower(*leaves).compile({"xla_backend_optimization_level": 0})
+    return compiled(*leaves)
+
+
+def check(step, args, lengths):
+    traced = program(step, args)
+    sliced = in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices(lengths))
+    for one, two in zip(run(traced.closed, args), run(sliced.closed, args), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-12)
+    return sliced
+
+
+MODELS = [
+    Model(),
+    Model("by hand", positions="rotary", longer=True),
+    Model("keys first", loss="flat"),
+    Model("additive with alibi", loss="one-hot"),
+    Model("window", loss="by place"),
+    Model("tril -1e30", merged=True),
+    Model("segments", num_layers=1),
+    Model("grouped", dropout=True),
+    Model("cumsum"),
+    Model("recurrence"),
+    Model(remat=True),
+    Model(scan=True, num_layers=3),
+    Model("tril -1e30", scan=True, remat=True, num_layers=3),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_loss_and_gradients_of_uneven_slices_are_those_of_the_step(model):
+    check(*gradients(model), (5, 1, 6))
+
+
+@pytest.mark.parametrize("lengths", [(3, 9), (4, 4, 2, 2)])
+def test_updated_parameters_of_uneven_slices_are_those_of_the_step(lengths):
+    check(*update(Model()), lengths)
+
+
+REFUSED = [
+    (Model("bidirectional"), "reads tokens after its own"),
+    (Model("anti-causal"), "reads tokens after its own"),
+    (Model("padding -1e30"), "masks with a finite constant"),
+    (Model("normalised over tokens"), "needs a value of all tokens"),
+]
+
+
+@pytest.mark.parametrize(("model", "reason"), REFUSED, ids=str)
+def test_steps_that_are_not_causal_are_refused_with_the_line(model, reason):
+    step, args = gradients(model)
+    traced = program(step, args)
+    with pytest.raises(SlicingError, match=reason) as refused:
+        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((5, 7)))
+    assert "causal_models.py" in str(refused.value)
+
+
+def test_a_scan_over_layers_stays_a_scan_for_each_slice():
+    sliced = check(*gradients(Model(scan=True, remat=True)), (5, 7))
+    names = [eqn.primitive.name for eqn in open_jaxpr(sliced.closed).eqns]
+    assert names.count("scan") == 4  # forward and backward, of two slices
+
+
+def test_recomputations_stay_recomputations():
+    sliced = check(*gradients(Model(remat=True)), (5, 7))
+    recomputed = [eqn for eqn in open_jaxpr(sliced.closed).eqns if is_remat(eqn)]
+    assert len(recomputed) == 2 * 2  # of two layers, by two slices
+
+
+def test_masks_are_made_by_slice():
+    sliced = check(*gradients(Model()), (5, 7))
+    shapes = {var.aval.shape for eqn in open_jaxpr(sliced.closed).eqns for var in eqn.outvars}
+    assert (5, 5) in shapes and (7, 12) in shapes
+    assert not any(shape.count(TOKENS) > 1 for shape in shapes)
+
+
+def test_a_slice_reads_only_what_slices_before_it_made():
+    sliced = check(*gradients(Model()), (5, 1, 6))
+    made = {}
+    for eqn, phase in zip(open_jaxpr(sliced.closed).eqns, sliced.phases, strict=True):
+        for atom in eqn.invars:
+            if not hasattr(atom, "val") and atom in made and made[atom][0] == phase:
+                earlier, own = made[atom][1], sliced.slice_of.get(eqn.outvars[0])
+                if own is not None and earlier is not None:
+                    assert earlier <= own if phase == "forward" else earlier >= own
+        for var in eqn.outvars:
+            made[var] = phase, sliced.slice_of.get(var)
+
+
+def test_slices_of_a_number_are_as_even_as_can_be():
+    assert SliceRequest(count=5).candidates([12])[0].lengths == (3, 3, 2, 2, 2)
+
+
+def test_slices_that_are_no_sequence_are_refused():
+    step, args = gradients(Model())
+    traced = program(step, args)
+    with pytest.raises(SlicingError, match=r"have \[12\] along dim 1"):
+        in_wanted_slices(
+            traced.closed, traced.phases.of_eqn, of_batch(traced), SliceRequest((5, 5))
+        )
+
+
+def test_a_step_whose_batch_has_no_tokens_is_refused():
+    def step(weights, given):
+        return jax.value_and_grad(lambda w: jnp.mean((given @ w) ** 2))(weights)
+
+    traced = program(step, (jnp.ones((6, 2)), jnp.ones((4, 6))))
+    with pytest.raises(SlicingError, match="none of its operators"):
+        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((3, 3)))
