@@ -64,7 +64,8 @@ def forward_only(planned: Planned) -> tuple[Planned, tuple[bool, ...]]:
     program = evolve(program, closed=closed)
     staging = _only(staging, sorted(needed))
     tasks = build_tasks(program, staging)
-    stages = evolve(planned.plan.stage_plan, schedule=SCHEDULE, in_flight=())
+    alive = (1,) * planned.plan.num_stages
+    stages = evolve(planned.plan.stage_plan, schedule=SCHEDULE, in_flight=alive)
     plan = evolve(planned.plan, stage_plan=stages, tasks=tasks.graph)
     return evolve(planned, plan=plan, program=program, staging=staging, tasks=tasks), tuple(
         computed
