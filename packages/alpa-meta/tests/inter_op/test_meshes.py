@@ -54,3 +54,9 @@ def test_host_devices_share_the_memory_of_their_host():
     one, eight = memory_per_device(cluster("host:1")), memory_per_device(cluster("host:8"))
     assert one == pytest.approx(8 * eight)
     assert memory_per_device(cluster("h100:16")) > 60e9
+
+
+def test_of_many_large_hosts_one_axis_at_most_reaches_from_host_to_host():
+    assert shapes("h100:8x8", 64, 2) == [(64,), (8, 8), (16, 4), (32, 2)]
+    assert (2, 32) in shapes("h100:8x8", 64, 2, ordered=True)
+    assert (2, 16) in shapes("h100:8x8", 32, 2)
