@@ -156,9 +156,9 @@ class Options:
     `batch_argnums` are the arguments that microbatches split along their first dim (default: array
     arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
     given plan.
-    `num_token_slices` cuts the sequences of every microbatch into slices of tokens that pass through
-    the stages one after another, `token_slices` into slices of these lengths; the step must be
-    causal, which is proved of the traced program (`alpa_meta.token_slices`).
+    `num_token_slices` cuts the sequences of every microbatch into slices of tokens that pass
+    through the stages one after another, `token_slices` into slices of these lengths; the step must
+    be causal, which is proved of the traced program (`alpa_meta.token_slices`).
     `recompute` says what the backward pass computes again instead of keeping it: "full" keeps what
     each layer is given, "selective" also what is dear to redo, "none" everything; for all layers,
     or a sequence or mapping of them (`alpa_meta.inter_op.recomputation`).

@@ -25,8 +25,9 @@ class TaskSpec:
     """One compiled program of a pipeline: which mesh runs it, and the values it reads and writes.
 
     Statistics, forward and backward tasks (in one or two parts) run once per microbatch; of one cut
-    into token slices each is of slice `slice_index`. Start and update tasks once per step. The statistics of all microbatches run before
-    their other tasks. A value both read and written (a gradient accumulator) is updated in place.
+    into token slices each is of slice `slice_index`. Start and update tasks run once per step. The
+    statistics of all microbatches run before their other tasks. A value both read and written (a
+    gradient accumulator) is updated in place.
     `donated` inputs are consumed by the run.
     """
 

@@ -160,3 +160,24 @@ def test_warmups_that_would_deadlock_are_refused():
         order("zero-bubble-h1", 2, 4, warmups=(1, 1))
     with pytest.raises(ValueError, match="multiple of num_meshes"):
         order("interleaved-1f1b", 5, 4, num_meshes=2)
+
+
+def test_token_slices_take_the_place_of_their_microbatch():
+    schedule = order("1f1b", 2, 2, num_slices=2)
+    shown = [
+        " ".join(f"{s.phase[0]}{s.microbatch}{'ab'[s.slice_index]}" for s in steps)
+        for steps in schedule.steps
+    ]
+    assert shown == [
+        "f0a f0b f1a f1b b0b b0a b1b b1a",
+        "f0a f0b b0b b0a f1a f1b b1b b1a",
+    ]
+    assert [schedule.in_flight(stage) for stage in range(2)] == [2, 1]
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "adaptive"])
+@pytest.mark.parametrize("slices", [2, 3])
+def test_schedules_of_token_slices_do_not_wait_for_themselves(name, slices):
+    schedule = order(name, 4, 4, num_meshes=2 if "interleaved" in name else None, num_slices=slices)
+    steps = schedule.global_order()
+    assert len(set(steps)) == len(steps) == sum(map(len, schedule.steps))

@@ -62,10 +62,11 @@ def holds_exactly(dtype: np.dtype[np.generic], number: float) -> bool:
     if math.isinf(number) or dtype == np.bool_:
         return True
     if jnp.issubdtype(dtype, jnp.floating):
-        return abs(number) <= 2.0 ** (jnp.finfo(dtype).nmant + 1)
+        limits = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+        return bool(abs(number) <= 2.0 ** (limits.nmant + 1))
     if jnp.issubdtype(dtype, jnp.integer):
-        limits = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
-        return bool(limits.min <= number <= limits.max)
+        bounds = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
+        return bool(bounds.min <= number <= bounds.max)
     return False
 
 
@@ -122,7 +123,7 @@ def _divided(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     ends = sorted((one.low / divisor, one.high / divisor))
     if np.issubdtype(dtype_of(eqn.outvars[0]), np.integer):
         ends = [math.trunc(end) if math.isfinite(end) else end for end in ends]
-    return Interval(*ends)
+    return Interval(ends[0], ends[1])
 
 
 def _remainder(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
@@ -221,7 +222,11 @@ _above = _compared(lambda low: low > 0, lambda high: high <= 0)
 
 _FUNCTIONS: dict[str, Callable[[JaxprEqn, Sequence[Interval]], Interval]] = {
     **dict.fromkeys(
-        """\n            broadcast_in_dim reshape transpose squeeze slice rev copy copy_p stop_gradient\n            reduce_max reduce_min reduce_and reduce_or expand_dims split\n        """.split(),
+        (
+            *("broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "rev", "split"),
+            *("copy", "copy_p", "stop_gradient"),
+            *("reduce_max", "reduce_min", "reduce_and", "reduce_or"),
+        ),
         _same,
     ),
     **dict.fromkeys(("concatenate", "stack", "pad"), _all),

@@ -34,8 +34,8 @@ def draw_timeline(
 ) -> None:
     """Write the executed instructions of one step as a PNG picture at `path`.
 
-    One row per mesh; runs are boxes with the number of their microbatch, sends and receives thin
-    bars below them. Times are counted from the first instruction.
+    One row per mesh; runs are boxes with the number of their microbatch (and token slice), sends
+    and receives thin bars below them. Times are counted from the first instruction.
     """
     if not events:
         raise ValueError("draw_timeline needs the events of at least one instruction, got none")
@@ -60,6 +60,7 @@ def plot_events(axes: Axes, events: Sequence[TraceEvent], mesh_names: Sequence[s
         (1.0, "s") if length >= 10 else (1e-3, "ms") if length >= 1e-3 else (1e-6, "µs")
     )
     shown = set()
+    sliced = any(event.instruction.slice_index for event in events)
     for event in events:
         kind = _kind(event.instruction)
         if kind is None or event.stop == event.start:
@@ -80,7 +81,7 @@ def plot_events(axes: Axes, events: Sequence[TraceEvent], mesh_names: Sequence[s
             axes.text(
                 left + width / 2,
                 top,
-                str(microbatch),
+                _number(event.instruction, sliced),
                 ha="center",
                 va="center",
                 fontsize=7,
@@ -91,6 +92,12 @@ def plot_events(axes: Axes, events: Sequence[TraceEvent], mesh_names: Sequence[s
     axes.set_xlim(0, length / unit)
     axes.set_xlabel(f"time in the step, {unit_name}", color=INK, fontsize=9)
     return shown
+
+
+def _number(instruction: Instruction, sliced: bool) -> str:
+    """Return the number that a box carries: of its microbatch, and of its token slice."""
+    token_slice = f".{instruction.slice_index}" if sliced else ""
+    return f"{instruction.microbatch}{token_slice}"
 
 
 def phase_patches(shown: set[str]) -> list[Patch]:

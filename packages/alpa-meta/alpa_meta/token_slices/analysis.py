@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from attrs import define, evolve, field, frozen
+from attrs import evolve
 
 from alpa_meta.compat import (
     Atom,
@@ -34,151 +34,32 @@ from alpa_meta.compat import (
     shape_of,
     source_line,
 )
-from alpa_meta.errors import PlanError
 from alpa_meta.operators import operator_of, operator_signature
-from alpa_meta.operators.elementwise import is_masking_sum, is_selection
 from alpa_meta.operators.ordering import running_dim
 from alpa_meta.operators.regions import bodies, fold, is_region
-from alpa_meta.token_slices.bounds import After, Diagonal, Scope
-from alpa_meta.token_slices.masking import MASKED, as_rest, rest_of
+from alpa_meta.token_slices.bounds import Scope
+from alpa_meta.token_slices.choices import Choices, Refusal
+from alpa_meta.token_slices.mask_facts import MaskFacts
+from alpa_meta.token_slices.masking import rest_of
 from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, kinds, whole
-from alpa_meta.token_slices.reading import Reading, UnreadableError, cut_to, reading_of
-
-BEFORE, BETWEEN, AFTER = range(3)
-"""When a known value is: before the forward sweep, between the sweeps, after the backward one."""
+from alpa_meta.token_slices.reading import UnreadableError, cut_to, reading_of
+from alpa_meta.token_slices.values import (
+    AFTER,
+    BEFORE,
+    Added,
+    Analysis,
+    Decision,
+    Known,
+    Region,
+    Running,
+    Sliced,
+    SlicingError,
+    TokenLoop,
+    Value,
+)
 
 _MOST_TRIES = 256
 _ROWS: Layout = (Place(ROW),)
-
-
-@frozen
-class Value:
-    """What is known of a value: "known", "sliced" or "addend".
-
-    Of a known value `layout` says where the tokens of the batch lie in it, which it is cut along
-    where parameters meet it; `of_batch`: that it depends on no parameter. `when`: see `BEFORE`; of
-    others the sweep that makes them. `rest`: see `masking`.
-    """
-
-    state: str
-    layout: Layout
-    when: int = BEFORE
-    of_batch: bool = False
-    rest: float | None = None
-    longer: int | None = None  # the dim with one token more than the slices have
-    why: str = ""  # it is no more than known after the backward sweep
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether each slice has its own."""
-        return self.state != "known"
-
-
-@frozen(eq=False)
-class Known:
-    """An equation of known values."""
-
-
-@frozen(eq=False)
-class Sliced:
-    """An operator that every slice runs on its part."""
-
-    reading: Reading
-
-
-@frozen(eq=False)
-class Added:
-    """An operator that is linear in the parts of sums, which stay parts."""
-
-    group: tuple[int, ...]
-
-
-@frozen(eq=False)
-class Running:
-    """A running sum along the tokens, handed from slice to slice."""
-
-    layout: Layout
-
-
-@frozen(eq=False)
-class TokenLoop:
-    """A scan over the tokens, whose carry is handed from slice to slice."""
-
-    operands: tuple[Layout, ...]
-    results: tuple[Layout, ...]
-
-
-@frozen(eq=False)
-class Region:
-    """A recomputation or a scan over layers, whose body each slice runs its part of."""
-
-    body: Analysis
-    num_consts: int
-    num_carry: int
-    is_scan: bool
-
-
-Decision = Known | Sliced | Added | Running | TokenLoop | Region
-
-
-@define(eq=False)
-class Analysis:
-    """How the equations of a program, or of a body, run in slices.
-
-    `sweeps` has, by equation, whether the forward (0) or the backward sweep (1) runs it, 2 for the
-    update.
-    """
-
-    closed: ClosedJaxpr
-    sweeps: tuple[int, ...]
-    slices: Slices
-    values: dict[Var, Value] = field(factory=dict)
-    decisions: list[Decision] = field(factory=list)
-
-    def value(self, atom: Atom) -> Value:
-        """Return what is known of an operand."""
-        if isinstance(atom, Literal):
-            return Value("known", whole(len(shape_of(atom))), of_batch=True)
-        return self.values[atom]
-
-
-class SlicingError(PlanError):
-    """A program that cannot run in token slices."""
-
-
-class _Refusal(Exception):
-    def __init__(self, reason: str, chosen: bool) -> None:
-        super().__init__(reason)
-        self.reason, self.chosen = reason, chosen
-
-
-class _Choices:
-    """Which of two dims holds the keys, for every operator that meets two: tried in turn."""
-
-    def __init__(self) -> None:
-        self.script: list[list[object]] = []  # [which, whether both were tried, kind of operator]
-        self.position = 0
-
-    def choose(self, names: Sequence[str], kind: object) -> str:
-        if self.position == len(self.script):
-            alike = [which for which, _, other in self.script if other == kind]
-            self.script.append([alike[-1] if alike else 1, False, kind])
-        which = self.script[self.position][0]
-        self.position += 1
-        assert isinstance(which, int)
-        return names[which]
-
-    def turn_last(self) -> bool:
-        """Turn the last choice made that was not turned before; return False if there is none."""
-        del self.script[self.position :]
-        while self.script and self.script[-1][1]:
-            self.script.pop()
-        if not self.script:
-            return False
-        which = self.script[-1][0]
-        assert isinstance(which, int)
-        self.script[-1][:2] = [1 - which, True]
-        return True
 
 
 def analysed(
@@ -191,13 +72,13 @@ def analysed(
     jaxpr = open_jaxpr(closed)
     inputs = [_input(var, held, slices) for var, held in zip(jaxpr.invars, tokens, strict=True)]
     sweeps = tuple(("forward", "backward", "update").index(phase) for phase in phases)
-    choices, first = _Choices(), ""
+    choices, first = Choices(), ""
     for _ in range(_MOST_TRIES):
         choices.position = 0
         walk = _Walk(closed, sweeps, slices, choices, None)
         try:
             walk.run(inputs)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             first = first or refusal.reason
             if not refusal.chosen or not choices.turn_last():
                 break
@@ -228,7 +109,7 @@ class _Walk:
         closed: ClosedJaxpr,
         sweeps: tuple[int, ...],
         slices: Slices,
-        choices: _Choices,
+        choices: Choices,
         scope: Scope | None,
         outer: Mapping[Var, Atom] | None = None,
     ) -> None:
@@ -242,6 +123,7 @@ class _Walk:
             if isinstance(dtype_of(var), np.dtype)
         }
         self.scope = Scope(jaxpr.eqns, constants, slices, scope, outer)
+        self.masks = MaskFacts(self.found, self.scope)
         for var in jaxpr.constvars:
             layout = whole(len(shape_of(var)))
             self.found.values[var] = Value("known", layout, of_batch=True)
@@ -261,11 +143,11 @@ class _Walk:
                     values[var] = value
         return self.found
 
-    def _refusal(self, k: int, reason: str) -> _Refusal:
+    def _refusal(self, k: int, reason: str) -> Refusal:
         """Return the refusal of an equation; its line may only be known of what follows."""
         lines = (line for eqn in self.eqns[k:] if (line := source_line(eqn)))
         place = " at ".join([self.eqns[k].primitive.name, *itertools.islice(lines, 1)])
-        return _Refusal(f"{place} {reason}", bool(self.choices.position))
+        return Refusal(f"{place} {reason}", bool(self.choices.position))
 
     # ------------------------------------------------------------------ deciding
 
@@ -371,9 +253,9 @@ class _Walk:
         for atom, value, layout in zip(eqn.invars, operands, reading.operands, strict=True):
             self._check_read(atom, value, layout, sweep)
         pairs = list(zip(eqn.invars, operands, reading.operands, strict=True))
-        rests = [self._rest(atom, value, layout) for atom, value, layout in pairs]
+        rests = [self.masks.operand_rest(atom, value, layout) for atom, value, layout in pairs]
         rest = rest_of(eqn, reading, rests) if self.slices.count > 1 else None
-        if rest == -np.inf and not self._row_lives(eqn, reading, rests):
+        if rest == -np.inf and not self.masks.row_lives(eqn, reading, rests):
             raise UnreadableError(
                 "masks with a finite constant, and a token all of whose keys are masked cannot be "
                 "excluded, which would then look at later ones; mask with -inf, or so that each "
@@ -382,7 +264,7 @@ class _Walk:
         if reading.combined and not reading.scatters:
             return Sliced(reading), [self._sum(var, sweep) for var in eqn.outvars]
         results = []
-        for var, layout in zip(eqn.outvars, reading.results, strict=True):
+        for layout in reading.results:
             if reading.scatters:
                 if sweep == BEFORE:
                     raise UnreadableError("gives later tokens a part in earlier ones")
@@ -433,51 +315,6 @@ class _Walk:
         if not hasattr(self, "_positions"):
             self._positions = {id(one): k for k, one in enumerate(self.eqns)}
         return self._positions[id(eqn)]
-
-    # ------------------------------------------------------------------ masks
-
-    def _rest(self, atom: Atom, value: Value, layout: Layout) -> float | None:
-        """Return what an operand holds behind the last row of every slice."""
-        if value.in_parts:
-            return value.rest
-        if value.when != BEFORE:
-            return None
-        found = {
-            self.scope.bounds(atom, layout, After(number)).constant
-            for number in range(self.slices.count - 1)
-        }
-        if len(found) != 1:
-            return None
-        (constant,) = found
-        return None if constant is None else as_rest(constant, dtype_of(atom))
-
-    def _row_lives(self, eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> bool:
-        """Return whether no row loses all its keys to a finite mask constant."""
-        if is_selection(eqn) and rests[0] is not None:
-            masked = int(rests[0])
-            if self._is_infinite(eqn.invars[1 + masked], reading.operands[1 + masked]):
-                return True
-            own = self._diagonal(eqn.invars[0], reading.operands[0])
-            return own is not None and own != masked
-        for atom, layout, rest in zip(eqn.invars, reading.operands, rests, strict=True):
-            if rest is None or not np.isinf(rest) or self.found.value(atom).in_parts:
-                continue
-            if not is_masking_sum(eqn) or self._is_infinite(atom, layout):
-                continue
-            if self.scope.bounds(atom, layout, Diagonal()).flat().low <= MASKED:
-                return False
-        return True
-
-    def _diagonal(self, atom: Atom, layout: Layout) -> float | None:
-        if self.found.value(atom).in_parts:
-            return None
-        return self.scope.bounds(atom, layout, Diagonal()).constant
-
-    def _is_infinite(self, atom: Atom, layout: Layout) -> bool:
-        """Return whether what masks is minus infinity, or came in masked, where it was judged."""
-        if self.found.value(atom).in_parts:
-            return True
-        return bool(self.scope.bounds(atom, layout, After(0)).high == -np.inf)
 
     # ------------------------------------------------------------------ other kinds
 

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from attrs import field, frozen
+from attrs import frozen
 
 from alpa_interchange import ShardingRule
 
@@ -47,7 +47,7 @@ def kinds(layout: Layout) -> set[str]:
 class Slices:
     """The lengths of the slices, in tokens, in order."""
 
-    lengths: tuple[int, ...] = field(converter=tuple)
+    lengths: tuple[int, ...]
 
     @property
     def count(self) -> int:
@@ -99,7 +99,7 @@ class SliceRequest:
 
     def _evenly(self, tokens: int) -> Slices:
         each, rest = divmod(tokens, self.count)
-        return Slices([each + (k < rest) for k in range(self.count)])
+        return Slices(tuple(each + (k < rest) for k in range(self.count)))
 
 
 class StraddlingError(Exception):

@@ -9,9 +9,10 @@ from attrs import frozen
 from alpa_meta.compat import ClosedJaxpr, Var, consts, is_drop, open_jaxpr, shape_of
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
-from alpa_meta.token_slices.analysis import BEFORE, SlicingError, analysed
+from alpa_meta.token_slices.analysis import analysed
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.regions import write_region
+from alpa_meta.token_slices.values import BEFORE, SlicingError
 from alpa_meta.token_slices.writer import Writer
 
 

@@ -27,8 +27,8 @@ from alpa_meta.compat import (
 from alpa_meta.operators.regions import with_bodies
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
-from alpa_meta.token_slices.analysis import Region, Value
 from alpa_meta.token_slices.places import Layout, whole
+from alpa_meta.token_slices.values import Region, Value
 from alpa_meta.token_slices.writer import Writer
 
 

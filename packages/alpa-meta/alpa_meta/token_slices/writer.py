@@ -15,15 +15,12 @@ mask or of random bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from attrs import frozen
-from jax import lax
 
-from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
 from alpa_meta.compat import (
     Atom,
     ClosedJaxpr,
@@ -34,15 +31,24 @@ from alpa_meta.compat import (
     dtype_of,
     is_drop,
     open_jaxpr,
-    scan_counts,
     shape_of,
 )
-from alpa_meta.operators import LocalCall, operator_of, operator_signature, sharding_rule
+from alpa_meta.operators import operator_of, operator_signature
 from alpa_meta.operators.operator import run_unchanged
-from alpa_meta.operators.ordering import joined
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.step.trace import inline
-from alpa_meta.token_slices.analysis import (
+from alpa_meta.token_slices.bounds import operand_layouts
+from alpa_meta.token_slices.parts import (
+    UnsupportedError,
+    cut_out,
+    joined_rows,
+    run_local,
+    stretch,
+)
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, whole
+from alpa_meta.token_slices.reading import Reading
+from alpa_meta.token_slices.recurrences import write_running, write_token_loop
+from alpa_meta.token_slices.values import (
     AFTER,
     BEFORE,
     Added,
@@ -54,9 +60,6 @@ from alpa_meta.token_slices.analysis import (
     TokenLoop,
     Value,
 )
-from alpa_meta.token_slices.bounds import operand_layouts
-from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, whole
-from alpa_meta.token_slices.reading import Reading
 
 PHASES = ("forward", "backward", "update")
 
@@ -68,97 +71,6 @@ class Written:
     eqn: JaxprEqn
     phase: str
     slice_number: int | None
-
-
-class UnsupportedError(Exception):
-    """A local form that cannot make the part of one slice."""
-
-
-class _SlicePlaces:
-    """The slices as devices of an axis: nothing is sent between them."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def index(self, _: tuple[str, ...]) -> Any:
-        """Return the slice's place in the order of its sweep."""
-        return np.int32(self.number)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise UnsupportedError(name)
-
-
-class SliceCall(LocalCall):
-    """One operator on one slice, whose parts may be of any length."""
-
-    def __init__(self, slices: Slices, number: int, reading: Reading, *args: Any) -> None:
-        super().__init__(*args)
-        object.__setattr__(self, "_of", (slices, number, reading))
-
-    def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-        slices, number, _ = self._of  # type: ignore[attr-defined]
-        held: tuple[int, ...] = slices.shape(shape, layout, number)
-        return held
-
-    def result_shape(self, result: int) -> tuple[int, ...]:
-        layout = self._of[2].results[result]  # type: ignore[attr-defined]
-        return self._shape(shape_of(self.eqn.outvars[result]), layout)
-
-    def operand_shape(self, operand: int) -> tuple[int, ...]:
-        layout = self._of[2].operands[operand]  # type: ignore[attr-defined]
-        return self._shape(shape_of(self.eqn.invars[operand]), layout)
-
-    def first(self, axes: tuple[str, ...], size: int) -> Any:
-        slices, number, _ = self._of  # type: ignore[attr-defined]
-        return np.int32(slices.span(axes[0], number)[0])
-
-    def shards(self, axes: tuple[str, ...]) -> int:
-        if axes:
-            raise UnsupportedError("shards")
-        return 1
-
-    def own_part(self, value: Any, result: int, dims: Sequence[int] | None = None) -> Any:
-        slices, number, reading = self._of  # type: ignore[attr-defined]
-        layout = reading.results[result]
-        kept = range(value.ndim) if dims is None else dims
-        return cut_out(
-            value, tuple(p if d in kept else None for d, p in enumerate(layout)), slices, number
-        )
-
-
-def cut_out(value: Any, layout: Layout, slices: Slices, number: int) -> Any:
-    """Return what a slice holds of a whole value."""
-    for dim, place in enumerate(layout):
-        if place is not None:
-            start, stop = slices.span(place.kind, number)
-            value = _stretch(value, dim, place, slices.tokens, start, stop)
-    return value
-
-
-def _stretch(value: Any, dim: int, place: Place, tokens: int, start: int, stop: int) -> Any:
-    """Return tokens [start, stop) of the `tokens` in a dim."""
-    if place.outer == 1:
-        inner = place.inner
-        return lax.slice_in_dim(value, start * inner, stop * inner, axis=dim)
-    before, after = value.shape[:dim], value.shape[dim + 1 :]
-    blocks = lax.reshape(value, (*before, place.outer, tokens, place.inner, *after))
-    taken = lax.slice_in_dim(blocks, start, stop, axis=dim + 1)
-    size = place.outer * (stop - start) * place.inner
-    return lax.reshape(taken, (*before, size, *after))
-
-
-def _joined_rows(dim: int, place: Place, *parts: Any) -> Any:
-    """Return the rows of several slices as one value."""
-    if place.outer == 1:
-        return lax.concatenate(parts, dim)
-    blocks = []
-    for part in parts:
-        before, after = part.shape[:dim], part.shape[dim + 1 :]
-        tokens = part.shape[dim] // (place.outer * place.inner)
-        blocks.append(lax.reshape(part, (*before, place.outer, tokens, place.inner, *after)))
-    whole_blocks = lax.concatenate(blocks, dim + 1)
-    size = place.outer * whole_blocks.shape[dim + 1] * place.inner
-    return lax.reshape(whole_blocks, (*before, size, *after))
 
 
 class Writer:
@@ -218,9 +130,9 @@ class Writer:
         elif isinstance(decision, Added):
             self._of_parts(eqn, decision.group, number)
         elif isinstance(decision, Running):
-            self._running(eqn, decision.layout, number)
+            write_running(self, eqn, decision.layout, number)
         elif isinstance(decision, TokenLoop):
-            self._token_loop(eqn, decision, number)
+            write_token_loop(self, eqn, decision, number)
         else:
             assert isinstance(decision, Region)
             if number == self.order(self.sweep)[0]:
@@ -335,7 +247,7 @@ class Writer:
         result = self.result(var, layout, number)
         self.compute(
             ("join", dim, place),
-            lambda *parts: _joined_rows(dim, place, *parts),
+            lambda *parts: joined_rows(dim, place, *parts),
             list(held),
             [result],
             number,
@@ -373,7 +285,7 @@ class Writer:
         assert place is not None
         self.compute(
             ("join", dim, place),
-            lambda *held: _joined_rows(dim, place, *held),
+            lambda *held: joined_rows(dim, place, *held),
             parts,
             [atom],
             last,
@@ -474,26 +386,10 @@ class Writer:
         ):
             self.emit(eqn.replace(invars=operands, outvars=list(results)), number)
             return
-        rule = sharding_rule(eqn)
-        assert rule is not None
-        strategy = _strategy(eqn, reading)
-        axes = tuple(MeshAxis(name=kind, size=2) for kind in (ROW, KEY))
         place = self.order(self.sweep).index(number)
 
         def run(*values: Any) -> Any:
-            places: Any = _SlicePlaces(place)
-            call = SliceCall(
-                self.slices,
-                number,
-                reading,
-                eqn,
-                list(values),
-                rule,
-                strategy,
-                LogicalMesh(axes=axes),
-                places,
-            )
-            return operator.local(call)
+            return run_local(eqn, reading, self.slices, number, place, values)
 
         key = operator_signature(eqn), reading, number, place
         self.compute(key, run, operands, results, number, eqn)
@@ -512,7 +408,7 @@ class Writer:
         own = self.result(var, self.analysis.value(var).layout, number)
         self.compute(
             ("stretch", dim, place, start, stop),
-            lambda value: _stretch(value, dim, place, stop, start, stop),
+            lambda value: stretch(value, dim, place, stop, start, stop),
             [total],
             [own],
             number,
@@ -522,7 +418,7 @@ class Writer:
             before = self.result(var, layout, number - 1)
             self.compute(
                 ("stretch", dim, place, 0, start, stop),
-                lambda value: _stretch(value, dim, place, stop, 0, start),
+                lambda value: stretch(value, dim, place, stop, 0, start),
                 [total],
                 [before],
                 number,
@@ -585,66 +481,6 @@ class Writer:
             if not is_drop(var):
                 self.parts[var, number] = made
 
-    # ------------------------------------------------------------------ along the tokens
-
-    def _running(self, eqn: JaxprEqn, layout: Layout, number: int) -> None:
-        (var,) = eqn.outvars
-        held = self.operand(eqn.invars[0], layout, number)
-        local = self.result(var, layout, number)
-        self.emit(eqn.replace(invars=[held], outvars=[local]), number)
-        made: Atom = local
-        (dim,) = (d for d, place in enumerate(layout) if place is not None)
-        if var in self.carries:
-            made = Var(local.aval)
-            signature = eqn.primitive.name
-            self.compute(
-                ("joined", signature),
-                lambda one, before: joined(eqn, one, before),
-                [local, self.carries[var]],
-                [made],
-                number,
-            )
-        self.parts[var, number] = made
-        if number != self.order(self.sweep)[-1]:
-            size = shape_of(made)[dim]
-            last = 0 if eqn.params["reverse"] else size - 1
-            shape = tuple(1 if d == dim else s for d, s in enumerate(shape_of(made)))
-            end = Var(array_type(made).update(shape=shape))
-            self.compute(
-                ("end", dim, last),
-                lambda value: lax.slice_in_dim(value, last, last + 1, axis=dim),
-                [made],
-                [end],
-                number,
-            )
-            self.carries[var] = end
-
-    def _token_loop(self, eqn: JaxprEqn, decision: TokenLoop, number: int) -> None:
-        num_consts, num_carry, _ = scan_counts(eqn)
-        operands = [
-            self.operand(atom, layout, number)
-            for atom, layout in zip(eqn.invars, decision.operands, strict=True)
-        ]
-        order = self.order(self.sweep)
-        if number != order[0]:
-            handed = eqn.outvars[:num_carry]
-            operands[num_consts : num_consts + num_carry] = [self.carries[v] for v in handed]
-        last = number == order[-1]
-        results: list[Var] = []
-        for k, (var, layout) in enumerate(zip(eqn.outvars, decision.results, strict=True)):
-            if k < num_carry:
-                made = var if last and not is_drop(var) else Var(array_type(var))
-                self.carries[var] = made
-                if last and not is_drop(var):
-                    self.made.add(var)
-            else:
-                made = self.result(var, layout, number)
-                self.parts[var, number] = made
-            results.append(made)
-        start, stop = self.slices.span(ROW, number)
-        params = {**eqn.params, "length": stop - start}
-        self.emit(eqn.replace(invars=operands, outvars=results, params=params), number)
-
 
 def _as_keys(reading: Reading) -> Reading:
     """Return how an operator that keeps rows apart makes its keys of keys."""
@@ -657,39 +493,6 @@ def _as_keys(reading: Reading) -> Reading:
 
 def _keys_of(value: Value) -> Layout:
     return tuple(place and Place(KEY, place.outer, place.inner) for place in value.layout)
-
-
-def _strategy(eqn: JaxprEqn, reading: Reading) -> Strategy:
-    """Return the slices as a strategy over two axes, for the operator's local form."""
-    rule = sharding_rule(eqn)
-    assert rule is not None
-    assignment: dict[str, tuple[str, ...]] = {}
-    pairs = [*zip(rule.operands, reading.operands), *zip(rule.results, reading.results)]
-    for dims, layout in pairs:
-        for dim, place in zip(dims, layout, strict=True):
-            if place is not None:
-                for name in _names_at(rule, dim, place):
-                    assignment[name] = (place.kind,)
-    return Strategy(
-        assignment=tuple(sorted(assignment.items())),
-        operands=tuple(map(_spec, reading.operands)),
-        results=tuple(map(_spec, reading.results)),
-    )
-
-
-def _names_at(rule: Any, dim: Sequence[str], place: Place) -> list[str]:
-    """Return the factor of a dim that the tokens are in."""
-    minor, found = 1, []
-    for name in reversed(dim):
-        size = rule.factor(name).size
-        if place.inner < minor * size and not found:
-            found.append(name)
-        minor *= size
-    return found
-
-
-def _spec(layout: Layout) -> ShardingSpec:
-    return ShardingSpec(tuple((place.kind,) if place else () for place in layout))
 
 
 def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:

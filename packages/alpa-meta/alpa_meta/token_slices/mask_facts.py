@@ -1,0 +1,68 @@
+"""What is known of masks: what is behind the rows of a slice, and whether rows keep a key.
+
+See `masking` for what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from alpa_meta.compat import Atom, JaxprEqn, dtype_of
+from alpa_meta.operators.elementwise import is_masking_sum, is_selection
+from alpa_meta.token_slices.bounds import After, Diagonal, Scope
+from alpa_meta.token_slices.masking import MASKED, as_rest
+from alpa_meta.token_slices.places import Layout
+from alpa_meta.token_slices.reading import Reading
+from alpa_meta.token_slices.values import BEFORE, Analysis, Value
+
+
+class MaskFacts:
+    """The masks of one program or body."""
+
+    def __init__(self, found: Analysis, scope: Scope) -> None:
+        self.found, self.scope = found, scope
+
+    def operand_rest(self, atom: Atom, value: Value, layout: Layout) -> float | None:
+        """Return what an operand holds behind the last row of every slice."""
+        if value.in_parts:
+            return value.rest
+        if value.when != BEFORE:
+            return None
+        found = {
+            self.scope.bounds(atom, layout, After(number)).constant
+            for number in range(self.found.slices.count - 1)
+        }
+        if len(found) != 1:
+            return None
+        (constant,) = found
+        return None if constant is None else as_rest(constant, dtype_of(atom))
+
+    def row_lives(self, eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> bool:
+        """Return whether no row loses all its keys to a finite mask constant."""
+        if is_selection(eqn) and rests[0] is not None:
+            masked = int(rests[0])
+            if self._is_infinite(eqn.invars[1 + masked], reading.operands[1 + masked]):
+                return True
+            own = self._on_diagonal(eqn.invars[0], reading.operands[0])
+            return own is not None and own != masked
+        for atom, layout, rest in zip(eqn.invars, reading.operands, rests, strict=True):
+            if rest is None or not np.isinf(rest) or self.found.value(atom).in_parts:
+                continue
+            if not is_masking_sum(eqn) or self._is_infinite(atom, layout):
+                continue
+            if self.scope.bounds(atom, layout, Diagonal()).flat().low <= MASKED:
+                return False
+        return True
+
+    def _on_diagonal(self, atom: Atom, layout: Layout) -> float | None:
+        if self.found.value(atom).in_parts:
+            return None
+        return self.scope.bounds(atom, layout, Diagonal()).constant
+
+    def _is_infinite(self, atom: Atom, layout: Layout) -> bool:
+        """Return whether what masks is minus infinity, or came in masked, where it was judged."""
+        if self.found.value(atom).in_parts:
+            return True
+        return bool(self.scope.bounds(atom, layout, After(0)).high == -np.inf)

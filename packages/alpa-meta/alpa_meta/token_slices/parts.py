@@ -1,0 +1,148 @@
+"""What a slice holds of a value, and an operator's local form on it.
+
+Local forms are written for the equal parts of devices; here the parts may be of any length, and
+nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from jax import lax
+
+from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
+from alpa_meta.compat import JaxprEqn, shape_of
+from alpa_meta.operators import LocalCall, operator_of, sharding_rule
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, factor_place
+from alpa_meta.token_slices.reading import Reading
+
+
+class UnsupportedError(Exception):
+    """A local form that cannot make the part of one slice."""
+
+
+class _SlicePlaces:
+    """The slices as devices of an axis: nothing is sent between them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def index(self, _: tuple[str, ...]) -> Any:
+        """Return the slice's place in the order of its sweep."""
+        return np.int32(self.number)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnsupportedError(name)
+
+
+class SliceCall(LocalCall):
+    """One operator on one slice, whose parts may be of any length."""
+
+    def __init__(self, slices: Slices, number: int, reading: Reading, *args: Any) -> None:
+        super().__init__(*args)
+        object.__setattr__(self, "_of", (slices, number, reading))
+
+    def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+        slices, number, _ = self._of  # type: ignore[attr-defined]
+        held: tuple[int, ...] = slices.shape(shape, layout, number)
+        return held
+
+    def result_shape(self, result: int) -> tuple[int, ...]:
+        layout = self._of[2].results[result]  # type: ignore[attr-defined]
+        return self._shape(shape_of(self.eqn.outvars[result]), layout)
+
+    def operand_shape(self, operand: int) -> tuple[int, ...]:
+        layout = self._of[2].operands[operand]  # type: ignore[attr-defined]
+        return self._shape(shape_of(self.eqn.invars[operand]), layout)
+
+    def first(self, axes: tuple[str, ...], size: int) -> Any:
+        slices, number, _ = self._of  # type: ignore[attr-defined]
+        return np.int32(slices.span(axes[0], number)[0])
+
+    def shards(self, axes: tuple[str, ...]) -> int:
+        if axes:
+            raise UnsupportedError("shards")
+        return 1
+
+    def own_part(self, value: Any, result: int, dims: Sequence[int] | None = None) -> Any:
+        slices, number, reading = self._of  # type: ignore[attr-defined]
+        layout = reading.results[result]
+        kept = range(value.ndim) if dims is None else dims
+        return cut_out(
+            value, tuple(p if d in kept else None for d, p in enumerate(layout)), slices, number
+        )
+
+
+def cut_out(value: Any, layout: Layout, slices: Slices, number: int) -> Any:
+    """Return what a slice holds of a whole value."""
+    for dim, place in enumerate(layout):
+        if place is not None:
+            start, stop = slices.span(place.kind, number)
+            value = stretch(value, dim, place, slices.tokens, start, stop)
+    return value
+
+
+def stretch(value: Any, dim: int, place: Place, tokens: int, start: int, stop: int) -> Any:
+    """Return tokens [start, stop) of the `tokens` in a dim."""
+    if place.outer == 1:
+        inner = place.inner
+        return lax.slice_in_dim(value, start * inner, stop * inner, axis=dim)
+    before, after = value.shape[:dim], value.shape[dim + 1 :]
+    blocks = lax.reshape(value, (*before, place.outer, tokens, place.inner, *after))
+    taken = lax.slice_in_dim(blocks, start, stop, axis=dim + 1)
+    size = place.outer * (stop - start) * place.inner
+    return lax.reshape(taken, (*before, size, *after))
+
+
+def joined_rows(dim: int, place: Place, *parts: Any) -> Any:
+    """Return the rows of several slices as one value."""
+    if place.outer == 1:
+        return lax.concatenate(parts, dim)
+    blocks = []
+    for part in parts:
+        before, after = part.shape[:dim], part.shape[dim + 1 :]
+        tokens = part.shape[dim] // (place.outer * place.inner)
+        blocks.append(lax.reshape(part, (*before, place.outer, tokens, place.inner, *after)))
+    whole_blocks = lax.concatenate(blocks, dim + 1)
+    size = place.outer * whole_blocks.shape[dim + 1] * place.inner
+    return lax.reshape(whole_blocks, (*before, size, *after))
+
+
+def run_local(
+    eqn: JaxprEqn,
+    reading: Reading,
+    slices: Slices,
+    number: int,
+    place: int,
+    values: Sequence[Any],
+) -> list[Any]:
+    """Return what slice `number`, at a `place` in the order of its sweep, makes of an operator."""
+    rule = sharding_rule(eqn)
+    assert rule is not None
+    strategy = _strategy(rule, reading, slices.tokens)
+    mesh = LogicalMesh(axes=tuple(MeshAxis(name=kind, size=2) for kind in (ROW, KEY)))
+    places: Any = _SlicePlaces(place)
+    call = SliceCall(slices, number, reading, eqn, list(values), rule, strategy, mesh, places)
+    return operator_of(eqn).local(call)
+
+
+def _strategy(rule: ShardingRule, reading: Reading, tokens: int) -> Strategy:
+    """Return the slices as a strategy over two axes, for the operator's local form."""
+    assignment: dict[str, tuple[str, ...]] = {}
+    pairs = [*zip(rule.operands, reading.operands), *zip(rule.results, reading.results)]
+    for dims, layout in pairs:
+        for dim, place in zip(dims, layout, strict=True):
+            if place is not None:
+                name, _ = factor_place(rule, dim, place, tokens)
+                assignment[name] = (place.kind,)
+    return Strategy(
+        assignment=tuple(sorted(assignment.items())),
+        operands=tuple(map(_spec, reading.operands)),
+        results=tuple(map(_spec, reading.results)),
+    )
+
+
+def _spec(layout: Layout) -> ShardingSpec:
+    return ShardingSpec(tuple((place.kind,) if place else () for place in layout))
