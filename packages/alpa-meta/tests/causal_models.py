@@ -15,7 +15,7 @@ class Model:
     mask: str = "where -inf"
     positions: str = "learned"
     loss: str = "along axis"
-    num_layers: int = 2
+    num_layers: int = 1
     scan: bool = False
     remat: bool = False
     dropout: bool = False

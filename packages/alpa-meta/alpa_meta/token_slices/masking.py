@@ -42,7 +42,8 @@ def as_rest(value: float, dtype: Any) -> float:
     """Return a constant of a mask, infinite if it is as good as that."""
     low = MASKED
     if jnp.issubdtype(dtype, jnp.floating):
-        low = max(low, 0.5 * float(jnp.finfo(dtype).min))
+        limits = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+        low = max(low, 0.5 * float(limits.min))
     if value <= low:
         return -math.inf
     return math.inf if value >= -low else value

@@ -7,7 +7,7 @@ import pytest
 from causal_models import Model, batch, loss, parameters
 
 import alpa_meta as alpa
-from alpa_interchange import ParallelPlan, dumps, loads
+from alpa_interchange import ParallelPlan, from_json, to_json
 from alpa_meta.errors import PlanError
 
 OPTIMISER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2))
@@ -50,7 +50,7 @@ def runs(sliced, mesh):
 
 
 def test_two_stages_of_two_microbatches_in_three_slices_give_what_one_device_does():
-    step, args = step_and_arguments(Model())
+    step, args = step_and_arguments(Model(num_layers=2))
     sliced = parallel(
         step, "host:2", num_stages=2, num_microbatches=2, schedule="gpipe", token_slices=(5, 1, 6)
     )
@@ -60,12 +60,12 @@ def test_two_stages_of_two_microbatches_in_three_slices_give_what_one_device_doe
     assert runs(sliced, 0) == runs(sliced, 1) == forwards + backwards
     with pytest.raises(PlanError, match="num_token_slices is 3"):
         _ = alpa.Options(token_slices=(5, 7), num_token_slices=3).slice_request
-    again = parallel(step, "host:2", plan=loads(dumps(sliced.plan), ParallelPlan))
+    again = parallel(step, "host:2", plan=from_json(to_json(sliced.plan), ParallelPlan))
     assert again.plan_for(*args).tasks == sliced.plan.tasks
 
 
 def test_one_stage_on_four_devices_gives_what_one_device_does():
-    step, args = step_and_arguments(Model(scan=True, remat=True))
+    step, args = step_and_arguments(Model(scan=True, remat=True, num_layers=2))
     check(step, args, parallel(step, "host:4", num_stages=1, num_token_slices=3))
 
 
