@@ -35,7 +35,7 @@ def parallel(step, cluster, **options):
 
 
 def check(step, args, sliced):
-    expected, found = jax.jit(step)(*args), alpa.gather(sliced(*args))
+    expected, found = jax.jit(step)(*args), sliced.gather(sliced(*args))
     for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-10, atol=1e-12)
 
