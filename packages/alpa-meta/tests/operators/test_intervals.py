@@ -49,7 +49,8 @@ def test_every_element_is_within_the_bounds(name, ends):
     (a, b), (c, d) = sorted(ends[:2]), sorted(ends[2:])
     found = bounds(FUNCTIONS[name], Interval(a, b), Interval(c, d))
     x, y = np.meshgrid(np.arange(a, b + 1), np.arange(c, d + 1))
-    values = np.asarray(FUNCTIONS[name](jnp.asarray(x, jnp.int32), jnp.asarray(y, jnp.int32)))
+    pairs = jnp.asarray(x.ravel(), jnp.int32), jnp.asarray(y.ravel(), jnp.int32)
+    values = np.asarray(jax.vmap(FUNCTIONS[name])(*pairs))
     assert found.low <= values.min()
     assert values.max() <= found.high
 
