@@ -117,7 +117,9 @@ def at_planned_shapes(step: Step, plan: ParallelPlan) -> Step:
         ]
         args[number] = jax.tree.unflatten(tree, resized)
     batch, static = step.batch_argnums, step.static_argnums
-    return Step(step.function, tuple(args), batch, static, offloads=step.offloads)
+    return Step(
+        step.function, tuple(args), batch, static, offloads=step.offloads, slices=step.slices
+    )
 
 
 def marked_dims(prefix: Any, step: Step) -> dict[str, frozenset[int]]:

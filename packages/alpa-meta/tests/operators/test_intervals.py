@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_meta.compat import open_jaxpr
+from alpa_meta.compat import Literal, open_jaxpr
 from alpa_meta.operators.intervals import UNKNOWN, Interval, holds_exactly, results_of
 
 FUNCTIONS = {
@@ -25,8 +25,8 @@ FUNCTIONS = {
     "eq": lambda x, y: x == y,
     "ne": lambda x, y: x != y,
     "neg": lambda x, _: -x,
-    "div": lambda x, _: jax.lax.div(x, jnp.int32(3)),
-    "rem": lambda x, _: jax.lax.rem(x, jnp.int32(3)),
+    "div": lambda x, _: jax.lax.div(x, 3),
+    "rem": lambda x, _: jax.lax.rem(x, 3),
     "sign": lambda x, _: jnp.sign(x),
     "convert": lambda x, _: x.astype(bool),
 }
@@ -38,7 +38,11 @@ def bounds(function, *operands):
     (eqn,) = jaxpr.eqns
     known = dict(zip(jaxpr.invars, operands, strict=True))
     return results_of(
-        eqn, [known.get(a) or Interval(float(a.val), float(a.val)) for a in eqn.invars]
+        eqn,
+        [
+            Interval(float(a.val), float(a.val)) if isinstance(a, Literal) else known[a]
+            for a in eqn.invars
+        ],
     )
 
 
