@@ -1,8 +1,8 @@
 import gc
 import os
 
-import jax
 import numpy as np
+import pytest
 
 from resharding.receive_memory import ReceiveMemory
 
@@ -23,6 +23,7 @@ def test_memory_is_lent_again_only_when_every_view_is_gone():
 
 
 def test_memory_that_a_jax_array_took_over_is_not_lent_again():
+    jax = pytest.importorskip("jax", reason="needs the extra resharding[jax]")
     memory = ReceiveMemory()
     buffer = memory.lend(SIZE)
     buffer[:] = 7

@@ -27,6 +27,7 @@ import numpy as np
 from alpa_meta import compat
 from alpa_meta.compat import JaxprEqn, dtype_of
 from alpa_meta.operators import operator_of
+from alpa_meta.operators.absorbing import of_some
 from alpa_meta.operators.elementwise import is_elementwise, is_selection
 from alpa_meta.token_slices.places import KEY, kinds
 from alpa_meta.token_slices.reading import Reading, UnreadableError
@@ -113,42 +114,7 @@ def _of_elements(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
         return (
             None if found is None or math.isnan(found) else as_rest(found, dtype_of(eqn.outvars[0]))
         )
-    found = _OF_SOME.get(eqn.primitive.name)
-    logical = eqn.primitive.name in _LOGICAL
-    if found is None or logical and dtype_of(eqn.outvars[0]) != np.bool_:
-        return None
-    rest: float | None = found(rests)
-    return rest
-
-
-def _absorbed(by: float) -> Any:
-    return lambda rests: by if by in rests else None
-
-
-def _added(rests: Sequence[float | None]) -> float | None:
-    return next((rest for rest in rests if rest is not None and math.isinf(rest)), None)
-
-
-def _subtracted(rests: Sequence[float | None]) -> float | None:
-    first, second = rests
-    if first is not None and math.isinf(first):
-        return first
-    return -second if second is not None and math.isinf(second) else None
-
-
-_LOGICAL = ("and", "or")
-_OF_SOME = {
-    "and": _absorbed(0.0),
-    "or": _absorbed(1.0),
-    "min": _absorbed(-math.inf),
-    "add": _added,
-    "add_any": _added,
-    "sub": _subtracted,
-    # a masked score is not equal to a finite one, as the largest of a row is
-    "eq": lambda rests: 0.0 if _added(rests) is not None else None,
-    "ne": lambda rests: 1.0 if _added(rests) is not None else None,
-}
-"""What the rest is where only some operands' are known."""
+    return of_some(eqn, rests)
 
 
 class _Call:
