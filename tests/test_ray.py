@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from attrs import evolve
+from equal_trees import assert_equal, words
 
 import alpa_meta as alpa
 from alpa_interchange import load
@@ -49,15 +50,6 @@ def step(state, x):
 
 def batch(number):
     return np.random.default_rng(number).normal(size=BATCH.shape).astype(np.float32)
-
-
-def words(leaf):
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
-def assert_equal(found, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(words(a), words(b)), found, expected)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from alpa_meta.execution.ray_meshes import RayMeshes, RayPool
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import partition_spec
 from alpa_meta.step.arguments import abstract
-from alpa_meta.step.program import Leaf
+from alpa_meta.step.leaves import Leaf
 from mesh_runtime import RayRuntime, RemoteArray, TraceEvent, fetched
 
 if TYPE_CHECKING:

@@ -43,8 +43,9 @@ from alpa_meta.inter_op.stacks import (
 )
 from alpa_meta.microbatch.placement import REPLICATED
 from alpa_meta.passes.added_equations import equations_of
+from alpa_meta.step.leaves import Leaf, Part
 from alpa_meta.step.phases import Phases
-from alpa_meta.step.program import Leaf, Part, Program
+from alpa_meta.step.program import Program
 
 _COMBINE: dict[str, Callable[..., Any]] = {
     "add": jnp.add,

@@ -28,7 +28,8 @@ from alpa_meta.inter_op.window import Run, repeated_units
 from alpa_meta.intra_op.folding import fold_keys, layer_classes
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.pinning import pin_marks
-from alpa_meta.step.program import LeftOut, Program, Step, Whole, cut_into
+from alpa_meta.step.leaves import LeftOut
+from alpa_meta.step.program import Program, Step, Whole, cut_into
 
 KEPT = (3, 4)  # copies of a unit; the last but one too where microbatches tell the last apart
 

@@ -38,7 +38,7 @@ from alpa_meta.microbatch.flow import Atom, Flow, Run, literal_placement
 from alpa_meta.microbatch.placement import REPLICATED, Placement, Reading
 from alpa_meta.operators import LocalCall, operator_of, operator_signature, sharding_rule
 from alpa_meta.operators.operator import run_unchanged
-from alpa_meta.operators.regions import fold, with_bodies
+from alpa_meta.operators.regions import fold, scan_of, with_bodies
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.step.trace import inline
@@ -257,24 +257,7 @@ class Writer:
             self._replaced(eqn, [body], operands, results)
             return
         num_consts, num_carry, _ = scan_counts(eqn)
-        first, last = 1 + num_consts, 1 + num_consts + num_carry
-        function = jaxpr_as_fun(body)
-
-        def run(*values: Any) -> Any:
-            def trip(carry: Any, xs: Any) -> Any:
-                outputs = function(*values[:first], *carry, *xs)
-                return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
-
-            carry, ys = lax.scan(
-                trip,
-                tuple(values[first:last]),
-                tuple(values[last:]),
-                length=eqn.params["length"],
-                reverse=eqn.params["reverse"],
-                unroll=eqn.params["unroll"],
-            )
-            return [*carry, *ys]
-
+        run = scan_of(eqn, body, 1 + num_consts, num_carry)
         self._write(object(), run, [self.number, *operands], results, eqn)
 
     def _while(

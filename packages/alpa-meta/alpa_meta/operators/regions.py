@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
 from alpa_meta.compat import (
     ClosedJaxpr,
     Jaxpr,
@@ -81,6 +84,31 @@ def fold(
 def is_scan(eqn: JaxprEqn) -> bool:
     """Return whether `eqn` is a `lax.scan`."""
     return bool(eqn.primitive.name == _SCAN)
+
+
+def scan_of(
+    eqn: JaxprEqn, body: ClosedJaxpr, num_consts: int, num_carry: int
+) -> Callable[..., list[Any]]:
+    """Return a scan like `eqn` of another body, whose first operands are `num_consts` constants
+    and `num_carry` initial values, as a function of all operands."""
+    function, first, last = jaxpr_as_fun(body), num_consts, num_consts + num_carry
+
+    def run(*values: Any) -> list[Any]:
+        def trip(carry: Any, xs: Any) -> Any:
+            outputs = function(*values[:first], *carry, *xs)
+            return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
+
+        carry, ys = lax.scan(
+            trip,
+            tuple(values[first:last]),
+            tuple(values[last:]),
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*carry, *ys]
+
+    return run
 
 
 def is_while(eqn: JaxprEqn) -> bool:

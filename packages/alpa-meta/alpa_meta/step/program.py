@@ -26,48 +26,12 @@ from alpa_meta.step.arguments import (
     flat_arguments,
     is_array,
 )
+from alpa_meta.step.leaves import Leaf, LeftOut, Part
 from alpa_meta.step.phases import Phases, classify
 from alpa_meta.step.roles import input_roles
 from alpa_meta.step.trace import trace
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.program import in_wanted_slices
-
-
-@frozen
-class Leaf:
-    """One array among the step's inputs or outputs, with the path a user would write.
-
-    A piece of a stacked array has a path of its own, with the layers; `leaf_path` is the array's.
-    """
-
-    path: str
-    aval: jax.ShapeDtypeStruct
-    role: str  # "state", "batch", "constant", or the kind of what a microbatch is given
-    weak_type: bool = False
-    piece_of: str | None = None
-    memory: str = "device"  # between steps, or "pinned_host": that of its host
-
-    @property
-    def leaf_path(self) -> str:
-        """The path of the user's array."""
-        return self.piece_of or self.path
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether each microbatch has its own part of it, along dim 0."""
-        return self.role in ("batch", "part", "number")
-
-
-@frozen
-class Part:
-    """What an input or output of a program is of a leaf of the user's arguments or result.
-
-    `leaf` is the leaf's position; [start, stop) the layers along dim 0, None for all of it.
-    """
-
-    leaf: int
-    start: int | None = None
-    stop: int | None = None
 
 
 @frozen(eq=False)
@@ -85,19 +49,6 @@ class Whole:
     aliases: tuple[int | None, ...]
     slices: Slices | None = None
     slice_of: Mapping[Var, int] = field(factory=dict)
-
-
-@frozen(eq=False)
-class LeftOut:
-    """What a short program lacks of the one that it stands for (`inter_op.short_step`).
-
-    `layers[l]` is the layer like layer l that stayed, `paths` are those of the inputs that only
-    the layers left out read, `copies` by result of an equation how often it counts, if not once.
-    """
-
-    layers: Mapping[int, int]
-    paths: frozenset[str]
-    copies: Mapping[Var, int]
 
 
 @frozen(eq=False)

@@ -7,10 +7,6 @@ slice made (the keys of each layer), that body hands it out, from a scan stacked
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from alpa_meta.compat import (
     Atom,
@@ -24,7 +20,7 @@ from alpa_meta.compat import (
     open_jaxpr,
     shape_of,
 )
-from alpa_meta.operators.regions import with_bodies
+from alpa_meta.operators.regions import scan_of, with_bodies
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
 from alpa_meta.token_slices.places import Layout, whole
@@ -255,24 +251,7 @@ class BodyWriter(Writer):
         results: Sequence[Var],
         number: int,
     ) -> None:
-        function, params = jaxpr_as_fun(body), self.eqn.params
-        last = num_consts + num_carry
-
-        def run(*values: Any) -> Any:
-            def trip(carry: Any, xs: Any) -> Any:
-                outputs = function(*values[:num_consts], *carry, *xs)
-                return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
-
-            carry, ys = lax.scan(
-                trip,
-                tuple(values[num_consts:last]),
-                tuple(values[last:]),
-                length=params["length"],
-                reverse=params["reverse"],
-                unroll=params["unroll"],
-            )
-            return [*carry, *ys]
-
+        run = scan_of(self.eqn, body, num_consts, num_carry)
         self.parent.compute(object(), run, operands, results, number, self.eqn)
 
 

@@ -17,12 +17,6 @@ from alpa_meta.token_slices.program import in_slices, in_wanted_slices
 OPTIMISER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3))
 
 
-@pytest.fixture(autouse=True)
-def doubles():
-    with jax.enable_x64(True):
-        yield
-
-
 def gradients(model):
     def step(params, given):
         return jax.value_and_grad(loss(model))(params, given)

@@ -13,12 +13,6 @@ from alpa_meta.errors import PlanError
 OPTIMISER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2))
 
 
-@pytest.fixture(autouse=True)
-def doubles():
-    with jax.enable_x64(True):
-        yield
-
-
 def step_and_arguments(model):
     def step(state, given):
         params, moments = state
