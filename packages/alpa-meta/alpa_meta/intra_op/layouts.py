@@ -172,6 +172,15 @@ class Layouts:
             ),
         )
 
+    def shard_counts(self, number: int) -> tuple[list[int], np.ndarray]:
+        """Return the different numbers of `shards`, and the place of each strategy's in them."""
+
+        def make() -> tuple[list[int], np.ndarray]:
+            counts, places = np.unique(self.shards(number), return_inverse=True)
+            return counts.tolist(), places
+
+        return self.once(("counts", number), make)
+
     def own_sums(self, rule: ShardingRule, number: int) -> tuple[tuple[Sum, ...], ...]:
         """Return, by strategy, the sums that an operator does not leave partial."""
         like = self.like(rule)

@@ -17,7 +17,7 @@ from alpa_meta.operators import (
     flops,
     kernel_kind,
     operator_of,
-    operator_signature,
+    rule_number,
     traffic_bytes,
 )
 from alpa_meta.operators.operator import ExchangeFunction
@@ -37,14 +37,14 @@ def operator_seconds(
     `together` equations.
     """
     number = costs.number(strategies)
-    key = (operator_signature(eqn), number, late, together)
+    key = (rule_number(eqn), number, late, together)
     known = costs.operators.get(key)
     if known is None:
-        seconds = _compute_seconds(costs, eqn, rule, strategies, number)
+        known = _compute_seconds(costs, eqn, rule, strategies, number)
         if rule is not None:
             inner = _inner_seconds(costs, eqn, rule, strategies, number, late, together)
-            seconds = [one + more for one, more in zip(seconds, inner, strict=True)]
-        known = costs.operators[key] = np.array(seconds)
+            known = known if inner is None else known + inner
+        costs.operators[key] = known
     return known
 
 
@@ -54,21 +54,29 @@ def _compute_seconds(
     rule: ShardingRule | None,
     strategies: Sequence[Strategy],
     number: int,
-) -> list[float]:
+) -> np.ndarray:
     """Return [strategies] seconds of an operator's part on one device."""
-    work, traffic, kind = flops(eqn), traffic_bytes(eqn), kernel_kind(eqn)
+    work, traffic, kind, dtype = _work_of(eqn, costs.platform)
     patch_bytes = operator_of(eqn).patch_bytes if costs.platform == "cpu" else None
-    dtype, passes = arithmetic(eqn, costs.platform)
-
-    def part(shards: int, patch: float) -> float:
-        return costs.compute_seconds(kind, passes * work / shards, traffic / shards + patch, dtype)
-
     shards = costs.layouts.shards(number)
     if patch_bytes is not None and rule is not None:
         patches = [patch_bytes(eqn, rule, strategy, costs.mesh) for strategy in strategies]
-        return list(map(part, shards, patches))
-    seconds = {count: part(count, 0.0) for count in set(shards)}
-    return [seconds[count] for count in shards]
+        return np.array(
+            [
+                costs.compute_seconds(kind, work / count, traffic / count + patch, dtype)
+                for count, patch in zip(shards, patches, strict=True)
+            ]
+        )
+    counts, places = costs.layouts.shard_counts(number)
+    seconds = [costs.compute_seconds(kind, work / n, traffic / n, dtype) for n in counts]
+    return np.array(seconds)[places]
+
+
+@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity, and are on many meshes
+def _work_of(eqn: JaxprEqn, platform: str) -> tuple[float, float, str, str]:
+    """Return an operator's operations, bytes, kernel and the dtype whose peak holds."""
+    dtype, passes = arithmetic(eqn, platform)
+    return passes * flops(eqn), traffic_bytes(eqn), kernel_kind(eqn), dtype
 
 
 def _inner_seconds(
@@ -79,13 +87,16 @@ def _inner_seconds(
     number: int,
     late: bool,
     together: int,
-) -> list[float]:
+) -> np.ndarray | None:
     """Return [strategies] seconds of collectives inside an operator, and of sums it completes
-    itself.
+    itself; None where there are none.
 
     Sums over "add" factors are completed elsewhere for operators with a node of their own.
     """
-    totals = [0.0] * len(strategies)
+    kinds = {factor.kind for factor in rule.factors}
+    if kinds.isdisjoint(("permutation", "reduction")):
+        return None
+    totals = np.zeros(len(strategies))
     exchanged = {factor.name for factor in rule.factors if factor.kind == "permutation"}
     if exchanged:
         exchanges = _exchanges_of(eqn, rule)
@@ -93,7 +104,7 @@ def _inner_seconds(
             if any(name in exchanged for name, _ in strategy.assignment):
                 for sent in exchanges(eqn, strategy, costs.mesh):
                     totals[place] += costs.collective_seconds(*sent)
-    if all(factor.kind != "reduction" for factor in rule.factors):
+    if "reduction" not in kinds:
         return totals
     known: dict[tuple[float, tuple[str, ...]], float] = {}
     sizes = [tensor_bytes(var) for var in eqn.outvars]
