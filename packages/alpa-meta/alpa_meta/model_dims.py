@@ -36,7 +36,7 @@ from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.operators import flops, sharding_rule
 from alpa_meta.region_bindings import bindings, trips
 from alpa_meta.step.program import Program
-from ilp_sharding.problem_builder import ProblemBuilder
+from ilp_sharding.strategies import ProblemBuilder
 
 _SUM_WEIGHT = 0.5  # of S(c) against W(c): sums break ties between cuts that cover alike
 

@@ -4,7 +4,7 @@ The first call of a loop in a process reads machine code from numba's cache (all
 seconds of CPU) or, on a machine that never ran it, compiles it (half a minute of CPU). Neither can
 be interrupted. So under a deadline the caller's process calls loops only if they are loaded, or if
 there is time to load them, and to compile those of which no mark beside the cache says that they
-are -> ready(). All else is left to `array_sweeps` and to worker processes, which the deadline can
+are -> ready(). All else is left to `numpy_sweeps` and to worker processes, which the deadline can
 end.
 """
 
@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from ilp_sharding.table_graph import TableGraph
+    from ilp_sharding.problem.flat_graph import TableGraph
 
 _LOADING_SECONDS = 4.0  # to load compiled loops from the cache, on a busy machine,
 _COMPILING_SECONDS = {  # and to compile them: three times the CPU seconds measured
-    "elimination_loops": 9.0,
-    "messages": 16.0,
-    "dominance": 24.0,
-    "moves": 30.0,
-    "neighbourhood": 40.0,
+    "exact.elimination_loops": 9.0,
+    "bound.messages": 16.0,
+    "bound.dominance": 24.0,
+    "choice.forest_moves": 30.0,
+    "choice.ball_minimisation": 40.0,
 }
 _LAST = {  # of every module with loops, one that is called last
-    "elimination_loops": "walk_back",
-    "messages": "decode",
-    "dominance": "drop_unsupported",
-    "moves": "descend",
-    "neighbourhood": "search_neighbourhoods",
+    "exact.elimination_loops": "walk_back",
+    "bound.messages": "decode",
+    "bound.dominance": "drop_unsupported",
+    "choice.forest_moves": "descend",
+    "choice.ball_minimisation": "search_neighbourhoods",
 }
 
 
@@ -83,11 +83,11 @@ def warm_up(progress: Callable[[str, float], None] = lambda name, share: None) -
     `progress` hears the name of the next group of loops and the share done before it.
     """
     shares = {
-        "elimination_loops": 0.0,
-        "messages": 0.1,
-        "dominance": 0.2,
-        "moves": 0.4,
-        "neighbourhood": 0.6,
+        "exact.elimination_loops": 0.0,
+        "bound.messages": 0.1,
+        "bound.dominance": 0.2,
+        "choice.forest_moves": 0.4,
+        "choice.ball_minimisation": 0.6,
     }
     for name in _LAST:
         progress(name, shares[name])
@@ -103,19 +103,19 @@ def loaded(name: str) -> bool:
 
 def _run(name: str) -> None:
     """Call the loops of the module `name` on a small problem."""
-    if name == "elimination_loops":
-        from ilp_sharding.elimination_loops import run_sample
+    if name == "exact.elimination_loops":
+        from ilp_sharding.exact.elimination_loops import run_sample
 
         run_sample()
         return
-    from ilp_sharding.dominance import simplified, without_dominated
-    from ilp_sharding.dual import DualAscent
-    from ilp_sharding.hub_branching import HubTree
+    from ilp_sharding.bound.dominance import simplified, without_dominated
+    from ilp_sharding.bound.dual_ascent import DualAscent
+    from ilp_sharding.branching.hubs import HubTree
 
     graph = _sample()
-    if name == "dominance":
+    if name == "bound.dominance":
         without_dominated(simplified(graph))
-    elif name == "messages":
+    elif name == "bound.messages":
         dual = DualAscent(graph)
         dual.step(math.inf)
         dual.meets_choice()
@@ -123,21 +123,21 @@ def _run(name: str) -> None:
         HubTree(dual).dive(math.inf, lambda: False)
         dual.decoded()
     else:
-        from ilp_sharding.primal import PrimalSearch
+        from ilp_sharding.choice.construction import PrimalSearch
 
         start, free = np.zeros(graph.num_nodes, np.int64), np.zeros(graph.num_strategies)
         primal = PrimalSearch(graph, 0)
-        primal.construct(start, free, polish=2 if name == "neighbourhood" else 0)
+        primal.construct(start, free, polish=2 if name == "choice.ball_minimisation" else 0)
 
 
 def _sample() -> TableGraph:
     """Return a small graph with memory rows."""
     from alpa_interchange.selection import ShardingProblem
-    from ilp_sharding.instance import Instance
-    from ilp_sharding.memory import MemoryProfile
-    from ilp_sharding.network import Network
     from ilp_sharding.options import SolveOptions
-    from ilp_sharding.table_graph import table_graph
+    from ilp_sharding.problem.flat_graph import table_graph
+    from ilp_sharding.problem.instance import Instance
+    from ilp_sharding.problem.memory_rows import MemoryProfile
+    from ilp_sharding.problem.reduction import Network
 
     num_nodes, size = 32, 4
     random = np.random.default_rng(0)

@@ -15,10 +15,11 @@ import numpy as np
 from attrs import evolve
 
 from alpa_interchange.selection import ShardingProblem, ShardingSolution
-from ilp_sharding.array_sweeps import swept_start
+from ilp_sharding.choice.first_choice import consistent_start, greedy_start, repaired_choice
 from ilp_sharding.compiled_loops import ready
-from ilp_sharding.counted_search import search_rounds
-from ilp_sharding.direct import (
+from ilp_sharding.evaluation import check
+from ilp_sharding.exact.elimination import Elimination, OutOfTime
+from ilp_sharding.methods.direct import (
     DENSE_SECONDS,
     DENSE_USAGE,
     ELIMINATION_SECONDS,
@@ -32,15 +33,14 @@ from ilp_sharding.direct import (
     solve_direct,
     table_entries,
 )
-from ilp_sharding.elimination import Elimination, OutOfTime
-from ilp_sharding.evaluation import check
-from ilp_sharding.instance import Instance
-from ilp_sharding.memory import MemoryProfile
-from ilp_sharding.narrowing import NARROWING_TABLES, narrow, needed_loops
-from ilp_sharding.network import Network, NoAssignment
+from ilp_sharding.methods.narrowing import NARROWING_TABLES, narrow, needed_loops
+from ilp_sharding.methods.numpy_sweeps import swept_start
+from ilp_sharding.methods.rounds import search_rounds
 from ilp_sharding.options import Progress, SolveOptions
-from ilp_sharding.start import consistent_start, greedy_start, repaired_choice
-from ilp_sharding.worker_pool import WorkerPool
+from ilp_sharding.problem.instance import Instance
+from ilp_sharding.problem.memory_rows import MemoryProfile
+from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.workers.pool import WorkerPool
 
 SOLVER = "ilp-sharding 0.1.0"
 LARGE_NODES = 5000  # from here on, or from

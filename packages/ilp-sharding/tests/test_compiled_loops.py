@@ -7,7 +7,13 @@ import pytest
 from ilp_sharding import warm_up
 from ilp_sharding.compiled_loops import load, ready
 
-GROUPS = ("elimination_loops", "messages", "dominance", "moves", "neighbourhood")
+GROUPS = (
+    "exact.elimination_loops",
+    "bound.messages",
+    "bound.dominance",
+    "choice.forest_moves",
+    "choice.ball_minimisation",
+)
 
 # A process of its own, since loops once loaded stay loaded. The problem is too wide to eliminate.
 WITHOUT_A_CACHE = """
@@ -62,6 +68,6 @@ def test_warm_up_loads_every_group_and_says_so():
 
 
 def test_loaded_loops_are_ready_at_any_time():
-    load("messages")
-    assert ready(0.0, "messages")
-    load("messages")  # at once
+    load("bound.messages")
+    assert ready(0.0, "bound.messages")
+    load("bound.messages")  # at once

@@ -6,10 +6,10 @@ import pytest
 
 from alpa_interchange.selection import ShardingProblem
 from ilp_sharding import Progress, SolveOptions, check, pin_cost, solve
-from ilp_sharding.instance import Instance
-from ilp_sharding.memory import MemoryProfile
-from ilp_sharding.network import Network, NoAssignment
-from ilp_sharding.start import consistent_start, greedy_start
+from ilp_sharding.choice.first_choice import consistent_start, greedy_start
+from ilp_sharding.problem.instance import Instance
+from ilp_sharding.problem.memory_rows import MemoryProfile
+from ilp_sharding.problem.reduction import Network, NoAssignment
 
 
 def _problem(node_cost, edge_cost=(), edges=(), memory=None, live=None, limit=None, count=None):

@@ -31,7 +31,7 @@ from alpa_meta.spmd import (
     planned_collectives,
     shard_map_program,
 )
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.strategies import Conversions
 
 
 @frozen(kw_only=True)

@@ -15,7 +15,7 @@ from alpa_meta.compat import ClosedJaxpr
 from alpa_meta.own_step import Runnable
 from alpa_meta.spmd import random_plan
 from alpa_meta.step.trace import trace
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.strategies import Conversions
 
 BANDWIDTH = 1e10
 LATENCY = 1e-6

@@ -34,7 +34,7 @@ from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import operator_of
 from alpa_meta.spmd import HOST_BUCKETS
-from ilp_sharding.spec_conversion import FREE
+from ilp_sharding.strategies import FREE
 
 Sent = tuple[str, float, tuple[str, ...]]
 """A collective: kind, bytes of the larger side on one device, mesh axes."""

@@ -43,7 +43,7 @@ from alpa_meta.operators import (
 )
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin
-from ilp_sharding.problem_builder import ProblemBuilder
+from ilp_sharding.strategies import ProblemBuilder
 
 SENDING = ("permutation", "reduction")  # factors whose sharding costs collectives in an operator
 

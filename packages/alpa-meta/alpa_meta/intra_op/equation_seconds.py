@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alpa_interchange import ShardingProblem
-from ilp_sharding.problem_builder import ProblemBuilder
+from ilp_sharding.strategies import ProblemBuilder
 
 Priced = tuple[np.ndarray, ...]
 """Seconds per step at the size that a problem is built at, then at the others it is priced at."""

@@ -17,8 +17,12 @@ import numpy as np
 from attrs import evolve, field, frozen
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
-from ilp_sharding.spec_conversion import sharding_specs
-from ilp_sharding.strategies import completed_specs, natural_strategies, shardable_factors
+from ilp_sharding.strategies import (
+    completed_specs,
+    natural_strategies,
+    shardable_factors,
+    sharding_specs,
+)
 
 T = TypeVar("T")
 

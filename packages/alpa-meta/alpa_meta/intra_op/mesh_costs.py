@@ -13,7 +13,7 @@ from attrs import field, frozen
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
 from alpa_meta.intra_op.layouts import Columns, Layouts, layouts_of
 from cost_model import CostModel
-from ilp_sharding.spec_conversion import Conversions, ConversionTable, nominal_bytes
+from ilp_sharding.strategies import Conversions, ConversionTable, nominal_bytes
 
 if TYPE_CHECKING:
     from alpa_meta.intra_op.sent_seconds import LinkParts

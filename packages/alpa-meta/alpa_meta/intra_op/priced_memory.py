@@ -21,7 +21,7 @@ from attrs import define, evolve, field
 
 from alpa_interchange import ShardingProblem, ShardingSolution
 from alpa_meta.intra_op.memory_profile import MemoryProfile
-from ilp_sharding.cutting_planes import highest_point
+from ilp_sharding.bound.cutting_planes import highest_point
 
 STEPS = 60  # of the prices
 _CLOSE = 1e-4  # share of the highest point that a bound may stay below it

@@ -7,7 +7,7 @@ from typing import Any
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
 from alpa_meta.spmd.collectives import Collectives
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.strategies import Conversions
 
 
 def complete(

@@ -21,7 +21,7 @@ from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.completion import complete, complete_sums, convert
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.strategies import Conversions
 
 
 def evaluate(

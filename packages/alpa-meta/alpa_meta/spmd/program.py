@@ -16,7 +16,7 @@ from alpa_meta.spmd.bucketing import BucketLimits
 from alpa_meta.spmd.collectives import CollectiveLog, Collectives
 from alpa_meta.spmd.evaluation import evaluate
 from alpa_meta.spmd.plan import JaxprPlan
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.strategies import Conversions
 
 
 def partition_spec(spec: ShardingSpec) -> PartitionSpec:

@@ -15,8 +15,12 @@ from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Var, dtype_of, shape_o
 from alpa_meta.operators import linear_operands, sharding_rule
 from alpa_meta.operators.regions import bodies, fold, is_region
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
-from ilp_sharding.spec_conversion import sharding_specs
-from ilp_sharding.strategies import StrategyOptions, completed_specs, enumerate_strategies
+from ilp_sharding.strategies import (
+    StrategyOptions,
+    completed_specs,
+    enumerate_strategies,
+    sharding_specs,
+)
 
 
 def random_plan(closed: ClosedJaxpr, mesh: LogicalMesh, seed: int) -> JaxprPlan:

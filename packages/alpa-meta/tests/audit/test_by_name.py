@@ -19,7 +19,7 @@ from alpa_meta.audit.program import audit_program, compile_plan
 from alpa_meta.operators import sharding_rule
 from alpa_meta.spmd import JaxprPlan, planned_collectives, random_plan
 from alpa_meta.step.trace import trace
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.strategies import Conversions
 
 SIZES = {"x": 2, "y": 4}
 MESH = LogicalMesh(axes=tuple(MeshAxis(name=n, size=s) for n, s in SIZES.items()))

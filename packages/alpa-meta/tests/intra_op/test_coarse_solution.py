@@ -15,7 +15,7 @@ from alpa_meta.intra_op.coarse_solution import (
     restricted,
     solve_coarsely,
 )
-from ilp_sharding.spec_conversion import sharding_specs
+from ilp_sharding.strategies import sharding_specs
 
 NODES, SIZE = 7, 6
 

@@ -4,8 +4,7 @@ import pytest
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec
 from alpa_meta.intra_op.layouts import layouts_of
-from ilp_sharding.spec_conversion import sharding_specs
-from ilp_sharding.strategies import completed_specs, natural_strategies
+from ilp_sharding.strategies import completed_specs, natural_strategies, sharding_specs
 
 SHAPES = ((2, 3), (4,), (6, 1, 2))
 SIZES = (1, 2, 3, 5, 6, 8, 12, 24)

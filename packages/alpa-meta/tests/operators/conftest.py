@@ -19,8 +19,7 @@ from alpa_meta.compat import shape_of
 from alpa_meta.operators import linear_operands, sharding_rule
 from alpa_meta.spmd import JaxprPlan, planned_collectives, shard_map_program
 from alpa_meta.step.trace import inline
-from ilp_sharding.spec_conversion import Conversions
-from ilp_sharding.strategies import StrategyOptions, enumerate_strategies
+from ilp_sharding.strategies import Conversions, StrategyOptions, enumerate_strategies
 
 
 def logical_mesh(shape: Sequence[int]) -> LogicalMesh:

@@ -7,8 +7,7 @@ from alpa_meta import compat
 from alpa_meta.operators import sharding_rule
 from alpa_meta.spmd import JaxprPlan, shard_map_program
 from alpa_meta.step.trace import inline
-from ilp_sharding.spec_conversion import Conversions
-from ilp_sharding.strategies import natural_strategies
+from ilp_sharding.strategies import Conversions, natural_strategies
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

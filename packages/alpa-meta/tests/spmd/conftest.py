@@ -22,7 +22,7 @@ from alpa_meta.spmd import (
     shard_map_program,
 )
 from alpa_meta.step.trace import inline
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.strategies import Conversions
 
 
 def seconds(kind: str, bytes: float, axes: tuple[str, ...]) -> float:

@@ -7,7 +7,7 @@ from jax.sharding import AxisType, Mesh
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec
 from alpa_meta.spmd import JaxprPlan, jax_sharding, shard_map_program
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.strategies import Conversions
 
 
 def seconds(kind: str, bytes: float, axes: tuple[str, ...]) -> float:

@@ -17,7 +17,7 @@ from alpa_meta.spmd import (
     shard_map_program,
 )
 from alpa_meta.step.trace import inline
-from ilp_sharding.spec_conversion import Conversions
+from ilp_sharding.strategies import Conversions
 
 MESH = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=4)))
 WHOLE, ROWS, COLUMNS = (

@@ -1,0 +1,1 @@
+"""Branch and bound for what no bound at the root settles."""

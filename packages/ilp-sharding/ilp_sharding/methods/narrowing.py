@@ -1,0 +1,293 @@
+"""Wide graphs made narrow by message bounds, in this process.
+
+Messages (see `dual_ascent`) give a bound B and a reduced cost r_v of every strategy v: each choice
+that uses v costs at least B + r_v. For any guess C of the optimum the strategies with B + r_v > C
+may be left out; let v(C) be the optimum of what is left. Every choice left out costs more than C,
+so
+
+    v(C) <= C  =>  v(C) is the optimum;          else  the optimum > C, and v(C) is a choice's cost.
+
+The guesses rise from just above B, where little is left, until that holds or what is left is too
+large for elimination or HiGHS -> narrow(). Planner problems have tight bounds unless memory binds:
+most have a choice decoded from the messages that costs B, and nearly all end at the first guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ilp_sharding.compiled_loops import load
+from ilp_sharding.exact.elimination import Elimination
+from ilp_sharding.exact.memory_elimination import TooManyLabels, limited_minimum
+from ilp_sharding.methods.direct import (
+    DENSE_USAGE,
+    ELIMINATION_SECONDS,
+    ELIMINATION_WORK,
+    PROGRAM_SECONDS,
+    PROGRAM_TABLES,
+    Search,
+    exact_memory,
+)
+from ilp_sharding.problem.flat_graph import TableGraph, table_graph
+from ilp_sharding.problem.memory_rows import MemoryProfile
+from ilp_sharding.problem.reduction import Network, NoAssignment
+
+if TYPE_CHECKING:
+    from ilp_sharding.bound.dual_ascent import DualAscent
+
+NARROWING_TABLES = 2e7  # table entries up to which sweeps in this process are quick
+_GUESSES = (1e-9, 1e-5, 1e-3, 4e-3, 1.6e-2)  # relative rise over the bound
+_FEW_STRATEGIES = (
+    1000  # the first guess leaves no more, where memory keeps the bound from being met
+)
+_LABEL_WORK = 3e5  # table entries of an elimination with labels,
+_LABELS = 1e6  # labels times rows of all steps together
+_MULTIPLES = np.array([[0.5], [0.8], [1.0], [1.25], [2.0]])  # of the multipliers that bound labels
+_REST_WORK = 2e8  # table entries of an elimination of what is left
+_MORE, _FEW_TABLES = 1.3, 1000  # how much larger a last step may be than the next one
+_TIGHT_TABLES = 5000  # table entries from which on messages are swept once more in what is left
+_SWEEPS = 60  # of messages without memory rows,
+_QUIET = 3  # of them without gain before they end
+_SLOW = 1e-3  # gain, of the bound, from which on a choice may cost no more than it
+_STEPS = 400  # of multipliers with them
+_POLISH = 100  # ball moves of a first choice, and
+_POLISH_SECONDS = 0.1  # what must be left for them
+_SWEPT_TABLES = 4e8  # table entries all sweeps together may visit where memory binds
+
+
+def needed_loops(memory: MemoryProfile | None) -> tuple[str, ...]:
+    """Return the modules whose compiled loops `narrow` calls."""
+    if memory is None:
+        return ("bound.messages", "exact.elimination_loops")
+    return (
+        "bound.messages",
+        "exact.elimination_loops",
+        "bound.dominance",
+        "choice.forest_moves",
+        "choice.ball_minimisation",
+    )
+
+
+def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bool:
+    """Solve the reduced `network` into `search` if messages leave little of it; return whether.
+
+    `memory` is None if no limit binds. Otherwise the caller has a bound and often a choice, and the
+    same problem to go on with.
+    """
+    load(*needed_loops(memory))
+    # importing them takes a moment: not for problems that never come here
+    from ilp_sharding.bound.dual_ascent import DualAscent
+
+    slack: np.ndarray = np.zeros(0)
+    if memory is not None:
+        slack = memory.slack + (0.0 if exact_memory(search.instance) else memory.tolerance())
+    base = table_graph(network, memory, slack)
+    nodes = network.open_nodes()
+    graph = _restricted(base, np.ones(base.num_strategies, bool)) if memory is not None else base
+    if graph is None:  # memory leaves no choice
+        search.infeasible = search.choice is None
+        search.raise_bound(search.objective, "narrowing")
+        return True
+    if not graph.num_nodes:
+        return False
+    dual = DualAscent(graph)
+    steps = _SWEEPS
+    if graph.num_times:
+        steps = int(min(_STEPS, _SWEPT_TABLES / max(len(graph.tables.entry), 1)))
+    growing = 0.2 * search.seconds  # kept for a choice from what the steps found
+    _climb(dual, steps, search.objective, lambda: search.seconds < growing)
+    if dual.best == math.inf:
+        raise NoAssignment
+    search.raise_bound(dual.best, "messages")
+    if not search.late or search.choice is None:
+        _grow(network, nodes, search, dual)
+    if search.proved:
+        search.raise_bound(search.objective, "messages")
+        return True
+    if search.late:
+        return False
+    pairs = dual.reduced(3)
+    search.raise_bound(dual.best, "messages")
+    guesses = [dual.best + rise * abs(dual.best) for rise in _GUESSES]
+    while graph.num_times and len(guesses) > 1:
+        if np.count_nonzero(_within(pairs, guesses[1])) > graph.num_nodes + _FEW_STRATEGIES:
+            break
+        guesses.pop(0)
+    known, whole = math.inf, None
+    for guess in guesses:
+        if search.late:
+            return False
+        cutoff = min(guess, search.cutoff())
+        rest = _restricted(graph, _within(pairs, cutoff))
+        if cutoff < search.cutoff() < math.inf and not search.late:
+            # where a better choice than the known one needs little more, look for that at once
+            if search.cutoff() != known:
+                known = search.cutoff()
+                whole = _restricted(graph, _within(pairs, known))
+            size = 0 if rest is None else len(rest.tables.entry)
+            if whole is not None and len(whole.tables.entry) <= _MORE * size + _FEW_TABLES:
+                rest, cutoff = whole, search.cutoff()
+        if rest is not None and len(rest.tables.entry) > _TIGHT_TABLES and not rest.num_times:
+            rest = _tightened(rest, cutoff, dual)
+        if rest is None:
+            search.raise_bound(cutoff, "narrowing")
+        elif not solve_rest(network, nodes, search, rest, cutoff, dual):
+            return False
+        if search.objective <= cutoff:
+            search.lower_bound = search.objective
+            search.report("narrowing")
+        if search.closed or cutoff >= search.cutoff():
+            search.raise_bound(search.objective, "narrowing")
+            return True
+    return False
+
+
+def _climb(
+    dual: DualAscent, steps: int, target: float, late: Callable[[], bool] = lambda: False
+) -> None:
+    """Raise the bound by at most so many steps: without memory rows until it stays or is met."""
+    quiet = 0
+    for _ in range(steps):
+        before = dual.best
+        dual.step(target)
+        gain = dual.best - before
+        quiet = quiet + 1 if gain <= 1e-12 * abs(dual.best) else 0
+        if late():
+            return
+        if not dual.graph.num_times:
+            if quiet >= _QUIET or (gain <= _SLOW * abs(dual.best) and dual.meets_choice()):
+                return
+
+
+def _grow(network: Network, nodes: list[int], search: Search, dual: DualAscent) -> None:
+    """Offer the choice decoded from the messages, repaired where it breaks a memory row."""
+    x: np.ndarray | None = dual.decoded()
+    if dual.graph.num_times:
+        from ilp_sharding.choice.construction import PrimalSearch
+
+        primal = PrimalSearch(dual.graph, search.seed)
+        polish = _POLISH if search.seconds > _POLISH_SECONDS else 0
+        primal.construct(dual.decoded(), dual.price, polish=polish)
+        x = primal.x
+    if x is not None:
+        full = dict(zip(nodes, dual.graph.lift(x).tolist(), strict=True))
+        search.offer(network.expand(full), "messages")
+
+
+def _within(pairs: list[tuple[float, np.ndarray]], cutoff: float) -> np.ndarray:
+    """Return which strategies a choice of cost at most `cutoff` may use."""
+    return np.asarray(
+        np.logical_and.reduce([bound + reduced <= cutoff for bound, reduced in pairs])
+    )
+
+
+def _restricted(graph: TableGraph, active: np.ndarray) -> TableGraph | None:
+    """Return `graph` with the `active` strategies only, None if some node has none."""
+    if graph.num_times and graph.num_nodes:
+        from ilp_sharding.bound.dominance import simplified, without_dominated
+
+        return without_dominated(simplified(graph, active))
+    if graph.num_nodes and not np.logical_or.reduceat(active, graph.tables.offset[:-1]).all():
+        return None
+    return graph.restricted(active)
+
+
+def _tightened(rest: TableGraph, cutoff: float, dual: DualAscent) -> TableGraph | None:
+    """Return `rest` without what messages in it alone show to cost more than `cutoff`."""
+    inner = dual.carried(rest)
+    _climb(inner, _SWEEPS // 2, cutoff)
+    return _restricted(rest, _within(inner.reduced(3), cutoff))
+
+
+def solve_rest(
+    network: Network,
+    nodes: list[int],
+    search: Search,
+    rest: TableGraph,
+    cutoff: float,
+    dual: DualAscent,
+) -> bool:
+    """Offer the best choice of `rest`, raise the bound; return False if it is too large."""
+    from ilp_sharding.exact.integer_program import IntegerProgram
+
+    sizes = dict(enumerate(np.diff(rest.tables.offset).tolist()))
+    costs, tables = _as_tables(rest)
+    work = _LABEL_WORK if rest.num_times else _REST_WORK
+    elimination = Elimination(range(rest.num_nodes), sizes, tables, work)
+    if elimination.complete and elimination.largest <= ELIMINATION_WORK:
+        if ELIMINATION_SECONDS * elimination.work > search.seconds:
+            return False
+        try:
+            value, chosen = _eliminated(rest, elimination, costs, cutoff, dual, search.until)
+        except TooManyLabels:
+            pass
+        else:
+            if value < math.inf:
+                x = np.array([chosen[i] for i in range(rest.num_nodes)], dtype=np.int64)
+                full = dict(zip(nodes, rest.lift(x).tolist(), strict=True))
+                search.offer(network.expand(full), "narrowing")
+            if value + rest.constant > cutoff:
+                search.raise_bound(cutoff, "narrowing")
+            return True
+    entries = len(rest.tables.entry)
+    if entries > PROGRAM_TABLES or PROGRAM_SECONDS * entries > search.seconds:
+        return False
+    if rest.num_times * float(rest.num_strategies) > DENSE_USAGE or not search.programs:
+        return False
+    program = IntegerProgram.of_graph(
+        rest, cutoff=cutoff, seed=search.seed, max_nodes=search.max_nodes
+    )
+    outcome = program.solve(search.until_hung)
+    if outcome.chosen is not None:
+        full = dict(zip(nodes, rest.lift(outcome.chosen).tolist(), strict=True))
+        search.offer(network.expand(full), "narrowing")
+    if outcome.finished and search.objective > cutoff:
+        search.raise_bound(cutoff, "narrowing")
+    return outcome.finished
+
+
+def _eliminated(
+    rest: TableGraph,
+    elimination: Elimination,
+    costs: dict[int, np.ndarray],
+    cutoff: float,
+    dual: DualAscent,
+    until: float,
+) -> tuple[float, dict[int, int]]:
+    """Return (least cost without the constant, its choice), cost inf if it is above `cutoff`."""
+    rows = rest.rows
+    if not rest.num_times:
+        return elimination.solve(costs, until=until)
+    changes = np.zeros((rest.num_times + 1, rest.num_strategies))
+    owner = np.repeat(np.arange(rest.num_strategies), np.diff(rows.start))
+    np.add.at(changes, (rows.time, owner), rows.change)
+    usage = np.split(np.cumsum(changes, axis=0)[:-1], rest.tables.offset[1:-1], axis=1)
+    times = np.searchsorted(dual.graph.base_time, rest.base_time)
+    found = limited_minimum(
+        elimination,
+        costs,
+        dict(enumerate(usage)),
+        rows.slack,
+        _MULTIPLES * dual.best_multipliers[times],
+        cutoff - rest.constant,
+        until=until,
+        most=_LABELS / rest.num_times,
+    )
+    return found or (math.inf, {})
+
+
+def _as_tables(graph: TableGraph) -> tuple[dict[int, np.ndarray], list[dict[int, np.ndarray]]]:
+    """Return (costs, tables) of `graph` in the form that elimination takes."""
+    arrays = graph.tables
+    offset, bounds = arrays.offset.tolist(), arrays.entry_offset.tolist()
+    costs = {i: arrays.cost[offset[i] : offset[i + 1]] for i in range(graph.num_nodes)}
+    tables: list[dict[int, np.ndarray]] = [{} for _ in range(graph.num_nodes)]
+    for e, (a, b) in enumerate(zip(arrays.first.tolist(), arrays.second.tolist(), strict=True)):
+        table = arrays.entry[bounds[e] : bounds[e + 1]].reshape(len(costs[a]), len(costs[b]))
+        tables[a][b] = table
+        tables[b][a] = table.T
+    return costs, tables

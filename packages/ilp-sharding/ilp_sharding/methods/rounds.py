@@ -1,0 +1,88 @@
+"""The search counted in rounds instead of seconds, in this process, so that it can be repeated.
+
+A round raises memory multipliers by some steps, grows a choice from the messages, improves it by
+some ball moves, and drops the strategies that no better choice can use: what the worker processes
+do side by side for a time (`bound_worker`, `choice_worker`), one after the other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ilp_sharding.compiled_loops import load
+from ilp_sharding.methods.direct import Search, exact_memory
+from ilp_sharding.problem.flat_graph import TableGraph, table_graph
+from ilp_sharding.problem.memory_rows import MemoryProfile
+from ilp_sharding.problem.reduction import Network, NoAssignment
+
+_STEPS = 50  # of multipliers in a round, and
+_MOVES = 200  # ball moves
+_SHRINKING = 0.95  # the graph is made anew once at most this share of its strategies is left
+
+
+def search_rounds(
+    network: Network, memory: MemoryProfile | None, search: Search, rounds: int
+) -> None:
+    """Search the reduced `network` into `search` for `rounds` rounds or until a proof."""
+    load("bound.messages", "bound.dominance", "choice.forest_moves", "choice.ball_minimisation")
+    # not needed, and slow to import, where problems are solved directly
+    from ilp_sharding.bound.dominance import simplified, without_dominated
+    from ilp_sharding.bound.dual_ascent import DualAscent
+    from ilp_sharding.choice.ball_minimisation import search_neighbourhoods
+    from ilp_sharding.choice.construction import PrimalSearch
+    from ilp_sharding.methods.narrowing import solve_rest
+
+    slack: np.ndarray = np.zeros(0)
+    if memory is not None:
+        slack = memory.slack + (0.0 if exact_memory(search.instance) else memory.tolerance())
+    graph = without_dominated(simplified(table_graph(network, memory, slack)))
+    if graph is None or _settled(network, search, graph):
+        raise NoAssignment
+    dual, primal = DualAscent(graph), PrimalSearch(graph, search.seed)
+    nodes = network.open_nodes()
+    for _ in range(rounds):
+        for _ in range(_STEPS):
+            dual.step(search.objective)
+        if dual.best == np.inf:
+            raise NoAssignment
+        search.raise_bound(dual.best, "search")
+        dual.restore()
+        dual.priced(dual.best_multipliers)
+        primal.construct(dual.decoded(), dual.price, rounds=6, polish=10)
+        if primal.x is not None:
+            x = primal.x.copy()
+            search_neighbourhoods(
+                *(graph.tables, graph.rows, dual.price, x, primal.left(x)),
+                *(primal.sizes, primal.scores, primal.table_limit, _MOVES),
+            )
+            primal.take(x)
+            _offer(network, search, graph, primal.x)
+        if search.closed or search.late:
+            return
+        ((bound, reduced),) = dual.reduced(1)
+        active = bound + reduced <= search.cutoff()
+        if np.count_nonzero(active) > _SHRINKING * len(active):
+            continue
+        smaller = simplified(graph, active)
+        if smaller is None or _settled(network, search, smaller):
+            raise NoAssignment
+        if solve_rest(network, nodes, search, smaller, search.cutoff(), dual):
+            raise NoAssignment
+        kept = None if primal.x is None else smaller.lower(graph.lift(primal.x))
+        graph, dual, primal = smaller, dual.carried(smaller), PrimalSearch(smaller, search.seed)
+        if kept is not None:
+            primal.take(kept)
+
+
+def _offer(network: Network, search: Search, graph: TableGraph, x: np.ndarray) -> None:
+    full = zip(network.open_nodes(), graph.lift(x).tolist(), strict=True)
+    search.offer(network.expand(dict(full)), "search")
+
+
+def _settled(network: Network, search: Search, graph: TableGraph) -> bool:
+    """Return whether `graph` leaves no choice to make; offer the only one if it keeps the rows."""
+    if graph.num_nodes:
+        return False
+    if graph.rows.slack.min(initial=0.0) >= 0:
+        _offer(network, search, graph, np.zeros(0, np.int64))
+    return True

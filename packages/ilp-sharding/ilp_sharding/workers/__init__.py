@@ -1,0 +1,1 @@
+"""The search of large problems in worker processes, under a deadline."""
