@@ -156,7 +156,7 @@ def _sample() -> TableGraph:
     network = Network(instance)
     network.reduce()
     memory = MemoryProfile(instance, network)
-    return table_graph(network, memory, memory.slack)
+    return table_graph(network, memory)
 
 
 def _processor() -> str:

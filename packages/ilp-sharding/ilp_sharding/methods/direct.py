@@ -1,7 +1,7 @@
 """Exact solution of problems whose graph is narrow or small, in this process.
 
 1. Without the memory rows, elimination gives the optimum and is a bound with them. If it keeps the
-   rows, it is the optimum -> solve_direct().
+   rows, it is the optimum -> _solved().
 2. Otherwise multipliers lambda_t >= 0 price the rows,
 
        L(lambda) = min_x [ cost(x) + sum_t lambda_t (usage_t(x) - slack_t) ]  <=  optimum,
@@ -16,19 +16,22 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 
 import numpy as np
-from attrs import define, field
 
 from ilp_sharding.bound.cutting_planes import highest_point
 from ilp_sharding.choice.row_repair import LocalMoves
 from ilp_sharding.exact.elimination import Elimination, OutOfTime
-from ilp_sharding.exact.integer_program import IntegerProgram, smallest_peak
-from ilp_sharding.problem.instance import Instance
-from ilp_sharding.problem.memory_rows import MemoryProfile, violated_peaks
+from ilp_sharding.exact.integer_program import IntegerProgram
+from ilp_sharding.methods.reduced import Reduced, prove_infeasible
+from ilp_sharding.problem.memory_rows import (
+    DENSE_USAGE,
+    MemoryProfile,
+    binding_rows,
+    violated_peaks,
+)
 from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.search import Search
 
 ELIMINATION_WORK = 3e7  # table entries that one in-process elimination may visit
 ELIMINATION_SECONDS = 4e-9  # per entry of the tables
@@ -38,112 +41,48 @@ PROGRAM_TABLES = 2e4  # table entries up to which HiGHS finishes in this process
 # what takes HiGHS 0.7-14 s, but their loops take 2.7 s to load.
 FREE_PROGRAM_TABLES = 2e3
 PROGRAM_SECONDS = 3e-6  # per table entry, to hand it to HiGHS
-_PEAK_SECONDS = 2e-5  # per row of a table, to hand the smallest peak to HiGHS
 _MOVE_SECONDS = 1e-4  # for one move of a repair, and
 _MOVE_ENTRY_SECONDS = 3e-9  # per entry of the usage
-_HUNG_SECONDS = 120.0  # of HiGHS on a program that should take it a few
-DENSE_USAGE = 3e7  # entries of the dense [times, strategies] usage,
-DENSE_SECONDS = 3e-8  # and per entry, to make it and find the binding times
+DENSE_SECONDS = 3e-8  # per entry of the dense usage, to make it and find the binding times
 
 
-@define
-class Search:
-    """The state of one solve: best original choice, its cost, the bound, and when to stop.
-
-    `until` is a `time.perf_counter()` value; `report(phase)` is called after every improvement.
-    `programs` says whether integer programs may be solved, whose time nobody can foresee, and
-    `max_nodes` how far their trees may grow where work is counted instead of seconds.
-    """
-
-    instance: Instance
-    until: float
-    choice: np.ndarray | None = None
-    objective: float = math.inf
-    lower_bound: float = -math.inf
-    smallest_memory: float | None = None
-    infeasible: bool = False
-    gap_tolerance: float = 0.0
-    seed: int = 0
-    programs: bool = True
-    max_nodes: int | None = None
-    report: Callable[[str], None] = field(default=lambda phase: None)
-
-    def offer(self, choice: np.ndarray, phase: str) -> None:
-        """Take `choice` (which keeps the memory limit) if it is the cheapest so far."""
-        objective = self.instance.objective(choice)
-        if objective < self.objective:
-            self.choice, self.objective = choice, objective
-            self.report(phase)
-
-    def raise_bound(self, bound: float, phase: str) -> None:
-        """Record the proven bound `bound`; of integer costs it is rounded up."""
-        if self.instance.integral and math.isfinite(bound):
-            bound = math.ceil(bound - 1e-6 * max(1.0, abs(bound) * 1e-9))
-        bound = min(bound, self.objective)
-        if bound > self.lower_bound:
-            self.lower_bound = bound
-            self.report(phase)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the best choice is proved optimal (to rounding), or within the gap tolerance."""
-        return self._within(self.gap_tolerance)
-
-    @property
-    def proved(self) -> bool:
-        """Whether the best choice is proved optimal, to rounding."""
-        return self._within(0.0)
-
-    def _within(self, tolerance: float) -> bool:
-        slack = 1e-11 * abs(self.objective) + tolerance * abs(self.lower_bound)
-        return self.choice is not None and self.objective - self.lower_bound <= slack
-
-    def cutoff(self) -> float:
-        """Return the cost from which on a choice is of no interest."""
-        if not math.isfinite(self.objective):
-            return math.inf
-        if self.instance.integral:
-            return self.objective - 1 + 1e-6
-        return self.objective + 1e-12 * abs(self.objective)
-
-    @property
-    def until_hung(self) -> float:
-        """When a run of HiGHS ends: where nodes are counted, only if it hangs (`highs_run`)."""
-        if self.max_nodes is None:
-            return self.until
-        return min(self.until, time.perf_counter() + _HUNG_SECONDS)
-
-    @property
-    def late(self) -> bool:
-        return time.perf_counter() > self.until
-
-    @property
-    def seconds(self) -> float:
-        """The time left."""
-        return self.until - time.perf_counter()
+def direct_seconds(reduced: Reduced) -> float:
+    """Return about how long `solve_direct` takes, inf if the problem is too large for it."""
+    if reduced.usage >= DENSE_USAGE:
+        return math.inf
+    ways = [math.inf]
+    if reduced.elimination.complete:
+        ways.append(ELIMINATION_SECONDS * reduced.elimination.work)
+    if reduced.entries < program_tables(reduced.memory):
+        ways.append(PROGRAM_SECONDS * reduced.entries)
+    return max(min(ways), DENSE_SECONDS * reduced.usage)
 
 
-def dense_usage(memory: MemoryProfile) -> np.ndarray:
-    """Return usage [times, strategies] beyond the base."""
-    dense = np.zeros((memory.num_times + 1, int(memory.offset[-1])))
-    np.add.at(dense, (memory.time, memory.strategy), memory.change)
-    dense = np.cumsum(dense, axis=0)[: memory.num_times]
-    if not np.array_equal(memory.change, np.rint(memory.change)):
-        dense[np.abs(dense) < 1e-9 * max(float(np.abs(memory.change).max()), 1e-300)] = 0.0
-    return dense
+def solve_direct(reduced: Reduced) -> bool:
+    """Return whether the problem is solved; if not, what is left is too large for this method."""
+    reduced.find_start()  # the time may end before an integer program does
+    network, search, memory = reduced.network, reduced.search, reduced.memory
+    elimination = reduced.elimination if elimination_in_time(reduced) else None
+    if not _solved(network, search, elimination, memory):
+        reduced.read_memory()
+        return False
+    return True
 
 
-def solve_direct(
+def elimination_in_time(reduced: Reduced) -> bool:
+    """Return whether the elimination covers all nodes and ends before the deadline."""
+    elimination = reduced.elimination
+    seconds = ELIMINATION_SECONDS * elimination.work
+    return elimination.complete and seconds < reduced.search.seconds
+
+
+def _solved(
     network: Network,
     search: Search,
     elimination: Elimination | None,
     memory: MemoryProfile | None,
 ) -> bool:
-    """Solve the reduced `network` into `search`; return False if what is left is too large for it.
-
-    `elimination` covers the open nodes, None if too wide; `memory` is None without a limit.
-    """
-    instance = search.instance
+    """Return whether the steps of the module docstring solve the reduced `network`."""
     nodes = network.open_nodes()
     costs = {i: network.cost[i] for i in nodes}
     constant = network.constant()
@@ -158,12 +97,11 @@ def solve_direct(
         fits = True
     else:
         positions = np.array([chosen[i] for i in nodes], dtype=np.int64) if chosen else None
-        tolerance = 0.0 if exact_memory(instance) else memory.tolerance()
         fits = positions is None or bool(
-            (memory.usage(memory.indicator(positions)) <= memory.slack + tolerance).all()
+            (memory.usage(memory.indicator(positions)) <= memory.allowed()).all()
         )
         if not fits or positions is None:
-            usage, slack = binding_rows(memory, tolerance)
+            usage, slack = binding_rows(memory)
             fits = not len(slack)
     if chosen is not None and fits:
         search.offer(network.expand(chosen), "elimination")
@@ -177,7 +115,7 @@ def solve_direct(
         _price_memory(network, search, elimination, nodes, chosen, usage, slack)
         if search.closed:
             return True
-    tables = table_entries(network)
+    tables = network.num_entries()
     if tables > program_tables(memory) or not search.programs:
         return False
     if PROGRAM_SECONDS * tables > search.seconds:
@@ -189,54 +127,6 @@ def solve_direct(
 def program_tables(memory: MemoryProfile | None) -> float:
     """Return the table entries up to which HiGHS comes before messages."""
     return FREE_PROGRAM_TABLES if memory is None else PROGRAM_TABLES
-
-
-def table_entries(network: Network) -> int:
-    """Return the number of entries of the tables left."""
-    return sum(table.size for tables in network.tables for table in tables.values()) // 2
-
-
-def exact_memory(instance: Instance) -> bool:
-    """Return whether memory sums are exact integers."""
-    largest = float(np.abs(instance.memory).max(initial=0.0))
-    integers = np.array_equal(instance.memory, np.rint(instance.memory))
-    return integers and largest * max(instance.num_nodes, 1) < 2.0**52
-
-
-def binding_rows(memory: MemoryProfile, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return (usage [times, strategies], slack [times]) of the times some choice can exceed."""
-    if memory.num_times * float(memory.offset[-1]) > DENSE_USAGE:
-        raise MemoryError("too many strategies and times for the direct method")
-    usage = dense_usage(memory)
-    slack = memory.slack + tolerance
-    if not len(memory.nodes):
-        binding = slack < 0
-    else:
-        binding = np.maximum.reduceat(usage, memory.offset[:-1], axis=1).sum(1) > slack
-    usage, slack = usage[binding], slack[binding]
-    same = (
-        np.flatnonzero((np.diff(usage, axis=0) == 0).all(1)) if len(slack) > 1 else np.zeros(0, int)
-    )
-    for t in same[::-1]:
-        slack[t] = min(slack[t], slack[t + 1])
-    keep = np.ones(len(slack), bool)
-    keep[same + 1] = False
-    return usage[keep], slack[keep]
-
-
-def prove_infeasible(
-    network: Network, search: Search, nodes: list[int], usage: np.ndarray, slack: np.ndarray
-) -> None:
-    """Record that no choice fits and, if time allows, the smallest limit that has an answer."""
-    search.infeasible = True
-    rows = sum(len(table) for node in nodes for table in network.tables[node].values())
-    if _PEAK_SECONDS * (rows + len(slack)) > search.seconds:
-        return
-    _, excess, proved = smallest_peak(
-        network, nodes, usage, slack, search.until_hung, search.max_nodes
-    )
-    if proved:
-        search.smallest_memory = search.instance.limit + excess
 
 
 def _least_usage(usage: np.ndarray, memory: MemoryProfile) -> np.ndarray:
@@ -387,11 +277,10 @@ def _integer_program(network: Network, search: Search) -> None:
     instance = search.instance
     nodes = network.open_nodes()
     memory = MemoryProfile(instance, network) if math.isfinite(instance.limit) else None
-    exact = exact_memory(instance)
     if memory is None:
         usage, slack = np.zeros((0, sum(len(network.cost[i]) for i in nodes))), np.zeros(0)
     else:
-        usage, slack = binding_rows(memory, 0.0 if exact else memory.tolerance())
+        usage, slack = binding_rows(memory)
     if not nodes:
         if (slack < 0).any():
             if search.choice is None:
@@ -408,7 +297,7 @@ def _integer_program(network: Network, search: Search) -> None:
         nodes,
         usage,
         slack,
-        exact_memory=exact,
+        exact_memory=memory is None or memory.exact,
         cutoff=search.cutoff(),
         seed=search.seed,
         max_nodes=search.max_nodes,

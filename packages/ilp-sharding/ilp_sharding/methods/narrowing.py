@@ -15,31 +15,37 @@ most have a choice decoded from the messages that costs B, and nearly all end at
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from attrs import evolve
 
-from ilp_sharding.compiled_loops import load
-from ilp_sharding.exact.elimination import Elimination
+from ilp_sharding.compiled_loops import load, ready
+from ilp_sharding.exact.elimination import Elimination, OutOfTime
 from ilp_sharding.exact.memory_elimination import TooManyLabels, limited_minimum
 from ilp_sharding.methods.direct import (
-    DENSE_USAGE,
     ELIMINATION_SECONDS,
     ELIMINATION_WORK,
     PROGRAM_SECONDS,
     PROGRAM_TABLES,
-    Search,
-    exact_memory,
 )
+from ilp_sharding.methods.reduced import Reduced
 from ilp_sharding.problem.flat_graph import TableGraph, table_graph
-from ilp_sharding.problem.memory_rows import MemoryProfile
+from ilp_sharding.problem.memory_rows import DENSE_USAGE, MemoryProfile
 from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.search import Search
+from ilp_sharding.workers.pool import WORKER_SECONDS
 
 if TYPE_CHECKING:
     from ilp_sharding.bound.dual_ascent import DualAscent
 
 NARROWING_TABLES = 2e7  # table entries up to which sweeps in this process are quick
+NARROWING_SECONDS = 3e-7  # per table entry
+_LIMITED_TABLES = 5e5  # table entries up to which `narrow` is tried with a memory limit,
+_LIMITED_SHARE = 0.5  # for this share of the time,
+_FREE_SHARE = 0.2  # and this share of that without the limit
 _GUESSES = (1e-9, 1e-5, 1e-3, 4e-3, 1.6e-2)  # relative rise over the bound
 _FEW_STRATEGIES = (
     1000  # the first guess leaves no more, where memory keeps the bound from being met
@@ -72,6 +78,80 @@ def needed_loops(memory: MemoryProfile | None) -> tuple[str, ...]:
     )
 
 
+def sweeps_fit(reduced: Reduced) -> bool:
+    """Return whether the problem is one for sweeps in this process, compiled or not."""
+    return (
+        not reduced.workers.started
+        and reduced.entries < NARROWING_TABLES
+        and reduced.usage < DENSE_USAGE
+    )
+
+
+def loops_in_time(reduced: Reduced) -> bool:
+    """Return whether the compiled sweeps can be loaded, and end, before the deadline."""
+    seconds = reduced.search.seconds
+    return NARROWING_SECONDS * reduced.entries < seconds and ready(
+        seconds, *needed_loops(reduced.memory)
+    )
+
+
+def narrowing_seconds(reduced: Reduced) -> float:
+    """Return about how long `solve_narrowed` takes, inf if the problem is not for it."""
+    search = reduced.search
+    # where worker processes may follow, they get the larger problems with memory rows
+    alone = reduced.memory is None or search.seconds < WORKER_SECONDS
+    alone |= reduced.rounds is not None
+    largest = NARROWING_TABLES if alone else _LIMITED_TABLES
+    if not sweeps_fit(reduced) or reduced.entries >= largest or not loops_in_time(reduced):
+        return math.inf
+    return NARROWING_SECONDS * reduced.entries
+
+
+def solve_narrowed(reduced: Reduced) -> bool:
+    """Return whether `narrow` solved the problem; where memory may bind, in a share of the time."""
+    network, search, memory = reduced.network, reduced.search, reduced.memory
+    until, seconds = search.until, search.seconds
+    if memory is not None and math.isfinite(seconds) and _LIMITED_SHARE * seconds > WORKER_SECONDS:
+        search.until = until - (1.0 - _LIMITED_SHARE) * seconds
+    try:
+        fits = memory is not None and _free_optimum_fits(network, search, memory)
+        done = fits or narrow(network, search, memory)
+    except OutOfTime:
+        return False
+    finally:
+        search.until = until
+    if done:
+        reduced.find_smallest_memory()
+    return done
+
+
+def _free_optimum_fits(network: Network, search: Search, memory: MemoryProfile) -> bool:
+    """Return whether the optimum without the limit keeps it, and so is the answer to `search`.
+
+    Its cost is a bound in any case.
+    """
+    free = Search(
+        instance=evolve(search.instance, limit=math.inf),
+        until=time.perf_counter() + _FREE_SHARE * search.seconds,
+        seed=search.seed,
+        programs=False,
+    )
+    try:
+        done = narrow(network, free, None)
+    except OutOfTime:
+        done = False
+    search.raise_bound(free.lower_bound, "narrowing")
+    if not done or free.choice is None:
+        return False
+    positions = [np.searchsorted(network.kept[i], free.choice[i]) for i in memory.nodes]
+    usage = memory.usage(memory.indicator(np.array(positions, dtype=np.int64)))
+    if (usage > memory.allowed()).any():
+        return False
+    search.offer(free.choice, "narrowing")
+    search.raise_bound(search.objective, "narrowing")
+    return True
+
+
 def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bool:
     """Solve the reduced `network` into `search` if messages leave little of it; return whether.
 
@@ -82,10 +162,7 @@ def narrow(network: Network, search: Search, memory: MemoryProfile | None) -> bo
     # importing them takes a moment: not for problems that never come here
     from ilp_sharding.bound.dual_ascent import DualAscent
 
-    slack: np.ndarray = np.zeros(0)
-    if memory is not None:
-        slack = memory.slack + (0.0 if exact_memory(search.instance) else memory.tolerance())
-    base = table_graph(network, memory, slack)
+    base = table_graph(network, memory)
     nodes = network.open_nodes()
     graph = _restricted(base, np.ones(base.num_strategies, bool)) if memory is not None else base
     if graph is None:  # memory leaves no choice

@@ -14,17 +14,37 @@ milliseconds get a bound and a choice from it -> swept_start().
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
 
 from ilp_sharding.choice.first_choice import consistent_start
-from ilp_sharding.methods.direct import Search
+from ilp_sharding.methods.narrowing import loops_in_time, sweeps_fit
+from ilp_sharding.methods.reduced import Reduced
 from ilp_sharding.problem.memory_rows import MemoryProfile
 from ilp_sharding.problem.reduction import Network
+from ilp_sharding.search import Search
+from ilp_sharding.workers.pool import WORKER_SECONDS
 
 _PAIRS = 30  # of sweeps, forward and backward
+_SWEEP_SECONDS = 1.0  # where worker processes follow
 _SHARE = 0.5  # of the time left that the last choice may take
+
+
+def sweeps_seconds(reduced: Reduced) -> float:
+    """Return 0 where compiled sweeps would not be loaded, or not end, in time, else inf."""
+    return 0.0 if sweeps_fit(reduced) and not loops_in_time(reduced) else math.inf
+
+
+def sweep(reduced: Reduced) -> bool:
+    """Sweep until the deadline, or for a moment where worker processes follow; prove nothing."""
+    search = reduced.search
+    until = search.until
+    if search.seconds > WORKER_SECONDS:
+        until = time.perf_counter() + min(_SWEEP_SECONDS, 0.2 * search.seconds)
+    swept_start(reduced.network, search, reduced.memory, until)
+    return False
 
 
 class Sweeps:

@@ -7,17 +7,69 @@ do side by side for a time (`bound_worker`, `choice_worker`), one after the othe
 
 from __future__ import annotations
 
+import math
+import time
+
 import numpy as np
 
 from ilp_sharding.compiled_loops import load
-from ilp_sharding.methods.direct import Search, exact_memory
+from ilp_sharding.methods.narrowing import narrowing_seconds
+from ilp_sharding.methods.reduced import Reduced
 from ilp_sharding.problem.flat_graph import TableGraph, table_graph
 from ilp_sharding.problem.memory_rows import MemoryProfile
 from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.search import Search
+from ilp_sharding.workers.pool import WORKER_SECONDS
 
 _STEPS = 50  # of multipliers in a round, and
 _MOVES = 200  # ball moves
+_ROUNDS = 100  # of a search in this process before workers start, if time does not end it
 _SHRINKING = 0.95  # the graph is made anew once at most this share of its strategies is left
+
+
+def counted_seconds(reduced: Reduced) -> float:
+    """Return 0 if the caller asks for so many rounds, else inf."""
+    return math.inf if reduced.rounds is None else 0.0
+
+
+def search_counted(reduced: Reduced) -> bool:
+    """Search as many rounds as the caller asks for; that ends the search."""
+    assert reduced.rounds is not None
+    _search(reduced, reduced.rounds)
+    reduced.find_smallest_memory()
+    return True
+
+
+def short_seconds(reduced: Reduced) -> float:
+    """Return how long `search_briefly` may take, inf where work is counted or workers have too
+    little time after it."""
+    search = reduced.search
+    if search.max_nodes is not None or search.seconds < 2.0 * WORKER_SECONDS:
+        return math.inf
+    return max(WORKER_SECONDS, narrowing_seconds(reduced))
+
+
+def search_briefly(reduced: Reduced) -> bool:
+    """Return whether rounds end the search in less time than workers take to load."""
+    search, until = reduced.search, reduced.search.until
+    search.until = time.perf_counter() + WORKER_SECONDS
+    try:
+        _search(reduced, _ROUNDS)
+    finally:
+        search.until = until
+    if not (search.closed or search.infeasible):
+        return False
+    reduced.find_smallest_memory()
+    return True
+
+
+def _search(reduced: Reduced, rounds: int) -> None:
+    search = reduced.search
+    try:
+        search_rounds(reduced.network, reduced.memory, search, rounds)
+    except NoAssignment:
+        search.infeasible = search.choice is None
+        search.raise_bound(search.objective, "search")
 
 
 def search_rounds(
@@ -32,10 +84,7 @@ def search_rounds(
     from ilp_sharding.choice.construction import PrimalSearch
     from ilp_sharding.methods.narrowing import solve_rest
 
-    slack: np.ndarray = np.zeros(0)
-    if memory is not None:
-        slack = memory.slack + (0.0 if exact_memory(search.instance) else memory.tolerance())
-    graph = without_dominated(simplified(table_graph(network, memory, slack)))
+    graph = without_dominated(simplified(table_graph(network, memory)))
     if graph is None or _settled(network, search, graph):
         raise NoAssignment
     dual, primal = DualAscent(graph), PrimalSearch(graph, search.seed)

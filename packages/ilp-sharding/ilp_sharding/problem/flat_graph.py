@@ -165,8 +165,11 @@ class TableGraph:
         )
 
 
-def table_graph(network: Network, memory: MemoryProfile | None, slack: np.ndarray) -> TableGraph:
-    """Return the base graph over the open nodes of `network`; labels are alive positions."""
+def table_graph(network: Network, memory: MemoryProfile | None) -> TableGraph:
+    """Return the base graph over the open nodes of `network`; labels are alive positions.
+
+    `memory` is None if no limit binds.
+    """
     nodes = network.open_nodes()
     position = {node: p for p, node in enumerate(nodes)}
     sizes = [len(network.cost[i]) for i in nodes]
@@ -183,7 +186,9 @@ def table_graph(network: Network, memory: MemoryProfile | None, slack: np.ndarra
     if memory is None:
         rows = make_rows(int(offset[-1]), none, none, np.zeros(0), np.zeros(0))
     else:
-        rows = make_rows(int(offset[-1]), memory.strategy, memory.time, memory.change, slack)
+        rows = make_rows(
+            int(offset[-1]), memory.strategy, memory.time, memory.change, memory.allowed()
+        )
     return TableGraph(
         tables=make_tables(offset, cost, ends, pieces),
         rows=rows,

@@ -32,15 +32,21 @@ def peak_times(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
     return found[np.append(True, found[1:] != found[:-1])] if len(found) else found
 
 
+# Entries of the dense [times, strategies] usage (240 MB of float64) up to which it is made.
+DENSE_USAGE = 3e7
+
+
 class MemoryProfile:
     """Usage over peak times of the open strategies of a `Network`.
 
     `nodes`: open nodes in order; `offset` [nodes + 1] into the strategies; entries `strategy`,
     `time`, `change` sorted by strategy then time; `slack` [times] = limit less what is always used.
+    `exact`: sums of memory are exact integers.
     """
 
     def __init__(self, instance: Instance, network: Network) -> None:
         self.limit = instance.limit
+        self.exact = exact_memory(instance)
         self.nodes = network.open_nodes()
         sizes = [len(network.cost[i]) for i in self.nodes]
         self.offset = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
@@ -96,9 +102,16 @@ class MemoryProfile:
             dense[np.abs(dense) < 1e-9 * np.abs(self.change).max()] = 0.0
         return dense
 
-    def tolerance(self) -> float:
-        """Return how far above its limit a sum of float usages may come out by rounding."""
-        return 1e-12 * (abs(self.limit) if math.isfinite(self.limit) else 0.0)
+    @property
+    def dense_size(self) -> float:
+        """The entries of the dense usage [times, strategies]."""
+        return self.num_times * float(self.offset[-1])
+
+    def allowed(self) -> np.ndarray:
+        """Return `slack` plus how far a sum of float usages may come out above it by rounding."""
+        if self.exact or not math.isfinite(self.limit):
+            return self.slack
+        return np.asarray(self.slack + 1e-12 * abs(self.limit))
 
     def indicator(self, chosen: np.ndarray) -> np.ndarray:
         """Return the 0/1 weights [strategies] of a choice [open nodes] of positions."""
@@ -126,3 +139,41 @@ def violated_peaks(excess: np.ndarray, tolerance: float, most: int) -> list[int]
 def group_maximum(values: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """Return the largest value of every group `values[offset[g]:offset[g + 1]]`."""
     return -group_minimum(-values, offset)
+
+
+def exact_memory(instance: Instance) -> bool:
+    """Return whether memory sums are exact integers."""
+    largest = float(np.abs(instance.memory).max(initial=0.0))
+    integers = np.array_equal(instance.memory, np.rint(instance.memory))
+    return integers and largest * max(instance.num_nodes, 1) < 2.0**52
+
+
+def dense_usage(memory: MemoryProfile) -> np.ndarray:
+    """Return usage [times, strategies] beyond the base."""
+    dense = np.zeros((memory.num_times + 1, int(memory.offset[-1])))
+    np.add.at(dense, (memory.time, memory.strategy), memory.change)
+    dense = np.cumsum(dense, axis=0)[: memory.num_times]
+    if not np.array_equal(memory.change, np.rint(memory.change)):
+        dense[np.abs(dense) < 1e-9 * max(float(np.abs(memory.change).max()), 1e-300)] = 0.0
+    return dense
+
+
+def binding_rows(memory: MemoryProfile) -> tuple[np.ndarray, np.ndarray]:
+    """Return (usage [times, strategies], slack [times]) of the times some choice can exceed."""
+    if memory.dense_size > DENSE_USAGE:
+        raise MemoryError("too many strategies and times for the direct method")
+    usage = dense_usage(memory)
+    slack = memory.allowed()
+    if not len(memory.nodes):
+        binding = slack < 0
+    else:
+        binding = np.maximum.reduceat(usage, memory.offset[:-1], axis=1).sum(1) > slack
+    usage, slack = usage[binding], slack[binding]
+    same = (
+        np.flatnonzero((np.diff(usage, axis=0) == 0).all(1)) if len(slack) > 1 else np.zeros(0, int)
+    )
+    for t in same[::-1]:
+        slack[t] = min(slack[t], slack[t + 1])
+    keep = np.ones(len(slack), bool)
+    keep[same + 1] = False
+    return usage[keep], slack[keep]

@@ -95,6 +95,10 @@ class Network:
             )
         )
 
+    def num_entries(self) -> int:
+        """Return the number of entries of the tables left."""
+        return sum(table.size for tables in self.tables for table in tables.values()) // 2
+
     def maps(self) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return (root [nodes], map per node): map[i][s] is i's strategy when its root's is s, or
         -1.

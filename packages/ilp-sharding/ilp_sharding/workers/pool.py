@@ -17,14 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-
-from ilp_sharding.methods.direct import Search, exact_memory
 from ilp_sharding.problem.flat_graph import table_graph
 from ilp_sharding.problem.memory_rows import MemoryProfile
 from ilp_sharding.problem.reduction import Network
+from ilp_sharding.search import Search
 from ilp_sharding.workers.blackboard import Board, store_graph
 
+WORKER_SECONDS = 1.5  # that a worker process needs before it finds anything
 _POLL_SECONDS = 0.01
 _PARTING_SECONDS = 0.03
 _FORKS = hasattr(os, "fork")
@@ -86,13 +85,9 @@ class WorkerPool:
             for first, last in groups
         ]
 
-    def hand_over(self, network: Network, memory: MemoryProfile | None, search: Search) -> None:
+    def hand_over(self, network: Network, memory: MemoryProfile | None) -> None:
         """Let the workers search the reduced `network`."""
-        tolerance = 0.0
-        if memory is not None and not exact_memory(search.instance):
-            tolerance = memory.tolerance()
-        slack = np.zeros(0) if memory is None else memory.slack + tolerance
-        base = table_graph(network, memory, slack)
+        base = table_graph(network, memory)
         sizes = base.num_nodes, base.num_strategies, self.count
         self._board = Board(self.directory, *sizes, create=True)
         store_graph(self.directory, base)

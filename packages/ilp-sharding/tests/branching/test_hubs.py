@@ -39,7 +39,7 @@ def _star(seed, limited):
     network = Network(instance)
     network.reduce()
     memory = MemoryProfile(instance, network) if limited else None
-    graph = table_graph(network, memory, memory.slack if limited else np.zeros(0))
+    graph = table_graph(network, memory)
     costs = {}
     if graph.num_nodes:
         primal = PrimalSearch(graph, 0)

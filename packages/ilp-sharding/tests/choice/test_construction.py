@@ -34,7 +34,7 @@ def _graphs(random_problem, count):
         except NoAssignment:
             continue
         memory = MemoryProfile(instance, network)
-        graph = table_graph(network, memory, memory.slack + memory.tolerance())
+        graph = table_graph(network, memory)
         if graph.num_nodes:
             yield seed, graph, _fitting(graph)
 
