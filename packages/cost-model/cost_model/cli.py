@@ -20,6 +20,7 @@ from alpa_interchange.document import DocumentError, load
 from cost_model.calibration import calibrate as run_calibration
 from cost_model.catalogue import HOSTS
 from cost_model.cluster_name import cluster, cluster_names
+from cost_model.kernel_table import device_efficiency
 from cost_model.layer_prediction import layer_seconds
 from cost_model.measurer import JaxMeasurer
 from cost_model.profile import Profile, store_profile
@@ -125,6 +126,12 @@ def _group_table(spec: ClusterSpec, index: int) -> Table:
     for dtype, peak in device.peak_flops.items():
         table.add_row(f"peak {dtype}", f"{_short(peak)}flop/s", "")
     table.add_row("sustained share", f"{device.sustained:.2f}", "")
+    efficiency = device_efficiency(device)
+    table.add_row(
+        "large matmuls",
+        f"{efficiency.compute['matmul']:.0%} of that, error {efficiency.error('matmul'):.0%}",
+        f"based on: {efficiency.source}",
+    )
     links: tuple[tuple[str, LinkSpec | None], ...] = (
         ("inside the host", group.intra_host),
         (f"between hosts ({group.num_nics}{' rails' if group.rail else ' shared'})",

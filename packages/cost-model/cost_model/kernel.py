@@ -4,12 +4,14 @@
 
 with c and m the shares of peak that large kernels of a kind reach (`KernelEfficiency`), w the share
 of useful work in the last wave of tiles of a matmul (-> wave_share()), and r = bytes / (bytes +
-half) the ramp of small kernels that do not fill the memory system.
+half) the ramp of small kernels that do not fill the memory system. Without a shape w is the mean of
+the shapes that were measured (`unshaped`).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +31,12 @@ KERNEL_KINDS = (
     "scatter",
     "optimizer",
 )
+
+_NARROW = re.compile(r"float(4|6|8)_\w+")
+DATA_SHEET = "data sheet only"
+# log error of the default shares, the mean over the device kinds with measured operators of what
+# `python -m cost_model.kernel_fit` prints for them
+UNMEASURED = 0.3
 
 
 @frozen(kw_only=True)
@@ -54,7 +62,15 @@ class KernelEfficiency:
     half_bytes: float = 2e6  # bytes at which a kernel reaches half of its memory bandwidth
     half_depth: float = 96.0  # contracted size at which a matmul reaches half of its peak
     tile: tuple[int, int] = (128, 128)  # rows and columns of one tile of a matmul's result
-    source: str = "defaults of the package: typical of current GPUs, not measured"
+    # shares of `compute` that products reach on average where no shape is given
+    unshaped: Mapping[str, float] = field(factory=dict)
+    # log error to expect by kind, 1 standard deviation; what is not listed has `UNMEASURED`
+    deviation: Mapping[str, float] = field(factory=dict)
+    source: str = f"{DATA_SHEET}: shares typical of current GPUs"
+
+    def error(self, kind: str) -> float:
+        """Return the standard deviation of log(measured / predicted) seconds of kernels."""
+        return self.deviation.get(kind, UNMEASURED)
 
 
 def wave_share(num_tiles: float, num_units: int) -> float:
@@ -99,6 +115,8 @@ def seconds(
         peak = peak_flops(device, dtype) * device.sustained
         if shape is not None:
             compute_share *= matmul_share(shape, device.num_units, efficiency)
+        else:
+            compute_share *= efficiency.unshaped.get(kind, 1.0)
     else:
         peak = device.peak_flops.get("float32") or peak_flops(device, dtype)
     compute = flops / (peak * compute_share)
@@ -111,14 +129,28 @@ def seconds(
 
 
 def peak_flops(device: DeviceSpec, dtype: str) -> float:
-    """Return the dense flop/s of `device` in `dtype`; unlisted dtypes run as the next wider."""
+    """Return the dense flop/s of `device` in `dtype`; unlisted dtypes run as the next wider.
+
+    Eight- and four-bit floats do not: where a GPU or TPU has no units for them, compilers widen the
+    operands and the product is slower than in half precision, so asking for it is a ValueError.
+    CPUs compute them in float32.
+    """
     peaks = device.peak_flops
     if dtype in peaks:
         return peaks[dtype]
+    narrow = _NARROW.fullmatch(dtype)
+    if narrow is not None and device.platform != "cpu":
+        # one rate for all formats of a width; the catalogue lists the common ones
+        same = [peak for name, peak in peaks.items() if name.startswith(f"float{narrow[1]}_")]
+        if same:
+            return same[0]
+        raise ValueError(
+            f"products of {dtype} need matrix units that device {device.name!r} does not have; it "
+            f"has peak flop/s for {', '.join(sorted(peaks))}: cast the operands to one of these, "
+            "or plan for a device with such units"
+        )
     if dtype.startswith(("complex", "float64", "int64", "uint64")):
         return peaks.get("float64", min(peaks.values()))
-    if dtype.startswith("float8"):
-        return peaks.get("bfloat16", peaks.get("float16", min(peaks.values())))
     if dtype in ("bfloat16", "float16"):
         return peaks.get("float16", peaks.get("float32", min(peaks.values())))
     return peaks.get("float32", min(peaks.values()))

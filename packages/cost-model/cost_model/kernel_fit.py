@@ -1,139 +1,112 @@
 """Fits kernel efficiencies to measured operators of transformer layers.
 
-    python -m cost_model.kernel_fit OPERATORS_DIRECTORY [OUT]
+    python -m cost_model.kernel_fit PROFILE... [--out OUT]
 
-reads the Aceso profile `gpt_<size>_mbs<b>_tp<t>_algo0.csv` (forward microseconds per operator,
-PyTorch 1.12, V100-32GB, float16) and writes one `KernelEfficiency` per device kind. Row-parallel
-operators are used at t = 1 only, since their times contain the all-reduce.
+writes one `KernelEfficiency` per device kind of the profiles (`kernel_rows`). How far off kernels
+may be is measured on models that were not fitted on (on other microbatches, where two models were
+profiled): every part is predicted by a fit to the others, and `deviation` is what 80 % of the log
+errors stay within, as a standard deviation.
 """
 
 from __future__ import annotations
 
-import csv
-import re
-import sys
-from collections.abc import Iterator, Mapping
+import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve
 
-from alpa_interchange.cluster import DeviceSpec
 from alpa_interchange.document import save
 from cost_model.catalogue import DEVICES
-from cost_model.kernel import KernelEfficiency, seconds
+from cost_model.kernel import KernelEfficiency, matmul_share, seconds
+from cost_model.kernel_rows import OperatorRow, read_kernels
 from cost_model.kernel_table import KernelFit, KernelTable
 from cost_model.least_squares import fit_parameters
 
-# hidden size and heads of the profiled models; sequence length 2048 (Aceso, table 3)
-_MODELS = {
-    "350M": (1024, 16), "1_3B": (2048, 32), "2_6B": (2560, 32), "6_7B": (4096, 32),
-    "13B": (5120, 40),
+_START = {
+    "compute.matmul": 0.8, "compute.attention": 0.4, "memory.matmul": 0.85,
+    "memory.normalisation": 0.7, "memory.elementwise": 0.7, "memory.softmax": 0.7,
+    "half_bytes": 2e6, "half_depth": 96.0, "launch": 3e-5,
 }  # fmt: skip
-_SEQ = 2048
+# peaks of consumer GPUs are given at a clock that they exceed
+_BOUNDS = {name: (0.05, 1.2) for name in _START if name.startswith("compute")}
+_BOUNDS |= {name: (0.05, 0.98) for name in _START if name.startswith("memory")}
+_BOUNDS |= {"half_bytes": (1e4, 1e8), "half_depth": (1.0, 1000.0), "launch": (1e-6, 2e-4)}
+_EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
+_FOLDS = 8  # at most; profiles of shapes have more groups than that
 
 
-@frozen(kw_only=True)
-class OperatorRow:
-    """One measured operator."""
-
-    name: str
-    kind: str
-    flops: float
-    bytes: float
-    shape: tuple[int, ...] | None
-    seconds: float
-    model: str
-
-
-def operator_rows(directory: Path) -> Iterator[OperatorRow]:
-    """Yield the forward operators of the profile in `directory` that the model can describe."""
-    for path in sorted(directory.glob("gpt_*_algo0.csv")):
-        name = re.fullmatch(r"gpt_(\w+)_mbs(\d)_tp(\d)_algo0", path.stem)
-        if not name or name[1] not in _MODELS:
-            continue
-        hidden, heads = _MODELS[name[1]]
-        described = _describe(int(name[2]), int(name[3]), hidden, heads)
-        with path.open(encoding="utf-8") as stream:
-            for row in csv.DictReader(stream):
-                if row["op_name"] in described:
-                    kind, flops, bytes, shape = described[row["op_name"]]
-                    yield OperatorRow(
-                        name=row["op_name"], kind=kind, flops=flops, bytes=bytes, shape=shape,
-                        seconds=float(row["forward-compute"]) * 1e-6, model=name[1],
-                    )  # fmt: skip
-
-
-def _describe(
-    micro_batch: int, tensor: int, hidden: int, heads: int
-) -> dict[str, tuple[str, float, float, tuple[int, ...] | None]]:
-    """Return operator name -> (kind, FLOPs, bytes, matmul shape) on one device, half precision."""
-    tokens = micro_batch * _SEQ
-    depth, local = hidden // heads, micro_batch * heads // tensor
-
-    def matmul(m: int, n: int, k: int) -> tuple[str, float, float, tuple[int, ...] | None]:
-        return "matmul", 2.0 * m * n * k, 2.0 * (m * k + n * k + m * n), (m, n, k)
-
-    scores = float(local * _SEQ * _SEQ)
-    states = float(tokens * hidden)
-    found = {
-        "enc-attention-qkv": matmul(tokens, 3 * hidden // tensor, hidden),
-        "enc-MLP-GEMM-1": matmul(tokens, 4 * hidden // tensor, hidden),
-        "enc-attention-score": ("attention", 2 * scores * depth, 2 * scores,
-                                (local, _SEQ, _SEQ, depth)),
-        "enc-attention-context": ("attention", 2 * scores * depth, 2 * scores,
-                                  (local, _SEQ, depth, _SEQ)),
-        "enc-attention-softmax": ("softmax", 5 * scores, 4 * scores, None),
-        "enc-attention-dropout": ("elementwise", scores, 5 * scores, None),
-        "enc-1st-layernorm": ("normalisation", 8 * states, 4 * states, None),
-        "enc-MLP-gelu": ("elementwise", 32 * states / tensor, 16 * states / tensor, None),
-        "enc-post-attention-dropout": ("elementwise", 2 * states, 11 * states, None),
-    }  # fmt: skip
-    if tensor == 1:
-        found["enc-attention-dense"] = matmul(tokens, hidden, hidden)
-        found["enc-MLP-GEMM-2"] = matmul(tokens, hidden, 4 * hidden)
-    return found
-
-
-def fit_kernels(rows: list[OperatorRow], device_name: str, source: str) -> KernelFit:
-    """Return the efficiencies that explain `rows` on `device_name`; 13B rows are not fitted on."""
-    device = DEVICES[device_name]
-    fitted = [row for row in rows if row.model != "13B"]
-    held = [row for row in rows if row.model == "13B"]
-    start = {
-        "compute.matmul": 0.8, "compute.attention": 0.4, "memory.matmul": 0.85,
-        "memory.attention": 0.8, "memory.normalisation": 0.7, "memory.elementwise": 0.7,
-        "memory.softmax": 0.7,
-        "half_bytes": 2e6, "half_depth": 96.0, "launch": 3e-5,
-    }  # fmt: skip
-    bounds = {name: (0.05, 0.98) for name in start if name.startswith(("compute", "memory"))}
-    bounds |= {"half_bytes": (1e4, 1e8), "half_depth": (1.0, 1000.0), "launch": (1e-6, 2e-4)}
-
-    def predict(values: Mapping[str, float], rows: list[OperatorRow]) -> np.ndarray:
-        efficiency = _efficiency(values, source)
-        timed = evolve(device, launch_latency=values["launch"])
-        return np.log([_seconds(timed, efficiency, row) for row in rows])
-
-    measured = np.array([row.seconds for row in fitted])
-    values = fit_parameters(lambda x: predict(x, fitted), measured, start, bounds, prior=0.5)
-    errors = np.abs(np.exp(predict(values, held) - np.log([row.seconds for row in held])) - 1)
+def fit_kernels(rows: Sequence[OperatorRow], source: str) -> KernelFit:
+    """Return the efficiencies that explain `rows` of one device, and their errors out of fold."""
+    (device,) = {row.device for row in rows}
+    # with two models a fit to the smaller one, all launches, says nothing about the larger
+    by_model = len({row.model for row in rows}) > 2
+    parts = [row.model if by_model else f"{row.model} {row.micro_batch}" for row in rows]
+    models = sorted(set(parts))
+    fold = {model: rank % min(_FOLDS, len(models)) for rank, model in enumerate(models)}
+    place = [fold[part] for part in parts]
+    errors: dict[str, list[float]] = {}
+    for number in sorted(set(place)):
+        rest = [row for row, of in zip(rows, place, strict=True) if of != number]
+        held = [row for row, of in zip(rows, place, strict=True) if of == number]
+        values = _fit(rest)
+        efficiency = _efficiency(values, rest, source)
+        for error, row in zip(_errors(values, efficiency, held), held, strict=True):
+            errors.setdefault(row.kind, []).append(float(error))
+    values = _fit(rows)
+    deviation = {
+        kind: max(0.02, float(np.quantile(np.abs(found), 0.8)) / _EIGHTY_PERCENT)
+        for kind, found in errors.items()
+    }
+    efficiency = evolve(_efficiency(values, rows, source), deviation=deviation)
     return KernelFit(
-        device=device_name,
-        efficiency=_efficiency(values, source),
+        device=device,
+        efficiency=efficiency,
         launch_latency=values["launch"],
-        num_rows=len(fitted),
-        test_rows=len(held),
-        test_mape=float(errors.mean()),
-        by_kind={
-            kind: float(
-                np.mean([e for e, row in zip(errors, held, strict=True) if row.kind == kind])
-            )
-            for kind in dict.fromkeys(row.kind for row in held)
-        },
+        num_rows=len(rows),
+        median_error={kind: float(np.median(np.abs(found))) for kind, found in errors.items()},
+        default_error=_default_errors(values, rows),
     )
 
 
-def _efficiency(values: Mapping[str, float], source: str) -> KernelEfficiency:
+def _fit(rows: Sequence[OperatorRow]) -> dict[str, float]:
+    measured = np.array([row.seconds for row in rows])
+
+    def predict(values: Mapping[str, float]) -> np.ndarray:
+        return np.log(
+            [_seconds(row, _efficiency(values, (), ""), values["launch"]) for row in rows]
+        )
+
+    return fit_parameters(predict, measured, _START, _BOUNDS, prior=0.5)
+
+
+def _errors(
+    values: Mapping[str, float], efficiency: KernelEfficiency, rows: Sequence[OperatorRow]
+) -> np.ndarray:
+    """Return log(measured / predicted) without shapes, as the planner asks."""
+    found = [_seconds(evolve(row, shape=None), efficiency, values["launch"]) for row in rows]
+    return np.log([row.seconds for row in rows]) - np.log(found)
+
+
+def _default_errors(values: Mapping[str, float], rows: Sequence[OperatorRow]) -> dict[str, float]:
+    """Return the deviation of the default shares by kind, to expect where none is fitted."""
+    errors = np.abs(_errors(values, KernelEfficiency(), rows))
+    kinds = np.array([row.kind for row in rows])
+    return {
+        kind: float(np.quantile(errors[kinds == kind], 0.8)) / _EIGHTY_PERCENT
+        for kind in dict.fromkeys(kinds.tolist())
+    }
+
+
+def _efficiency(
+    values: Mapping[str, float], rows: Sequence[OperatorRow], source: str
+) -> KernelEfficiency:
+    """Return the efficiencies of fitted values; `rows` are the shapes whose mean share counts.
+
+    Batched products run from memory at the rate of plain ones. Kinds that no profile has keep the
+    default's ratio to matmuls.
+    """
     default = KernelEfficiency()
     compute, memory = dict(default.compute), dict(default.memory)
     for name, value in values.items():
@@ -142,47 +115,60 @@ def _efficiency(values: Mapping[str, float], source: str) -> KernelEfficiency:
             compute[kind] = value
         elif group == "memory":
             memory[kind] = value
-    return KernelEfficiency(
+    memory["attention"] = memory["matmul"]
+    scale = compute["matmul"] / default.compute["matmul"]
+    compute["convolution"] = default.compute["convolution"] * scale
+    found = KernelEfficiency(
         compute=compute,
         memory=memory,
         half_bytes=values["half_bytes"],
         half_depth=values["half_depth"],
         source=source,
     )
+    shares: dict[str, list[float]] = {}
+    for row in rows:
+        if row.shape is not None:
+            share = matmul_share(row.shape, DEVICES[row.device].num_units, found)
+            shares.setdefault(row.kind, []).append(share)
+    return evolve(found, unshaped={kind: float(np.mean(of)) for kind, of in shares.items()})
 
 
-def _seconds(device: DeviceSpec, efficiency: KernelEfficiency, row: OperatorRow) -> float:
-    time = seconds(
-        device,
-        efficiency,
-        row.flops,
-        row.bytes,
-        "float16",
-        row.kind,
-        row.shape,
-    )
+def _seconds(row: OperatorRow, efficiency: KernelEfficiency, launch: float) -> float:
+    device = evolve(DEVICES[row.device], launch_latency=launch)
+    time = seconds(device, efficiency, row.flops, row.bytes, row.dtype, row.kind, row.shape)
     return float(time)
 
 
-def main(arguments: list[str]) -> None:
-    """Fit the operators in the directory `arguments[0]` and write them to `arguments[1]`."""
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("profiles", type=Path, nargs="+", help="archives and tables of operators")
     default = Path(__file__).parent / "data" / "kernels.json"
-    rows = list(operator_rows(Path(arguments[0])))
-    fit = fit_kernels(
-        rows, "v100-32gb", "microsoft/SuperScaler (Aceso) operator profile, PyTorch 1.12, float16"
-    )
-    save(KernelTable(fits=(fit,)), Path(arguments[1]) if len(arguments) > 1 else default)
-    print(
-        f"{fit.device}: {fit.num_rows} operators fitted, MAPE {fit.test_mape:.1%} on "
-        f"{fit.test_rows} of a model not fitted on; launch {fit.launch_latency * 1e6:.0f} us"
-    )
-    for kind, error in fit.by_kind.items():
-        print(f"  {kind:14} MAPE {error:.1%}")
-    for kind, share in fit.efficiency.compute.items():
-        print(f"  compute {kind:12} {share:.2f} of peak")
-    for kind, share in fit.efficiency.memory.items():
-        print(f"  memory  {kind:12} {share:.2f} of bandwidth")
+    parser.add_argument("--out", type=Path, default=default, help="file of the fits")
+    options = parser.parse_args()
+    by_device: dict[str, list[OperatorRow]] = {}
+    sources: dict[str, str] = {}
+    for path in options.profiles:
+        for row in read_kernels(path):
+            by_device.setdefault(row.device, []).append(row)
+            sources[row.device] = f"measured operators ({path.name.split('.')[0]})"
+    fits = tuple(fit_kernels(rows, sources[device]) for device, rows in by_device.items())
+    save(KernelTable(fits=fits), options.out)
+    for fit in fits:
+        print(f"{fit.device}: {fit.num_rows} operators, launch {fit.launch_latency * 1e6:.0f} us")
+        for kind, error in fit.median_error.items():
+            efficiency = fit.efficiency
+            rate = efficiency.compute.get(kind), efficiency.memory[kind]
+            shares = ", ".join(f"{share:.2f}" for share in rate if share is not None)
+            print(
+                f"  {kind:14} shares {shares:10}  median error {error:5.1%}, deviation "
+                f"{efficiency.deviation[kind]:.2f}, of defaults {fit.default_error[kind]:.2f}"
+            )
+    kinds = dict.fromkeys(kind for fit in fits for kind in fit.default_error)
+    for kind in kinds:
+        found = [fit.default_error[kind] for fit in fits if kind in fit.default_error]
+        print(f"default shares, {kind}: deviation {np.mean(found):.2f}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -72,6 +72,11 @@ class CostModel:
         device = self._devices[host_group]
         return seconds(device, self._efficiencies[host_group], flops, bytes, dtype, kind, shape)
 
+    def based_on(self, host_group: int = 0) -> str:
+        """Return what the seconds of a host group's kernels rest on: measured operators, a
+        calibration, or the data sheet only."""
+        return self._efficiencies[host_group].source
+
     def collective_seconds(self, kind: str, bytes: Any, axes: tuple[MeshAxis, ...]) -> Any:
         """Return the seconds of a collective over `axes`; `COLLECTIVE_BYTES` defines `bytes`."""
         return collective_seconds(kind, bytes, axes, self._meeting)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
+
 import pytest
 
 from alpa_interchange.schedule import Instruction, PipelineSchedule
@@ -11,6 +14,27 @@ from alpa_interchange.schedule import Instruction, PipelineSchedule
 def private_profiles(tmp_path, monkeypatch):
     """Keep tests from reading or writing the profiles of whoever runs them."""
     monkeypatch.setenv("ALPA_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def operator_archive(tmp_path):
+    """Return a function of (folder, models, operators) -> an archive in Aceso's format: two
+    microbatches and two tensor-parallel sizes of each model, every operator one microsecond."""
+
+    def build(folder, models, operators):
+        table = "op_name,forward-compute\n" + "".join(f"{name},1\n" for name in operators)
+        path = tmp_path / "profiles.tar.gz"
+        with tarfile.open(path, "w:gz") as archive:
+            for model in models:
+                for batch in (1, 4):
+                    for tensor in (1, 4):
+                        name = f"{folder}/{model}_mbs{batch}_tp{tensor}_algo0.csv"
+                        member = tarfile.TarInfo(name)
+                        member.size = len(table)
+                        archive.addfile(member, io.BytesIO(table.encode()))
+        return path
+
+    return build
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from attrs import evolve
 
 from alpa_interchange.cluster import DeviceSpec
 from cost_model.kernel import (
@@ -63,6 +64,31 @@ def test_unlisted_dtypes_run_as_the_nearest_wider_one():
     assert peak_flops(DEVICE, "bfloat16") == 1e14
     assert peak_flops(DEVICE, "int32") == 1e13
     assert peak_flops(DEVICE, "complex128") == 5e12
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2fnuz", "float4_e2m1fn"])
+def test_eight_and_four_bit_products_need_units_for_them(dtype):
+    with pytest.raises(ValueError, match=rf"products of {dtype} need matrix units that device 'd'"):
+        seconds(DEVICE, PLAIN, 1e9, 1e6, dtype)
+    # a conversion is no product
+    assert seconds(DEVICE, PLAIN, 1e9, 1e6, dtype, "elementwise") > 0
+
+
+def test_formats_of_one_width_run_at_one_rate():
+    device = evolve(DEVICE, peak_flops=DEVICE.peak_flops | {"float8_e4m3fn": 2e14})
+    assert peak_flops(device, "float8_e5m2") == 2e14
+    with pytest.raises(ValueError, match="float4_e2m1fn"):
+        peak_flops(device, "float4_e2m1fn")
+
+
+def test_cpus_compute_eight_bit_products_in_float32():
+    assert peak_flops(evolve(DEVICE, platform="cpu"), "float8_e4m3fn") == 1e13
+
+
+def test_without_a_shape_products_reach_the_mean_share_of_measured_ones():
+    mean = evolve(PLAIN, unshaped={"matmul": 0.5})
+    with_shape = seconds(DEVICE, mean, 1e12, 0.0, "float16", shape=(512, 512, 512))
+    assert seconds(DEVICE, mean, 1e12, 0.0, "float16") == pytest.approx(2 * with_shape, rel=1e-2)
 
 
 def test_an_unknown_kind_is_refused():
