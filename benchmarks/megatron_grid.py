@@ -157,13 +157,13 @@ class Grid:
     def _of_mesh(self, tensor: int, data: int, zero: int) -> Iterator[Point]:
         samples = 1
         while self.batch % (data * samples) == 0:
-            found = list(self._of_size(tensor, data, zero, self.batch // (data * samples)))
+            found = list(self.points_of(tensor, data, zero, self.batch // (data * samples)))
             yield from found
             if not found:
                 return  # more samples in a microbatch need more memory
             samples *= 2
 
-    def _of_size(self, tensor: int, data: int, zero: int, count: int) -> Iterator[Point]:
+    def points_of(self, tensor: int, data: int, zero: int, count: int) -> Iterator[Point]:
         pipeline = self.model.cluster.num_devices // (tensor * data)
         groups = self._groups(pipeline, tensor * data)
         if groups is None:

@@ -1,0 +1,270 @@
+"""What the planner says of measured runs: their steps traced, their plans forced.
+
+    python benchmarks/cost_traced.py [--rows N] [--seed S] [--source NAME]... [--json OUT]
+
+For a sample of rows of each source the step of that shape is made (`alpa_meta.corpus`, traced on
+shapes only), planned with everything forced that the row says (stages, microbatches, schedule,
+mesh, recomputation, and the preset that shards as the row does), and the printed step time and
+memory are set beside
+
+    measured   the row; it ran under another program than ours, most with FlashAttention
+    cached     the same from layer costs, traced once for every mesh and microbatch and added up by
+               the schedule: the fast form of the planner (`megatron_grid.Grid`)
+    fast       `cost_model.predict` for the row's executor, by constants not fitted on its group
+    as ours    the same for executor `xla` without FlashAttention: our program, by constants of
+               Megatron-DeepSpeed
+
+Target: |cached / planned - 1| <= 2 %. Planning takes 5 to 60 s of processor time a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attrs import asdict, evolve, frozen
+from cost_accuracy import default_data
+from megatron_grid import Few, Grid, Point
+from rich.console import Console
+from rich.table import Table
+
+from alpa_meta.corpus import llama, transformer
+from alpa_meta.corpus.model import CorpusModel
+from alpa_meta.errors import PlanError
+from alpa_meta.options import Options
+from alpa_meta.planning.planner import make_plan
+from alpa_meta.step.program import Step
+from cost_model import TrainingRun, calibrated_model, predict
+from cost_model.accuracy import unseen_model
+from cost_model.measured_row import MeasuredRun
+from cost_model.measured_run import read_measured_runs
+
+MOST_DEVICES = 64
+ENOUGH = 1e15  # bytes: plans are forced, whether they fit is not the question
+UNTRACED = 3  # layers of the model whose costs are cached: the first, an inner one, the last
+
+
+@frozen(kw_only=True)
+class TracedRow:
+    """One row, in seconds and bytes per device of the stage that needs most."""
+
+    id: str
+    source: str
+    configuration: str
+    measured: float
+    planned: float
+    cached: float | None
+    fast: float
+    as_ours: float
+    planned_bytes: float
+    cached_bytes: float | None
+    fast_bytes: float
+    measured_bytes: float | None
+    cpu_seconds: float
+
+
+def refusal(run: TrainingRun) -> str:
+    """Return why the corpus or the planner has no such run, "" where it has."""
+    model = run.model
+    depth = model.head_size or model.depth
+    if model.experts or model.kv_rank or depth * model.heads != model.hidden:
+        return "the corpus has no such layers"
+    if run.placements or len(run.cluster.host_groups) > 1:
+        return "stages on unlike devices are not forced"
+    if run.context > 1 or run.chunks > 1:
+        return "context parallelism and interleaving are not forced"
+    if run.recompute == "full" and run.recompute_share < 1:
+        return "recomputation of a share of the layers is not forced"
+    if run.dtype not in ("float16", "bfloat16"):
+        return f"the corpus does not compute in {run.dtype}"
+    if run.cluster.num_devices > MOST_DEVICES:
+        return f"more than {MOST_DEVICES} devices"
+    return ""
+
+
+def shaped(run: TrainingRun, layers: int) -> CorpusModel:
+    """Return the corpus model of the run's shape with as many layers."""
+    model = run.model
+    sizes: dict[str, Any] = {
+        "num_layers": layers, "hidden": model.hidden, "num_heads": model.heads,
+        "inner": model.mlp_width, "vocab": model.vocab, "length": model.seq,
+        "batch": run.global_batch, "dtype": run.width_dtype,
+    }  # fmt: skip
+    module: ModuleType = llama if model.gated else transformer
+    if model.gated:
+        sizes["num_key_value_heads"] = model.kv_heads or model.heads
+        shape: Any = llama.LlamaShape(**sizes)
+    else:
+        shape = transformer.TransformerShape(**sizes)
+    made: CorpusModel = module.of_shape("measured", shape)
+    return made
+
+
+def preset_of(run: TrainingRun) -> str | None:
+    """Return the preset that shards as the run does, None on one device a stage."""
+    if run.tensor > 1:
+        if run.zero_stage == 3:
+            return "2d"
+        return "megatron-sp" if run.sequence_parallel else "megatron"
+    if run.data == 1:
+        return None
+    return {0: "dp", 3: "zero3"}.get(run.zero_stage, "zero2")
+
+
+def forced(run: TrainingRun) -> Options:
+    """Return the options under which nothing of the row's configuration is left to choose."""
+    mesh = tuple(size for size in (run.data, run.tensor) if size > 1) or (1,)
+    return Options(
+        num_stages=run.pipeline,
+        num_microbatches=run.num_microbatches,
+        schedule="1f1b" if run.pipeline > 1 else None,
+        preset=preset_of(run),
+        mesh_shape=mesh,
+        recompute=run.recompute,
+        memory=ENOUGH,
+        cache=False,
+    )
+
+
+def cached_point(run: TrainingRun) -> Point | None:
+    """Return the run's point from the costs of a model with three layers."""
+    if run.tensor > 1 and run.sequence_parallel:
+        return None  # the grid has no sequence parallelism
+    model = shaped(run, min(UNTRACED, run.model.layers))
+    step = Step(model.train_step, (model.state, model.batch), exact=model.exact)
+    few = Few(sizes={}, repeats=max(1, run.model.layers - UNTRACED + 1))
+    grid = Grid(
+        "measured", calibrated_model(run.cluster), few, step, run.global_batch, model.exact, ENOUGH
+    )
+    zero = 3 if run.zero_stage == 3 else 1
+    found = grid.points_of(run.tensor, run.data, zero, run.num_microbatches)
+    return next((one for one in found if one.recomputed == (run.recompute == "full")), None)
+
+
+def traced(row: MeasuredRun, run: TrainingRun) -> TracedRow:
+    """Return the row with what the planner and the fast forms say of it."""
+    started = time.process_time()
+    model = shaped(run, run.model.layers)
+    step = Step(model.train_step, (model.state, model.batch), exact=model.exact)
+    plan = make_plan(step, run.cluster, forced(run)).plan
+    elapsed = time.process_time() - started
+    point = cached_point(run)
+    fast = predict(run, unseen_model(row))
+    ours = predict(evolve(run, executor="xla", fused_attention=False))
+    sharding = f"tp{run.tensor} dp{run.data} pp{run.pipeline} m{run.num_microbatches}"
+    return TracedRow(
+        id=row.id,
+        source=row.source,
+        configuration=f"{sharding} {preset_of(run) or ''} {run.recompute}",
+        measured=row.step_seconds or 0.0,
+        planned=plan.step_seconds,
+        cached=point.seconds if point else None,
+        fast=fast.step_seconds,
+        as_ours=ours.step_seconds,
+        planned_bytes=max(sum(stage.memory.values()) for stage in plan.shardings),
+        cached_bytes=point.peak_bytes if point else None,
+        fast_bytes=fast.memory_bytes,
+        measured_bytes=row.peak_bytes,
+        cpu_seconds=elapsed,
+    )
+
+
+def sample(
+    rows: list[MeasuredRun], count: int, seed: int
+) -> Iterator[tuple[MeasuredRun, TrainingRun]]:
+    """Yield up to `count` rows of each source that can be traced."""
+    for source in dict.fromkeys(row.source for row in rows):
+        mine = [
+            (row, row.run)
+            for row in rows
+            if row.source == source and row.run and row.step_seconds and not refusal(row.run)
+        ]
+        yield from random.Random(f"{seed}|{source}").sample(mine, min(count, len(mine)))
+
+
+def _gap(one: float | None, other: float | None) -> str:
+    return f"{one / other - 1:+.0%}" if one and other else ""
+
+
+def report(rows: list[TracedRow], console: Console) -> None:
+    """Print the rows and, by source, the mean size of each difference."""
+    table = Table(
+        "row", "configuration", "measured", "planned", "cached", "fast", "as ours",
+        "planned / measured", "fast / measured", "cached / planned", "as ours / planned", "CPU s",
+        title="Step time in seconds",
+    )  # fmt: skip
+    for row in rows:
+        cached = f"{row.cached:.3f}" if row.cached else ""
+        table.add_row(
+            f"{row.source} {row.id}", row.configuration, f"{row.measured:.3f}",
+            f"{row.planned:.3f}", cached, f"{row.fast:.3f}", f"{row.as_ours:.3f}",
+            _gap(row.planned, row.measured), _gap(row.fast, row.measured),
+            _gap(row.cached, row.planned), _gap(row.as_ours, row.planned), f"{row.cpu_seconds:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    table = Table(
+        "row", "measured", "planned", "cached", "fast", title="Peak memory of a device in GB"
+    )
+    for row in rows:
+        parts = (row.measured_bytes, row.planned_bytes, row.cached_bytes, row.fast_bytes)
+        table.add_row(row.id, *(f"{part / 1e9:.2f}" if part else "" for part in parts))
+    console.print(table)
+    table = Table(
+        "source", "rows", "planned / measured", "fast / measured", "cached / planned", "worst",
+        "cached / planned, bytes", "as ours / planned", title="Mean of |ratio - 1|",
+    )  # fmt: skip
+    for source in [*dict.fromkeys(row.source for row in rows), None]:
+        mine = [row for row in rows if source in (None, row.source)]
+        near = [abs(row.cached / row.planned - 1) for row in mine if row.cached]
+        table.add_row(
+            source or "all", str(len(mine)),
+            _mean([abs(row.planned / row.measured - 1) for row in mine]),
+            _mean([abs(row.fast / row.measured - 1) for row in mine]),
+            _mean(near), f"{max(near):.1%}" if near else "",
+            _mean(
+                [abs(row.cached_bytes / row.planned_bytes - 1) for row in mine if row.cached_bytes]
+            ),
+            _mean([abs(row.as_ours / row.planned - 1) for row in mine]),
+        )  # fmt: skip
+    console.print(table)
+
+
+def _mean(values: list[float]) -> str:
+    return f"{sum(values) / len(values):.1%}" if values else ""
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=3, help="rows of each source")
+    parser.add_argument("--seed", type=int, default=2026, help="which rows")
+    parser.add_argument("--source", action="append", help="only these; may be given several times")
+    parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
+    options = parser.parse_args()
+    paths = [path for path in default_data() if path.exists()]
+    if not paths:
+        parser.exit(0, f"no data in {default_data()[0].parent}\n")
+    rows = [row for path in paths for row in read_measured_runs(path)]
+    if options.source:
+        rows = [row for row in rows if row.source in options.source]
+    console = Console(width=200)
+    console.print(f"{options.rows} rows of each source that can be traced, seed {options.seed}")
+    found = []
+    for row, run in sample(rows, options.rows, options.seed):
+        try:
+            found.append(traced(row, run))
+        except PlanError as error:
+            console.print(f"not planned, {row.source} {row.id}: {error}")
+    report(found, console)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
