@@ -47,6 +47,8 @@ HALVED = 16  # times that the step time is halved in: to some 1e-4 of it
 # of GPT-1.3B is 4.90 % instead of 4.86 %, with 7 the same.
 MAX_RARE = 4
 
+Disjoint = tuple[Index, Index, Index]
+
 
 def in_flight_least(num_meshes: int, count: int, mesh: int) -> int:
     """Return the microbatches in flight of that chunk of a mesh that holds the fewest."""
@@ -84,14 +86,14 @@ class InterleavedBounds:
         """Return the mean work of `num` meshes without memory; inf where there are no rows."""
         return float((self.number * self.least).sum() / num) if self.possible else math.inf
 
-    def whole_layers(self, num: int) -> float:
+    def whole_layers(self, num: int, target: float = math.inf) -> float:
         """Return the bound on the longest work of the meshes, each with whole layers within its
-        memory."""
-        return self._whole_layers(num)[0]
+        memory, up to `target`."""
+        return self._whole_layers(num, target)[0]
 
     def with_idle_time(self, num: int, chunks: int) -> float:
         """Return the bound of weights and prices by which the meshes are evened out."""
-        _, price, cost = self._whole_layers(num)
+        _, price, cost = self._whole_layers(num, math.inf)
         main = self.main
         whole, forward = float(self.seconds[main].min()), float(self.forward[main])
         free = np.full(num, self.least[main]), np.zeros(num)
@@ -106,9 +108,9 @@ class InterleavedBounds:
         held = np.array([in_flight_least(num, self.count, j) for j in range(num)], dtype=float)
         return np.asarray(self.state + held[:, None, None] * self.activation)
 
-    def _whole_layers(self, num: int) -> tuple[float, Array, Array]:
-        """Return the bound, and of each mesh the price that binds it and what a layer of the most
-        frequent class takes at that price."""
+    def _whole_layers(self, num: int, target: float) -> tuple[float, Array, Array]:
+        """Return the bound up to `target`, and of each mesh the price that binds it and what a
+        layer of the most frequent class takes at that price."""
         bytes, main = self._bytes(num), self.main
         finite = np.where(self.work < NEVER, self.work, np.inf)
         ties = [hull_prices(finite[c], bytes[:, c]) for c in range(len(self.number))]
@@ -122,17 +124,21 @@ class InterleavedBounds:
         sets = np.array(list(itertools.product((0.0, 1.0), repeat=len(rare))))
         own = np.tensordot(sets, cost[:, :, rare].transpose(2, 0, 1), axes=1)
         each = np.maximum(cost[:, :, main], 1e-300)
+        disjoint = _disjoint(len(rare))
 
         def enough(step: float) -> bool:
             most = ((step + room - own) / each).min(axis=2)
             fits = np.where(most < -1e-9, -np.inf, np.floor(most * (1 + 1e-12) + 1e-9))
-            return bool(_most_placed(fits) >= self.number[main])
+            return bool(_most_placed(fits, disjoint) >= self.number[main])
 
-        low = self.mean(num)
-        high = max(low, float((self.number * cost[0, -1]).sum()))
-        while not enough(high) and high < NEVER:
-            low, high = high, 4 * high
-        if not enough(low):
+        low, high = min(self.mean(num), target), target
+        if math.isinf(target):
+            high = max(low, float((self.number * cost[0, -1]).sum()))
+            while not enough(high) and high < NEVER:
+                low, high = high, 4 * high
+        elif not enough(target):
+            low = target
+        if low < high and not enough(low):
             for _ in range(HALVED):
                 middle = (low + high) / 2
                 low, high = (low, middle) if enough(middle) else (middle, high)
@@ -179,18 +185,21 @@ class InterleavedBounds:
         return least - float((share * price).sum() * self.memory)
 
 
-def _most_placed(fits: Array) -> float:
+def _most_placed(fits: Array, sets: Disjoint) -> float:
     """Return the most layers that meshes run beside rare ones, each of which is on one mesh.
 
     `fits` [sets of rare layers, meshes]: the layers that fit beside a set, -inf if that does not.
     """
-    sets = len(fits)
-    best = np.where(np.arange(sets) == 0, 0.0, -np.inf)
+    before, own, starts = sets
+    best = np.where(np.arange(len(fits)) == 0, 0.0, -np.inf)
     for mesh in range(fits.shape[1]):
-        after = best + fits[0, mesh]
-        for own in range(1, sets):
-            for before in range(sets):
-                if not before & own:
-                    after[before | own] = max(after[before | own], best[before] + fits[own, mesh])
-        best = after
+        best = np.maximum.reduceat(best[before] + fits[own, mesh], starts)
     return float(best[-1])
+
+
+def _disjoint(num: int) -> Disjoint:
+    """Return all pairs of sets of `num` things that share none, by their union, and where the pairs
+    of each union start."""
+    pairs = sorted((a | b, a, b) for a in range(1 << num) for b in range(1 << num) if not a & b)
+    union, before, own = np.array(pairs).T
+    return before, own, np.searchsorted(union, np.arange(1 << num))

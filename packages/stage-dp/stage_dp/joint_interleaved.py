@@ -55,6 +55,7 @@ class Interleaving:
         self.problem = costs.table.problem
         self.classes = self.problem.menu.class_of_layer
         self.count = costs.table.num_microbatches
+        self._known: dict[int, InterleavedBounds] = {}  # by mesh
         self._combinations = [
             found for mesh in range(len(costs.meshes)) for found in self._of_mesh(mesh)
         ]
@@ -67,11 +68,16 @@ class Interleaving:
         """Return (estimated seconds, combination, chunks) of those whose rows may take less than
         `limit`."""
         result = []
+        rows: dict[int, InterleavedBounds] = {}
         for n, found in enumerate(self._combinations):
             if found.bound >= limit:
                 continue
-            rows = InterleavedBounds(self.costs.rows, found.mesh, self.classes, self.count)
-            least = evolve(found, bound=max(found.bound, rows.whole_layers(found.num_meshes)))
+            if found.mesh not in rows:
+                rows[found.mesh] = InterleavedBounds(
+                    self.costs.rows, found.mesh, self.classes, self.count
+                )
+            whole = rows[found.mesh].whole_layers(found.num_meshes, limit)
+            least = evolve(found, bound=max(found.bound, whole))
             if least.bound < limit:
                 for chunks in self._chunks(found.num_meshes):
                     result.append((least.estimate(chunks, self.count), n, chunks))
@@ -135,26 +141,43 @@ class Interleaving:
         return [v for v in range(2, most + 1) if asked in (None, num_meshes * v)]
 
     def refined(self, target: float) -> float:
-        """Return the bound with sharper floors of the meshes that it depends on, up to `target`."""
-        sharp: set[int] = set()
-        while self.bound() < target:
-            least = min(self._combinations, key=lambda found: found.bound)
-            if least.mesh in sharp:
-                break
-            sharp.add(least.mesh)
-            self.costs.ask_of(least.mesh, sorted(set(self.classes)))
-            bounds = self._bounds(least.mesh)
-            for n, found in enumerate(self._combinations):
-                if found.mesh == least.mesh and found.bound < target:
-                    num = found.num_meshes
-                    bound = max(found.bound, bounds.mean(num), bounds.whole_layers(num))
-                    if bound < target:
-                        bound = max(bound, bounds.with_idle_time(num, max(self._chunks(num))))
-                    self._combinations[n] = evolve(found, bound=bound)
-        return self.bound()
+        """Return a bound up to `target`: of the least combination a finer one, and sharper floors
+        of its mesh where that is not enough."""
+        self._known.clear()  # floors may be sharper by now
+        fine: set[int] = set()  # combinations that the floors at hand say no more of
+        asked: set[int] = set()
+        while self._combinations:
+            at = min(range(len(self._combinations)), key=lambda n: self._combinations[n].bound)
+            least = self._combinations[at]
+            if least.bound >= target:
+                return least.bound
+            if at not in fine:
+                fine.add(at)
+                self._combinations[at] = evolve(least, bound=self._finer(least, target))
+            elif least.mesh not in asked:
+                asked.add(least.mesh)
+                if self.costs.ask_of(least.mesh, sorted(set(self.classes))):
+                    self._known.pop(least.mesh, None)
+                    fine -= {n for n in fine if self._combinations[n].mesh == least.mesh}
+            else:
+                return least.bound
+        return math.inf
+
+    def _finer(self, found: _Combination, target: float) -> float:
+        """Return the bound of a combination by the floors at hand, as far as `target`."""
+        num, bounds = found.num_meshes, self._bounds(found.mesh)
+        bound = max(found.bound, bounds.mean(num))
+        if bound < target:
+            bound = max(bound, bounds.whole_layers(num, target))
+        if bound < target:
+            bound = max(bound, bounds.with_idle_time(num, max(self._chunks(num))))
+        return bound
 
     def _bounds(self, position: int) -> InterleavedBounds:
-        return InterleavedBounds(self.costs.bounded_rows, position, self.classes, self.count)
+        if position not in self._known:
+            rows = self.costs.bounded_rows
+            self._known[position] = InterleavedBounds(rows, position, self.classes, self.count)
+        return self._known[position]
 
     def _of_mesh(self, position: int) -> list[_Combination]:
         problem, menu = self.problem, self.problem.menu
