@@ -56,7 +56,8 @@ class TaskGraph:
     Values in `per_step` exist once (state, accumulators, scalars of the update); every other value
     exists once per microbatch. `inputs` are on `home[k]` (mesh number of inputs[k]) before the
     step; `outputs` must exist after it. State that two meshes read is an input of its home mesh and
-    is sent to the other once per step.
+    is sent to the other once per step; an input that exists once per microbatch is on every mesh
+    that reads it.
     """
 
     tasks: tuple[TaskSpec, ...]

@@ -14,13 +14,16 @@ a late receive moves forward where a later one of that peer is needed first. -> 
 sequence, so the programs cannot block each other even if a send waits for its receive; early
 receives are also what lets an eager schedule overlap transfers with compute, at the price of
 buffers held longer.
+
+An input that exists once per microbatch, a leaf of the batch, is never sent: every mesh that reads
+it is given it before the step. -> _held_inputs()
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
 
@@ -108,8 +111,9 @@ def emit(
     `receive` is "late" or "early"; by default early for "eager-1f1b" and "adaptive". A graph
     without backward tasks runs its forwards only; tasks whose schedule splits the backward have the
     phases "backward_input" and "backward_weight". Inputs that are not per step stand for one buffer
-    per microbatch on their home mesh, and so do outputs. `free_donated` adds frees of donated
-    inputs, for runtimes that keep a reference to a buffer its run has consumed.
+    per microbatch on every mesh that reads them, such outputs for one on the mesh that writes them.
+    `free_donated` adds frees of donated inputs, for runtimes that keep a reference to a buffer its
+    run has consumed.
     """
     if receive is None:
         rule = SCHEDULE_RULES.get(schedule_name)
@@ -120,7 +124,7 @@ def emit(
     num_stages = 1 + max((task.stage for task in staged), default=0)
     num_meshes = 1 + max([*(task.mesh for task in graph.tasks), *graph.home], default=0)
     runs = _sequence(graph, schedule_name, num_stages, num_microbatches, warmups)
-    held = _held_inputs(graph, num_microbatches)
+    held = _held_inputs(graph, num_microbatches, runs)
     wanted = _buffers_of(graph.outputs, graph, num_microbatches)
     transfers = _transfers(runs, held, set(wanted))
     _check_outputs(wanted, runs, held)
@@ -136,7 +140,7 @@ def emit(
             _with_frees(
                 _moves_and_runs(mesh, program),
                 program,
-                [buffer for buffer, home in held.items() if home == mesh],
+                [buffer for buffer, meshes in held.items() if mesh in meshes],
                 wanted,
                 free_donated,
             )
@@ -278,23 +282,39 @@ def _buffers_of(values: Sequence[str], graph: TaskGraph, num_microbatches: int) 
     ]
 
 
-def _held_inputs(graph: TaskGraph, num_microbatches: int) -> dict[str, int]:
-    held: dict[str, int] = {}
+def _held_inputs(
+    graph: TaskGraph, num_microbatches: int, runs: Sequence[_Run]
+) -> dict[str, tuple[int, ...]]:
+    """Return the meshes that each input is on before the step, its home first: one that exists once
+    per step on its home, one per microbatch wherever it is read."""
+    per_step = set(graph.per_step)
+    readers: dict[str, dict[int, None]] = defaultdict(dict)
+    for run in runs:
+        for buffer in run.inputs:
+            readers[buffer][run.task.mesh] = None
+    homes: dict[str, int] = {}
+    held: dict[str, tuple[int, ...]] = {}
     for value, mesh in zip(graph.inputs, graph.home, strict=True):
+        if homes.setdefault(value, mesh) != mesh:
+            raise ValueError(
+                f"input {value!r} has homes on meshes {homes[value]} and {mesh}; list it once, "
+                "other meshes receive it"
+            )
         for buffer in _buffers_of([value], graph, num_microbatches):
-            if held.setdefault(buffer, mesh) != mesh:
-                raise ValueError(
-                    f"input {value!r} has homes on meshes {held[buffer]} and {mesh}; list it once, "
-                    "other meshes receive it"
-                )
+            own = (mesh,) if value in per_step else tuple(sorted(readers[buffer]))
+            held[buffer] = own or (mesh,)
     return held
 
 
-def _transfers(runs: list[_Run], held: dict[str, int], wanted: set[str]) -> list[_Transfer]:
+def _transfers(
+    runs: list[_Run], held: Mapping[str, Sequence[int]], wanted: set[str]
+) -> list[_Transfer]:
     """Return what must move, in the order of the sends, each once, with its first reader."""
-    location = dict(held)
+    location = {buffer: meshes[0] for buffer, meshes in held.items()}
     written: dict[str, _Run | None] = dict.fromkeys(held)
-    copies: dict[tuple[str, int], _Run | None] = {}
+    copies: dict[tuple[str, int], _Run | None] = {
+        (buffer, mesh): None for buffer, meshes in held.items() for mesh in meshes[1:]
+    }
     consumed: dict[tuple[str, int], _Run] = {}
     transfers: list[_Transfer] = []
     for run in runs:
@@ -342,7 +362,7 @@ def _transfers(runs: list[_Run], held: dict[str, int], wanted: set[str]) -> list
     return transfers
 
 
-def _check_outputs(wanted: list[str], runs: list[_Run], held: dict[str, int]) -> None:
+def _check_outputs(wanted: list[str], runs: list[_Run], held: Iterable[str]) -> None:
     exists = {*held, *(buffer for run in runs for buffer in run.outputs)}
     missing = [buffer for buffer in wanted if buffer not in exists]
     if missing:

@@ -43,7 +43,9 @@ def interpret(graph, schedule, num_microbatches, *, blocking_sends=False):
     alive = [set() for _ in schedule.programs]
     for value, mesh in zip(graph.inputs, graph.home, strict=True):
         names = [value] if value in per_step else [f"{value}@{m}" for m in range(num_microbatches)]
-        alive[mesh].update(names)
+        readers = {task.mesh for task in graph.tasks if value in task.inputs}
+        for one in {mesh} if value in per_step else readers or {mesh}:
+            alive[one].update(names)
     wires = defaultdict(deque)
     at = [0] * len(schedule.programs)
 
@@ -296,6 +298,24 @@ def test_a_delayed_backward_by_weight_comes_after_the_next_forward():
         "fwd1@0", "input1@0", "fwd1@1", "input1@1", "bwd1@0", "fwd1@2", "input1@2", "bwd1@1",
         "bwd1@2",
     ]  # fmt: skip
+
+
+def test_an_input_of_every_microbatch_is_on_each_mesh_that_reads_it_and_never_sent():
+    graph = TaskGraph(
+        tasks=(
+            TaskSpec(
+                name="f", mesh=0, stage=0, phase="forward", inputs=("x",), outputs=("h",)
+            ),
+            TaskSpec(
+                name="g", mesh=1, stage=1, phase="forward", inputs=("h", "x"), outputs=("y",)
+            ),
+        ),
+        per_step=(), inputs=("x",), home=(0,), outputs=("y",),
+    )  # fmt: skip
+    made = emit(graph, "gpipe", 3)
+    interpret(graph, made, 3)
+    sent = [i.inputs[0] for program in made.programs for i in program if i.kind == "send"]
+    assert sent == ["h@0", "h@1", "h@2"]
 
 
 def test_a_per_step_input_read_on_another_mesh_is_sent_once():
