@@ -1,26 +1,31 @@
-"""What mesh-runtime adds: host time per instruction, whole steps.
+"""What mesh-runtime adds: host time per instruction, whole steps, schedules on many meshes.
 
-    python benchmarks/mesh_runtime_overhead.py
+    python benchmarks/mesh_runtime_overhead.py [--no-ray] [--meshes 4 16] [--forward 0.2]
 
 Instructions are timed on a two-mesh schedule of empty programs (one device each), so that the time
 is that of the interpreter and jax dispatch. Whole steps of a four-layer perceptron are compared in
-turns, by the shortest of each: one stage with `jax.jit` under the same shardings, two stages on Ray
-workers with the same two in this process.
+turns, by the shortest of each: one stage with `jax.jit` under the same shardings; two and four
+stages with the sum of their tasks, run one after another; two stages on Ray workers with the same
+two in this process. The driver's processor time of a step on Ray is taken for few and for many
+microbatches. `executed_schedules.py` has the schedules on a process for every mesh.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from executed_schedules import SCHEDULES, outcomes, report
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -29,6 +34,8 @@ from rich.table import Table
 import alpa_meta as alpa
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime import InProcessRuntime
+
+TURNS = 20
 
 
 def best_seconds(
@@ -116,7 +123,7 @@ def train_step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array],
 def shortest_steps(steps: list[Callable[..., Any]], states: list[Any], x: Any) -> list[float]:
     """Return the shortest seconds of a step of each program, run in turns."""
     shortest = [float("inf")] * len(steps)
-    for _ in range(20):
+    for _ in range(TURNS):
         for k, step in enumerate(steps):
             begin = time.perf_counter()
             states[k], loss = step(states[k], x)
@@ -125,9 +132,36 @@ def shortest_steps(steps: list[Callable[..., Any]], states: list[Any], x: Any) -
     return shortest
 
 
-def whole_steps() -> dict[str, tuple[float, float]]:
-    """Return the seconds of a step and of what it is compared with, by what they are."""
-    key, x = jax.random.key(0), np.asarray(jax.random.normal(jax.random.key(1), (1024, 768)))
+def pipelines(num_stages: int, x: Any) -> tuple[float, float]:
+    """Return the shortest seconds of a step in stages, and of the sum of its tasks' runs one after
+    another."""
+    step = alpa.parallelize(
+        train_step,
+        cluster=f"host:{num_stages}",
+        num_stages=num_stages,
+        num_microbatches=2 * num_stages,
+        schedule="1f1b",
+    )
+    state = step.init(make_weights, jax.random.key(0), batch=x)
+    shortest = [float("inf")] * 2
+    for turn in range(TURNS):
+        for k, mode in enumerate(("none", "blocking")):
+            step.executable.trace(mode)
+            begin = time.perf_counter()
+            state, loss = step(state, x)
+            float(loss)
+            seconds = time.perf_counter() - begin
+            runs = [event for event in step.last_trace if event.instruction.kind == "run"]
+            if mode == "blocking":
+                seconds = sum(event.stop - event.start for event in runs)
+            if turn:
+                shortest[k] = min(shortest[k], seconds)
+    return shortest[0], shortest[1]
+
+
+def one_stage(x: Any) -> tuple[float, float]:
+    """Return the shortest seconds of a step of one stage, and of `jax.jit`."""
+    key = jax.random.key(0)
     one = alpa.parallelize(train_step, cluster="host:2", num_stages=1, num_microbatches=1)
     state = one.init(make_weights, key, batch=x)
     kept = [leaf.sharding for leaf in state]
@@ -136,8 +170,13 @@ def whole_steps() -> dict[str, tuple[float, float]]:
         train_step, in_shardings=(kept, along), out_shardings=(kept, None), donate_argnums=0
     )
     plain = jax.device_put(make_weights(key), kept)
-    single = shortest_steps([one, jitted], [state, plain], jax.device_put(x, along))
+    own, other = shortest_steps([one, jitted], [state, plain], jax.device_put(x, along))
+    return own, other
 
+
+def on_ray(x: Any) -> tuple[float, float]:
+    """Return the shortest seconds of a step of two stages on Ray, and in this process."""
+    key = jax.random.key(0)
     near = alpa.parallelize(
         train_step, cluster="host:2", num_stages=2, num_microbatches=4, schedule="1f1b"
     )
@@ -145,29 +184,78 @@ def whole_steps() -> dict[str, tuple[float, float]]:
     far = alpa.parallelize(train_step, plan=near.plan, runtime="ray")
     try:
         states = [far.init(make_weights, key, batch=x), state]
-        double = shortest_steps([far, near], states, x)
+        own, other = shortest_steps([far, near], states, x)
     finally:
         far.close()
-    return {
-        "one stage / jax.jit": (single[0], single[1]),
-        "two stages on Ray / in process": (double[0], double[1]),
-    }
+    return own, other
+
+
+def driver_seconds(x: Any, counts: Sequence[int]) -> dict[int, float]:
+    """Return the least processor seconds of the driver's threads for a step on Ray, by the number
+    of its instructions."""
+    found = {}
+    for count in counts:
+        far = alpa.parallelize(
+            train_step,
+            cluster="host:2",
+            num_stages=2,
+            num_microbatches=count,
+            schedule="1f1b",
+            runtime="ray",
+        )
+        try:
+            state = far.init(make_weights, jax.random.key(0), batch=x)
+            times = []
+            for _ in range(TURNS):
+                begin = time.process_time()
+                state, loss = far(state, x)
+                float(loss)
+                times.append(time.process_time() - begin)
+            found[sum(map(len, far.schedule.programs))] = min(times)
+        finally:
+            far.close()
+    return found
 
 
 def main() -> None:
     """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--no-ray", action="store_true")
+    parser.add_argument("--meshes", type=int, nargs="*", default=[4, 16])
+    parser.add_argument("--forward", type=float, default=0.2, help="seconds of a forward")
+    given = parser.parse_args()
+    console = Console(width=110)
     table = Table(title="processor time of the issuing thread")
     table.add_column("what")
     table.add_column("microseconds", justify="right")
     for name, seconds in instruction_seconds().items():
         table.add_row(name, f"{seconds * 1e6:.1f}")
-    Console().print(table)
+    console.print(table)
+    x = np.asarray(jax.random.normal(jax.random.key(1), (1024, 768)))
+    steps = {
+        "one stage / jax.jit": (one_stage, 1.03),
+        "two stages / sum of tasks": (functools.partial(pipelines, 2), 1.15),
+        "four stages / sum of tasks": (functools.partial(pipelines, 4), 1.15),
+    }
+    if not given.no_ray:
+        steps["two stages on Ray / in process"] = (on_ray, 1.10)
     table = Table(title="whole steps")
-    for name in ("what", "milliseconds", "compared with", "ratio"):
+    for name in ("what", "milliseconds", "compared with", "ratio", "aim"):
         table.add_column(name, justify="left" if name == "what" else "right")
-    for what, (own, other) in whole_steps().items():
-        table.add_row(what, f"{own * 1e3:.1f}", f"{other * 1e3:.1f}", f"{own / other:.3f}")
-    Console().print(table)
+    for what, (measure, aim) in steps.items():
+        own, other = measure(x)
+        figures = (f"{own * 1e3:.1f}", f"{other * 1e3:.1f}", f"{own / other:.3f}", f"{aim:.2f}")
+        table.add_row(what, *figures)
+    console.print(table)
+    if not given.no_ray:
+        table = Table(title="processor time of the driver for a step on Ray")
+        table.add_column("instructions", justify="right")
+        table.add_column("milliseconds", justify="right")
+        for count, seconds in driver_seconds(x, (4, 64)).items():
+            table.add_row(str(count), f"{seconds * 1e3:.1f}")
+        console.print(table)
+    for num_meshes in given.meshes:
+        report(outcomes(num_meshes, SCHEDULES, given.forward), console)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def test_killed_and_stopped_workers_are_replaced_and_the_run_is_as_undisturbed(
 ):
     far = surviving(tmp_path, plan=plan)
     state, losses, seconds = far.init(make, jax.random.key(0), batch=BATCH), [], {}
-    state, found = far(far.gather(state), batch(0))
+    state, found = far(state, batch(0))
     far.evaluate(state, batch(0))
     losses.append(float(found["loss"]))
     faults = {

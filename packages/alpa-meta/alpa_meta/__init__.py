@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from alpa_meta.planning.state_moves import state_moves
     from alpa_meta.report.plan_difference import plan_difference
     from alpa_meta.step.phases import value_and_grad
-    from mesh_runtime import RayOptions, RemoteArray
+    from mesh_runtime import HostBatches, RayOptions, RemoteArray
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Executable",
+    "HostBatches",
     "InfeasibleError",
     "Lowered",
     "NonFiniteError",

@@ -15,6 +15,7 @@ from attrs import evolve
 import stage_dp
 from alpa_interchange import ClusterSpec, KeptMenu, ParallelPlan, PipelineSchedule
 from alpa_interchange.plan_text import one_line
+from alpa_meta.checkpoints.restoring import Checkpoint
 from alpa_meta.checkpoints.saving import Saving, save
 from alpa_meta.compat import trace_settings
 from alpa_meta.errors import NonFiniteError, NonFiniteWarning, PlanError
@@ -22,7 +23,7 @@ from alpa_meta.execution.direct_call import NOT_DIRECT, DirectCall, direct_call
 from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.piecewise import PiecewiseArray, gathered
 from alpa_meta.execution.ray_meshes import RayPool
-from alpa_meta.execution.state import Unborn, placed
+from alpa_meta.execution.state import Unborn, laid_out, placed
 from alpa_meta.execution.supervisor import Supervisor
 from alpa_meta.lowered import Lowered
 from alpa_meta.options import Options, with_settings
@@ -336,6 +337,14 @@ class ParallelStep:
             self.supervisor.note(saving, state)
         return saving
 
+    def restore(self, checkpoint: Checkpoint, like: Any) -> Any:
+        """Return the state of a checkpoint (`alpa.read_checkpoint`), every array read by what holds
+        it under the plan, never whole in one place; `like` is the state or its shapes."""
+        self._require_plan()
+        return self._made(
+            lambda: checkpoint.restore(laid_out(self.compiled(), like)), str(checkpoint.path)
+        )
+
     def resume(self, state: Any) -> Any:
         """Return the state of the newest checkpoint in `Options.checkpoints`, laid out as `state`,
         and set `num_steps` to its step; `state` itself if there is no checkpoint."""
@@ -415,7 +424,14 @@ class ParallelStep:
         return tuple(self._birth(arg) if isinstance(arg, Unborn) else arg for arg in args)
 
     def _birth(self, unborn: Unborn) -> Any:
-        return unborn.born(self.compiled())
+        return self._made(lambda: unborn.born(self.compiled()), "the first state")
+
+    def _made(self, make: Callable[[], Any], name: str) -> Any:
+        """Return a state, which the supervisor can have made again."""
+        state = make()
+        if self.supervisor is not None:
+            self.supervisor.note_source(state, make, name)
+        return state
 
     def _key(self, call: PureCall) -> Any:
         static_argnums = self.options.static_argnums

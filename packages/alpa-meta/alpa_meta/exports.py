@@ -16,6 +16,7 @@ PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "Checkpoint": ("alpa_meta.checkpoints.restoring", "Checkpoint"),
         "CheckpointError": ("alpa_meta.checkpoints.manifest", "CheckpointError"),
         "Executable": ("alpa_meta.execution.executable", "Executable"),
+        "HostBatches": ("mesh_runtime", "HostBatches"),
         "InfeasibleError": ("alpa_meta.errors", "InfeasibleError"),
         "Lowered": ("alpa_meta.lowered", "Lowered"),
         "NonFiniteError": ("alpa_meta.errors", "NonFiniteError"),

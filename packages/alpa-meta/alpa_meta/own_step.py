@@ -1,14 +1,18 @@
 """A user's program on the command line: `--step module:function`.
 
 The function takes no arguments and returns (step, state, batch): a training step, its state and one
-batch (or an iterator of batches), as arrays or, where nothing is run, as shapes. A tuple of states
-or of batch arguments stands for several arguments of the step. A `CorpusModel` is taken as well.
+batch (or an iterator of batches), as arrays or, where nothing is run, as shapes. The state may be a
+function without arguments that makes it, which is then called where the plan wants the state, and
+the batches may be `HostBatches`. A tuple of states or of batch arguments stands for several
+arguments of the step. A `CorpusModel` is taken as well.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,9 +25,11 @@ from attrs import frozen
 
 from alpa_meta.corpus import NAMES, SIZES, CorpusModel, build, published
 from alpa_meta.errors import PlanError
+from alpa_meta.execution.state import Unborn
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.step.arguments import num_arguments
-from alpa_meta.step.pure_call import flat_objects
+from alpa_meta.step.pure_call import OneDevice, flat_objects
+from mesh_runtime import HostBatches
 
 
 class Runnable(Protocol):
@@ -60,10 +66,13 @@ class OwnStep:
     state: Any
     batch: Any
     later: Iterator[Any] | None = None  # batches after the first, where there are several
+    make: Callable[[], Any] | None = None  # makes the state; `state` is then its shapes
     exact: bool = True
 
     def arguments(self) -> tuple[Any, Any]:
         """Return a state and a batch that a step may overwrite."""
+        if self.make is not None:
+            return OneDevice(self.make)(), self.batch
         for part in (self.state, self.batch):
             if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat_objects(part)[0]):
                 raise PlanError(
@@ -84,11 +93,17 @@ def load_step(place: str) -> Runnable:
             f"called with, or an alpa_meta.corpus.CorpusModel, got {_described(made)}"
         )
     step, state, batch = made
+    make = None
+    if inspect.isroutine(state) or isinstance(state, functools.partial):
+        make, state = state, Unborn(state, ()).shapes()
+    if isinstance(batch, HostBatches):
+        batches = batch
+        batch = (batches[number] for number in itertools.count())
     later = batch if isinstance(batch, Iterator) else None
     if later is not None and (batch := next(later, None)) is None:
         raise PlanError(f"--step {place} returned an iterator without a batch; yield at least one")
     two = _of_two(step, state, batch)
-    return OwnStep(name=place, train_step=two, state=state, batch=batch, later=later)
+    return OwnStep(name=place, train_step=two, state=state, batch=batch, later=later, make=make)
 
 
 def named_model(text: str, option: str = "", **changed: Any) -> CorpusModel:

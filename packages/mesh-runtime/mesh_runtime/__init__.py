@@ -17,6 +17,7 @@ from mesh_runtime.array_store import (
     tile_boxes,
 )
 from mesh_runtime.exported import ExportedProgram
+from mesh_runtime.host_batches import HostBatches, HostLeaf
 from mesh_runtime.in_process import InProcessRuntime
 from mesh_runtime.order import ScheduleError, ScheduleOrder, check_schedule, value_name
 from mesh_runtime.pacing import Pace
@@ -45,6 +46,8 @@ __all__ = [
     "Executable",
     "ExportedProgram",
     "FileSums",
+    "HostBatches",
+    "HostLeaf",
     "InProcessRuntime",
     "NoRoomError",
     "Pace",

@@ -23,6 +23,7 @@ from alpa_interchange.schedule import PipelineSchedule
 from mesh_runtime.boundary import check_present, complete_layouts, destinations, listing
 from mesh_runtime.carry import check_outputs, with_carries
 from mesh_runtime.exported import ExportedProgram
+from mesh_runtime.host_batches import HostLeaf, HostRead
 from mesh_runtime.layout import HostTiles, Layout, Tiles, host_tiles, joined, plain_spec
 from mesh_runtime.loaded_plan import LoadedPlan, plan_hash, value_types
 from mesh_runtime.order import check_schedule, value_name
@@ -219,7 +220,7 @@ class RayRuntime:
         """Execute the schedule once on every worker; return handles of the outputs."""
         loaded = self._program()
         resident = {name: one for name, one in self._resident.items() if name not in batch}
-        bound, shares = self._inputs(loaded, batch, resident)
+        bound, shares, reads = self._inputs(loaded, batch, resident)
         kept = {name: self.workers.new_number() for name in self._to_keep(loaded, resident)}
         returned = [name for name in loaded.outputs if name not in kept]
         self._number += 1
@@ -235,6 +236,7 @@ class RayRuntime:
                 placed=shares[mesh, worker.host],
                 kept={name: number for name, number in kept.items() if mesh in meshes[name]},
                 returned=tuple(name for name in returned if mesh == loaded.holders(name)[0]),
+                reads=reads[mesh],
                 released=released,
                 trace=self.trace_mode,
             )
@@ -291,15 +293,20 @@ class RayRuntime:
 
     def _inputs(
         self, loaded: LoadedPlan, batch: Mapping[str, Any], resident: Mapping[str, RemoteArray]
-    ) -> tuple[list[dict[str, int]], Shares]:
-        """Return what each mesh has of a step's inputs, by number, and what each host is sent."""
+    ) -> tuple[list[dict[str, int]], Shares, list[dict[str, HostRead]]]:
+        """Return what each mesh has of a step's inputs, by number, what each host is sent, and what
+        the hosts of each mesh read."""
         bound: list[dict[str, int]] = [{} for _ in loaded.order.inputs]
+        reads: list[dict[str, HostRead]] = [{} for _ in loaded.order.inputs]
         moved: list[tuple[int, str]] = []
         values: dict[str, NDArray[Any]] = {}
         for mesh, name in destinations(loaded.order, batch, "step"):
             value = batch[name]
             if self._holds(mesh, value):
                 bound[mesh][name] = value.buffer.number
+                continue
+            if isinstance(value, HostLeaf):
+                reads[mesh][name] = self._read(loaded, name, value)
                 continue
             moved.append((mesh, name))
             if name not in values:
@@ -309,8 +316,8 @@ class RayRuntime:
                 bound[mesh][name] = handle.buffer.number
         shares = self._shares(loaded, moved, values)
         for mesh, names in enumerate(loaded.order.inputs):
-            check_present(mesh, names, {*bound[mesh], *shares[mesh, 0]})
-        return bound, shares
+            check_present(mesh, names, {*bound[mesh], *shares[mesh, 0], *reads[mesh]})
+        return bound, shares, reads
 
     def _holds(self, mesh: int, value: Any) -> bool:
         """Return whether a mesh has what a handle stands for; refuse one that is stale."""
@@ -330,15 +337,24 @@ class RayRuntime:
                 f"{name!r} is a PRNG key array, which cannot cross processes; give "
                 "jax.random.key_data of it to a program that wraps it again"
             )
-        array, wanted = np.asarray(value), self._type(loaded, name)
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-        if array.shape != wanted.shape or str(dtype) != wanted.dtype:
+        array = np.asarray(value)
+        return array.astype(self._checked_dtype(loaded, name, array), copy=False)
+
+    def _checked_dtype(self, loaded: LoadedPlan, name: str, value: Any) -> Any:
+        """Return the dtype of an input as the programs read it; refuse another shape or dtype."""
+        wanted, dtype = self._type(loaded, name), jax.dtypes.canonicalize_dtype(value.dtype)
+        if value.shape != wanted.shape or str(dtype) != wanted.dtype:
             raise ValueError(
                 f"{name!r} must be {wanted.dtype}{list(wanted.shape)}, as the programs were "
-                f"exported for, got {dtype}{list(array.shape)}; nothing was run, and the state is "
+                f"exported for, got {dtype}{list(value.shape)}; nothing was run, and the state is "
                 "as it was"
             )
-        return array.astype(dtype, copy=False)
+        return dtype
+
+    def _read(self, loaded: LoadedPlan, name: str, value: HostLeaf) -> HostRead:
+        """Return what hosts are told to read for an input."""
+        self._checked_dtype(loaded, name, value)
+        return HostRead(self.workers.number_of(value.source), value.step, value.leaf, value.rows)
 
     def _type(self, loaded: LoadedPlan, name: str) -> ArrayType:
         return loaded.type_of(loaded.readers(name)[0], name)

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from alpa_interchange.check import non_negative, positive
 from mesh_runtime.handshake import disagreement
 from mesh_runtime.heartbeats import Heartbeats, Progress
+from mesh_runtime.host_batches import HostBatches
 from mesh_runtime.layout import Tiles, joined
 from mesh_runtime.ray_placement import PLACEMENTS, RayMesh, bundles_of, reserve
 from mesh_runtime.remote_array import Buffer
@@ -38,7 +39,7 @@ from mesh_runtime.worker import WorkerProgram
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
 from mesh_runtime.worker_types import TaskTypes
 
-_ALONE = ("load", "unload", "place")
+_ALONE = ("load", "unload", "place", "add_batches")
 """What workers do without one another: where one refuses, all are as they were."""
 
 _DEVICES = "--xla_force_host_platform_device_count"
@@ -131,6 +132,7 @@ class RayWorkers:
         self._numbers = itertools.count(1)
         self._released: deque[int] = deque()
         self._plans: Counter[str] = Counter()
+        self._batches: dict[HostBatches, int] = {}
         bundles, self.places = bundles_of(self.meshes)
         started = _connect(ray, self.options, sum(one["CPU"] for one in bundles))
         self._groups: list[Any] = []
@@ -216,6 +218,23 @@ class RayWorkers:
         self._plans[plan] -= 1
         if not self._plans[plan] and not self.closed:
             self.work("unload", [(worker, (plan,)) for worker in self.workers])
+
+    def number_of(self, batches: HostBatches) -> int:
+        """Return the number under which the workers read batches, having told them how."""
+        if batches not in self._batches:
+            number = len(self._batches)
+            given = (number, batches.read, batches.shapes)
+            try:
+                self.work("add_batches", [(worker, given) for worker in self.workers])
+            except StepError as error:
+                if self.closed:
+                    raise
+                raise StepError(
+                    f"what reads the batches, {batches.read!r}, is no good on the workers: its "
+                    f"module must be one that they can import, and its data must be small: {error}"
+                ) from error
+            self._batches[batches] = number
+        return self._batches[batches]
 
     def _start(self) -> None:
         """Start one actor per mesh host, join each mesh's group, and introduce all."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.array_store import ArrayReader, ArrayWriter, FileSums, Part, StoreError
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.heartbeats import Doing
+from mesh_runtime.host_batches import HostRead, ReadRows, RowReader
 from mesh_runtime.layout import HostTiles, Layout, Tiles, plain_spec
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.pacing import Pace
 from mesh_runtime.pieces import box_of
-from mesh_runtime.runtime import StepError
-from mesh_runtime.task_programs import LoadedProgram, call, task_programs
+from mesh_runtime.runtime import Executable, StepError
+from mesh_runtime.task_programs import LoadedProgram, TaskProgram, call, task_programs
 from mesh_runtime.trace import Recorder
 from mesh_runtime.transfers import Moves, Receiving, Sending, Transport, device_number
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
@@ -48,7 +49,7 @@ class WorkerProgram:
 
     plan: str
     schedule: str  # JSON of a PipelineSchedule
-    executables: Mapping[str, ExportedProgram]
+    executables: Mapping[str, Executable]  # callables only where they are of the same process
     layouts: tuple[Mapping[str, Layout], ...]  # per mesh, by value
     timeout: float  # seconds a step may wait for another worker
 
@@ -58,8 +59,8 @@ class WorkerStep:
     """What one host does in a step: which arrays it reads, and which it keeps or sends back.
 
     `bound` and `kept` are numbers of arrays by buffer name, `placed` this host's share of arrays
-    that come with the step, `returned` the outputs whose tiles go to the driver, `released` numbers
-    of arrays that nobody refers to any more.
+    that come with the step, `reads` what this host reads of batches itself, `returned` the outputs
+    whose tiles go to the driver, `released` numbers of arrays that nobody refers to any more.
     """
 
     plan: str
@@ -68,6 +69,7 @@ class WorkerStep:
     placed: Mapping[str, HostTiles]
     kept: Mapping[str, int]
     returned: tuple[str, ...]
+    reads: Mapping[str, HostRead] = field(factory=dict)
     released: tuple[int, ...] = ()
     trace: str = "none"
 
@@ -78,7 +80,7 @@ class _Loaded:
 
     program: WorkerProgram
     instructions: tuple[Instruction, ...]
-    tasks: dict[str, LoadedProgram]
+    tasks: dict[str, TaskProgram]
     moves: Moves = field(factory=dict)
 
 
@@ -142,23 +144,28 @@ class MeshWorker:
         }
         self._pace = Pace(self.jax_mesh)
         self.doing = Doing(mesh, host)
+        self.most_held = 0  # buffers at a time, in the last step
         self._arrays: dict[int, jax.Array] = {}
         self._saving: dict[str, Future[FileSums]] = {}
         self._loaded: dict[str, _Loaded] = {}
         self._made: dict[ExportedProgram, LoadedProgram] = {}
         self._shardings: dict[Layout, NamedSharding] = {}
+        self._readers: dict[int, RowReader] = {}
 
     @property
     def name(self) -> str:
         return worker_name(self.mesh, self.host)
 
     def load(self, program: WorkerProgram) -> TaskTypes:
-        """Install a program and compile its tasks; return the inputs and outputs of each."""
+        """Install a program and compile its tasks; return the inputs and outputs of each exported
+        one."""
         schedule = from_json(program.schedule, PipelineSchedule, source="the schedule")
         instructions = schedule.programs[self.mesh]
-        tasks: Any = task_programs(instructions, program.executables, self.jax_mesh)
+        tasks = task_programs(instructions, program.executables, self.jax_mesh)
         types: TaskTypes = {}
         for name, task in tasks.items():
+            if not isinstance(task, LoadedProgram):
+                continue
             try:
                 types[name] = _types(task, self._grid)
             except Exception as error:
@@ -175,6 +182,12 @@ class MeshWorker:
     def unload(self, plan: str) -> None:
         """Drop a program."""
         self._loaded.pop(plan, None)
+
+    def add_batches(
+        self, number: int, read: ReadRows, shapes: Sequence[jax.ShapeDtypeStruct]
+    ) -> None:
+        """Learn how the rows of batches are read that steps will name by a number."""
+        self._readers[number] = RowReader(read, shapes)
 
     def place(self, plan: str, inputs: Mapping[str, HostTiles], numbers: Mapping[str, int]) -> None:
         """Keep this host's share of arrays, in the layouts of a program, under numbers."""
@@ -201,10 +214,14 @@ class MeshWorker:
         loaded = self._program(step.plan)
         self.release(step.released)
         recorder, origin = Recorder(step.trace, self.mesh + 1), time.time()
+        self.most_held = 0
         state = _Step(loaded, step.number, recorder)
         state.held = {
             **{name: self._array(number) for name, number in step.bound.items()},
-            **{name: self._place(loaded, name, share) for name, share in step.placed.items()},
+            **{
+                name: self._place(loaded, name, share)
+                for name, share in (*step.placed.items(), *self._read(loaded, step.reads))
+            },
         }
         try:
             self._post_receives(state)
@@ -292,6 +309,26 @@ class MeshWorker:
     def _drop_overwritten(self, numbers: Iterable[int]) -> None:
         self.release([k for k in numbers if self._arrays[k].is_deleted()])
 
+    def _read(
+        self, loaded: _Loaded, reads: Mapping[str, HostRead]
+    ) -> Iterator[tuple[str, HostTiles]]:
+        """Yield what this host reads of its batch, by name."""
+        sources: dict[int, dict[str, HostRead]] = {}
+        for name, each in reads.items():
+            sources.setdefault(each.source, {})[name] = each
+        for source, named in sources.items():
+            reader = self._readers[source]
+            boxes = {}
+            for name, each in named.items():
+                shape = reader.shape(each)
+                layout = loaded.program.layouts[self.mesh][value_name(name)]
+                found = self._sharding(layout).addressable_devices_indices_map(shape)
+                boxes[name] = [box_of(index or (), shape) for index in found.values()]
+            try:
+                yield from reader.shares(named, boxes).items()
+            except Exception as error:
+                raise StepError(f"{self.name} could not read its batch: {error}") from error
+
     def _sharding(self, layout: Layout) -> NamedSharding:
         if layout not in self._shardings:
             self._shardings[layout] = layout.sharding(self.devices)
@@ -313,7 +350,8 @@ class MeshWorker:
         if instruction.kind == "run":
             read = [self._value(state, name) for name in instruction.inputs]
             start = recorder.now()
-            donated = state.loaded.program.executables[instruction.task].donated
+            program = state.loaded.program.executables[instruction.task]
+            donated = program.donated if isinstance(program, ExportedProgram) else ()
             for name in instruction.inputs:
                 if value_name(name) in donated:
                     self._await_sends(state, name)
@@ -326,12 +364,14 @@ class MeshWorker:
         elif instruction.kind == "receive":
             for name in instruction.outputs:
                 state.held[name] = state.arriving[position, name]
+            self.most_held = max(self.most_held, len(state.held))
             return
         else:
             for name in instruction.inputs:
                 arriving = state.held.pop(name)
                 if isinstance(arriving, _Arriving):
                     self._receive(state, name, arriving)
+        self.most_held = max(self.most_held, len(state.held))
         if recorder.mode != "none":
             recorder.record(self.mesh, instruction, start, read, written)
 

@@ -34,7 +34,7 @@ from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import partition_spec
 from alpa_meta.step.arguments import abstract
 from alpa_meta.step.leaves import Leaf
-from mesh_runtime import RayRuntime, RemoteArray, TraceEvent, fetched
+from mesh_runtime import HostLeaf, RayRuntime, RemoteArray, TraceEvent, fetched
 
 if TYPE_CHECKING:
     from alpa_meta.audit.executable import ExecutableAudit
@@ -130,6 +130,8 @@ class Executable:
             return self._run(inputs, computed)
 
     def _run(self, inputs: Sequence[Any], computed: Sequence[bool] | None) -> list[Any]:
+        if not self._remote:
+            inputs = [np.asarray(one) if isinstance(one, HostLeaf) else one for one in inputs]
         inputs = parted(self.planned.program, [*inputs, *self._given(inputs)])
         buffers: dict[str, Any] = {}
         placed = list(inputs)
@@ -289,10 +291,12 @@ class Executable:
         self._runtime.load(self.schedule, **self._contract)
 
     def templates(self) -> dict[str, Any]:
-        """Return a handle for each input of the plan that is no batch, by path, laid out as it is
-        read, of an array that is not there; a shape for what no worker reads."""
+        """Return, for each input of the plan that is no batch, by path, what stands for an array
+        laid out as it is read: on Ray a handle of one that is not there, else a shape. Of what the
+        step never reads, a shape without a layout."""
         held = [leaf for leaf in self.planned.program.inputs if leaf.role in ("state", "constant")]
-        assert isinstance(self._runtime, RayRuntime)
+        if not isinstance(self._runtime, RayRuntime):
+            return {leaf.path: _laid_out(leaf.aval, self._where.get(leaf.path)) for leaf in held}
         found = self._runtime.templates([one.path for one in held if one.path in self._where])
         return {
             leaf.path: _as_keys(found[leaf.path], leaf.aval) if leaf.path in found else leaf.aval
@@ -343,7 +347,7 @@ class Executable:
                 "plan again for the new batch size"
             )
         self._check_type(leaf, value)
-        if self._remote:
+        if self._remote and not isinstance(value, HostLeaf):
             value = as_host_array(value)
         if count == 1:
             once = path in self.planned.tasks.graph.per_step
@@ -490,3 +494,7 @@ def _as_keys(value: Any, like: Any) -> Any:
     """Return a handle of words as random keys, if `like` is an array or shape of keys."""
     impl = key_impl(like)
     return value.as_keys(impl) if impl and isinstance(value, RemoteArray) else value
+
+
+def _laid_out(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

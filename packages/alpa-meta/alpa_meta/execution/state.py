@@ -104,6 +104,20 @@ def placed(executable: Executable, state: Any) -> Any:
     return rebuild(leaves)
 
 
+def laid_out(executable: Executable, state: Any) -> Any:
+    """Return what stands for the arrays of a state, of which shapes are given, laid out as the plan
+    wants them (`Executable.templates`): what a checkpoint is restored like."""
+    leaves, rebuild = flat_objects(state)
+    arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+    wanted = _wanted(
+        executable, len(arrays), "restore() was given {} arrays, the step has {} state arrays"
+    )
+    found = executable.templates()
+    for k, array in zip(arrays, wanted, strict=True):
+        leaves[k] = array.united([found[piece.path] for piece in array.pieces])
+    return rebuild(leaves)
+
+
 def templates(executable: Executable) -> dict[str, Any]:
     """Return what to restore each array of the state like, by the path of the user's array."""
     found = executable.templates()

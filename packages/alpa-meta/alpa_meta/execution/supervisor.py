@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.checkpoints.restoring import read_checkpoint
 from alpa_meta.checkpoints.saving import Saving
 from alpa_meta.errors import WorkersReplaced
 from alpa_meta.execution.piecewise import PiecewiseArray
+from alpa_meta.step.arguments import is_array
 from alpa_meta.step.program import Step
+from alpa_meta.step.pure_call import flat_objects
 from mesh_runtime import RemoteArray, StepError, WorkerError
 
 _POLL_SECONDS = 0.02
@@ -63,17 +65,50 @@ class _Call:
 
 
 @frozen(eq=False)
+class _Source:
+    """What made a state, and makes it again: an initialiser or a checkpoint.
+
+    `made` are the leaves that it made, `numbers` those that are a step's, in their order.
+    """
+
+    make: Callable[[], Any]
+    name: str
+    made: tuple[Any, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    def of(self, state: Sequence[Any]) -> _Source | None:
+        """Return what makes the leaves of `state`; None if they are others."""
+        places = {id(leaf): number for number, leaf in enumerate(self.made)}
+        if not all(id(leaf) in places for leaf in state):
+            return None
+        return evolve(self, made=(), numbers=tuple(places[id(leaf)] for leaf in state))
+
+    def again(self) -> list[Any]:
+        """Return the leaves, made anew."""
+        made = _leaves(self.make())
+        return [made[number] for number in self.numbers]
+
+
+@frozen(eq=False)
 class _Mark:
     """A state to go on from: that before call `start` of the log.
 
     It is in a checkpoint, of which `tree` has the structure with the number of each leaf, or
-    `leaves` are its arrays on the host.
+    `source` made it, or `leaves` are its arrays on the host.
     """
 
     start: int
     saving: Saving | None = None
     tree: Any = None
     leaves: tuple[Any, ...] = ()
+    source: _Source | None = None
+
+    @property
+    def name(self) -> str:
+        """Where the run goes on from."""
+        if self.saving is not None:
+            return str(self.saving.wait())
+        return "the first state" if self.source is None else self.source.name
 
     def is_whole(self) -> bool:
         """Return whether it can be restored, as far as can be told without reading it."""
@@ -95,6 +130,8 @@ class _Mark:
 
     def restored(self, templates: Sequence[Any]) -> list[Any]:
         """Return the leaves of the state, laid out as `templates`."""
+        if self.source is not None:
+            return self.source.again()
         if self.saving is None:
             return list(self.leaves)
         like = jax.tree.map(lambda number: templates[number], self.tree)
@@ -115,6 +152,7 @@ class Supervisor:
     _state: list[Any] = field(factory=list, init=False)
     _log: list[_Call] = field(factory=list, init=False)
     _marks: list[_Mark] = field(factory=list, init=False)
+    _source: _Source | None = field(default=None, init=False)
 
     def run(self, key: Any, leaves: Sequence[Any]) -> list[Any]:
         """Return the leaves of a step's result, having replaced workers that failed."""
@@ -137,6 +175,10 @@ class Supervisor:
         self._log.append(call)
         self._forget()
         return results
+
+    def note_source(self, state: Any, make: Callable[[], Any], name: str) -> None:
+        """Note what made a state: where steps begin with it, `make()` gives it again."""
+        self._source = _Source(make, name, tuple(_leaves(state)))
 
     def note(self, saving: Saving, state: Any) -> None:
         """Note that a state is being saved: if it is that after the last step, steps can go on from
@@ -176,9 +218,8 @@ class Supervisor:
             self._forget()
             mark = next(mark for mark in reversed(self._marks) if mark.is_whole())
             calls = self._log[mark.start :]
-            where = "the first state" if mark.saving is None else str(mark.saving.wait())
             warnings.warn(
-                f"{error}; its workers are replaced, and the run goes on from {where} with "
+                f"{error}; its workers are replaced, and the run goes on from {mark.name} with "
                 f"{len(calls)} steps done again",
                 WorkersReplaced,
                 stacklevel=2,
@@ -207,7 +248,11 @@ class Supervisor:
     def _begin(self, call: _Call, state: list[Any]) -> None:
         """Forget what was before: a step is given another state."""
         self._latest, self._state, self._log, self._marks = call, state, [], []
-        if not any(isinstance(leaf, (RemoteArray, PiecewiseArray)) for leaf in state):
+        source = None if self._source is None else self._source.of(state)
+        self._source = None
+        if source is not None:
+            self._marks = [_Mark(0, source=source)]
+        elif not any(isinstance(leaf, (RemoteArray, PiecewiseArray)) for leaf in state):
             self._marks = [_Mark(0, leaves=tuple(map(_copied, state)))]
 
     def _forget(self) -> None:
@@ -222,10 +267,7 @@ class Supervisor:
             return
         start = self._marks[whole[-1]].start
         self._log = self._log[start:]
-        self._marks = [
-            _Mark(mark.start - start, mark.saving, mark.tree, mark.leaves)
-            for mark in self._marks[whole[-1] :]
-        ]
+        self._marks = [evolve(mark, start=mark.start - start) for mark in self._marks[whole[-1] :]]
 
     def _check_open(self) -> None:
         """Raise the reason for which the workers were closed since the last step, if they were."""
@@ -256,6 +298,11 @@ def _call(step: Step, key: Any, leaves: Sequence[Any]) -> _Call:
     )
     given = {k: _copied(leaf) for k, leaf in enumerate(leaves) if k not in held}
     return _Call(key, held, given)
+
+
+def _leaves(state: Any) -> list[Any]:
+    """Return the arrays of a state in the order in which a step has them."""
+    return [leaf for leaf in flat_objects(state)[0] if is_array(leaf)]
 
 
 def _copied(leaf: Any) -> Any:

@@ -12,7 +12,7 @@ from attrs import frozen
 from alpa_meta.checkpoints.leaves import named_leaves
 from alpa_meta.trainer.loop import OneDeviceStep, run_steps
 from alpa_meta.trainer.settings import TrainSettings
-from alpa_meta.trainer.text import Bytes
+from mesh_runtime import HostBatches
 
 
 @frozen(kw_only=True)
@@ -33,7 +33,7 @@ class Comparison:
 
 def compare_with_one_device(
     settings: TrainSettings,
-    part: Bytes,
+    batches: HostBatches,
     state: Any,
     *,
     start: int,
@@ -52,7 +52,13 @@ def compare_with_one_device(
         on_step(len(found))
 
     final = run_steps(
-        OneDeviceStep(), state, part, settings, start=start, stop=start + len(losses), on_step=note
+        OneDeviceStep(),
+        state,
+        batches,
+        settings,
+        start=start,
+        stop=start + len(losses),
+        on_step=note,
     )
     return difference(found, jax.device_get(final.params), losses, params)
 

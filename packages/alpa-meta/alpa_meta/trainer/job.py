@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from alpa_meta.report.timeline_figure import draw_last_step
 from alpa_meta.trainer.comparison import Comparison, compare_with_one_device
 from alpa_meta.trainer.evaluation import HELD_OUT_BYTES, baseline_loss, held_out_loss
 from alpa_meta.trainer.host_devices import check_devices
-from alpa_meta.trainer.loop import batch_of, run_steps
+from alpa_meta.trainer.loop import OneDeviceStep, host_batches, run_steps
 from alpa_meta.trainer.metrics import StepMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
 from alpa_meta.trainer.planning import Parallelism, batch_shapes, find_cluster, parallel_step
@@ -36,7 +38,7 @@ from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settin
 from alpa_meta.trainer.signals import StopSignals
 from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
 from alpa_meta.trainer.text import Text, read_text
-from mesh_runtime import RayOptions
+from mesh_runtime import HostBatches, RayOptions
 
 EXTRA_STEPS = 100  # what resuming a finished run adds
 
@@ -61,14 +63,41 @@ class TrainRequest:
 
 @frozen(kw_only=True)
 class Start:
-    """Where a run begins: fresh at step 0, or at a checkpoint with its state on the host."""
+    """Where a run begins: fresh at step 0, or after the steps of a checkpoint."""
 
     settings: TrainSettings
     step: int
     stop: int
-    state: Any  # None: to be initialised
     plan: ParallelPlan | None
     checkpoint: Checkpoint | None = None
+
+    @functools.cached_property
+    def make_state(self) -> Callable[[jax.Array], Any]:
+        """What makes the state of a fresh run."""
+        settings = self.settings
+        return make_state_maker(settings.model, make_optimiser(settings.optimiser))
+
+    @property
+    def key(self) -> jax.Array:
+        """What the state of a fresh run is drawn with."""
+        return jax.random.key(self.settings.seed)
+
+    def shapes(self) -> Any:
+        """Return the shapes of the state."""
+        return jax.eval_shape(self.make_state, self.key)
+
+    def state_of(self, step: Any) -> Any:
+        """Return the state that the run begins with, made or read where the plan of `step` has
+        it."""
+        if self.checkpoint is not None:
+            return step.restore(self.checkpoint, self.shapes())
+        return step.init(self.make_state, self.key)
+
+    def state_on_one_device(self) -> Any:
+        """Return the state that the run begins with, whole."""
+        if self.checkpoint is not None:
+            return self.checkpoint.restore(self.shapes())
+        return OneDeviceStep().init(self.make_state, self.key)
 
 
 @frozen(kw_only=True)
@@ -104,8 +133,6 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         f"out\nbaseline: a byte trigram (add-one smoothing) fitted on the same training part has "
         f"held-out loss {trigram:.3f} nats per byte"
     )
-    make_state = make_state_maker(settings.model, make_optimiser(settings.optimiser))
-    key = jax.random.key(settings.seed)
     with stages_progress(console) as progress:
         step = parallel_step(
             train_step,
@@ -117,18 +144,16 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
             on_nan=request.on_nan,
             checkpoints=folder.checkpoints,
         )
-        shapes = (jax.eval_shape(make_state, key), batch_shapes(settings))
+        shapes = (start.shapes(), batch_shapes(settings))
         plan = step.plan_for(*shapes)
     print_plan(plan, console)
     folder.check_room(sum(one.size * one.dtype.itemsize for one in jax.tree.leaves(shapes[0])))
-    first_state = start.state
-    if first_state is None:
-        first_state = step.gather(step.init(make_state, key))
+    batches = host_batches(text.train, settings)
     with stages_progress(console) as progress:
         progress("compile", 0, 1)
-        step(step.place(first_state), batch_of(text.train, settings, start.step))
+        step(start.state_of(step), batches[start.step])
         progress("compile", 1, 1)
-    state = first_state if request.ray is not None else step.place(first_state)
+    state = start.state_of(step)
     recorder = RunRecorder(
         folder=folder,
         start=start.step,
@@ -139,14 +164,14 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
         say=console.print,
         begin_saving=step.save,
     )
-    compared, last = _train(request, start, step, state, text, recorder, console)
+    compared, last = _train(request, start, step, state, batches, recorder, console)
     held_out = held_out_loss(settings.model, last, text)
     verdict = "beats" if held_out < trigram else "does not beat"
     console.print(
         f"held-out loss {held_out:.3f} nats per byte over {HELD_OUT_BYTES:,} bytes: {verdict} the "
         f"trigram's {trigram:.3f}"
     )
-    comparison = _compare(request, start, recorder.steps, compared, first_state, text, console)
+    comparison = _compare(request, start, recorder.steps, compared, text, console)
     history = read_metrics(folder.metrics, StepMetrics.of)
     draw_loss(folder.loss_picture, history, trigram=trigram, held_out=held_out)
     if step.plan is not plan:  # planned anew for the nodes that were left
@@ -177,13 +202,10 @@ def _start_of(request: TrainRequest, console: Console) -> Start:
     if request.resume is None:
         settings = request.settings
         stop = request.steps or settings.optimiser.schedule_steps
-        return Start(settings=settings, step=0, stop=stop, state=None, plan=plan)
+        return Start(settings=settings, step=0, stop=stop, plan=plan)
     folder = RunFolder(request.resume)
     checkpoint = folder.read_checkpoint(console.print)
     settings = settings_from_json(checkpoint.settings.get("run", {}), str(checkpoint.path))
-    make_state = make_state_maker(settings.model, make_optimiser(settings.optimiser))
-    shapes = jax.eval_shape(make_state, jax.random.key(settings.seed))
-    state = checkpoint.restore(shapes)
     stop = request.steps or settings.optimiser.schedule_steps
     if request.steps is None and stop <= checkpoint.step:
         stop = checkpoint.step + EXTRA_STEPS
@@ -203,7 +225,6 @@ def _start_of(request: TrainRequest, console: Console) -> Start:
         settings=settings,
         step=checkpoint.step,
         stop=stop,
-        state=state,
         plan=plan,
         checkpoint=checkpoint,
     )
@@ -223,7 +244,7 @@ def _train(
     start: Start,
     step: Any,
     state: Any,
-    text: Text,
+    batches: HostBatches,
     recorder: RunRecorder[StepMetrics],
     console: Console,
 ) -> tuple[Any, Any]:
@@ -246,7 +267,7 @@ def _train(
                 last = run_steps(
                     step,
                     state,
-                    text.train,
+                    batches,
                     start.settings,
                     start=start.step,
                     stop=start.stop,
@@ -274,7 +295,6 @@ def _compare(
     start: Start,
     steps: list[StepMetrics],
     params: Any,
-    first_state: Any,
     text: Text,
     console: Console,
 ) -> Comparison | None:
@@ -287,8 +307,8 @@ def _compare(
         progress(stage, 0, len(losses))
         found = compare_with_one_device(
             start.settings,
-            text.train,
-            first_state,
+            host_batches(text.train, start.settings),
+            start.state_on_one_device(),
             start=start.step,
             losses=losses,
             params=params,

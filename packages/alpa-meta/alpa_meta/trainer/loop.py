@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from attrs import frozen
 
 from alpa_meta.trainer.metrics import StepMetrics
 from alpa_meta.trainer.settings import TrainSettings
 from alpa_meta.trainer.step import Batch, learning_rates, train_step
 from alpa_meta.trainer.text import Bytes, batch_at
+from mesh_runtime import HostBatches
 
 
 class Step(Protocol):
@@ -35,26 +37,45 @@ class OneDeviceStep:
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
         with jax.default_device(self._device):
-            after: tuple[Any, dict[str, Any]] = self._step(state, batch)
+            after: tuple[Any, dict[str, Any]] = self._step(state, jax.tree.map(np.asarray, batch))
             return after
 
 
-def batch_of(part: Bytes, settings: TrainSettings, step: int) -> Batch:
-    """Return the batch of training step `step` (0 is the first): int32 [batch, position] each."""
-    windows = batch_at(
-        part,
-        step,
-        seed=settings.seed,
-        batch_size=settings.batch_size,
-        length=settings.model.context,
-    ).astype(np.int32)
-    return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
+@frozen(eq=False)
+class TextRows:
+    """Reads rows of the batches of training on a text; every host of a run has one."""
+
+    part: Bytes
+    seed: int
+    batch_size: int
+    length: int
+
+    def __call__(self, step: int, start: int, stop: int) -> Batch:
+        """Return rows start..stop of the batch of step `step` (0 is the first): int32 [row,
+        position] each."""
+        windows = batch_at(
+            self.part,
+            step,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            length=self.length,
+            rows=slice(start, stop),
+        ).astype(np.int32)
+        return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
+
+
+def host_batches(part: Bytes, settings: TrainSettings) -> HostBatches:
+    """Return the batches of training on a text, which the hosts read from their copies of it."""
+    size, length = settings.batch_size, settings.model.context
+    tokens = jax.ShapeDtypeStruct((size, length), np.int32)
+    read = TextRows(part, settings.seed, size, length)
+    return HostBatches(read, {"inputs": tokens, "targets": tokens})
 
 
 def run_steps(
     step: Step,
     state: Any,
-    part: Bytes,
+    batches: HostBatches,
     settings: TrainSettings,
     *,
     start: int,
@@ -70,7 +91,7 @@ def run_steps(
         if stopped():
             break
         began = time.perf_counter()
-        state, metrics = step(state, batch_of(part, settings, number))
+        state, metrics = step(state, batches[number])
         loss = float(metrics["loss"])
         seconds = time.perf_counter() - began
         shown = StepMetrics(

@@ -34,7 +34,7 @@ from alpa_meta.trainer.planning import Parallelism, find_cluster, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.signals import StopSignals
-from mesh_runtime import RayOptions
+from mesh_runtime import HostLeaf, RayOptions
 
 STEPS = 20  # of a run, and what resuming one adds
 _STEP = "step"  # the setting of a checkpoint that names the program
@@ -68,8 +68,16 @@ class _Start:
     stop: int
     plan: ParallelPlan | None
 
-    def state(self) -> Any:
-        """Return the state that the run begins with, to be overwritten."""
+    def state_of(self, step: Any) -> Any:
+        """Return the state that the run begins with, to be overwritten: made or read where the plan
+        of `step` has it, if an initialiser or a checkpoint makes it."""
+        if self.checkpoint is not None:
+            return step.restore(self.checkpoint, self.program.state)
+        make = getattr(self.program, "make", None)
+        return self.program.arguments()[0] if make is None else step.init(make)
+
+    def state_on_one_device(self) -> Any:
+        """Return the state that the run begins with, whole, to be overwritten."""
         state = self.program.arguments()[0]
         return state if self.checkpoint is None else self.checkpoint.restore(state)
 
@@ -105,7 +113,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
             checkpoints=folder.checkpoints,
         )
         batch = next(batches)
-        plan = step.plan_for(start.state(), batch)
+        plan = step.plan_for(program.state, batch)
     print_plan(plan, console)
     recorder = RunRecorder(
         folder=folder,
@@ -186,8 +194,10 @@ def _train(
     """Run the steps, the first ones also on one device."""
     step.num_steps = start.step
     monitor = Monitor(step, request.metrics or recorder.folder.samples, console.print)
-    plain, other = OneDevice(start.program.train_step), start.state()
-    state, difference, compared = start.state(), 0.0, 0
+    plain, other = OneDevice(start.program.train_step), None
+    if request.comparison_steps:
+        other = start.state_on_one_device()
+    state, difference, compared = start.state_of(step), 0.0, 0
     for number in range(start.step, start.stop):
         if signals.received is not None:
             return
@@ -205,7 +215,7 @@ def _train(
         monitor.note(metrics.step, seconds, values)
         console.print(_line(metrics))
         if compared < request.comparison_steps:
-            other, expected = after_step(other, plain(other, batch))
+            other, expected = after_step(other, plain(other, _read(batch)))
             difference = max(difference, _difference(values, OwnMetrics.named(_scalars(expected))))
             compared += 1
     if compared:
@@ -252,6 +262,11 @@ def _scalars(found: Any) -> dict[str, float]:
         for path, leaf in named
         if np.ndim(leaf) == 0 and np.issubdtype(np.asarray(leaf).dtype, np.number)
     }
+
+
+def _read(batch: Any) -> Any:
+    """Return a batch with what hosts would read of it read here."""
+    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, HostLeaf) else x, batch)
 
 
 def _line(metrics: OwnMetrics) -> str:

@@ -62,13 +62,21 @@ def read_text(
     return Text(*parts, len(train), len(held_out), fingerprint)
 
 
-def batch_at(part: Bytes, step: int, *, seed: int, batch_size: int, length: int) -> Bytes:
-    """Return the windows of training step `step`: uint8 [batch_size, length + 1].
+def batch_at(
+    part: Bytes,
+    step: int,
+    *,
+    seed: int,
+    batch_size: int,
+    length: int,
+    rows: slice = slice(None),
+) -> Bytes:
+    """Return the windows of training step `step`, or `rows` of them: uint8 [rows, length + 1].
 
     A function of its arguments only, so a resumed run reads what an uninterrupted one would.
     """
     random = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, step]))
-    starts = random.integers(0, _num_starts(part, length), size=batch_size)
+    starts = random.integers(0, _num_starts(part, length), size=batch_size)[rows]
     windows: Bytes = part[starts[:, None] + np.arange(length + 1)]
     return windows
 

@@ -74,6 +74,21 @@ def test_steps_are_done_again_from_the_newest_checkpoint_that_is_whole(tmp_path)
     assert runs.executed == 7 + 1 + 2 + 1
 
 
+def test_a_state_that_was_made_elsewhere_is_made_there_again():
+    runs = Runs({3: WorkerError("a worker died")})
+    supervisor, made = Supervisor(runs), []
+
+    def make():
+        made.append(alpa.PiecewiseArray([np.ones(1, np.float32)], [0, 1]))
+        return {"sum": made[-1]}
+
+    state = make()
+    supervisor.note_source(state, make, "step 7 of a run")
+    with pytest.warns(alpa.WorkersReplaced, match="goes on from step 7 of a run with 2 steps"):
+        train(supervisor, 4, state["sum"])
+    assert len(made) == 2 and runs.executed == 4 + 1 + 2
+
+
 def test_an_error_of_the_program_is_raised_with_the_state_as_it_was():
     runs = Runs({3: StepError("out of memory in stage 1")})
     supervisor = Supervisor(runs)

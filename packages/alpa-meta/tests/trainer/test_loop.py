@@ -3,7 +3,7 @@ import numpy as np
 
 import alpa_meta as alpa
 from alpa_meta.trainer.comparison import compare_with_one_device, difference
-from alpa_meta.trainer.loop import OneDeviceStep, batch_of, run_steps
+from alpa_meta.trainer.loop import OneDeviceStep, host_batches, run_steps
 from alpa_meta.trainer.model import GptOptions
 from alpa_meta.trainer.settings import TrainSettings
 from alpa_meta.trainer.step import OptimiserOptions, make_optimiser, make_state_maker
@@ -29,7 +29,7 @@ def _run(step, state, start, stop):
     state = run_steps(
         step,
         state,
-        PART,
+        host_batches(PART, SETTINGS),
         SETTINGS,
         start=start,
         stop=stop,
@@ -56,7 +56,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
 
 
 def test_targets_are_the_inputs_one_byte_later():
-    batch = batch_of(PART, SETTINGS, 3)
+    batch = jax.tree.map(np.asarray, host_batches(PART, SETTINGS)[3])
     np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
     assert batch["inputs"].dtype == np.int32
 
@@ -66,7 +66,12 @@ def test_a_run_compared_with_itself_differs_by_nothing():
     first = jax.device_get(state)
     final, losses = _run(step, state, 0, 3)
     found = compare_with_one_device(
-        SETTINGS, PART, first, start=0, losses=losses, params=final.params
+        SETTINGS,
+        host_batches(PART, SETTINGS),
+        first,
+        start=0,
+        losses=losses,
+        params=final.params,
     )
     assert found.num_steps == 3
     assert found.loss_difference == found.parameter_difference == found.relative_difference == 0

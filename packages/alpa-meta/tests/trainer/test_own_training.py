@@ -28,6 +28,22 @@ def make():
 """
 
 
+BORN = """
+import alpa_meta as alpa, jax, jax.numpy as jnp, numpy as np
+from spoilt import make as plain
+
+def rows(number, start, stop):
+    return np.random.default_rng(number).normal(size=(8, 4)).astype(np.float32)[start:stop]
+
+def born():
+    batches = alpa.HostBatches(rows, jax.ShapeDtypeStruct((8, 4), np.float32))
+    return plain()[0], lambda: jnp.eye(4), batches
+
+def whole():
+    return plain()[0], jnp.eye(4), (rows(number, 0, 8) for number in range(9))
+"""
+
+
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     (tmp_path / "spoilt.py").write_text(PROGRAM)
@@ -84,3 +100,20 @@ def test_a_run_can_be_watched_and_its_last_step_traced(program, capsys, tmp_path
 def test_another_word_is_refused(program, capsys):
     assert program("--on-nan", "stop") == 2
     assert "on_nan must be one of raise, skip" in capsys.readouterr().err
+
+
+def test_a_state_made_by_a_function_and_batches_read_by_hosts_train_as_arrays_do(
+    program, tmp_path, capsys
+):
+    (tmp_path / "reading.py").write_text(BORN)
+    losses = {}
+    for name, steps in (("born", "4"), ("whole", "6")):
+        asked = ["--step", f"reading:{name}", "--cluster", "host:2", "--stages", "2"]
+        options = [*asked, "--microbatches", "2", "--compare", "2", "--out", name]
+        assert run(["train", *options, "--steps", steps]) == 0
+        if name == "born":  # a resumed run reads its state from the files, where the plan has it
+            assert run(["train", "--resume", name, "--steps", "6", "--compare", "1"]) == 0
+        with open(f"{name}/metrics.jsonl") as lines:
+            losses[name] = [json.loads(line)["loss"] for line in lines]
+    assert losses["born"] == losses["whole"] and len(losses["born"]) == 6
+    assert "the same 2 steps on one device" in capsys.readouterr().out
