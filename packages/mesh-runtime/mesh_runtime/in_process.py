@@ -28,7 +28,14 @@ from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.order import ScheduleOrder, check_schedule, describe, value_name
 from mesh_runtime.pacing import Pace
 from mesh_runtime.runtime import Array, Executable, StepError, ValueShardings
-from mesh_runtime.task_programs import LoadedProgram, TaskProgram, call, check_tasks, task_programs
+from mesh_runtime.task_programs import (
+    IssuedRuns,
+    LoadedProgram,
+    TaskProgram,
+    call,
+    check_tasks,
+    task_programs,
+)
 from mesh_runtime.trace import Recorder, TraceEvent
 
 Transfer = Callable[[jax.Array, Sharding], jax.Array]
@@ -160,15 +167,18 @@ class InProcessRuntime:
         buffers = [{**resident[mesh], **batch_buffers[mesh]} for mesh in range(len(self.meshes))]
         for mesh, names in enumerate(loaded.order.inputs):
             check_present(mesh, names, buffers[mesh])
-        recorder = Recorder(self.trace_mode, len(self.meshes))
+        recorder, issued = Recorder(self.trace_mode, len(self.meshes)), IssuedRuns()
         try:
-            self._issue(loaded, buffers, recorder)
+            self._issue(loaded, buffers, recorder, issued)
             outputs = self._collect(loaded, buffers)
             self._keep_resident(loaded, buffers, set(batch))
-        except BaseException:
+        except BaseException as error:
             for held in self._resident:
                 for name in [name for name, array in held.items() if array.is_deleted()]:
                     del held[name]
+            failure = issued.failure() if isinstance(error, Exception) else None
+            if failure is not None:
+                raise failure from error
             raise
         finally:
             self._trace = recorder.finish()
@@ -203,7 +213,9 @@ class InProcessRuntime:
         placed: jax.Array = jax.device_put(array, sharding)
         return placed
 
-    def _issue(self, loaded: _Loaded, buffers: list[Buffers], recorder: Recorder) -> None:
+    def _issue(
+        self, loaded: _Loaded, buffers: list[Buffers], recorder: Recorder, issued: IssuedRuns
+    ) -> None:
         """Execute every instruction in dependency order."""
         tracing = recorder.mode != "none"
         channels: dict[tuple[int, int], deque[tuple[jax.Array, ...]]] = {}
@@ -217,6 +229,7 @@ class InProcessRuntime:
             if instruction.kind == "run":
                 read = [held[name] for name in instruction.inputs]
                 written = call(loaded.programs[mesh], mesh, position, instruction, read)
+                issued.add(mesh, position, instruction, written)
                 held.update(zip(instruction.outputs, written, strict=True))
                 self._paces[mesh].issued(written)
             elif instruction.kind == "send":

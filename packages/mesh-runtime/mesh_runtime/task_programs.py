@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
 
 import jax
 import jax.export
@@ -108,6 +109,34 @@ def call(
             f"arrays ({listing(instruction.outputs)}), but its executable returned {came}"
         )
     return results
+
+
+class IssuedRuns:
+    """The runs of a step, which may fail after they were issued: host devices find out then that
+    they have no memory for one."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, int, Instruction, ReferenceType[jax.Array]]] = []
+
+    def add(
+        self, mesh: int, position: int, instruction: Instruction, results: Sequence[jax.Array]
+    ) -> None:
+        """Take note of a run."""
+        if results:
+            self._runs.append((mesh, position, instruction, ref(results[0])))
+
+    def failure(self) -> StepError | None:
+        """Return the error of the first run that failed, of those whose results are still there;
+        None if none did."""
+        for mesh, position, instruction, result in self._runs:
+            array = result()
+            if array is None or array.is_deleted():
+                continue
+            try:
+                array.block_until_ready()
+            except Exception as error:
+                return StepError(f"{describe(mesh, position, instruction)} failed: {error}")
+        return None
 
 
 class LoadedProgram:

@@ -32,7 +32,13 @@ from mesh_runtime.order import describe, value_name
 from mesh_runtime.pacing import Pace
 from mesh_runtime.pieces import box_of
 from mesh_runtime.runtime import Executable, StepError
-from mesh_runtime.task_programs import LoadedProgram, TaskProgram, call, task_programs
+from mesh_runtime.task_programs import (
+    IssuedRuns,
+    LoadedProgram,
+    TaskProgram,
+    call,
+    task_programs,
+)
 from mesh_runtime.trace import Recorder
 from mesh_runtime.transfers import Moves, Receiving, Sending, Transport, device_number
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
@@ -94,6 +100,7 @@ class _Step:
     held: dict[str, Any] = field(factory=dict)  # jax arrays, or _Arriving
     sending: list[_Departing] = field(factory=list)
     arriving: dict[tuple[int, str], _Arriving] = field(factory=dict)  # by position and buffer
+    issued: IssuedRuns = field(factory=IssuedRuns)
     sent: dict[int, int] = field(factory=dict)  # messages so far, per peer mesh
 
 
@@ -233,8 +240,11 @@ class MeshWorker:
             kept = {number: self._value(state, name) for name, number in step.kept.items()}
             for each in state.sending:
                 self._waiting(state, each.position, each.sending.result)
+            jax.block_until_ready(list(kept.values()))  # a step that returns was done
             self._drop_overwritten(step.bound.values())
             self._arrays.update(kept)
+        except Exception as error:
+            raise state.issued.failure() or error from error
         finally:
             self.doing.nothing()
             for left in state.arriving.values():
@@ -356,6 +366,7 @@ class MeshWorker:
                 if value_name(name) in donated:
                     self._await_sends(state, name)
             written = call(state.loaded.tasks, self.mesh, position, instruction, read)
+            state.issued.add(self.mesh, position, instruction, written)
             state.held.update(zip(instruction.outputs, written, strict=True))
             self._pace.issued(written)
         elif instruction.kind == "send":
