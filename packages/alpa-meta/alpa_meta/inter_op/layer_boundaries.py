@@ -20,7 +20,7 @@ class Boundary:
     """The values that cross from one layer of a window to the next, forward and back."""
 
     values: tuple[Var, ...]
-    kinds: tuple[tuple[bool, str, int], ...]  # forward?, dtype, rank
+    kinds: tuple[tuple[bool, str, tuple[int, ...]], ...]  # forward?, dtype, shape
 
     def lies(
         self, selection: Selection, choice: Sequence[int], submesh: SubmeshSpec, samples: int
@@ -83,7 +83,7 @@ def boundaries(window: Window) -> dict[int, Boundary]:
     found = {}
     for layer in sorted({layer for layer in staging.layers if layer is not None}):
         crossing = [
-            (var not in backward, str(dtype_of(var)), len(shape_of(var)), number, var)
+            (var not in backward, str(dtype_of(var)), tuple(shape_of(var)), number, var)
             for number, (var, stop) in enumerate(last.items())
             if min(made[var], stop) <= layer < max(made[var], stop)
         ]

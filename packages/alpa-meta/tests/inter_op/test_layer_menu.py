@@ -1,5 +1,7 @@
 """Layer menus: rows that hold for any microbatch, layouts at boundaries, floors below rows."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -168,3 +170,24 @@ def test_what_the_links_take_is_part_of_each_rows_seconds():
         once = sum(part.latency.fixed + part.bytes.fixed for part in row.step_sent)
         assert once <= row.step_seconds * (1 + 1e-6)
     assert any(row.step_sent or row.backward_input_sent for rows in menu.rows for row in rows)
+
+
+def test_values_of_other_shapes_are_another_boundary():
+    def step(weights, batch):
+        def loss(weights):
+            x = batch
+            for weight in weights:
+                x = jnp.tanh(x @ weight)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    widths = (512, 256, 100, 256)
+    weights = [jax.ShapeDtypeStruct(one, jnp.float32) for one in itertools.pairwise(widths)]
+    traced = Step(step, (weights, jax.ShapeDtypeStruct((BATCH, 512), jnp.float32))).program(8)
+    window = outlook_of(traced, Options(num_layers=3), MODEL.cluster)[0].window
+    first, second, _ = (boundaries(window)[layer].kinds for layer in range(3))
+    assert [(forward, dtype, len(shape)) for forward, dtype, shape in first] == [
+        (forward, dtype, len(shape)) for forward, dtype, shape in second
+    ]
+    assert first != second
