@@ -45,8 +45,6 @@ from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin
 from ilp_sharding.strategies import ProblemBuilder
 
-SENDING = ("permutation", "reduction")  # factors whose sharding costs collectives in an operator
-
 
 class Builder:
     """Walks equations and fills a `ProblemBuilder`; `others` are the same ones at other sizes."""
@@ -68,6 +66,8 @@ class Builder:
         self.order: dict[Var, int] = {}
         self.spread: set[Var] = set()
         self.operators: dict[Hashable, OperatorChoice] = {}
+        self.seconds: dict[Hashable, Priced] = {}  # of operators alike
+        self.following: dict[Hashable, tuple[Strategy, ...]] = {}  # of operators alike
         self._matrices: dict[Hashable, Priced] = {}
         self.state_nodes: set[int] = set()
         self.fixed = self.problem.node("fixed", "fixed", ["replicated"])
@@ -332,9 +332,14 @@ class Builder:
             return Record(node, strategies, (), (completed,), completed=completed)
         return Record(node, strategies, (), outputs)
 
+    @property
+    def updates(self) -> bool:
+        """Whether the equation walked over is of the update, which runs once a step."""
+        return self._phase == "update"
+
     def weights(self, weight: float) -> list[float]:
         """Return how often what runs `weight` times a step runs at the other sizes."""
-        return [weight if self._phase == "update" else weight * one for one in self._ratios]
+        return [weight if self.updates else weight * one for one in self._ratios]
 
     def completed(self, var: Var, natural: Source, key: Hashable, weight: float) -> Source:
         """Return the source of a result, `var`, after its partial sums were completed."""

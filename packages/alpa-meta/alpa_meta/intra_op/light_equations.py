@@ -1,4 +1,4 @@
-"""Equations that follow an operand: which one, and the strategies they have then.
+"""Equations that follow an operand: which one (their strategies then: `Layouts.following`).
 
 A light equation (elementwise, layout) has no node of its own: it shares that of the operand it
 follows and takes the sharding it finds there.
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from alpa_interchange import ShardingRule, Strategy
+from alpa_interchange import ShardingRule
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var
-from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
 from alpa_meta.operators import is_heavy
 from alpa_meta.passes.shared_reads import is_shared_read
@@ -59,16 +58,3 @@ def leading_operand(
         if chosen is None or not best or not best[1]:
             return None
     return chosen
-
-
-def following_strategies(
-    costs: MeshCosts,
-    rule: ShardingRule,
-    leader: int,
-    source: Source,
-    *,
-    passes: bool = False,
-    leaves: bool = False,
-) -> tuple[Strategy, ...]:
-    """Return the strategy under each spec of the operand that is followed (`Layouts.following`)."""
-    return costs.layouts.following(rule, leader, costs.number(source.specs), passes, leaves)

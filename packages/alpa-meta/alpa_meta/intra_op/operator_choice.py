@@ -11,17 +11,18 @@ from alpa_interchange import ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Atom, JaxprEqn, shape_of
 from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.equation_seconds import Priced
-from alpa_meta.intra_op.light_equations import following_strategies, leading_operand
+from alpa_meta.intra_op.light_equations import leading_operand
 from alpa_meta.intra_op.operator_seconds import operator_seconds
 from alpa_meta.intra_op.stage_problem import Source
 from alpa_meta.operators import (
     linear_operands,
+    operator_signature,
+    rule_number,
     sharding_rule,
 )
 from alpa_meta.pinning import UnfitPinError, is_pin, pinned_strategies
 
 SENDING = ("permutation", "reduction")  # factors whose sharding costs collectives in an operator
-
 
 if TYPE_CHECKING:
     from alpa_meta.intra_op.builder import Builder
@@ -79,17 +80,38 @@ def operator_choice(
         else:
             node = builder.new_node(key, eqn.primitive.name, strategies)
         assert node is not None
-        seconds = [weight * operator_seconds(builder.costs, eqn, rule, strategies, late, together)]
-        twins = builder.others.eqns.get(id(eqn), ())
-        for twin, times in zip(twins, builder.weights(weight), strict=False):
-            priced = operator_seconds(builder.costs, twin, rule, strategies, late, together)
-            seconds.append(times * priced)
+        seconds = _seconds(builder, eqn, rule, strategies, weight, late, together)
         partial = builder.costs.layouts.leaves_sums(number(strategies))
         sends = rule is not None and any(f.kind in SENDING for f in rule.factors)
         known = OperatorChoice(
-            rule, leader, node, strategies, tuple(seconds), late, partial, together, sends
+            rule, leader, node, strategies, seconds, late, partial, together, sends
         )
         builder.operators[alike] = known
+    return known
+
+
+def _seconds(
+    builder: Builder,
+    eqn: JaxprEqn,
+    rule: ShardingRule | None,
+    strategies: tuple[Strategy, ...],
+    weight: float,
+    late: bool,
+    together: int,
+) -> Priced:
+    """Return [strategies] seconds per step at each size, remembered for all operators alike."""
+    twins = builder.others.eqns.get(id(eqn), ())
+    of = tuple(map(operator_signature, (eqn, *twins)))
+    alike = (of, builder.costs.number(strategies), weight, late, together, builder.updates)
+    known = builder.seconds.get(alike)
+    if known is None:
+        weights = [weight, *builder.weights(weight)]
+        known = builder.seconds[alike] = tuple(
+            [
+                times * operator_seconds(builder.costs, one, rule, strategies, late, together)
+                for one, times in zip((eqn, *twins), weights, strict=False)
+            ]
+        )
     return known
 
 
@@ -130,10 +152,13 @@ def _strategies(
     if leader is not None:
         leaves = all(var in builder.partial for var in eqn.outvars)
         passes = leaves and linear_operands(eqn)
-        followed = scope[eqn.invars[leader]]
-        return following_strategies(
-            builder.costs, rule, leader, followed, passes=passes, leaves=leaves
-        )
+        specs = builder.costs.number(scope[eqn.invars[leader]].specs)
+        alike = (rule_number(eqn), leader, specs, passes, leaves)
+        known = builder.following.get(alike)
+        if known is None:
+            known = builder.costs.layouts.following(rule, leader, specs, passes, leaves)
+            builder.following[alike] = known
+        return known
     strategies = builder.costs.layouts.strategies(rule)
     if is_pin(eqn):
         strategies = pinned_strategies(eqn, strategies, builder.costs.mesh)

@@ -17,7 +17,7 @@ from alpa_meta.operators import (
     flops,
     kernel_kind,
     operator_of,
-    rule_number,
+    operator_signature,
     traffic_bytes,
 )
 from alpa_meta.operators.operator import ExchangeFunction
@@ -37,7 +37,7 @@ def operator_seconds(
     `together` equations.
     """
     number = costs.number(strategies)
-    key = (rule_number(eqn), number, late, together)
+    key = (operator_signature(eqn), number, late, together)
     known = costs.operators.get(key)
     if known is None:
         known = _compute_seconds(costs, eqn, rule, strategies, number)

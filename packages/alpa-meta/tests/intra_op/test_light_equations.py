@@ -6,7 +6,7 @@ import pytest
 
 from alpa_interchange import ShardingSpec, SubmeshSpec
 from alpa_meta.compat import open_jaxpr
-from alpa_meta.intra_op.light_equations import following_strategies, is_heavy, leading_operand
+from alpa_meta.intra_op.light_equations import is_heavy, leading_operand
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
 from alpa_meta.operators import sharding_rule
@@ -71,12 +71,16 @@ def test_the_update_follows_state_and_no_accumulated_value():
     assert leader(eqn, "update", accumulated={gradient}) is None
 
 
+def following(rule, source, passes=False, leaves=False):
+    return COSTS.layouts.following(rule, 0, COSTS.number(source.specs), passes, leaves)
+
+
 @pytest.mark.parametrize("passes", [False, True])
 def test_the_result_is_sharded_as_the_operand_that_is_followed(passes):
     eqn = equation(jnp.transpose, MATRIX)
     specs = (ShardingSpec((("x",), ("y",))), ShardingSpec(((), ("x",)), ("y",)))
     followed = Source(0, specs, (4, 8), 128.0)
-    found = following_strategies(COSTS, sharding_rule(eqn), 0, followed, passes=passes)
+    found = following(sharding_rule(eqn), followed, passes=passes)
     assert [strategy.results[0].dims for strategy in found] == [(("y",), ("x",)), (("x",), ())]
     assert [strategy.results[0].partial for strategy in found] == [(), ("y",) if passes else ()]
 
@@ -84,7 +88,7 @@ def test_the_result_is_sharded_as_the_operand_that_is_followed(passes):
 def test_axes_that_do_not_divide_a_dim_are_dropped():
     eqn = equation(jnp.tanh, jnp.ones((6, 8)))
     followed = Source(0, (ShardingSpec((("x", "y"), ())),), (6, 8), 192.0)
-    (found,) = following_strategies(COSTS, sharding_rule(eqn), 0, followed)
+    (found,) = following(sharding_rule(eqn), followed)
     assert found.results[0].dims == (("x",), ())
 
 
@@ -93,8 +97,8 @@ def test_a_reduction_may_leave_its_own_sums_beside_those_it_passes_on():
     specs = (ShardingSpec((("x",), ())), ShardingSpec((("x",), ()), ("y",)))
     followed = Source(0, specs, (4, 8), 128.0)
     rule = sharding_rule(eqn)
-    (alone, passed) = following_strategies(COSTS, rule, 0, followed, passes=True, leaves=True)
+    (alone, passed) = following(rule, followed, passes=True, leaves=True)
     assert alone.results == (ShardingSpec(((),), ("x",)),)
     assert passed.results == (ShardingSpec(((),), ("x", "y")),)
-    completed = following_strategies(COSTS, rule, 0, followed)
+    completed = following(rule, followed)
     assert all(strategy.results == (ShardingSpec(((),)),) for strategy in completed)

@@ -88,6 +88,7 @@ class ConversionTable:
             (starts, stops, weights[which]) for starts, stops, which in self._graph.moves
         ]
         self._paths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._weights = weights
 
     def _number(self, spec: ShardingSpec) -> int:
         """Return the number of a state; ValueError if no tensor of this shape has this spec."""
@@ -140,11 +141,27 @@ class ConversionTable:
 
     def at(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return [sources, targets] least seconds between states by number."""
+        if len(self._graph.index) <= FEW_STATES:
+            return self._least[sources[:, None], targets]
         distinct, rows = np.unique(sources, return_inverse=True)
         self._from(distinct.tolist())
         costs = np.array([self._paths[row][0] for row in distinct.tolist()])
         found: np.ndarray = costs.reshape(len(distinct), -1)[rows[:, None], targets]
         return found
+
+    @functools.cached_property
+    def _least(self) -> np.ndarray:
+        """[states, states] least seconds: of one step, then of twice as many while that helps."""
+        count = len(self._graph.index)
+        least = np.full((count, count), np.inf)
+        np.fill_diagonal(least, 0.0)
+        for sources, targets, which in self._graph.moves:
+            least[sources, targets] = self._weights[which]
+        while True:
+            through = np.min(least[:, :, None] + least[None], axis=1)
+            if np.array_equal(through, least):
+                return least
+            least = through
 
     def steps(self, source: ShardingSpec, target: ShardingSpec) -> tuple[ConversionStep, ...]:
         """Return the steps of a cheapest conversion."""
