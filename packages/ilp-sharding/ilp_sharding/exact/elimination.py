@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,34 +83,84 @@ class Elimination:
                 (varying if scope and scope[-1] in scopes[child] else fixed).append(child)
             self._terms.append(fixed + varying)
         self._steps: tuple[Steps, np.ndarray] | None = None
-        self._messages: list[np.ndarray] = []
-        self._cliques: list[np.ndarray] = []
 
     def solve(
-        self, costs: Mapping[int, np.ndarray], *, keep: bool = False, until: float = math.inf
+        self, costs: Mapping[int, np.ndarray], *, until: float = math.inf
     ) -> tuple[float, dict[int, int]]:
         """Return (minimum, minimiser as {node: strategy}) for node costs `costs[i]` [strategies].
 
-        The minimum is inf if every choice is forbidden. `keep` stores what `min_marginals` needs.
-        Raises OutOfTime once `time.perf_counter()` passes `until`.
+        The minimum is inf if every choice is forbidden. Raises OutOfTime once
+        `time.perf_counter()` passes `until`.
         """
-        if loaded("exact.elimination_loops") and self.order and not keep:
+        if loaded("exact.elimination_loops") and self.order:
             return self._solve_compiled(costs, until)
-        self._messages, self._cliques = [], []
-        value = 0.0
+        messages, _ = self._upward(costs, until)
+        value = sum(float(messages[t]) for t, scope in enumerate(self.scopes) if not scope)
+        return value, self._walk_back(costs, messages)
+
+    def min_marginals(
+        self, costs: Mapping[int, np.ndarray], *, until: float = math.inf
+    ) -> dict[int, np.ndarray]:
+        """Return per node [strategies] the least total cost of a choice using each strategy."""
+        messages, cliques = self._upward(costs, until, keep=True)
+        return {
+            self.order[t]: belief.min(tuple(range(belief.ndim - 1)))
+            for t, _, belief in self._downward(messages, cliques, until)
+        }
+
+    def completions(
+        self, costs: Mapping[int, np.ndarray], *, until: float = math.inf
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return per step (its message [..., scope], least cost of all else [likewise]).
+
+        `costs[i]` [..., strategies] may be of several problems at once.
+        """
+        messages, cliques = self._upward(costs, until, keep=True)
+        outside = [np.zeros(0)] * len(self.order)
+        for t, rest, _ in self._downward(messages, cliques, until):
+            outside[t] = rest
+        return messages, outside
+
+    def _upward(
+        self, costs: Mapping[int, np.ndarray], until: float, *, keep: bool = False
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return per step (message [..., scope], clique [..., scope, own strategies] if `keep`)."""
+        messages: list[np.ndarray] = []
+        cliques: list[np.ndarray] = []
         for t, node in enumerate(self.order):
             if time.perf_counter() > until:
                 raise OutOfTime
-            clique = costs[node]
+            first = costs[node].shape[:-1]
+            clique = costs[node].reshape(*first, *[1] * len(self.scopes[t]), -1)
             for term in self._terms[t]:
-                clique = clique + self._fitted_term(term, t)
-            message = clique.min(-1)
-            self._messages.append(message)
+                clique = clique + self._fitted_term(term, t, messages)
+            messages.append(clique.min(-1))
             if keep:
-                self._cliques.append(np.broadcast_to(clique, self.shape(t)))
-            if not self.scopes[t]:
-                value += float(message)
-        return value, self._walk_back(costs)
+                cliques.append(np.broadcast_to(clique, (*first, *self.shape(t))))
+        return messages, cliques
+
+    def _downward(
+        self, messages: list[np.ndarray], cliques: list[np.ndarray], until: float
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield (step, least cost of all else [..., scope], least cost of a whole choice for every
+        entry of its clique), the last step first."""
+        total = sum(messages[t] for t, scope in enumerate(self.scopes) if not scope)
+        outside: list[np.ndarray] = [np.zeros(())] * len(self.order)
+        for t in reversed(range(len(self.order))):
+            if time.perf_counter() > until:
+                raise OutOfTime
+            axes = [*self.scopes[t], self.order[t]]
+            first = cliques[t].ndim - len(axes)
+            with np.errstate(invalid="ignore"):  # of forbidden entries
+                if not self.scopes[t]:
+                    outside[t] = np.asarray(total - messages[t])
+                belief = cliques[t] + outside[t][..., None]
+                for child in self.children[t]:
+                    inside = set(self.scopes[child])
+                    drop = tuple(first + a for a, node in enumerate(axes) if node not in inside)
+                    rest = (belief.min(drop) if drop else belief) - messages[child]
+                    outside[child] = np.where(messages[child] < np.inf, rest, np.inf)
+            yield t, outside[t], belief
 
     def _solve_compiled(
         self, costs: Mapping[int, np.ndarray], until: float
@@ -135,28 +185,6 @@ class Elimination:
         loops.walk_back(steps, values, x)
         return value, dict(zip(self.order, x.tolist(), strict=True))
 
-    def min_marginals(self) -> dict[int, np.ndarray]:
-        """Return per node [strategies] the least total cost of a choice using each strategy.
-
-        Needs a `solve(..., keep=True)` before; costs as in that call.
-        """
-        roots = sum(float(self._messages[t]) for t, scope in enumerate(self.scopes) if not scope)
-        outside: list[np.ndarray] = [np.zeros(())] * len(self.order)
-        result = {}
-        for t in reversed(range(len(self.order))):
-            if not self.scopes[t]:
-                outside[t] = np.asarray(roots - float(self._messages[t]))
-            belief = self._cliques[t] + outside[t][..., None]
-            result[self.order[t]] = belief.min(tuple(range(belief.ndim - 1)))
-            axes = self.scopes[t] + [self.order[t]]
-            for child in self.children[t]:
-                drop = tuple(a for a, node in enumerate(axes) if node not in self.scopes[child])
-                reduced = belief.min(drop) if drop else belief
-                message = self._messages[child]
-                with np.errstate(invalid="ignore"):
-                    outside[child] = np.where(message < np.inf, reduced - message, np.inf)
-        return result
-
     def shape(self, t: int) -> tuple[int, ...]:
         """Return the shape of clique t: the nodes of its scope, then its own."""
         return tuple(self.sizes[j] for j in [*self.scopes[t], self.order[t]])
@@ -178,20 +206,24 @@ class Elimination:
         first = message.shape[: message.ndim - len(inside)]
         return message.reshape(*first, *[self.sizes[j] if j in inside else 1 for j in axes])
 
-    def _fitted_term(self, term: np.ndarray | int, t: int) -> np.ndarray:
+    def _fitted_term(
+        self, term: np.ndarray | int, t: int, messages: Sequence[np.ndarray]
+    ) -> np.ndarray:
         """Return a term of step t, [nodes of its scope, its own strategies]."""
         if isinstance(term, np.ndarray):
             return term
-        return self.fitted(self._messages[term], term, t)
+        return self.fitted(messages[term], term, t)
 
-    def _walk_back(self, costs: Mapping[int, np.ndarray]) -> dict[int, int]:
+    def _walk_back(
+        self, costs: Mapping[int, np.ndarray], messages: Sequence[np.ndarray]
+    ) -> dict[int, int]:
         chosen: dict[int, int] = {}
         for t in reversed(range(len(self.order))):
             node = self.order[t]
             total = costs[node]
             place = [chosen[j] for j in self.scopes[t]]
             for term in self._terms[t]:
-                array = self._fitted_term(term, t)
+                array = self._fitted_term(term, t, messages)
                 at = tuple(p if n > 1 else 0 for p, n in zip(place, array.shape, strict=False))
                 total = total + array[at]
             chosen[node] = int(np.argmin(total))

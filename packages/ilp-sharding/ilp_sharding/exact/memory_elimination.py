@@ -74,7 +74,8 @@ def limited_minimum(
     Raises TooManyLabels once it made more than `most`, OutOfTime past `until`.
     """
     num_bounds = len(multipliers)
-    up, outside = _sweeps(elimination, costs, usage, multipliers, until)
+    priced = {i: costs[i] + multipliers @ usage[i] for i in elimination.order}
+    up, outside = elimination.completions(priced, until=until)
     roots = [t for t, scope in enumerate(elimination.scopes) if not scope]
     remaining = sum((up[t] for t in roots), np.zeros(num_bounds))[:, None]
     if not (remaining < np.inf).all():
@@ -134,46 +135,6 @@ def limited_minimum(
             for child, its in zip(elimination.children[t], store[t].children, strict=True)
         ]
     return float(whole.cost[best]), chosen
-
-
-def _sweeps(
-    elimination: Elimination,
-    costs: Mapping[int, np.ndarray],
-    usage: Mapping[int, np.ndarray],
-    multipliers: np.ndarray,
-    until: float,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return per step (message [multipliers, scope...], least cost of all else [likewise])."""
-    up: list[np.ndarray] = []
-    cliques: list[np.ndarray] = []
-    for t, node in enumerate(elimination.order):
-        if time.perf_counter() > until:
-            raise OutOfTime
-        priced = costs[node] + multipliers @ usage[node]
-        priced = priced.reshape(len(multipliers), *[1] * len(elimination.scopes[t]), -1)
-        clique = elimination.clique(t, priced)
-        for child in elimination.children[t]:
-            clique = clique + elimination.fitted(up[child], child, t)
-        cliques.append(np.broadcast_to(clique, (len(multipliers), *elimination.shape(t))))
-        up.append(cliques[t].min(-1))
-    roots = [t for t, scope in enumerate(elimination.scopes) if not scope]
-    total = sum((up[t] for t in roots), np.zeros(len(multipliers)))
-    outside: list[np.ndarray] = [np.zeros(0)] * len(up)
-    for t in reversed(range(len(up))):
-        if time.perf_counter() > until:
-            raise OutOfTime
-        if not elimination.scopes[t]:
-            with np.errstate(invalid="ignore"):
-                outside[t] = total - up[t]
-        belief = cliques[t] + outside[t][..., None]
-        axes = [*elimination.scopes[t], elimination.order[t]]
-        for child in elimination.children[t]:
-            inside = set(elimination.scopes[child])
-            drop = tuple(a + 1 for a, node in enumerate(axes) if node not in inside)
-            with np.errstate(invalid="ignore"):
-                rest = (belief.min(drop) if drop else belief) - up[child]
-            outside[child] = np.where(up[child] < np.inf, rest, np.inf)
-    return up, outside
 
 
 def _joined(labels: _Labels, child: _Labels, place: np.ndarray, most: float) -> _Labels:

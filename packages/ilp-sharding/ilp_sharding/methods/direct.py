@@ -259,13 +259,12 @@ def fix_strategies(
     offset = np.concatenate([[0], np.cumsum(sizes)])
     priced = np.concatenate([network.cost[i] for i in nodes]) + multipliers @ usage
     costs = {i: priced[offset[p] : offset[p + 1]] for p, i in enumerate(nodes)}
-    elimination.solve(costs, keep=True, until=search.until)
     shift = network.constant() - float(multipliers @ slack)
     margin = 1e-12 * (
         abs(cutoff) + abs(shift) + float(np.abs(priced[np.isfinite(priced)]).max(initial=0))
     )
     try:
-        marginals = elimination.min_marginals()
+        marginals = elimination.min_marginals(costs, until=search.until)
         network.restrict({i: m + shift <= cutoff + margin for i, m in marginals.items()})
     except NoAssignment:
         search.lower_bound = search.objective

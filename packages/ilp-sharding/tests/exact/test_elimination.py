@@ -33,12 +33,12 @@ def test_minimum_minimiser_and_min_marginals_are_those_of_all_choices():
     for seed in range(200):
         sizes, tables, costs = _random_graph(seed)
         elimination = Elimination(list(sizes), sizes, tables)
-        value, chosen = elimination.solve(costs, keep=True)
+        value, chosen = elimination.solve(costs)
         every = dict(_all_costs(sizes, tables, costs))
         assert value == min(every.values()), seed
         if value < np.inf:
             assert every[tuple(chosen[i] for i in sizes)] == value, seed
-            for i, marginal in elimination.min_marginals().items():
+            for i, marginal in elimination.min_marginals(costs).items():
                 for k in range(sizes[i]):
                     want = min(c for choice, c in every.items() if choice[i] == k)
                     assert marginal[k] == want, seed
