@@ -36,6 +36,7 @@ _SHRINK = 0.7
 _RESTRETCH = 0.02  # f at least, when the graph has become smaller
 _PATIENCE = 10  # steps without gain after which f shrinks
 _GAIN = 1e-6  # least gain, of the bound, that counts
+_NONE = np.zeros(0)  # reduced costs
 _RISE = 0.1  # of the target over the best bound while no choice is known
 
 
@@ -75,13 +76,9 @@ class DualAscent:
         if not graph.num_times:
             return self.sweep(cost), np.zeros(0)
         used = np.zeros((2, graph.num_times + 1))
-        messages.forward_sweep(
-            tables, cost, self.to_first, self.to_second, self.belief, self.forward
-        )
+        self._send(cost, self.forward)
         messages.usage_profile(tables, rows, self.forward, used[0])
-        value = messages.backward_sweep(
-            tables, cost, self.to_first, self.to_second, self.belief, self.backward
-        )
+        value = self._send(cost, self.backward)
         messages.usage_profile(tables, rows, self.backward, used[1])
         excess = used.mean(0)[: graph.num_times] - rows.slack
         return self._value(value, multipliers), excess / self.scale
@@ -98,13 +95,8 @@ class DualAscent:
         """Update all messages for node costs `cost`; return the bound if the present multipliers
         priced them.
         """
-        tables = self.graph.tables
-        messages.forward_sweep(
-            tables, cost, self.to_first, self.to_second, self.belief, self.forward
-        )
-        value = messages.backward_sweep(
-            tables, cost, self.to_first, self.to_second, self.belief, self.backward
-        )
+        self._send(cost, self.forward)
+        value = self._send(cost, self.backward)
         return self._value(value, self.multipliers)
 
     def begin(
@@ -252,9 +244,7 @@ class DualAscent:
     def reduce(self, cost: np.ndarray) -> tuple[float, np.ndarray]:
         """Return (bound, reduced cost [strategies]) for node costs `cost`, after a sweep back."""
         reduced = np.zeros(self.graph.num_strategies)
-        value = messages.reduced_costs(
-            self.graph.tables, cost, self.to_first, self.to_second, self.belief, reduced
-        )
+        value = self._send(cost, np.empty_like(self.backward), reduced)
         return self._value(value, self.multipliers), reduced
 
     def reduced(self, sweeps: int = 3) -> list[tuple[float, np.ndarray]]:
@@ -264,12 +254,9 @@ class DualAscent:
         """
         self.restore()
         cost = self.priced(self.multipliers)
-        tables = self.graph.tables
         result = []
         for _ in range(sweeps):
-            messages.forward_sweep(
-                tables, cost, self.to_first, self.to_second, self.belief, self.forward
-            )
+            self._send(cost, self.forward)
             bound, reduced = self.reduce(cost)
             self.best = max(self.best, bound)
             result.append((bound, reduced))
@@ -286,6 +273,13 @@ class DualAscent:
         tables = self.graph.tables
         value = self._value(messages.choice_cost(tables, cost, self.decode(cost)), self.multipliers)
         return value - self.best <= 1e-11 * abs(value)
+
+    def _send(self, cost: np.ndarray, x: np.ndarray, reduced: np.ndarray = _NONE) -> float:
+        """Sweep forward if `x` is `self.forward`, else back; return the bound of the tables."""
+        return messages.sweep(
+            *(self.graph.tables, cost, self.to_first, self.to_second, self.belief),
+            *(x, reduced, x is self.forward),
+        )
 
     def decode(self, cost: np.ndarray) -> np.ndarray:
         """Return a choice [nodes] decoded from the messages under node costs `cost`."""

@@ -1,17 +1,18 @@
 """Message passing bounds (TRW-S: Kolmogorov 2006) on a graph of tables, compiled.
 
 Messages m_e->i(k) reparametrise the cost: b_i(k) = theta_i(k) + sum of messages to i, and the edge
-keeps theta_e - m_e->a - m_e->b. A backward sweep visits nodes in reverse order. Node i with n edges
-to earlier nodes gives each of them the share g b_i, g = 1 / max(edges to earlier, edges to later):
+keeps theta_e - m_e->a - m_e->b. A forward sweep visits nodes in order and sends to later ones, a
+backward sweep the other way round. Going back, node i with n edges to earlier nodes gives each of
+them the share g b_i, g = 1 / max(edges to earlier, edges to later):
 
     m_e->j(l) = min_k [ theta_e(l, k) + g b_i(k) - m_e->i(k) ] - d_e,     d_e making its minimum 0
 
 What is dropped on the way is never negative, so
 
-    sum_i (1 - g n) min b_i + sum_e d_e  <=  minimum  -> forward_sweep(), backward_sweep()
+    sum_i (1 - g n) min b_i + sum_e d_e  <=  minimum  -> sweep()
 
 and the dropped parts, minimised for each strategy, are its reduced cost: every choice that uses the
-strategy costs at least the bound plus it                                     -> reduced_costs()
+strategy costs at least the bound plus it                               -> sweep(..., reduced)
 """
 
 from __future__ import annotations
@@ -66,200 +67,115 @@ def choice_cost(tables: Tables, cost: np.ndarray, x: np.ndarray) -> float:
 
 
 @njit(cache=True, fastmath=_FAST)
-def forward_sweep(
+def sweep(
     tables: Tables,
     cost: np.ndarray,
     to_first: np.ndarray,
     to_second: np.ndarray,
     belief: np.ndarray,
     x: np.ndarray,
-) -> float:
-    """Update the messages to later nodes; return a lower bound of the minimum."""
-    offset = tables.offset
-    bound = 0.0
-    for i in range(len(offset) - 1):
-        size = offset[i + 1] - offset[i]
-        later = 0
-        degree = tables.incident_offset[i + 1] - tables.incident_offset[i]
-        for k in range(size):
-            belief[k] = cost[offset[i] + k]
-        for z in range(tables.incident_offset[i], tables.incident_offset[i + 1]):
-            e = tables.incident[z]
-            if tables.first[e] == i:
-                later += 1
-                m = tables.to_first[e]
-                for k in range(size):
-                    belief[k] += to_first[m + k]
-            else:
-                m = tables.to_second[e]
-                for k in range(size):
-                    belief[k] += to_second[m + k]
-        share = 1.0 / max(later, degree - later, 1)
-        least = belief[0]
-        x[i] = 0
-        for k in range(1, size):
-            if belief[k] < least:
-                least = belief[k]
-                x[i] = k
-        bound += (1.0 - share * later) * least
-        for z in range(tables.incident_offset[i], tables.incident_offset[i + 1]):
-            e = tables.incident[z]
-            if tables.first[e] != i:
-                continue
-            j = tables.second[e]
-            width = offset[j + 1] - offset[j]
-            out = to_second[tables.to_second[e] : tables.to_second[e] + width]
-            for q in range(width):
-                out[q] = np.inf
-            m = tables.to_first[e]
-            p = tables.entry_offset[e]
-            for k in range(size):
-                weight = share * belief[k] - to_first[m + k]
-                line = tables.entry[p : p + width]
-                for q in range(width):
-                    out[q] = min(out[q], line[q] + weight)
-                p += width
-            least = out[0]
-            for q in range(1, width):
-                least = min(least, out[q])
-            for q in range(width):
-                out[q] -= least
-            bound += least
-    return bound
-
-
-@njit(cache=True, fastmath=_FAST)
-def backward_sweep(
-    tables: Tables,
-    cost: np.ndarray,
-    to_first: np.ndarray,
-    to_second: np.ndarray,
-    belief: np.ndarray,
-    x: np.ndarray,
-) -> float:
-    """Update the messages to earlier nodes; return a lower bound of the minimum."""
-    offset = tables.offset
-    bound = 0.0
-    weight = np.empty(len(belief))
-    for i in range(len(offset) - 2, -1, -1):
-        size = offset[i + 1] - offset[i]
-        earlier = 0
-        degree = tables.incident_offset[i + 1] - tables.incident_offset[i]
-        for k in range(size):
-            belief[k] = cost[offset[i] + k]
-        for z in range(tables.incident_offset[i], tables.incident_offset[i + 1]):
-            e = tables.incident[z]
-            if tables.first[e] == i:
-                m = tables.to_first[e]
-                for k in range(size):
-                    belief[k] += to_first[m + k]
-            else:
-                earlier += 1
-                m = tables.to_second[e]
-                for k in range(size):
-                    belief[k] += to_second[m + k]
-        share = 1.0 / max(earlier, degree - earlier, 1)
-        least = belief[0]
-        x[i] = 0
-        for k in range(1, size):
-            if belief[k] < least:
-                least = belief[k]
-                x[i] = k
-        bound += (1.0 - share * earlier) * least
-        for z in range(tables.incident_offset[i], tables.incident_offset[i + 1]):
-            e = tables.incident[z]
-            if tables.second[e] != i:
-                continue
-            j = tables.first[e]
-            width = offset[j + 1] - offset[j]
-            m = tables.to_second[e]
-            for k in range(size):
-                weight[k] = share * belief[k] - to_second[m + k]
-            out = to_first[tables.to_first[e] : tables.to_first[e] + width]
-            p = tables.entry_offset[e]
-            bottom = np.inf
-            for q in range(width):
-                least = np.inf
-                line = tables.entry[p : p + size]
-                for k in range(size):
-                    least = min(least, line[k] + weight[k])
-                out[q] = least
-                bottom = min(bottom, least)
-                p += size
-            for q in range(width):
-                out[q] -= bottom
-            bound += bottom
-    return bound
-
-
-@njit(cache=True, fastmath=_FAST)
-def reduced_costs(
-    tables: Tables,
-    cost: np.ndarray,
-    to_first: np.ndarray,
-    to_second: np.ndarray,
-    belief: np.ndarray,
     reduced: np.ndarray,
+    forward: bool,
 ) -> float:
-    """Do a backward sweep; write the reduced cost [strategies] and return the bound it adds to."""
+    """Update the messages to later nodes, or to earlier ones; return a lower bound of the minimum.
+
+    The minimiser of every belief goes to `x` [nodes]. A backward sweep writes reduced costs that
+    add to its bound into `reduced` [strategies]; leave it empty for none.
+    """
     offset = tables.offset
     bound = 0.0
     weight = np.empty(len(belief))
-    for i in range(len(offset) - 2, -1, -1):
+    last = len(offset) - 2
+    for step in range(last + 1):
+        i = step if forward else last - step
         size = offset[i + 1] - offset[i]
-        earlier = 0
-        degree = tables.incident_offset[i + 1] - tables.incident_offset[i]
-        for k in range(size):
-            belief[k] = cost[offset[i] + k]
-        for z in range(tables.incident_offset[i], tables.incident_offset[i + 1]):
-            e = tables.incident[z]
-            if tables.first[e] == i:
-                m = tables.to_first[e]
-                for k in range(size):
-                    belief[k] += to_first[m + k]
-            else:
-                earlier += 1
-                m = tables.to_second[e]
-                for k in range(size):
-                    belief[k] += to_second[m + k]
-        share = 1.0 / max(earlier, degree - earlier, 1)
-        rest = max(1.0 - share * earlier, 0.0)
+        later = beliefs(tables, cost, to_first, to_second, i, belief)
+        begin, end = tables.incident_offset[i], tables.incident_offset[i + 1]
+        earlier = end - begin - later
+        share = 1.0 / max(later, earlier, 1)
+        kept = 1.0 - share * (later if forward else earlier)
         least = belief[0]
+        x[i] = 0
         for k in range(1, size):
-            least = min(least, belief[k])
-        bound += (1.0 - share * earlier) * least
-        for k in range(size):
-            reduced[offset[i] + k] = rest * (belief[k] - least)
-        for z in range(tables.incident_offset[i], tables.incident_offset[i + 1]):
+            if belief[k] < least:
+                least = belief[k]
+                x[i] = k
+        bound += kept * least
+        if len(reduced):
+            for k in range(size):
+                reduced[offset[i] + k] = max(kept, 0.0) * (belief[k] - least)
+        for z in range(begin, end):
             e = tables.incident[z]
-            if tables.second[e] != i:
+            if (tables.first[e] == i) != forward:
                 continue
-            j = tables.first[e]
-            width = offset[j + 1] - offset[j]
-            m = tables.to_second[e]
-            for k in range(size):
-                weight[k] = share * belief[k] - to_second[m + k]
-            out = to_first[tables.to_first[e] : tables.to_first[e] + width]
-            p = tables.entry_offset[e]
-            bottom = np.inf
-            for q in range(width):
-                least = np.inf
+            p, a, b = tables.entry_offset[e], tables.to_first[e], tables.to_second[e]
+            if forward:
                 for k in range(size):
-                    least = min(least, tables.entry[p + q * size + k] + weight[k])
-                out[q] = least
-                bottom = min(bottom, least)
-            for q in range(width):
-                out[q] -= bottom
-            bound += bottom
+                    weight[k] = share * belief[k] - to_first[a + k]
+                out = to_second[b : tables.to_second[e + 1]]
+                bound += _send_down(tables.entry, p, weight, size, out)
+                continue
             for k in range(size):
-                least = np.inf
-                for q in range(width):
-                    least = min(least, tables.entry[p + q * size + k] - out[q])
-                reduced[offset[i] + k] += max(least + weight[k] - bottom, 0.0)
+                weight[k] = share * belief[k] - to_second[b + k]
+            out = to_first[a : tables.to_first[e + 1]]
+            least = _send_across(tables.entry, p, weight, size, out)
+            bound += least
+            if len(reduced):  # what the message leaves of the edge
+                for k in range(size):
+                    spare = np.inf
+                    for q in range(len(out)):
+                        spare = min(spare, tables.entry[p + q * size + k] - out[q])
+                    reduced[offset[i] + k] += max(spare + weight[k] - least, 0.0)
     return bound
 
 
-@njit(cache=True)
+@njit(cache=True, fastmath=_FAST, inline="always")
+def _send_down(entry: np.ndarray, p: int, weight: np.ndarray, size: int, out: np.ndarray) -> float:
+    """Write min_k [ table(k, l) + weight(k) ] less its least into `out` [l]; return that.
+
+    The table has `size` rows and begins at `p` of `entry`. Rows are taken as slices, whose indices
+    cannot be negative: without that check the inner loop is vectorised.
+    """
+    width = len(out)
+    for q in range(width):
+        out[q] = np.inf
+    for k in range(size):
+        line = entry[p : p + width]
+        more = weight[k]
+        for q in range(width):
+            out[q] = min(out[q], line[q] + more)
+        p += width
+    least = out[0]
+    for q in range(1, width):
+        least = min(least, out[q])
+    for q in range(width):
+        out[q] -= least
+    return least
+
+
+@njit(cache=True, fastmath=_FAST, inline="always")
+def _send_across(
+    entry: np.ndarray, p: int, weight: np.ndarray, size: int, out: np.ndarray
+) -> float:
+    """Write min_k [ table(l, k) + weight(k) ] less its least into `out` [l]; return that.
+
+    The table has rows of `size` and begins at `p` of `entry`.
+    """
+    bottom = np.inf
+    for q in range(len(out)):
+        least = np.inf
+        line = entry[p : p + size]
+        for k in range(size):
+            least = min(least, line[k] + weight[k])
+        out[q] = least
+        bottom = min(bottom, least)
+        p += size
+    for q in range(len(out)):
+        out[q] -= bottom
+    return bottom
+
+
+@njit(cache=True, inline="always")
 def beliefs(
     tables: Tables,
     cost: np.ndarray,
@@ -267,15 +183,18 @@ def beliefs(
     to_second: np.ndarray,
     i: int,
     out: np.ndarray,
-) -> None:
-    """Write the cost of every strategy of node i plus the messages to it into `out`."""
+) -> int:
+    """Write the cost of every strategy of node i plus the messages to it into `out`; return the
+    number of its edges to later nodes."""
     offset = tables.offset
     size = offset[i + 1] - offset[i]
+    later = 0
     for k in range(size):
         out[k] = cost[offset[i] + k]
     for z in range(tables.incident_offset[i], tables.incident_offset[i + 1]):
         e = tables.incident[z]
         if tables.first[e] == i:
+            later += 1
             m = tables.to_first[e]
             for k in range(size):
                 out[k] += to_first[m + k]
@@ -283,6 +202,7 @@ def beliefs(
             m = tables.to_second[e]
             for k in range(size):
                 out[k] += to_second[m + k]
+    return later
 
 
 @njit(cache=True)
