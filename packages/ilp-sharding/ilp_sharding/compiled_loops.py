@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _LOADING_SECONDS = 4.0  # to load compiled loops from the cache, on a busy machine,
 _COMPILING_SECONDS = {  # and to compile them: three times the CPU seconds measured
     "exact.elimination_loops": 9.0,
+    "problem.graph_loops": 6.0,
     "bound.messages": 16.0,
     "bound.dominance": 24.0,
     "choice.forest_moves": 30.0,
@@ -34,6 +35,7 @@ _COMPILING_SECONDS = {  # and to compile them: three times the CPU seconds measu
 }
 _LAST = {  # of every module with loops, one that is called last
     "exact.elimination_loops": "walk_back",
+    "problem.graph_loops": "keep_active",
     "bound.messages": "decode",
     "bound.dominance": "drop_unsupported",
     "choice.forest_moves": "descend",
@@ -84,6 +86,7 @@ def warm_up(progress: Callable[[str, float], None] = lambda name, share: None) -
     """
     shares = {
         "exact.elimination_loops": 0.0,
+        "problem.graph_loops": 0.08,
         "bound.messages": 0.1,
         "bound.dominance": 0.2,
         "choice.forest_moves": 0.4,
@@ -113,7 +116,10 @@ def _run(name: str) -> None:
     from ilp_sharding.branching.hubs import HubTree
 
     graph = _sample()
-    if name == "bound.dominance":
+    if name == "problem.graph_loops":
+        graph.consistent()
+        graph.restricted(np.arange(graph.num_strategies) % 2 == 0)
+    elif name == "bound.dominance":
         without_dominated(simplified(graph))
     elif name == "bound.messages":
         dual = DualAscent(graph)

@@ -19,6 +19,7 @@ from ilp_sharding.choice.first_choice import repaired_choice
 from ilp_sharding.evaluation import check
 from ilp_sharding.exact.elimination import Elimination, OutOfTime
 from ilp_sharding.methods.direct import ELIMINATION_WORK
+from ilp_sharding.methods.narrowing import solve_unreduced
 from ilp_sharding.methods.reduced import Reduced, is_large, offer_start
 from ilp_sharding.methods.table import apply_methods
 from ilp_sharding.options import Progress, SolveOptions
@@ -108,6 +109,8 @@ def _search(
                 workers.start(search.seconds)
             if options.warm_start is not None:
                 _offer_repaired(instance, search, options.warm_start, first)
+            if not workers.started and solve_unreduced(instance, search):
+                return search
             # while workers load, the reduction comes first, if there is time enough for both
             wait = workers.started and _reduction_seconds(instance) < FIRST_SHARE * search.seconds
             if not wait:

@@ -9,6 +9,7 @@ from ilp_sharding.compiled_loops import load, ready
 
 GROUPS = (
     "exact.elimination_loops",
+    "problem.graph_loops",
     "bound.messages",
     "bound.dominance",
     "choice.forest_moves",

@@ -5,7 +5,7 @@ Strategy b of a node goes if another strategy a is no worse whatever the neighbo
     cost_a - cost_b + sum over edges of max_l [ theta(a, l) - theta(b, l) ]  <=  0,
 
 and uses no more memory at any time -> remove_dominated(). A strategy without an allowed partner on
-some edge goes too -> drop_unsupported(), and one that exceeds a memory row even if all other nodes
+some edge goes too -> graph_loops, and one that exceeds a memory row even if all other nodes
 use their least -> drop_oversized(). A time goes if even the largest usages fit, or if a
 neighbouring time with no more slack has at least the usage of every strategy -> drop_times().
 """
@@ -20,6 +20,7 @@ from attrs import evolve
 from numba import njit
 
 from ilp_sharding.problem.flat_graph import Rows, TableGraph, Tables, make_rows
+from ilp_sharding.problem.graph_loops import drop_unsupported
 
 _BLOCK = 64  # times whose least is taken at once
 _WORK = 2e9  # elementary steps a pass of dominance may take,
@@ -125,48 +126,6 @@ def remove_dominated(tables: Tables, rows: Rows, active: np.ndarray, work_limit:
                     queue[(head + waiting_count) % (num_nodes + 1)] = j
                     waiting_count += 1
     return removed
-
-
-@njit(cache=True)
-def drop_unsupported(tables: Tables, active: np.ndarray) -> bool:
-    """Clear `active` for strategies without an allowed partner; return False if a node has none
-    left.
-    """
-    offset = tables.offset
-    changed = True
-    while changed:
-        changed = False
-        for e in range(len(tables.first)):
-            i, j = tables.first[e], tables.second[e]
-            width = offset[j + 1] - offset[j]
-            p = tables.entry_offset[e]
-            for a in range(offset[i + 1] - offset[i]):
-                if active[offset[i] + a]:
-                    found = False
-                    for b in range(width):
-                        if active[offset[j] + b] and tables.entry[p + a * width + b] < np.inf:
-                            found = True
-                            break
-                    if not found:
-                        active[offset[i] + a] = False
-                        changed = True
-            for b in range(width):
-                if active[offset[j] + b]:
-                    found = False
-                    for a in range(offset[i + 1] - offset[i]):
-                        if active[offset[i] + a] and tables.entry[p + a * width + b] < np.inf:
-                            found = True
-                            break
-                    if not found:
-                        active[offset[j] + b] = False
-                        changed = True
-    for i in range(len(offset) - 1):
-        found = False
-        for v in range(offset[i], offset[i + 1]):
-            found = found or active[v]
-        if not found:
-            return False
-    return True
 
 
 @njit(cache=True)

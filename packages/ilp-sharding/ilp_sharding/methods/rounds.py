@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from ilp_sharding.compiled_loops import load
-from ilp_sharding.methods.narrowing import narrowing_seconds
+from ilp_sharding.methods.narrowing import Expand, expansion, narrowing_seconds
 from ilp_sharding.methods.reduced import Reduced
 from ilp_sharding.problem.flat_graph import TableGraph, table_graph
 from ilp_sharding.problem.memory_rows import MemoryProfile
@@ -84,11 +84,11 @@ def search_rounds(
     from ilp_sharding.choice.construction import PrimalSearch
     from ilp_sharding.methods.narrowing import solve_rest
 
+    expand = expansion(network)
     graph = without_dominated(simplified(table_graph(network, memory)))
-    if graph is None or _settled(network, search, graph):
+    if graph is None or _settled(expand, search, graph):
         raise NoAssignment
     dual, primal = DualAscent(graph), PrimalSearch(graph, search.seed)
-    nodes = network.open_nodes()
     for _ in range(rounds):
         for _ in range(_STEPS):
             dual.step(search.objective)
@@ -105,7 +105,7 @@ def search_rounds(
                 *(primal.sizes, primal.scores, primal.table_limit, _MOVES),
             )
             primal.take(x)
-            _offer(network, search, graph, primal.x)
+            search.offer(expand(graph.lift(primal.x)), "search")
         if search.closed or search.late:
             return
         ((bound, reduced),) = dual.reduced(1)
@@ -113,9 +113,9 @@ def search_rounds(
         if np.count_nonzero(active) > _SHRINKING * len(active):
             continue
         smaller = simplified(graph, active)
-        if smaller is None or _settled(network, search, smaller):
+        if smaller is None or _settled(expand, search, smaller):
             raise NoAssignment
-        if solve_rest(network, nodes, search, smaller, search.cutoff(), dual):
+        if solve_rest(expand, search, smaller, search.cutoff(), dual):
             raise NoAssignment
         kept = None if primal.x is None else smaller.lower(graph.lift(primal.x))
         graph, dual, primal = smaller, dual.carried(smaller), PrimalSearch(smaller, search.seed)
@@ -123,15 +123,10 @@ def search_rounds(
             primal.take(kept)
 
 
-def _offer(network: Network, search: Search, graph: TableGraph, x: np.ndarray) -> None:
-    full = zip(network.open_nodes(), graph.lift(x).tolist(), strict=True)
-    search.offer(network.expand(dict(full)), "search")
-
-
-def _settled(network: Network, search: Search, graph: TableGraph) -> bool:
+def _settled(expand: Expand, search: Search, graph: TableGraph) -> bool:
     """Return whether `graph` leaves no choice to make; offer the only one if it keeps the rows."""
     if graph.num_nodes:
         return False
     if graph.rows.slack.min(initial=0.0) >= 0:
-        _offer(network, search, graph, np.zeros(0, np.int64))
+        search.offer(expand(graph.lift(np.zeros(0, np.int64))), "search")
     return True

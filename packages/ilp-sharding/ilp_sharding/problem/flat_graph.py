@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from attrs import define
 
+from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import MemoryProfile
 from ilp_sharding.problem.reduction import Network
 
@@ -93,50 +94,42 @@ class TableGraph:
             return None
         return np.asarray(hit - self.tables.offset[:-1])
 
+    def consistent(self) -> TableGraph | None:
+        """Return the graph without strategies of infinite cost or without an allowed partner.
+
+        None if some node has no strategy left.
+        """
+        from ilp_sharding.problem import graph_loops  # numba takes a moment to import
+
+        tables = self.tables
+        active = tables.cost < np.inf
+        if not graph_loops.drop_unsupported(tables, active):
+            return None
+        return self if active.all() else self.restricted(active)
+
     def restricted(self, active: np.ndarray) -> TableGraph:
         """Return the graph with only the strategies where `active` [strategies] is true.
 
         Every node must keep at least one.
         """
+        from ilp_sharding.problem import graph_loops
+
         tables, rows = self.tables, self.rows
         offset = tables.offset
         counts = (
             np.add.reduceat(active.astype(np.int64), offset[:-1]) if self.num_nodes else offset[:0]
         )
-        open_node, whole = counts > 1, counts == np.diff(offset)
+        open_node = counts > 1
         owner = np.repeat(np.arange(self.num_nodes), np.diff(offset))
         lone = np.flatnonzero(active & ~open_node[owner])
         settled = self.settled.copy()
         settled[self.base_node[owner[lone]]] = self.label[lone]
-        only = np.full(self.num_nodes, -1)
-        only[owner[lone]] = lone - offset[owner[lone]]
-        kept_labels = np.split(
-            np.flatnonzero(active) - np.repeat(offset[:-1], counts), np.cumsum(counts)[:-1]
-        )
+        both = open_node[tables.first] & open_node[tables.second]
+        entry = np.empty(int((counts[tables.first] * counts[tables.second])[both].sum()))
         cost = tables.cost.copy()
         constant = self.constant + float(cost[lone].sum())
-        ends: list[tuple[int, int]] = []
-        pieces: list[np.ndarray] = []
-        place = np.where(open_node, np.cumsum(open_node) - 1, -1).tolist()  # -1: settled
-        alone, partly = only.tolist(), (~whole).tolist()
-        start, entry = offset.tolist(), tables.entry_offset.tolist()
-        for e, (a, b) in enumerate(zip(tables.first.tolist(), tables.second.tolist(), strict=True)):
-            table = tables.entry[entry[e] : entry[e + 1]].reshape(
-                start[a + 1] - start[a], start[b + 1] - start[b]
-            )
-            if place[a] >= 0 and place[b] >= 0:
-                if partly[a]:
-                    table = table.take(kept_labels[a], axis=0)
-                if partly[b]:
-                    table = table.take(kept_labels[b], axis=1)
-                ends.append((place[a], place[b]))
-                pieces.append(table)
-            elif place[a] >= 0:
-                cost[start[a] : start[a + 1]] += table[:, alone[b]]
-            elif place[b] >= 0:
-                cost[start[b] : start[b + 1]] += table[alone[a]]
-            else:
-                constant += float(table[alone[a], alone[b]])
+        constant += graph_loops.keep_active(tables, active, open_node, cost, entry)
+        place = np.cumsum(open_node) - 1
         kept = active & open_node[owner]
         slack = rows.slack.copy()
         entry_owner = np.repeat(np.arange(len(active)), np.diff(rows.start))
@@ -149,7 +142,13 @@ class TableGraph:
         new_strategy = np.cumsum(kept) - 1
         new_offset = np.concatenate([[0], np.cumsum(counts[open_node])]).astype(np.int64)
         return TableGraph(
-            tables=make_tables(new_offset, cost[kept], ends, pieces),
+            tables=make_tables(
+                new_offset,
+                cost[kept],
+                place[tables.first[both]],
+                place[tables.second[both]],
+                entry,
+            ),
             rows=make_rows(
                 int(kept.sum()),
                 new_strategy[entry_owner[stay]],
@@ -182,6 +181,8 @@ def table_graph(network: Network, memory: MemoryProfile | None) -> TableGraph:
                 ends.append((position[node], position[other]))
                 pieces.append(table)
     cost = np.concatenate([network.cost[i] for i in nodes]) if nodes else np.zeros(0)
+    pairs = np.array(ends, dtype=np.int64).reshape(-1, 2)
+    entry = np.concatenate([piece.ravel() for piece in pieces]) if pieces else np.zeros(0)
     none = np.zeros(0, np.int64)
     if memory is None:
         rows = make_rows(int(offset[-1]), none, none, np.zeros(0), np.zeros(0))
@@ -190,7 +191,7 @@ def table_graph(network: Network, memory: MemoryProfile | None) -> TableGraph:
             int(offset[-1]), memory.strategy, memory.time, memory.change, memory.allowed()
         )
     return TableGraph(
-        tables=make_tables(offset, cost, ends, pieces),
+        tables=make_tables(offset, cost, pairs[:, 0], pairs[:, 1], entry),
         rows=rows,
         constant=network.constant(),
         base_node=np.arange(len(nodes)),
@@ -200,15 +201,41 @@ def table_graph(network: Network, memory: MemoryProfile | None) -> TableGraph:
     )
 
 
+def instance_graph(instance: Instance) -> TableGraph | None:
+    """Return the graph of `instance` without reductions or memory; labels are its strategies.
+
+    The tables are copied, as loops are compiled for arrays that may be written.
+    None if it has parallel edges, self-edges or edges to an earlier node, which `Network` turns.
+    """
+    first, second = instance.edges[:, 0], instance.edges[:, 1]
+    keys = np.sort(first * instance.num_nodes + second)
+    if (first >= second).any() or (keys[1:] == keys[:-1]).any():
+        return None
+    sizes = np.diff(instance.offset)
+    none = np.zeros(0, np.int64)
+    return TableGraph(
+        tables=make_tables(instance.offset, instance.cost, first, second, instance.table.copy()),
+        rows=make_rows(len(instance.cost), none, none, np.zeros(0), np.zeros(0)),
+        constant=0.0,
+        base_node=np.arange(instance.num_nodes),
+        label=np.arange(len(instance.cost)) - np.repeat(instance.offset[:-1], sizes),
+        settled=np.full(instance.num_nodes, -1),
+        base_time=none,
+    )
+
+
 def make_tables(
-    offset: np.ndarray, cost: np.ndarray, ends: list[tuple[int, int]], pieces: list[np.ndarray]
+    offset: np.ndarray,
+    cost: np.ndarray,
+    first: np.ndarray,
+    second: np.ndarray,
+    entry: np.ndarray,
 ) -> Tables:
-    """Return the arrays of a graph; `pieces[e]` is the table of edge `ends[e]` (first < second)."""
+    """Return the arrays of a graph with edges from `first` to `second` (first < second)."""
     num_nodes = len(offset) - 1
-    pairs = np.array(ends, dtype=np.int64).reshape(-1, 2)
-    first, second = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+    first, second = np.ascontiguousarray(first), np.ascontiguousarray(second)
     count = np.diff(offset)
-    edge = np.arange(len(pairs))
+    edge = np.arange(len(first))
     node = np.concatenate([first, second])
     other = np.concatenate([second, first])
     order = np.lexsort((other, node))
@@ -219,9 +246,7 @@ def make_tables(
         first=first,
         second=second,
         entry_offset=_bounds(count[first] * count[second]),
-        entry=np.concatenate([np.ascontiguousarray(p).ravel() for p in pieces])
-        if pieces
-        else np.zeros(0),
+        entry=np.ascontiguousarray(entry, dtype=np.float64),
         incident_offset=_bounds(degree),
         incident=np.concatenate([edge, edge])[order],
         to_first=_bounds(count[first]),

@@ -22,7 +22,10 @@ def _graph(seed, pairs, nodes=7, size=3, times=1, tightness=0.4):
     slack = (1 - tightness) * total.min(2).sum(1) + tightness * total.max(2).sum(1)
     graph = TableGraph(
         tables=make_tables(
-            offset, rng.random(nodes * size), pairs, [rng.random((size, size)) for _ in pairs]
+            offset,
+            rng.random(nodes * size),
+            *np.array(pairs, dtype=np.int64).reshape(-1, 2).T,
+            rng.random(len(pairs) * size * size),
         ),
         rows=make_rows(nodes * size, strategy.ravel(), time.ravel(), change.ravel(), slack),
         constant=0.0,

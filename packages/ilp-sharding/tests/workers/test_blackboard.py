@@ -9,9 +9,9 @@ from ilp_sharding.workers.blackboard import Board, load_graph, store_graph
 def _graph(size):
     rng = np.random.default_rng(0)
     offset = np.array([0, size, 2 * size])
-    table = rng.random((size, size))
+    table = rng.random(size * size)
     return TableGraph(
-        tables=make_tables(offset, rng.random(2 * size), [(0, 1)], [table]),
+        tables=make_tables(offset, rng.random(2 * size), np.array([0]), np.array([1]), table),
         rows=make_rows(2 * size, np.arange(3), np.zeros(3, int), np.ones(3), np.array([2.0])),
         constant=3.5,
         base_node=np.arange(2),
