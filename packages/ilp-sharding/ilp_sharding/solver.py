@@ -17,7 +17,8 @@ from attrs import evolve
 from alpa_interchange.selection import ShardingProblem, ShardingSolution
 from ilp_sharding.choice.first_choice import repaired_choice
 from ilp_sharding.evaluation import check
-from ilp_sharding.exact.elimination import Elimination, OutOfTime
+from ilp_sharding.exact.elimination import Elimination
+from ilp_sharding.exceptions import NoAssignment, OutOfTime
 from ilp_sharding.methods.direct import ELIMINATION_WORK
 from ilp_sharding.methods.narrowing import solve_unreduced
 from ilp_sharding.methods.reduced import Reduced, is_large, offer_start
@@ -25,7 +26,7 @@ from ilp_sharding.methods.table import apply_methods
 from ilp_sharding.options import Progress, SolveOptions
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import MemoryProfile
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 from ilp_sharding.search import Search
 from ilp_sharding.workers.pool import WORKER_SECONDS, WorkerPool
 

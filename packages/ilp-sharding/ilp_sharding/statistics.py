@@ -9,10 +9,11 @@ from attrs import frozen
 
 from alpa_interchange.selection import ShardingProblem
 from ilp_sharding.exact.elimination import Elimination
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.options import SolveOptions
 from ilp_sharding.problem.instance import Instance, group_minimum
 from ilp_sharding.problem.memory_rows import MemoryProfile, group_maximum
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 
 
 @frozen(kw_only=True)

@@ -7,9 +7,10 @@ import pytest
 from alpa_interchange.selection import ShardingProblem
 from ilp_sharding import Progress, SolveOptions, check, pin_cost, solve
 from ilp_sharding.choice.first_choice import consistent_start, greedy_start
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import MemoryProfile
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 
 
 def _problem(node_cost, edge_cost=(), edges=(), memory=None, live=None, limit=None, count=None):

@@ -8,8 +8,8 @@ import math
 import highspy
 import numpy as np
 
-from ilp_sharding.exact.elimination import OutOfTime
 from ilp_sharding.exact.highs_run import run_until
+from ilp_sharding.exceptions import OutOfTime
 
 
 def highest_point(

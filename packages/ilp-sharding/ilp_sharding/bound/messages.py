@@ -145,7 +145,7 @@ def _send_down(entry: np.ndarray, p: int, weight: np.ndarray, size: int, out: np
         for q in range(width):
             out[q] = min(out[q], line[q] + more)
         p += width
-    least = out[0]
+    least: float = out[0]
     for q in range(1, width):
         least = min(least, out[q])
     for q in range(width):

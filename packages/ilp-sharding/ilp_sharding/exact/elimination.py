@@ -22,15 +22,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ilp_sharding.compiled_loops import loaded
+from ilp_sharding.exceptions import OutOfTime
 
 if TYPE_CHECKING:
     from ilp_sharding.exact.elimination_loops import Steps
 
 _STEPS_WORK = 1e6  # table entries between two looks at the clock
-
-
-class OutOfTime(Exception):
-    """The deadline came before the answer."""
 
 
 class Elimination:

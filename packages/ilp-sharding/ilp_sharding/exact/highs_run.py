@@ -13,7 +13,7 @@ import time
 
 import highspy
 
-from ilp_sharding.exact.elimination import OutOfTime
+from ilp_sharding.exceptions import OutOfTime
 
 _GRACE_SHARE = 0.05  # of the time given, between the limit told to HiGHS and the deadline
 

@@ -24,7 +24,8 @@ from collections.abc import Mapping
 import numpy as np
 from attrs import define
 
-from ilp_sharding.exact.elimination import Elimination, OutOfTime
+from ilp_sharding.exact.elimination import Elimination
+from ilp_sharding.exceptions import OutOfTime
 
 _WINDOW = 12  # labels of less cost that one is compared with, where there are several rows
 _MARGIN = 1e-12  # of the numbers added up, for rounding

@@ -21,8 +21,9 @@ import numpy as np
 
 from ilp_sharding.bound.cutting_planes import highest_point
 from ilp_sharding.choice.row_repair import LocalMoves
-from ilp_sharding.exact.elimination import Elimination, OutOfTime
+from ilp_sharding.exact.elimination import Elimination
 from ilp_sharding.exact.integer_program import IntegerProgram
+from ilp_sharding.exceptions import NoAssignment, OutOfTime
 from ilp_sharding.methods.reduced import Reduced, prove_infeasible
 from ilp_sharding.problem.memory_rows import (
     DENSE_USAGE,
@@ -30,7 +31,7 @@ from ilp_sharding.problem.memory_rows import (
     binding_rows,
     violated_peaks,
 )
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 from ilp_sharding.search import Search
 
 ELIMINATION_WORK = 3e7  # table entries that one in-process elimination may visit

@@ -23,8 +23,9 @@ import numpy as np
 from attrs import evolve
 
 from ilp_sharding.compiled_loops import load, ready
-from ilp_sharding.exact.elimination import Elimination, OutOfTime
+from ilp_sharding.exact.elimination import Elimination
 from ilp_sharding.exact.memory_elimination import TooManyLabels, limited_minimum
+from ilp_sharding.exceptions import NoAssignment, OutOfTime
 from ilp_sharding.methods.direct import (
     ELIMINATION_SECONDS,
     ELIMINATION_WORK,
@@ -35,7 +36,7 @@ from ilp_sharding.methods.reduced import Reduced
 from ilp_sharding.problem.flat_graph import TableGraph, instance_graph, table_graph
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import DENSE_USAGE, MemoryProfile
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 from ilp_sharding.search import Search
 from ilp_sharding.workers.pool import WORKER_SECONDS
 

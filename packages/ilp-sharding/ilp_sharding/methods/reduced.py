@@ -10,6 +10,7 @@ from attrs import define, field
 from ilp_sharding.choice.first_choice import greedy_start
 from ilp_sharding.exact.elimination import Elimination
 from ilp_sharding.exact.integer_program import smallest_peak
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import (
     DENSE_USAGE,
@@ -17,7 +18,7 @@ from ilp_sharding.problem.memory_rows import (
     binding_rows,
     exact_memory,
 )
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 from ilp_sharding.search import Search
 from ilp_sharding.workers.pool import WorkerPool
 

@@ -13,11 +13,12 @@ import time
 import numpy as np
 
 from ilp_sharding.compiled_loops import load
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.methods.narrowing import Expand, expansion, narrowing_seconds
 from ilp_sharding.methods.reduced import Reduced
 from ilp_sharding.problem.flat_graph import TableGraph, table_graph
 from ilp_sharding.problem.memory_rows import MemoryProfile
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 from ilp_sharding.search import Search
 from ilp_sharding.workers.pool import WORKER_SECONDS
 

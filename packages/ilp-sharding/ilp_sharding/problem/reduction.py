@@ -22,14 +22,10 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from ilp_sharding.exact.elimination import OutOfTime
+from ilp_sharding.exceptions import NoAssignment, OutOfTime
 from ilp_sharding.problem.instance import Instance
 
 _ROUNDING = 1e-13  # of the entries, far more than separable tables leave
-
-
-class NoAssignment(Exception):
-    """Every choice uses a forbidden strategy or pair."""
 
 
 class Network:

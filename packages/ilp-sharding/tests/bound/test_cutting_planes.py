@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ilp_sharding.bound.cutting_planes import highest_point
-from ilp_sharding.exact.elimination import OutOfTime
+from ilp_sharding.exceptions import OutOfTime
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,10 +12,11 @@ from ilp_sharding.bound.dual_ascent import DualAscent
 from ilp_sharding.bound.messages import beliefs, choice_cost, clearest
 from ilp_sharding.branching.hubs import HubTree
 from ilp_sharding.choice.construction import PrimalSearch
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.problem.flat_graph import table_graph
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import MemoryProfile
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 
 
 def _star(seed, limited):

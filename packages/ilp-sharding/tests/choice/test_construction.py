@@ -15,10 +15,11 @@ from ilp_sharding.choice.ball_minimisation import local_cost, minimise_ball, see
 from ilp_sharding.choice.construction import PrimalSearch
 from ilp_sharding.choice.forest_moves import forest_move
 from ilp_sharding.exact.integer_program import IntegerProgram
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.problem.flat_graph import table_graph
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import MemoryProfile
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 
 
 def _graphs(random_problem, count):

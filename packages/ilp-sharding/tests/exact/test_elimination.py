@@ -3,7 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from ilp_sharding.exact.elimination import Elimination, OutOfTime
+from ilp_sharding.exact.elimination import Elimination
+from ilp_sharding.exceptions import OutOfTime
 
 
 def _random_graph(seed):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from ilp_sharding.compiled_loops import load
-from ilp_sharding.exact.elimination import Elimination, OutOfTime
+from ilp_sharding.exact.elimination import Elimination
+from ilp_sharding.exceptions import OutOfTime
 
 
 def _random_elimination(seed):

@@ -4,8 +4,8 @@ import highspy
 import numpy as np
 import pytest
 
-from ilp_sharding.exact.elimination import OutOfTime
 from ilp_sharding.exact.highs_run import run_until
+from ilp_sharding.exceptions import OutOfTime
 
 
 class _Endless:

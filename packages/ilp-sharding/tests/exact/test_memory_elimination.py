@@ -3,8 +3,9 @@ import itertools
 import numpy as np
 import pytest
 
-from ilp_sharding.exact.elimination import Elimination, OutOfTime
+from ilp_sharding.exact.elimination import Elimination
 from ilp_sharding.exact.memory_elimination import TooManyLabels, limited_minimum
+from ilp_sharding.exceptions import OutOfTime
 
 
 def _random_graph(seed, nodes=6):

@@ -7,10 +7,11 @@ from attrs import evolve
 from alpa_interchange.selection import ShardingProblem
 from ilp_sharding import SolveOptions, check, solve
 from ilp_sharding.exact.elimination import Elimination
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.methods.narrowing import narrow
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import MemoryProfile
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 from ilp_sharding.search import Search
 
 

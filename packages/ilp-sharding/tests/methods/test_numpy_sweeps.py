@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from ilp_sharding import SolveOptions, check
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.methods.numpy_sweeps import Sweeps, swept_start
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import MemoryProfile
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 from ilp_sharding.search import Search
 
 

@@ -5,10 +5,11 @@ import pytest
 from attrs import evolve
 
 from ilp_sharding import SolveOptions, check, solve
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.methods.rounds import search_rounds
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import MemoryProfile
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 from ilp_sharding.search import Search
 
 

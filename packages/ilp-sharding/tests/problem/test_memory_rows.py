@@ -2,9 +2,10 @@ import numpy as np
 from attrs import evolve
 
 from ilp_sharding import SolveOptions, check
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.problem.instance import Instance
 from ilp_sharding.problem.memory_rows import MemoryProfile, peak_times, violated_peaks
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 
 
 def test_peak_times_see_the_largest_live_sets_only():

@@ -5,8 +5,9 @@ import pytest
 from attrs import evolve
 
 from ilp_sharding import SolveOptions
+from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.problem.instance import Instance
-from ilp_sharding.problem.reduction import Network, NoAssignment
+from ilp_sharding.problem.reduction import Network
 
 
 def _choices(network, nodes):
