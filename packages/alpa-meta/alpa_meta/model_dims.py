@@ -256,7 +256,9 @@ def _chosen(model: ModelDims, size: int) -> frozenset[Class]:
         problem.add_edge(first, second, np.array([[0.0, 0.0], [0.0, math.inf]]))
     if not gains:
         return frozenset()
-    found = ilp_sharding.solve(problem.build("tensor parallelism"))
+    # rounds: work is counted, so that a busy machine finds the same classes
+    counted = ilp_sharding.SolveOptions(rounds=60)
+    found = ilp_sharding.solve(problem.build("tensor parallelism"), counted)
     assert found.choice is not None
     return frozenset(root for root, cut in zip(gains, found.choice, strict=True) if cut)
 

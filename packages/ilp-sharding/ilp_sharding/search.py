@@ -21,6 +21,7 @@ class Search:
     `until` is a `time.perf_counter()` value; `report(phase)` is called after every improvement.
     `programs` says whether integer programs may be solved, whose time nobody can foresee, and
     `max_nodes` how far their trees may grow where work is counted instead of seconds.
+    `narrowed_entries` is the size of the tables in which messages alone settled nothing.
     """
 
     instance: Instance
@@ -34,6 +35,7 @@ class Search:
     seed: int = 0
     programs: bool = True
     max_nodes: int | None = None
+    narrowed_entries: float = math.inf
     report: Callable[[str], None] = field(default=lambda phase: None)
 
     def offer(self, choice: np.ndarray, phase: str) -> None:
