@@ -36,8 +36,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from stage_dp.cell_bounds import RowArrays, hull_prices
+from stage_dp.interleaved_program import Layers, least_step
 from stage_dp.joint_sweep import NEVER
 from stage_dp.menu_table import Array, Index
+from stage_dp.schedules import order
 
 # Times that weights are evened out, of which the best is taken: GPT-1.3B on 4 V100 has the same
 # bound with 2 and with 12.
@@ -47,6 +49,7 @@ HALVED = 16  # times that the step time is halved in: to some 1e-4 of it
 # of GPT-1.3B is 4.90 % instead of 4.86 %, with 7 the same.
 MAX_RARE = 4
 
+INTERLEAVED = "interleaved-1f1b"
 Disjoint = tuple[Index, Index, Index]
 
 
@@ -60,6 +63,7 @@ class InterleavedBounds:
 
     def __init__(self, rows: RowArrays, position: int, layers: Sequence[int], count: int) -> None:
         self.count, self.memory = count, float(rows.memory[position])
+        self._whole: dict[int, tuple[float, Array, Array]] = {}  # by number of meshes
         own = [i for i, c in enumerate(rows.classes) if c in set(layers)]
         found = Counter(layers)
         self.number = np.array([float(found[rows.classes[i]]) for i in own])
@@ -73,6 +77,7 @@ class InterleavedBounds:
         self.activation = np.where(finite, rows.activation[position, own], 0.0)
         self.least_bytes = (rows.state + rows.activation)[position, own].min(axis=1)
         self.forward = rows.parts[position, own, 0]
+        self.backward = rows.parts[position, own, 1:].sum(axis=1)
         self.work = count * self.seconds + self.step
         self.least = self.work.min(axis=1)
         self.main = int(np.argmax(self.number))
@@ -89,11 +94,17 @@ class InterleavedBounds:
     def whole_layers(self, num: int, target: float = math.inf) -> float:
         """Return the bound on the longest work of the meshes, each with whole layers within its
         memory, up to `target`."""
-        return self._whole_layers(num, target)[0]
+        if num not in self._whole:
+            found = self._whole_layers(num, target)
+            if found[0] >= target < math.inf:
+                return target
+            self._whole[num] = found
+        return self._whole[num][0]
 
     def with_idle_time(self, num: int, chunks: int) -> float:
         """Return the bound of weights and prices by which the meshes are evened out."""
-        _, price, cost = self._whole_layers(num, math.inf)
+        self.whole_layers(num)
+        _, price, cost = self._whole[num]
         main = self.main
         whole, forward = float(self.seconds[main].min()), float(self.forward[main])
         free = np.full(num, self.least[main]), np.zeros(num)
@@ -102,6 +113,29 @@ class InterleavedBounds:
             for seconds, prices in (free, (cost, price))
             for wait in (forward, whole)
         )
+
+    def with_all_runs(self, num: int, chunks: Sequence[int], whole: bool, known: float) -> float:
+        """Return the bound of the program with all runs of the schedule, the least of any of these
+        `chunks`; `known` where that is no more. `whole`: with whole layers."""
+        layers = Layers(
+            seconds=self.seconds,
+            step=self.step,
+            state=self.state,
+            activation=self.activation,
+            forward=self.forward,
+            backward=self.backward,
+            number=self.number,
+            memory=self.memory,
+            first=self.place[0],
+            last=self.place[-1],
+        )
+        bound = math.inf
+        for v in sorted(chunks, reverse=True):  # more chunks have the lower bound
+            runs = order(INTERLEAVED, num * v, self.count, num_meshes=num)
+            bound = min(bound, least_step(layers, runs, 0.0, whole))
+            if bound <= known:
+                return known
+        return bound
 
     def _bytes(self, num: int) -> Array:
         """Return the bytes of rows on each mesh: [meshes, classes, rows]."""
@@ -113,8 +147,8 @@ class InterleavedBounds:
         layer of the most frequent class takes at that price."""
         bytes, main = self._bytes(num), self.main
         finite = np.where(self.work < NEVER, self.work, np.inf)
-        ties = [hull_prices(finite[c], bytes[:, c]) for c in range(len(self.number))]
-        prices = np.concatenate([np.zeros((num, 1)), *ties], axis=1)
+        ties = hull_prices(finite, bytes).reshape(num, -1)
+        prices = np.concatenate([np.zeros((num, 1)), ties], axis=1)
         # [meshes, prices, classes]: what a layer takes where bytes have a price
         cost = (self.work + prices[:, :, None, None] * bytes[:, None]).min(axis=3)
         room = prices * self.memory

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from stage_dp.cell_bounds import (
     Corners,
@@ -44,15 +44,20 @@ TOLERANCE = 1e-2  # of a stage's seconds, while pipelines are looked for; 3e-3 t
 MAX_TRANSIENTS = 3  # limits on transient bytes tried for one stage
 
 
+Chain = list[tuple[int, int, int]]  # (layer start, layer stop, kind) of each stage
+
+
 @frozen(eq=False)
 class StageBounds:
     """Bounds [sequences, kinds, levels]: of t, of B t + u, and of t + u. `parts` [sequences, kinds,
-    3]: of the forward, the backward by input and by weight."""
+    3]: of the forward, the backward by input and by weight. `quick`: the bound on pipelines that
+    these give and a pipeline that takes no more, by whether the backward is split."""
 
     seconds: Array
     busy: Array
     once: Array
     parts: Array
+    quick: dict[bool, tuple[float, Chain]] = field(factory=dict)
 
 
 class CountCosts:
@@ -161,6 +166,10 @@ class CountCosts:
             self._rows[True] = floors or self._rows[False]
             self._made = {key: made for key, made in self._made.items() if not key[0]}
         return bool(asked)
+
+    def num_asked(self, position: int) -> int:
+        """Return of how many classes on a mesh sharper floors were asked for."""
+        return self.table.num_asked(self.meshes[position])
 
     def _by_kind(self, values: Array) -> Array:
         """Return the least over the meshes of each kind."""

@@ -11,6 +11,7 @@ the step gets faster: a heuristic, with a proven bound. -> best_interleaved()
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,12 @@ INTERLEAVED = next(rule for rule in SCHEDULE_RULES.values() if rule.interleaves)
 MAX_CHUNKS = 4  # from 4 to 8 chunks (p-1)/v falls by 1/8 of a microbatch, transfers double
 WORK = 60_000  # runs of stages simulated per search, some 1 s
 NEAR = 1.1  # of the best, beyond which cuts of a pipeline are not moved
+# Bounds of one combination: the mean, whole layers, idle time, all runs; all runs with whole layers
+# only where floors are as sharp as they get.
+FINE, FINEST = 4, 5
+# Runs of a schedule up to which a bound keeps them all, without whole layers (10 to 50 ms) and with
+# (20 to 600 ms).
+MAX_RUNS = 1000, 300
 FULL = 3  # groups of p microbatches after which what a chunk holds does not change
 
 
@@ -55,7 +62,11 @@ class Interleaving:
         self.problem = costs.table.problem
         self.classes = self.problem.menu.class_of_layer
         self.count = costs.table.num_microbatches
-        self._known: dict[int, InterleavedBounds] = {}  # by mesh
+        # By mesh and how often its floors were made sharper.
+        self._known: dict[tuple[int, int], InterleavedBounds] = {}
+        # By combination: how often its floors were, and which of the bounds were taken since.
+        self._levels: dict[int, tuple[int, int]] = {}
+        self._rows: dict[int, InterleavedBounds] = {}  # by mesh, of the menu's rows
         self._combinations = [
             found for mesh in range(len(costs.meshes)) for found in self._of_mesh(mesh)
         ]
@@ -65,23 +76,25 @@ class Interleaving:
         return min((found.bound for found in self._combinations), default=math.inf)
 
     def tries(self, limit: float) -> list[tuple[float, int, int]]:
-        """Return (estimated seconds, combination, chunks) of those whose rows may take less than
+        """Return (estimated seconds, combination, chunks) of those that may take less than
         `limit`."""
-        result = []
-        rows: dict[int, InterleavedBounds] = {}
-        for n, found in enumerate(self._combinations):
-            if found.bound >= limit:
-                continue
-            if found.mesh not in rows:
-                rows[found.mesh] = InterleavedBounds(
-                    self.costs.rows, found.mesh, self.classes, self.count
-                )
-            whole = rows[found.mesh].whole_layers(found.num_meshes, limit)
-            least = evolve(found, bound=max(found.bound, whole))
-            if least.bound < limit:
-                for chunks in self._chunks(found.num_meshes):
-                    result.append((least.estimate(chunks, self.count), n, chunks))
-        return result
+        return [
+            (found.estimate(chunks, self.count), n, chunks)
+            for n, found in enumerate(self._combinations)
+            if found.bound < limit
+            for chunks in self._chunks(found.num_meshes)
+        ]
+
+    def estimate(self, combination: int, chunks: int, limit: float) -> float:
+        """Return the seconds estimated by whole layers and the menu's rows; inf where these take no
+        less than `limit`."""
+        found = self._combinations[combination]
+        if found.mesh not in self._rows:
+            rows = self.costs.rows
+            self._rows[found.mesh] = InterleavedBounds(rows, found.mesh, self.classes, self.count)
+        whole = self._rows[found.mesh].whole_layers(found.num_meshes, limit)
+        least = evolve(found, bound=max(found.bound, whole))
+        return least.estimate(chunks, self.count) if least.bound < limit else math.inf
 
     def starts(self, combination: int, chunks: int) -> list[list[int]]:
         """Return borders of stages where seconds are even, or bytes, and those near them."""
@@ -112,9 +125,15 @@ class Interleaving:
         links = self.links.ring(mesh, num_meshes)
         if links is None:
             return None
+        least = np.add.reduceat(np.array(found.seconds), cuts[:-1])
+        if _busiest(least, num_meshes) >= limit:
+            return None
         held = self._held(num, num_meshes)
         stages = self._stages(mesh, cuts, held, num_meshes)
         if stages is None:
+            return None
+        work = [self.count * s.seconds + float(s.columns[STEP]) for s in stages]
+        if _busiest(np.array(work), num_meshes) >= limit:
             return None
         samples = self.costs.table.samples
         crossing = tuple(
@@ -140,44 +159,53 @@ class Interleaving:
         asked = self.problem.num_stages
         return [v for v in range(2, most + 1) if asked in (None, num_meshes * v)]
 
-    def refined(self, target: float) -> float:
-        """Return a bound up to `target`: of the least combination a finer one, and sharper floors
-        of its mesh where that is not enough."""
-        self._known.clear()  # floors may be sharper by now
-        fine: set[int] = set()  # combinations that the floors at hand say no more of
-        asked: set[int] = set()
+    def refined(self, target: float, limit: float) -> float:
+        """Return a bound, `target` or more if it can be: of the least combination a finer one, and
+        sharper floors of its mesh where that is not enough. Seconds from `limit` on do not
+        matter."""
         while self._combinations:
             at = min(range(len(self._combinations)), key=lambda n: self._combinations[n].bound)
             least = self._combinations[at]
             if least.bound >= target:
                 return least.bound
-            if at not in fine:
-                fine.add(at)
-                self._combinations[at] = evolve(least, bound=self._finer(least, target))
-            elif least.mesh not in asked:
-                asked.add(least.mesh)
-                if self.costs.ask_of(least.mesh, sorted(set(self.classes))):
-                    self._known.pop(least.mesh, None)
-                    fine -= {n for n in fine if self._combinations[n].mesh == least.mesh}
-            else:
+            if self._raised(at, limit, FINE):
+                continue
+            if self.costs.ask_of(least.mesh, sorted(set(self.classes))):
+                continue
+            if not self._raised(at, limit, FINEST):
                 return least.bound
         return math.inf
 
-    def _finer(self, found: _Combination, target: float) -> float:
-        """Return the bound of a combination by the floors at hand, as far as `target`."""
-        num, bounds = found.num_meshes, self._bounds(found.mesh)
-        bound = max(found.bound, bounds.mean(num))
-        if bound < target:
-            bound = max(bound, bounds.whole_layers(num, target))
-        if bound < target:
-            bound = max(bound, bounds.with_idle_time(num, max(self._chunks(num))))
-        return bound
+    def _raised(self, at: int, limit: float, finest: int) -> bool:
+        """Take the next finer bound of a combination by the floors at hand; return whether there
+        was one."""
+        found = self._combinations[at]
+        sharp, num = self.costs.num_asked(found.mesh), found.num_meshes
+        known, level = self._levels.get(at, (sharp, 0))
+        if known != sharp:
+            level = 0
+        if level >= finest:
+            return False
+        bounds, chunks = self._bounds(found.mesh), self._chunks(num)
+        value = found.bound
+        if level == 0:
+            value = bounds.mean(num)
+        elif level == 1:
+            value = bounds.whole_layers(num, limit)
+        elif level == 2:
+            value = bounds.with_idle_time(num, max(chunks))
+        elif 2 * num * max(chunks) * self.count <= MAX_RUNS[level - FINE + 1]:
+            value = bounds.with_all_runs(num, chunks, level >= FINE, found.bound)
+        self._levels[at] = sharp, level + 1
+        self._combinations[at] = evolve(found, bound=max(found.bound, value))
+        return True
 
     def _bounds(self, position: int) -> InterleavedBounds:
-        if position not in self._known:
+        key = position, self.costs.num_asked(position)
+        if key not in self._known:
             rows = self.costs.bounded_rows
-            self._known[position] = InterleavedBounds(rows, position, self.classes, self.count)
-        return self._known[position]
+            self._known[key] = InterleavedBounds(rows, position, self.classes, self.count)
+        return self._known[key]
 
     def _of_mesh(self, position: int) -> list[_Combination]:
         problem, menu = self.problem, self.problem.menu
@@ -241,15 +269,31 @@ class Interleaving:
         return runs[0] + groups * (runs[-1] - runs[0])
 
 
+def _busiest(work: Array, num_meshes: int) -> float:
+    """Return the work of the busiest mesh from that of each stage."""
+    return float(work.reshape(-1, num_meshes).sum(axis=0).max())
+
+
 def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | None:
     """Return the best pipeline met that takes less than `limit` seconds."""
-    tries = sorted((*one, at) for at, item in enumerate(some) for one in item.tries(limit))
+    waiting = [
+        (estimate, False, combination, chunks, at)
+        for at, item in enumerate(some)
+        for estimate, combination, chunks in item.tries(limit)
+    ]
+    heapq.heapify(waiting)
     needed = math.isinf(limit)  # there is no other pipeline
+    tries: list[tuple[int, int, int]] = []
     found: list[tuple[float, int, Scored]] = []
     left = WORK
-    for number, (estimate, combination, chunks, at) in enumerate(tries):
-        if estimate >= limit or (left < 0 and (found or not needed)):
-            break
+    while waiting and waiting[0][0] < limit and (left >= 0 or (needed and not found)):
+        estimate, fine, combination, chunks, at = heapq.heappop(waiting)
+        if not fine:
+            estimate = some[at].estimate(combination, chunks, limit)
+            heapq.heappush(waiting, (estimate, True, combination, chunks, at))
+            continue
+        number = len(tries)
+        tries.append((combination, chunks, at))
         cost = some[at].work(combination, chunks)
         for cuts in some[at].starts(combination, chunks):
             left -= cost
@@ -261,7 +305,7 @@ def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | Non
         limit = min([limit, *(NEAR * seconds for seconds, _, _ in found)])
     found.sort(key=lambda one: one[:2])
     for at, (_, number, scored) in enumerate(found):
-        _, combination, chunks, own = tries[number]
+        combination, chunks, own = tries[number]
         improved: Scored | None = scored
         while improved is not None:
             found[at], scored = (improved.step_seconds, number, improved), improved

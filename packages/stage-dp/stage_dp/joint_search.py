@@ -30,7 +30,7 @@ from stage_dp.fixed_stages import Known, fixed_stages, with_rows
 from stage_dp.infeasibility import InfeasibleError, check_bound
 from stage_dp.joint_bound import CLOSE, Bounds, quick_bound, refined_bound
 from stage_dp.joint_chain import Scored, score
-from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
+from stage_dp.joint_costs import LEVELS, Chain, CountCosts, held_by_place
 from stage_dp.joint_enumeration import Budget, Enumeration
 from stage_dp.joint_guide import Guide
 from stage_dp.joint_improvement import Improvement, Rows, Work
@@ -65,6 +65,8 @@ POLISHED = 2  # of them whose rows are solved nearly exactly
 # to 96 layers are the same with 0, 8 and 16, which take as long within the noise.
 POLISHED_STAGES = 8
 STAGES_SOLVED = (1500, 16)  # stages solved for that, of few layers and of more
+# Share by which the least bound is raised above the next one at a time.
+RAISED = 3e-3
 LABELS = 40_000  # labels of the enumeration per microbatch count
 
 
@@ -78,6 +80,8 @@ class _Setting:
     interleaving: Interleaving | None = None
     best: Scored | None = None
     done: bool = False  # every pipeline that could be better was tried
+    with_memory: bool = False  # the bound needs memory to rise further
+    asked: int = 0  # times that sharper floors were asked for, with memory or without
 
 
 def microbatch_counts(batch_size: int) -> tuple[int, ...]:
@@ -118,7 +122,6 @@ class _Search:
         self.binding = False  # whether memory was seen to matter
         self.covered = False  # whether any chain of meshes would do with enough memory
         self._crossings: dict[int, tuple[Array, Array]] = {}
-        self._rows_bounds: dict[tuple[CountCosts, tuple[int, ...], bool], float] = {}
 
     def _spaces(self, kinds: list[SubmeshSpec]) -> tuple[Space, Space]:
         """Return the spaces of the guided search and of the bounds."""
@@ -200,7 +203,6 @@ class _Search:
         """Return the settings of one microbatch count; of one microbatch all orders are one but
         those of split backwards."""
         result = []
-        known: dict[bool, float] = {}
         alike = False
         for name in self.problem.schedules:
             rule = SCHEDULE_RULES[name]
@@ -212,10 +214,7 @@ class _Search:
                 interleaving = Interleaving(costs, self.links)
                 result.append(_Setting(costs, rule, interleaving.bound(), interleaving))
                 continue
-            split = rule.splits_backward
-            if split not in known:
-                known[split] = quick_bound(self._bounds(costs), rule)[0]
-            result.append(_Setting(costs, rule, known[split]))
+            result.append(_Setting(costs, rule, self._quick(costs, rule)[0]))
         return result
 
     def _bounds(self, costs: CountCosts, held: tuple[int, ...] = (), proof: bool = True) -> Bounds:
@@ -282,11 +281,7 @@ class _Search:
         for held in ((), self._held(setting)):
             if held and (bound >= self.limit or not self.binding or not self.problem.proof):
                 break
-            key = (setting.costs, held, setting.rule.splits_backward)
-            if key not in self._rows_bounds:
-                bounds = self._bounds(setting.costs, held, proof=False)
-                self._rows_bounds[key] = quick_bound(bounds, setting.rule)[0]
-            bound = max(bound, self._rows_bounds[key])
+            bound = max(bound, self._quick(setting.costs, setting.rule, held, proof=False)[0])
         if setting.costs.same_proof:
             setting.bound = max(setting.bound, bound)
         return bound
@@ -362,34 +357,52 @@ class _Search:
                 self.best = setting.best
 
     def _refine_all(self) -> None:
-        """Refine the least bound until it stays the least: the others do not matter then."""
+        """Raise the least bound, a little above the next one at a time, until it reaches the best
+        plan or one that cannot be raised: no setting is refined beyond what that takes."""
         waiting = [(s.bound, n, s) for n, s in enumerate(self.settings)]
         heapq.heapify(waiting)
         lowest = self.limit
-        while waiting and not self.late():
-            bound, _, setting = heapq.heappop(waiting)
-            if bound >= lowest:
-                break
-            self._refine(setting, lowest)
-            lowest = min(lowest, setting.bound)
+        while waiting and waiting[0][0] < lowest and not self.late():
+            bound, n, setting = heapq.heappop(waiting)
+            following = waiting[0][0] if waiting else math.inf
+            target = min(lowest, (1 + RAISED) * max(bound, following))
+            if not self._refine(setting, target):
+                lowest = min(lowest, setting.bound)
+                continue
+            heapq.heappush(waiting, (max(setting.bound, target), n, setting))
 
-    def _refine(self, setting: _Setting, target: float) -> None:
-        """Raise the bound of a setting, up to `target`."""
+    def _refine(self, setting: _Setting, target: float) -> bool:
+        """Raise the bound of a setting, up to `target`; return whether that is reached."""
         costs, rule = setting.costs, setting.rule
         if setting.interleaving is not None:
-            setting.bound = max(setting.bound, setting.interleaving.refined(target))
-            return
+            setting.bound = max(setting.bound, setting.interleaving.refined(target, self.limit))
+            return setting.bound >= target
         near = target * (1 - CLOSE)
-        for held in ((), self._held(setting)):
-            for _ in range(MAX_ASKED):
-                if setting.bound >= near:
-                    return
+        while setting.bound < near:
+            held = self._held(setting) if setting.with_memory else ()
+            value, chain = self._quick(costs, rule, held)
+            setting.bound = max(setting.bound, value)
+            if setting.bound >= near:
+                break
+            setting.asked += 1
+            if setting.asked <= MAX_ASKED and costs.ask(chain):
+                continue
+            if setting.with_memory:
                 bounds = self._bounds(costs, held)
-                value, chain = quick_bound(bounds, rule)
-                setting.bound = max(setting.bound, value)
-                if setting.bound >= near or not costs.ask(chain):
-                    break
-        setting.bound = refined_bound(bounds, rule, setting.bound, target)
+                setting.bound = refined_bound(bounds, rule, setting.bound, target)
+                return setting.bound >= near
+            setting.with_memory, setting.asked = True, 0
+        return True
+
+    def _quick(
+        self, costs: CountCosts, rule: ScheduleRule, held: tuple[int, ...] = (), proof: bool = True
+    ) -> tuple[float, Chain]:
+        """Return the quick bound and its pipeline, worked out once for all schedules that do not
+        split the backward."""
+        known = costs.bounds(proof, held).quick
+        if rule.splits_backward not in known:
+            known[rule.splits_backward] = quick_bound(self._bounds(costs, held, proof), rule)
+        return known[rule.splits_backward]
 
     def _enumerate(self) -> None:
         if self.layers > ENUMERATED_LAYERS:

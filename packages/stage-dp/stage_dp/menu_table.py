@@ -130,6 +130,10 @@ class MenuTable:
         self._asked[mesh, number] = more(mesh, number, self.samples)
         return True
 
+    def num_asked(self, mesh: int) -> int:
+        """Return of how many classes on a mesh sharper floors were asked for."""
+        return sum((mesh, number) in self._asked for number in self.rows[mesh])
+
     def change(self, mesh: int, before: ClassRows, after: ClassRows) -> Array:
         """Return the seconds between rows of consecutive layers: [rows before, rows after]."""
         return self.conversion[mesh][np.ix_(before.layout_out, after.layout_in)]

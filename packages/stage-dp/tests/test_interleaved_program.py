@@ -1,0 +1,112 @@
+"""The bound of interleaved pipelines that keeps every run, against all of them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from stage_dp import order, pipeline_time
+from stage_dp.interleaved_program import Layers, least_step
+
+NAME = "interleaved-1f1b"
+
+
+def random_layers(rng, sequence, rows):
+    shape = (max(sequence) + 1, rows)
+    forward, backward = rng.uniform(0.5, 1.5, shape), rng.uniform(0.5, 2.5, shape)
+    return forward, Layers(
+        seconds=forward + backward,
+        step=rng.choice([0.0, 1.0, 4.0], shape),
+        state=rng.uniform(0, 2, shape),
+        activation=rng.uniform(0, 1, shape),
+        forward=forward.min(axis=1),
+        backward=backward.min(axis=1),
+        number=np.bincount(sequence, minlength=shape[0]).astype(float),
+        memory=float(rng.choice([math.inf, rng.uniform(8, 16)])),
+        first=sequence[0],
+        last=sequence[-1],
+    )
+
+
+def best_of_all(forward, layers, sequence, schedule, crossing):
+    """Return the least step seconds of all cuts and rows that fit."""
+    num, meshes = schedule.num_stages, schedule.num_meshes
+    held = [schedule.in_flight(stage) for stage in range(num)]
+    best = math.inf
+    choices = list(itertools.product(range(forward.shape[1]), repeat=len(sequence)))
+    for inner in itertools.combinations(range(1, len(sequence)), num - 1):
+        cuts = (0, *inner, len(sequence))
+        for rows in choices:
+            own = [(sequence[a:b], rows[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+            ahead, whole, step = ([x[at].sum() for at in own] for x in (
+                forward, layers.seconds, layers.step))  # fmt: skip
+            size = [
+                (layers.state[at] + k * layers.activation[at]).sum()
+                for at, k in zip(own, held, strict=True)
+            ]
+            if max(sum(size[m::meshes]) for m in range(meshes)) > layers.memory:
+                continue
+            seconds = pipeline_time(
+                schedule,
+                ahead,
+                [t - f for t, f in zip(whole, ahead, strict=True)],
+                [crossing] * (num - 1),
+                [sum(step[m::meshes]) for m in range(meshes)],
+            ).step_seconds
+            best = min(best, seconds)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_pipeline_beats_the_program(seed):
+    rng = np.random.default_rng(seed)
+    meshes, chunks = [(2, 2), (2, 3), (3, 2)][rng.integers(3)]
+    length = int(rng.integers(meshes * chunks, meshes * chunks + 3))
+    rows = 2 if length < 7 else 1
+    sequence = [0, *rng.integers(2, size=length - 2).tolist(), 1]
+    crossing = float(rng.choice([0.0, 0.5]))
+    forward, layers = random_layers(rng, sequence, rows)
+    schedule = order(NAME, meshes * chunks, int(rng.integers(1, 6)), num_meshes=meshes)
+    best = best_of_all(forward, layers, sequence, schedule, crossing)
+    free, whole = (least_step(layers, schedule, crossing, own) for own in (False, True))
+    assert free <= best * (1 + 1e-9)
+    assert whole <= best * (1 + 1e-9)
+    assert whole >= free * (1 - 1e-5) or math.isinf(whole)
+
+
+def test_of_as_many_stages_as_layers_the_program_is_the_longest_path():
+    rng = np.random.default_rng(3)
+    forward, layers = random_layers(rng, [0] * 4, 1)
+    schedule = order(NAME, 4, 2, num_meshes=2)
+    best = best_of_all(forward, layers, [0] * 4, schedule, 0.25)
+    assert least_step(layers, schedule, 0.25, False) == pytest.approx(best, rel=1e-5)
+
+
+def test_whole_layers_of_meshes_count():
+    ones = np.ones((1, 1))
+    layers = Layers(
+        seconds=2 * ones,
+        step=0 * ones,
+        state=0 * ones,
+        activation=0 * ones,
+        forward=np.ones(1),
+        backward=np.ones(1),
+        number=np.array([5.0]),
+        memory=math.inf,
+        first=0,
+        last=0,
+    )
+    schedule = order(NAME, 4, 32, num_meshes=2)  # too many forwards for whole stages
+    # One mesh has at least three of the five layers, for 32 microbatches.
+    assert least_step(layers, schedule, 0.0, True) >= 32 * 2 * 3 * (1 - 1e-5)
+    assert least_step(layers, schedule, 0.0, False) < 32 * 2 * 3
+
+
+def test_what_fits_in_no_memory_takes_forever():
+    rng = np.random.default_rng(0)
+    _, layers = random_layers(rng, [0] * 4, 1)
+    schedule = order(NAME, 4, 2, num_meshes=2)
+    small = evolve(layers, memory=1e-3)
+    assert math.isinf(least_step(small, schedule, 0.0, False))
