@@ -192,6 +192,8 @@ def no_boundary(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link:
 
 
 # Sharper floors of (mesh, class, samples of a microbatch), solved for when a bound asks for them.
+# They are of all ways whose batch_split divides the samples, each as affine as a row: what they
+# say of state bytes and of B t + u holds for microbatches of any divisor of the samples too.
 FloorsAt = Callable[[int, int, int], tuple[LayerFloor, ...]]
 
 

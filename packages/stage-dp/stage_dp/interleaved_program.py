@@ -88,7 +88,7 @@ class _Program:
         """Return the bound."""
         self._add_runs()
         self._add_stages()
-        program = highspy.Highs()
+        program = highspy.Highs()  # type: ignore[no-untyped-call]
         program.setOptionValue("output_flag", False)
         program.setOptionValue("threads", 1)
         program.setOptionValue("mip_max_nodes", MAX_NODES)
@@ -164,8 +164,8 @@ class _Program:
                 self._add(size, -math.inf, 1.0)
         for row in self.y:
             self._add([(int(c), 1.0) for c in row], 1.0)
-        for own in self._wholes():
-            self._add([*((int(c), 1.0) for c in own), (self.num_columns, -1.0)], 0.0, 0.0)
+        for part in self._wholes():
+            self._add([*((int(c), 1.0) for c in part), (self.num_columns, -1.0)], 0.0, 0.0)
             self.num_columns += 1
 
     def _wholes(self) -> list[Index]:

@@ -80,6 +80,7 @@ class CountCosts:
             floors = floor_arrays(table, self.meshes, self._corners)
             self._rows = {False: rows, True: floors or rows}
         self._made: dict[tuple[bool, tuple[int, ...]], StageBounds] = {}
+        self._times_asked: Counter[int] = Counter()
         self._choices: dict[tuple[int, int, int], list[StageChoice]] = {}
         self._mesh_seconds: Array | None = None
 
@@ -156,20 +157,25 @@ class CountCosts:
         return new
 
     def ask_of(self, position: int, classes: Sequence[int]) -> bool:
-        """Ask for sharper floors of classes on a mesh; return whether there are any."""
+        """Ask for sharper floors of classes on a mesh, first for those that other microbatch counts
+        asked for; return whether there are any."""
         mesh = self.meshes[position]
-        asked = [c for c in classes if self.table.ask(mesh, c)]
-        for c in asked:
+        if self.same_proof:
+            return False
+        new = [c for c in classes if self.table.take_over(mesh, c)]
+        new = new or [c for c in classes if self.table.ask(mesh, c)]
+        for c in new:
             del self._corners[mesh, c]
-        if asked:
+        if new:
+            self._times_asked[position] += 1
             floors = floor_arrays(self.table, self.meshes, self._corners)
             self._rows[True] = floors or self._rows[False]
             self._made = {key: made for key, made in self._made.items() if not key[0]}
-        return bool(asked)
+        return bool(new)
 
-    def num_asked(self, position: int) -> int:
-        """Return of how many classes on a mesh sharper floors were asked for."""
-        return self.table.num_asked(self.meshes[position])
+    def times_asked(self, position: int) -> int:
+        """Return how often floors of a mesh were made sharper."""
+        return self._times_asked[position]
 
     def _by_kind(self, values: Array) -> Array:
         """Return the least over the meshes of each kind."""

@@ -180,7 +180,7 @@ class Interleaving:
         """Take the next finer bound of a combination by the floors at hand; return whether there
         was one."""
         found = self._combinations[at]
-        sharp, num = self.costs.num_asked(found.mesh), found.num_meshes
+        sharp, num = self.costs.times_asked(found.mesh), found.num_meshes
         known, level = self._levels.get(at, (sharp, 0))
         if known != sharp:
             level = 0
@@ -201,7 +201,7 @@ class Interleaving:
         return True
 
     def _bounds(self, position: int) -> InterleavedBounds:
-        key = position, self.costs.num_asked(position)
+        key = position, self.costs.times_asked(position)
         if key not in self._known:
             rows = self.costs.bounded_rows
             self._known[key] = InterleavedBounds(rows, position, self.classes, self.count)

@@ -42,6 +42,7 @@ from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import (
     FEW_LAYERS,
     Array,
+    AskedFloors,
     MenuTable,
     Sequences,
 )
@@ -151,8 +152,9 @@ class _Search:
         return seconds is not None and time.monotonic() - self.started > seconds
 
     def run(self, known: Sequence[Known | JointPlan]) -> JointPlan:
+        shared: AskedFloors = {}
         for count in self.problem.counts or microbatch_counts(self.problem.batch_size):
-            costs = CountCosts(MenuTable(self.problem, count), self.space)
+            costs = CountCosts(MenuTable(self.problem, count, shared), self.space)
             if costs.meshes:
                 self.settings += self._settings(costs)
         self.settings.sort(key=lambda s: s.bound)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
-from alpa_interchange.menu import JointProblem, LayerFloor, LayerRow, MeshMenu
+from alpa_interchange.menu import JointProblem, LayerFloor, LayerRow, MeshMenu, PricedFloor
 from stage_dp.schedules import SCHEDULE_RULES
 
 Array = NDArray[np.float64]
@@ -17,6 +17,9 @@ Index = NDArray[np.int64]
 COLUMNS = 8
 FORWARD, BACKWARD, WEIGHT, STEP, STATE, ACTIVATION, DELAYED, TRANSIENT = range(COLUMNS)  # of rows
 ADDED = [n for n in range(COLUMNS) if n != TRANSIENT]  # columns that add up over layers
+
+AskedFloors = dict[tuple[int, int], dict[int, LayerFloor]]
+"""Sharper floors by mesh and class and by number of microbatches."""
 
 FEW_LAYERS = 12  # up to which every choice is looked at
 SAME = 1 - 1e-12  # sums of the same figures in another order differ by rounding
@@ -91,10 +94,12 @@ class MenuTable:
     """The menu for `num_microbatches`: `rows[mesh][class]`, `conversion[mesh]` [layouts, layouts].
 
     `memory[mesh]`: bytes of a device; `usable[mesh]`: whether the mesh's rows allow any microbatch
-    of this size.
+    of this size. `shared`: floors asked for by the tables of all microbatch counts.
     """
 
-    def __init__(self, problem: JointProblem, num_microbatches: int) -> None:
+    def __init__(
+        self, problem: JointProblem, num_microbatches: int, shared: AskedFloors | None = None
+    ) -> None:
         self.problem = problem
         self.num_microbatches = num_microbatches
         self.samples = problem.batch_size // num_microbatches
@@ -112,27 +117,58 @@ class MenuTable:
             problem.device_groups[mesh.submesh.host_group].memory * (1 + 1e-12) for mesh in meshes
         ]
         self.usable = [any(len(r.number) for r in rows.values()) for rows in self.rows]
-        self._asked: dict[tuple[int, int], tuple[LayerFloor, ...]] = {}
+        self._shared: AskedFloors = {} if shared is None else shared
+        # By mesh and class: the floors at hand, and the number of microbatches they are of.
+        self._known: dict[tuple[int, int], tuple[LayerFloor, ...]] = {}
+        self._from: dict[tuple[int, int], int] = {}
 
     def floors(self, mesh: int, number: int) -> tuple[LayerFloor, ...]:
-        """Return the floors of a class, the sharper ones if they were asked for."""
-        known = self._asked.get((mesh, number))
+        """Return the floors of a class, the sharpest that were asked for or taken over."""
+        known = self._known.get((mesh, number))
         return self.problem.menu.meshes[mesh].floors[number] if known is None else known
+
+    def take_over(self, mesh: int, number: int) -> bool:
+        """Take over floors of a class that were asked for at a number of microbatches that divides
+        this one; return whether there are sharper ones than those at hand.
+
+        All ways here are ways there, and B t + u of none falls with B.
+        """
+        least = self.problem.menu.meshes[mesh].floors
+        known = self._shared.get((mesh, number), {})
+        counts = [count for count in known if self.num_microbatches % count == 0]
+        count = max(counts, default=0)
+        if count <= self._from.get((mesh, number), 0) or len(least[number]) != 1:
+            return False
+        self._from[mesh, number] = count
+        floor, samples = known[count], self.problem.batch_size // count
+        self._known[mesh, number] = (
+            evolve(
+                least[number][0],
+                state_bytes=floor.state_bytes,
+                priced=tuple(
+                    PricedFloor(
+                        price=one.price,
+                        step_seconds=count * one.seconds.value(samples) + one.step_seconds,
+                    )
+                    for one in floor.priced
+                ),
+            ),
+        )
+        return True
 
     def ask(self, mesh: int, number: int) -> bool:
         """Ask for sharper floors of a class; return whether there are any that were not asked
         for before."""
-        more = self.problem.floors_at
-        if more is None or (mesh, number) in self._asked:
+        more, key = self.problem.floors_at, (mesh, number)
+        if more is None or self._from.get(key) == self.num_microbatches:
             return False
         if not self.problem.menu.meshes[mesh].floors:
             return False
-        self._asked[mesh, number] = more(mesh, number, self.samples)
+        self._from[key] = self.num_microbatches
+        self._known[key] = found = more(mesh, number, self.samples)
+        if len(found) == 1:
+            self._shared.setdefault(key, {})[self.num_microbatches] = found[0]
         return True
-
-    def num_asked(self, mesh: int) -> int:
-        """Return of how many classes on a mesh sharper floors were asked for."""
-        return sum((mesh, number) in self._asked for number in self.rows[mesh])
 
     def change(self, mesh: int, before: ClassRows, after: ClassRows) -> Array:
         """Return the seconds between rows of consecutive layers: [rows before, rows after]."""

@@ -5,11 +5,21 @@ import math
 
 import numpy as np
 import pytest
+from attrs import evolve
 
-from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.menu import (
+    Affine,
+    JointProblem,
+    LayerFloor,
+    LayerMenu,
+    LayerRow,
+    MeshMenu,
+    PricedFloor,
+)
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
 from stage_dp import InfeasibleError, order, pipeline_time, place, solve_joint
+from stage_dp.menu_table import MenuTable
 
 NAME = "interleaved-1f1b"
 
@@ -131,3 +141,76 @@ def test_interleaved_plans_are_near_the_best_and_above_their_bound(seed):
     )
     assert plan.step_seconds == pytest.approx(again, rel=1e-9)
     assert plan.step_seconds <= 1.06 * best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_floors_that_counts_share_stay_below_all_interleaved_pipelines(seed):
+    problem = evolve(random_problem(seed), counts=(2, 4))
+    best = min(brute_force(evolve(problem, counts=(count,))) for count in problem.counts)
+    if math.isinf(best):
+        return
+    asked = []
+
+    def floors_at(mesh, number, samples):
+        asked.append((mesh, number, samples))
+        count = problem.batch_size // samples
+        rows = problem.menu.meshes[mesh].rows[number]
+        work = [
+            count * (r.forward.value(samples) + r.backward_input.value(samples)) + r.step_seconds
+            for r in rows
+        ]
+        least = loosest(rows)
+        return (
+            evolve(
+                least,
+                state_bytes=min(r.state_bytes for r in rows),
+                priced=(PricedFloor(step_seconds=min(work)),),
+            ),
+        )
+
+    meshes = tuple(
+        evolve(mesh, floors=tuple((loosest(rows),) for rows in mesh.rows))
+        for mesh in problem.menu.meshes
+    )
+    floored = evolve(problem, menu=evolve(problem.menu, meshes=meshes), floors_at=floors_at)
+    plan = solve_joint(floored)
+    assert 0.5 * best <= plan.lower_bound <= best * (1 + 1e-9)
+    assert len(set(asked)) == len(asked)
+
+
+def loosest(rows):
+    """Return a floor of all rows with half of their seconds."""
+
+    def each(name):
+        return Affine(0.0, min(getattr(r, name).each for r in rows) / 2)
+
+    forward, backward = each("forward"), each("backward_input")
+    return LayerFloor(
+        seconds=Affine(0.0, forward.each + backward.each), forward=forward, backward_input=backward
+    )
+
+
+def test_floors_asked_for_at_one_count_serve_its_multiples():
+    floor = LayerFloor(seconds=Affine(0.0, 0.5))
+    sharp = evolve(floor, priced=(PricedFloor(seconds=Affine(0.0, 1.0)),), state_bytes=2.0)
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
+        logical=LogicalMesh(axes=(MeshAxis(name="x", size=1),)),
+        rows=((LayerRow(forward=Affine(0.0, 1.0), backward_input=Affine(), state_bytes=2.0),),),
+        floors=((floor,),),
+    )
+    problem = JointProblem(
+        menu=LayerMenu(class_of_layer=(0,), meshes=(mesh,)),
+        batch_size=12,
+        device_groups=(DeviceGroup(num_hosts=1, devices_per_host=1, memory=9.0),),
+        floors_at=lambda mesh, number, samples: (sharp,),
+    )
+    shared = {}
+    two, three, six = (MenuTable(problem, count, shared) for count in (2, 3, 6))
+    assert two.ask(0, 0) and not two.ask(0, 0)
+    assert not three.take_over(0, 0)  # 2 does not divide 3: its microbatches may have other ways
+    assert six.take_over(0, 0) and not six.take_over(0, 0)
+    (taken,) = six.floors(0, 0)
+    # B t + u of 12 samples, whatever B.
+    assert (taken.priced[0].step_seconds, taken.state_bytes) == (12.0, 2.0)
+    assert six.ask(0, 0) and six.floors(0, 0) == (sharp,)
