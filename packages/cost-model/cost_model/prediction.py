@@ -40,8 +40,14 @@ class FittedModel:
     seed: int = 0
 
     def interval(self, run: TrainingRun) -> tuple[float, float]:
-        """Return the bounds of the 80 % interval of `run` in standard deviations."""
-        return self.intervals.get(run_kind(run), self.intervals.get("all", _NORMAL))
+        """Return the bounds of the 80 % interval of `run` in standard deviations.
+
+        Where nothing was measured on its device they are at least those of a normal distribution.
+        """
+        low, high = self.intervals.get(run_kind(run), self.intervals.get("all", _NORMAL))
+        if self.correction.knows(run):
+            return low, high
+        return min(low, _NORMAL[0]), max(high, _NORMAL[1])
 
 
 def run_kind(run: TrainingRun) -> str:

@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from attrs import asdict, evolve, frozen
+from scipy.stats import norm, t
 
 from alpa_interchange.document import save
 from cost_model.correction import Cell, Correction, features
@@ -253,17 +255,34 @@ def _with_intervals(model: FittedModel, scores: list[_Score]) -> FittedModel:
     """Return the model with intervals that hold 80 % of the rows behind `scores`."""
     intervals = {}
     for kind in ("all", *dict.fromkeys(score.kind for score in scores)):
-        chosen = [score.deviations for score in scores if kind in ("all", score.kind)]
-        if len(chosen) >= 10:  # fewer say little about their tails
-            # rows of a group err together: a new group is beyond all of G with odds of 1 to G, so
-            # the tails are those of G + 2 groups, two of them outside
-            groups = len({score.group for score in scores if kind in ("all", score.kind)})
-            tail = 0.1 * groups / (groups + 2)
-            low, high = np.quantile(chosen, [tail, 1 - tail])
-            intervals[kind] = (min(float(low), -0.1), max(float(high), 0.1))
+        found = _interval([score for score in scores if kind in ("all", score.kind)])
+        if found is not None:
+            intervals[kind] = found
     memory = [abs(score.memory) for score in scores if score.memory is not None]
     deviation = max(0.01, _deviation(memory)) if memory else model.memory_deviation
     return evolve(model, intervals=intervals, memory_deviation=deviation)
+
+
+def _interval(scores: Sequence[_Score]) -> tuple[float, float] | None:
+    """Return the 80 % interval of rows of new groups in predicted standard deviations.
+
+    Rows of a group err together, so every group counts once, whatever its number of rows. A new
+    group is beyond all of G with odds of 1 to G: the tails are those of G + 2 groups, two of them
+    outside, times the ratio of Student's t with G - 1 degrees of freedom to the normal, as for a
+    new draw after G. None where there are too few to have tails.
+    """
+    sizes = Counter(score.group for score in scores)
+    groups = len(sizes)
+    if len(scores) < 10 or groups < 3:
+        return None
+    ordered = sorted(scores, key=lambda score: score.deviations)
+    weights = np.array([1 / sizes[score.group] for score in ordered])
+    ranks = (np.cumsum(weights) - weights / 2) / weights.sum()
+    tail = 0.1 * groups / (groups + 2)
+    wider = t.ppf(0.9, groups - 1) / norm.ppf(0.9) * math.sqrt(1 + 1 / groups)
+    values = [score.deviations for score in ordered]
+    low, high = wider * np.interp([tail, 1 - tail], ranks, values)
+    return min(float(low), -0.1), max(float(high), 0.1)
 
 
 def _score(row: MeasuredRun, model: FittedModel, fold: int) -> _Score:
