@@ -11,6 +11,7 @@ from cost_model.model import CostModel, calibrated_model
 from cost_model.overlap import gradient_reduction, overlapped
 from cost_model.prediction import Prediction, predict
 from cost_model.profile import Profile, Sample, cache_directory, store_profile, stored_profile
+from cost_model.quantile import at_quantile
 from cost_model.shared_processor import simulate_shared
 from cost_model.simulator import Simulation, Timeline, simulate
 from cost_model.topology import logical_mesh
@@ -33,6 +34,7 @@ __all__ = [
     "Timeline",
     "TrainingRun",
     "TransformerSpec",
+    "at_quantile",
     "breakdown",
     "cache_directory",
     "calibrate",

@@ -18,8 +18,8 @@ from cost_model.prediction import (
 from cost_model.run_memory import fit_probability, peak_memory, run_memory
 from cost_model.training_run import TrainingRun, idle_stages
 
-# that a run fits, below which it is flagged: of 0.5 to 0.9 the highest that flags at most 2 % of the
-# nanotron runs that ran; even odds flag 1.2 points less of those that failed
+# that a run fits, below which it is flagged: of 0.5 to 0.9 the highest that flags at most 2 % of
+# the nanotron runs that ran; even odds flag 1.2 points less of those that failed
 LEAST_ODDS = 0.7
 
 

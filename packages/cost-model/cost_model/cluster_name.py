@@ -1,9 +1,11 @@
-"""Clusters by name: `<preset>[:<devices>]`, `<preset>:<hosts>x<devices>`, or a TOML file."""
+"""Clusters by name: `<preset>[:<devices>]`, `<preset>:<hosts>x<devices>`, or a TOML file; with
+`@<percent>%` behind it at a quantile of its costs."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 
 from attrs import evolve
 
@@ -11,6 +13,7 @@ from alpa_interchange.cluster import ClusterSpec
 from cost_model.catalogue import HOSTS
 from cost_model.cluster_file import read_cluster
 from cost_model.host import HOST_PROFILE, host_group, host_profile
+from cost_model.quantile import at_quantile
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -24,9 +27,13 @@ def cluster(name_or_path: str | os.PathLike[str], *, measure: bool = True) -> Cl
     `"h100:16"` is 16 devices of preset `h100`: hosts of 8 filled one by one, `"h100:4x4"` 4 hosts
     with 4 devices each. Without a number it is one host. More devices than one host has must fill
     whole hosts. `"host:8"` is this machine as 8 XLA host devices that share its cores; it is
-    measured at first use (under a second) and cached, unless `measure` is false.
+    measured at first use (under a second) and cached, unless `measure` is false. `"h100:16@90%"` is
+    as slow as it is with probability 0.9 (`at_quantile`).
     """
     text = os.fspath(name_or_path)
+    certain = re.fullmatch(r"(.+)@([\d.]+)%", text)
+    if certain is not None:
+        return at_quantile(cluster(certain[1], measure=measure), float(certain[2]) / 100)
     if text.endswith(".toml"):
         return read_cluster(text)
     preset, _, number = text.partition(":")

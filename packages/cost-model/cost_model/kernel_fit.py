@@ -4,8 +4,8 @@
 
 writes one `KernelEfficiency` per device kind of the profiles (`kernel_rows`). How far off kernels
 may be is measured on models that were not fitted on (on other microbatches, where two models were
-profiled): every part is predicted by a fit to the others, and `deviation` is what 80 % of the log
-errors stay within, as a standard deviation.
+profiled): every part is predicted by a fit to the others, and `deviation` is what the log errors
+stay within for kernels of 80 % of the time, as a standard deviation.
 """
 
 from __future__ import annotations
@@ -46,26 +46,25 @@ def fit_kernels(rows: Sequence[OperatorRow], source: str) -> KernelFit:
     models = sorted(set(parts))
     fold = {model: rank % min(_FOLDS, len(models)) for rank, model in enumerate(models)}
     place = [fold[part] for part in parts]
-    errors: dict[str, list[float]] = {}
+    errors: dict[str, list[tuple[float, float]]] = {}
     for number in sorted(set(place)):
         rest = [row for row, of in zip(rows, place, strict=True) if of != number]
         held = [row for row, of in zip(rows, place, strict=True) if of == number]
         values = _fit(rest)
         efficiency = _efficiency(values, rest, source)
         for error, row in zip(_errors(values, efficiency, held), held, strict=True):
-            errors.setdefault(row.kind, []).append(float(error))
+            errors.setdefault(row.kind, []).append((abs(float(error)), row.seconds))
     values = _fit(rows)
-    deviation = {
-        kind: max(0.02, float(np.quantile(np.abs(found), 0.8)) / _EIGHTY_PERCENT)
-        for kind, found in errors.items()
-    }
+    deviation = {kind: max(0.02, _deviation(found)) for kind, found in errors.items()}
     efficiency = evolve(_efficiency(values, rows, source), deviation=deviation)
     return KernelFit(
         device=device,
         efficiency=efficiency,
         launch_latency=values["launch"],
         num_rows=len(rows),
-        median_error={kind: float(np.median(np.abs(found))) for kind, found in errors.items()},
+        median_error={
+            kind: float(np.median([error for error, _ in found])) for kind, found in errors.items()
+        },
         default_error=_default_errors(values, rows),
     )
 
@@ -91,12 +90,17 @@ def _errors(
 
 def _default_errors(values: Mapping[str, float], rows: Sequence[OperatorRow]) -> dict[str, float]:
     """Return the deviation of the default shares by kind, to expect where none is fitted."""
-    errors = np.abs(_errors(values, KernelEfficiency(), rows))
-    kinds = np.array([row.kind for row in rows])
-    return {
-        kind: float(np.quantile(errors[kinds == kind], 0.8)) / _EIGHTY_PERCENT
-        for kind in dict.fromkeys(kinds.tolist())
-    }
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for error, row in zip(_errors(values, KernelEfficiency(), rows), rows, strict=True):
+        errors.setdefault(row.kind, []).append((abs(float(error)), row.seconds))
+    return {kind: _deviation(found) for kind, found in errors.items()}
+
+
+def _deviation(errors: Sequence[tuple[float, float]]) -> float:
+    """Return the standard deviation behind (error, seconds) of kernels, by their share of time."""
+    sizes, seconds = np.array(sorted(errors)).T
+    share = (np.cumsum(seconds) - seconds / 2) / seconds.sum()
+    return float(np.interp(0.8, share, sizes)) / _EIGHTY_PERCENT
 
 
 def _efficiency(

@@ -29,6 +29,8 @@ _FOLDERS = {  # folder of a profile -> the device it was measured on
     "RTX-3090": "rtx-3090", "RTX-2080": "rtx-2080ti", "Titan-RTX": "rtx-titan",
 }  # fmt: skip
 
+_OUT_OF_MEMORY = 1e7  # microseconds, which stand for operators that found no memory
+
 
 @frozen(kw_only=True)
 class OperatorRow:
@@ -66,7 +68,7 @@ def operator_rows(archive: Path) -> Iterator[OperatorRow]:
             described = _describe(int(found[3]), int(found[4]), *_MODELS[found["model"]])
             for row in csv.DictReader(io.TextIOWrapper(file, encoding="utf-8")):
                 measured = float(row["forward-compute"])
-                if row["op_name"] in described and measured > 0:
+                if row["op_name"] in described and 0 < measured < _OUT_OF_MEMORY:
                     kind, flops, bytes, shape = described[row["op_name"]]
                     yield OperatorRow(
                         device=_FOLDERS[found["folder"]], name=row["op_name"], kind=kind,

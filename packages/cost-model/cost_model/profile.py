@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from attrs import evolve, field, frozen
@@ -42,8 +43,18 @@ class Profile:
     version: int = 1
 
 
+def marked_quantile(name: str) -> bool:
+    """Return whether a cluster of that name is at a quantile of its costs (`quantile`)."""
+    return re.search(r"@[\d.]+%$", name) is not None
+
+
 def apply_profile(cluster: ClusterSpec, profile: Profile) -> ClusterSpec:
-    """Return `cluster` with the measured device and links in every host group of that device."""
+    """Return `cluster` with the measured device and links in every host group of that device.
+
+    A cluster at a quantile, whose costs were the profile's before they were scaled, stays.
+    """
+    if marked_quantile(cluster.name):
+        return cluster
     groups = tuple(
         evolve(
             group,

@@ -116,3 +116,12 @@ def test_a_calibrated_interval_is_as_wide_as_its_layers_are_off(made_up_machine)
     store_profile(evolve(exact, samples=off))
     low, high = CostModel(cluster("host:4")).interval(1.0)
     assert high == pytest.approx(1.5**1.2816) and low == pytest.approx(1 / high)
+
+
+def test_steps_that_differ_by_less_than_the_model_is_off_cannot_be_told_apart():
+    one_host = CostModel(cluster("a100-80gb:8"))
+    assert one_host.distinguishes(1.0, 1.05) and one_host.distinguishes(1.05, 1.0)
+    assert not one_host.distinguishes(1.0, 1.02)
+    assert not H100.distinguishes(1.0, 1.05) and H100.distinguishes(1.0, 1.5)
+    # nothing was measured on it
+    assert not CostModel(cluster("l4:8")).distinguishes(1.0, 1.05)

@@ -40,6 +40,7 @@ from alpa_meta.planning.menu_prices import (
     rows_of,
 )
 from alpa_meta.planning.menu_problem import problem_of
+from cost_model import CostModel, calibrated_model
 from stage_dp import Known
 
 SAME_STATE = 0.05  # of a layer's state: rows that differ by less hold their state in one way
@@ -51,6 +52,7 @@ class Alternative:
 
     `seconds`: more per step than the plan, less than 0 where it is quicker; None: there is no such
     pipeline. `lacking_bytes`: what stage `stage` lacks per device; then `seconds` are as if it fit.
+    `distinct`: whether the cost model can tell the two steps apart.
     """
 
     decision: str
@@ -60,6 +62,7 @@ class Alternative:
     seconds: float | None = None
     lacking_bytes: float = 0.0
     stage: int | None = None
+    distinct: bool = True
 
     def __str__(self) -> str:
         at = f" of {self.where}" if self.where else ""
@@ -68,7 +71,10 @@ class Alternative:
             return f"{subject}; there is no alternative in the menu"
         if not self.lacking_bytes:
             more = "more" if self.seconds >= 0 else "less"
-            return f"{subject}; {self.instead} takes {format_seconds(abs(self.seconds))} {more}"
+            doubt = "" if self.distinct else ", which predictions cannot tell apart"
+            return (
+                f"{subject}; {self.instead} takes {format_seconds(abs(self.seconds))} {more}{doubt}"
+            )
         lacking = f"stage {self.stage} exceeds memory by {format_bytes(self.lacking_bytes)}"
         if self.seconds < 0:
             return f"{subject} costs {format_seconds(-self.seconds)}; with {self.instead} {lacking}"
@@ -107,7 +113,19 @@ def explain(plan: ParallelPlan, menu: KeptMenu) -> Explanation:
         step_seconds=plan.step_seconds,
         menu_seconds=base.plan.step_seconds,
         lower_bound=plan.lower_bound,
-        alternatives=found,
+        alternatives=_distinguished(found, base.plan.step_seconds, calibrated_model(plan.cluster)),
+    )
+
+
+def _distinguished(
+    alternatives: Sequence[Alternative], seconds: float, model: CostModel
+) -> tuple[Alternative, ...]:
+    """Return the alternatives of a plan of `seconds` with whether they can be told from it."""
+    return tuple(
+        one
+        if one.seconds is None
+        else evolve(one, distinct=model.distinguishes(seconds, seconds + one.seconds))
+        for one in alternatives
     )
 
 

@@ -61,6 +61,8 @@ def print_explanation(found: Explanation, console: Console) -> None:
     table.add_column("memory lacking", justify="right")
     for one in found.alternatives:
         seconds = "none in the menu" if one.seconds is None else signed(one.seconds)
+        if not one.distinct:
+            seconds = f"{seconds} ?"
         lacking = ""
         if one.lacking_bytes:
             lacking = f"{format_bytes(one.lacking_bytes)} on stage {one.stage}"
@@ -71,6 +73,8 @@ def print_explanation(found: Explanation, console: Console) -> None:
         f"{format_seconds(found.menu_seconds)} in the prices of its menu, which alternatives are "
         "compared with; with memory lacking, as if it were there."
     )
+    if not all(one.distinct for one in found.alternatives):
+        console.print("?: less than predictions are off; measure both to tell them apart.")
 
 
 def draw_explanation(path: Path, found: Explanation) -> None:

@@ -9,6 +9,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.planning.explanation import Alternative, explain
 from alpa_meta.planning.menu_prices import priced, restricted
 from alpa_meta.planning.menu_problem import problem_of
+from cost_model import calibrated_model
 
 PLANNED = lowered(num_stages=2)
 
@@ -92,6 +93,22 @@ def test_sentences_say_what_is_lacking():
         "recomputation of layers 12-17: full costs 3.1 ms; with nothing recomputed stage 2 exceeds "
         "memory by 1.5 GiB"
     )
+
+
+def test_sentences_say_when_predictions_cannot_tell_two_plans_apart():
+    one = Alternative(
+        decision="schedule", where="", chosen="1f1b", instead="gpipe", seconds=1e-3, distinct=False
+    )
+    assert str(one).endswith("gpipe takes 1 ms more, which predictions cannot tell apart")
+
+
+def test_alternatives_are_distinct_where_they_differ_by_more_than_the_model_is_off():
+    model = calibrated_model(PLANNED.plan.cluster)
+    found = explain(PLANNED.plan, PLANNED.menu)
+    for one in found.alternatives:
+        if one.seconds is not None:
+            other = found.menu_seconds + one.seconds
+            assert one.distinct == model.distinguishes(found.menu_seconds, other)
 
 
 def test_a_menu_of_another_program_is_refused():
