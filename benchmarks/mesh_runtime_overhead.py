@@ -4,7 +4,8 @@
 
 Instructions are timed on a two-mesh schedule of empty programs (one device each), so that the time
 is that of the interpreter and jax dispatch. Whole steps of a four-layer perceptron are compared in
-turns, by the shortest of each: one stage with `jax.jit` under the same shardings; two and four
+turns, by the shortest of each: one stage with its program alone and with `jax.jit` under the same
+shardings; two and four
 stages with the sum of their tasks, run one after another; two stages on Ray workers with the same
 two in this process. The driver's processor time of a step on Ray is taken for few and for many
 microbatches. `executed_schedules.py` has the schedules on a process for every mesh.
@@ -159,19 +160,34 @@ def pipelines(num_stages: int, x: Any) -> tuple[float, float]:
     return shortest[0], shortest[1]
 
 
-def one_stage(x: Any) -> tuple[float, float]:
-    """Return the shortest seconds of a step of one stage, and of `jax.jit`."""
+def one_stage(x: Any, by: str) -> tuple[float, float]:
+    """Return the shortest seconds of a step of one stage, and by "jit" of `jax.jit` with the same
+    shardings, which may choose another program, or by "program" of the plan's program alone."""
     key = jax.random.key(0)
     one = alpa.parallelize(train_step, cluster="host:2", num_stages=1, num_microbatches=1)
     state = one.init(make_weights, key, batch=x)
     kept = [leaf.sharding for leaf in state]
     along = one.executable.input_sharding("x")
-    jitted = jax.jit(
+    x = jax.device_put(x, along)
+    other = jax.jit(
         train_step, in_shardings=(kept, along), out_shardings=(kept, None), donate_argnums=0
     )
+    if by == "program":
+        (task,) = one.executable.tasks.values()
+        planned = one.executable.planned
+        paths = [leaf.path for leaf in planned.program.inputs]
+        reads = [paths.index(name) for name in task.task.spec.inputs]
+        made = [task.task.spec.outputs.index(one.name) for one in planned.tasks.outputs]
+
+        def other(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+            given = [*weights, x]
+            results = task.function(*(given[k] for k in reads))
+            *after, loss = (results[k] for k in made)
+            return after, loss
+
     plain = jax.device_put(make_weights(key), kept)
-    own, other = shortest_steps([one, jitted], [state, plain], jax.device_put(x, along))
-    return own, other
+    own, alone = shortest_steps([one, other], [state, plain], x)
+    return own, alone
 
 
 def on_ray(x: Any) -> tuple[float, float]:
@@ -233,7 +249,8 @@ def main() -> None:
     console.print(table)
     x = np.asarray(jax.random.normal(jax.random.key(1), (1024, 768)))
     steps = {
-        "one stage / jax.jit": (one_stage, 1.03),
+        "one stage / its program alone": (functools.partial(one_stage, by="program"), 1.03),
+        "one stage / jax.jit": (functools.partial(one_stage, by="jit"), 1.03),
         "two stages / sum of tasks": (functools.partial(pipelines, 2), 1.15),
         "four stages / sum of tasks": (functools.partial(pipelines, 4), 1.15),
     }

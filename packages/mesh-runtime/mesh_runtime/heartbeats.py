@@ -21,6 +21,7 @@ class Progress:
     """What a worker is doing: an instruction of a step, or nothing (`position` is -1).
 
     `peer` is the worker whose message it waits for, if it does; `seconds` since it began to.
+    `busy` says whether it is doing what it was called for.
     """
 
     mesh: int
@@ -31,6 +32,7 @@ class Progress:
     microbatch: int | None = None
     peer: str = ""
     seconds: float = 0.0
+    busy: bool = False
 
     def __str__(self) -> str:
         if self.position < 0:
@@ -125,6 +127,10 @@ class Heartbeats:
             return True
         self._heard[name] = time.monotonic()
         return True
+
+    def idle_after(self, name: str, moment: float) -> bool:
+        """Return whether a worker has said since a moment that it is not at work."""
+        return self._heard[name] > moment and name in self.last and not self.last[name].busy
 
     def late(self) -> list[str]:
         """Return the workers that have not answered for too long."""

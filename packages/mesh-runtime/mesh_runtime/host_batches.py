@@ -32,9 +32,8 @@ class HostBatches:
     def __init__(self, read: ReadRows, like: Any) -> None:
         self.read = read
         leaves: list[Any]
-        structure: Any
-        leaves, structure = jax.tree.flatten(like)
-        self.structure = structure
+        self.structure: Any
+        leaves, self.structure = jax.tree.flatten(like)
         self.shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in leaves]
         counts = {one.shape[0] for one in self.shapes if one.shape}
         if len(counts) != 1:

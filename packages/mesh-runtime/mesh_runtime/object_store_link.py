@@ -7,6 +7,7 @@ puts into shared memory. All bytes travel inside messages; nothing is fetched.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,6 +27,8 @@ class ObjectStoreLink:
         self.name, self._wait = name, wait
         self._peers: dict[str, Any] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._sent: Counter[str] = Counter()  # messages to each peer
+        self._last: dict[str, int] = {}  # number of the last message from each
         self._closed = False
 
     @property
@@ -40,9 +43,12 @@ class ObjectStoreLink:
         """Learn the actors of the other workers."""
         self._peers = dict(peers)
 
-    def deliver(self, sender: str, header: dict[str, Any], payload: Bytes) -> None:
-        """Hand on an arrived message."""
-        self._arrived(sender, header, payload)
+    def deliver(self, sender: str, number: int, header: dict[str, Any], payload: Bytes) -> None:
+        """Hand on an arrived message, unless it came before: Ray calls again where it lost an
+        answer."""
+        if number > self._last.get(sender, 0):
+            self._last[sender] = number
+            self._arrived(sender, header, payload)
 
     def post(self, peer: str, header: dict[str, Any], payload: Bytes | None = None) -> None:
         """Send a message behind the earlier ones to `peer`; a thread does that."""
@@ -81,7 +87,8 @@ class ObjectStoreLink:
         try:
             deliver = self._peers[peer].deliver.options(concurrency_group="data")
             whole = np.empty(0, np.uint8) if payload is None else payload
-            self._wait(deliver.remote(self.name, header, whole))
+            self._sent[peer] += 1
+            self._wait(deliver.remote(self.name, self._sent[peer], header, whole))
         except Exception as error:
             if not self._closed:
                 self._lost(peer, f"it cannot be called ({error})")

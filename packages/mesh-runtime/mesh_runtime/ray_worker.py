@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from attrs import evolve
 
 from mesh_runtime.handshake import identity
 from mesh_runtime.heartbeats import Progress
@@ -35,6 +37,9 @@ class ActorWorker:
         self._worker: MeshWorker | None = None
         self._link: ObjectStoreLink | None = None
         self._transport: Transport | None = None
+        self._working = threading.Lock()
+        self._taken, self._busy = 0, False  # number of the last call of `work`; whether it goes on
+        self._outcome: tuple[Any, Exception | None] = (None, None)
         name = worker_name(mesh, host)
         if options.data_plane == "object-store":
             self._link = ObjectStoreLink(name, _ray.get)
@@ -49,9 +54,9 @@ class ActorWorker:
 
     def progress(self) -> Progress:
         """Return what the worker is doing, also while it does it."""
-        if self._worker is None:
-            return Progress(mesh=self._mesh, host=self._host)
-        return self._worker.doing.progress()
+        idle = Progress(mesh=self._mesh, host=self._host)
+        found = idle if self._worker is None else self._worker.doing.progress()
+        return evolve(found, busy=self._busy)
 
     def introduce(self) -> tuple[dict[str, str], str]:
         """Return the versions here, and "host:port" of this node with a port nobody listens on."""
@@ -63,6 +68,8 @@ class ActorWorker:
         """Enter the mesh's group of processes; return where the transport is found, if it is."""
         import jax
 
+        if self._worker is not None:  # Ray calls again where it lost the answer
+            return None if self._transport is None else self._transport.address
         own = meshes[self._mesh]
         if own.num_hosts > 1:
             jax.distributed.initialize(
@@ -78,16 +85,32 @@ class ActorWorker:
         if self._transport is not None:
             self._transport.connect(peers, owner_of)
 
-    def deliver(self, sender: str, header: dict[str, Any], payload: Bytes) -> None:
+    def deliver(self, sender: str, number: int, header: dict[str, Any], payload: Bytes) -> None:
         """Take in a message of the object store, also while a step runs."""
         assert self._link is not None
-        self._link.deliver(sender, header, payload)
+        self._link.deliver(sender, number, header, payload)
 
-    def work(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the worker."""
-        if self._worker is None:
-            raise RuntimeError("the worker has not joined its mesh; call join() first")
-        return getattr(self._worker, method)(*arguments)
+    def work(self, number: int, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker, once for each number: where a call or its answer was lost it
+        comes again, and is given what came of the first; one that comes too late does nothing."""
+        with self._working:
+            if number > self._taken:
+                self._taken, self._busy = number, True
+                self._outcome = self._done(method, *arguments)
+                self._busy = False
+            result, error = self._outcome if number == self._taken else (None, None)
+        if error is not None:
+            raise error
+        return result
+
+    def _done(self, method: str, *arguments: Any) -> tuple[Any, Exception | None]:
+        """Return what came of a call, or its error."""
+        try:
+            if self._worker is None:
+                raise RuntimeError("the worker has not joined its mesh; call join() first")
+            return getattr(self._worker, method)(*arguments), None
+        except Exception as error:
+            return None, error
 
 
 def _node_address() -> str:

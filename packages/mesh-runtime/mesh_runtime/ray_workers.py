@@ -39,6 +39,9 @@ from mesh_runtime.worker import WorkerProgram
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
 from mesh_runtime.worker_types import TaskTypes
 
+_REPEAT_SECONDS = 3.0
+"""After which a call is sent again to a worker that is idle. Ray does so by itself after a second,
+but where it has lost an answer, later calls of a concurrency group may wait for one for ever."""
 _ALONE = ("load", "unload", "place", "add_batches")
 """What workers do without one another: where one refuses, all are as they were."""
 
@@ -130,9 +133,11 @@ class RayWorkers:
         self.closed = ""
         self.workers: list[Worker] = []
         self._numbers = itertools.count(1)
+        self._work = itertools.count(1)
         self._released: deque[int] = deque()
         self._plans: Counter[str] = Counter()
         self._batches: dict[HostBatches, int] = {}
+        self._by_repeat: set[str] = set()  # workers whose other calls wait for one that was lost
         bundles, self.places = bundles_of(self.meshes)
         started = _connect(ray, self.options, sum(one["CPU"] for one in bundles))
         self._groups: list[Any] = []
@@ -202,8 +207,9 @@ class RayWorkers:
         self, method: str, calls: Sequence[tuple[Worker, tuple[Any, ...]]]
     ) -> list[tuple[Worker, Any]]:
         """Return (worker, result) of a method of several `MeshWorker`s."""
+        number = next(self._work)
         results = self._call(
-            "work", [(worker, (method, *given)) for worker, given in calls], method
+            "work", [(worker, (number, method, *given)) for worker, given in calls], method
         )
         return [(worker, result) for (worker, _), (_, result) in zip(calls, results, strict=True)]
 
@@ -240,7 +246,9 @@ class RayWorkers:
         """Start one actor per mesh host, join each mesh's group, and introduce all."""
         from mesh_runtime.ray_worker import ActorWorker
 
-        actor_class = self.ray.remote(concurrency_groups={"data": 1, "heartbeat": 1})(ActorWorker)
+        actor_class = self.ray.remote(concurrency_groups={"data": 1, "heartbeat": 1, "repeat": 1})(
+            ActorWorker
+        )
         token = secrets.token_bytes(32)
         for mesh, hosts in enumerate(self.places):
             for host, place in enumerate(hosts):
@@ -288,6 +296,7 @@ class RayWorkers:
             "num_cpus": mesh.num_cpus,
             "num_gpus": mesh.num_gpus,
             "max_restarts": 0,
+            "max_task_retries": -1,  # calls that get lost on their way; a dead actor fails at once
             "runtime_env": {"env_vars": variables},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._groups[0], placement_group_bundle_index=place
@@ -305,13 +314,17 @@ class RayWorkers:
         self.check_open()
         what = what or method
         timeout = self.options.step_timeout if timeout is None else timeout
-        pending = {getattr(worker.actor, method).remote(*given): worker for worker, given in calls}
-        references, results = list(pending), {}
-        refused: list[StepError] = []
-        deadline = time.monotonic() + timeout
+        pending = {self._sent(worker, method, given): worker for worker, given in calls}
+        results: dict[str, Any] = {}
+        refused: dict[str, StepError] = {}
+        begun = time.monotonic()
+        deadline, sent = begun + timeout, {worker.name: begun for worker, _ in calls}
         # a process that starts answers nothing until it has imported jax
         heartbeats = self._heartbeats([worker for worker, _ in calls if method == "work"])
-        while pending:
+        while len(results) + len(refused) < len(calls):
+            for worker, given in calls if heartbeats.names else ():
+                if worker.name not in results and worker.name not in refused:
+                    pending.update(self._repeated(worker, given, sent, heartbeats))
             asked = heartbeats.references()
             left = min(deadline - time.monotonic(), heartbeats.seconds_left())
             done, _ = self.ray.wait([*pending, *asked], num_returns=1, timeout=max(0.0, left))
@@ -326,14 +339,37 @@ class RayWorkers:
                     continue
                 worker = pending.pop(reference)
                 try:
-                    results[reference] = (worker.name, self.ray.get(reference))
+                    results[worker.name] = self.ray.get(reference)
                 except Exception as error:
                     if what not in _ALONE or not self._is_refusal(error):
                         self._fail(self._culprit(what, worker, error, pending))
-                    refused.append(StepError(f"{what} failed on {worker.name}: {_cause(error)}"))
+                    text = f"{what} failed on {worker.name}: {_cause(error)}"
+                    refused[worker.name] = StepError(text)
         if refused:
-            raise refused[0]
-        return [results[reference] for reference in references]
+            raise next(iter(refused.values()))
+        return [(worker.name, results[worker.name]) for worker, _ in calls]
+
+    def _repeated(
+        self,
+        worker: Worker,
+        given: tuple[Any, ...],
+        sent: dict[str, float],
+        heartbeats: Heartbeats,
+    ) -> dict[Any, Worker]:
+        """Return the reference of a call sent again, if the worker seems not to have got it or its
+        answer was lost; `sent` says when calls were sent."""
+        if not heartbeats.idle_after(worker.name, sent[worker.name] + _REPEAT_SECONDS):
+            return {}
+        sent[worker.name] = time.monotonic()
+        self._by_repeat ^= {worker.name}
+        return {self._sent(worker, "work", given): worker}
+
+    def _sent(self, worker: Worker, method: str, given: tuple[Any, ...]) -> Any:
+        """Return the reference of a call, in the group of calls that is not stuck."""
+        call = getattr(worker.actor, method)
+        if method == "work" and worker.name in self._by_repeat:
+            call = call.options(concurrency_group="repeat")
+        return call.remote(*given)
 
     def _heartbeats(self, workers: Sequence[Worker]) -> Heartbeats:
         actors = {worker.name: worker.actor for worker in workers}

@@ -437,7 +437,7 @@ class MeshWorker:
         sending = self._transport().send(
             self._key(state, self.mesh, peer, count, name),
             move,
-            lambda: tiles,
+            lambda: jax.block_until_ready(tiles),  # whoever touches what failed instead, aborts
             state.loaded.program.plan,
         )
         state.sending.append(_Departing(name, position, sending))

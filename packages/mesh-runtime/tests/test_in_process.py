@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attrs import evolve
@@ -220,3 +221,24 @@ def test_a_layout_is_required_for_every_input_and_received_value(pipeline, meshe
 def test_a_closed_or_empty_runtime_says_what_to_do(meshes):
     with pytest.raises(RuntimeError, match=r"call load\(\) first"):
         InProcessRuntime(meshes(1)).step({})
+
+
+def test_a_run_that_finds_no_memory_is_named(meshes):
+    runs = [
+        Instruction(kind="run", task="a", microbatch=0, inputs=("x@0",), outputs=("h@0",)),
+        Instruction(kind="run", task="b", microbatch=0, inputs=("h@0",), outputs=("y@0",)),
+    ]
+    send = Instruction(kind="send", inputs=("h@0",), peer=1, microbatch=0)
+    receive = Instruction(kind="receive", outputs=("h@0",), peer=0, microbatch=0)
+    schedule = PipelineSchedule(
+        name="large",
+        num_stages=2,
+        num_microbatches=1,
+        programs=((runs[0], send), (receive, runs[1])),
+    )
+    runtime = InProcessRuntime(meshes(2))
+    large = jax.jit(lambda x: (jnp.sort(jnp.outer(x, x), axis=0)[0],))
+    executables = {"a": large, "b": jax.jit(lambda h: (h,))}
+    runtime.load(schedule, executables, [{"x": P()}, {"h": P()}], outputs=["y@0"])
+    with pytest.raises(StepError, match=r"mesh 0, .*run 'a'.*failed: RESOURCE_EXHAUSTED"):
+        float(runtime.step({"x@0": np.ones(1 << 21, np.float32)})["y@0"][0])

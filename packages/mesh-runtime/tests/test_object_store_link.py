@@ -13,8 +13,8 @@ def pair():
     ends = {name: ObjectStoreLink(name, lambda call: call()) for name in ("a", "b")}
 
     def actor(end):
-        def remote(sender, header, payload):
-            return lambda: end.deliver(sender, header, payload)
+        def remote(sender, number, header, payload):
+            return lambda: end.deliver(sender, number, header, payload)
 
         def options(concurrency_group):
             assert concurrency_group == "data"  # beside the group in which steps run
@@ -58,6 +58,14 @@ def test_messages_arrive_in_order_with_all_their_bytes(pair):
     wait(arrived, 5)
     for k, (sender, header, payload) in enumerate(arrived):
         assert (sender, header, payload.tolist()) == ("a", {"k": k}, [k] * k)
+
+
+def test_a_message_that_comes_twice_is_handed_on_once(pair):
+    _, b = pair
+    arrived, _, _ = opened(b)
+    for number in (1, 1, 2, 1):
+        b.deliver("a", number, {"number": number}, np.empty(0, np.uint8))
+    assert [header["number"] for _, header, _ in arrived] == [1, 2]
 
 
 def test_failures_name_the_peer(pair):
