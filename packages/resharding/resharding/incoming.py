@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,8 +36,13 @@ class HostReceiving:
         self.tiles: dict[Box, Bytes] | None = None
         self.missing = {number: sender for number, (sender, _) in part.received.items()}
         self.passing = {number: to for number, (_, to) in part.received.items() if to}
+        self.waiting: dict[int, Callable[[], None]] = {}  # what fetches a box, once it may
         self.wanted = False
         self.error: Exception | None = None
+
+    def blocked(self, number: int) -> bool:
+        """Return whether a box waits for others that are still to come."""
+        return any(one in self.missing for one in self.part.waits.get(number, ()))
 
     def result(self, timeout: float) -> Mapping[int, Bytes]:
         """Wait for the tile of every target device of this process, as bytes."""
@@ -272,12 +277,23 @@ class Incoming:
             self._submit(fetch, lambda: self._unpack(fetch, payload))
             return
         asked = []
-        for number in fetch.numbers:
-            place = self._shared_place(fetch, number)
+        with self._changed:
+            for number in fetch.numbers:
+                if receiving.blocked(number):
+                    start = functools.partial(self._start, fetch, [number])
+                    receiving.waiting[number] = start
+                else:
+                    asked.append(number)
+        self._start(fetch, asked)
+
+    def _start(self, fetch: _Fetch, numbers: Sequence[int]) -> None:
+        """Have boxes written by their sender, or fetched."""
+        receiving, sender = fetch.receiving, fetch.sender
+        places = {number: self._shared_place(fetch, number) for number in numbers}
+        asked = [[number, *place] for number, place in places.items() if place is not None]
+        for number, place in places.items():
             if place is None:
                 self._fetch(fetch, number)
-            else:
-                asked.append([number, *place])
         if asked:
             with self._changed:
                 for number, *_ in asked:
@@ -394,9 +410,13 @@ class Incoming:
             peer = receiving.passing.get(number)
             offered = peer is not None and self._outgoing.offers(receiving.key, peer, number)
             over = not fetch.left
+            ready = [k for k in receiving.waiting if not receiving.blocked(k)]
+            starts = [receiving.waiting.pop(k) for k in ready]
             self._changed.notify_all()
         if over:
             self._thank(fetch)
+        for start in starts:
+            start()
         if peer is not None and not offered:
             self._outgoing.offer(receiving.key, receiving.program, peer, {number: target})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -49,6 +50,8 @@ class HostSending:
 
     def __init__(self, name: str, key: str, waits_for: dict[int, str]) -> None:
         self.waits_for = waits_for
+        self.waiting: dict[int, tuple[str, Region]] = {}  # boxes that others go before
+        self.go_on: Callable[[], None] = lambda: None  # offers those that may be sent now
         self._name, self._key = name, key
         self._taken = False
         self._error: Exception | None = None
@@ -190,6 +193,8 @@ class Outgoing:
             if sending is not None and sending.note_done(numbers):
                 del self._sendings[key]
             self._changed.notify_all()
+        if sending is not None and sending.waiting:
+            sending.go_on()
 
     def supply(
         self, peer: str, key: str, number: int, begin: int, end: int
@@ -259,9 +264,18 @@ class Outgoing:
         try:
             regions = _regions(part, _memory(part, tiles()), width)
             sending.note_taken()
+            with self._changed:
+                for number, peer in sending.waits_for.items():
+                    large = regions[number].nbytes > (self._link.most_inline or 0)
+                    if large and any(k in sending.waits_for for k in part.waits.get(number, ())):
+                        sending.waiting[number] = peer, regions[number]
+                sending.go_on = functools.partial(self._offer_ready, sending, key, part, program)
             for peer in dict.fromkeys(part.sent.values()):
-                numbers = [number for number, to in part.sent.items() if to == peer]
-                self.offer(key, program, peer, {k: regions[k] for k in numbers})
+                numbers = [k for k, to in part.sent.items() if to == peer]
+                now = {k: regions[k] for k in numbers if k not in sending.waiting}
+                if now:
+                    self.offer(key, program, peer, now)
+            sending.go_on()
             if sending.waits_for:
                 return
         except Exception as error:
@@ -271,6 +285,18 @@ class Outgoing:
                 self._link.post(peer, header)
         with self._changed:
             self._sendings.pop(key, None)
+
+    def _offer_ready(self, sending: HostSending, key: str, part: Part, program: str) -> None:
+        """Offer the boxes whose predecessors peers have fetched (`Transfer.after`)."""
+        with self._changed:
+            ready = [
+                number
+                for number in sending.waiting
+                if not any(k in sending.waits_for for k in part.waits[number])
+            ]
+            offered = {number: sending.waiting.pop(number) for number in ready}
+        for number, (peer, region) in offered.items():
+            self.offer(key, program, peer, {number: region})
 
     def _travels_inside(self, peer: str, size: int) -> bool:
         """Return whether boxes go inside their offer."""

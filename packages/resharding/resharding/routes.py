@@ -18,10 +18,14 @@ from resharding.traffic import gathered_pieces
 
 @frozen
 class Route:
-    """`box` goes through `chain`, a process after the other; each of the later ones needs it."""
+    """`box` goes through `chain`, a process after the other; each of the later ones needs it.
+
+    It starts when the earlier routes `after` are done, as far as its processes take part in them.
+    """
 
     box: Box
     chain: tuple[str, ...]
+    after: tuple[int, ...] = ()
 
 
 @frozen
@@ -29,7 +33,8 @@ class Part:
     """What one process does; `source` and `target` are the tiles of its devices.
 
     Box k is sent to `sent[k]`, or received from and passed on to `received[k]` (from whom, to whom
-    or ""). What a process has itself it sends to itself.
+    or ""). What a process has itself it sends to itself. Box k waits until the boxes `waits[k]` are
+    sent, or received, here.
     """
 
     boxes: tuple[Box, ...]
@@ -37,6 +42,7 @@ class Part:
     target: Mapping[int, Box]
     sent: Mapping[int, str]
     received: Mapping[int, tuple[str, str]]
+    waits: Mapping[int, tuple[int, ...]]
 
     @property
     def senders(self) -> tuple[str, ...]:
@@ -48,20 +54,43 @@ def routes_of(plan: ReshardingPlan, owner_of: Mapping[int, str]) -> tuple[Route,
     """Return the routes of `plan`, in its order, among the processes that own the devices."""
     there = set(_given(plan, owner_of))
     tiles = device_tiles(plan.task.source, plan.task.tensor.shape, "source")
-    chains: list[tuple[Box, list[str]]] = []
-    for box, devices in _chains(plan):
+    chains: list[tuple[Box, list[str], int]] = []  # and the transfer that begins it
+    for number, box, devices in _chains(plan):
         first = owner_of[devices[0]]
         chain = [first]
         if not any(owner_of[one] == first and tile.contains(box) for one, tile in tiles.items()):
             # a gather passes on what a copy brought: one chain of both
-            chain = next(found for piece, found in chains if piece == box and first in found)
+            chain = next(found for piece, found, _ in chains if piece == box and first in found)
         for owner in dict.fromkeys(owner_of[device] for device in devices[1:]):
             if (owner, box) not in there and owner != first:
                 there.add((owner, box))
                 chain.append(owner)
-        if chain == [first] or not any(chain is found for _, found in chains):
-            chains.append((box, chain))
-    return tuple(Route(box, tuple(chain)) for box, chain in chains if chain[1:])
+        if chain == [first] or not any(chain is found for _, found, _ in chains):
+            chains.append((box, chain, number))
+    chains = [one for one in chains if one[1][1:]]
+    before = _before(plan, [number for *_, number in chains])
+    return tuple(Route(box, tuple(chain), before[k]) for k, (box, chain, _) in enumerate(chains))
+
+
+def _before(plan: ReshardingPlan, begins: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the earlier routes that each waits for; route k begins with transfer `begins[k]`.
+
+    What a gather waits for are the copies that bring what it passes on: its chains begin with
+    those.
+    """
+    routes: dict[int, list[int]] = {}
+    for route, number in enumerate(begins):
+        routes.setdefault(number, []).append(route)
+    behind: dict[int, set[int]] = {}  # by transfer: the routes that whoever waits for it waits for
+    found: dict[int, set[int]] = {}
+    for number, transfer in enumerate(plan.transfers):
+        earlier = {one for each in transfer.after for one in behind[each]}
+        found[number] = set() if transfer.method == "gather" else earlier
+        behind[number] = set(routes.get(number, ())) or earlier
+    return [
+        tuple(sorted(one for one in found[number] if one < route))
+        for route, number in enumerate(begins)
+    ]
 
 
 def part_of(name: str, plan: ReshardingPlan, owner_of: Mapping[int, str]) -> Part:
@@ -85,29 +114,35 @@ def part_of(name: str, plan: ReshardingPlan, owner_of: Mapping[int, str]) -> Par
             received[number] = (route.chain[at - 1], behind)
         else:
             sent[number] = behind
+    waits = {
+        number: tuple(one for one in routes[number].after if one in sent or one in received)
+        for number in (*sent, *received)
+    }
     wanted = dict.fromkeys(target.values())
     common = (box.common(tile) for box in dict.fromkeys(source.values()) for tile in wanted)
     boxes = [route.box for route in routes]
     for box in dict.fromkeys(one for one in common if one is not None):
         sent[len(boxes)], received[len(boxes)] = name, (name, "")
         boxes.append(box)
-    return Part(tuple(boxes), source, target, sent, received)
+    return Part(tuple(boxes), source, target, sent, received, waits)
 
 
-def _chains(plan: ReshardingPlan) -> Iterator[tuple[Box, Sequence[int]]]:
-    """Yield (box, devices it passes) of all transfers between devices."""
-    for transfer in plan.transfers:
+def _chains(plan: ReshardingPlan) -> Iterator[tuple[int, Box, Sequence[int]]]:
+    """Yield (number of the transfer, box, devices it passes) of all transfers between devices."""
+    for number, transfer in enumerate(plan.transfers):
         if transfer.method == "gather":
             for owner, piece in gathered_pieces(plan.transfers, transfer):
-                yield piece, (owner, *(one for one in transfer.receivers if one != owner))
+                others = (one for one in transfer.receivers if one != owner)
+                yield number, piece, (owner, *others)
         elif transfer.method != "local":
-            yield Box(transfer.start, transfer.stop), (transfer.sender, *transfer.receivers)
+            box = Box(transfer.start, transfer.stop)
+            yield number, box, (transfer.sender, *transfer.receivers)
 
 
 def _given(plan: ReshardingPlan, owner_of: Mapping[int, str]) -> Iterator[tuple[str, Box]]:
     """Yield (process, box) of what processes hold before anything is moved."""
     tiles = device_tiles(plan.task.source, plan.task.tensor.shape, "source")
-    for box, devices in _chains(plan):
+    for _, box, devices in _chains(plan):
         for device in devices[1:]:
             owner = owner_of[device]
             if any(owner_of[one] == owner and tile.contains(box) for one, tile in tiles.items()):

@@ -72,6 +72,42 @@ def run(ends, made, shards, key="k"):
     return found
 
 
+@pytest.mark.parametrize("gathers", [False, True], ids=["one sender", "one receiver"])
+def test_a_transfer_starts_when_those_it_comes_after_are_done(
+    team, make_task, make_shards, monkeypatch, gathers
+):
+    sides = [((1, 1), "R R"), ((2, 1), "S0 R")]
+    task = make_task((1 << 19, 2), *sides[gathers], *sides[not gathers])
+    made = plan(task, Network(issue="none"), "send_recv")
+    first, second = made.transfers
+    made = evolve(made, transfers=(first, evolve(second, after=(0,))))
+    seen = []
+    post, complete = SocketLink.post, incoming.Incoming._complete
+
+    def note_offer(self, peer, header, payload=None):
+        if header["kind"] == "offer":
+            seen.extend(("offered", number) for number in header["numbers"])
+        post(self, peer, header, payload)
+
+    def note_end(self, fetch, number, region):
+        seen.append(("done", number))
+        time.sleep(0.05)  # what does not wait comes first
+        complete(self, fetch, number, region)
+
+    monkeypatch.setattr(SocketLink, "post", note_offer)
+    monkeypatch.setattr(incoming.Incoming, "_complete", note_end)
+    shards, whole = make_shards(task)
+    names = list(dict.fromkeys(owners(task).values()))
+    found = run(team(names, owners(task)), made, shards)
+    for device, tile in found.items():
+        expected = HostExecutor(made).run(shards)[device]
+        np.testing.assert_array_equal(tile.reshape(expected.shape), expected)
+    ends = [number for what, number in seen if what == "done"]
+    assert ends == [0, 1]
+    if not gathers:
+        assert seen.index(("offered", 1)) > seen.index(("done", 0))
+
+
 @pytest.mark.parametrize("inline", [0, 1 << 16])
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("strategy", ["send_recv", "broadcast", "global_all_gather", "auto"])

@@ -54,3 +54,20 @@ def test_a_gather_becomes_a_chain_behind_the_copy_that_feeds_it():
     for route in routes_of(made, owner_of):
         assert int(route.chain[0].split()[1]) in holders
         assert len(set(route.chain)) == len(route.chain)
+
+
+def test_a_route_waits_for_what_its_transfer_comes_after():
+    waiting = 0
+    for seed in range(60):
+        made = plan(random_task(seed, longest=8), Network(issue="none"), "broadcast")
+        owner_of = owners(made.task)
+        routes = routes_of(made, owner_of)
+        for number, route in enumerate(routes):
+            assert all(earlier < number for earlier in route.after)
+            waiting += bool(route.after)
+        for name in dict.fromkeys(owner_of.values()):
+            part = part_of(name, made, owner_of)
+            for number, before in part.waits.items():
+                here = {k for k, route in enumerate(routes) if name in route.chain}
+                assert set(before) == here & set(routes[number].after)
+    assert waiting > 0
