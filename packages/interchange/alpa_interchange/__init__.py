@@ -30,6 +30,7 @@ from alpa_interchange.stage import (
     StageCandidate,
     StagePlan,
     StageProblem,
+    TokenSlice,
 )
 from alpa_interchange.tensor import ShardingSpec, TensorType, dtype_bytes
 
@@ -74,6 +75,7 @@ __all__ = [
     "TaskGraph",
     "TaskSpec",
     "TensorType",
+    "TokenSlice",
     "Transfer",
     "Value",
     "dtype_bytes",

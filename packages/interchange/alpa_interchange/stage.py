@@ -9,6 +9,16 @@ from alpa_interchange.mesh import LogicalMesh, SubmeshSpec
 
 
 @frozen(kw_only=True)
+class TokenSlice:
+    """What a stage takes for one slice of a microbatch's tokens: seconds, of `StageCandidate`'s."""
+
+    tokens: int = field(validator=positive)
+    forward_seconds: float = field(validator=non_negative)
+    backward_seconds: float = field(validator=non_negative)
+    backward_weight_seconds: float = field(default=0.0, validator=non_negative)
+
+
+@frozen(kw_only=True)
 class StageCandidate:
     """Layers `layer_start..layer_stop` on one submesh with one sharding, for one microbatch count.
 
@@ -37,6 +47,8 @@ class StageCandidate:
     boundary_seconds: float = field(default=0.0, validator=non_negative)
     lower_bound_seconds: float = field(default=0.0, validator=non_negative)  # forward + backward
     key: str = ""  # names the sharding solution behind the figures
+    # What each token slice takes of the seconds, where sequences are cut; empty where they are not.
+    token_slices: tuple[TokenSlice, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         if self.layer_stop <= self.layer_start:

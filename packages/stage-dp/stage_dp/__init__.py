@@ -24,6 +24,7 @@ from stage_dp.schedules import (
     order,
 )
 from stage_dp.stage_construction import (
+    bound_in_slices,
     in_flight_counts,
     peak_bytes,
     schedule_of,
@@ -50,6 +51,7 @@ __all__ = [
     "TokenPlan",
     "TokenProblem",
     "adaptive_warmups",
+    "bound_in_slices",
     "check_bound",
     "cluster_layers",
     "default_warmups",

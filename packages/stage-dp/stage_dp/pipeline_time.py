@@ -45,12 +45,13 @@ def pipeline_time(
 ) -> PipelineTime:
     """Return the step time of `schedule`.
 
-    `forward`, `backward`: seconds per stage [stages], or per stage and microbatch [stages,
-    microbatches] where units differ. `boundary`: one-way seconds [stages - 1], or with microbatches
-    [stages - 1, microbatches]. `tail`: seconds per mesh once per step. `weight`: for schedules that
+    A unit is a microbatch or, where the tokens are cut, one slice of it: unit `microbatch *
+    num_slices + slice_index`. `forward`, `backward`: seconds of a unit per stage [stages], or
+    [stages, units] where they differ. `boundary`: one-way seconds [stages - 1], or
+    [stages - 1, units]. `tail`: seconds per mesh once per step. `weight`: for schedules that
     split the backward, the part of `backward` that only weights wait for; as `forward`.
     """
-    n, m = schedule.num_stages, schedule.num_microbatches
+    n, m = schedule.num_stages, schedule.num_microbatches * schedule.num_slices
     work = {"forward": _grid(forward, n, m), "backward": _grid(backward, n, m)}
     later = _grid(weight, n, m) if len(weight) else [[0.0] * m for _ in range(n)]
     work["backward_weight"] = later
@@ -65,11 +66,14 @@ def pipeline_time(
     busy = [0.0] * schedule.num_meshes
     link: dict[tuple[int, int], float] = {}
     for step in schedule.global_order():
-        stage, unit = step.stage, step.microbatch
+        stage, unit = step.stage, step.microbatch * schedule.num_slices + step.slice_index
         mesh = schedule.mesh_of(stage)
         is_forward = step.phase == "forward"
         start = clock[mesh]
-        if step.phase != "backward_weight":
+        if schedule.num_slices > 1 and step.phase == "backward_input":
+            if not stage and not work[step.phase][stage][unit]:
+                continue  # nothing runs: the slices' backwards by weight wait each for its own
+        if step.phase != "backward_weight" or schedule.num_slices > 1:
             start = max(start, arrived.get((is_forward, stage, unit), 0.0))
         if not is_forward:
             start = max(start, done[stage, unit])

@@ -172,6 +172,7 @@ class Schedule:
     num_stages: int
     num_microbatches: int
     steps: tuple[tuple[Step, ...], ...]
+    num_slices: int = 1  # of the tokens of every microbatch
 
     @property
     def num_meshes(self) -> int:
@@ -315,7 +316,7 @@ def _sliced(schedule: Schedule, num_slices: int) -> Schedule:
             yield evolve(step, slice_index=k)
 
     steps = tuple(tuple(one for step in mesh for one in slices(step)) for mesh in schedule.steps)
-    return evolve(schedule, steps=steps)
+    return evolve(schedule, steps=steps, num_slices=num_slices)
 
 
 def default_warmups(name: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:

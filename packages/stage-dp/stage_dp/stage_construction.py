@@ -175,11 +175,38 @@ def step_seconds(
     """
     if SCHEDULE_RULES[schedule].interleaves:
         count = candidates[0].num_microbatches
-        plan = order(schedule, len(candidates), count, num_meshes=num_meshes)
+        slices = _num_slices(candidates)
+        plan = order(schedule, len(candidates), count, num_meshes=num_meshes, num_slices=slices)
         return _time(candidates, plan)
     in_flight = in_flight or in_flight_counts(candidates, schedule)
-    plan = order(schedule, len(candidates), candidates[0].num_microbatches, warmups=in_flight)
+    plan = order(
+        schedule,
+        len(candidates),
+        candidates[0].num_microbatches,
+        warmups=in_flight,
+        num_slices=_num_slices(candidates),
+    )
     return _time(candidates, plan)
+
+
+def _num_slices(candidates: Sequence[StageCandidate]) -> int:
+    counts = {len(one.token_slices) for one in candidates}
+    if len(counts) > 1:
+        raise ValueError(
+            f"all stages must have the same token slices, got {sorted(counts)} of them; give every "
+            "StageCandidate.token_slices or none"
+        )
+    return max(1, *counts)
+
+
+def bound_in_slices(bound: float, num_stages: int) -> float:
+    """Return a bound on pipelines of up to `num_stages` meshes whose microbatches are cut into
+    token slices, given one on those whose microbatches are not.
+
+    Uncut, a mesh or a link is busy at any time: n meshes in a ring take at most the sum of n loads
+    of meshes and 2 n of links. Cut, a step takes at least the largest of these loads.
+    """
+    return bound / (3 * num_stages) if num_stages > 1 else bound
 
 
 def schedule_of(plan: StagePlan) -> Schedule:
@@ -191,6 +218,7 @@ def schedule_of(plan: StagePlan) -> Schedule:
         plan.num_microbatches,
         num_meshes=plan.num_meshes if interleaves else None,
         warmups=None if interleaves else plan.in_flight,
+        num_slices=_num_slices([stage.candidate for stage in plan.stages]),
     )
 
 
@@ -387,17 +415,38 @@ def _most_in_flight(found: _Found, problem: StageProblem) -> tuple[int, ...]:
 
 
 def _time(candidates: Sequence[StageCandidate], schedule: Schedule) -> float:
+    forward, backward, weight, boundary = zip(*map(_unit_seconds, candidates), strict=True)
+    repeats = (1, schedule.num_microbatches)
     return pipeline_time(
         schedule,
-        [c.forward_seconds for c in candidates],
-        [c.backward_seconds for c in candidates],
-        [c.boundary_seconds for c in candidates[:-1]],
+        np.tile(forward, repeats),
+        np.tile(backward, repeats),
+        np.tile(boundary, repeats)[:-1],
         [
             sum(c.step_seconds for c in candidates[mesh :: schedule.num_meshes])
             for mesh in range(schedule.num_meshes)
         ],
-        weight=[c.backward_weight_seconds for c in candidates],
+        weight=np.tile(weight, repeats),
     ).step_seconds
+
+
+def _unit_seconds(candidate: StageCandidate) -> tuple[list[float], ...]:
+    """Return forward, backward, backward by weight and boundary seconds of each slice of a
+    microbatch, or of all of it; a slice sends its share of the tokens."""
+    if not candidate.token_slices:
+        return (
+            [candidate.forward_seconds],
+            [candidate.backward_seconds],
+            [candidate.backward_weight_seconds],
+            [candidate.boundary_seconds],
+        )
+    tokens = sum(one.tokens for one in candidate.token_slices)
+    return (
+        [one.forward_seconds for one in candidate.token_slices],
+        [one.backward_seconds for one in candidate.token_slices],
+        [one.backward_weight_seconds for one in candidate.token_slices],
+        [candidate.boundary_seconds * one.tokens / tokens for one in candidate.token_slices],
+    )
 
 
 def _infeasible(

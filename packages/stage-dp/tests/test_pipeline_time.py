@@ -49,3 +49,11 @@ def test_wrong_shapes_are_refused():
         pipeline_time(order("1f1b", 2, 2), [1.0], [1.0, 1.0])
     with pytest.raises(ValueError, match="shape"):
         pipeline_time(order("1f1b", 2, 2), [[1.0], [1.0]], [1.0, 1.0])
+
+
+def test_token_slices_are_units_of_their_microbatch():
+    # Slices of 1 and 2 s forward, 3 and 1 s backward. Stage 1: f0 1-2, f1 3-5, b1 5-6, b0 6-9;
+    # stage 0: f0 0-1, f1 1-3, b1 6-7, b0 9-12.
+    schedule = order("gpipe", 2, 1, num_slices=2)
+    found = pipeline_time(schedule, [[1.0, 2.0]] * 2, [[3.0, 1.0]] * 2)
+    assert found.step_seconds == 12.0

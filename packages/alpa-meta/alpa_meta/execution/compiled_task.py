@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
@@ -113,13 +116,32 @@ class CompiledTask:
                 f"task {self.task.spec.name!r} is compiled by the workers of its mesh; to see "
                 "compiled programs here, compile the plan with runtime='in-process'"
             )
+        return self.lower().compile()
+
+    def lower(self) -> Any:
+        """Return the task lowered for XLA."""
         with no_mesh():
-            return self.function.lower(*self.arguments()).compile()
+            return self.function.lower(*self.arguments())
 
     @functools.cached_property
     def planned(self) -> tuple[PlannedCollective, ...]:
         """Return the collectives the plan prescribes for one run of the task."""
         return planned_collectives(self.closed, self.plan, self.mesh, self.conversions)
+
+
+def compile_together(tasks: Iterable[CompiledTask]) -> None:
+    """Compile tasks side by side, as their first runs would one after another.
+
+    What does not compile is left to its run, whose error names the instruction.
+    """
+    lowered = [task.lower() for task in tasks]  # in this thread, whose settings of jax count
+
+    def compiled(one: Any) -> None:
+        with contextlib.suppress(Exception):
+            one.compile()
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        list(pool.map(compiled, lowered))
 
 
 KEEPING_BARRIERS = MappingProxyType({"xla_disable_hlo_passes": "cse_barrier_expander"})

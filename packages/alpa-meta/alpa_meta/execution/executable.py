@@ -17,7 +17,7 @@ from alpa_interchange import Instruction, LogicalMesh, ShardingSpec
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.compat import no_mesh, shape_of
 from alpa_meta.errors import PlanError
-from alpa_meta.execution.compiled_task import CompiledTask, compile_task
+from alpa_meta.execution.compiled_task import CompiledTask, compile_task, compile_together
 from alpa_meta.execution.exported_function import as_host_array, key_impl
 from alpa_meta.execution.finite import (
     VERDICT,
@@ -63,6 +63,7 @@ class Executable:
         self.planned = planned
         self.plan = planned.plan
         self._remote = pool is not None
+        self._compiled = False
         self._places = (
             LocalMeshes(self.plan, devices, trace)
             if pool is None
@@ -132,6 +133,10 @@ class Executable:
     def _run(self, inputs: Sequence[Any], computed: Sequence[bool] | None) -> list[Any]:
         if not self._remote:
             inputs = [np.asarray(one) if isinstance(one, HostLeaf) else one for one in inputs]
+        if not self._compiled:
+            self._compiled = True
+            if len(self.tasks) > 1 and not self._remote:
+                compile_together(self.tasks.values())
         inputs = parted(self.planned.program, [*inputs, *self._given(inputs)])
         buffers: dict[str, Any] = {}
         placed = list(inputs)

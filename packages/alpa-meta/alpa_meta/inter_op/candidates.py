@@ -20,10 +20,11 @@ from alpa_interchange import (
     ShardingSolution,
     StageCandidate,
     SubmeshSpec,
+    TokenSlice,
 )
 from alpa_meta.compat import JaxprEqn, Literal, Var, shape_of
 from alpa_meta.errors import PlanError
-from alpa_meta.inter_op.layer_costs import StageCosts, solved_costs
+from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts, solved_costs
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.scan_cutting import CutProgram
 from alpa_meta.inter_op.stage_selection import StageScope, boundary_bytes, stage_scope
@@ -39,6 +40,7 @@ from alpa_meta.passes.live import live_eqns
 from alpa_meta.pinning import Pin, pin_marks, pinned_inputs
 from alpa_meta.presets import preset_pins
 from alpa_meta.step.program import Program
+from alpa_meta.token_slices.places import Slices
 from cost_model import CostModel
 
 LIKELY_PRESETS = ("dp", "zero2", "zero3", "megatron", "2d")  # no plan is to cost more than these
@@ -282,13 +284,16 @@ def exact_candidate(
     template: StageCandidate,
     num_layers: int,
     share: float = 0.0,
+    slices: tuple[Slices, Sequence[int]] | None = None,
 ) -> tuple[StageCandidate, StageCosts]:
     """Return a chosen stage's candidate with the figures of its own exact solution.
 
-    `share` is the program's `totals_share`.
+    `share` is the program's `totals_share`; `slices` are the token slices, and of which each
+    equation of the stage is.
     """
     assert solution.choice is not None
-    costs = solved_costs(scope, selection, solution.choice, num_layers)
+    by_layer = LayerCosts(scope, selection, num_layers)
+    costs = by_layer.under(solution.choice)
     count = template.num_microbatches
     state, gradients, activations, temporaries = costs.peak.bytes
     candidate = evolve(
@@ -303,7 +308,33 @@ def exact_candidate(
         transient_bytes=temporaries,
         lower_bound_seconds=0.0,
     )
+    if slices is not None:
+        lengths, numbers = slices[0].lengths, slices[1]
+        shares = by_layer.by_part(solution.choice, numbers, len(lengths))[:2]
+        candidate = evolve(candidate, token_slices=_token_slices(candidate, lengths, shares))
     return candidate, costs
+
+
+def _token_slices(
+    candidate: StageCandidate, lengths: Sequence[int], shares: np.ndarray
+) -> tuple[TokenSlice, ...]:
+    """Return the seconds of a candidate by slice; `shares` [2, slices] are the forward's and the
+    backward's, up to what is counted for the whole passes (buckets of collectives)."""
+    whole = np.array([candidate.forward_seconds, candidate.backward_seconds])
+    sums = shares.sum(axis=1)
+    even = np.array(lengths) / sum(lengths)
+    parts = np.where(sums[:, None] > 0, shares / np.maximum(sums, 1e-300)[:, None], even)
+    forward, backward = (whole[:, None] * parts).tolist()
+    late = candidate.backward_weight_seconds / max(candidate.backward_seconds, 1e-300)
+    return tuple(
+        TokenSlice(
+            tokens=tokens,
+            forward_seconds=forth,
+            backward_seconds=back,
+            backward_weight_seconds=back * late,
+        )
+        for tokens, forth, back in zip(lengths, forward, backward, strict=True)
+    )
 
 
 def totals_share(program: Program) -> float:

@@ -176,6 +176,14 @@ class LayerCosts:
         late = float(seconds[own & facts.delayed].sum())
         return found | {"backward_input": found["backward"] - late, "backward_weight": late}
 
+    def by_part(self, choice: Sequence[int], parts: Sequence[int], count: int) -> np.ndarray:
+        """Return [phases, `count`] the seconds per step of the equations of each part; `parts` says
+        of which part each is."""
+        seconds, _ = self._priced(tuple(choice), 0)
+        at = self.facts.phases * count + np.array(parts, dtype=np.int64)
+        found: np.ndarray = np.bincount(at, seconds, len(PHASES) * count)
+        return found.reshape(len(PHASES), count)
+
     def _least_seconds(self, size: int) -> np.ndarray:
         if size not in self._least:
             self._least[size] = self.selection.seconds.least(size)

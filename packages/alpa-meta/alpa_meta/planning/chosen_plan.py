@@ -44,6 +44,8 @@ from alpa_meta.planning.plan_summary import (
     stage_sharding,
 )
 from alpa_meta.step.program import Program, Step
+from alpa_meta.token_slices.budget import check_budget
+from alpa_meta.token_slices.staged import slice_numbers
 from cost_model import CostModel
 
 Choose = Callable[[StageCandidate, Selection, float], ShardingSolution]
@@ -108,6 +110,9 @@ def finish(
     """
     cluster = model.cluster
     cuts = [stage.candidate.layer_start for stage in stage_plan.stages[1:]]
+    if outlook.program.slices is not None:
+        count = outlook.program.slices.count
+        check_budget(len(stage_plan.stages), stage_plan.schedule, count)
     if not cuts and outlook.uncut is not None:
         outlook, layering = outlook.uncut
         stage_plan = _over_all_layers(stage_plan, outlook.num_layers)
@@ -115,6 +120,8 @@ def finish(
     names = StageNames(staging)
     selections, shardings, stages = [], [], []
     peaks: list[float] = []
+    numbers = slice_numbers(program, staging)
+    sliced = program.slices if staging.num_stages > 1 else None  # one stage runs all as one program
     solved: dict[str, ShardingSolution] = {}
     for stage, placed in enumerate(stage_plan.stages):
         options.progress("stages", stage, len(stage_plan.stages))
@@ -130,6 +137,8 @@ def finish(
         solution = solved[key]
         if solution.choice is None:
             return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
+        homes = zip(numbers, staging.stages, strict=True)
+        of_stage = [number for number, home in homes if home == stage]
         candidate, costs = exact_candidate(
             scope,
             selection,
@@ -137,6 +146,7 @@ def finish(
             placed.candidate,
             outlook.num_layers,
             totals_share(program),
+            sliced and (sliced, of_stage),
         )
         selections.append(selection)
         memory = costs.peak.by_kind()
@@ -152,6 +162,8 @@ def finish(
     seconds = stage_dp.step_seconds(
         chain, stage_plan.schedule, stage_plan.in_flight, num_meshes=stage_plan.num_meshes
     )
+    if sliced is not None:
+        bound = stage_dp.bound_in_slices(bound, len(chain))
     stage_dp.check_bound(bound, seconds, "the plan with its stages solved")
     bound = min(bound, seconds)  # they may be equal but for rounding
     exact = evolve(

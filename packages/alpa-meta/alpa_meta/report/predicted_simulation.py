@@ -81,11 +81,11 @@ def _transfer_seconds(
     """Return the seconds of each value that one stage sends another, by source, target and name.
 
     What a stage sends forwards, and what it sends backwards, takes the seconds of the boundary it
-    crosses, in equal parts. Inputs of the step and values of the update cost nothing here: the
-    update's share is part of the stage's seconds per step.
+    crosses, in equal parts; of a token slice, its share of them. Inputs of the step and values of
+    the update cost nothing here: the update's share is part of the stage's seconds per step.
     """
     num_meshes = len(schedule.programs)
-    boundary_of: dict[tuple[int, int, str], tuple[int, str]] = {}
+    boundary_of: dict[tuple[int, int, str], tuple[int, str, int]] = {}
     for mesh, program in enumerate(schedule.programs):
         for instruction in program:
             boundary = _boundary(instruction, mesh, num_meshes)
@@ -93,12 +93,18 @@ def _transfer_seconds(
                 continue
             for name in instruction.inputs:
                 key = (mesh, instruction.peer, name.partition("@")[0])
-                boundary_of[key] = (boundary, instruction.phase)
+                boundary_of[key] = (boundary, instruction.phase, instruction.slice_index)
     parts = Counter(boundary_of.values())
-    stages = plan.stage_plan.stages
+
+    def seconds(boundary: int, slice_index: int) -> float:
+        candidate = plan.stage_plan.stages[boundary].candidate
+        slices = candidate.token_slices
+        share = slices[slice_index].tokens / sum(one.tokens for one in slices) if slices else 1.0
+        return candidate.boundary_seconds * share
+
     return {
-        key: stages[boundary].candidate.boundary_seconds / parts[boundary_of[key]]
-        for key, (boundary, _) in boundary_of.items()
+        key: seconds(boundary, slice_index) / parts[boundary, phase, slice_index]
+        for key, (boundary, phase, slice_index) in boundary_of.items()
     }
 
 
@@ -119,22 +125,25 @@ def _task_seconds(plan: ParallelPlan, schedule: PipelineSchedule) -> dict[str, f
     several tasks, between which a scalar of all stages is known (the norm of all gradients), the
     first takes the seconds: plans do not count that stages wait for each other there.
     """
-    tasks: dict[int, dict[str, dict[str, None]]] = {}  # names in the order in which they run
+    # names in the order in which they run, by stage and token slice, then by phase
+    tasks: dict[tuple[int, int], dict[str, dict[str, None]]] = {}
     for program in schedule.programs:
         for instruction in program:
             if instruction.kind == "run":
-                phases = tasks.setdefault(instruction.stage, {})
+                phases = tasks.setdefault((instruction.stage, instruction.slice_index), {})
                 phases.setdefault(instruction.phase, {})[instruction.task] = None
     seconds: dict[str, float] = {}
-    for stage, phases in tasks.items():
+    for (stage, slice_index), phases in tasks.items():
         candidate = plan.stage_plan.stages[stage].candidate
-        by_weight = candidate.backward_weight_seconds
+        slices = candidate.token_slices
+        unit = slices[slice_index] if slices else candidate
+        by_weight = unit.backward_weight_seconds
         per_phase = {
             "start": 0.0,
             "statistics": candidate.forward_seconds,
-            "forward": candidate.forward_seconds,
-            "backward": candidate.backward_seconds,
-            "backward_input": candidate.backward_seconds - by_weight,
+            "forward": unit.forward_seconds,
+            "backward": unit.backward_seconds,
+            "backward_input": unit.backward_seconds - by_weight,
             "backward_weight": by_weight,
             "update": candidate.step_seconds,
         }
@@ -142,7 +151,7 @@ def _task_seconds(plan: ParallelPlan, schedule: PipelineSchedule) -> dict[str, f
             per_phase["backward_weight"] += per_phase.pop("backward_input")
         if "forward" not in phases:
             per_phase["backward"] += per_phase.pop("forward")
-        if "update" not in phases:
+        if "update" not in phases and slice_index == 0:  # the last whose backward runs
             per_phase["backward"] += per_phase.pop("update")
         for phase, names in phases.items():
             working = list(names)[:1] if phase == "update" else list(names)
