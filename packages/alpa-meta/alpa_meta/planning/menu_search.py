@@ -38,6 +38,7 @@ from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.planning.menu_problem import Crossing, boundary_of
 from alpa_meta.planning.microbatch_counts import refusal
 from alpa_meta.planning.outlooks import by_short_step, outlook_in_pieces, outlook_of
+from alpa_meta.planning.sliced_menu import in_slices, of_microbatches
 from alpa_meta.step.program import Program, Step
 from cost_model import CostModel
 
@@ -51,6 +52,8 @@ class MenuSearch:
     crossing: Crossing
     problem: JointProblem
     plan: JointPlan
+    options: Options
+    num_slices: int = 1  # of each microbatch: the plan's microbatches are slices
 
     def recomputation(self) -> tuple[str, ...]:
         """Return what each layer computes again."""
@@ -98,7 +101,7 @@ class MenuSearch:
             stages.append(PlacedStage(candidate=candidate, device_ids=stage.device_ids))
         # One stage takes as long under every schedule, and holds least under the plain one.
         plain = len(stages) == 1 and "1f1b" in self.problem.schedules
-        return StagePlan(
+        found = StagePlan(
             stages=tuple(stages),
             num_microbatches=plan.num_microbatches,
             schedule="1f1b" if plain else plan.schedule,
@@ -107,6 +110,9 @@ class MenuSearch:
             peak_bytes=plan.peak_bytes,
             in_flight=(1,) if plain else plan.in_flight,
         )
+        if self.num_slices > 1:
+            return of_microbatches(found, self.num_slices, self.options)
+        return found
 
 
 def search_menu(
@@ -148,7 +154,12 @@ def search_menu(
         num_stages=options.num_stages,
         floors_at=builder.floors_at,
     )
-    return MenuSearch(builder, menu, crossing, problem, stage_dp.solve_joint(problem))
+    slices = sized["none"][-1].outlook.program.slices
+    num_slices = 1 if slices is None else slices.count
+    if num_slices > 1:
+        problem = in_slices(problem, num_slices)
+    plan = stage_dp.solve_joint(problem)
+    return MenuSearch(builder, menu, crossing, problem, plan, options, num_slices)
 
 
 def sized_programs(

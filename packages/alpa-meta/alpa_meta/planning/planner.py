@@ -57,7 +57,9 @@ from alpa_meta.planning.range_search import (
     plan_by_ranges,
 )
 from alpa_meta.planning.remedies import with_remedies
+from alpa_meta.planning.slice_choice import may_slice, with_slices
 from alpa_meta.step.program import Step
+from alpa_meta.token_slices.places import SliceRequest
 from alpa_meta.user_mesh import with_user_mesh
 from cost_model import CostModel, calibrated_model
 
@@ -78,11 +80,21 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
             step,
             cluster,
             options,
-            search=lambda: _make_plan(step, cluster, options),
+            search=lambda: _sliced_or_whole(step, cluster, options),
             restore=lambda plan: restore(step, plan, options),
         )
     _warn(planned, options)
     return planned
+
+
+def _sliced_or_whole(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
+    """Return the best plan of the step as it is, or in token slices where they are faster."""
+    planned = _make_plan(step, cluster, options)
+    if not may_slice(step, cluster, options):
+        return planned
+    return with_slices(
+        planned, step, cluster, options, lambda sliced, told: _make_plan(sliced, cluster, told)
+    )
 
 
 def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
@@ -129,6 +141,8 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         raise with_remedies(least, step, cluster, options, _plan_as_told)
     program = evolve(best.plan.program, uncut=uncut)
     bound = min(*bounds, best.plan.step_seconds)
+    if step.slices:
+        bound = stage_dp.bound_in_slices(bound, options.num_stages or cluster.num_devices)
     menu = next((one.menu for one in prospects if one.menu is not None), None)
     return evolve(best, menu=menu, plan=evolve(best.plan, program=program, lower_bound=bound))
 
@@ -179,9 +193,9 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> tuple[Prospect
     def finished() -> Planned:
         return _finish_menu(search, outlook.num_layers, step, model, options)
 
-    return Prospect(
-        plan.step_seconds, finished, keep(search, outlook, step, cluster, options)
-    ), plan.lower_bound
+    sliced = search.num_slices > 1
+    menu = None if sliced else keep(search, outlook, step, cluster, options)
+    return Prospect(plan.step_seconds, finished, menu), plan.lower_bound
 
 
 def _finish_menu(
@@ -234,7 +248,8 @@ def _warn(planned: Planned, options: Options) -> None:
             UserWarning,
             stacklevel=2,
         )
-    if num_stages > 1 and program.num_microbatches == 1 and options.num_microbatches is None:
+    one_by_one = program.num_microbatches == 1 and program.slices is None
+    if num_stages > 1 and one_by_one and options.num_microbatches is None:
         why = f": {uncut}" if uncut else ""
         warnings.warn(
             f"the {num_stages} stages of this plan run one after the other, none beside another, "
@@ -247,6 +262,8 @@ def _warn(planned: Planned, options: Options) -> None:
 
 def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
+    if plan.program.token_slices and not step.slices:  # the planner's choice
+        step = step.in_slices(SliceRequest(plan.program.token_slices))
     outlook, layering = staged_outlook(step, plan, options)
     program, staging = chosen_stages(outlook, layering, plan.layer_cuts, plan.stage_plan)
     check_program(plan, program, step)

@@ -211,6 +211,11 @@ class Step:
         batch, static = self.batch_argnums, self.static_argnums
         return Step(self.function, self.args, batch, static, self.exact, True, self.slices)
 
+    def in_slices(self, slices: SliceRequest) -> Step:
+        """Return the step with its tokens in slices."""
+        batch, static = self.batch_argnums, self.static_argnums
+        return Step(self.function, self.args, batch, static, self.exact, self.offloads, slices)
+
     @functools.cached_property
     def batch_arguments(self) -> tuple[int, ...]:
         """The positions of the arguments that hold the batch."""

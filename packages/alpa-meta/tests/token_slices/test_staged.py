@@ -1,14 +1,19 @@
 """Token slices pass through the stages of a pipeline, and give what one device does."""
 
+import causal_models
 import jax
 import numpy as np
 import optax
 import pytest
+from attrs import evolve
 from causal_models import Model, batch, loss, parameters
 
 import alpa_meta as alpa
+import stage_dp
 from alpa_interchange import ParallelPlan, from_json, to_json
 from alpa_meta.errors import PlanError
+from alpa_meta.report.predicted_simulation import predicted_simulation
+from alpa_meta.token_slices.budget import check_budget, num_programs
 
 OPTIMISER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2))
 
@@ -56,6 +61,39 @@ def test_two_stages_of_two_microbatches_in_three_slices_give_what_one_device_doe
         _ = alpa.Options(token_slices=(5, 7), num_token_slices=3).slice_request
     again = parallel(step, "host:2", plan=from_json(to_json(sliced.plan), ParallelPlan))
     assert again.plan_for(*args).tasks == sliced.plan.tasks
+
+
+def test_the_predicted_step_counts_slices():
+    step, args = step_and_arguments(Model(num_layers=2))
+    options = {"num_stages": 2, "num_microbatches": 1, "schedule": "1f1b"}
+    whole = parallel(step, "h100:1x2", **options).plan_for(*args)
+    plan = parallel(step, "h100:1x2", token_slices=(4, 4, 4), **options).plan_for(*args)
+    for stage in plan.stage_plan.stages:
+        slices = stage.candidate.token_slices
+        assert [one.tokens for one in slices] == [4, 4, 4]
+        assert sum(s.forward_seconds for s in slices) == pytest.approx(
+            stage.candidate.forward_seconds
+        )
+    uncut = [evolve(one.candidate, token_slices=()) for one in plan.stage_plan.stages]
+    assert plan.step_seconds < stage_dp.step_seconds(uncut, "1f1b")
+    assert plan.step_seconds == pytest.approx(predicted_simulation(plan).step_seconds, rel=1e-3)
+    assert plan.lower_bound < whole.step_seconds
+
+
+def test_the_planner_cuts_long_sequences_of_few_microbatches(monkeypatch):
+    monkeypatch.setattr(causal_models, "TOKENS", 2048)
+    step, args = step_and_arguments(Model(num_layers=2))
+    options = {"num_stages": 2, "num_microbatches": 1}
+    plan = parallel(step, "host:2", **options).plan_for(*args)
+    whole = parallel(step, "host:2", num_token_slices=1, **options).plan_for(*args)
+    assert sum(plan.program.token_slices) == 2048 and not whole.program.token_slices
+    assert plan.step_seconds < 0.8 * whole.step_seconds
+
+
+def test_more_programs_than_are_compiled_are_refused():
+    with pytest.raises(PlanError, match="are 192 programs to compile"):
+        check_budget(8, "1f1b", 12)
+    assert num_programs(2, "zero-bubble-h1", 3) == 18 and num_programs(1, "1f1b", 3) == 1
 
 
 def test_one_stage_on_four_devices_gives_what_one_device_does():

@@ -1,0 +1,111 @@
+"""The joint search for a step in token slices.
+
+A microbatch in S slices passes through the stages as S microbatches would of a share 1/S of its
+seconds and activations, all alive before the first goes back: those of the "gpipe" schedule. That
+is what is searched; slices are about as long as one another, which is what they are cut for. The
+chosen stages are then priced with the slices' own seconds, under every schedule they may run by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import evolve, fields, has
+
+import stage_dp
+from alpa_interchange import StageCandidate, StagePlan, TokenSlice
+from alpa_interchange.menu import Affine, JointProblem, LayerFloor
+from alpa_meta.options import SCHEDULES, Options
+
+SEARCHED = ("gpipe",)
+
+
+def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
+    """Return the problem whose microbatches are the slices of this one's."""
+    floors, boundary = problem.floors_at, problem.boundary
+    share = 1.0 / num_slices
+
+    def floors_at(mesh: int, number: int, samples: int) -> tuple[LayerFloor, ...]:
+        assert floors is not None
+        found: tuple[LayerFloor, ...] = _scaled(floors(mesh, number, samples), share)
+        return found
+
+    def crossing(*place: Any) -> Affine:
+        found: Affine = _scaled(boundary(*place), share)
+        return found
+
+    return evolve(
+        problem,
+        menu=_scaled(problem.menu, share),
+        batch_size=problem.batch_size * num_slices,
+        counts=tuple(count * num_slices for count in problem.counts or ()) or None,
+        schedules=SEARCHED,
+        boundary=crossing,
+        floors_at=None if floors is None else floors_at,
+    )
+
+
+def _scaled(value: Any, share: float) -> Any:
+    """Return a value with all that is of one microbatch scaled, but its largest temporary."""
+    if isinstance(value, Affine):
+        return Affine(value.fixed * share, value.each * share)
+    if isinstance(value, tuple):
+        return tuple(_scaled(one, share) for one in value)
+    if isinstance(value, Mapping):
+        return {key: _scaled(one, share) for key, one in value.items()}
+    if has(type(value)):
+        names = [one.name for one in fields(type(value)) if one.name != "transient_bytes"]
+        return evolve(value, **{name: _scaled(getattr(value, name), share) for name in names})
+    return value
+
+
+def of_microbatches(plan: StagePlan, num_slices: int, options: Options) -> StagePlan:
+    """Return a plan of slices as one of the microbatches that they are of, under the best schedule
+    for it."""
+    count = plan.num_microbatches // num_slices
+    alone = len(plan.stages) == 1  # which runs all slices as one program
+    stages = tuple(
+        evolve(stage, candidate=_of_microbatch(stage.candidate, num_slices, count, alone))
+        for stage in plan.stages
+    )
+    chain = [stage.candidate for stage in stages]
+    allowed = SCHEDULES if options.schedule is None else (options.schedule,)
+    if alone:
+        allowed = ("1f1b",) if "1f1b" in allowed else allowed[:1]
+    seconds, name = min(
+        (stage_dp.step_seconds(chain, name), number, name)
+        for number, name in enumerate(allowed)
+        if not stage_dp.SCHEDULE_RULES[name].interleaves or options.schedule
+    )[::2]
+    in_flight = (1,) * len(chain)
+    if not stage_dp.SCHEDULE_RULES[name].interleaves:
+        in_flight = stage_dp.in_flight_counts(chain, name)
+    return evolve(
+        plan,
+        stages=stages,
+        num_microbatches=count,
+        schedule=name,
+        step_seconds=seconds,
+        lower_bound=min(plan.lower_bound, seconds),
+        in_flight=in_flight,
+    )
+
+
+def _of_microbatch(
+    candidate: StageCandidate, num_slices: int, count: int, alone: bool
+) -> StageCandidate:
+    forward, backward = candidate.forward_seconds, candidate.backward_seconds
+    late = candidate.backward_weight_seconds
+    each = TokenSlice(
+        tokens=1, forward_seconds=forward, backward_seconds=backward, backward_weight_seconds=late
+    )
+    return evolve(
+        candidate,
+        num_microbatches=count,
+        forward_seconds=forward * num_slices,
+        backward_seconds=backward * num_slices,
+        backward_weight_seconds=late * num_slices,
+        boundary_seconds=candidate.boundary_seconds * num_slices,
+        token_slices=() if alone else (each,) * num_slices,
+    )

@@ -1,0 +1,121 @@
+"""What a slice of the tokens takes: the work of its rows with the keys up to its end.
+
+Every operator is priced on what a slice holds of its operands and results, by the cost model that
+prices it for a plan. On one device: a plan's own seconds say how a stage compares with that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from alpa_meta.compat import Atom, JaxprEqn, Literal
+from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.arithmetic import arithmetic
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.operators import flops, kernel_kind, traffic_bytes
+from alpa_meta.token_slices.places import KEY, ROW, Layout, kinds
+from alpa_meta.token_slices.values import (
+    AFTER,
+    Added,
+    Analysis,
+    Known,
+    Region,
+    Running,
+    Sliced,
+    TokenLoop,
+)
+
+Array = NDArray[np.float64]
+_KINDS = (frozenset[str](), frozenset({ROW}), frozenset({KEY}), frozenset({ROW, KEY}))
+
+
+@frozen
+class _Work:
+    """The work of an operator: `held` are its bytes by what holds them (`_KINDS`)."""
+
+    kernel: str
+    dtype: str
+    flops: float
+    of: frozenset[str]
+    held: tuple[float, float, float, float]
+
+
+def slice_seconds(analysis: Analysis, costs: MeshCosts, num_cells: int) -> Array:
+    """Return [num_cells + 1, num_cells + 1] the seconds, forward and backward, of cells i..j of the
+    tokens (i < j, others are 0), where a sequence has `num_cells` equal ones."""
+    start, stop = np.meshgrid(np.arange(num_cells + 1), np.arange(num_cells + 1), indexing="ij")
+    rows, keys = np.maximum(stop - start, 0) / num_cells, stop / num_cells
+    share = dict(zip(_KINDS, (np.ones_like(rows), rows, keys, rows * keys), strict=True))
+    total = np.zeros_like(rows)
+    work: Counter[_Work] = Counter()
+    for one, times in _work(analysis, costs.platform, 1):
+        work[one] += times
+    for one, times in work.items():
+        amount = one.flops * share[one.of]
+        moved = sum(size * share[of] for size, of in zip(one.held, _KINDS, strict=True))
+        if one.kernel == "elementwise":
+            found = np.asarray(moved) / costs.model.device(costs.host_group).memory_bandwidth
+        else:
+            group = costs.host_group
+            found = costs.model.compute_seconds(
+                amount, moved, one.dtype, one.kernel, host_group=group
+            )
+        total += times * found
+    return np.where(start < stop, total, 0.0)
+
+
+def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work, int]]:
+    """Yield the work of all operators that slices run, and how often."""
+    eqns = analysis.closed.jaxpr.eqns
+    for eqn, decision, sweep in zip(eqns, analysis.decisions, analysis.sweeps, strict=True):
+        if sweep == AFTER:
+            continue
+        if isinstance(decision, Region):
+            trips = int(eqn.params["length"]) if decision.is_scan else 1
+            yield from _work(decision.body, platform, times * trips)
+        elif isinstance(decision, TokenLoop | Running):
+            yield _scaled(eqn, platform, frozenset({ROW})), times
+        elif isinstance(decision, Added):
+            yield _scaled(eqn, platform, frozenset()), times
+        elif isinstance(decision, Sliced):
+            reading = decision.reading
+            yield _placed(eqn, platform, reading.operands, reading.results), times
+            if reading.combined:  # added to what the slices before made
+                made = sum(map(tensor_bytes, eqn.outvars))
+                added = [0.0, 0.0, 0.0, 0.0]
+                added[_KINDS.index(frozenset().union(*map(kinds, reading.results)))] = 3.0 * made
+                yield _Work("elementwise", "", 0.0, frozenset(), tuple(added)), times
+        elif isinstance(decision, Known):
+            layouts = [analysis.value(var).layout for var in eqn.outvars]
+            if any(map(any, layouts)):
+                yield _scaled(eqn, platform, frozenset().union(*map(kinds, layouts))), times
+
+
+def _scaled(eqn: JaxprEqn, platform: str, of: frozenset[str]) -> _Work:
+    """Return the work of an operator of which a slice has the share of rows or keys."""
+    dtype, passes = arithmetic(eqn, platform)
+    held = [0.0, 0.0, 0.0, 0.0]
+    held[_KINDS.index(of)] = traffic_bytes(eqn)
+    return _Work(kernel_kind(eqn), dtype, passes * flops(eqn), of, tuple(held))
+
+
+def _placed(
+    eqn: JaxprEqn, platform: str, operands: Sequence[Layout], results: Sequence[Layout]
+) -> _Work:
+    """Return the work of an operator, its bytes by the layouts of operands and results."""
+    dtype, passes = arithmetic(eqn, platform)
+    sizes = np.zeros(4)
+    atoms: list[Atom] = [*eqn.invars, *eqn.outvars]
+    for atom, layout in zip(atoms, (*operands, *results), strict=True):
+        if not isinstance(atom, Literal):
+            sizes[_KINDS.index(frozenset(kinds(layout)))] += tensor_bytes(atom)
+    if sizes.sum():
+        sizes *= traffic_bytes(eqn) / sizes.sum()
+    of = frozenset().union(*map(kinds, (*operands, *results)))
+    held = tuple(float(size) for size in sizes)
+    return _Work(kernel_kind(eqn), dtype, passes * flops(eqn), of, held)
