@@ -69,7 +69,8 @@ def _compute_seconds(
         )
     counts, places = costs.layouts.shard_counts(number)
     seconds = [costs.compute_seconds(kind, work / n, traffic / n, dtype) for n in counts]
-    return np.array(seconds)[places]
+    found: np.ndarray = np.array(seconds)[places]
+    return found
 
 
 @functools.lru_cache(maxsize=1 << 17)  # equations compare by identity, and are on many meshes

@@ -79,6 +79,12 @@ def check_step_fits(step: Step, model: CostModel, options: Options) -> None:
     )
 
 
+def may_hold(step: Step, model: CostModel, options: Options) -> bool:
+    """Return whether it is not known that no plan can hold the step, as the options say."""
+    has = room(model.cluster, options)
+    return least_bytes(step, model, options, has.total) <= has.total
+
+
 def _others(
     step: Step, model: CostModel, options: Options, most: int, needed: float
 ) -> Iterator[str]:

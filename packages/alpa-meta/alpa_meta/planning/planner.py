@@ -36,7 +36,7 @@ from alpa_meta.planning.chosen_plan import (
 from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.kept_menu import keep
-from alpa_meta.planning.least_memory import check_step_fits
+from alpa_meta.planning.least_memory import check_step_fits, may_hold
 from alpa_meta.planning.memory_floor import check_state_fits
 from alpa_meta.planning.menu_search import MenuSearch, search_menu, sized_programs
 from alpa_meta.planning.microbatch_counts import larger_counts, microbatch_counts_of
@@ -123,6 +123,8 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     if prospects and options.num_stages is None:
         counts = [options.num_microbatches or 1]
         options = evolve(options, num_stages=1)
+        if not may_hold(step, model, evolve(options, num_microbatches=counts[0])):
+            counts = []  # the menu has one stage with more microbatches
     elif not searched:
         counts = counts[:1]  # on one device, or as one stage, fewer microbatches are never slower
     while counts and not (prospects and (options.num_stages or 0) > 1):
