@@ -367,7 +367,8 @@ class _Search:
         while waiting and waiting[0][0] < lowest and not self.late():
             bound, n, setting = heapq.heappop(waiting)
             following = waiting[0][0] if waiting else math.inf
-            target = min(lowest, (1 + RAISED) * max(bound, following))
+            step = (1 + RAISED) * max(bound, following)
+            target = min(lowest, max(step, RAISED * lowest))  # from nothing too
             if not self._refine(setting, target):
                 lowest = min(lowest, setting.bound)
                 continue
