@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -146,32 +146,42 @@ class CountCosts:
         rows, count = self._rows[True], self.table.num_microbatches
         least = (count * rows.seconds + rows.step).min(axis=2)  # [meshes, classes]
         counts = self.space.sequences.counts(rows.classes)
-        new = False
+        wanted = []
         for sequence, kind in {
             (int(self.space.sequences.number[start, stop]), kind) for start, stop, kind in stages
         }:
             own = np.flatnonzero(self.kind == kind)
             has = np.flatnonzero(counts[sequence])
             at = int(own[np.argmin((least[np.ix_(own, has)] * counts[sequence, has]).sum(axis=1))])
-            new |= self.ask_of(at, [rows.classes[i] for i in has])
-        return new
+            wanted += [(at, rows.classes[i]) for i in has]
+        return self._ask(list(dict.fromkeys(wanted)))
 
     def ask_of(self, position: int, classes: Sequence[int]) -> bool:
-        """Ask for sharper floors of classes on a mesh, first for those that other microbatch counts
-        asked for; return whether there are any."""
-        mesh = self.meshes[position]
-        if self.same_proof:
-            return False
-        new = [c for c in classes if self.table.take_over(mesh, c)]
-        new = new or [c for c in classes if self.table.ask(mesh, c)]
-        for c in new:
-            del self._corners[mesh, c]
+        """Ask for sharper floors of classes on a mesh; return whether there are any."""
+        return not self.same_proof and self._ask([(position, c) for c in classes])
+
+    def _ask(self, wanted: Sequence[tuple[int, int]]) -> bool:
+        """Ask for sharper floors of (mesh, class); where other microbatch counts asked for some of
+        them, take over all that these know instead. Return whether there are any."""
+        if any(self._sharper(self.table.take_over, one) for one in wanted):
+            rest = [(at, c) for at in range(len(self.meshes)) for c in self.layers]
+            new = {*wanted, *(one for one in rest if self._sharper(self.table.take_over, one))}
+        else:
+            new = {one for one in wanted if self._sharper(self.table.ask, one)}
+        self._times_asked.update({at for at, _ in new})
         if new:
-            self._times_asked[position] += 1
             floors = floor_arrays(self.table, self.meshes, self._corners)
             self._rows[True] = floors or self._rows[False]
             self._made = {key: made for key, made in self._made.items() if not key[0]}
         return bool(new)
+
+    def _sharper(self, ask: Callable[[int, int], bool], wanted: tuple[int, int]) -> bool:
+        """Return whether the table has sharper floors of (mesh, class) after `ask`."""
+        at, number = wanted
+        new = ask(self.meshes[at], number)
+        if new:
+            del self._corners[self.meshes[at], number]
+        return new
 
     def times_asked(self, position: int) -> int:
         """Return how often floors of a mesh were made sharper."""
