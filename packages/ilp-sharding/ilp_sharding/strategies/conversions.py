@@ -142,7 +142,8 @@ class ConversionTable:
     def at(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return [sources, targets] least seconds between states by number."""
         if len(self._graph.index) <= FEW_STATES:
-            return self._least[sources[:, None], targets]
+            least: np.ndarray = self._least[sources[:, None], targets]
+            return least
         distinct, rows = np.unique(sources, return_inverse=True)
         self._from(distinct.tolist())
         costs = np.array([self._paths[row][0] for row in distinct.tolist()])
