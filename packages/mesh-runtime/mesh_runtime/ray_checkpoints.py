@@ -91,12 +91,10 @@ def _finished(workers: RayWorkers, writing: Sequence[Worker], folder: Path) -> F
 
 
 def _ask(workers: RayWorkers, worker: Worker, folder: Path) -> FileSums | str | None:
-    ask = worker.actor.work.options(concurrency_group="data")
+    ask = worker.actor.saved.options(concurrency_group="data")
     timeout = workers.options.step_timeout
     try:
-        found: FileSums | str | None = workers.ray.get(
-            ask.remote("saved", str(folder)), timeout=timeout
-        )
+        found: FileSums | str | None = workers.ray.get(ask.remote(str(folder)), timeout=timeout)
     except Exception as error:
         raise StoreError(
             f"{folder}: {worker.name} did not finish writing: {first_line(error)}"

@@ -20,6 +20,9 @@ from mesh_runtime.worker import MeshWorker
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
 
 _ray: Any = ray
+_OUTCOMES = 16
+"""Calls whose outcome is kept: more than threads of the driver call a worker at a time, which are a
+step and the saving of a checkpoint."""
 
 
 class ActorWorker:
@@ -38,8 +41,9 @@ class ActorWorker:
         self._link: ObjectStoreLink | None = None
         self._transport: Transport | None = None
         self._working = threading.Lock()
-        self._taken, self._busy = 0, False  # number of the last call of `work`; whether it goes on
-        self._outcome: tuple[Any, Exception | None] = (None, None)
+        self._busy = False
+        self._outcomes: dict[int, tuple[Any, Exception | None]] = {}  # of the last calls of `work`
+        self._forgotten = 0  # calls up to this number were done before
         name = worker_name(mesh, host)
         if options.data_plane == "object-store":
             self._link = ObjectStoreLink(name, _ray.get)
@@ -90,15 +94,28 @@ class ActorWorker:
         assert self._link is not None
         self._link.deliver(sender, number, header, payload)
 
+    def saved(self, folder: str) -> Any:
+        """Return what `MeshWorker.saved` says, also while a step runs."""
+        assert self._worker is not None
+        return self._worker.saved(folder)
+
     def work(self, number: int, method: str, *arguments: Any) -> Any:
         """Call a method of the worker, once for each number: where a call or its answer was lost it
-        comes again, and is given what came of the first; one that comes too late does nothing."""
+        comes again, and is given what came of the first; one that comes much later does nothing.
+        Numbers of several threads of the driver come in any order."""
         with self._working:
-            if number > self._taken:
-                self._taken, self._busy = number, True
-                self._outcome = self._done(method, *arguments)
-                self._busy = False
-            result, error = self._outcome if number == self._taken else (None, None)
+            if method == "fetch":  # changes nothing, and what it gives may be large
+                result, error = self._done(method, *arguments)
+            else:
+                if number not in self._outcomes and number > self._forgotten:
+                    self._busy = True
+                    self._outcomes[number] = self._done(method, *arguments)
+                    self._busy = False
+                result, error = self._outcomes.get(number, (None, None))
+                while len(self._outcomes) > _OUTCOMES:
+                    oldest = min(self._outcomes)
+                    del self._outcomes[oldest]
+                    self._forgotten = oldest
         if error is not None:
             raise error
         return result

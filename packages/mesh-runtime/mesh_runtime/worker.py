@@ -44,6 +44,8 @@ from mesh_runtime.transfers import Moves, Receiving, Sending, Transport, device_
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
 from mesh_runtime.worker_types import ArrayType, TaskTypes
 
+_SAVED = 8  # folders written of which the answer is kept, as it may be asked for again
+
 
 @frozen(kw_only=True)
 class WorkerProgram:
@@ -262,6 +264,8 @@ class MeshWorker:
         """Start to write this host's tiles of arrays into a folder; `saved` tells when that is
         done. Returns when steps may overwrite the arrays."""
         pool, held = ThreadPoolExecutor(1), [(part, self._array(k)) for k, part in parts]
+        for earlier in [one for one, future in self._saving.items() if future.done()][:-_SAVED]:
+            del self._saving[earlier]
         try:
             writer = ArrayWriter(Path(folder), self.name.replace(" ", "_"), host_bytes)
             writer.write(held)
@@ -275,7 +279,6 @@ class MeshWorker:
         future = self._saving[folder]
         if not future.done():
             return None
-        del self._saving[folder]
         error = future.exception()
         return future.result() if error is None else f"{self.name}: {error}"
 
