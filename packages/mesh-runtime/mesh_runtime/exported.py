@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.export
 from attrs import field, frozen
 
 
@@ -21,3 +23,8 @@ class ExportedProgram:
     options: Mapping[str, Any] = field(factory=dict, hash=False)
     shape: tuple[int, ...] = ()
     axis_names: tuple[str, ...] = ()
+
+    @property
+    def out_avals(self) -> Sequence[Any]:
+        """The shapes and dtypes of what it gives."""
+        return jax.export.deserialize(bytearray(self.program)).out_avals

@@ -162,7 +162,7 @@ class RayRuntime:
         exported = _all_exported({f"mesh {mesh}": made for mesh, made in programs.items()})
         values = [np.asarray(value) for value in arguments]
         numbers = {
-            mesh: [self.workers.new_number() for _ in _out_avals(exported[f"mesh {mesh}"])]
+            mesh: [self.workers.new_number() for _ in exported[f"mesh {mesh}"].out_avals]
             for mesh in programs
         }
         answers = self.workers.work(
@@ -495,7 +495,3 @@ def _all_exported(executables: Mapping[str, Executable]) -> dict[str, ExportedPr
             f"{listing(callables)} are no ExportedProgram; serialise them with jax.export"
         )
     return {name: made for name, made in executables.items() if isinstance(made, ExportedProgram)}
-
-
-def _out_avals(program: ExportedProgram) -> Sequence[Any]:
-    return jax.export.deserialize(bytearray(program.program)).out_avals

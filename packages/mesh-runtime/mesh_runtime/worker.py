@@ -21,13 +21,13 @@ from attrs import define, field, frozen
 from jax.sharding import NamedSharding
 
 from alpa_interchange.document import from_json
-from alpa_interchange.reshard import PlacedTensor, ReshardingPlan
+from alpa_interchange.reshard import ReshardingPlan
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.array_store import ArrayReader, ArrayWriter, FileSums, Part, StoreError
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.heartbeats import Doing
 from mesh_runtime.host_batches import HostRead, ReadRows, RowReader
-from mesh_runtime.layout import HostTiles, Layout, Tiles, plain_spec
+from mesh_runtime.layout import HostTiles, Layout, Tiles
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.pacing import Pace
 from mesh_runtime.pieces import box_of
@@ -42,7 +42,7 @@ from mesh_runtime.task_programs import (
 from mesh_runtime.trace import Recorder
 from mesh_runtime.transfers import Moves, Receiving, Sending, Transport, device_number
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
-from mesh_runtime.worker_types import ArrayType, TaskTypes
+from mesh_runtime.worker_types import ArrayType, TaskTypes, layout_of, types_of
 
 _SAVED = 8  # folders written of which the answer is kept, as it may be asked for again
 
@@ -176,7 +176,7 @@ class MeshWorker:
             if not isinstance(task, LoadedProgram):
                 continue
             try:
-                types[name] = _types(task, self._grid)
+                types[name] = types_of(task, self._grid)
             except Exception as error:
                 raise StepError(f"task {name!r} cannot be compiled: {error}") from error
         self._loaded[program.plan] = _Loaded(program, instructions, tasks)
@@ -213,7 +213,7 @@ class MeshWorker:
         made = self._made[program]
         results = made(*made.placed(arguments))
         self._arrays.update(zip(numbers, results, strict=True))
-        return _types(made, self._grid)[1]
+        return types_of(made, self._grid)[1]
 
     def step(self, step: WorkerStep) -> tuple[dict[str, Tiles], list[tuple[int, float, float]]]:
         """Execute a program once; return this host's tiles of what is returned, and the trace.
@@ -243,7 +243,7 @@ class MeshWorker:
             for each in state.sending:
                 self._waiting(state, each.position, each.sending.result)
             jax.block_until_ready(list(kept.values()))  # a step that returns was done
-            self._drop_overwritten(step.bound.values())
+            self.release([k for k in step.bound.values() if self._arrays[k].is_deleted()])
             self._arrays.update(kept)
         except Exception as error:
             raise state.issued.failure() or error from error
@@ -271,7 +271,8 @@ class MeshWorker:
             writer.write(held)
             self._saving[folder] = pool.submit(writer.finish)
         except (ModuleNotFoundError, StoreError) as error:
-            self._saving[folder] = pool.submit(_raise, error)
+            self._saving[folder] = Future()
+            self._saving[folder].set_exception(error)
         pool.shutdown(wait=False)
 
     def saved(self, folder: str) -> FileSums | str | None:
@@ -318,9 +319,6 @@ class MeshWorker:
         if number not in self._arrays:
             raise StepError(f"{self.name} holds no array number {number}")
         return self._arrays[number]
-
-    def _drop_overwritten(self, numbers: Iterable[int]) -> None:
-        self.release([k for k in numbers if self._arrays[k].is_deleted()])
 
     def _read(
         self, loaded: _Loaded, reads: Mapping[str, HostRead]
@@ -461,7 +459,7 @@ class MeshWorker:
 
     def _as_planned(self, array: jax.Array, move: ReshardingPlan) -> jax.Array:
         """Return `array` in the layout the plan was made for: XLA may have chosen another."""
-        layout = _layout(move.task.source)
+        layout = layout_of(move.task.source)
         wanted = self._sharding(layout)
         if array.sharding.is_equivalent_to(wanted, array.ndim):
             return array
@@ -498,31 +496,3 @@ class MeshWorker:
             for shard in array.addressable_shards
             if shard.replica_id == 0
         ]
-
-
-def _raise(error: Exception) -> FileSums:
-    raise error
-
-
-def _layout(placed: PlacedTensor) -> Layout:
-    spec = tuple(axes if axes else None for axes in placed.spec.dims)
-    return Layout(placed.mesh_shape, placed.axis_names, spec)
-
-
-def _types(program: LoadedProgram, grid: Layout) -> tuple[list[ArrayType], list[ArrayType]]:
-    """Return what a program takes and gives; of a layout that XLA chose and no spec says, `grid`
-    stands for it."""
-
-    def types(avals: Sequence[Any], shardings: Sequence[Any]) -> list[ArrayType]:
-        found = []
-        for aval, sharding in zip(avals, shardings, strict=True):
-            layout = grid
-            if isinstance(sharding, NamedSharding):
-                mesh = sharding.mesh
-                spec = plain_spec(sharding.spec, "the exported program")
-                layout = Layout(mesh.axis_sizes, mesh.axis_names, spec)
-            found.append(ArrayType(aval.shape, str(aval.dtype), layout))
-        return found
-
-    made = program.compiled.output_shardings
-    return types(program.in_avals, program.in_shardings), types(program.out_avals, made)
