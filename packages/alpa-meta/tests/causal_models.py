@@ -116,6 +116,17 @@ def _mixed(model, params, x, tokens):
         by_time = jnp.moveaxis(x @ params["q"], 1, 0)
         _, states = lax.scan(advance, jnp.zeros((BATCH, WIDTH)), by_time)
         return jnp.moveaxis(states, 0, 1) @ params["o"]
+    if model.mask in ("convolution", "convolution ahead"):
+        inner = jax.nn.silu(x @ params["q"])
+        mixed = lax.conv_general_dilated(
+            inner,
+            params["k"][:4, None],
+            (1,),
+            [(3, 0) if model.mask == "convolution" else (2, 1)],
+            dimension_numbers=("NHC", "HIO", "NHC"),
+            feature_group_count=WIDTH,
+        )
+        return mixed @ params["o"]
     if model.mask == "normalised over tokens":
         return (x - x.mean(1, keepdims=True)) @ params["q"]
     queries, keys, values = (

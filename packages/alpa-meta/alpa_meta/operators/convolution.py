@@ -194,3 +194,12 @@ OPERATORS = {
         patch_bytes=_patch_bytes,
     )
 }
+
+
+def spatial_places(eqn: JaxprEqn) -> list[tuple[int, int, int]]:
+    """Return the dims of the left operand, of the right one and of the result for each spatial dim
+    of a convolution; none for other equations."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return []
+    numbers = eqn.params["dimension_numbers"]
+    return list(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True))

@@ -146,7 +146,7 @@ def finish(
             placed.candidate,
             outlook.num_layers,
             totals_share(program),
-            sliced and (sliced, of_stage),
+            None if sliced is None else (sliced, of_stage),
         )
         selections.append(selection)
         memory = costs.peak.by_kind()

@@ -24,6 +24,7 @@ from alpa_meta.step.program import Step
 from alpa_meta.token_slices.analysis import analysed
 from alpa_meta.token_slices.budget import MAX_PROGRAMS
 from alpa_meta.token_slices.places import SliceRequest, Slices
+from alpa_meta.token_slices.program import check_work
 from alpa_meta.token_slices.slice_seconds import Array, slice_seconds
 from alpa_meta.token_slices.values import SlicingError
 
@@ -108,6 +109,7 @@ def _lengths(
     for slices in SliceRequest(count=2).candidates(sizes):
         try:
             analysis = analysed(program.closed, program.phases.of_eqn, holds, slices)
+            check_work(analysis)
         except SlicingError as error:
             _LOG.info("no slices of %d tokens: %s", slices.tokens, error)
             continue

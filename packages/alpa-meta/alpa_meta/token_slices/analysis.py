@@ -56,7 +56,11 @@ from alpa_meta.token_slices.values import (
     SlicingError,
     TokenLoop,
     Value,
+    Window,
+    is_joinable,
+    joined_carry,
 )
+from alpa_meta.token_slices.windows import results_of_window, window_of
 
 _MOST_TRIES = 256
 _ROWS: Layout = (Place(ROW),)
@@ -174,12 +178,15 @@ class _Walk:
         running = running_dim(eqn)
         if running is not None and in_parts and operands[0].layout[running] is not None:
             return self._running(eqn, operands[0], running, sweep)
+        window = window_of(eqn, self._layouts(operands), sweep) if in_parts else None
+        if window is not None:
+            return self._window(eqn, operands, window, sweep)
         try:
             return self._sliced(eqn, operands, sweep)
         except UnreadableError as error:
             if not in_parts:
                 return self._known(eqn, operands, sweep)
-            if sweep == BEFORE or self.inside or not all(map(_is_joinable, operands)):
+            if sweep == BEFORE or self.inside or not all(map(is_joinable, operands)):
                 raise
             why = f"{_place(eqn)} {error.reason}"
             decision, results = self._known(eqn, operands, AFTER)
@@ -343,6 +350,18 @@ class _Walk:
         self._check_direction(bool(eqn.params["reverse"]), sweep)
         return Running(value.layout), [Value("sliced", value.layout, sweep)]
 
+    def _window(
+        self, eqn: JaxprEqn, operands: Sequence[Value], window: Window, sweep: int
+    ) -> tuple[Decision, list[Value]]:
+        if self.inside and (window.high or window.sums):
+            raise UnreadableError("convolves along the tokens inside a loop or recomputation")
+        if window.high and operands[0].state != "sliced":
+            raise UnreadableError("convolves from later tokens of what is no gradient")
+        if window.low:
+            layout = tuple(place and Place(KEY) for place in operands[0].layout)
+            self._check_read(eqn.invars[0], operands[0], layout, sweep)
+        return window, results_of_window(eqn, window, sweep)
+
     def _check_direction(self, reverse: bool, sweep: int) -> None:
         if reverse and sweep == BEFORE:
             raise UnreadableError("runs from the last token to the first")
@@ -419,7 +438,7 @@ class _Walk:
         while True:
             found = self._body(body, [*fixed, *carry, *pieces], sweep, outer)
             after = [found.value(atom) for atom in jaxpr.outvars[:num_carry]]
-            joined = [_joined(*pair) for pair in zip(carry, after, strict=True)]
+            joined = [joined_carry(*pair) for pair in zip(carry, after, strict=True)]
             if joined == carry:
                 break
             carry = joined
@@ -468,26 +487,5 @@ def _place(eqn: JaxprEqn) -> str:
     return f"{eqn.primitive.name} at {line}" if line else str(eqn.primitive.name)
 
 
-def _is_joinable(value: Value) -> bool:
-    """Return whether the parts of all slices make up the value."""
-    places = [place for place in value.layout if place is not None]
-    rows = [place for place in places if place.kind == ROW]
-    return value.state == "known" or value.state == "sliced" and len(rows) == len(places) == 1
-
-
 def _no_choice(_: Sequence[str]) -> str:
     raise UnreadableError("meets tokens twice")
-
-
-def _joined(before: Value, after: Value) -> Value:
-    """Return what a carry must be taken for that starts as one value and comes back as another."""
-    after = evolve(after, rest=None, longer=None, of_batch=False)
-    if not before.in_parts and not after.in_parts:
-        return evolve(before, when=max(before.when, after.when))
-    if not before.in_parts:
-        return after
-    if not after.in_parts or before.state != after.state or before.layout != after.layout:
-        if not after.in_parts:
-            return before
-        raise UnreadableError("carries tokens from one iteration to the next in another dim")
-    return evolve(before, when=max(before.when, after.when))

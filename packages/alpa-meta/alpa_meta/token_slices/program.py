@@ -6,14 +6,19 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from attrs import frozen
 
-from alpa_meta.compat import ClosedJaxpr, Var, consts, is_drop, open_jaxpr, shape_of
+from alpa_meta.compat import ClosedJaxpr, Var, consts, is_drop, open_jaxpr, shape_of, source_line
+from alpa_meta.operators import flops, kernel_kind
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
 from alpa_meta.token_slices.analysis import analysed
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.regions import write_region
-from alpa_meta.token_slices.values import BEFORE, SlicingError
+from alpa_meta.token_slices.values import BEFORE, Analysis, Known, SlicingError
 from alpa_meta.token_slices.writer import Writer
+
+MOST_WHOLE = 0.5
+"""Share of the forward pass's work that may be on all tokens at once: slices of a model that does
+more so (a convolution over pixels, a network on features) would wait for it and gain nothing."""
 
 
 @frozen(eq=False)
@@ -78,6 +83,7 @@ def in_slices(
     values = analysis.values.values()
     if not any(value.state == "sliced" and value.when == BEFORE for value in values):
         raise SlicingError("none of its operators works on them one by one")
+    check_work(analysis)
     jaxpr = open_jaxpr(closed)
     templates: dict[Hashable, ClosedJaxpr] = {}
     writer = Writer(analysis, templates, write_region)
@@ -98,3 +104,21 @@ def in_slices(
     }
     phases = tuple(one.phase for one in written)
     return SlicedProgram(ClosedJaxpr(made, consts(closed)), phases, slice_of, slices)
+
+
+def check_work(analysis: Analysis) -> None:
+    """Raise SlicingError for a program whose forward pass works mostly on all tokens at once."""
+    eqns = open_jaxpr(analysis.closed).eqns
+    forward = [
+        (flops(eqn), eqn, isinstance(decision, Known))
+        for eqn, decision, sweep in zip(eqns, analysis.decisions, analysis.sweeps, strict=True)
+        if sweep == BEFORE and kernel_kind(eqn) != "elementwise"
+    ]
+    whole = [(work, eqn) for work, eqn, known in forward if known]
+    if sum(work for work, _ in whole) > MOST_WHOLE * sum(work for work, *_ in forward):
+        _, eqn = max(whole, key=lambda one: one[0])
+        line = source_line(eqn)
+        place = f" at {line}" if line else ""
+        raise SlicingError(
+            f"most of its work is on all tokens at once: {eqn.primitive.name}{place}"
+        )

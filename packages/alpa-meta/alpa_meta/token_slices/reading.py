@@ -150,3 +150,13 @@ def cut_to(eqn: JaxprEqn, dim: int, tokens: int) -> bool:
         return False
     before[dim] = tokens
     return before == after
+
+
+def keys_of(layout: Layout) -> Layout:
+    """Return a layout of rows as one of keys."""
+    return tuple(place and evolve(place, kind=KEY) for place in layout)
+
+
+def as_keys(reading: Reading) -> Reading:
+    """Return how an operator that keeps rows apart makes its keys of keys."""
+    return Reading(tuple(map(keys_of, reading.operands)), tuple(map(keys_of, reading.results)))

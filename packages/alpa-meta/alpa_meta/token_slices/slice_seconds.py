@@ -28,6 +28,7 @@ from alpa_meta.token_slices.values import (
     Running,
     Sliced,
     TokenLoop,
+    Window,
 )
 
 Array = NDArray[np.float64]
@@ -42,7 +43,7 @@ class _Work:
     dtype: str
     flops: float
     of: frozenset[str]
-    held: tuple[float, float, float, float]
+    held: tuple[float, ...]
 
 
 def slice_seconds(analysis: Analysis, costs: MeshCosts, num_cells: int) -> Array:
@@ -78,7 +79,7 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
         if isinstance(decision, Region):
             trips = int(eqn.params["length"]) if decision.is_scan else 1
             yield from _work(decision.body, platform, times * trips)
-        elif isinstance(decision, TokenLoop | Running):
+        elif isinstance(decision, TokenLoop | Running | Window):
             yield _scaled(eqn, platform, frozenset({ROW})), times
         elif isinstance(decision, Added):
             yield _scaled(eqn, platform, frozenset()), times

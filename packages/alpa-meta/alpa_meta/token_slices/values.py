@@ -3,12 +3,12 @@ it."""
 
 from __future__ import annotations
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from alpa_meta.compat import Atom, ClosedJaxpr, Literal, Var, shape_of
 from alpa_meta.errors import PlanError
-from alpa_meta.token_slices.places import Layout, Slices, whole
-from alpa_meta.token_slices.reading import Reading
+from alpa_meta.token_slices.places import ROW, Layout, Slices, whole
+from alpa_meta.token_slices.reading import Reading, UnreadableError
 
 BEFORE, BETWEEN, AFTER = range(3)
 """When a known value is: before the forward sweep, between the sweeps, after the backward one."""
@@ -81,7 +81,21 @@ class Region:
     is_scan: bool
 
 
-Decision = Known | Sliced | Added | Running | TokenLoop | Region
+@frozen
+class Window:
+    """A convolution along the tokens (`windows`): the number of its spatial dim, that dim of both
+    operands and of the result, its padding, and whether it sums over the tokens."""
+
+    dim: int
+    left: int
+    right: int
+    out: int
+    low: int
+    high: int
+    sums: bool
+
+
+Decision = Known | Sliced | Added | Running | TokenLoop | Window | Region
 
 
 @define(eq=False)
@@ -107,3 +121,24 @@ class Analysis:
 
 class SlicingError(PlanError):
     """A program that cannot run in token slices."""
+
+
+def is_joinable(value: Value) -> bool:
+    """Return whether the parts of all slices make up the value."""
+    places = [place for place in value.layout if place is not None]
+    rows = [place for place in places if place.kind == ROW]
+    return value.state == "known" or value.state == "sliced" and len(rows) == len(places) == 1
+
+
+def joined_carry(before: Value, after: Value) -> Value:
+    """Return what a carry must be taken for that starts as one value and comes back as another."""
+    after = evolve(after, rest=None, longer=None, of_batch=False)
+    if not before.in_parts and not after.in_parts:
+        return evolve(before, when=max(before.when, after.when))
+    if not before.in_parts:
+        return after
+    if not after.in_parts or before.state != after.state or before.layout != after.layout:
+        if not after.in_parts:
+            return before
+        raise UnreadableError("carries tokens from one iteration to the next in another dim")
+    return evolve(before, when=max(before.when, after.when))

@@ -45,8 +45,8 @@ from alpa_meta.token_slices.parts import (
     run_local,
     stretch,
 )
-from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, whole
-from alpa_meta.token_slices.reading import Reading
+from alpa_meta.token_slices.places import KEY, ROW, Layout, whole
+from alpa_meta.token_slices.reading import Reading, as_keys, keys_of
 from alpa_meta.token_slices.recurrences import write_running, write_token_loop
 from alpa_meta.token_slices.values import (
     AFTER,
@@ -59,7 +59,9 @@ from alpa_meta.token_slices.values import (
     Sliced,
     TokenLoop,
     Value,
+    Window,
 )
+from alpa_meta.token_slices.windows import write_window
 
 PHASES = ("forward", "backward", "update")
 
@@ -133,6 +135,8 @@ class Writer:
             write_running(self, eqn, decision.layout, number)
         elif isinstance(decision, TokenLoop):
             write_token_loop(self, eqn, decision, number)
+        elif isinstance(decision, Window):
+            write_window(self, eqn, decision, number)
         else:
             assert isinstance(decision, Region)
             if number == self.order(self.sweep)[0]:
@@ -259,14 +263,14 @@ class Writer:
         eqn, position = self.producer[var]
         decision = self.analysis.decisions[position]
         assert isinstance(decision, Sliced)
-        reading = _as_keys(decision.reading)
+        reading = as_keys(decision.reading)
         results = [self.result(out, one, number) for out, one in zip(eqn.outvars, reading.results)]
         self._local(eqn, reading, number, results)
         for out, made in zip(eqn.outvars, results, strict=True):
             if not is_drop(out):
-                self._converted["recomputed", out, _keys_of(self.analysis.value(out)), number] = (
-                    made
-                )
+                self._converted[
+                    "recomputed", out, keys_of(self.analysis.value(out).layout), number
+                ] = made
         return self._converted["recomputed", var, layout, number]
 
     def full(self, atom: Atom) -> Atom:
@@ -480,19 +484,6 @@ class Writer:
         for var, made in zip(eqn.outvars, results, strict=True):
             if not is_drop(var):
                 self.parts[var, number] = made
-
-
-def _as_keys(reading: Reading) -> Reading:
-    """Return how an operator that keeps rows apart makes its keys of keys."""
-
-    def keyed(layout: Layout) -> Layout:
-        return tuple(place and Place(KEY, place.outer, place.inner) for place in layout)
-
-    return Reading(tuple(map(keyed, reading.operands)), tuple(map(keyed, reading.results)))
-
-
-def _keys_of(value: Value) -> Layout:
-    return tuple(place and Place(KEY, place.outer, place.inner) for place in value.layout)
 
 
 def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:

@@ -72,6 +72,7 @@ MODELS = [
     Model("grouped", dropout=True),
     Model("cumsum"),
     Model("recurrence"),
+    Model("convolution"),
     Model(remat=True),
     Model(scan=True, num_layers=2),
     Model("tril -1e30", scan=True, remat=True, num_layers=2),
@@ -92,6 +93,7 @@ REFUSED = [
     (Model("bidirectional"), "reads tokens after its own"),
     (Model("anti-causal"), "reads tokens after its own"),
     (Model("padding -1e30"), "masks with a finite constant"),
+    (Model("convolution ahead"), "a window that reaches later tokens"),
     (Model("normalised over tokens"), "needs a value of all tokens"),
 ]
 
@@ -148,6 +150,26 @@ def test_slices_that_are_no_sequence_are_refused():
         in_wanted_slices(
             traced.closed, traced.phases.of_eqn, of_batch(traced), SliceRequest((5, 5))
         )
+
+
+def test_windows_longer_than_a_slice_reach_over_several():
+    check(*gradients(Model("convolution")), (1, 1, 1, 8, 1))
+
+
+def test_a_step_that_works_mostly_on_all_tokens_is_refused_with_the_line():
+    def loss(weights, given):
+        pooled = jnp.tanh(given @ weights["in"]).sum(1)
+        for _ in range(4):
+            pooled = jnp.tanh(pooled @ weights["square"])
+        return (pooled**2).mean()
+
+    def step(weights, given):
+        return jax.value_and_grad(loss)(weights, given)
+
+    weights = {"in": jnp.ones((4, 64)), "square": jnp.ones((64, 64))}
+    traced = program(step, (weights, jnp.ones((2, 6, 4))))
+    with pytest.raises(SlicingError, match=r"on all tokens at once: dot_general at .*test_program"):
+        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((3, 3)))
 
 
 def test_a_step_whose_batch_has_no_tokens_is_refused():

@@ -13,7 +13,6 @@ import stage_dp
 from alpa_interchange import ParallelPlan, from_json, to_json
 from alpa_meta.errors import PlanError
 from alpa_meta.report.predicted_simulation import predicted_simulation
-from alpa_meta.token_slices.budget import check_budget, num_programs
 
 OPTIMISER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2))
 
@@ -90,10 +89,13 @@ def test_the_planner_cuts_long_sequences_of_few_microbatches(monkeypatch):
     assert plan.step_seconds < 0.8 * whole.step_seconds
 
 
-def test_more_programs_than_are_compiled_are_refused():
-    with pytest.raises(PlanError, match="are 192 programs to compile"):
-        check_budget(8, "1f1b", 12)
-    assert num_programs(2, "zero-bubble-h1", 3) == 18 and num_programs(1, "1f1b", 3) == 1
+def test_a_scan_over_layers_is_cut_over_stages_and_audited():
+    step, args = step_and_arguments(Model(scan=True, remat=True, num_layers=4))
+    sliced = parallel(
+        step, "host:2", num_stages=2, num_microbatches=2, schedule="1f1b", num_token_slices=2
+    )
+    check(step, args, sliced)
+    assert sliced.executable.audit().ok
 
 
 def test_one_stage_on_four_devices_gives_what_one_device_does():
