@@ -23,6 +23,7 @@ import alpa_meta as alpa
 jax.config.update("jax_num_cpu_devices", 4)
 
 TOKENS, WIDTH, HEADS, VOCABULARY, LAYERS = 1024, 256, 4, 512, 4
+SLICES = (320, 256, 240, 208)  # the later ones, which look back on more, are shorter
 adam = optax.adam(1e-3)
 
 
@@ -53,8 +54,8 @@ def normed(x):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def block(layer, x):
-    heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
+def block(layer, x, num_heads=HEADS):
+    heads = (*x.shape[:2], num_heads, x.shape[2] // num_heads)
     queries, keys, values = (
         part.reshape(heads) for part in jnp.split(normed(x) @ layer["qkv"], 3, axis=-1)
     )
@@ -82,29 +83,42 @@ def batch_of(step):
     return jax.random.randint(jax.random.key(step), (1, TOKENS + 1), 0, VOCABULARY)
 
 
-def measured(run, steps=4):
-    """Return the losses of some steps, and the seconds of the fastest."""
-    state, losses, seconds = make_state(jax.random.key(0)), [], []
+def losses_and_seconds(runs, steps=6):
+    """Return for each of `runs` the losses of some steps and the seconds of the fastest; the runs
+    take turns, so that what else the machine does slows all of them."""
+    states = {name: make_state(jax.random.key(0)) for name in runs}
+    losses, seconds = {name: [] for name in runs}, {name: [] for name in runs}
     for step in range(steps):
-        tokens, start = batch_of(step), time.perf_counter()
-        state, loss = jax.block_until_ready(run(state, tokens))
-        seconds.append(time.perf_counter() - start)
-        losses.append(float(loss))
-    return np.array(losses), min(seconds[1:])
+        tokens = batch_of(step)
+        for name, run in runs.items():
+            start = time.perf_counter()
+            states[name], loss = jax.block_until_ready(run(states[name], tokens))
+            seconds[name].append(time.perf_counter() - start)
+            losses[name].append(float(loss))
+    return {name: (np.array(losses[name]), min(seconds[name][1:])) for name in runs}
+
+
+def pipeline(num_stages, **slices):
+    options = alpa.Options(num_stages=num_stages, num_microbatches=1, **slices)
+    return alpa.parallelize(train_step, cluster=f"host:{num_stages}", options=options)
+
+
+def main():
+    for num_stages in (2, 4):
+        found = losses_and_seconds(
+            {
+                "one device": jax.jit(train_step),
+                "whole sequences": pipeline(num_stages, num_token_slices=1),
+                "slices": pipeline(num_stages, token_slices=SLICES),
+            }
+        )
+        expected, _ = found["one device"]
+        for name, (losses, seconds) in found.items():
+            apart = np.abs(losses - expected).max()
+            print(f"{num_stages} stages, {name}: {seconds:.2f} s a step, losses {apart:.1e} apart")
+        gain = found["whole sequences"][1] / found["slices"][1]
+        print(f"{num_stages} stages: {gain:.2f} times as fast in slices of {SLICES} tokens")
 
 
 if __name__ == "__main__":
-    expected, alone = measured(jax.jit(train_step))
-    print(f"one device: {alone:.2f} s a step, losses {expected.round(4).tolist()}")
-    for num_stages in (2, 4):
-        seconds = {}
-        for slices in (None, (320, 256, 240, 208)):
-            options = alpa.Options(num_stages=num_stages, num_microbatches=1, token_slices=slices)
-            pipeline = alpa.parallelize(train_step, cluster=f"host:{num_stages}", options=options)
-            losses, seconds[slices] = measured(pipeline)
-            apart = np.abs(losses - expected).max()
-            told = f"slices of {slices} tokens" if slices else "whole sequences"
-            print(f"{num_stages} stages, {told}: {seconds[slices]:.2f} s a step, ", end="")
-            print(f"losses differ by {apart:.1e}")
-        whole, sliced = seconds.values()
-        print(f"{num_stages} stages: {whole / sliced:.2f} times as fast in slices")
+    main()
