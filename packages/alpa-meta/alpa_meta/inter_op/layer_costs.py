@@ -159,10 +159,10 @@ class LayerCosts:
             self._floors[size] = least.reshape(-1, 2)[self._back]
         return self._floors[size]
 
-    def layer_problem(self, layer: int, size: int = 0) -> ShardingProblem:
+    def layer_problem(self, layer: int, seconds: np.ndarray) -> ShardingProblem:
         """Return the selection problem of one layer alone, whose neighbours hand over and take
-        whatever it likes."""
-        return self.selection.seconds.problem_of(self.facts.layers == layer, size)
+        whatever it likes, with seconds like one of `EquationSeconds.tables`."""
+        return self.selection.seconds.problem_of(self.facts.layers == layer, seconds)
 
     def least(self, layer: int, size: int = 0) -> dict[str, float]:
         """Return seconds per step of a layer that no choice can beat, without conversions: of each

@@ -10,10 +10,13 @@ than the samples of a microbatch allow. Prices p are those at which two of the m
 rows that are the best at some price are near the corners of what all ways reach. -> _prices()
 
 What a strategy costs at a number of microbatches lies on a line through two sizes of the menu, and
-rows take the least size that their microbatches divide: floors take the lowest of these lines. What
+rows take the least size that their microbatches divide: floors take the lowest of these lines. A
+kernel may take less than its line says, being bound by memory below some size and by operations
+above: between two sizes floors are not above what such kernels take at least (`_led_to`). What
 recomputation runs again counts at its cheapest, and what a layer keeps at its least. -> _at()
 
-L is concave in B among sizes that allow the same ways, so it is solved for at a few. -> _Curves
+L is concave in B among sizes that allow the same ways, between two sizes of the menu, so it is
+solved for at a few. -> _Curves
 """
 
 from __future__ import annotations
@@ -159,12 +162,14 @@ class FloorSource:
         self.batch = problem.main.samples * problem.main.count
         self._known: dict[tuple[int, int], tuple[LayerFloor, ...]] = {}
         self._curves: dict[Hashable, _Curves] = {}
+        self._tables: dict[int, np.ndarray] = {}  # seconds, by samples
 
     def all_ways(self, number: int) -> LayerFloor:
         """Return a floor of a class that holds for any microbatch: per sample as in the largest,
         since what runs for fewer runs for their multiples."""
         layer, size = self.layers[number], self.problem.sizes.index(self._sizes[-1])
-        found = solve(self.problem.costs.layer_problem(layer, size), self.options)
+        seconds = self.problem.selection.seconds.tables[size]
+        found = solve(self.problem.costs.layer_problem(layer, seconds), self.options)
         each = (found.lower_bound or 0.0) / self.batch
         return self._floor(layer, (PricedFloor(seconds=Affine(0.0, each)),), 0.0)
 
@@ -179,13 +184,17 @@ class FloorSource:
         layer, count = self.layers[number], self.batch // samples
         allowed = {int(x) for one in self.problem.splits for x in one if samples % int(x) == 0}
         alone = samples if samples > self._sizes[-1].samples else None  # beyond all lines
-        key = (number, alone, frozenset(allowed))
+        between = sum(one.samples < samples for one in self._sizes)
+        at_size = any(one.samples == samples for one in self._sizes)
+        key = (number, alone, frozenset(allowed), between, at_size)
         if key not in self._curves:
             wanted = self.tight and self.often[number]
             self._curves[key] = _Curves(self._prices(number, samples) if wanted else [0.0])
-        curves, fewest = self._curves[key], math.lcm(*allowed)  # samples that allow the same
-        if curves.beyond(count):
-            curves.solve(self.batch // fewest, self._ways(layer, fewest), self.options)
+        curves = self._curves[key]
+        if curves.beyond(count) and not at_size:
+            fewest = self._fewest(samples, between, math.lcm(*allowed))
+            if fewest < samples:
+                curves.solve(self.batch // fewest, self._ways(layer, fewest), self.options)
         least = curves.at(count)
         if least is None:
             least = curves.solve(count, self._ways(layer, samples), self.options)
@@ -196,6 +205,15 @@ class FloorSource:
             for price, one in zip(curves.prices, least, strict=True)
         )
         return (self._floor(layer, priced, curves.fewest),)
+
+    def _fewest(self, samples: int, between: int, multiple: int) -> int:
+        """Return the fewest samples above the menu's first sizes, `between` of them, that allow
+        what `multiple` of them allow."""
+        above = self._sizes[between - 1].samples if between else 0
+        first = (above // multiple + 1) * multiple
+        return next(
+            (one for one in range(first, samples, multiple) if self.batch % one == 0), samples
+        )
 
     def _floor(self, layer: int, priced: tuple[PricedFloor, ...], state: float) -> LayerFloor:
         costs, last = self.problem.costs, self.problem.sizes.index(self._sizes[-1])
@@ -257,21 +275,19 @@ class FloorSource:
         """Return the ways to run a layer with microbatches of so many samples."""
         problem = self.problem
         sizes = [problem.sizes.index(one) for one in self._sizes]
-        alone = [problem.costs.layer_problem(layer, size) for size in sizes]
-        numbers = [int(name) for name in alone[0].node_names]
+        if samples not in self._tables:
+            seconds = problem.selection.seconds
+            self._tables[samples] = self._at([seconds.tables[size] for size in sizes], samples)
+        alone = problem.costs.layer_problem(layer, self._tables[samples])
+        numbers = [int(name) for name in alone.node_names]
         wrong = np.concatenate([samples % problem.splits[n] != 0 for n in numbers])
-        node_cost = self._at([one.node_cost for one in alone], samples)
         # of a single microbatch, gradients come where activations go
         held = ("state", "gradients") if samples < self.batch else ("state",)
         state, rest = problem.costs.layer_bytes(layer, held)
-        counts = alone[0].num_strategies.tolist()
+        counts = alone.num_strategies.tolist()
         by_node = [state.pop(n, np.zeros(k)) for n, k in zip(numbers, counts, strict=True)]
         return _Ways(
-            evolve(
-                alone[0],
-                node_cost=np.where(wrong, math.inf, node_cost),
-                edge_cost=self._at([one.edge_cost for one in alone], samples),
-            ),
+            evolve(alone, node_cost=np.where(wrong, math.inf, alone.node_cost)),
             np.concatenate(by_node),
             rest + sum(float(one.min()) for one in state.values()),
         )
@@ -295,7 +311,45 @@ class FloorSource:
                 line = costs[-1] + slope * (count - last.count)
                 # Rows whose line would fall with B stay at their value at the smaller size.
                 line = np.where(slope < 0, np.minimum(line, costs[n]), line)
+                line = np.minimum(line, self._led_to(costs, samples))
             if count < last.count:
                 line = np.maximum(line, 0.0)
             found.append(np.where(np.isfinite(line), line, costs[n]))
         return np.asarray(np.min(found, axis=0))
+
+    def _led_to(self, costs: Sequence[np.ndarray], samples: int) -> np.ndarray:
+        """Return the seconds per step that a kernel takes at least with so many samples, by those
+        at the sizes of the menu: inf where they say nothing.
+
+        Its seconds grow with samples, and from size to size not less than before. Of what follows
+        from the sizes above and from the one below, the better halfway between them is taken, so
+        that it is a line over B.
+        """
+        sizes, count = self._sizes, self.batch // samples
+        below = [n for n, one in enumerate(sizes) if one.samples < samples]
+        above = [n for n, one in enumerate(sizes) if one.samples >= samples]
+        if not above:
+            return np.full_like(costs[-1], math.inf)
+        if sizes[above[0]].samples == samples:
+            return np.where(np.isfinite(costs[above[0]]), costs[above[0]], math.inf)
+        most = sizes[below[-1]].count if below else self.batch
+        middle = math.sqrt(sizes[above[0]].count * most)
+
+        def led(at: float) -> tuple[np.ndarray, np.ndarray]:
+            first = costs[above[0]]
+            with np.errstate(invalid="ignore"):
+                from_above = np.array(first)
+                if len(above) > 1:
+                    here, there = (sizes[n].count for n in above[:2])
+                    rise = np.maximum((first - costs[above[1]]) / (here - there), 0.0)
+                    rise = np.where(np.isfinite(rise), rise, 0.0)
+                    from_above = first + rise * (at - here)
+                from_below = (
+                    costs[below[-1]] * (at / most) if below else np.full_like(first, -math.inf)
+                )
+            found = (np.where(np.isfinite(one), one, -math.inf) for one in (from_above, from_below))
+            return tuple(found)  # type: ignore[return-value]
+
+        above_better = np.greater_equal(*led(middle))
+        best = np.where(above_better, *led(count))
+        return np.where(np.isfinite(best), best, math.inf)

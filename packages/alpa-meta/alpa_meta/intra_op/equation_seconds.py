@@ -61,7 +61,8 @@ class EquationSeconds:
                 length += priced[0].size
             start.append(places[id(priced)])
         self._start = np.array(start, dtype=np.int64)
-        self._tables = tuple(
+        # By size, the seconds of all that is priced, one after the other.
+        self.tables = tuple(
             np.concatenate([priced[size].ravel() for priced in distinct] or [np.zeros(0)])
             for size in range(num_sizes)
         )
@@ -71,7 +72,7 @@ class EquationSeconds:
         chosen = np.array(choice, dtype=np.int64)
         place = self._start + chosen[self._first] * self._stride
         place += chosen[self._second] * self._paired
-        return np.bincount(self._at, self._tables[size][place], self._count)
+        return np.bincount(self._at, self.tables[size][place], self._count)
 
     def least(self, size: int = 0) -> np.ndarray:
         """Return [equations] seconds that no choice can beat, without conversions."""
@@ -80,20 +81,22 @@ class EquationSeconds:
             seconds[position] += priced[size].min()
         return seconds
 
-    def problem_of(self, inside: np.ndarray, size: int = 0) -> ShardingProblem:
-        """Return what the equations `inside` [equations] choose among themselves, once each: what
-        they read from others costs nothing."""
+    def problem_of(self, inside: np.ndarray, table: np.ndarray) -> ShardingProblem:
+        """Return what the equations `inside` [equations] choose among themselves, once each, with
+        seconds like one of the `tables`: what they read from others costs nothing."""
         problem = ProblemBuilder()
 
         def node(number: int, count: int) -> int:
             return problem.node(number, str(number), [""] * count)
 
-        for position, number, priced in self._costs:
+        starts = self._start.tolist()
+        for (position, number, priced), start in zip(self._costs, starts, strict=False):
             if inside[position]:
-                problem.add_cost(node(number, len(priced[size])), priced[size])
-        for edge in self._edges:
+                count = len(priced[0])
+                problem.add_cost(node(number, count), table[start : start + count])
+        for edge, start in zip(self._edges, starts[len(self._costs) :], strict=True):
             if inside[edge.position] and inside[edge.home]:
-                seconds = edge.seconds[size]
-                first, second = map(node, (edge.first, edge.second), seconds.shape)
-                problem.add_edge(first, second, seconds)
+                shape, size = edge.seconds[0].shape, edge.seconds[0].size
+                first, second = map(node, (edge.first, edge.second), shape)
+                problem.add_edge(first, second, table[start : start + size].reshape(shape))
         return problem.build("part")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import ilp_sharding
 from alpa_meta.inter_op.layer_boundaries import boundaries
 from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
 from alpa_meta.inter_op.layering import tensor_bytes
@@ -191,3 +192,19 @@ def test_values_of_other_shapes_are_another_boundary():
         (forward, dtype, len(shape)) for forward, dtype, shape in second
     ]
     assert first != second
+
+
+@pytest.mark.parametrize("samples", [2, 4, 8, 16])
+def test_floors_between_two_sizes_are_below_what_a_layer_takes_there(samples):
+    coarse = _builder((1, 32))
+    menu = _menu_of(coarse, 80e9, devices=1)
+    fine = _builder((samples,))
+    assert _menu_of(fine, 80e9, devices=1) is not None
+    problem = fine.floors[0].problem
+    for number, layer in enumerate(coarse.floors[0].layers):
+        (floor,) = coarse.floors_at(0, number, samples)
+        alone = problem.costs.layer_problem(layer, problem.selection.seconds.tables[0])
+        least = ilp_sharding.solve(alone).objective
+        assert floor.priced[0].step_seconds <= least * (1 + 1e-9)
+        assert floor.priced[0].step_seconds >= 0.9 * least
+    assert menu is not None
