@@ -32,12 +32,12 @@ def _step(weights, batch):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
-def _sized(sizes, kind="none"):
+def _sized(sizes, kind="none", tokens=()):
     layer = {
         "up": jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32),
         "down": jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32),
     }
-    batch = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    batch = jax.ShapeDtypeStruct((BATCH, *tokens, WIDTH), jnp.float32)
     step = Step(_step, ([layer] * LAYERS, batch))
     options = Options(num_layers=LAYERS, recompute=kind)
     return [
@@ -196,15 +196,14 @@ def test_values_of_other_shapes_are_another_boundary():
 
 @pytest.mark.parametrize("samples", [2, 4, 8, 16])
 def test_floors_between_two_sizes_are_below_what_a_layer_takes_there(samples):
-    coarse = _builder((1, 32))
-    menu = _menu_of(coarse, 80e9, devices=1)
-    fine = _builder((samples,))
-    assert _menu_of(fine, 80e9, devices=1) is not None
-    problem = fine.floors[0].problem
+    def builder(*sizes):  # one example's products are bound by memory, all together by operations
+        found = MenuBuilder({"none": _sized(sizes, tokens=(64,))}, MODEL, Options(), BATCH)
+        assert _menu_of(found, 80e9, devices=1) is not None
+        return found
+
+    coarse, problem = builder(1, 32), builder(samples).floors[0].problem
     for number, layer in enumerate(coarse.floors[0].layers):
         (floor,) = coarse.floors_at(0, number, samples)
         alone = problem.costs.layer_problem(layer, problem.selection.seconds.tables[0])
         least = ilp_sharding.solve(alone).objective
-        assert floor.priced[0].step_seconds <= least * (1 + 1e-9)
-        assert floor.priced[0].step_seconds >= 0.9 * least
-    assert menu is not None
+        assert 0.5 * least <= floor.priced[0].step_seconds <= least * (1 + 1e-9)
