@@ -33,7 +33,7 @@ from alpa_meta.inter_op.layer_boundaries import Boundary
 from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
 from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.layering import tensor_bytes
-from alpa_meta.inter_op.row_lines import RowLine, Sized, axis_parts, minus, without
+from alpa_meta.inter_op.row_lines import LinkLine, RowLine, Sized, axis_parts, minus, without
 from alpa_meta.inter_op.scope_facts import state_by_layer, state_layers
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.bucketed_traffic import conversion_steps
@@ -170,6 +170,8 @@ class MeshRows:
         self.layouts: list[tuple[str, ...]] = []
         self._values: list[tuple[Boundary, MeshProblem, Sequence[int]]] = []
         self._added: set[tuple[str, tuple[int, ...]]] = set()
+        # By key of the row, what it was made from.
+        self._made: dict[str, tuple[MeshProblem, Sequence[int], str, tuple[Sized, Sized]]] = {}
         self._whole: MeshProblem | None = None
         self._tight = False  # whether some choice without a price would fill the memory
 
@@ -276,7 +278,7 @@ class MeshRows:
         split = problem.split(choice)
         here, there = _line_ends(problem.sizes, split)
         costs = problem.under(choice, kind, here), problem.under(choice, kind, there)
-        links = problem.sent(choice, kind, here), problem.sent(choice, kind, there)
+        self._made[key] = (problem, choice, kind, (here, there))
         specs: list[tuple[ShardingSpec, ...]] = [()] * len(self.rows)
         window = problem.main.outlook.window
         crossing = self.builder.boundaries(problem.main)
@@ -292,10 +294,8 @@ class MeshRows:
             seen.add(number)
             forth, back = window.layer_of[layer]
             specs[number] = problem.state_specs(back, choice)
-            line = RowLine(layer, (here, there), costs, links)
+            line = RowLine(layer, (here, there), costs)
             weight = line.affine("by_weight")
-            sent_weight = line.sent("by_weight")
-            once = links[0]["update"][layer] + totals * links[0]["forward"][layer]
             row = LayerRow(
                 forward=line.affine("forward"),
                 backward_input=minus(line.affine("backward"), weight),
@@ -310,13 +310,39 @@ class MeshRows:
                 layout_out=at[back],
                 recomputation=kind,
                 key=key,
-                forward_sent=line.sent("forward"),
-                backward_input_sent=without(line.sent("backward"), sent_weight),
-                backward_weight_sent=sent_weight,
-                step_sent=axis_parts([(Affine(float(a)), Affine(float(b))) for a, b in once]),
             )
             self.rows[number].append(row)
         self.builder.state[self.submesh, self.mesh, key] = tuple(specs)
+
+    def _with_links(self, rows: Sequence[Sequence[LayerRow]]) -> list[list[LayerRow]]:
+        """Return rows with what links take of their seconds, which most rows are dropped before
+        being asked for."""
+        found = [list(of_class) for of_class in rows]
+        window = self.builder.sizes["none"][0].outlook.window
+        layers: dict[int, int] = {}
+        for layer in _examples(self.classes, window.layer_of):
+            layers.setdefault(self.classes[layer], layer)
+        places: dict[str, list[tuple[int, int]]] = {}
+        for number, of_class in enumerate(found):
+            for place, row in enumerate(of_class):
+                places.setdefault(row.key, []).append((number, place))
+        for key, of_choice in places.items():
+            problem, choice, kind, sizes = self._made[key]
+            totals = totals_share(problem.main.outlook.program)
+            here, there = (problem.sent(choice, kind, sized) for sized in sizes)
+            for number, place in of_choice:
+                layer = layers[number]
+                line = LinkLine(layer, sizes, (here, there))
+                weight = line.sent("by_weight")
+                once = here["update"][layer] + totals * here["forward"][layer]
+                found[number][place] = evolve(
+                    found[number][place],
+                    forward_sent=line.sent("forward"),
+                    backward_input_sent=without(line.sent("backward"), weight),
+                    backward_weight_sent=weight,
+                    step_sent=axis_parts([(Affine(float(a)), Affine(float(b))) for a, b in once]),
+                )
+        return found
 
     def _nothing(self) -> int:
         if () not in self.layouts:
@@ -343,7 +369,7 @@ class MeshRows:
         if not all(self.rows):
             return None
         largest = self.builder.sizes["none"][-1].samples
-        self.rows = [_undominated(rows, largest) for rows in self.rows]
+        self.rows = self._with_links([_undominated(rows, largest) for rows in self.rows])
         changes = self._conversions()
         source = self.floor_source()
         self.builder.floors.append(source)

@@ -32,7 +32,6 @@ class RowLine:
     layer: int
     sizes: tuple[Sized, Sized]
     costs: tuple[StageCosts, StageCosts]
-    links: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
 
     def affine(self, what: str) -> Affine:
         """Return a quantity of one microbatch, as a line without negative parts."""
@@ -41,7 +40,16 @@ class RowLine:
             float(getattr(costs, what)[self.layer]) / (sized.count if per_step else 1)
             for sized, costs in zip(self.sizes, self.costs, strict=True)
         )
-        return self._through(here, there)
+        return _through(self.sizes, here, there)
+
+
+@frozen(eq=False)
+class LinkLine:
+    """What links take of one layer's seconds at two sizes, which may be one."""
+
+    layer: int
+    sizes: tuple[Sized, Sized]
+    links: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
 
     def sent(self, what: str) -> tuple[AxisPart, ...]:
         """Return the parts that links take of one microbatch's seconds."""
@@ -50,15 +58,18 @@ class RowLine:
             for sized, links in zip(self.sizes, self.links, strict=True)
         )
         pairs = zip(here.tolist(), there.tolist(), strict=True)
-        return axis_parts([(self._through(a, c), self._through(b, d)) for (a, b), (c, d) in pairs])
+        return axis_parts(
+            [(_through(self.sizes, a, c), _through(self.sizes, b, d)) for (a, b), (c, d) in pairs]
+        )
 
-    def _through(self, here: float, there: float) -> Affine:
-        size, other = (sized.samples for sized in self.sizes)
-        if size == other:
-            return Affine(0.0, here / size)
-        each = max((there - here) / (other - size), 0.0)
-        fixed = here - each * size
-        return Affine(fixed, each) if fixed >= 0 else Affine(0.0, here / size)
+
+def _through(sizes: tuple[Sized, Sized], here: float, there: float) -> Affine:
+    size, other = (sized.samples for sized in sizes)
+    if size == other:
+        return Affine(0.0, here / size)
+    each = max((there - here) / (other - size), 0.0)
+    fixed = here - each * size
+    return Affine(fixed, each) if fixed >= 0 else Affine(0.0, here / size)
 
 
 def minus(whole: Affine, part: Affine) -> Affine:
