@@ -82,8 +82,8 @@ class Checkpoint:
             return self._nested()
         if isinstance(like, Unborn):
             like = like.shapes()
+        self.check(like)
         named, structure = named_leaves(like)
-        self._check(named)
         self.arrays.open(leaf.stored for leaf in self.leaves.values() if leaf.dtype)
         made = _Made(self, host_bytes or free_bytes() // 4)
         values = [made.leaf(path, leaf) for path, leaf in named]
@@ -107,8 +107,9 @@ class Checkpoint:
         array = self.arrays.part(_whole(leaf))
         return _keys(array, leaf.impl, None) if leaf.kind == "key" else array
 
-    def _check(self, named: Sequence[tuple[str, Any]]) -> None:
-        """Refuse a program whose state is another, leaf by leaf."""
+    def check(self, like: Any) -> None:
+        """Raise CheckpointError for a program whose state is another, leaf by leaf."""
+        named, _ = named_leaves(like.shapes() if isinstance(like, Unborn) else like)
         wanted = {path: leaf for path, leaf in named if is_array(leaf) or type(leaf) in _TYPES}
         differences = [f"{path} is missing" for path in wanted if path not in self.leaves]
         extra = [path for path in self.leaves if path not in wanted]

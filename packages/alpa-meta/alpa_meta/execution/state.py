@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from attrs import frozen
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_meta.errors import PlanError
-from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.piecewise import Piece, StateArray, state_arrays
 from alpa_meta.step.arguments import is_array
 from alpa_meta.step.pure_call import flat_objects
+
+if TYPE_CHECKING:
+    from alpa_meta.execution.executable import Executable
 
 
 @frozen(eq=False)
@@ -106,15 +108,19 @@ def placed(executable: Executable, state: Any) -> Any:
 
 def laid_out(executable: Executable, state: Any) -> Any:
     """Return what stands for the arrays of a state, of which shapes are given, laid out as the plan
-    wants them (`Executable.templates`): what a checkpoint is restored like."""
+    wants them (`Executable.templates`): what a checkpoint is restored like. Python numbers stay."""
     leaves, rebuild = flat_objects(state)
-    arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+    numbers = (bool, int, float, complex)
+    given = [
+        k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype") or isinstance(leaf, numbers)
+    ]
     wanted = _wanted(
-        executable, len(arrays), "restore() was given {} arrays, the step has {} state arrays"
+        executable, len(given), "restore() was given {} arrays, the step has {} state arrays"
     )
     found = executable.templates()
-    for k, array in zip(arrays, wanted, strict=True):
-        leaves[k] = array.united([found[piece.path] for piece in array.pieces])
+    for k, array in zip(given, wanted, strict=True):
+        if hasattr(leaves[k], "dtype"):
+            leaves[k] = array.united([found[piece.path] for piece in array.pieces])
     return rebuild(leaves)
 
 

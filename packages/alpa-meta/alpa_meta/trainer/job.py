@@ -220,14 +220,16 @@ def _start_of(request: TrainRequest, console: Console) -> Start:
         )
     if plan is None and request.parallelism.is_free and folder.plan.exists():
         plan = load(folder.plan, ParallelPlan)
-    console.print(f"resuming {request.resume} after step {checkpoint.step}")
-    return Start(
+    start = Start(
         settings=settings,
         step=checkpoint.step,
         stop=stop,
         plan=plan,
         checkpoint=checkpoint,
     )
+    checkpoint.check(start.shapes())
+    console.print(f"resuming {request.resume} after step {checkpoint.step}")
+    return start
 
 
 def _check_text(checkpoint: Checkpoint, text: Text) -> None:

@@ -172,9 +172,11 @@ def _start_of(request: OwnRequest, console: Console) -> _Start:
         )
     if plan is None and request.parallelism.is_free and folder.plan.exists():
         plan = load(folder.plan, ParallelPlan)
+    program = load_step(request.step)
+    checkpoint.check(program.state)
     console.print(f"resuming {request.resume} after step {checkpoint.step}")
     return _Start(
-        program=load_step(request.step),
+        program=program,
         checkpoint=checkpoint,
         step=checkpoint.step,
         stop=stop,
