@@ -5,7 +5,7 @@ within bounds, with Huber's rho (quadratic up to `delta`, linear beyond), by sci
 method for bounds (Branch, Coleman and Li 1999). The prior keeps parameters that the data do not
 determine at their start.
 
-scipy is needed to fit, not to predict: it comes with the extra `cost-model[calibrate]`.
+scipy is imported to fit, not to predict: that takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def fit_parameters(
     iterations: int = 60,
 ) -> dict[str, float]:
     """Return the parameters whose `predict` (log seconds [rows]) is nearest to log `measured`."""
-    from scipy.optimize import least_squares  # what only predicts does without scipy
+    from scipy.optimize import least_squares  # what only predicts does not wait for it
 
     names = tuple(start)
     first = np.log([start[name] for name in names])
