@@ -5,7 +5,7 @@ within bounds, with Huber's rho (quadratic up to `delta`, linear beyond), by sci
 method for bounds (Branch, Coleman and Li 1999). The prior keeps parameters that the data do not
 determine at their start.
 
-scipy is imported to fit, not to predict: that takes a quarter of a second.
+scipy is imported to fit, not to predict.
 """
 
 from __future__ import annotations
