@@ -27,18 +27,18 @@ import numpy as np
 from attrs import frozen
 from rich.console import Console
 from rich.table import Table
+from transfers import move
 
 from alpa_interchange.document import to_json
-from alpa_interchange.reshard import PlacedTensor, ReshardingPlan, ReshardingTask
+from alpa_interchange.reshard import ReshardingPlan
 from alpa_interchange.schedule import PipelineSchedule, TaskGraph, TaskSpec
-from alpa_interchange.tensor import ShardingSpec, TensorType
 from cost_model import simulate
 from mesh_runtime.layout import Layout
 from mesh_runtime.order import value_name
 from mesh_runtime.transfers import Moves, device_owners
 from mesh_runtime.worker import MeshWorker, WorkerProgram, WorkerStep
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
-from resharding import HostTransport, Network, new_token, plan
+from resharding import HostTransport, new_token
 from resharding.socket_link import SocketLink
 from stage_dp import SCHEDULE_RULES, adaptive_warmups, emit
 
@@ -130,16 +130,6 @@ def lists_of(case: Case) -> tuple[PipelineSchedule, dict[str, float]]:
 
 def moves_of(schedule: PipelineSchedule) -> Moves:
     """Return the plan of every value that is sent: whole, from one device to another."""
-
-    def placed(device: int) -> PlacedTensor:
-        return PlacedTensor(
-            spec=ShardingSpec(((),)),
-            axis_names=("x",),
-            mesh_shape=(1,),
-            devices=(device,),
-            hosts=(device,),
-        )
-
     plans: dict[tuple[int, int], ReshardingPlan] = {}
     moves: Moves = {}
     for source, program in enumerate(schedule.programs):
@@ -148,12 +138,7 @@ def moves_of(schedule: PipelineSchedule) -> Moves:
                 continue
             pair = source, each.peer
             if pair not in plans:
-                task = ReshardingTask(
-                    tensor=TensorType((NUM_BYTES,), "uint8"),
-                    source=placed(source),
-                    target=placed(each.peer),
-                )
-                plans[pair] = plan(task, Network())
+                plans[pair] = move(NUM_BYTES, *pair)
             moves.update(((value_name(name), *pair), plans[pair]) for name in each.inputs)
     return moves
 

@@ -43,22 +43,20 @@ OWNERS = {0: "a", 1: "b"}
 MIB = 1 << 20
 
 
-def line(num_bytes: int, sender: int = 0) -> ReshardingPlan:
-    """Return the plan to move bytes from one process to the other."""
-
-    def placed(device: int) -> PlacedTensor:
-        return PlacedTensor(
+def move(num_bytes: int, sender: int = 0, receiver: int = 1) -> ReshardingPlan:
+    """Return the plan to move bytes from one process, with one device, to another."""
+    source, target = (
+        PlacedTensor(
             spec=ShardingSpec(((),)),
             axis_names=("x",),
             mesh_shape=(1,),
             devices=(device,),
             hosts=(device,),
         )
-
-    tensor = TensorType((num_bytes,), "uint8")
-    return plan(
-        ReshardingTask(tensor=tensor, source=placed(sender), target=placed(1 - sender)), Network()
+        for device in (sender, receiver)
     )
+    tensor = TensorType((num_bytes,), "uint8")
+    return plan(ReshardingTask(tensor=tensor, source=source, target=target), Network())
 
 
 # ---------------------------------------------------------------------- bandwidth
@@ -85,7 +83,7 @@ def send_forever(pipe: Connection, token: bytes, way: str, num_bytes: int) -> No
     transport = end("a", token, way)
     pipe.send(transport.address)
     transport.connect({"b": pipe.recv()}, OWNERS)
-    array, made, count = np.ones(num_bytes, np.uint8), line(num_bytes), 0
+    array, made, count = np.ones(num_bytes, np.uint8), move(num_bytes), 0
     while pipe.recv():
         transport.send(str(count), made, lambda: {0: array}).result(60)
         count += 1
@@ -105,7 +103,7 @@ def transfers_of(way: str, num_bytes: int) -> tuple[Callable[[], float], Callabl
         address = evolve(address, machine="elsewhere")
     transport.connect({"a": address}, OWNERS)
     ours.send(transport.address)
-    made, count = line(num_bytes), iter(range(10**9))
+    made, count = move(num_bytes), iter(range(10**9))
 
     def once() -> float:
         receiving = transport.receive(str(next(count)), made)
@@ -364,7 +362,8 @@ def execute(
     transport = HostTransport(name, token, link=link)
     pipe.send(transport.address)
     transport.connect({OWNERS[1 - stage]: pipe.recv()}, OWNERS)
-    out, into, tile = line(num_bytes, stage), line(num_bytes, 1 - stage), np.ones(num_bytes, "u1")
+    out, into = move(num_bytes, stage, 1 - stage), move(num_bytes, 1 - stage, stage)
+    tile = np.ones(num_bytes, "u1")
     program = schedule.programs[stage]
     transport.send("warm", out, lambda: {stage: tile})
     transport.receive("warm", into).result(60)

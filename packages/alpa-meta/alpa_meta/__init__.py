@@ -12,7 +12,7 @@ from alpa_meta.versions import check_versions
 
 if TYPE_CHECKING:
     from alpa_interchange import ParallelPlan
-    from alpa_meta.api import ParallelStep, local_cluster, parallelize
+    from alpa_meta.api import ParallelStep, parallelize
     from alpa_meta.checkpoints.manifest import CheckpointError
     from alpa_meta.checkpoints.restoring import Checkpoint, read_checkpoint, restore
     from alpa_meta.checkpoints.saving import save
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from alpa_meta.execution.executable import Executable
     from alpa_meta.execution.piecewise import PiecewiseArray
     from alpa_meta.lowered import Lowered
+    from alpa_meta.named_cluster import local_cluster
     from alpa_meta.operators import register as sharding_rule
     from alpa_meta.options import Options
     from alpa_meta.pinning import pin

@@ -26,6 +26,7 @@ from alpa_meta.execution.ray_meshes import RayPool
 from alpa_meta.execution.state import Unborn, laid_out, placed
 from alpa_meta.execution.supervisor import Supervisor
 from alpa_meta.lowered import Lowered
+from alpa_meta.named_cluster import local_cluster, named_cluster
 from alpa_meta.options import Options, with_settings
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan, restore
@@ -37,7 +38,6 @@ from alpa_meta.step.program import Step
 from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
 from alpa_meta.survival import RayRuns, resumed, save_if_due
 from alpa_meta.token_slices.places import SliceRequest
-from cost_model import cluster as cluster_by_name
 from mesh_runtime import StepError
 
 
@@ -95,7 +95,7 @@ class ParallelStep:
         if isinstance(self._cluster, ClusterSpec):
             return self._cluster
         if self._cluster is not None:
-            return _named_cluster(self._cluster)
+            return named_cluster(self._cluster)
         if self._pool is not None:
             raise PlanError(
                 "runtime='ray' runs on other processes than this one; name the cluster they make, "
@@ -468,33 +468,11 @@ def parallelize(
     return ParallelStep(function, cluster, chosen)
 
 
-def local_cluster() -> ClusterSpec:
-    """Return the cluster made of this process's devices."""
-    devices = jax.devices()
-    if devices[0].platform == "cpu":
-        return cluster_by_name(f"host:{len(devices)}")
-    kind = devices[0].device_kind.lower()
-    for name in ("h100", "h200", "b200", "a100", "v100", "l4"):
-        if name in kind:
-            return _named_cluster(f"{name}:{len(devices)}")
-    raise PlanError(
-        f"this process has {len(devices)} devices of kind {devices[0].device_kind!r}, which the "
-        "catalogue does not know; name a cluster: parallelize(step, cluster=...)"
-    )
-
-
 def _fresh(leaf: Any) -> Any:
     """Return a copy that a step may overwrite."""
     if isinstance(leaf, PiecewiseArray):
         return PiecewiseArray([jnp.copy(piece) for piece in leaf.pieces], leaf.bounds)
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
-def _named_cluster(name: str) -> ClusterSpec:
-    try:
-        return cluster_by_name(name)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
 
 
 def _rebuild(step: Step, results: Sequence[Any]) -> Any:

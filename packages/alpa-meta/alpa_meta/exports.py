@@ -31,7 +31,7 @@ PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "RemoteArray": ("mesh_runtime", "RemoteArray"),
         "changed_cluster": ("alpa_meta.planning.replanning", "changed_cluster"),
         "explain": ("alpa_meta.planning.explanation", "explain"),
-        "local_cluster": ("alpa_meta.api", "local_cluster"),
+        "local_cluster": ("alpa_meta.named_cluster", "local_cluster"),
         "parallelize": ("alpa_meta.api", "parallelize"),
         "pin": ("alpa_meta.pinning", "pin"),
         "plan_difference": ("alpa_meta.report.plan_difference", "plan_difference"),

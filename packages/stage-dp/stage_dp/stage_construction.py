@@ -18,6 +18,8 @@ microbatch counts given, without memory limit, and with forward plus backward re
 candidate's `lower_bound_seconds`. -> stage_bound.py
 
 Interleaved pipelines are searched apart. -> interleaved_search.py
+Where nothing fits, the error names the cheapest change after which something would.
+-> stage_remedies.py
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from alpa_interchange.stage import PlacedStage, StageCandidate, StagePlan, StageProblem
-from stage_dp.device_pool import DevicePool, place
-from stage_dp.infeasibility import InfeasibleError, check_bound
+from stage_dp.device_pool import place
+from stage_dp.infeasibility import check_bound
 from stage_dp.interleaved_search import (
     INTERLEAVED,
     device_seconds_bound,
@@ -47,7 +49,8 @@ from stage_dp.schedules import (
     order,
 )
 from stage_dp.stage_bound import quick_bound, refined_bound
-from stage_dp.stage_table import StageTable, Sweep
+from stage_dp.stage_remedies import infeasible
+from stage_dp.stage_table import StageTable, Sweep, tables_of
 
 STAGE_SCHEDULES = tuple(name for name, rule in SCHEDULE_RULES.items() if rule.has_backward)
 PLANS_SCORED = 24  # per microbatch count and schedule
@@ -72,7 +75,7 @@ def solve_stages(problem: StageProblem) -> StagePlan:
     Raises InfeasibleError with the missing bytes and the cheapest remedy where no plan fits.
     """
     _check(problem)
-    tables = _tables(problem)
+    tables = tables_of(problem)
     bounds = [quick_bound(table) for table in tables]
     best: _Found | None = None
     for bound, table in sorted(zip(bounds, tables, strict=True), key=lambda item: item[0]):
@@ -95,7 +98,7 @@ def solve_stages(problem: StageProblem) -> StagePlan:
             ):
                 best = found_apart
     if best is None:
-        raise _infeasible(problem, tables, lacking)
+        raise infeasible(problem, tables, lacking)
     for bound, table in zip(bounds, tables, strict=True):
         if bound < best.step_seconds:
             bound = refined_bound(table, bound, best.step_seconds)
@@ -266,21 +269,6 @@ def _check(problem: StageProblem) -> None:
             )
 
 
-def _tables(problem: StageProblem) -> list[StageTable]:
-    """Return one table per microbatch count and schedule, on one shared pool of devices."""
-    kinds = list(dict.fromkeys(candidate.submesh for candidate in problem.candidates))
-    pool = DevicePool(problem.device_groups, kinds)
-    by_count: dict[int, list[StageCandidate]] = {}
-    for candidate in problem.candidates:
-        by_count.setdefault(candidate.num_microbatches, []).append(candidate)
-    return [
-        StageTable(problem, candidates, schedule, pool)
-        for _, candidates in sorted(by_count.items())
-        for schedule in problem.schedules
-        if not SCHEDULE_RULES[schedule].interleaves
-    ]
-
-
 def _plans(table: StageTable) -> list[_Found]:
     """Return the plans to score: where the backward is split, those of 1f1b too.
 
@@ -446,72 +434,4 @@ def _unit_seconds(candidate: StageCandidate) -> tuple[list[float], ...]:
         [one.backward_seconds for one in candidate.token_slices],
         [one.backward_weight_seconds for one in candidate.token_slices],
         [candidate.boundary_seconds * one.tokens / tokens for one in candidate.token_slices],
-    )
-
-
-def _infeasible(
-    problem: StageProblem, tables: Sequence[StageTable], lacking: float
-) -> InfeasibleError:
-    """Return what to tell where nothing fits; interleaved plans lack at least `lacking` bytes."""
-    missing = min([lacking, *(_least_missing(table) for table in tables)])
-    if math.isinf(missing) and not tables:
-        stages = problem.num_stages or "a multiple of the meshes as number of"
-        return InfeasibleError(
-            f"no interleaved pipeline: it takes at least two equal submeshes with two or more of "
-            f"{problem.num_layers} layers each, and {stages} stages; name another schedule"
-        )
-    if math.isinf(missing):
-        return InfeasibleError(_gap_in_candidates(problem))
-    remedies = []
-    others = [s for s in ("1f1b", "sequential") if s not in problem.schedules]
-    for schedule in others:
-        if _possible(evolve(problem, schedules=(schedule,))):
-            remedies.append(
-                f"allow the schedule {schedule!r}, which keeps fewer microbatches alive"
-            )
-            break
-    if not remedies and problem.num_stages is not None:
-        if _possible(evolve(problem, num_stages=None)):
-            remedies.append("leave num_stages free")
-    if not remedies:
-        more = tuple(evolve(g, num_hosts=2 * g.num_hosts) for g in problem.device_groups)
-        if _possible(evolve(problem, device_groups=more, use_all_devices=False)):
-            remedies.append("use twice the hosts")
-    remedies.append(f"free {missing / 1e9:.3g} GB per device (a smaller batch, recomputation)")
-    return InfeasibleError(
-        f"no pipeline fits in memory: the least demanding one is {missing:.0f} bytes per device "
-        f"over. Cheapest remedy: {remedies[0]}",
-        missing_bytes=missing,
-        remedy=remedies[0],
-    )
-
-
-def _possible(problem: StageProblem) -> bool:
-    return any(_least_missing(table) <= 0 for table in _tables(problem))
-
-
-def _least_missing(table: StageTable) -> float:
-    """Return the bytes per device by which the least demanding plan exceeds memory (0: it fits)."""
-    return Sweep(
-        table,
-        allowed=np.ones(len(table.candidates), dtype=bool),
-        weight=table.cost,
-        combine="missing",
-        use_memory=False,
-        per_level=True,
-    ).best()
-
-
-def _gap_in_candidates(problem: StageProblem) -> str:
-    covered = {layer for c in problem.candidates for layer in range(c.layer_start, c.layer_stop)}
-    bare = sorted(set(range(problem.num_layers)) - covered)
-    if bare:
-        return f"no candidate covers layers {bare[:8]}; add candidates for them"
-    devices = [(g.num_hosts, g.devices_per_host) for g in problem.device_groups]
-    stages = "" if problem.num_stages is None else f" with {problem.num_stages} stages"
-    return (
-        f"no chain of candidates{stages} covers all {problem.num_layers} layers on {devices} "
-        "(hosts, devices per host) even without a memory limit; add candidates with smaller "
-        "submeshes"
-        + (", or allow idle devices (use_all_devices=False)" if problem.use_all_devices else "")
     )

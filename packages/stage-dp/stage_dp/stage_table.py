@@ -308,3 +308,18 @@ class Sweep:
             )
             layer = stop
         return result
+
+
+def tables_of(problem: StageProblem) -> list[StageTable]:
+    """Return one table per microbatch count and schedule, on one shared pool of devices."""
+    kinds = list(dict.fromkeys(candidate.submesh for candidate in problem.candidates))
+    pool = DevicePool(problem.device_groups, kinds)
+    by_count: dict[int, list[StageCandidate]] = {}
+    for candidate in problem.candidates:
+        by_count.setdefault(candidate.num_microbatches, []).append(candidate)
+    return [
+        StageTable(problem, candidates, schedule, pool)
+        for _, candidates in sorted(by_count.items())
+        for schedule in problem.schedules
+        if not SCHEDULE_RULES[schedule].interleaves
+    ]

@@ -18,7 +18,7 @@ from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.compat import no_mesh, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.compiled_task import CompiledTask, compile_task, compile_together
-from alpa_meta.execution.exported_function import as_host_array, key_impl
+from alpa_meta.execution.exported_function import as_host_array, as_keys
 from alpa_meta.execution.finite import (
     VERDICT,
     Finding,
@@ -275,7 +275,7 @@ class Executable:
                 return self._runtime.init(programs, leaves)
             made = self._runtime.init(programs, list(map(as_host_array, leaves)))
         return {
-            mesh: [_as_keys(one, like) for one, like in zip(arrays, made_shapes[mesh], strict=True)]
+            mesh: [as_keys(one, like) for one, like in zip(arrays, made_shapes[mesh], strict=True)]
             for mesh, arrays in made.items()
         }
 
@@ -286,7 +286,7 @@ class Executable:
             read = {path: as_host_array(value) for path, value in read.items()}
         with no_mesh():
             found = {**inputs, **self._runtime.place(read)}
-        return {path: _as_keys(value, inputs[path]) for path, value in found.items()}
+        return {path: as_keys(value, inputs[path]) for path, value in found.items()}
 
     def reload(self, pool: RayPool) -> None:
         """Load the same programs on the workers that a pool has now, in the place of some that
@@ -301,16 +301,21 @@ class Executable:
         step never reads, a shape without a layout."""
         held = [leaf for leaf in self.planned.program.inputs if leaf.role in ("state", "constant")]
         if not isinstance(self._runtime, RayRuntime):
-            return {leaf.path: _laid_out(leaf.aval, self._where.get(leaf.path)) for leaf in held}
+            return {
+                leaf.path: jax.ShapeDtypeStruct(
+                    leaf.aval.shape, leaf.aval.dtype, sharding=self._where.get(leaf.path)
+                )
+                for leaf in held
+            }
         found = self._runtime.templates([one.path for one in held if one.path in self._where])
         return {
-            leaf.path: _as_keys(found[leaf.path], leaf.aval) if leaf.path in found else leaf.aval
+            leaf.path: as_keys(found[leaf.path], leaf.aval) if leaf.path in found else leaf.aval
             for leaf in held
         }
 
     def _with_keys(self, outputs: Sequence[Any]) -> list[Any]:
         avals = [atom.aval for atom in self.planned.program.jaxpr.outvars]
-        return [_as_keys(value, aval) for value, aval in zip(outputs, avals, strict=True)]
+        return [as_keys(value, aval) for value, aval in zip(outputs, avals, strict=True)]
 
     def _placed(self, leaf: Leaf, value: Any, seen: set[int]) -> Any:
         """Return an input on its devices; one array given for two inputs is copied, as the step may
@@ -493,13 +498,3 @@ class Executable:
     def close(self) -> None:
         """Drop the runtime's buffers."""
         self._runtime.close()
-
-
-def _as_keys(value: Any, like: Any) -> Any:
-    """Return a handle of words as random keys, if `like` is an array or shape of keys."""
-    impl = key_impl(like)
-    return value.as_keys(impl) if impl and isinstance(value, RemoteArray) else value
-
-
-def _laid_out(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

@@ -33,6 +33,12 @@ def key_impl(array: Any) -> str | None:
     return found[0]
 
 
+def as_keys(value: Any, like: Any) -> Any:
+    """Return a handle of words as random keys, if `like` is an array or shape of keys."""
+    impl = key_impl(like)
+    return value.as_keys(impl) if impl and isinstance(value, RemoteArray) else value
+
+
 def words(value: Any) -> Any:
     """Return an array as it travels: random keys as their words."""
     if isinstance(value, RemoteArray) or key_impl(value) is None:
