@@ -1,4 +1,4 @@
-"""The cluster that a step runs on: one of the catalogue by name, or the devices of this process."""
+"""The cluster that a step runs on: a preset or file by name, or the devices of this process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def local_cluster() -> ClusterSpec:
 
 
 def named_cluster(name: str) -> ClusterSpec:
-    """Return a cluster of the catalogue; PlanError for a name that it does not have."""
+    """Return the cluster of a preset or a TOML file; PlanError if there is none."""
     try:
         return cluster_by_name(name)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise PlanError(str(error)) from None

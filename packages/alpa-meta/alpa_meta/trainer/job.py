@@ -18,6 +18,7 @@ from alpa_interchange.plan import ParallelPlan
 from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.checkpoints.restoring import Checkpoint
 from alpa_meta.errors import NonFiniteError, PlanError
+from alpa_meta.named_cluster import named_cluster
 from alpa_meta.report.chrome_trace import write_trace
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.loss_figure import draw_loss
@@ -31,7 +32,7 @@ from alpa_meta.trainer.host_devices import check_devices
 from alpa_meta.trainer.loop import OneDeviceStep, host_batches, run_steps
 from alpa_meta.trainer.metrics import StepMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
-from alpa_meta.trainer.planning import Parallelism, batch_shapes, find_cluster, parallel_step
+from alpa_meta.trainer.planning import Parallelism, batch_shapes, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settings_to_json
@@ -121,7 +122,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     text = read_text(max_train_bytes=settings.max_train_bytes)
     if start.checkpoint is not None:
         _check_text(start.checkpoint, text)
-    cluster = find_cluster(request.cluster)
+    cluster = named_cluster(request.cluster)
     note = check_devices(cluster) if request.ray is None else None
     console.print(cluster_table(cluster))
     if note is not None:

@@ -18,6 +18,7 @@ from alpa_interchange.amounts import format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.checkpoints.restoring import Checkpoint, read_settings
 from alpa_meta.errors import NonFiniteError, PlanError
+from alpa_meta.named_cluster import named_cluster
 from alpa_meta.own_step import OwnStep, Runnable, after_step, load_step
 from alpa_meta.report.chrome_trace import write_trace
 from alpa_meta.report.cluster import cluster_table
@@ -30,7 +31,7 @@ from alpa_meta.step.pure_call import OneDevice
 from alpa_meta.trainer.host_devices import check_devices
 from alpa_meta.trainer.metrics import OwnMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
-from alpa_meta.trainer.planning import Parallelism, find_cluster, parallel_step
+from alpa_meta.trainer.planning import Parallelism, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.signals import StopSignals
@@ -94,7 +95,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
     start = _start_of(request, console)
     folder.check_writable()
     program = start.program
-    cluster = find_cluster(request.cluster)
+    cluster = named_cluster(request.cluster)
     note = check_devices(cluster) if request.ray is None else None
     console.print(cluster_table(cluster))
     if note is not None:

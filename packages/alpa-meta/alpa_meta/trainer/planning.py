@@ -16,13 +16,13 @@ from alpa_interchange import ClusterSpec, save_plan
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.corpus.model import shapes_from_key
 from alpa_meta.errors import PlanError
+from alpa_meta.named_cluster import named_cluster
 from alpa_meta.options import Options, Recomputation
 from alpa_meta.own_step import Runnable, load_step, named_model
 from alpa_meta.planning.memory_floor import check_arguments_fit
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress
-from cost_model import cluster as named_cluster
 from mesh_runtime import RayOptions
 from stage_dp import schedule_of, torch_csv
 
@@ -62,14 +62,6 @@ class PlanRequest:
     step: str | None = None
     cluster: str = "host:8"
     parallelism: Parallelism = Parallelism()
-
-
-def find_cluster(name: str) -> ClusterSpec:
-    """Return the cluster of a preset or TOML file; PlanError if there is none."""
-    try:
-        return named_cluster(name)
-    except (ValueError, OSError) as error:
-        raise PlanError(str(error)) from None
 
 
 def parallel_step(
@@ -132,7 +124,7 @@ def make_plan(
     schedule_csv: Path | None = None,
 ) -> ParallelPlan:
     """Return the plan that was asked for, having shown it and written it where asked."""
-    cluster = find_cluster(request.cluster)
+    cluster = named_cluster(request.cluster)
     step, state, batch, exact = _program(request)
     console.print(cluster_table(cluster))
     check_arguments_fit((state,), cluster, _options(request.parallelism))
