@@ -72,7 +72,7 @@ def test_state_takes_less_memory_for_the_time_of_the_transfers():
     fixed = {"cluster": "h100:2", "preset": "dp", "cache": False, **PARTS}
     plans = [
         alpa.parallelize(_step, offload=kind, **fixed).plan_for(*shapes)
-        for kind in (None, "moments")
+        for kind in ("none", "moments")
     ]
     weights = 4 * 1024 * 1024 * 4.0
     (near,), (far,) = (plan.shardings for plan in plans)
@@ -90,7 +90,33 @@ def test_moments_on_the_host_make_room():
     memory = step.plan_for(*shapes).stage_plan.peak_bytes[0] + 1e6
     assert step.plan.shardings[0].memory["state"] == pytest.approx(4 * 1024 * 1024 * 4, rel=1e-3)
     with pytest.raises(alpa.InfeasibleError, match="offload='moments'"):
-        alpa.parallelize(_step, memory=memory, recompute="full", **fixed).plan_for(*shapes)
+        told = {"memory": memory, "recompute": "full", "offload": "none"}
+        alpa.parallelize(_step, **told, **fixed).plan_for(*shapes)
+    chosen = alpa.parallelize(_step, memory=memory, recompute="full", **fixed).plan_for(*shapes)
+    assert [one for one in chosen.program.inputs if one.memory == "pinned_host"]
+
+
+def test_moments_stay_on_the_devices_where_any_plan_fits_so():
+    shapes = jax.eval_shape(lambda: _state(1024)), jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    plan = alpa.parallelize(_step, cluster="h100:2", cache=False).plan_for(*shapes)
+    assert {one.memory for one in plan.program.inputs} == {"device"}
+
+
+def test_a_state_too_large_for_the_devices_has_its_moments_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.setenv("ALPA_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ALPA_PLAN_CACHE")
+    shapes = jax.eval_shape(lambda: _state(1024)), jax.ShapeDtypeStruct((8, 1024), jnp.float32)
+    weights = 4 * 1024 * 1024 * 4.0  # parameters and two moments: three times as much is the state
+    small = {"cluster": "h100:1", "memory": 2.7 * weights}
+    plan = alpa.parallelize(_step, cache=False, **small).plan_for(*shapes)
+    assert sum(one.memory == "pinned_host" for one in plan.program.inputs) == 8
+    cached = alpa.parallelize(_step, **small)
+    assert cached.plan_for(*shapes).program.inputs == plan.program.inputs
+    again = alpa.parallelize(_step, **small)
+    assert again.plan_for(*shapes).program.inputs == plan.program.inputs
+    assert again.plan_from_cache
+    with pytest.raises(alpa.InfeasibleError, match="the state alone takes"):
+        alpa.parallelize(_step, offload="none", **small).plan_for(*shapes)
 
 
 @pytest.mark.parametrize("plan", [WHOLE, PIPELINE])
@@ -101,5 +127,7 @@ def test_programs_that_fetch_moments_are_their_plans(plan):
 
 
 def test_offload_is_of_moments_or_of_nothing():
-    with pytest.raises(alpa.PlanError, match=r"Options.offload must be one of moments, or None"):
+    with pytest.raises(
+        alpa.PlanError, match=r"Options.offload must be one of moments, none, or None"
+    ):
         alpa.parallelize(_step, offload="weights")

@@ -162,8 +162,6 @@ class ParallelStep:
         shapes = abstract_arguments(call.args, static)
         batch, exact = self.options.batch_argnums, self.options.exact
         plan, offloads = self.options.plan, self.options.offload == "moments"
-        if plan is not None:
-            offloads = any(one.memory != "device" for one in plan.program.inputs)
         slices = self.options.slice_request
         if plan is not None:
             slices = SliceRequest(plan.program.token_slices)

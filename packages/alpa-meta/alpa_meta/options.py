@@ -28,7 +28,7 @@ Recomputation = str | Sequence[str] | Mapping[int, str] | None
 """What the backward pass computes again: the same for every layer, or of each layer by number;
 None: nothing."""
 
-OFFLOADED = ("moments",)
+OFFLOADED = ("moments", "none")
 RUNTIMES = ("in-process", "ray")
 EXECUTORS = ("auto", "shard_map", "constraint")
 NAN_POLICIES = ("raise", "skip")
@@ -163,7 +163,8 @@ class Options:
     each layer is given, "selective" also what is dear to redo, "none" everything; for all layers,
     or a sequence or mapping of them (`alpa_meta.inter_op.recomputation`).
     `offload="moments"` keeps the optimiser's arrays in the memory of the hosts, from where each
-    update takes them (`alpa_meta.execution.host_memory`).
+    update takes them (`alpa_meta.execution.host_memory`), "none" keeps them on the devices; None:
+    on the devices where any plan fits so (`alpa_meta.planning.offload_choice`).
     `exact` refuses microbatches for a step whose result would change with them (batch statistics,
     random numbers shaped by the batch). `pins` fixes input shardings: path -> PartitionSpec-like
     tuple, for all logical meshes that have the named axes. `preset` plans under the constraints of

@@ -2,6 +2,7 @@
 
 pipelines   from the layer menu, by the joint search                    -> menu_search
 one stage   by the whole program's solution on each logical mesh        -> range_search
+no room     with the optimiser's arrays in the memory of the hosts      -> offload_choice
 chosen      stages solved exactly, each under its memory limit          -> chosen_plan.finish
 """
 
@@ -37,9 +38,10 @@ from alpa_meta.planning.collection_pause import collections_paused
 from alpa_meta.planning.executor_choice import with_executor
 from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits, may_hold
-from alpa_meta.planning.memory_floor import check_state_fits
+from alpa_meta.planning.memory_floor import check_arguments_fit, check_state_fits
 from alpa_meta.planning.menu_search import MenuSearch, search_menu, sized_programs
 from alpa_meta.planning.microbatch_counts import larger_counts, microbatch_counts_of
+from alpa_meta.planning.offload_choice import with_offload
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.outlooks import (
     outlook_in_pieces,
@@ -74,13 +76,19 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
     with collections_paused():
-        check_state_fits(step, cluster, options)
+        check_arguments_fit(step.args, cluster, options)  # before the step is traced
         options = with_user_mesh(step.program(1), cluster, options)
         planned = searched_once(
             step,
             cluster,
             options,
-            search=lambda: _sliced_or_whole(step, cluster, options),
+            search=lambda: with_offload(
+                step,
+                cluster,
+                options,
+                plan=_sliced_or_whole,
+                advised=lambda failed: with_remedies(failed, step, cluster, options, _plan_as_told),
+            ),
             restore=lambda plan: restore(step, plan, options),
         )
     _warn(planned, options)
@@ -140,7 +148,7 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     best = _finished(prospects, failed)
     if best is None:
         least = min(failed, key=lambda error: error.missing_bytes or math.inf)  # 0: not known
-        raise with_remedies(least, step, cluster, options, _plan_as_told)
+        raise least
     program = evolve(best.plan.program, uncut=uncut)
     bound = min(*bounds, best.plan.step_seconds)
     if step.slices:
@@ -266,6 +274,8 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     """Return `plan` made ready for `step`; PlanError with a diff if it is for another program."""
     if plan.program.token_slices and not step.slices:  # the planner's choice
         step = step.in_slices(SliceRequest(plan.program.token_slices))
+    if not step.offloads and any(one.memory != "device" for one in plan.program.inputs):
+        step = step.with_offload()
     outlook, layering = staged_outlook(step, plan, options)
     program, staging = chosen_stages(outlook, layering, plan.layer_cuts, plan.stage_plan)
     check_program(plan, program, step)

@@ -19,6 +19,7 @@ from alpa_meta.intra_op.liveness import KINDS
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.memory_floor import room
+from alpa_meta.planning.offload_choice import can_offload
 from alpa_meta.step.program import Step
 
 Plan = Callable[[Step, ClusterSpec, Options], Planned]
@@ -192,8 +193,7 @@ def _recomputation(trial: _Trial, _: _Roomy) -> Iterator[str]:
 
 def _offload(trial: _Trial, _: _Roomy) -> Iterator[str]:
     """Yield the optimiser's arrays in the memory of the hosts, where that is another."""
-    apart = all(group.host_link is not None for group in trial.cluster.host_groups)
-    if apart and trial.options.offload is None:
+    if trial.options.offload == "none" and can_offload(trial.cluster, trial.options):
         options = evolve(trial.options, offload="moments")
         peak = trial.peak(options, trial.step.with_offload())
         if peak is not None:

@@ -11,6 +11,7 @@ from alpa_interchange import LogicalMesh, ShardingSpec
 from alpa_interchange.amounts import counted, format_bytes, format_seconds
 from alpa_interchange.plan import ParallelPlan, StageSharding
 from alpa_interchange.plan_text import mesh_text, number_text
+from alpa_interchange.tensor import TensorType
 from alpa_meta.report.tensor_class import classify_activations, classify_tensors
 
 MAX_ROWS = 24  # of tensors per stage, unless all are asked for
@@ -43,7 +44,8 @@ def executor_text(stage: int, sharding: StageSharding) -> str:
 
 
 def plan_summary(plan: ParallelPlan) -> str:
-    """Return the plan in four lines, and one more where the batch could not be cut."""
+    """Return the plan in four lines, and one more where the batch could not be cut, or where state
+    is in the memory of the hosts."""
     program = plan.program
     stages, microbatches = plan.num_stages, plan.num_microbatches
     peak = max(sharding.peak_bytes for sharding in plan.shardings)
@@ -55,11 +57,19 @@ def plan_summary(plan: ParallelPlan) -> str:
     )
     batch = "" if program.batch_size is None else f", batch of {program.batch_size}"
     uncut = f"one microbatch: {program.uncut}\n" if program.uncut else ""
+    hosted = [one for one in program.inputs if one.memory != "device"]
+    held = sum(TensorType(one.shape, one.dtype).bytes for one in hosted)
+    hosts = (
+        f"in the hosts' memory between steps: {counted(len(hosted), 'array')} of the optimiser, "
+        f"{format_bytes(held)}\n"
+        if hosted
+        else ""
+    )
     return (
         f"program: {program.num_ops} operations, {counted(len(plan.layers), 'layer')}{batch}\n"
         f"plan: {counted(stages, 'stage')}, "
         f"{counted(microbatches, 'microbatch', 'microbatches')}, "
-        f"schedule {plan.stage_plan.schedule}{recomputation_text(plan)}\n{uncut}"
+        f"schedule {plan.stage_plan.schedule}{recomputation_text(plan)}\n{uncut}{hosts}"
         f"predicted: {format_seconds(plan.step_seconds)} per step, at most {format_bytes(peak)} "
         f"per device\n{proven}"
     )

@@ -18,6 +18,7 @@ from alpa_meta.microbatch.example_dims import example_dims
 from alpa_meta.microbatch.placement import REPLICATED, SUM, Placement, split
 from alpa_meta.passes.flat_program import FlatProgram
 from alpa_meta.passes.order import rewritten
+from alpa_meta.passes.update_order import update_by_array
 from alpa_meta.step.arguments import (
     Arguments,
     abstract,
@@ -378,6 +379,7 @@ def _classified(step: Step, closed: ClosedJaxpr) -> Whole:
     flat = rewritten(FlatProgram(closed, phases.of_eqn, placements), "classified")
     inputs = step.leaves
     if step.offloads:
+        flat = update_by_array(flat)
         moments = _moments(flat, inputs)
         inputs = tuple(
             evolve(leaf, memory="pinned_host") if var in moments else leaf
