@@ -191,6 +191,16 @@ def no_boundary(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link:
     return NOTHING
 
 
+# The least that a boundary after a layer of a class costs, whatever its layouts are, as `Boundary`
+# counts: (class, mesh_a, mesh_b, link).
+BoundaryFloor = Callable[[int, int, int, str], Affine]
+
+
+def no_boundary_floor(number: int, mesh_a: int, mesh_b: int, link: str) -> Affine:
+    """Return the floor of boundaries that may cost nothing."""
+    return NOTHING
+
+
 # Sharper floors of (mesh, class, samples of a microbatch), solved for when a bound asks for them.
 # They are of all ways whose batch_split divides the samples, each as affine as a row: what they
 # say of state bytes and of B t + u holds for microbatches of any divisor of the samples too.
@@ -205,6 +215,7 @@ class JointProblem:
     batch_size: int = field(validator=positive)  # samples of a step
     device_groups: tuple[DeviceGroup, ...] = field(validator=non_empty)
     boundary: Boundary = no_boundary
+    boundary_floor: BoundaryFloor = no_boundary_floor  # of boundaries, beside floors of the menu
     floors_at: FloorsAt | None = None  # beside the floors of the menu, where it has any
     # Microbatch counts to try, divisors of batch_size. None: all divisors 2^k and batch / 2^k.
     counts: tuple[int, ...] | None = None

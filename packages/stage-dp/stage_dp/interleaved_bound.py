@@ -10,13 +10,15 @@ a mesh
     step >= B t_j + u_j + sum over i < j of f_ic + sum over chunks d < c of (sum_i f_id - g f_jd)
     step >= the same with f + b in place of f, without u_j
 
-and mesh j holds at least k_j microbatches of each chunk. The mean over c, with weights w_j >= 0 of
+and d_jc more, once and twice, where d_jc are the seconds of the boundaries before chunk c of mesh
+j. Mesh j holds at least k_j microbatches of each chunk. The mean over c, with weights w_j >= 0 of
 the meshes, 1 in all, and prices l_j >= 0 of bytes, is a sum over layers, each at its best mesh and
 row:
 
     w_j (B t + u + l_j (s + k_j a)) + f sum over i > j of w_i / v + t min(0, 1 - g w_j) (v - 1) / v
 
-less M sum w_j l_j; that for the last c, which is better for few microbatches, has
+and the means of w_j d_jc, less M sum w_j l_j. That for the last c, which is better for few
+microbatches, has
 
     f min(sum over i > j of w_i, max(0, 1 - g w_j)) + t min(0, 1 - g w_j)
 
@@ -101,20 +103,28 @@ class InterleavedBounds:
             self._whole[num] = found
         return self._whole[num][0]
 
-    def with_idle_time(self, num: int, chunks: int) -> float:
-        """Return the bound of weights and prices by which the meshes are evened out."""
+    def with_idle_time(self, num: int, chunks: int, crossing: Sequence[float]) -> float:
+        """Return the bound of weights and prices by which the meshes are evened out. `crossing`
+        [meshes]: seconds one way from each to the next at least, from the last to the first."""
         self.whole_layers(num)
         _, price, cost = self._whole[num]
         main = self.main
         whole, forward = float(self.seconds[main].min()), float(self.forward[main])
         free = np.full(num, self.least[main]), np.zeros(num)
         return max(
-            self._evened(num, chunks, seconds, prices, wait, whole)
+            self._evened(num, chunks, seconds, prices, wait, whole, crossing)
             for seconds, prices in (free, (cost, price))
             for wait in (forward, whole)
         )
 
-    def with_all_runs(self, num: int, chunks: Sequence[int], whole: bool, known: float) -> float:
+    def with_all_runs(
+        self,
+        num: int,
+        chunks: Sequence[int],
+        crossing: Sequence[float],
+        whole: bool,
+        known: float,
+    ) -> float:
         """Return the bound of the program with all runs of the schedule, the least of any of these
         `chunks`; `known` where that is no more. `whole`: with whole layers."""
         layers = Layers(
@@ -132,7 +142,7 @@ class InterleavedBounds:
         bound = math.inf
         for v in sorted(chunks, reverse=True):  # more chunks have the lower bound
             runs = order(INTERLEAVED, num * v, self.count, num_meshes=num)
-            bound = min(bound, least_step(layers, runs, 0.0, whole))
+            bound = min(bound, least_step(layers, runs, crossing, whole))
             if bound <= known:
                 return known
         return bound
@@ -181,7 +191,14 @@ class InterleavedBounds:
         return (low if low < NEVER / 16 else math.inf), prices[mesh, at], each[mesh, at]
 
     def _evened(
-        self, num: int, chunks: int, cost: Array, price: Array, wait: float, whole: float
+        self,
+        num: int,
+        chunks: int,
+        cost: Array,
+        price: Array,
+        wait: float,
+        whole: float,
+        crossing: Sequence[float],
     ) -> float:
         """Return the best bound of some weights: those with which a layer of the most frequent
         class, of `cost` on each mesh, is no cheaper on another mesh."""
@@ -189,7 +206,7 @@ class InterleavedBounds:
         share = 1 / np.maximum(cost, 1e-300)
         for _ in range(EVENED):
             share = share / share.sum()
-            bound = max(bound, self._priced(num, chunks, share, price))
+            bound = max(bound, self._priced(num, chunks, share, price, crossing))
             waits, more = self._idle(num, chunks, share)
             level = (share * cost + wait * waits + whole * more).mean()
             after = np.maximum(level - wait * waits - whole * more, 0.0) / np.maximum(cost, 1e-300)
@@ -207,7 +224,9 @@ class InterleavedBounds:
         last = np.minimum(after, np.maximum(ahead, 0.0)), np.minimum(ahead, 0.0)
         return last if (last[0] + last[1]).sum() > (mean[0] + mean[1]).sum() else mean
 
-    def _priced(self, num: int, chunks: int, share: Array, price: Array) -> float:
+    def _priced(
+        self, num: int, chunks: int, share: Array, price: Array, crossing: Sequence[float]
+    ) -> float:
         """Return the bound for weights w and prices l of `num` meshes."""
         waits, more = self._idle(num, chunks, share)
         weight = share[:, None, None]
@@ -215,7 +234,11 @@ class InterleavedBounds:
         work = one + weight * (self.step + price[:, None, None] * self._bytes(num))
         there = work.min(axis=2) + waits[:, None] * self.forward  # [meshes, classes]
         back = (work + waits[:, None, None] * self.seconds - weight * self.step).min(axis=2)
-        least = max(float((self.number * each.min(axis=0)).sum()) for each in (there, back))
+        way = np.cumsum([0.0, *crossing[:-1]]) + (chunks - 1) / 2 * sum(crossing)
+        least = max(
+            float((self.number * each.min(axis=0)).sum()) + ways * float((share * way).sum())
+            for ways, each in ((1, there), (2, back))
+        )
         return least - float((share * price).sum() * self.memory)
 
 

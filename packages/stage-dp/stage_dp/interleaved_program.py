@@ -5,7 +5,8 @@ order. Variables: y_scr >= 0, how many layers of class c run on stage s as row r
 rows; F_s and B_s, the seconds of stage s forward and back; e_k, when run k ends; the step's T.
 
     minimise    T
-    subject to  e_k >= e_i + (F or B of k)      for i before k on its mesh, and i that it reads from
+    subject to  e_k >= e_i + (F or B of k)      for i before k on its mesh
+                e_k >= e_i + c + (F or B of k)  for i that it reads from, c seconds to cross
                 F_s >= sum f_c y_scr,  B_s >= sum b_c y_scr,  F_s + B_s >= sum t_cr y_scr
                 T >= e_k + sum over the stages s of a mesh of u_cr y_scr        for its last run k
                 sum over the stages s of a mesh of (state_cr + k_s act_cr) y_scr <= M
@@ -19,6 +20,7 @@ the first class it is on stage 0, and that of the last class on the last. -> lea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import highspy
 import numpy as np
@@ -56,17 +58,19 @@ class Layers:
     last: int
 
 
-def least_step(layers: Layers, schedule: Schedule, crossing: float, whole: bool) -> float:
-    """Return a bound on the step seconds; inf where nothing fits. `crossing`: seconds one way
-    between two meshes at least. `whole`: meshes or stages have whole numbers of
-    layers."""
+def least_step(layers: Layers, schedule: Schedule, crossing: Sequence[float], whole: bool) -> float:
+    """Return a bound on the step seconds; inf where nothing fits. `crossing` [meshes]: seconds one
+    way from each mesh to the next at least, from the last to the first. `whole`: meshes or stages
+    have whole numbers of layers."""
     return _Program(layers, schedule, crossing, whole).solve()
 
 
 class _Program:
     """Columns: y by stage and pair (class, row) that there is, F and B by stage, T, e by run."""
 
-    def __init__(self, layers: Layers, schedule: Schedule, crossing: float, whole: bool) -> None:
+    def __init__(
+        self, layers: Layers, schedule: Schedule, crossing: Sequence[float], whole: bool
+    ) -> None:
         self.layers, self.schedule, self.whole = layers, schedule, whole
         self.pairs = np.argwhere(layers.seconds < NEVER)
         own = tuple(self.pairs.T)
@@ -76,7 +80,7 @@ class _Program:
         self.state, self.activation = layers.state[own], layers.activation[own]
         self.forward = layers.forward[own[0]] / self.scale
         self.backward = layers.backward[own[0]] / self.scale
-        self.crossing = crossing / self.scale
+        self.crossing = [c / self.scale for c in crossing]
         num, width = schedule.num_stages, len(self.pairs)
         self.y: Index = np.arange(num * width).reshape(num, width)
         self.run_columns = num * width + np.arange(2 * num).reshape(2, num)
@@ -126,7 +130,8 @@ class _Program:
                 source = step.stage + (-1 if forward else 1)
                 if 0 <= source < schedule.num_stages:
                     value = ends[step.phase, source, step.microbatch]
-                    self._add([*run, (value, -1.0)], self.crossing)
+                    link = min(source, step.stage) % schedule.num_meshes
+                    self._add([*run, (value, -1.0)], self.crossing[link])
                 elif not forward:
                     self._add([*run, (ends["forward", step.stage, step.microbatch], -1.0)], 0.0)
                 before = end

@@ -50,10 +50,11 @@ CLOSE = 2e-4  # relative distance to the plan at which a bound need not be refin
 class Bounds:
     """Lower bounds of stages: [sequences, kinds, levels], for one microbatch count B.
 
-    `seconds` t, `busy` of B t + u, `once` of t + u. `crossing` [kinds] one way. `levels`: None
-    where all places are alike, else the numbers of stages that a pipeline may have. `longest`
-    [kinds]: the most that a crossing may take; `share` the largest share of a forward in t.
-    `parts` [sequences, kinds, 3]: the least forward, backward by input and by weight.
+    `seconds` t, `busy` of B t + u, `once` of t + u. `crossing` c [layers + 1, kinds] by the layer
+    where a stage stops. `levels`: None where all places are alike, else the numbers of stages that
+    a pipeline may have. `longest` [kinds]: the most that a crossing may take; `share` the largest
+    share of a forward in t. `parts` [sequences, kinds, 3]: the least forward, backward by input and
+    by weight.
     """
 
     space: Space
@@ -72,11 +73,6 @@ class Bounds:
     def forward(self, within: Array) -> Array:
         """Return the least forward where `within` is finite."""
         return np.where(np.isfinite(within), self.parts[:, :, :1], np.inf)
-
-    def spread_crossing(self, ways: int) -> Array:
-        """Return c once or twice, by kind and state."""
-        states = self.space.pool.num_states + 1
-        return np.repeat(ways * self.crossing[:, None], states, axis=1)
 
 
 def quick_bound(bounds: Bounds, rule: ScheduleRule) -> tuple[float, list[tuple[int, int, int]]]:
@@ -122,7 +118,7 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
     there = Sweep(
         bounds.space,
         bounds.forward(weight),
-        bounds.spread_crossing(1),
+        bounds.crossing,
         counted=bounds.counted,
         open_ended=bounds.open_ended,
         floor=bounds.busy,
@@ -133,7 +129,7 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
     back = Sweep(
         bounds.space,
         weight,
-        bounds.spread_crossing(2),
+        2 * bounds.crossing,
         counted=bounds.counted,
         open_ended=bounds.open_ended,
         first=_within(bounds.once, bounds.seconds, high),
@@ -161,7 +157,7 @@ def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> floa
     suffix = Sweep(
         bounds.space,
         np.where(np.isfinite(seconds), gaps * there - filled, np.inf),
-        bounds.spread_crossing(2 * gaps),
+        2 * gaps * bounds.crossing,
         counted=bounds.counted,
         open_ended=bounds.open_ended,
     )
@@ -170,7 +166,7 @@ def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> floa
     with_idle = Sweep(
         bounds.space,
         bounds.forward(seconds) if split else seconds,
-        bounds.spread_crossing(1 if split else 2),
+        (1 if split else 2) * bounds.crossing,
         counted=bounds.counted,
         open_ended=bounds.open_ended,
         first=None if split else _within(bounds.once, bounds.seconds, high),

@@ -193,12 +193,23 @@ class Interleaving:
         elif level == 1:
             value = bounds.whole_layers(num, limit)
         elif level == 2:
-            value = bounds.with_idle_time(num, max(chunks))
+            value = bounds.with_idle_time(num, max(chunks), self._crossing(found))
         elif 2 * num * max(chunks) * self.count <= MAX_RUNS[level - FINE + 1]:
-            value = bounds.with_all_runs(num, chunks, level >= FINE, found.bound)
+            crossing = self._crossing(found)
+            value = bounds.with_all_runs(num, chunks, crossing, level >= FINE, found.bound)
         self._levels[at] = sharp, level + 1
         self._combinations[at] = evolve(found, bound=max(found.bound, value))
         return True
+
+    def _crossing(self, found: _Combination) -> list[float]:
+        """Return the least seconds one way from each mesh to the next, from the last to the
+        first."""
+        mesh = self.costs.meshes[found.mesh]
+        pairs = set(itertools.pairwise(self.classes))
+        return [
+            min(self.links.floor(self.costs.table, pair, (mesh, mesh), [link]) for pair in pairs)
+            for link in self.links.ring(mesh, found.num_meshes) or ()
+        ] or [0.0] * found.num_meshes
 
     def _bounds(self, position: int) -> InterleavedBounds:
         key = position, self.costs.times_asked(position)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from alpa_interchange.menu import LINKS, JointProblem
 from stage_dp.device_pool import place
+from stage_dp.menu_table import Array, MenuTable
 
 
 class Links:
@@ -17,11 +21,13 @@ class Links:
         self.submeshes = [mesh.submesh for mesh in problem.menu.meshes]
         self._placed: dict[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = {}
         self._seconds: dict[tuple[int, int, int, int, str, int], float] = {}
+        self._crossings: dict[int, tuple[Array, Array]] = {}
         self._host: list[tuple[int, int]] = []  # group and host of each device
         for g, group in enumerate(problem.device_groups):
             for h in range(group.num_hosts):
                 self._host += [(g, h)] * group.devices_per_host
         kinds = list(dict.fromkeys(self.submeshes))
+        self.num_kinds = len(kinds)
         self.kind = [kinds.index(s) for s in self.submeshes]
 
     def placed(self, meshes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
@@ -83,6 +89,61 @@ class Links:
     def least(self, a: int, layout_out: int, b: int, layout_in: int, n: int) -> float:
         """Return the least seconds over the links that a and b may have."""
         return min(self.all_seconds(a, layout_out, b, layout_in, n))
+
+    def floor(
+        self,
+        table: MenuTable,
+        classes: tuple[int, int],
+        meshes: tuple[int, int],
+        links: Sequence[str],
+    ) -> float:
+        """Return the least seconds one way between layers of two `classes` on two `meshes`, over
+        the best of `links`: in any layout where the menu has floors, else in those of its rows."""
+        (before, after), (a, b) = classes, meshes
+        if any(menu.floors for menu in self.problem.menu.meshes):
+            floor = self.problem.boundary_floor
+            return min(floor(before, a, b, link).value(table.samples) for link in links)
+        outs = np.unique(table.rows[a][before].layout_out).tolist()
+        ins = np.unique(table.rows[b][after].layout_in).tolist()
+        return min(
+            (
+                self.seconds(a, y, b, x, link, table.samples)
+                for y, x, link in itertools.product(outs, ins, links)
+            ),
+            default=math.inf,
+        )
+
+    def crossings(self, table: MenuTable, meshes: Sequence[int]) -> tuple[Array, Array]:
+        """Return the least seconds one way after a stage of each kind of submesh that stops at a
+        layer, [layers + 1, kinds], and the most, [kinds], where stages are on `meshes`."""
+        if table.samples in self._crossings:
+            return self._crossings[table.samples]
+        pairs = list(itertools.pairwise(self.problem.menu.class_of_layer))
+        result = np.full((len(pairs) + 2, self.num_kinds), np.inf)
+        most = np.zeros(self.num_kinds)
+        # Floors may have layouts that no row has, and are the same for all meshes of a kind.
+        floors = any(menu.floors for menu in self.problem.menu.meshes)
+        some = list({self.kind[m]: m for m in meshes}.values()) if floors else meshes
+        for a, b in itertools.product(some, repeat=2):
+            kind, links = self.kind[a], self.possible(a, b)
+            least = {pair: self.floor(table, pair, (a, b), links) for pair in set(pairs)}
+            result[1:-1, kind] = np.minimum(result[1:-1, kind], [least[pair] for pair in pairs])
+            most[kind] = math.inf if floors else max(most[kind], self._longest(table, a, b))
+        self._crossings[table.samples] = result, most
+        return result, most
+
+    def _longest(self, table: MenuTable, a: int, b: int) -> float:
+        """Return the most seconds one way between rows of two meshes."""
+        outs = {int(y) for rows in table.rows[a].values() for y in rows.layout_out}
+        ins = {int(x) for rows in table.rows[b].values() for x in rows.layout_in}
+        return max(
+            (
+                seconds
+                for y, x in itertools.product(outs, ins)
+                for seconds in self.all_seconds(a, y, b, x, table.samples)
+            ),
+            default=0.0,
+        )
 
     def all_seconds(self, a: int, layout_out: int, b: int, layout_in: int, n: int) -> list[float]:
         """Return the seconds over each link that a and b may have."""

@@ -41,7 +41,6 @@ from stage_dp.joint_schedules import SEARCHED
 from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import (
     FEW_LAYERS,
-    Array,
     AskedFloors,
     MenuTable,
     Sequences,
@@ -122,7 +121,6 @@ class _Search:
         self.best: Scored | None = None
         self.binding = False  # whether memory was seen to matter
         self.covered = False  # whether any chain of meshes would do with enough memory
-        self._crossings: dict[int, tuple[Array, Array]] = {}
 
     def _spaces(self, kinds: list[SubmeshSpec]) -> tuple[Space, Space]:
         """Return the spaces of the guided search and of the bounds."""
@@ -225,7 +223,7 @@ class _Search:
         arrays = [found.seconds, found.busy, found.once]
         if counted and arrays[0].shape[2] == 1:
             arrays = [np.repeat(a, self.most, axis=2) for a in arrays]
-        least, most = self._crossing(costs)
+        least, most = self.links.crossings(costs.table, costs.meshes)
         levels = arrays[0].shape[2]
         open_ended = counted and self.final is None and levels < self.most
         return Bounds(
@@ -242,30 +240,6 @@ class _Search:
             open_ended=open_ended,
             final=self.final,
         )
-
-    def _crossing(self, costs: CountCosts) -> tuple[Array, Array]:
-        """Return the least and the most seconds one way after a stage of each kind: [kinds]."""
-        menus = self.problem.menu.meshes
-        result = np.full(len(self.space.pool.kinds), np.inf)
-        most = np.zeros(len(self.space.pool.kinds))
-        samples = costs.table.samples
-        if samples in self._crossings:
-            return self._crossings[samples]
-        if any(menu.floors for menu in menus):
-            # Floors may have layouts that no row has.
-            self._crossings[samples] = np.zeros_like(result), np.full_like(most, np.inf)
-            return self._crossings[samples]
-        for a, kind in zip(costs.meshes, costs.kind, strict=True):
-            outs = {int(y) for r in costs.table.rows[a].values() for y in r.layout_out}
-            for b in costs.meshes:
-                ins = {int(x) for r in costs.table.rows[b].values() for x in r.layout_in}
-                for y in outs:
-                    for x in ins:
-                        seconds = self.links.least(a, y, b, x, samples)
-                        result[kind] = min(result[kind], seconds)
-                        most[kind] = max(most[kind], *self.links.all_seconds(a, y, b, x, samples))
-        self._crossings[samples] = result, most
-        return result, most
 
     def _by_rows(self) -> list[list[_Setting]]:
         """Return the settings of each count without interleaving, in the order of what their rows
@@ -296,11 +270,10 @@ class _Search:
         return held[:1] if len(set(held)) == 1 else held[:LEVELS]
 
     def _guide_of(self, costs: CountCosts, rules: tuple[ScheduleRule, ...]) -> Guide:
-        crossing, _ = self._crossing(costs)
-        spread = np.repeat(crossing[:, None], self.space.pool.num_states + 1, axis=1)
+        crossing, _ = self.links.crossings(costs.table, costs.meshes)
         named = {rule.name: rule for rule in rules}
         rule = next((named[name] for name in GUIDES if name in named), rules[0])
-        return Guide(costs, rule, self.links, spread, self.most, self.final, rules)
+        return Guide(costs, rule, self.links, crossing, self.most, self.final, rules)
 
     def _guide(self, settings: list[_Setting]) -> None:
         """Look for good pipelines of one microbatch count, guided by its first schedule."""

@@ -1,6 +1,6 @@
 """Backward sweeps over (layer, place, free devices) with all layer ranges and submeshes as arrays.
 
-    F(l, v, r) = min over ranges l..k and submeshes s of  w(l..k, s, v) + 2 c(s, r - s)
+    F(l, v, r) = min over ranges l..k and submeshes s of  w(l..k, s, v) + 2 c(k, s)
                  + F(k, v - 1, r - s)                              (no 2 c at the last one)
 
 over states r of free devices (-> device_pool.py). v is the place of the stage at l, counted from
@@ -62,9 +62,10 @@ class Entrance:
 class Sweep:
     """One sweep. Weights are [sequences, kinds, levels], inf where a stage is not allowed.
 
-    `crossing` [kinds, states + 1]: seconds added to the weight of a stage that is not the last, by
-    the state after it. `first`: weights of the stage at layer 0 if others. `floor`, `first_floor`:
-    the least value through a stage. `open_ended`: the last level stands for all places from it on.
+    `crossing` [layers + 1, kinds]: seconds added to the weight of a stage that is not the last, by
+    the layer where it stops. `first`: weights of the stage at layer 0 if others. `floor`,
+    `first_floor`: the least value through a stage. `open_ended`: the last level stands for all
+    places from it on.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Sweep:
             reached = np.minimum(reached, suffix[:, following[:, :, choice]])
         self.after[layer] = reached.transpose(1, 0, 2)
         if layer < self.space.num_layers:
-            self.after[layer] += self.crossing[:, None, :]
+            self.after[layer] += self.crossing[layer, :, None, None]
 
     def forget(self, where: NDArray[np.bool_]) -> None:
         """Set F below every sum at `where` [layers + 1, levels, states], for an entrance."""

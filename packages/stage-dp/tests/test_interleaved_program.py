@@ -70,7 +70,7 @@ def test_no_pipeline_beats_the_program(seed):
     forward, layers = random_layers(rng, sequence, rows)
     schedule = order(NAME, meshes * chunks, int(rng.integers(1, 6)), num_meshes=meshes)
     best = best_of_all(forward, layers, sequence, schedule, crossing)
-    free, whole = (least_step(layers, schedule, crossing, own) for own in (False, True))
+    free, whole = (least_step(layers, schedule, [crossing] * meshes, own) for own in (False, True))
     assert free <= best * (1 + 1e-9)
     assert whole <= best * (1 + 1e-9)
     assert whole >= free * (1 - 1e-5) or math.isinf(whole)
@@ -81,7 +81,7 @@ def test_of_as_many_stages_as_layers_the_program_is_the_longest_path():
     forward, layers = random_layers(rng, [0] * 4, 1)
     schedule = order(NAME, 4, 2, num_meshes=2)
     best = best_of_all(forward, layers, [0] * 4, schedule, 0.25)
-    assert least_step(layers, schedule, 0.25, False) == pytest.approx(best, rel=1e-5)
+    assert least_step(layers, schedule, [0.25] * 2, False) == pytest.approx(best, rel=1e-5)
 
 
 def test_whole_layers_of_meshes_count():
@@ -100,8 +100,8 @@ def test_whole_layers_of_meshes_count():
     )
     schedule = order(NAME, 4, 32, num_meshes=2)  # too many forwards for whole stages
     # One mesh has at least three of the five layers, for 32 microbatches.
-    assert least_step(layers, schedule, 0.0, True) >= 32 * 2 * 3 * (1 - 1e-5)
-    assert least_step(layers, schedule, 0.0, False) < 32 * 2 * 3
+    assert least_step(layers, schedule, [0.0] * 2, True) >= 32 * 2 * 3 * (1 - 1e-5)
+    assert least_step(layers, schedule, [0.0] * 2, False) < 32 * 2 * 3
 
 
 def test_what_fits_in_no_memory_takes_forever():
@@ -109,4 +109,4 @@ def test_what_fits_in_no_memory_takes_forever():
     _, layers = random_layers(rng, [0] * 4, 1)
     schedule = order(NAME, 4, 2, num_meshes=2)
     small = evolve(layers, memory=1e-3)
-    assert math.isinf(least_step(small, schedule, 0.0, False))
+    assert math.isinf(least_step(small, schedule, [0.0] * 2, False))

@@ -176,6 +176,12 @@ def test_floors_that_counts_share_stay_below_all_interleaved_pipelines(seed):
     plan = solve_joint(floored)
     assert 0.3 * best <= plan.lower_bound <= best * (1 + 1e-9)
     assert len(set(asked)) == len(asked)
+    crossed = solve_joint(
+        evolve(
+            floored, boundary_floor=lambda number, a, b, link: problem.boundary(a, 0, b, 0, link)
+        )
+    )
+    assert plan.lower_bound * (1 - 1e-9) <= crossed.lower_bound <= best * (1 + 1e-9)
 
 
 def loosest(rows):

@@ -200,12 +200,13 @@ def _only(
     problem: JointProblem, places: Sequence[int], starts: Sequence[Known]
 ) -> tuple[JointProblem, list[Known]]:
     """Return the problem with the meshes at these places; boundaries keep their prices."""
-    boundary = problem.boundary
+    boundary, floor = problem.boundary, problem.boundary_floor
     menu = evolve(problem.menu, meshes=tuple(problem.menu.meshes[k] for k in places))
     left = evolve(
         problem,
         menu=menu,
         boundary=lambda a, out, b, into, link: boundary(places[a], out, places[b], into, link),
+        boundary_floor=lambda number, a, b, link: floor(number, places[a], places[b], link),
     )
     return left, [
         evolve(

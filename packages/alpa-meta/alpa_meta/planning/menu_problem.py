@@ -10,7 +10,7 @@ numbers of hosts and links. Devices must be the same: compute is not split furth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import evolve
 
@@ -19,6 +19,7 @@ from alpa_interchange.menu import (
     Affine,
     AxisPart,
     Boundary,
+    BoundaryFloor,
     JointProblem,
     LayerMenu,
     LayerRow,
@@ -74,6 +75,7 @@ def problem_of(
         batch_size=kept.batch_size,
         device_groups=groups,
         boundary=boundary_of(menu, crossing, model),
+        boundary_floor=boundary_floor_of(menu, crossing, model),
         counts=counts,
         schedules=kept.schedules,
         num_stages=kept.num_stages,
@@ -153,15 +155,64 @@ def boundary_of(menu: LayerMenu, crossing: Crossing, model: CostModel) -> Bounda
     It is the slower of the two ways: forward the receiver wants its `layout_in`, and gradients go
     back to the sender's `layout_out`.
     """
+    priced = _prices(model)
+
+    def seconds(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link: str) -> Affine:
+        source, target = menu.meshes[mesh_a].submesh, menu.meshes[mesh_b].submesh
+        out, into = crossing[mesh_a][layout_out], crossing[mesh_b][layout_in]
+        return priced(source, target, link, out, into)
+
+    return seconds
+
+
+def boundary_floor_of(menu: LayerMenu, crossing: Crossing, model: CostModel) -> BoundaryFloor:
+    """Return what crossing after a class of layers costs at least: the price of the fewest bytes
+    that a row of it sends, cut evenly over all devices of both meshes.
+
+    No layout has a smaller share on its fullest host or device, and the price grows with these.
+    """
+    priced = _prices(model)
+    sent = [
+        min(
+            crossing[m][row.layout_out].bytes
+            for m, mesh in enumerate(menu.meshes)
+            for row in mesh.rows[number]
+        )
+        for number in range(len(menu.meshes[0].rows))
+    ]
+
+    def even(number: int, submesh: SubmeshSpec) -> BoundaryLayout:
+        return BoundaryLayout(
+            bytes=sent[number],
+            host_share=1 / submesh.num_hosts,
+            device_share=1 / submesh.num_devices,
+        )
+
+    def seconds(number: int, mesh_a: int, mesh_b: int, link: str) -> Affine:
+        source, target = menu.meshes[mesh_a].submesh, menu.meshes[mesh_b].submesh
+        return priced(source, target, link, even(number, source), even(number, target))
+
+    return seconds
+
+
+Prices = Callable[[SubmeshSpec, SubmeshSpec, str, BoundaryLayout, BoundaryLayout], Affine]
+
+
+def _prices(model: CostModel) -> Prices:
+    """Return the seconds one way from a layout on one submesh to a layout on another."""
     known: dict[tuple[SubmeshSpec, SubmeshSpec, str, BoundaryLayout, BoundaryLayout], Affine] = {}
 
     def way(size: float, a: SubmeshSpec, b: SubmeshSpec, link: str, into: BoundaryLayout) -> float:
         shares = (into.host_share, into.device_share) if into.bytes else (None, None)
         return float(model.transfer_seconds(size, a, b, link, *shares))
 
-    def seconds(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link: str) -> Affine:
-        source, target = menu.meshes[mesh_a].submesh, menu.meshes[mesh_b].submesh
-        out, into = crossing[mesh_a][layout_out], crossing[mesh_b][layout_in]
+    def priced(
+        source: SubmeshSpec,
+        target: SubmeshSpec,
+        link: str,
+        out: BoundaryLayout,
+        into: BoundaryLayout,
+    ) -> Affine:
         key = (source, target, link, out, into)
         if key not in known:
             one, two = (
@@ -171,4 +222,4 @@ def boundary_of(menu: LayerMenu, crossing: Crossing, model: CostModel) -> Bounda
             known[key] = Affine(max(2 * one - two, 0.0), max(two - one, 0.0))
         return known[key]
 
-    return seconds
+    return priced

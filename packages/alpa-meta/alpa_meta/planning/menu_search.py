@@ -35,7 +35,7 @@ from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.intra_op.other_sizes import same_equations
 from alpa_meta.operators.regions import is_scan
 from alpa_meta.options import SCHEDULES, Options
-from alpa_meta.planning.menu_problem import Crossing, boundary_of
+from alpa_meta.planning.menu_problem import Crossing, boundary_floor_of, boundary_of
 from alpa_meta.planning.microbatch_counts import refusal
 from alpa_meta.planning.outlooks import by_short_step, outlook_in_pieces, outlook_of
 from alpa_meta.planning.sliced_menu import in_slices, of_microbatches
@@ -149,6 +149,7 @@ def search_menu(
         batch_size=batch,
         device_groups=device_groups(cluster, options.memory),
         boundary=boundary_of(menu, crossing, model),
+        boundary_floor=boundary_floor_of(menu, crossing, model),
         counts=tuple(counts),
         schedules=SCHEDULES if options.schedule is None else (options.schedule,),
         num_stages=options.num_stages,

@@ -8,8 +8,8 @@ chosen stages are then priced with the slices' own seconds, under every schedule
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from attrs import evolve, fields, has
 
@@ -23,7 +23,7 @@ SEARCHED = ("gpipe",)
 
 def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
     """Return the problem whose microbatches are the slices of this one's."""
-    floors, boundary = problem.floors_at, problem.boundary
+    floors = problem.floors_at
     share = 1.0 / num_slices
 
     def floors_at(mesh: int, number: int, samples: int) -> tuple[LayerFloor, ...]:
@@ -31,9 +31,8 @@ def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
         found: tuple[LayerFloor, ...] = _scaled(floors(mesh, number, samples), share)
         return found
 
-    def crossing(*place: Any) -> Affine:
-        found: Affine = _scaled(boundary(*place), share)
-        return found
+    def shared(price: Callable[..., Affine]) -> Callable[..., Affine]:
+        return lambda *place: cast(Affine, _scaled(price(*place), share))
 
     return evolve(
         problem,
@@ -41,7 +40,8 @@ def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
         batch_size=problem.batch_size * num_slices,
         counts=tuple(count * num_slices for count in problem.counts or ()) or None,
         schedules=SEARCHED,
-        boundary=crossing,
+        boundary=shared(problem.boundary),
+        boundary_floor=shared(problem.boundary_floor),
         floors_at=None if floors is None else floors_at,
     )
 

@@ -10,7 +10,7 @@ from alpa_interchange.menu import Affine, LayerMenu, LayerRow, MeshMenu
 from alpa_interchange.reshard import PlacedTensor, ReshardingTask
 from alpa_interchange.tensor import TensorType
 from alpa_meta.inter_op.layer_boundaries import held_shares
-from alpa_meta.planning.menu_problem import boundary_of
+from alpa_meta.planning.menu_problem import boundary_floor_of, boundary_of
 from cost_model import CostModel, cluster
 from resharding import plan
 from resharding.network import network_of
@@ -86,6 +86,30 @@ def test_a_boundary_costs_about_what_its_transfers_are_predicted_to_take(before,
         ratios.append(price(0, i, 1, j, link).value(SHAPE[0]) / max(there, back))
     # The price is a lower bound; a tensor whole on two hosts is up to 1.4 x above it.
     assert max(ratios) < 1.001 and min(ratios) > 0.7 and np.mean(ratios) > 0.93, ratios
+
+
+@pytest.mark.parametrize("sizes", [((1, 4), (1, 4)), ((1, 8), (2, 8)), ((2, 8), (1, 2))])
+def test_no_layout_crosses_for_less_than_the_floor_of_its_boundary(sizes):
+    shapes = [(*size, (size[0] * size[1] // 2, 2)) for size in sizes]
+    meshes = tuple(_mesh(*shape, SPECS) for shape in shapes)
+    crossing = [
+        [
+            BoundaryLayout(bytes=2e5, host_share=on_host, device_share=on_device)
+            for on_host, on_device in (
+                held_shares(s, m.logical, m.submesh.num_hosts) for s in SPECS
+            )
+        ]
+        for m in meshes
+    ]
+    menu = LayerMenu(class_of_layer=(0,), meshes=meshes)
+    price, floor = boundary_of(menu, crossing, MODEL), boundary_floor_of(menu, crossing, MODEL)
+    for a, b, link in itertools.product((0, 1), (0, 1), ("host", "hosts")):
+        least = floor(0, a, b, link)
+        layouts = itertools.product(range(len(SPECS)), repeat=2)
+        prices = [price(a, out, b, into, link) for out, into in layouts]
+        assert 0 < least.fixed <= min(p.fixed for p in prices) * (1 + 1e-9)
+        # Reached by the layout that cuts the tensor over all devices of both.
+        assert least.each == pytest.approx(min(p.each for p in prices))
 
 
 def test_shares_are_those_of_the_fullest_host_and_device():

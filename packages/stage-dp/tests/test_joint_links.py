@@ -1,0 +1,59 @@
+"""Bounds count the seconds that crossing to the next mesh takes at least."""
+
+import pytest
+from attrs import evolve
+
+from alpa_interchange.menu import (
+    Affine,
+    JointProblem,
+    LayerFloor,
+    LayerMenu,
+    LayerRow,
+    MeshMenu,
+)
+from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_interchange.stage import DeviceGroup
+from stage_dp import solve_joint
+
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "adaptive", "zero-bubble-h1")
+
+
+def solved(layers, batch, count, schedule, stages=None):
+    """Return the plans of two meshes 5 s apart, without and with that as a floor."""
+    parts = {"forward": Affine(0.0, 1.0), "backward_input": Affine(0.0, 2.0)}
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
+        logical=LogicalMesh(axes=(MeshAxis(name="x", size=1),)),
+        rows=((LayerRow(**parts),),),
+        floors=((LayerFloor(seconds=Affine(0.0, 3.0), **parts),),),
+    )
+    problem = JointProblem(
+        menu=LayerMenu(class_of_layer=(0,) * layers, meshes=(mesh,)),
+        batch_size=batch,
+        counts=(count,),
+        schedules=(schedule,),
+        num_stages=stages,
+        device_groups=(DeviceGroup(num_hosts=2, devices_per_host=1, memory=1.0),),
+        boundary=lambda *place: Affine(5.0),
+    )
+    floor = evolve(problem, boundary_floor=lambda *place: Affine(5.0))
+    return solve_joint(problem), solve_joint(floor)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_the_bound_of_floors_counts_the_seconds_to_the_next_mesh(schedule, count):
+    free, plan = solved(2, 8, count, schedule, stages=2)
+    assert plan.step_seconds == free.step_seconds
+    assert free.lower_bound < plan.lower_bound <= plan.step_seconds
+    if count == 1 and schedule != "zero-bubble-h1":
+        # Nothing waits: a forward and a backward of each stage, the way there and back.
+        assert plan.lower_bound == pytest.approx(plan.step_seconds) == 8 * 6 + 10
+
+
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_the_bound_of_interleaved_pipelines_counts_the_way_round_the_meshes(count):
+    free, plan = solved(4, 64, count, "interleaved-1f1b")
+    assert plan.step_seconds == free.step_seconds
+    # With two chunks of two meshes, the last stage begins after three crossings.
+    assert free.lower_bound + 9.9 <= plan.lower_bound <= plan.step_seconds
