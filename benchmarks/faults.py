@@ -3,14 +3,15 @@
     python benchmarks/faults.py [TEST ...]
 
 Runs the tests marked `fault(what happens, what becomes of the run)` one after another and writes a
-row for each mark: its words, the test, whether it passed, and the seconds that it measured under
-the fault's name. Rows of tests that are not run stay as they are.
+row for each fault: the words of the mark, how many tests of which files passed, and the longest
+seconds that one measured under the fault's name. Rows of tests that are not run stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ MARKED = sorted(
 
 
 class Rows:
-    """Collects a row for each mark of the tests that are run."""
+    """Collects a row for each fault of the tests that are run."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, str] = {}
+        self.found: dict[str, tuple[str, dict[str, Counter[str]], list[float]]] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
@@ -39,15 +40,27 @@ class Rows:
         report = yield
         if report.when != "call" and not report.skipped and not report.failed:
             return report
-        measured = dict(item.user_properties)
+        measured: dict[str, Any] = dict(item.user_properties)
         outcome = {"passed": "passed", "failed": "**failed**"}.get(report.outcome, "not run")
         for mark in item.iter_markers("fault"):
             fault, result = mark.args
-            seconds = measured.get(fault)
-            where = f"`{Path(item.path).name}`, {outcome}"
-            shown = "" if seconds is None else f"{seconds:.1f}"
-            self.rows[fault] = f"| {fault} | {result} | {where} | {shown} |\n"
+            _, tests, seconds = self.found.setdefault(fault, (result, {}, []))
+            tests.setdefault(Path(item.path).name, Counter())[outcome] += 1
+            if fault in measured:
+                seconds.append(measured[fault])
         return report
+
+    def rows(self) -> dict[str, str]:
+        """Return the row of each fault: the slowest of its recoveries."""
+        made = {}
+        for fault, (result, tests, seconds) in self.found.items():
+            where = "; ".join(
+                f"`{name}`, " + ", ".join(f"{count} {outcome}" for outcome, count in found.items())
+                for name, found in tests.items()
+            )
+            shown = f"{max(seconds):.1f}" if seconds else ""
+            made[fault] = f"| {fault} | {result} | {where} | {shown} |\n"
+        return made
 
 
 def main() -> int:
@@ -59,12 +72,13 @@ def main() -> int:
     start = text.index(HEAD) + len(HEAD)
     stop = text.index("\n\n", start) + 1
     rows = {line.split("|")[1].strip(): line for line in text[start:stop].splitlines(keepends=True)}
-    found = Rows()
+    collected = Rows()
     options = ["-q", "-m", "fault", "-n", "0", "-p", "no:cacheprovider"]
-    status = pytest.main([*options, *(given.tests or map(str, MARKED))], plugins=[found])
-    rows.update(found.rows)
+    status = pytest.main([*options, *(given.tests or map(str, MARKED))], plugins=[collected])
+    found = collected.rows()
+    rows.update(found)
     DOCUMENT.write_text(text[:start] + "".join(rows.values()) + text[stop:])
-    print(f"wrote {len(found.rows)} of {len(rows)} rows of {DOCUMENT.relative_to(ROOT)}")
+    print(f"wrote {len(found)} of {len(rows)} rows of {DOCUMENT.relative_to(ROOT)}")
     return int(status)
 
 

@@ -80,6 +80,7 @@ def test_a_cluster_that_is_not_there_is_named():
         program(make(jax.random.key(0)), batch(0))
 
 
+@pytest.mark.fault("batch of a wrong shape or dtype", "refused before the step; the state is kept")
 def test_two_stages_train_on_ray_as_in_one_process_with_their_state_on_the_workers(
     nodes, tmp_path, monkeypatch
 ):
@@ -142,6 +143,9 @@ def test_two_stages_train_on_ray_as_in_one_process_with_their_state_on_the_worke
         np.asarray(state[0]["scale"])
 
 
+@pytest.mark.fault(
+    "NaN or infinity in a microbatch", "[`on_nan`](#stop-or-skip-at-nan): found before the update"
+)
 def test_a_spoilt_microbatch_is_found_before_the_update_on_ray(nodes):
     near = alpa.parallelize(step, cluster="host:2", num_stages=2, num_microbatches=2)
     far = alpa.parallelize(

@@ -104,6 +104,10 @@ def test_meshes_in_other_processes_train_like_one_process_and_a_dead_one_is_name
 
 @pytest.mark.ray
 @needs_ray
+@pytest.mark.fault(
+    "a task that one worker cannot compile",
+    "refused with the task's name; workers and state are kept",
+)
 def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline, nodes):
     job = pipeline(2, 2)
     local = [

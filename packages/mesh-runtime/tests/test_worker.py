@@ -175,6 +175,9 @@ def test_a_worker_whose_peer_goes_away_fails_at_once(pipeline, meshes, workers):
         team[1].step(work(team[1], loaded[1], job, 1))
 
 
+@pytest.mark.fault(
+    "workers of other versions or another plan", "refused at the start, with both sides named"
+)
 def test_a_plan_that_is_not_loaded_is_refused_with_both_sides_named(pipeline, meshes, workers):
     job, cut = pipeline(2, 2), meshes(2, (1, 1))
     team, loaded = workers(2, (1, 1)), programs(job, cut, timeout=5.0)

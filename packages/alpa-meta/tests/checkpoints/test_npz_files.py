@@ -58,6 +58,9 @@ def test_the_state_of_a_user_s_program_is_read_by_its_paths(tmp_path):
     assert found["rate"] == 0.5 and (checkpoint.step, "step" in checkpoint.settings) == (4, True)
 
 
+@pytest.mark.fault(
+    "checkpoint truncated, changed, hostile", "passed over for the one before, in bounded memory"
+)
 def test_a_bomb_is_refused_unpacked(tmp_path):
     arrays = {"['w']": np.zeros(1 << 24, np.uint8)}
     write_old(tmp_path, arrays, {}, compressed=True)

@@ -117,6 +117,10 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
         alpa.save(tmp_path / "file" / "run", {"w": jnp.ones(2)})
 
 
+@pytest.mark.fault(
+    "full disk, folder that cannot be written",
+    "a warning while training, refused at the start",
+)
 @pytest.mark.skipif(not os.path.exists("/dev/shm"), reason="needs a file system in memory")
 def test_a_full_disk_is_said_by_the_saving(tmp_path):
     """A limit on the size of files stands for the disk: it makes the same calls fail."""

@@ -53,6 +53,9 @@ def assert_equal(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(words(a), words(b)), found, expected)
 
 
+@pytest.mark.fault(
+    "NaN or infinity in a microbatch", "[`on_nan`](#stop-or-skip-at-nan): found before the update"
+)
 @pytest.mark.parametrize(
     ("stages", "microbatches", "schedule"),
     [

@@ -76,6 +76,10 @@ def test_an_earlier_run_is_moved_aside(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
 
 
+@pytest.mark.fault(
+    "full disk, folder that cannot be written",
+    "a warning while training, refused at the start",
+)
 def test_a_checkpoint_that_cannot_be_written_is_said_and_older_ones_stay(tmp_path):
     said = []
     recorder = _recorder(tmp_path / "run", say=said.append)
