@@ -14,6 +14,9 @@ memory are set beside
     as ours    the same for executor `xla` without FlashAttention: our program, by constants of
                Megatron-DeepSpeed
 
+A second table splits each planned step by what its devices do, on average over the stages
+(`PARTS`); what is left is bubble and transfers between stages.
+
 Target: |cached / planned - 1| <= 2 %. Planning takes 5 to 60 s of processor time a row.
 """
 
@@ -23,21 +26,25 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from attrs import asdict, evolve, frozen
 from cost_accuracy import default_data
 from megatron_grid import Few, Grid, Point
 from rich.console import Console
 from rich.table import Table
 
+from alpa_meta.compat import JaxprEqn, shape_of
 from alpa_meta.corpus import llama, transformer
 from alpa_meta.corpus.model import CorpusModel
 from alpa_meta.errors import PlanError
+from alpa_meta.operators import kernel_kind
 from alpa_meta.options import Options
+from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.planning.planner import make_plan
 from alpa_meta.step.program import Step
 from cost_model import TrainingRun, calibrated_model, predict
@@ -47,6 +54,7 @@ from cost_model.measured_run import read_measured_runs
 
 MOST_DEVICES = 64
 ENOUGH = 1e15  # bytes: plans are forced, whether they fit is not the question
+PARTS = ("products", "attention's products", "attention's others", "others", "links", "update")
 UNTRACED = 3  # layers of the model whose costs are cached: the first, an inner one, the last
 
 
@@ -67,6 +75,7 @@ class TracedRow:
     fast_bytes: float
     measured_bytes: float | None
     cpu_seconds: float
+    parts: Mapping[str, float]
 
 
 def refusal(run: TrainingRun) -> str:
@@ -147,12 +156,42 @@ def cached_point(run: TrainingRun) -> Point | None:
     return next((one for one in found if one.recomputed == (run.recompute == "full")), None)
 
 
+def parts_of(planned: Planned, length: int) -> dict[str, float]:
+    """Return the seconds of a step that a device spends on each of `PARTS`, the mean over stages.
+
+    Operators that read or make score matrices, of `length` by `length`, are attention's.
+    """
+    found = dict.fromkeys(PARTS, 0.0)
+    num_stages = len(planned.selections)
+    for selection, sharding in zip(planned.selections, planned.plan.shardings, strict=True):
+        stage = selection.stage
+        seconds = selection.seconds.under(sharding.solution.choice)
+        sent = selection.sent.under(len(seconds), sharding.solution.choice).sum(axis=(1, 2))
+        sent = np.minimum(sent, seconds)
+        operators = zip(stage.eqns, stage.phases, seconds - sent, sent, strict=True)
+        for eqn, phase, own, links in operators:
+            found["links"] += links / num_stages
+            found[_part(eqn, phase, length)] += own / num_stages
+    return found
+
+
+def _part(eqn: JaxprEqn, phase: str, length: int) -> str:
+    if phase == "update":
+        return "update"
+    product = kernel_kind(eqn) != "elementwise"
+    shapes = [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
+    if any(len(shape) > 3 and shape.count(length) > 1 for shape in shapes):
+        return "attention's products" if product else "attention's others"
+    return "products" if product else "others"
+
+
 def traced(row: MeasuredRun, run: TrainingRun) -> TracedRow:
     """Return the row with what the planner and the fast forms say of it."""
     started = time.process_time()
     model = shaped(run, run.model.layers)
     step = Step(model.train_step, (model.state, model.batch), exact=model.exact)
-    plan = make_plan(step, run.cluster, forced(run)).plan
+    planned = make_plan(step, run.cluster, forced(run))
+    plan = planned.plan
     elapsed = time.process_time() - started
     point = cached_point(run)
     fast = predict(run, unseen_model(row))
@@ -172,6 +211,7 @@ def traced(row: MeasuredRun, run: TrainingRun) -> TracedRow:
         fast_bytes=fast.memory_bytes,
         measured_bytes=row.peak_bytes,
         cpu_seconds=elapsed,
+        parts=parts_of(planned, run.model.seq),
     )
 
 
@@ -206,6 +246,14 @@ def report(rows: list[TracedRow], console: Console) -> None:
             f"{row.planned:.3f}", cached, f"{row.fast:.3f}", f"{row.as_ours:.3f}",
             _gap(row.planned, row.measured), _gap(row.fast, row.measured),
             _gap(row.cached, row.planned), _gap(row.as_ours, row.planned), f"{row.cpu_seconds:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    table = Table("row", "measured", "planned", *PARTS, "rest", title="Planned seconds by part")
+    for row in rows:
+        shares = [*row.parts.values(), row.planned - sum(row.parts.values())]
+        table.add_row(
+            f"{row.source} {row.id}", f"{row.measured:.3f}", f"{row.planned:.3f}",
+            *(f"{share:.3f}" for share in shares),
         )  # fmt: skip
     console.print(table)
     table = Table(
