@@ -51,6 +51,8 @@ HALVED = 16  # times that the step time is halved in: to some 1e-4 of it
 # of GPT-1.3B is 4.90 % instead of 4.86 %, with 7 the same.
 MAX_RARE = 4
 
+FULL = 3  # groups of p microbatches after which what a chunk holds does not change
+
 INTERLEAVED = "interleaved-1f1b"
 Disjoint = tuple[Index, Index, Index]
 
@@ -58,6 +60,12 @@ Disjoint = tuple[Index, Index, Index]
 def in_flight_least(num_meshes: int, count: int, mesh: int) -> int:
     """Return the microbatches in flight of that chunk of a mesh that holds the fewest."""
     return min(count, num_meshes, 2 * (num_meshes - mesh) - 1)
+
+
+def shorter(count: int, num_meshes: int) -> int:
+    """Return a number of microbatches, `count` or fewer, of which chunks hold as many at once: the
+    last group of microbatches is as full."""
+    return FULL * num_meshes + count % num_meshes if count > (FULL + 1) * num_meshes else count
 
 
 class InterleavedBounds:
@@ -117,16 +125,18 @@ class InterleavedBounds:
             for wait in (forward, whole)
         )
 
-    def with_all_runs(
+    def by_program(
         self,
         num: int,
         chunks: Sequence[int],
         crossing: Sequence[float],
         whole: bool,
         known: float,
+        most_runs: int,
     ) -> float:
-        """Return the bound of the program with all runs of the schedule, the least of any of these
-        `chunks`; `known` where that is no more. `whole`: with whole layers."""
+        """Return the bound of the program, the least of any of these `chunks`; `known` where that
+        is no more. It keeps all runs of schedules of up to `most_runs`. `whole`: with whole
+        layers."""
         layers = Layers(
             seconds=self.seconds,
             step=self.step,
@@ -141,8 +151,11 @@ class InterleavedBounds:
         )
         bound = math.inf
         for v in sorted(chunks, reverse=True):  # more chunks have the lower bound
-            runs = order(INTERLEAVED, num * v, self.count, num_meshes=num)
-            bound = min(bound, least_step(layers, runs, crossing, whole))
+            every_run = 2 * num * v * self.count <= most_runs
+            shown = self.count if every_run else shorter(self.count, num)
+            runs = order(INTERLEAVED, num * v, shown, num_meshes=num)
+            count = None if every_run else self.count
+            bound = min(bound, least_step(layers, runs, crossing, whole, count))
             if bound <= known:
                 return known
         return bound

@@ -58,20 +58,34 @@ class Layers:
     last: int
 
 
-def least_step(layers: Layers, schedule: Schedule, crossing: Sequence[float], whole: bool) -> float:
+def least_step(
+    layers: Layers,
+    schedule: Schedule,
+    crossing: Sequence[float],
+    whole: bool,
+    count: int | None = None,
+) -> float:
     """Return a bound on the step seconds; inf where nothing fits. `crossing` [meshes]: seconds one
     way from each mesh to the next at least, from the last to the first. `whole`: meshes or stages
-    have whole numbers of layers."""
-    return _Program(layers, schedule, crossing, whole).solve()
+    have whole numbers of layers. With a `count` of microbatches, `schedule` only says how many of
+    them chunks hold, and in place of e_k each mesh has its work and what it waits for each chunk.
+    """
+    return _Program(layers, schedule, crossing, whole, count).solve()
 
 
 class _Program:
     """Columns: y by stage and pair (class, row) that there is, F and B by stage, T, e by run."""
 
     def __init__(
-        self, layers: Layers, schedule: Schedule, crossing: Sequence[float], whole: bool
+        self,
+        layers: Layers,
+        schedule: Schedule,
+        crossing: Sequence[float],
+        whole: bool,
+        count: int | None,
     ) -> None:
         self.layers, self.schedule, self.whole = layers, schedule, whole
+        self.count = count
         self.pairs = np.argwhere(layers.seconds < NEVER)
         own = tuple(self.pairs.T)
         least = np.where(layers.seconds < NEVER, layers.seconds, 0.0)
@@ -90,7 +104,10 @@ class _Program:
 
     def solve(self) -> float:
         """Return the bound."""
-        self._add_runs()
+        if self.count is None:
+            self._add_runs()
+        else:
+            self._add_waits(self.count)
         self._add_stages()
         program = highspy.Highs()  # type: ignore[no-untyped-call]
         program.setOptionValue("output_flag", False)
@@ -139,6 +156,24 @@ class _Program:
                 own = self.y[mesh :: schedule.num_meshes]
                 update = [(int(c), -x) for row in own for c, x in zip(row, self.step, strict=True)]
                 self._add([(self.end, 1.0), (before, -1.0), *update], 0.0)
+
+    def _add_waits(self, count: int) -> None:
+        """Add what each mesh works, and waits before each of its chunks, there and back: the first
+        two inequalities of interleaved_bound.py with the crossings d."""
+        num, meshes = self.schedule.num_stages, self.schedule.num_meshes
+        ran = min(meshes, count)  # forwards of each chunk before that a mesh may have run
+        for stage in range(num):
+            own = range(stage % meshes, num, meshes)
+            before = range(stage % meshes, stage, meshes)
+            way = sum(self.crossing[s % meshes] for s in range(stage))
+            update = [(int(c), -x) for s in own for c, x in zip(self.y[s], self.step, strict=True)]
+            for ways in (1, 2):
+                wait = np.zeros((2, num))
+                wait[:, list(own)] -= count
+                wait[:ways, :stage] -= 1
+                wait[:ways, list(before)] += ran
+                terms = zip(self.run_columns.ravel().tolist(), wait.ravel().tolist(), strict=True)
+                self._add([(self.end, 1.0), *terms, *(update if ways == 1 else [])], ways * way)
 
     def _add_stages(self) -> None:
         """Add the layers of stages, their seconds and their bytes."""

@@ -74,6 +74,24 @@ def test_no_pipeline_beats_the_program(seed):
     assert free <= best * (1 + 1e-9)
     assert whole <= best * (1 + 1e-9)
     assert whole >= free * (1 - 1e-5) or math.isinf(whole)
+    count = schedule.num_microbatches
+    for own in (False, True):
+        assert least_step(layers, schedule, [crossing] * meshes, own, count) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [4, 16, 100])
+def test_without_its_runs_the_program_keeps_work_layers_and_what_meshes_wait_for(count):
+    rng = np.random.default_rng(3)
+    forward, layers = random_layers(rng, [0] * 7, 1)
+    layers = evolve(layers, memory=math.inf)
+    schedule = order(NAME, 4, count, num_meshes=2)
+    best = best_of_all(forward, layers, [0] * 7, schedule, 3.0)
+    bound = least_step(layers, schedule, [3.0] * 2, True, count)
+    # One mesh has four of the seven layers. The first of them may be that, and waits for two
+    # crossings before its last chunk and two behind it.
+    work = float(4 * count * layers.seconds[0, 0])
+    assert work + 6 < bound <= best * (1 + 1e-9)
+    assert least_step(layers, schedule, [3.0] * 2, False, count) < bound
 
 
 def test_of_as_many_stages_as_layers_the_program_is_the_longest_path():
