@@ -36,8 +36,9 @@ from cost_model import simulate
 from mesh_runtime.layout import Layout
 from mesh_runtime.order import value_name
 from mesh_runtime.transfers import Moves, device_owners
-from mesh_runtime.worker import MeshWorker, WorkerProgram, WorkerStep
+from mesh_runtime.worker import MeshWorker
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
+from mesh_runtime.worker_types import WorkerProgram, WorkerStep
 from resharding import HostTransport, new_token
 from resharding.socket_link import SocketLink
 from stage_dp import SCHEDULE_RULES, adaptive_warmups, emit

@@ -34,8 +34,7 @@ from mesh_runtime.runtime import Array, Executable, ValueShardings
 from mesh_runtime.task_programs import check_tasks
 from mesh_runtime.trace import TRACE_MODES, TraceEvent
 from mesh_runtime.transfers import Planner, TransportMaker, plan_moves
-from mesh_runtime.worker import WorkerProgram, WorkerStep
-from mesh_runtime.worker_types import ArrayType
+from mesh_runtime.worker_types import ArrayType, WorkerProgram, WorkerStep
 
 Shares: TypeAlias = dict[tuple[int, int], dict[str, HostTiles]]
 """What each (mesh, host) is sent, by name."""
@@ -149,10 +148,10 @@ class RayRuntime:
             ),
         )
         if self._planner is not None:
-            workers = self.workers
-            moves = plan_moves(self._loaded, workers.grids, workers.hosts, self._planner)
+            grids, hosts = self.workers.grids, self.workers.hosts
+            moves = plan_moves(self._loaded, grids, hosts, self._planner)
             if moves:
-                workers.work("route", [(worker, (plan, moves)) for worker in workers.workers])
+                self.workers.route(plan, moves)
 
     def init(
         self, programs: Mapping[int, Executable], arguments: Sequence[Any]

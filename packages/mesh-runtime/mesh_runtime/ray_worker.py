@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from attrs import evolve
 
+from mesh_runtime.gpu_plane import GpuTransportMaker
 from mesh_runtime.handshake import identity
 from mesh_runtime.heartbeats import Progress
 from mesh_runtime.object_store_link import Bytes, ObjectStoreLink
@@ -34,12 +35,14 @@ class ActorWorker:
         host: int,
         token: bytes,
         transport: TransportMaker | None,
+        gpu_transport: GpuTransportMaker | None,
         options: RayOptions,
     ) -> None:
         self._mesh, self._host = mesh, host
         self._worker: MeshWorker | None = None
         self._link: ObjectStoreLink | None = None
         self._transport: Transport | None = None
+        self._gpu_transport = gpu_transport
         self._working = threading.Lock()
         self._busy = False
         self._outcomes: dict[int, tuple[Any, Exception | None]] = {}  # of the last calls of `work`
@@ -81,7 +84,9 @@ class ActorWorker:
                 num_processes=own.num_hosts,
                 process_id=self._host,
             )
-        self._worker = MeshWorker(self._mesh, self._host, meshes, self._transport)
+        self._worker = MeshWorker(
+            self._mesh, self._host, meshes, self._transport, gpu_transport=self._gpu_transport
+        )
         return None if self._transport is None else self._transport.address
 
     def connect(self, peers: Mapping[str, Any], owner_of: Mapping[int, str]) -> None:

@@ -13,13 +13,10 @@ import logging
 import os
 import re
 import secrets
-import socket
 import time
-import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,17 +24,18 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 
 from alpa_interchange.check import non_negative, positive
+from mesh_runtime.gpu_plane import GpuPair, GpuTransportMaker
 from mesh_runtime.handshake import disagreement
 from mesh_runtime.heartbeats import Heartbeats, Progress
 from mesh_runtime.host_batches import HostBatches
 from mesh_runtime.layout import Tiles, joined
+from mesh_runtime.ray_connection import connect
 from mesh_runtime.ray_placement import PLACEMENTS, RayMesh, bundles_of, reserve
 from mesh_runtime.remote_array import Buffer
 from mesh_runtime.runtime import StepError, WorkerError
-from mesh_runtime.transfers import TransportMaker, device_owners
-from mesh_runtime.worker import WorkerProgram
+from mesh_runtime.transfers import Moves, TransportMaker, device_numbers, device_owners
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
-from mesh_runtime.worker_types import TaskTypes
+from mesh_runtime.worker_types import TaskTypes, WorkerProgram
 
 _REPEAT_SECONDS = 3.0
 """After which a call is sent again to a worker that is idle. Ray does so by itself after a second,
@@ -46,7 +44,8 @@ _ALONE = ("load", "unload", "place", "add_batches")
 """What workers do without one another: where one refuses, all are as they were."""
 
 _DEVICES = "--xla_force_host_platform_device_count"
-DATA_PLANES = ("sockets", "object-store")
+DATA_PLANES = ("auto", "sockets", "object-store")
+_LOG = logging.getLogger("mesh_runtime")
 
 
 @frozen(kw_only=True)
@@ -56,8 +55,11 @@ class RayOptions:
     `address` is that of the cluster; None: the one this process is connected to or RAY_ADDRESS
     names, else a new local one. `platform` is that of JAX in the workers; None: "cuda" where a mesh
     has GPUs, else "cpu". `placement` says how hosts are spread over nodes, in Ray's words. Workers
-    compile with this process's XLA_FLAGS unless `environment` has others. With `checksum`, what
-    goes from mesh to mesh carries a CRC32.
+    compile with this process's XLA_FLAGS unless `environment` has others.
+
+    Values go from mesh to mesh between GPUs where all workers can (`data_plane="auto"`), else
+    through the memory of hosts: over "sockets", or Ray's "object-store", which is slower but needs
+    no connections between nodes. With `checksum` they carry a CRC32 and go through hosts.
     """
 
     address: str | None = None
@@ -70,7 +72,7 @@ class RayOptions:
     replace_timeout: float = field(default=60.0, validator=positive)  # seconds, for room after loss
     heartbeat_seconds: float = field(default=1.0, validator=positive)  # between questions
     heartbeat_timeout: float = field(default=8.0, validator=positive)  # without an answer
-    data_plane: str = "sockets"  # or "object-store": slower, needs no connections between nodes
+    data_plane: str = "auto"
     checksum: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -103,6 +105,7 @@ class RayWorkers:
     `replace_timeout`.
     They end with `close`, with this process, or when neither a runtime nor an array refers to them.
     `transport` makes what carries values between them; without, meshes cannot exchange any.
+    `gpu_transport` makes what is used in its place where all workers have GPUs that it can serve.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class RayWorkers:
         *,
         replacing: bool = False,
         transport: TransportMaker | None = None,
+        gpu_transport: GpuTransportMaker | None = None,
     ) -> None:
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         try:
@@ -129,7 +133,9 @@ class RayWorkers:
             for each in self.meshes
         )
         self.ray: Any = ray
-        self.transport = transport
+        self.transport, self._gpu_transport = transport, gpu_transport
+        self.between_gpus = False
+        self._connected: set[tuple[int, int]] = set()  # meshes between whose GPUs values may go
         self.closed = ""
         self.workers: list[Worker] = []
         self._numbers = itertools.count(1)
@@ -139,7 +145,7 @@ class RayWorkers:
         self._batches: dict[HostBatches, int] = {}
         self._by_repeat: set[str] = set()  # workers whose other calls wait for one that was lost
         bundles, self.places = bundles_of(self.meshes)
-        started = _connect(ray, self.options, sum(one["CPU"] for one in bundles))
+        started = connect(ray, self.options.address, sum(one["CPU"] for one in bundles))
         self._groups: list[Any] = []
         self._end = weakref.finalize(self, _end, ray, self.workers, self._groups, started)
         try:
@@ -219,6 +225,22 @@ class RayWorkers:
         self._plans[plan] += 1
         return {task: types for _, found in answers for task, types in found.items()}
 
+    def route(self, plan: str, moves: Moves) -> None:
+        """Tell by which plans the values of a loaded plan come and go."""
+        pairs = self._new_pairs(moves) if self.between_gpus else []
+        self.work("route", [(worker, (plan, moves, pairs)) for worker in self.workers])
+
+    def _new_pairs(self, moves: Moves) -> list[GpuPair]:
+        """Return the pairs of meshes whose GPUs have yet to meet, in an order."""
+        ends = sorted({(source, target) for _, source, target in moves} - self._connected)
+        asked = Counter(source for source, _ in ends)
+        given = [(one, (asked[one.mesh],)) for one in self.workers if one.host == 0]
+        made = self.work("gpu_identities", [each for each in given if each[1][0]])
+        names = {worker.mesh: list(found) for worker, found in made}
+        self._connected.update(ends)
+        devices = [device_numbers(self.grids, mesh) for mesh in range(len(self.grids))]
+        return [(devices[a], devices[b], names[a].pop()) for a, b in ends]
+
     def unload(self, plan: str) -> None:
         """Drop a plan, once for each time that it was loaded."""
         self._plans[plan] -= 1
@@ -254,7 +276,7 @@ class RayWorkers:
             for host, place in enumerate(hosts):
                 options = self._actor_options(self.meshes[mesh], place)
                 actor = actor_class.options(**options).remote(
-                    mesh, host, token, self.transport, self.options
+                    mesh, host, token, self.transport, self._gpu_transport, self.options
                 )
                 self.workers.append(Worker(mesh, host, actor))
         timeout = self.options.start_timeout
@@ -275,6 +297,19 @@ class RayWorkers:
             addresses = {worker.name: worker.actor for worker in self.workers}
         given = (addresses, device_owners(self.grids))
         self._call("connect", [(each, given) for each in self.workers], None, timeout)
+        obstacle = self._gpu_obstacle()
+        self.between_gpus = not obstacle
+        way = f"through the memory of hosts: {obstacle}" if obstacle else "from GPU to GPU"
+        _LOG.info("values go from mesh to mesh %s", way)
+
+    def _gpu_obstacle(self) -> str:
+        """Return why values do not go from GPU to GPU; "" if they do."""
+        if self.options.data_plane != "auto":
+            return f"RayOptions.data_plane is {self.options.data_plane!r}"
+        if self.options.checksum:
+            return "RayOptions.checksum is set"
+        found = self.work("gpu_obstacle", [(worker, ()) for worker in self.workers])
+        return next((reason for _, reason in found if reason), "")
 
     def _actor_options(self, mesh: RayMesh, place: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -431,52 +466,6 @@ def _timed_out(what: str, late: Sequence[str], when: str, heartbeats: Heartbeats
     last = f"; it said last that {said}" if said else ""
     rest = f". Meanwhile {others}" if others else ""
     return WorkerError(f"{what}: no answer from {', '.join(late)} {when}{last}{rest}")
-
-
-def _connect(ray: Any, options: RayOptions, cpus: float) -> bool:
-    """Connect to the cluster that is meant, if this process is not; return whether it started
-    Ray here."""
-    if ray.is_initialized():
-        return False
-    settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
-    settings["logging_level"] = logging.ERROR
-    address = options.address or os.environ.get("RAY_ADDRESS", "local")
-    if address == "local":
-        # Host devices share the machine's cores however many processes hold them.
-        settings["num_cpus"] = max(os.cpu_count() or 1, int(cpus + 0.999))
-        # Ray runs workers at niceness 15, where another busy process leaves a step 5 % of a core.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-    else:
-        _check_reachable(address)
-    with _quiet_forks():
-        try:
-            ray.init(address=address, **settings)
-        except Exception as error:
-            raise WorkerError(f"Ray gave no cluster at {address}: {error}") from error
-    return True
-
-
-def _check_reachable(address: str) -> None:
-    """Refuse an address "host:port" where nobody listens; Ray itself takes minutes to say so."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
-        raise WorkerError(
-            f"no Ray cluster answers at {address}: {error}; start one there (ray start --head), or "
-            "leave the address out for a cluster of this machine"
-        ) from error
-
-
-@contextmanager
-def _quiet_forks() -> Iterator[None]:
-    """Hide that Ray forks to start its processes: they replace themselves at once, so what JAX
-    warns of cannot happen."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called")
-        yield
 
 
 def _cache_variables() -> dict[str, str]:

@@ -95,6 +95,12 @@ def device_number(meshes: Sequence[WorkerMesh], mesh: int, position: int) -> int
     return sum(each.num_devices for each in meshes[:mesh]) + position
 
 
+def device_numbers(meshes: Sequence[WorkerMesh], mesh: int) -> tuple[int, ...]:
+    """Return what plans call the devices of a mesh."""
+    first = device_number(meshes, mesh, 0)
+    return tuple(range(first, first + meshes[mesh].num_devices))
+
+
 def device_owners(meshes: Sequence[WorkerMesh]) -> dict[int, str]:
     """Return the worker that owns each device."""
     return {
@@ -121,7 +127,7 @@ def plan_moves(
             spec=_sharding_spec(layout, rank),
             axis_names=layout.axis_names,
             mesh_shape=layout.shape,
-            devices=tuple(device_number(meshes, mesh, k) for k in range(grid.num_devices)),
+            devices=device_numbers(meshes, mesh),
             hosts=tuple(hosts[mesh][grid.host_of(k)] for k in range(grid.num_devices)),
         )
 

@@ -25,13 +25,14 @@ from alpa_interchange.reshard import ReshardingPlan
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.array_store import ArrayReader, ArrayWriter, FileSums, Part, StoreError
 from mesh_runtime.exported import ExportedProgram
+from mesh_runtime.gpu_plane import GpuPair, GpuPlane, GpuTransport, GpuTransportMaker
 from mesh_runtime.heartbeats import Doing
 from mesh_runtime.host_batches import HostRead, ReadRows, RowReader
 from mesh_runtime.layout import HostTiles, Layout, Tiles
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.pacing import Pace
 from mesh_runtime.pieces import box_of
-from mesh_runtime.runtime import Executable, StepError
+from mesh_runtime.runtime import StepError
 from mesh_runtime.task_programs import (
     IssuedRuns,
     LoadedProgram,
@@ -40,46 +41,25 @@ from mesh_runtime.task_programs import (
     task_programs,
 )
 from mesh_runtime.trace import Recorder
-from mesh_runtime.transfers import Moves, Receiving, Sending, Transport, device_number
+from mesh_runtime.transfers import (
+    Moves,
+    Receiving,
+    Sending,
+    Transport,
+    device_number,
+    device_owners,
+)
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
-from mesh_runtime.worker_types import ArrayType, TaskTypes, layout_of, types_of
+from mesh_runtime.worker_types import (
+    ArrayType,
+    TaskTypes,
+    WorkerProgram,
+    WorkerStep,
+    layout_of,
+    types_of,
+)
 
 _SAVED = 8  # folders written of which the answer is kept, as it may be asked for again
-
-
-@frozen(kw_only=True)
-class WorkerProgram:
-    """What a worker gets at load, all of it plain data.
-
-    `plan` is a hash of all that was loaded, on this mesh and the others; steps and messages name
-    it.
-    """
-
-    plan: str
-    schedule: str  # JSON of a PipelineSchedule
-    executables: Mapping[str, Executable]  # callables only where they are of the same process
-    layouts: tuple[Mapping[str, Layout], ...]  # per mesh, by value
-    timeout: float  # seconds a step may wait for another worker
-
-
-@frozen(kw_only=True)
-class WorkerStep:
-    """What one host does in a step: which arrays it reads, and which it keeps or sends back.
-
-    `bound` and `kept` are numbers of arrays by buffer name, `placed` this host's share of arrays
-    that come with the step, `reads` what this host reads of batches itself, `returned` the outputs
-    whose tiles go to the driver, `released` numbers of arrays that nobody refers to any more.
-    """
-
-    plan: str
-    number: int
-    bound: Mapping[str, int]
-    placed: Mapping[str, HostTiles]
-    kept: Mapping[str, int]
-    returned: tuple[str, ...]
-    reads: Mapping[str, HostRead] = field(factory=dict)
-    released: tuple[int, ...] = ()
-    trace: str = "none"
 
 
 @define
@@ -134,6 +114,7 @@ class MeshWorker:
         meshes: Sequence[WorkerMesh],
         transport: Transport | None = None,
         devices: Sequence[Any] | None = None,
+        gpu_transport: GpuTransportMaker | None = None,
     ) -> None:
         self.mesh, self.host, self.meshes = mesh, host, tuple(meshes)
         self.transport = transport
@@ -151,6 +132,12 @@ class MeshWorker:
         self._number_of = {
             device: device_number(self.meshes, mesh, k) for k, device in enumerate(chosen)
         }
+        here = {
+            number: device
+            for device, number in self._number_of.items()
+            if device.process_index == jax.process_index()
+        }
+        self.gpus = GpuPlane(self.name, gpu_transport, here)
         self._pace = Pace(self.jax_mesh)
         self.doing = Doing(mesh, host)
         self.most_held = 0  # buffers at a time, in the last step
@@ -182,8 +169,20 @@ class MeshWorker:
         self._loaded[program.plan] = _Loaded(program, instructions, tasks)
         return types
 
-    def route(self, plan: str, moves: Moves) -> None:
-        """Learn by which plans the values of a program come and go."""
+    def gpu_obstacle(self) -> str:
+        """Return why values cannot go from GPU to GPU here; "" if they can."""
+        return self.gpus.obstacle()
+
+    def gpu_identities(self, count: int) -> list[bytes]:
+        """Return what the workers of `count` new pairs of meshes know each other by."""
+        return self.gpus.identities(count)
+
+    def route(self, plan: str, moves: Moves, pairs: Sequence[GpuPair] = ()) -> None:
+        """Learn by which plans the values of a program come and go, and meet the workers of new
+        `pairs` of meshes between which they go from GPU to GPU."""
+        if pairs:
+            timeout = self._program(plan).program.timeout
+            self.gpus.connect(pairs, device_owners(self.meshes), timeout)
         self._program(plan).moves = {
             key: move for key, move in moves.items() if self.mesh in key[1:]
         }
@@ -303,6 +302,7 @@ class MeshWorker:
     def close(self) -> None:
         """Drop all arrays and close the transport."""
         self._arrays.clear()
+        self.gpus.close()
         if self.transport is not None:
             self.transport.close()
 
@@ -435,12 +435,10 @@ class MeshWorker:
         move = self._move(state, name, self.mesh, peer)
         array = self._as_planned(array, move)
         tiles = {self._number_of[shard.device]: shard.data for shard in array.addressable_shards}
-        sending = self._transport().send(
-            self._key(state, self.mesh, peer, count, name),
-            move,
-            lambda: jax.block_until_ready(tiles),  # whoever touches what failed instead, aborts
-            state.loaded.program.plan,
-        )
+        # Elsewhere than on GPUs whoever touches what failed, instead of waiting for it, aborts.
+        ready = (lambda: tiles) if self.gpus.transport else lambda: jax.block_until_ready(tiles)
+        key = self._key(state, self.mesh, peer, count, name)
+        sending = self._transport().send(key, move, ready, state.loaded.program.plan)
         state.sending.append(_Departing(name, position, sending))
 
     def _move(self, state: _Step, name: str, source: int, target: int) -> ReshardingPlan:
@@ -452,7 +450,9 @@ class MeshWorker:
             )
         return found
 
-    def _transport(self) -> Transport:
+    def _transport(self) -> Transport | GpuTransport:
+        if self.gpus.transport is not None:
+            return self.gpus.transport
         if self.transport is None:
             raise StepError(f"{self.name} has no transport to other meshes")
         return self.transport
@@ -479,9 +479,10 @@ class MeshWorker:
         sharding = self._sharding(program.layouts[self.mesh][value_name(name)])
         shape = sharding.shard_shape(tensor.shape)
         own = sharding.addressable_devices_indices_map(tensor.shape)
+        found = {device: tiles[self._number_of[device]] for device in own}
         shards = [
-            jax.device_put(tiles[self._number_of[device]].view(dtype).reshape(shape), device)
-            for device in own
+            jax.device_put(tile if self.gpus.transport else tile.view(dtype).reshape(shape), device)
+            for device, tile in found.items()
         ]
         made = jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards)
         if state.recorder.mode != "none":

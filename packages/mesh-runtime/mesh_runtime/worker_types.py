@@ -1,18 +1,55 @@
-"""What arrays the tasks of a worker take and give."""
+"""What a worker is given to load and to do, and what arrays its tasks take and give."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from jax.sharding import NamedSharding
 
 from alpa_interchange.reshard import PlacedTensor
-from mesh_runtime.layout import Layout, plain_spec
+from mesh_runtime.host_batches import HostRead
+from mesh_runtime.layout import HostTiles, Layout, plain_spec
+from mesh_runtime.runtime import Executable
 from mesh_runtime.task_programs import LoadedProgram
+
+
+@frozen(kw_only=True)
+class WorkerProgram:
+    """What a worker gets at load, all of it plain data.
+
+    `plan` is a hash of all that was loaded, on this mesh and the others; steps and messages name
+    it.
+    """
+
+    plan: str
+    schedule: str  # JSON of a PipelineSchedule
+    executables: Mapping[str, Executable]  # callables only where they are of the same process
+    layouts: tuple[Mapping[str, Layout], ...]  # per mesh, by value
+    timeout: float  # seconds a step may wait for another worker
+
+
+@frozen(kw_only=True)
+class WorkerStep:
+    """What one host does in a step: which arrays it reads, and which it keeps or sends back.
+
+    `bound` and `kept` are numbers of arrays by buffer name, `placed` this host's share of arrays
+    that come with the step, `reads` what this host reads of batches itself, `returned` the outputs
+    whose tiles go to the driver, `released` numbers of arrays that nobody refers to any more.
+    """
+
+    plan: str
+    number: int
+    bound: Mapping[str, int]
+    placed: Mapping[str, HostTiles]
+    kept: Mapping[str, int]
+    returned: tuple[str, ...]
+    reads: Mapping[str, HostRead] = field(factory=dict)
+    released: tuple[int, ...] = ()
+    trace: str = "none"
 
 
 @frozen

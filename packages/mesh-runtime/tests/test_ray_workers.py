@@ -47,10 +47,12 @@ def test_workers_of_another_version_are_refused_with_both_sides_named(node, tmp_
 
 @pytest.mark.ray
 @needs_ray
-def test_workers_end_with_the_last_reference_to_them_and_give_back_their_cpus(node):
+def test_workers_end_with_the_last_reference_to_them_and_give_back_their_cpus(node, caplog):
     import ray
 
-    workers = RayWorkers([GRID])
+    with caplog.at_level("INFO", "mesh_runtime"):
+        workers = RayWorkers([GRID])
+    assert "through the memory of hosts: mesh 0 host 0 has cpu devices" in caplog.text
     assert list(workers.process_ids) == ["mesh 0 host 0"]
     assert workers.take_released() == ()
     del workers

@@ -1,3 +1,4 @@
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -10,9 +11,10 @@ from alpa_interchange.reshard import PlacedTensor, ReshardingTask
 from alpa_interchange.tensor import ShardingSpec, TensorType
 from mesh_runtime import InProcessRuntime, StepError, check_schedule, value_name
 from mesh_runtime.layout import Layout, host_tiles
-from mesh_runtime.transfers import device_owners
-from mesh_runtime.worker import MeshWorker, WorkerProgram, WorkerStep
+from mesh_runtime.transfers import device_numbers, device_owners
+from mesh_runtime.worker import MeshWorker
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
+from mesh_runtime.worker_types import WorkerProgram, WorkerStep
 
 resharding = pytest.importorskip("resharding", reason="its transport is handed to the workers")
 
@@ -200,3 +202,48 @@ def test_the_number_of_devices_must_be_that_of_the_mesh():
     grid = WorkerMesh(shape=(3,), axis_names=("x",), num_hosts=1)
     with pytest.raises(ValueError, match=r"mesh of shape \(3,\) needs 3 devices .* sees 2"):
         MeshWorker(0, 0, [grid], None, jax.devices()[:2])
+
+
+@pytest.fixture
+def gpu_team(meshes, monkeypatch):
+    """Return two workers in threads of this process, whose GPUs have met."""
+    fakes = pytest.importorskip("fake_gpus", reason="stands beside the tests of resharding")
+    world = fakes.fake_cuda.World()
+    for name, module in world.cupy().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    gpus = fakes.Gpus(world)
+    grids = [WorkerMesh(shape=(2, 2), axis_names=("data", "model"), num_hosts=1)] * 2
+    made = [
+        MeshWorker(index, 0, grids, None, list(mesh.devices.flat), gpu_transport=gpus)
+        for index, mesh in enumerate(meshes(2))
+    ]
+    first, second = (device_numbers(grids, mesh) for mesh in (0, 1))
+    (forth,), (back,) = (worker.gpu_identities(1) for worker in made)
+    pairs = [(first, second, forth), (second, first, back)]
+    for worker in made:
+        with world.of(worker.name):
+            worker.gpus.connect(pairs, device_owners(grids), 30.0)
+    yield made, gpus
+    for worker in made:
+        worker.close()
+
+
+def test_steps_between_gpus_are_those_of_one_process(pipeline, meshes, gpu_team):
+    job, cut = pipeline(2, 4), meshes(2)
+    workers, gpus = gpu_team
+    loaded = programs(job, cut)
+    for worker, program in zip(workers, loaded, strict=True):
+        install(worker, program)
+        place(worker, program, job)
+    runtime = InProcessRuntime(cut)
+    runtime.load(job.schedule, job.exported(cut), job.specs, outputs=job.outputs, carry=job.carry)
+    runtime.put(job.state())
+    for number in range(3):
+        results = step_all(workers, loaded, job, number)
+        ((_, loss),) = results[1][0][job.outputs[0]]
+        assert loss == runtime.step(job.batch(number))[job.outputs[0]]
+    assert [end.received for end in gpus.ends] == [12, 12]  # 3 steps of 4 microbatches, both ways
+    for index, name in enumerate(("w0", "w1")):
+        whole = np.asarray(runtime.fetch([name])[name])
+        for box, tile in workers[index].fetch([30 + index])[30 + index]:
+            np.testing.assert_array_equal(tile, whole[tuple(slice(a, b) for a, b in box)])

@@ -31,6 +31,8 @@ from resharding.nccl_library import NcclRanks, Operation
 from resharding.slices import Box, device_tiles
 from resharding.transport import TransportError
 
+_LOOK = 0.001  # seconds between looks at events while somebody waits for them
+
 
 @frozen
 class Exported:
@@ -228,8 +230,11 @@ class NcclTransport:
         def failed() -> TransportError | None:
             return None if posted.flight is None else posted.flight.error
 
-        with self._changed:
-            found = self._changed.wait_for(lambda: failed() is not None or over(), timeout)
+        deadline, found = time.monotonic() + timeout, failed() is not None or over()
+        while not found and time.monotonic() <= deadline:
+            self.look()  # the end of a step waits for this: not until the thread looks again
+            with self._changed:
+                found = self._changed.wait_for(lambda: failed() is not None or over(), _LOOK)
         error = failed()
         if error is not None:
             raise error

@@ -29,6 +29,7 @@ from mesh_runtime import Executable as Program
 from mesh_runtime import RayMesh, RayOptions, RayRuntime, RayWorkers, Runtime, WorkerError
 from resharding import HostTransport
 from resharding import plan as plan_resharding
+from resharding.gpu_transport import GpuTransport
 from resharding.network import network_of
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
@@ -51,6 +52,7 @@ class RayPool:
                     meshes,
                     self.options,
                     transport=HostTransport,
+                    gpu_transport=GpuTransport,
                     replacing=self._replacing,
                 )
             except WorkerError as error:
