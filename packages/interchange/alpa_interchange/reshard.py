@@ -9,7 +9,7 @@ from attrs import field, frozen
 from alpa_interchange.check import OneOf, non_negative, positive
 from alpa_interchange.tensor import ShardingSpec, TensorType
 
-TRANSFER_METHODS = ("local", "copy", "broadcast", "gather")
+TRANSFER_METHODS = ("local", "copy", "broadcast", "gather", "reduce")
 
 
 @frozen(kw_only=True)
@@ -70,8 +70,9 @@ class Transfer:
 
     method "copy" sends to the only receiver, "broadcast" runs a pipelined chain through the
     receivers in the given order in `num_chunks` pieces, "gather" is an all-gather among the
-    receivers of pieces that earlier transfers (`after`, indices into the plan) delivered, "local"
-    stays on the device. A transfer starts once all of `after` have finished.
+    receivers of pieces that earlier transfers (`after`, indices into the plan) delivered, "reduce"
+    runs a chain backwards: each receiver adds its summand of an unreduced source, and the last one
+    has the sum; "local" stays on the device. A transfer starts once all of `after` have finished.
     """
 
     method: str = field(validator=OneOf(*TRANSFER_METHODS))

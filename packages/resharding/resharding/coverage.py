@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alpa_interchange.reshard import ReshardingPlan, ReshardingTask, Transfer
-from resharding.slices import Box, device_tiles
+from resharding.slices import Box, all_tiles, device_tiles, summand_groups
 from resharding.traffic import gathered_pieces
 
 
@@ -26,7 +26,8 @@ class Ledger:
     def __init__(self, task: ReshardingTask, transfers: tuple[Transfer, ...]) -> None:
         shape = task.tensor.shape
         self.transfers = transfers
-        self.source = device_tiles(task.source, shape, "source")
+        self.source = all_tiles(task.source, shape)
+        self.groups = set(map(frozenset, summand_groups(task.source)))
         self.target = device_tiles(task.target, shape, "target")
         boxes = [*self.source.values(), *self.target.values()]
         boxes += [Box(transfer.start, transfer.stop) for transfer in transfers]
@@ -41,7 +42,8 @@ class Ledger:
         for device in {**self.source, **self.target}:
             self.held[device] = np.zeros(grid, dtype=bool)
         for device, box in self.source.items():
-            self.held[device][self.cells(box)] = True
+            if frozenset((device,)) in self.groups:  # else it holds a summand
+                self.held[device][self.cells(box)] = True
 
     def cells(self, box: Box) -> tuple[slice, ...]:
         """Return the index of `box` in the grid of cells."""
@@ -59,7 +61,15 @@ class Ledger:
                     f"transfer {index} ({transfer.method}) names device {device}, which is in "
                     "neither mesh"
                 )
-        if transfer.method == "gather":
+        if transfer.method == "reduce":
+            chain, box = (transfer.sender, *transfer.receivers), Box(transfer.start, transfer.stop)
+            whole = frozenset(chain) in self.groups and len(set(chain)) == len(chain)
+            if not whole or not all(self.source[device].contains(box) for device in chain):
+                raise PlanError(
+                    f"transfer {index} adds up {transfer.start}..{transfer.stop} of the devices "
+                    f"{chain}, which are not all that hold its summands, each once"
+                )
+        elif transfer.method == "gather":
             union = np.zeros_like(self.held[transfer.sender])
             for owner, piece in gathered_pieces(self.transfers, transfer):
                 if owner in transfer.receivers:
@@ -78,7 +88,8 @@ class Ledger:
     def finish(self, transfer: Transfer) -> None:
         """Give the bytes of a finished transfer to its receivers."""
         where = self.cells(Box(transfer.start, transfer.stop))
-        for device in transfer.receivers:
+        last = slice(-1 if transfer.method == "reduce" else 0, None)
+        for device in transfer.receivers[last]:
             self.held[device][where] = True
 
     def check_end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from alpa_interchange.reshard import ReshardingPlan
 from resharding.coverage import check_plan
-from resharding.slices import Box, device_tiles
+from resharding.slices import Box, all_tiles, device_tiles, summand_groups
 from resharding.tile_buffers import TileBuffers
 from resharding.traffic import gathered_pieces
 
@@ -24,7 +25,7 @@ class HostExecutor:
         check_plan(plan)
         self.plan = plan
         shape = plan.task.tensor.shape
-        self.source_tiles = device_tiles(plan.task.source, shape, "source")
+        self.source_tiles = all_tiles(plan.task.source, shape)
         self.target_tiles = device_tiles(plan.task.target, shape, "target")
 
     def run(
@@ -32,14 +33,17 @@ class HostExecutor:
     ) -> dict[int, NDArray[Any]]:
         """Return the tile of every target device, given that of every source device.
 
-        `allocate(shape, dtype)` makes the result arrays. Bytes are copied, never computed with.
+        `allocate(shape, dtype)` makes the result arrays. Bytes are copied; only summands of an
+        unreduced source are added, in the order of the chains.
         """
         dtype = self._check(shards)
+        grouped = max(map(len, summand_groups(self.plan.task.source))) > 1
+        held = {device: np.empty_like(one) if grouped else one for device, one in shards.items()}
         results = {device: allocate(box.shape, dtype) for device, box in self.target_tiles.items()}
         buffers = {
             device: TileBuffers(
                 device,
-                (self.source_tiles[device], shards[device]) if device in shards else None,
+                (self.source_tiles[device], held[device]) if device in held else None,
                 (self.target_tiles[device], results[device]) if device in results else None,
             )
             for device in {**self.source_tiles, **self.target_tiles}
@@ -53,6 +57,12 @@ class HostExecutor:
                             buffers[receiver].write(piece, values)
                 continue
             box = Box(transfer.start, transfer.stop)
+            if transfer.method == "reduce":
+                chain = (transfer.sender, *transfer.receivers)
+                parts = [shards[one][box.within(self.source_tiles[one].start)] for one in chain]
+                last = box.within(self.source_tiles[chain[-1]].start)
+                held[chain[-1]][last] = functools.reduce(np.add, parts)
+                continue
             values = buffers[transfer.sender].read(box)
             for receiver in transfer.receivers:
                 buffers[receiver].write(box, values)

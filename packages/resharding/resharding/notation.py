@@ -1,6 +1,7 @@
 """Layouts, tensors and networks in a line of text, as the command line takes them.
 
 2x4:S0,R        2 hosts x 4 devices, dim 0 cut over hosts, dim 1 whole (arXiv 2211.05322)
+2x4:S0,R+device dim 0 cut over hosts, of which each device holds a summand (unreduced)
 3x8@2:S10,R     hosts 2, 3 and 4; dim 0 cut over devices, then over hosts
 int32[1024,512]
 nic=1.25e9,device=25e9,latency=1e-5,nics=2
@@ -49,13 +50,16 @@ def place(
 
 def parse_spec(text: str) -> ShardingSpec:
     """Return the spec of "S0,R": an entry per dim, none for a scalar."""
-    parts = [part for part in re.split(r"[,\s]+", text.strip()) if part]
+    text, *partial = (part.strip() for part in text.split("+"))
+    parts = [part for part in re.split(r"[,\s]+", text) if part]
     unknown = [part for part in parts if part not in AXES]
     if unknown:
         raise ValueError(
             f"a layout has one of {', '.join(AXES)} per dim, got {unknown[0]!r} in {text!r}"
         )
-    return ShardingSpec(tuple(AXES[part] for part in parts))
+    if not set(partial) <= {"host", "device"}:
+        raise ValueError(f"a layout is unreduced over +host or +device, got {partial}")
+    return ShardingSpec(tuple(AXES[part] for part in parts), tuple(partial))
 
 
 def parse_placed(text: str, first_host: int = 0) -> PlacedTensor:

@@ -12,6 +12,7 @@ from resharding.course import Demand, course, demand_of, least_seconds
 from resharding.network import Links, Network
 from resharding.slices import cut_slices, hosts_of
 from resharding.strategies import STRATEGIES, Draft, Setting, candidates, divided_broadcast, paced
+from resharding.sums import plan_sum
 
 # Slices whose order is searched further: with latency, 16 slices took 20 ms and gained under 1 %.
 _MOST_SEARCHED = 8
@@ -43,13 +44,17 @@ def plan(
 
     "auto" drafts every strategy with a list schedule, passes over those that cannot beat the best
     so far, simulates the others, and searches for a better order of the winner. Source and target
-    may share devices or hosts; partial layouts are refused.
+    may share devices or hosts. A source may be unreduced: its summands are added on the way
+    (`resharding.sums`); a target may not.
     """
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ValueError(
             f"strategy must be 'auto' or one of {', '.join(STRATEGIES)}, got {strategy!r}"
         )
-    race = _Race(task, network or Network(), options or PlanOptions())
+    network, options = network or Network(), options or PlanOptions()
+    if task.source.spec.partial and 0 not in task.tensor.shape:
+        return plan_sum(task, network, lambda move: plan(move, network, strategy, options))
+    race = _Race(task, network, options)
     if strategy in ("auto", "broadcast"):
         race.enter_divided()
     lanes = (False, True) if race.network.issue == "device" else (False,)

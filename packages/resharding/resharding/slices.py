@@ -65,15 +65,22 @@ class Slice:
 
 
 def device_tiles(placed: PlacedTensor, shape: tuple[int, ...], side: str) -> dict[int, Box]:
-    """Return the tile of each device; a dim of n elements cut k ways has tiles of ceil(n/k).
-
-    Tiles at the end may be shorter or empty, as in XLA. Partial specs are refused.
-    """
+    """Return `all_tiles` of a layout of which every device holds the values: not of summands."""
     if placed.spec.partial:
         raise ValueError(
             f"the {side} layout is an unreduced sum over the mesh axes {placed.spec.partial}; "
-            "resharding moves bytes and does not add: reduce the value on its own mesh first"
+            "only sources of `plan` and `HostExecutor` may be: what moves bytes does not add, so "
+            "reduce the value on its own mesh first"
         )
+    return all_tiles(placed, shape)
+
+
+def all_tiles(placed: PlacedTensor, shape: tuple[int, ...]) -> dict[int, Box]:
+    """Return the tile of each device; a dim of n elements cut k ways has tiles of ceil(n/k).
+
+    Tiles at the end may be shorter or empty, as in XLA. With a partial spec a device holds a
+    summand of its tile.
+    """
     sizes = dict(zip(placed.axis_names, placed.mesh_shape, strict=True))
     strides = {
         name: math.prod(placed.mesh_shape[k + 1 :]) for k, name in enumerate(placed.axis_names)
@@ -118,6 +125,19 @@ def cut_slices(task: ReshardingTask) -> tuple[Slice, ...]:
                 )
             )
     return tuple(sorted(cut, key=lambda piece: piece.box.start))
+
+
+def summand_groups(placed: PlacedTensor) -> tuple[tuple[int, ...], ...]:
+    """Return the devices whose summands add up to a tile, in mesh order; a tile that several groups
+    have is there several times."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for position, device in enumerate(placed.devices):
+        place, key = position, []
+        for name, size in zip(placed.axis_names[::-1], placed.mesh_shape[::-1], strict=True):
+            place, index = divmod(place, size)
+            key.append(0 if name in placed.spec.partial else index)
+        groups.setdefault(tuple(key), []).append(device)
+    return tuple(map(tuple, groups.values()))
 
 
 def split_box(box: Box, count: int) -> list[Box]:
