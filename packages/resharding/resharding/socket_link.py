@@ -231,14 +231,14 @@ class SocketLink:
         self._closed = True
         for waiting in self._posts.values():
             waiting.put(None)
-        with self._lock:
+        with self._lock:  # closed twice at a time, the file might be another one by then
             opened, self._open = list(self._open), set()
+            probe, self._probe_file = self._probe_file, -1
         for one in (*self._listeners, *opened):
             _shut(one)
         self._mapped.clear()
-        if self._probe_file >= 0:
-            os.close(self._probe_file)
-            self._probe_file = -1
+        if probe >= 0:
+            os.close(probe)
 
     # ------------------------------------------------------------------ connections
 

@@ -1,3 +1,4 @@
+import os
 import socket
 import threading
 import time
@@ -135,3 +136,21 @@ def test_unknown_peers_and_tokens_of_another_length_are_refused(links):
         a.post("c", {})
     with pytest.raises(ValueError, match="token must have 32 bytes, got 3"):
         SocketLink("a", b"abc")
+
+
+def test_closing_from_two_threads_closes_each_file_once(links, monkeypatch):
+    a, *_ = links()
+    closed, close = [], os.close
+
+    def slowly(number):
+        closed.append(number)
+        time.sleep(0.1)
+        close(number)
+
+    monkeypatch.setattr("resharding.socket_link.os.close", slowly)
+    threads = [threading.Thread(target=a.close) for _ in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(closed) == 1
