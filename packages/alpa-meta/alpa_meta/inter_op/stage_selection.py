@@ -99,6 +99,7 @@ def stage_scope(
     local_only = frozenset(
         var for var, readers in crossing.items() if var in defined and readers <= {stage}
     )
+    sent = frozenset(defined & others)
     later = None
     if staging.by_weight is not None:
         later = frozenset(at for at, k in enumerate(members) if k in staging.by_weight)
@@ -116,11 +117,11 @@ def stage_scope(
         num_delayed=num_delayed,
         offloaded=offloaded,
         received=frozenset((read & others_made) - defined),
+        sent=sent,
         pins=pins or {},
         times=() if window is None else window.times,
         reads={} if window is None else window.reads,
     )
-    sent = frozenset(defined & others)
     return StageScope(stage_eqns, tuple(layers), residuals, sent, later)
 
 

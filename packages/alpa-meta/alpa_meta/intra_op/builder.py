@@ -27,6 +27,7 @@ from alpa_meta.intra_op.bucketed_traffic import (
 from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
 from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds, Priced
+from alpa_meta.intra_op.fused_traffic import fused_traffic
 from alpa_meta.intra_op.liveness import KINDS, Span, Timeline
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
 from alpa_meta.intra_op.mesh_costs import Conversion, MeshCosts
@@ -55,6 +56,7 @@ class Builder:
         self.costs = costs
         self.stage = stage
         self.others = others_of(stage, others)
+        self.moved = fused_traffic(stage, self.others, costs.platform)
         self._ratios = [other.num_microbatches / stage.num_microbatches for other in others]
         self.problem = ProblemBuilder()
         self.sources: dict[Atom, Source] = {}

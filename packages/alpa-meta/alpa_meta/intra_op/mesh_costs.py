@@ -183,11 +183,18 @@ class MeshCosts:
         return self.model.device(self.host_group).platform
 
     def compute_seconds(self, kind: str, flops: float, bytes: float, dtype: str) -> float:
-        """Return the seconds of an operator's part on one device.
+        """Return the seconds of an operator's part on one device, its neighbours not known.
 
-        Elementwise work is taken as fused into its neighbours: memory traffic without a launch.
+        Elementwise work is taken as fused into them: memory traffic without a launch.
         """
         if kind == "elementwise":
+            return bytes / self.model.device(self.host_group).memory_bandwidth
+        return self.kernel_seconds(kind, flops, bytes, dtype)
+
+    def kernel_seconds(self, kind: str, flops: float, bytes: float, dtype: str) -> float:
+        """Return the seconds of the kernel that an operator is on one device: none of one that
+        moves nothing, being computed inside its readers. On host devices nothing is launched."""
+        if kind == "elementwise" and (not bytes or self.platform == "cpu"):
             return bytes / self.model.device(self.host_group).memory_bandwidth
         return float(
             self.model.compute_seconds(flops, bytes, dtype, kind, host_group=self.host_group)

@@ -64,6 +64,7 @@ def operator_choice(
         weight,
         late,
         together,
+        builder.moved[id(eqn)],
         tuple([None if s is None else (s.node, number(s.specs)) for s in read]),
         tuple([v in accumulated for v in reads]),
         tuple([(v in builder.partial, v in accumulated) for v in eqn.outvars]),
@@ -102,14 +103,16 @@ def _seconds(
     """Return [strategies] seconds per step at each size, remembered for all operators alike."""
     twins = builder.others.eqns.get(id(eqn), ())
     of = tuple(map(operator_signature, (eqn, *twins)))
-    alike = (of, builder.costs.number(strategies), weight, late, together, builder.updates)
+    moved = builder.moved[id(eqn)]
+    alike = (of, moved, builder.costs.number(strategies), weight, late, together, builder.updates)
     known = builder.seconds.get(alike)
     if known is None:
         weights = [weight, *builder.weights(weight)]
         known = builder.seconds[alike] = tuple(
             [
-                times * operator_seconds(builder.costs, one, rule, strategies, late, together)
-                for one, times in zip((eqn, *twins), weights, strict=False)
+                times
+                * operator_seconds(builder.costs, one, rule, strategies, late, bytes, together)
+                for one, times, bytes in zip((eqn, *twins), weights, moved, strict=False)
             ]
         )
     return known

@@ -18,7 +18,6 @@ from alpa_meta.operators import (
     kernel_kind,
     operator_of,
     operator_signature,
-    traffic_bytes,
 )
 from alpa_meta.operators.operator import ExchangeFunction
 
@@ -29,18 +28,20 @@ def operator_seconds(
     rule: ShardingRule | None,
     strategies: tuple[Strategy, ...],
     late: bool,
+    moved: float,
     together: int = 1,
 ) -> np.ndarray:
     """Return [strategies] seconds of compute and of completing sums, once; remembered.
 
+    `moved` are the bytes of the whole operator through memory (`fused_traffic`).
     `late` sums, which nothing but the update waits for, travel in buckets; others with those of
     `together` equations.
     """
     number = costs.number(strategies)
-    key = (operator_signature(eqn), number, late, together)
+    key = (operator_signature(eqn), moved, number, late, together)
     known = costs.operators.get(key)
     if known is None:
-        known = _compute_seconds(costs, eqn, rule, strategies, number)
+        known = _compute_seconds(costs, eqn, rule, strategies, number, moved)
         if rule is not None:
             inner = _inner_seconds(costs, eqn, rule, strategies, number, late, together)
             known = known if inner is None else known + inner
@@ -54,30 +55,31 @@ def _compute_seconds(
     rule: ShardingRule | None,
     strategies: Sequence[Strategy],
     number: int,
+    moved: float,
 ) -> np.ndarray:
     """Return [strategies] seconds of an operator's part on one device."""
-    work, traffic, kind, dtype = _work_of(eqn, costs.platform)
+    work, kind, dtype = _work_of(eqn, costs.platform)
     patch_bytes = operator_of(eqn).patch_bytes if costs.platform == "cpu" else None
     shards = costs.layouts.shards(number)
     if patch_bytes is not None and rule is not None:
         patches = [patch_bytes(eqn, rule, strategy, costs.mesh) for strategy in strategies]
         return np.array(
             [
-                costs.compute_seconds(kind, work / count, traffic / count + patch, dtype)
+                costs.kernel_seconds(kind, work / count, moved / count + patch, dtype)
                 for count, patch in zip(shards, patches, strict=True)
             ]
         )
     counts, places = costs.layouts.shard_counts(number)
-    seconds = [costs.compute_seconds(kind, work / n, traffic / n, dtype) for n in counts]
+    seconds = [costs.kernel_seconds(kind, work / n, moved / n, dtype) for n in counts]
     found: np.ndarray = np.array(seconds)[places]
     return found
 
 
 @functools.lru_cache(maxsize=1 << 17)  # equations compare by identity, and are on many meshes
-def _work_of(eqn: JaxprEqn, platform: str) -> tuple[float, float, str, str]:
-    """Return an operator's operations, bytes, kernel and the dtype whose peak holds."""
+def _work_of(eqn: JaxprEqn, platform: str) -> tuple[float, str, str]:
+    """Return an operator's operations, its kernel and the dtype whose peak holds."""
     dtype, passes = arithmetic(eqn, platform)
-    return passes * flops(eqn), traffic_bytes(eqn), kernel_kind(eqn), dtype
+    return passes * flops(eqn), kernel_kind(eqn), dtype
 
 
 def _inner_seconds(

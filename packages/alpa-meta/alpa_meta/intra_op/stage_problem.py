@@ -72,8 +72,8 @@ class StageEqns:
     live on the devices, but for `offloaded` ones, which come for the update; `carried` pairs each
     new state value with the input it replaces. `kept` are the values that the forward pass leaves
     for the backward pass as results of a program of its own, once per microbatch of the
-    `in_flight`; `received` are inputs from other stages. `times`
-    and `reads` are those of a `Window`; without them everything counts once.
+    `in_flight`; `received` are inputs from other stages, `sent` results for them. `times` and
+    `reads` are those of a `Window`; without them everything counts once.
     `delayed` are the values that a split backward keeps for its part by weight, which `num_delayed`
     microbatches wait for.
     """
@@ -88,6 +88,7 @@ class StageEqns:
     num_microbatches: int
     in_flight: int = 1
     received: frozenset[Var] = frozenset()
+    sent: frozenset[Var] = frozenset()
     pins: Mapping[Var, Pin] = field(factory=dict)
     times: Sequence[int] = ()
     reads: Mapping[int, Mapping[Var, int]] = field(factory=dict)

@@ -37,7 +37,7 @@ from alpa_meta.operators.operator import (
     run_unchanged,
 )
 from alpa_meta.operators.regions import is_conditional
-from alpa_meta.operators.work import all_bytes, result_elements
+from alpa_meta.operators.work import all_bytes, copied_results, result_elements
 
 _OPERATORS: dict[str, Operator] = {
     **elementwise.OPERATORS,
@@ -165,6 +165,11 @@ def flops(eqn: JaxprEqn) -> float:
 def traffic_bytes(eqn: JaxprEqn) -> float:
     """Return the bytes that `eqn` moves through memory; bodies of loops are counted once."""
     return _of_bodies(eqn, traffic_bytes, _bytes)
+
+
+def reads_windows(eqn: JaxprEqn) -> bool:
+    """Return whether an operator copies parts of its first operand, and reads no more of it."""
+    return operator_of(eqn).bytes is copied_results
 
 
 def _of_bodies(eqn: JaxprEqn, inner: CountFunction, own: CountFunction) -> float:

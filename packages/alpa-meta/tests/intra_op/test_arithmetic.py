@@ -10,7 +10,7 @@ from alpa_meta.compat import open_jaxpr
 from alpa_meta.intra_op.arithmetic import arithmetic
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.operator_seconds import operator_seconds
-from alpa_meta.operators import sharding_rule
+from alpa_meta.operators import sharding_rule, traffic_bytes
 from alpa_meta.step.trace import inline
 from cost_model import CostModel, cluster
 
@@ -82,7 +82,9 @@ def test_a_default_product_on_h100_is_priced_at_tensorfloat32():
     def seconds(precision):
         eqn = equation(lambda a, b: lax.dot(a, b, precision=precision), LARGE, LARGE)
         rule = sharding_rule(eqn)
-        (one,) = operator_seconds(costs, eqn, rule, costs.layouts.strategies(rule), late=False)
+        (one,) = operator_seconds(
+            costs, eqn, rule, costs.layouts.strategies(rule), False, traffic_bytes(eqn)
+        )
         return one - model.device().launch_latency
 
     assert seconds("highest") / seconds(None) == pytest.approx(494.7 / 66.9)

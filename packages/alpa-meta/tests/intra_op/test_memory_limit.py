@@ -69,10 +69,11 @@ def test_without_solver_seconds_the_clock_changes_nothing(monkeypatch, share):
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 def test_a_scanned_model_costs_what_the_unrolled_one_costs(shape):
+    """But for the update, whose kernels are launched for all layers at once: at most 15 % here."""
     found = []
     for name in ("gpt-scan", "gpt-remat"):
         model = corpus_model(name, "tiny")
         options = Options(num_stages=1, num_microbatches=1, mesh_shape=shape)
         step = Step(model.train_step, (model.state, model.batch))
         found.append(make_plan(step, cluster("h100:8"), options).plan.step_seconds)
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0] <= found[1] <= 1.15 * found[0]

@@ -24,7 +24,9 @@ def equation(function, *args):
 
 def test_a_product_costs_a_devices_share_of_its_work():
     eqn, strategies = equation(jnp.dot, jnp.ones((64, 64)), jnp.ones((64, 64)))
-    seconds = operator_seconds(COSTS, eqn, sharding_rule(eqn), strategies, late=False)
+    seconds = operator_seconds(
+        COSTS, eqn, sharding_rule(eqn), strategies, False, traffic_bytes(eqn)
+    )
     for strategy, found in zip(strategies, seconds, strict=True):
         shards = MESH.size(tuple(a for _, axes in strategy.assignment for a in axes))
         work, traffic = flops(eqn) / shards, traffic_bytes(eqn) / shards
@@ -34,17 +36,17 @@ def test_a_product_costs_a_devices_share_of_its_work():
 def test_an_operator_without_a_rule_is_computed_whole_on_every_device():
     eqn, strategies = equation(jnp.tanh, jnp.ones((64, 64)))
     whole = tuple(one for one in strategies if not one.assignment)
-    (seconds,) = operator_seconds(COSTS, eqn, None, whole, late=False)
+    (seconds,) = operator_seconds(COSTS, eqn, None, whole, False, traffic_bytes(eqn))
     assert seconds == pytest.approx(
-        COSTS.compute_seconds("elementwise", 0.0, traffic_bytes(eqn), "float32")
+        COSTS.kernel_seconds("elementwise", 64 * 64, traffic_bytes(eqn), "float32")
     )
 
 
 def test_a_maximum_over_a_sharded_dim_is_completed_inside_and_cheaper_in_a_bucket():
     eqn, strategies = equation(lambda x: jax.lax.reduce_max(x, (0,)), jnp.ones((64, 64)))
     rule = sharding_rule(eqn)
-    alone = operator_seconds(COSTS, eqn, rule, strategies, late=False)
-    shared = operator_seconds(COSTS, eqn, rule, strategies, late=True)
+    alone = operator_seconds(COSTS, eqn, rule, strategies, False, traffic_bytes(eqn))
+    shared = operator_seconds(COSTS, eqn, rule, strategies, True, traffic_bytes(eqn))
     reduced = [
         any(rule.factor(name).kind == "reduction" for name, _ in s.assignment) for s in strategies
     ]
@@ -102,15 +104,15 @@ def _convolutions(costs, image, kernel, groups):
     (eqn,) = open_jaxpr(jax.make_jaxpr(convolve)(image, kernel)).eqns
     rule = sharding_rule(eqn)
     strategies = costs.layouts.strategies(rule)
-    seconds = operator_seconds(costs, eqn, rule, strategies, late=False)
+    seconds = operator_seconds(costs, eqn, rule, strategies, False, traffic_bytes(eqn))
     return {one.results[0]: cost for one, cost in zip(strategies, seconds, strict=True)}
 
 
 def test_sums_sent_together_share_one_latency():
     eqn, strategies = equation(lambda x: jax.lax.reduce_max(x, (0,)), jnp.ones((64, 64)))
     rule = sharding_rule(eqn)
-    alone = operator_seconds(COSTS, eqn, rule, strategies, late=False)
-    three = operator_seconds(COSTS, eqn, rule, strategies, late=False, together=3)
+    alone = operator_seconds(COSTS, eqn, rule, strategies, False, traffic_bytes(eqn))
+    three = operator_seconds(COSTS, eqn, rule, strategies, False, traffic_bytes(eqn), together=3)
     for strategy, first, second in zip(strategies, alone, three, strict=True):
         axes = tuple(
             a for n, axes in strategy.assignment if rule.factor(n).kind == "reduction" for a in axes
