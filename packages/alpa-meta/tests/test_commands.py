@@ -156,7 +156,7 @@ def test_the_module_is_found_in_the_folder_the_command_runs_in(tmp_path):
 REFUSED = """
 import sys
 from alpa_meta.cli import run
-assert run("plan --cluster h100:8 --model llama:small --memory 1GiB".split()) == 2
+assert run("plan --cluster h100:8 --model llama:small --memory 200MiB".split()) == 2
 slow = {"alpa_meta.planning.planner", "flax", "ilp_sharding", "matplotlib"}
 assert not slow & set(sys.modules), slow & set(sys.modules)
 """

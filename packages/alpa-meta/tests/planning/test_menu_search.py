@@ -102,7 +102,7 @@ def test_sizes_whose_programs_have_other_equations_are_left_out():
 
 
 def test_the_menu_knows_what_one_program_on_all_devices_holds():
-    model = corpus.build("gpt", "tiny")
+    model = corpus.build("gpt", "small")
     step, two = Step(model.train_step, (model.state, model.batch)), cluster("h100:2")
     costs, whole = CostModel(two), whole_cluster(two)
     meshes = [(whole, mesh) for mesh in logical_meshes(costs, whole, 1)]
