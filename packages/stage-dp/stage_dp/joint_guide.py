@@ -60,7 +60,8 @@ class Guide:
         self.open_ended = self.most < most
         self.held = self.all_held[: self.most]
         self.binding = False  # whether memory is looked at in the sweeps
-        self.bound = 0.0  # of the objective, over all pipelines
+        # By schedule, the best pipeline before those with short updates were looked for.
+        self.first: dict[str, Scored] = {}
         self._start()
 
     def _start(self) -> None:
@@ -123,7 +124,7 @@ class Guide:
             if leader is not None and longest == math.inf:
                 update = max(float(stage.columns[STEP]) for stage in leader.stages)
                 if update > LONG_UPDATE * leader.step_seconds:
-                    longest, new = PART * update, True
+                    longest, new, self.first = PART * update, True, dict(best)
             if not new:
                 break
             if not self.binding and number == 0 and self._starved(found[0]):

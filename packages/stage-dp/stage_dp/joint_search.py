@@ -79,6 +79,7 @@ class _Setting:
     bound: float
     interleaving: Interleaving | None = None
     best: Scored | None = None
+    first: Scored | None = None  # another to make better by small changes
     done: bool = False  # every pipeline that could be better was tried
     with_memory: bool = False  # the bound needs memory to rise further
     asked: int = 0  # times that sharper floors were asked for, with memory or without
@@ -285,6 +286,7 @@ class _Search:
             best = found.get(setting.rule.name)
             if best is None:
                 continue
+            setting.first = guide.first.get(setting.rule.name)
             # Quick scores may be low by a little.
             setting.best = score([best.stages], best.rule, costs.table, self.links)
             if setting.best is not None and setting.best.step_seconds < self.limit:
@@ -308,7 +310,7 @@ class _Search:
         settings = [s for s in self.settings if s.interleaving is None]
         settings.sort(key=lambda s: s.best.step_seconds if s.best else s.bound + self.limit)
         for setting in settings[:IMPROVED]:
-            starts = [setting.best, self.best]
+            starts = [setting.best, setting.first, self.best]
             for start in dict.fromkeys(starts):
                 if start is None or start.num_meshes is not None or self.late():
                     continue

@@ -327,6 +327,54 @@ def test_without_enumeration_plans_are_within_a_hundredth_of_the_best(seed, monk
         assert solve_joint(problem).step_seconds <= best * 1.01
 
 
+def equal_layers(count, costs, num_hosts):
+    """A chain of equal layers on hosts of one device; `costs` {hosts of a mesh: (seconds of a layer
+    for a sample, seconds of its update)}."""
+
+    def row(seconds, update):
+        third = Affine(0.0, seconds / 3)
+        return LayerRow(
+            forward=third,
+            backward_input=third,
+            backward_weight=third,
+            step_seconds=update,
+            state_bytes=0.0,
+            activation_bytes=Affine(),
+            delayed_bytes=Affine(),
+            transient_bytes=Affine(),
+            batch_split=1,
+            layout_in=0,
+            layout_out=0,
+        )
+
+    meshes = tuple(
+        MeshMenu(
+            submesh=SubmeshSpec(num_hosts=hosts, devices_per_host=1, host_group=0),
+            logical=logical(hosts),
+            rows=((row(*seconds),),),
+            layouts=("a",),
+            conversion={},
+        )
+        for hosts, seconds in costs.items()
+    )
+    return JointProblem(
+        menu=LayerMenu(class_of_layer=(0,) * count, meshes=meshes),
+        batch_size=64,
+        counts=(64,),
+        device_groups=(DeviceGroup(num_hosts=num_hosts, devices_per_host=1, memory=1.0),),
+        schedules=("1f1b",),
+        boundary=lambda *_: Affine(),
+    )
+
+
+@pytest.mark.parametrize("update", [5.0, 6.0, 8.0])
+def test_long_updates_are_not_hidden_by_the_work_of_other_stages(update):
+    """Two hosts take half the time for a layer, but its update is long: eight stages of one host
+    take 64 times five layers and once the others."""
+    problem = equal_layers(33, {1: (1.0, 0.0), 2: (0.5, update)}, num_hosts=8)
+    assert solve_joint(problem).step_seconds <= 64 * 5 + 33 - 5 + 1e-9
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_larger_space_never_gives_a_slower_plan(seed):
     rng = np.random.default_rng(seed)
