@@ -6,39 +6,20 @@ where every worker can; else values go through the memory of hosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from alpa_interchange.reshard import ReshardingPlan
-from mesh_runtime.transfers import Receiving, Sending
+from mesh_runtime.transfers import Channel
 
 GpuPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], bytes]
 """The devices of a mesh that sends, those of one that receives, and the name of what joins them."""
 
 
-class GpuTransport(Protocol):
+class GpuTransport(Channel, Protocol):
     """One worker's end; tiles are jax arrays, also those that are still being computed."""
 
     def connect(self, pairs: Sequence[GpuPair], owner_of: Mapping[int, str]) -> None:
         """Meet the others of new pairs of meshes; all workers do so at the same time."""
-        ...
-
-    def send(
-        self,
-        key: str,
-        plan: ReshardingPlan,
-        tiles: Callable[[], Mapping[int, Any]],
-        program: str = "",
-    ) -> Sending:
-        """Post the sends of this worker's devices."""
-        ...
-
-    def receive(self, key: str, plan: ReshardingPlan, program: str = "") -> Receiving:
-        """Post the receives of this worker's devices."""
-        ...
-
-    def close(self) -> None:
-        """Give up all that is under way."""
         ...
 
 

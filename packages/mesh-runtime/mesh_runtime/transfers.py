@@ -49,17 +49,8 @@ class Receiving(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """One worker's end of what carries values between meshes."""
-
-    @property
-    def address(self) -> Any:
-        """What the others need to reach it: plain data."""
-        ...
-
-    def connect(self, peers: Mapping[str, Any], owner_of: Mapping[int, str]) -> None:
-        """Learn the addresses of the others, and which worker owns each device."""
-        ...
+class Channel(Protocol):
+    """What a worker sends and receives by, once it knows the others."""
 
     def send(
         self,
@@ -77,6 +68,19 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give up all that is under way."""
+        ...
+
+
+class Transport(Channel, Protocol):
+    """One worker's end of what carries values between meshes."""
+
+    @property
+    def address(self) -> Any:
+        """What the others need to reach it: plain data."""
+        ...
+
+    def connect(self, peers: Mapping[str, Any], owner_of: Mapping[int, str]) -> None:
+        """Learn the addresses of the others, and which worker owns each device."""
         ...
 
 

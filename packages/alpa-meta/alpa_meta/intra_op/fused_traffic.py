@@ -13,7 +13,7 @@ S bytes, read by n kernels, moves S + (1 + n) W where it is stored and n S where
 stored where that is not more, so that sums of residuals are, one in every layer.    -> _stored()
 
 On host devices each operator moves its own bytes: XLA computes no dear operator twice there, and
-the bytes of a transformer's step are 1.0 to 1.1 of a compiled one's, with the fusion 0.69.
+these are nearer to those of a compiled training step (test_fused_traffic).
 
 Decisions follow from the program alone, not from its sharding, and are those of its own size at all
 others: what an operator moves is then linear in the samples of a microbatch (`layer_floors`).

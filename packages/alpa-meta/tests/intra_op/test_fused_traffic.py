@@ -4,11 +4,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from alpa_meta import corpus
 from alpa_meta.compat import Literal, open_jaxpr
+from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.intra_op.fused_traffic import fused_traffic
 from alpa_meta.intra_op.other_sizes import others_of
 from alpa_meta.intra_op.stage_problem import StageEqns
+from alpa_meta.options import Options
+from alpa_meta.planning.outlooks import outlook_of
+from alpa_meta.step.program import Step
 from alpa_meta.step.trace import inline
+from cost_model import cluster
 
 FLOATS = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 WHOLE = 4.0 * 64 * 64  # bytes
@@ -124,3 +130,18 @@ def test_compiled_programs_move_as_many_bytes(function):
     found = sum(size for _, size in moved(function, FLOATS, FLOATS))
     compiled = jax.jit(function).lower(FLOATS, FLOATS).compile().cost_analysis()
     assert found == pytest.approx(compiled["bytes accessed"], rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_host_devices_move_what_each_operator_does(name):
+    model = corpus.build(name, "tiny")
+    program = Step(model.train_step, (model.state, model.batch)).program(1)
+    outlook, _ = outlook_of(program, Options(), cluster("host:1"))
+    whole = stage_scope(outlook.program, outlook.staging, 0, 1).eqns
+    fused, apart = (
+        sum(bytes[0] for bytes in fused_traffic(whole, others_of(whole, ()), platform).values())
+        for platform in ("gpu", "cpu")
+    )
+    compiled = jax.jit(model.train_step).lower(model.state, model.batch).compile().cost_analysis()
+    assert apart == pytest.approx(compiled["bytes accessed"], rel=0.2)
+    assert fused < 0.8 * compiled["bytes accessed"]
