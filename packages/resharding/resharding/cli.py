@@ -21,6 +21,7 @@ from resharding.strategies import STRATEGIES
 _EPILOG = """\
 layouts    2x4:S0,R      2 hosts x 4 devices, dim 0 cut over hosts, dim 1 whole
            3x8@2:S10,R   on hosts 2, 3, 4; dim 0 cut over devices, then over hosts
+           2x4:S0,R+device   dim 0 cut over hosts, of which each device holds a summand (or +host)
            S0 over hosts, S1 over the devices of each host, S01 and S10 over all, R whole
 networks   nic=1.25e9,device=25e9,latency=1e-5,nics=2   bytes/s and seconds, or a JSON file with
            the ClusterSpec of alpa-interchange
