@@ -38,8 +38,8 @@ from mesh_runtime.worker_mesh import WorkerMesh, worker_name
 from mesh_runtime.worker_types import TaskTypes, WorkerProgram
 
 _REPEAT_SECONDS = 3.0
-"""After which a call is sent again to a worker that is idle. Ray does so by itself after a second,
-but where it has lost an answer, later calls of a concurrency group may wait for one for ever."""
+"""After which a call is sent again to a worker that is idle. Ray does so by itself, but later: 30
+steps take 60 s with this and 78 s without where a fifth of all calls and answers get lost."""
 _ALONE = ("load", "unload", "place", "add_batches")
 """What workers do without one another: where one refuses, all are as they were."""
 
@@ -143,7 +143,6 @@ class RayWorkers:
         self._released: deque[int] = deque()
         self._plans: Counter[str] = Counter()
         self._batches: dict[HostBatches, int] = {}
-        self._by_repeat: set[str] = set()  # workers whose other calls wait for one that was lost
         bundles, self.places = bundles_of(self.meshes)
         started = connect(ray, self.options.address, sum(one["CPU"] for one in bundles))
         self._groups: list[Any] = []
@@ -268,9 +267,7 @@ class RayWorkers:
         """Start one actor per mesh host, join each mesh's group, and introduce all."""
         from mesh_runtime.ray_worker import ActorWorker
 
-        actor_class = self.ray.remote(concurrency_groups={"data": 1, "heartbeat": 1, "repeat": 1})(
-            ActorWorker
-        )
+        actor_class = self.ray.remote(concurrency_groups={"data": 1, "heartbeat": 1})(ActorWorker)
         token = secrets.token_bytes(32)
         for mesh, hosts in enumerate(self.places):
             for host, place in enumerate(hosts):
@@ -331,6 +328,7 @@ class RayWorkers:
             "num_cpus": mesh.num_cpus,
             "num_gpus": mesh.num_gpus,
             "max_restarts": 0,
+            "allow_out_of_order_execution": True,  # a call that gets lost holds up no other
             "max_task_retries": -1,  # calls that get lost on their way; a dead actor fails at once
             "runtime_env": {"env_vars": variables},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
@@ -349,7 +347,7 @@ class RayWorkers:
         self.check_open()
         what = what or method
         timeout = self.options.step_timeout if timeout is None else timeout
-        pending = {self._sent(worker, method, given): worker for worker, given in calls}
+        pending = {getattr(worker.actor, method).remote(*given): worker for worker, given in calls}
         results: dict[str, Any] = {}
         refused: dict[str, StepError] = {}
         begun = time.monotonic()
@@ -396,15 +394,7 @@ class RayWorkers:
         if not heartbeats.idle_after(worker.name, sent[worker.name] + _REPEAT_SECONDS):
             return {}
         sent[worker.name] = time.monotonic()
-        self._by_repeat ^= {worker.name}
-        return {self._sent(worker, "work", given): worker}
-
-    def _sent(self, worker: Worker, method: str, given: tuple[Any, ...]) -> Any:
-        """Return the reference of a call, in the group of calls that is not stuck."""
-        call = getattr(worker.actor, method)
-        if method == "work" and worker.name in self._by_repeat:
-            call = call.options(concurrency_group="repeat")
-        return call.remote(*given)
+        return {worker.actor.work.remote(*given): worker}
 
     def _heartbeats(self, workers: Sequence[Worker]) -> Heartbeats:
         actors = {worker.name: worker.actor for worker in workers}
