@@ -104,6 +104,8 @@ class LayerFloor:
     """What a layer needs at least, column by column, and for the sums of `priced`.
 
     Every way needs besides what one of `kept` does; with none, nothing. See `MeshMenu.floors`.
+    A layer that follows one of its class in a stage needs `follow_seconds` more per step, and every
+    run of such layers `run_seconds` less, as far as the two together are not negative.
     """
 
     seconds: Affine = NOTHING  # forward plus backward
@@ -114,6 +116,8 @@ class LayerFloor:
     state_bytes: float = field(default=0.0, validator=non_negative)
     priced: tuple[PricedFloor, ...] = ()
     kept: tuple[KeptFloor, ...] = ()
+    follow_seconds: float = field(default=0.0, validator=non_negative)
+    run_seconds: float = field(default=0.0, validator=non_negative)
 
 
 @frozen(kw_only=True)

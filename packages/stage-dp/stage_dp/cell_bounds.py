@@ -8,6 +8,7 @@ the rows, k microbatches in flight, M bytes and a weight q >= 0 on the step seco
 holds for every choice that fits. For equal layers without conversions the best price is one at
 which two neighbours of the lower hull of the rows tie, and the bound is then that of mixing rows in
 any proportion: so prices are the ties of the hulls of the most frequent classes. -> hull_prices()
+Floors of layers that follow one another are raised per step.          -> between_layers()
 A range whose least bytes exceed M has bound inf. Transient bytes: of each class the least, of these
 the largest, comes off M.
 """
@@ -147,6 +148,25 @@ def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array]:
         for name in columns
     ]
     return floor_rows(floors, table.samples, table.num_microbatches), np.array(parts)
+
+
+def between_layers(table: MenuTable, meshes: Sequence[int], sequences: Sequences) -> Array:
+    """Return the seconds per step by which floors of layers that follow one another exceed the sums
+    of the floors of each: [sequences, meshes]."""
+    classes = tuple(sorted(table.rows[meshes[0]]))
+    raised = np.zeros((2, len(meshes), len(classes)))
+    for j, m in enumerate(meshes):
+        for i, c in enumerate(classes if table.problem.menu.meshes[m].floors else ()):
+            floors = table.floors(m, c)
+            if floors:  # of several, any may be the one that is met
+                raised[:, j, i] = (
+                    min(one.follow_seconds for one in floors),
+                    max(one.run_seconds for one in floors),
+                )
+    follows = sequences.follows(classes)
+    runs = sequences.counts(classes) - follows
+    more = follows[:, None] * raised[0] - runs[:, None] * raised[1]
+    return np.asarray(np.maximum(more, 0.0).sum(axis=2))
 
 
 def least_parts(rows: RowArrays, sequences: Sequences) -> Array:

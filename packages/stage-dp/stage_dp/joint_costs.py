@@ -13,6 +13,7 @@ from attrs import evolve, field, frozen
 from stage_dp.cell_bounds import (
     Corners,
     RowArrays,
+    between_layers,
     fastest,
     floor_arrays,
     least_parts,
@@ -117,23 +118,27 @@ class CountCosts:
             count = self.table.num_microbatches
             weights = (0.0, 1 / count, 1.0)
             rows, sequences = self._rows[proof], self.space.sequences
+            if proof:
+                more = between_layers(self.table, self.meshes, sequences) / count
             if held:
                 asked = _rounded(held)
                 numbers = np.array(sorted(set(asked)), dtype=np.int64)
                 level = np.searchsorted(numbers, asked)
-                least = [
-                    self._by_kind(within_memory(rows, sequences, q, numbers, self.layers))[
-                        :, :, level
-                    ]
-                    for q in weights[:2]
+                values = [
+                    within_memory(rows, sequences, q, numbers, self.layers) for q in weights[:2]
                 ]
+                if proof:
+                    values[1] += more[:, :, None]
+                least = [self._by_kind(one)[:, :, level] for one in values]
                 # Only for the first stage, where this is nearly as good as a third priced bound.
                 least.append(np.maximum(least[0], self.bounds(proof).once))
             else:
-                values = fastest(rows, sequences, weights)
-                if not proof:
-                    self._mesh_seconds = values[:, :, 0]
-                least = [self._by_kind(values[:, :, n : n + 1]) for n in range(3)]
+                fast = fastest(rows, sequences, weights)
+                if proof:
+                    fast[:, :, 1] += more
+                else:
+                    self._mesh_seconds = fast[:, :, 0]
+                least = [self._by_kind(fast[:, :, n : n + 1]) for n in range(3)]
             parts = self._by_kind(least_parts(rows, sequences))
             self._made[key] = StageBounds(least[0], count * least[1], least[2], parts)
         return self._made[key]

@@ -65,6 +65,7 @@ class Sequences:
                 self.number[start, stop] = before
         self.parent, self.last = parent, last
         self._counts: dict[tuple[int, ...], Array] = {}
+        self._follows: dict[tuple[int, ...], Array] = {}
 
     def __len__(self) -> int:
         return len(self.parent)
@@ -80,6 +81,18 @@ class Sequences:
                 result[sequence, position[last]] += 1
             self._counts[classes] = result
         return self._counts[classes]
+
+    def follows(self, classes: tuple[int, ...]) -> Array:
+        """Return how many layers of each class follow one of it: [sequences, classes]."""
+        if classes not in self._follows:
+            position = {c: i for i, c in enumerate(classes)}
+            result = np.zeros((len(self), len(classes)))
+            for sequence, (parent, last) in enumerate(zip(self.parent, self.last, strict=True)):
+                if parent >= 0:
+                    result[sequence] = result[parent]
+                    result[sequence, position[last]] += self.last[parent] == last
+            self._follows[classes] = result
+        return self._follows[classes]
 
     def classes(self, sequence: int) -> tuple[int, ...]:
         """Return the classes of the layers, first to last."""
@@ -145,6 +158,8 @@ class MenuTable:
             evolve(
                 least[number][0],
                 state_bytes=floor.state_bytes,
+                follow_seconds=floor.follow_seconds,
+                run_seconds=floor.run_seconds,
                 priced=tuple(
                     PricedFloor(
                         price=one.price,

@@ -164,6 +164,13 @@ class LayerCosts:
         whatever it likes, with seconds like one of `EquationSeconds.tables`."""
         return self.selection.seconds.problem_of(self.facts.layers == layer, seconds)
 
+    def between(
+        self, layers: tuple[int, int], seconds: np.ndarray
+    ) -> list[tuple[int, int, np.ndarray]]:
+        """Return what two layers read from one another (`EquationSeconds.between`)."""
+        before, after = (self.facts.layers == layer for layer in layers)
+        return self.selection.seconds.between(before, after, seconds)
+
     def least(self, layer: int, size: int = 0) -> dict[str, float]:
         """Return seconds per step of a layer that no choice can beat, without conversions: of each
         phase, and of the parts of the backward that other layers wait for and that they do not."""

@@ -15,6 +15,7 @@ kernel may take less than its line says, being bound by memory below some size a
 above: between two sizes floors are not above what such kernels take at least (`_led_to`). What
 recomputation runs again counts at its cheapest, and what a layer keeps at its least. -> _at()
 
+Layers that follow one another take more, since one reads what the other hands over.  -> layer_runs
 L is concave in B among sizes that allow the same ways, between two sizes of the menu, so it is
 solved for at a few. -> _Curves
 """
@@ -22,7 +23,7 @@ solved for at a few. -> _Curves
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,7 @@ from attrs import evolve, frozen
 import ilp_sharding
 from alpa_interchange import ShardingProblem
 from alpa_interchange.menu import Affine, KeptFloor, LayerFloor, LayerRow, PricedFloor
+from alpa_meta.inter_op.layer_runs import Links, Potential, in_a_run, potential, span
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.options import Options
 
@@ -51,11 +53,12 @@ NEAR = 2 * TOLERANCE
 @frozen(eq=False)
 class _Ways:
     """A layer's problem with a number of microbatches. `state` are the bytes of each node's
-    strategies, `bytes` those that no node decides."""
+    strategies, `bytes` those that no node decides. `links`: to another such layer after it."""
 
     problem: ShardingProblem
     state: np.ndarray
     bytes: float
+    links: Links = ()
 
     @property
     def starts(self) -> np.ndarray:
@@ -73,6 +76,18 @@ class _Ways:
         if found.choice is None or found.lower_bound is None:
             return math.inf, None
         return found.lower_bound + price * self.bytes, found.choice
+
+    def raised(self, least: float, start: Potential, options: Options) -> Potential:
+        """Return a potential by which a run of layers takes more than the `least` of each."""
+        alone = self._priced(0.0)
+        return potential(alone, self.links, start, least, options, TOLERANCE)
+
+    def following(self, price: float, least: float, numbers: Potential, options: Options) -> float:
+        """Return how much more than the `least` of a layer alone every further one of a run takes
+        at least."""
+        problem = in_a_run(self._priced(price), self.links, numbers)
+        bound = solve(problem, options, tolerance=TOLERANCE).lower_bound
+        return 0.0 if bound is None else bound + price * self.bytes - span(numbers) - least
 
     def of(self, price: float, choice: tuple[int, ...]) -> float:
         """Return seconds + price * bytes of a way."""
@@ -93,6 +108,10 @@ class _Curves:
     def __init__(self, prices: Sequence[float]) -> None:
         self.prices = prices
         self.fewest = 0.0  # bytes of state
+        # By number of microbatches, by how much more than `_least` every further layer of a run
+        # takes, and by how much less the run may take.
+        self._follow: dict[int, tuple[float, float]] = {}
+        self._potential: Potential = {}
         self._least: dict[int, list[float]] = {}  # by number of microbatches
         self._found: dict[tuple[float, tuple[int, ...]], dict[int, float]] = {}
 
@@ -107,6 +126,8 @@ class _Curves:
         solved = [ways.least(price, options) for price in self.prices]
         self._least[count] = [least for least, _ in solved]
         self.fewest = ways.fewest
+        if ways.links and all(math.isfinite(least) for least, _ in solved):
+            self._follow[count] = self._following(ways, options, self._least[count])
         for price, (least, found) in zip(self.prices, solved, strict=True):
             if found is not None:
                 self._found.setdefault((price, found), {})[count] = least
@@ -135,6 +156,28 @@ class _Curves:
             result.append(bound)
         return result
 
+    def _following(
+        self, ways: _Ways, options: Options, least: Sequence[float]
+    ) -> tuple[float, float]:
+        numbers = ways.raised(least[0], self._potential, options)
+        if not numbers:
+            return 0.0, 0.0
+        self._potential = numbers
+        more = [
+            ways.following(price, bound, numbers, options)
+            for price, bound in zip(self.prices, least, strict=True)
+        ]
+        return max(min(more), 0.0), span(numbers)
+
+    def follow(self, count: int) -> tuple[float, float]:
+        """Return the seconds by which every further layer of a run takes more than `at` says, and
+        those by which the run may take less, for a number of microbatches that `at` knows."""
+        counts = sorted(self._follow)
+        if not counts or not counts[0] <= count <= counts[-1]:
+            return 0.0, 0.0
+        both = [np.interp(count, counts, [self._follow[one][k] for one in counts]) for k in (0, 1)]
+        return float(both[0]), float(both[1])
+
 
 def _lines(row: LayerRow) -> tuple[Affine, ...]:
     return row.forward, row.backward_input, row.backward_weight
@@ -143,7 +186,8 @@ def _lines(row: LayerRow) -> tuple[Affine, ...]:
 class FloorSource:
     """Floors of the layers of one mesh. `layers[class]`: the layer of the window that stands for
     those of a class; `kinds`: of recomputation that are told apart; `tight`: memory may matter, of
-    classes that come `often`. `rows[class]` are those of the menu."""
+    classes that come `often`. `rows[class]` are those of the menu; `neighbours[class]` two
+    layers of the window that stand for any two in a row."""
 
     def __init__(
         self,
@@ -154,8 +198,9 @@ class FloorSource:
         tight: bool,
         often: Sequence[bool],
         rows: Sequence[Sequence[LayerRow]],
+        neighbours: Mapping[int, tuple[int, int]],
     ) -> None:
-        self.rows = rows
+        self.rows, self.neighbours = rows, neighbours
         self.problem, self.layers, self.kinds, self.often = problem, layers, kinds, often
         self.options, self.tight = options, tight
         self._sizes = sorted(problem.sizes, key=lambda one: one.samples)
@@ -194,17 +239,19 @@ class FloorSource:
         if curves.beyond(count) and not at_size:
             fewest = self._fewest(samples, between, math.lcm(*allowed))
             if fewest < samples:
-                curves.solve(self.batch // fewest, self._ways(layer, fewest), self.options)
+                curves.solve(self.batch // fewest, self._ways(number, fewest), self.options)
         least = curves.at(count)
         if least is None:
-            least = curves.solve(count, self._ways(layer, samples), self.options)
+            least = curves.solve(count, self._ways(number, samples), self.options)
         if math.isinf(least[0]):
             return ()
         priced = tuple(
             PricedFloor(price=price, step_seconds=max(one, 0.0))
             for price, one in zip(curves.prices, least, strict=True)
         )
-        return (self._floor(layer, priced, curves.fewest),)
+        floor = self._floor(layer, priced, curves.fewest)
+        more, less = curves.follow(count)
+        return (evolve(floor, follow_seconds=more, run_seconds=less),)
 
     def _fewest(self, samples: int, between: int, multiple: int) -> int:
         """Return the fewest samples above the menu's first sizes, `between` of them, that allow
@@ -271,9 +318,9 @@ class FloorSource:
             prices.append(price)
         return sorted(set(prices))
 
-    def _ways(self, layer: int, samples: int) -> _Ways:
-        """Return the ways to run a layer with microbatches of so many samples."""
-        problem = self.problem
+    def _ways(self, number: int, samples: int) -> _Ways:
+        """Return the ways to run a layer of a class with microbatches of so many samples."""
+        problem, layer = self.problem, self.layers[number]
         sizes = [problem.sizes.index(one) for one in self._sizes]
         if samples not in self._tables:
             seconds = problem.selection.seconds
@@ -286,11 +333,25 @@ class FloorSource:
         state, rest = problem.costs.layer_bytes(layer, held)
         counts = alone.num_strategies.tolist()
         by_node = [state.pop(n, np.zeros(k)) for n, k in zip(numbers, counts, strict=True)]
+        alone = evolve(alone, node_cost=np.where(wrong, math.inf, alone.node_cost))
         return _Ways(
-            evolve(alone, node_cost=np.where(wrong, math.inf, alone.node_cost)),
+            alone,
             np.concatenate(by_node),
             rest + sum(float(one.min()) for one in state.values()),
+            self._links(number, numbers, self._tables[samples]),
         )
+
+    def _links(self, number: int, nodes: Sequence[int], table: np.ndarray) -> Links:
+        """Return what two layers of a class in a row read from one another, none where the window
+        has no two that stand for all, by the places of their `nodes`."""
+        if number not in self.neighbours:
+            return ()
+        place = {node: k for k, node in enumerate(nodes)}
+        return [
+            (place[before], place[after], seconds)
+            for before, after, seconds in self.problem.costs.between(self.neighbours[number], table)
+            if before in place and after in place
+        ]
 
     def _at(self, costs: Sequence[np.ndarray], samples: int) -> np.ndarray:
         """Return seconds per step with microbatches of so many samples from those at each size: the

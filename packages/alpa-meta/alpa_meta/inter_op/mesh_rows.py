@@ -32,6 +32,7 @@ from alpa_meta.inter_op.candidates import input_pins, solve_lean, totals_share
 from alpa_meta.inter_op.layer_boundaries import Boundary
 from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
 from alpa_meta.inter_op.layer_floors import FloorSource
+from alpa_meta.inter_op.layer_runs import read_from_afar
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.row_lines import LinkLine, RowLine, Sized, axis_parts, minus, without
 from alpa_meta.inter_op.scope_facts import state_by_layer, state_layers
@@ -394,7 +395,17 @@ class MeshRows:
         ]
         kinds, options = self.builder.kept, self.builder.options
         often = [self.classes.count(one) > 1 for one in range(len(self.rows))]
-        return FloorSource(self._whole, layers, kinds, options, self._tight, often, self.rows)
+        afar = read_from_afar(self._whole.main.outlook.staging)
+        neighbours = {  # inside a run, a copy reads from its first and last one
+            self.classes[layer]: (first, last)
+            for layer, (last, first) in enumerate(window.layer_of)
+            if first < last and self.classes[layer] == self.classes[first]
+        }
+        near = {c: both for c, both in neighbours.items() if afar.isdisjoint(self._layers(c))}
+        return FloorSource(self._whole, layers, kinds, options, self._tight, often, self.rows, near)
+
+    def _layers(self, number: int) -> list[int]:
+        return [layer for layer, one in enumerate(self.classes) if one == number]
 
     def _conversions(self) -> dict[tuple[int, int], tuple[Affine, tuple[AxisPart, ...]]]:
         """Return the seconds between layouts that layers next to each other leave and want."""

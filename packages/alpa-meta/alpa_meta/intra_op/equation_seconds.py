@@ -100,3 +100,19 @@ class EquationSeconds:
                 first, second = map(node, (edge.first, edge.second), shape)
                 problem.add_edge(first, second, table[start : start + size].reshape(shape))
         return problem.build("part")
+
+    def between(
+        self, before: np.ndarray, after: np.ndarray, table: np.ndarray
+    ) -> list[tuple[int, int, np.ndarray]]:
+        """Return what equations `before` and `after` [equations] read from one another, with
+        seconds like one of the `tables`: node before, node after, [before, after] seconds."""
+        found = []
+        starts = self._start[len(self._costs) :].tolist()
+        for edge, start in zip(self._edges, starts, strict=True):
+            shape, size = edge.seconds[0].shape, edge.seconds[0].size
+            matrix = table[start : start + size].reshape(shape)
+            if before[edge.home] and after[edge.position]:
+                found.append((edge.first, edge.second, matrix))
+            elif after[edge.home] and before[edge.position]:
+                found.append((edge.second, edge.first, matrix.T))
+        return found
