@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -29,16 +29,15 @@ from rich.console import Console
 from rich.table import Table
 from transfers import move
 
-from alpa_interchange.document import to_json
 from alpa_interchange.reshard import ReshardingPlan
-from alpa_interchange.schedule import PipelineSchedule, TaskGraph, TaskSpec
+from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, TaskSpec
 from cost_model import simulate
 from mesh_runtime.layout import Layout
 from mesh_runtime.order import value_name
 from mesh_runtime.transfers import Moves, device_owners
 from mesh_runtime.worker import MeshWorker
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
-from mesh_runtime.worker_types import WorkerProgram, WorkerStep
+from mesh_runtime.worker_types import WorkerProgram, WorkerStep, own_list
 from resharding import HostTransport, new_token
 from resharding.socket_link import SocketLink
 from stage_dp import SCHEDULE_RULES, adaptive_warmups, emit
@@ -191,10 +190,10 @@ class Sleeper:
 
 
 def kernel(
-    sleeper: Sleeper, seconds: float, outputs: tuple[str, ...], array: jax.Array
+    sleeper: Sleeper, seconds: float, num_outputs: int, array: jax.Array
 ) -> Callable[..., Any]:
     """Return what takes so long and gives an array for each output."""
-    made = (array,) * len(outputs)
+    made = (array,) * num_outputs
 
     def run(*_: Any) -> Any:
         sleeper.sleep(seconds)
@@ -216,27 +215,24 @@ def work(pipe: Connection, mesh: int, num_meshes: int, token: bytes) -> None:
     pipe.send(transport.address)
     transport.connect(pipe.recv(), owners)
     number = 0
-    while (case := pipe.recv()) is not None:
-        schedule, seconds = lists_of(case)
-        moves = moves_of(schedule)
+    while (part := pipe.recv()) is not None:
         for plan_name, factor in (("warm", 0.0), ("timed", 1.0)):
             sleeper = Sleeper()
             tasks = {
-                each.task: kernel(sleeper, factor * seconds[each.task], each.outputs, array)
-                for each in schedule.programs[mesh]
-                if each.kind == "run"
+                task: kernel(sleeper, factor * seconds, num_outputs, array)
+                for task, (seconds, num_outputs) in part.tasks.items()
             }
-            link.seconds = factor * case.crossing
+            link.seconds = factor * part.crossing
             worker.load(
                 WorkerProgram(
                     plan=plan_name,
-                    schedule=to_json(schedule),
+                    schedule=part.schedule,
                     executables=tasks,
-                    layouts=layouts_of(schedule),
+                    layouts=part.layouts,
                     timeout=600.0,
                 )
             )
-            worker.route(plan_name, moves)
+            worker.route(plan_name, part.moves)
             pipe.send("ready")
             time.sleep(max(0.0, pipe.recv() - time.monotonic()))
             number += 1
@@ -247,17 +243,25 @@ def work(pipe: Connection, mesh: int, num_meshes: int, token: bytes) -> None:
     transport.close()
 
 
-def layouts_of(schedule: PipelineSchedule) -> tuple[dict[str, Layout], ...]:
-    """Return the layouts of what each mesh receives."""
-    return tuple(
-        {
-            value_name(name): Layout((1,), ("x",))
-            for each in program
-            if each.kind == "receive"
-            for name in each.outputs
-        }
-        for program in schedule.programs
-    )
+@frozen(kw_only=True)
+class Part:
+    """What a process is given of a case: `tasks` are seconds and numbers of outputs."""
+
+    schedule: str
+    tasks: Mapping[str, tuple[float, int]]
+    layouts: Mapping[str, Layout]
+    moves: Moves
+    crossing: float
+
+
+def layouts_of(program: Iterable[Instruction]) -> dict[str, Layout]:
+    """Return the layouts of what a mesh receives."""
+    return {
+        value_name(name): Layout((1,), ("x",))
+        for each in program
+        if each.kind == "receive"
+        for name in each.outputs
+    }
 
 
 # ---------------------------------------------------------------------- all of them
@@ -303,8 +307,18 @@ def executed(pipes: Sequence[Connection], case: Case) -> Outcome:
         lambda source, target, value: case.crossing,
         value_bytes=dict.fromkeys(values, 1.0),
     )
-    for pipe in pipes:
-        pipe.send(case)
+    moves = moves_of(schedule)
+    for mesh, (pipe, program) in enumerate(zip(pipes, schedule.programs, strict=True)):
+        runs = {each.task: each for each in program if each.kind == "run"}
+        pipe.send(
+            Part(
+                schedule=own_list(schedule, mesh),
+                tasks={task: (seconds[task], len(run.outputs)) for task, run in runs.items()},
+                layouts=layouts_of(program),
+                moves={key: plan for key, plan in moves.items() if mesh in key[1:]},
+                crossing=case.crossing,
+            )
+        )
     for _ in ("warm", "timed"):
         for pipe in pipes:
             assert pipe.recv() == "ready"

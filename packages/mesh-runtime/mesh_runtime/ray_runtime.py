@@ -34,7 +34,7 @@ from mesh_runtime.runtime import Array, Executable, ValueShardings
 from mesh_runtime.task_programs import check_tasks
 from mesh_runtime.trace import TRACE_MODES, TraceEvent
 from mesh_runtime.transfers import Planner, TransportMaker, plan_moves
-from mesh_runtime.worker_types import ArrayType, WorkerProgram, WorkerStep
+from mesh_runtime.worker_types import ArrayType, WorkerProgram, WorkerStep, own_list
 
 Shares: TypeAlias = dict[tuple[int, int], dict[str, HostTiles]]
 """What each (mesh, host) is sent, by name."""
@@ -116,14 +116,14 @@ class RayRuntime:
         programs = [
             WorkerProgram(
                 plan=plan,
-                schedule=text,
+                schedule=own_list(schedule, mesh),
                 executables={
                     each.task: exported[each.task] for each in instructions if each.kind == "run"
                 },
-                layouts=layouts,
+                layouts=layouts[mesh],
                 timeout=self.workers.options.step_timeout,
             )
-            for instructions in schedule.programs
+            for mesh, instructions in enumerate(schedule.programs)
         ]
         tasks = self.workers.load(plan, programs)
         self._unload()

@@ -227,7 +227,11 @@ class RayWorkers:
     def route(self, plan: str, moves: Moves) -> None:
         """Tell by which plans the values of a loaded plan come and go."""
         pairs = self._new_pairs(moves) if self.between_gpus else []
-        self.work("route", [(worker, (plan, moves, pairs)) for worker in self.workers])
+        own = [
+            {key: move for key, move in moves.items() if mesh in key[1:]}
+            for mesh in range(len(self.grids))
+        ]
+        self.work("route", [(one, (plan, own[one.mesh], pairs)) for one in self.workers])
 
     def _new_pairs(self, moves: Moves) -> list[GpuPair]:
         """Return the pairs of meshes whose GPUs have yet to meet, in an order."""

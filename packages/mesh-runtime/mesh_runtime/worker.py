@@ -156,7 +156,7 @@ class MeshWorker:
         """Install a program and compile its tasks; return the inputs and outputs of each exported
         one."""
         schedule = from_json(program.schedule, PipelineSchedule, source="the schedule")
-        instructions = schedule.programs[self.mesh]
+        (instructions,) = schedule.programs
         tasks = task_programs(instructions, program.executables, self.jax_mesh)
         types: TaskTypes = {}
         for name, task in tasks.items():
@@ -178,14 +178,12 @@ class MeshWorker:
         return self.gpus.identities(count)
 
     def route(self, plan: str, moves: Moves, pairs: Sequence[GpuPair] = ()) -> None:
-        """Learn by which plans the values of a program come and go, and meet the workers of new
-        `pairs` of meshes between which they go from GPU to GPU."""
+        """Learn by which plans the values of a program come to this mesh and go from it, and meet
+        the workers of new `pairs` of meshes between which they go from GPU to GPU."""
         if pairs:
             timeout = self._program(plan).program.timeout
             self.gpus.connect(pairs, device_owners(self.meshes), timeout)
-        self._program(plan).moves = {
-            key: move for key, move in moves.items() if self.mesh in key[1:]
-        }
+        self._program(plan).moves = dict(moves)
 
     def unload(self, plan: str) -> None:
         """Drop a program."""
@@ -332,7 +330,7 @@ class MeshWorker:
             boxes = {}
             for name, each in named.items():
                 shape = reader.shape(each)
-                layout = loaded.program.layouts[self.mesh][value_name(name)]
+                layout = loaded.program.layouts[value_name(name)]
                 found = self._sharding(layout).addressable_devices_indices_map(shape)
                 boxes[name] = [box_of(index or (), shape) for index in found.values()]
             try:
@@ -347,7 +345,7 @@ class MeshWorker:
 
     def _place(self, loaded: _Loaded, name: str, share: HostTiles) -> jax.Array:
         tiles, shape = dict(share.tiles), share.shape
-        sharding = self._sharding(loaded.program.layouts[self.mesh][value_name(name)])
+        sharding = self._sharding(loaded.program.layouts[value_name(name)])
         return jax.make_array_from_callback(
             shape, sharding, lambda index: tiles[box_of(index or (), shape)]
         )
@@ -476,7 +474,7 @@ class MeshWorker:
         tensor = self._move(state, name, arriving.peer, self.mesh).task.tensor
         dtype = jax.numpy.dtype(tensor.dtype)
         program = state.loaded.program
-        sharding = self._sharding(program.layouts[self.mesh][value_name(name)])
+        sharding = self._sharding(program.layouts[value_name(name)])
         shape = sharding.shard_shape(tensor.shape)
         own = sharding.addressable_devices_indices_map(tensor.shape)
         found = {device: tiles[self._number_of[device]] for device in own}

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from alpa_interchange.document import to_json
+from alpa_interchange.document import from_json
 from alpa_interchange.reshard import PlacedTensor, ReshardingTask
+from alpa_interchange.schedule import PipelineSchedule
 from alpa_interchange.tensor import ShardingSpec, TensorType
 from mesh_runtime import InProcessRuntime, StepError, check_schedule, value_name
 from mesh_runtime.layout import Layout, host_tiles
 from mesh_runtime.transfers import device_numbers, device_owners
 from mesh_runtime.worker import MeshWorker
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
-from mesh_runtime.worker_types import WorkerProgram, WorkerStep
+from mesh_runtime.worker_types import WorkerProgram, WorkerStep, own_list
 
 resharding = pytest.importorskip("resharding", reason="its transport is handed to the workers")
 
@@ -49,12 +50,12 @@ def programs(job, meshes, timeout=30.0):
     return [
         WorkerProgram(
             plan="one",
-            schedule=to_json(job.schedule),
+            schedule=own_list(job.schedule, mesh),
             executables=exported,
-            layouts=layouts,
+            layouts=layouts[mesh],
             timeout=timeout,
         )
-        for _ in range(job.num_stages)
+        for mesh in range(job.num_stages)
     ]
 
 
@@ -83,7 +84,7 @@ def install(worker, program):
 
 
 def share(worker, program, job, arrays):
-    order, layouts = check_schedule(job.schedule), program.layouts[worker.mesh]
+    order, layouts = check_schedule(job.schedule), program.layouts
     return {
         name: host_tiles(array, layouts[value_name(name)], 1)[0]
         for name, array in arrays.items()
@@ -247,3 +248,9 @@ def test_steps_between_gpus_are_those_of_one_process(pipeline, meshes, gpu_team)
         whole = np.asarray(runtime.fetch([name])[name])
         for box, tile in workers[index].fetch([30 + index])[30 + index]:
             np.testing.assert_array_equal(tile, whole[tuple(slice(a, b) for a, b in box)])
+
+
+def test_a_worker_gets_the_list_of_its_own_mesh_alone(pipeline):
+    schedule = pipeline().schedule
+    for mesh, instructions in enumerate(schedule.programs):
+        assert from_json(own_list(schedule, mesh), PipelineSchedule).programs == (instructions,)
