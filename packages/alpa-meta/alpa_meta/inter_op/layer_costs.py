@@ -70,6 +70,7 @@ class LayerCosts:
         self._last_priced: (
             tuple[tuple[int, ...], dict[int, tuple[np.ndarray, np.ndarray]]] | None
         ) = None
+        self._last_costs: tuple[tuple[int, ...], dict[tuple[str, int], StageCosts]] | None = None
         self._last_parts: tuple[tuple[int, ...], dict[int, np.ndarray]] | None = None
         self._last_beyond: tuple[tuple[int, ...], list[tuple[Group, np.ndarray]]] | None = None
         self._last: tuple[tuple[int, ...], Mapping[str, float]] | None = None
@@ -82,16 +83,26 @@ class LayerCosts:
         }
 
     def under(self, choice: Sequence[int], kind: str = "none", size: int = 0) -> StageCosts:
-        """Return the costs of a choice, with layers that recompute as `kind` says.
+        """Return the costs of a choice, with layers that recompute as `kind` says, remembered for
+        the last choice.
 
         `size`: 0 is that of the problem, then come those of the others.
         """
+        choice = tuple(choice)
+        if self._last_costs is None or self._last_costs[0] != choice:
+            self._last_costs = choice, {}
+        known = self._last_costs[1]
+        if (kind, size) not in known:
+            known[kind, size] = self._under(choice, kind, size)
+        return known[kind, size]
+
+    def _under(self, choice: tuple[int, ...], kind: str, size: int) -> StageCosts:
         selection, facts, count = self.selection, self.facts, self.num_layers
-        seconds, usage = self._priced(tuple(choice), size)
+        seconds, usage = self._priced(choice, size)
         table = np.bincount(
             facts.phases * count + facts.layers, seconds, len(PHASES) * count
         ).reshape(len(PHASES), count)
-        for phase, more in self._extra(tuple(choice)).items():
+        for phase, more in self._extra(choice).items():
             runs = 1.0 if phase == "update" else self._ratio(size)
             table[PHASES.index(phase)] += runs * more / count
         working = self._working(usage[KINDS.index("temporaries")])

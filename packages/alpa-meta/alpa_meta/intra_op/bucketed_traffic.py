@@ -183,13 +183,38 @@ class _Surcharge:
 
 
 @frozen(eq=False)
+class _Entry:
+    """`count` equal tensors that are sent `times` a step in `phase`: `sent` names the collectives
+    of one under the strategies of two nodes, of which each pair is asked for once."""
+
+    phase: str
+    times: float
+    count: int
+    first: int
+    second: int
+    sent: Callable[[int, int], Iterator[Sent]]
+    _known: dict[tuple[int, int], list[tuple[Group, float]]] = field(factory=dict)
+
+    def groups(self, choice: Sequence[int], mesh: LogicalMesh) -> list[tuple[Group, float]]:
+        """Return the groups and bytes of what one tensor sends under a choice."""
+        pair = choice[self.first], choice[self.second]
+        known = self._known.get(pair)
+        if known is None:
+            known = self._known[pair] = []
+            for kind, size, names in self.sent(*pair):
+                if size > 0 and mesh.size(names) > 1:
+                    axes = tuple(sorted(names))
+                    group = Group(phase=self.phase, times=self.times, kind=kind, axes=axes)
+                    known.append((group, size))
+        return known
+
+
+@frozen(eq=False)
 class BucketedTraffic:
     """Every collective priced by its share of a bucket, as a function of the choice."""
 
     costs: MeshCosts
-    _entries: list[tuple[str, float, int, Callable[[Sequence[int]], Iterator[Sent]]]] = field(
-        factory=list
-    )
+    _entries: list[_Entry] = field(factory=list)
     _surcharges: dict[Hashable, _Surcharge] = field(factory=dict)
     _bytes: list[float] = field(factory=list)
 
@@ -203,12 +228,13 @@ class BucketedTraffic:
         phase: str,
         times: float,
         bytes: float,
-        sent: Callable[[Sequence[int]], Iterator[Sent]],
+        nodes: tuple[int, int],
+        sent: Callable[[int, int], Iterator[Sent]],
         count: int = 1,
     ) -> None:
         """Note collectives of `count` tensors of `bytes` that run `times` a step in `phase`; `sent`
-        names those of one for a choice."""
-        self._entries.append((phase, times, count, sent))
+        names those of one for the strategies of two nodes."""
+        self._entries.append(_Entry(phase, times, count, *nodes, sent))
         self._bytes.append(bytes * count)
 
     def surcharge(
@@ -273,12 +299,12 @@ class BucketedTraffic:
     ) -> None:
         """Note the conversion of a value into the spec that `node` wants."""
 
-        def sent(choice: Sequence[int]) -> Iterator[Sent]:
-            assert source.node is not None
-            here, there = source.specs[choice[source.node]], wanted[choice[node]]
+        def sent(first: int, second: int) -> Iterator[Sent]:
+            here, there = source.specs[first], wanted[second]
             return conversion_steps(self.costs, source, here, there, in_buckets=True)
 
-        self.add(phase, times, source.bytes, sent, count)
+        assert source.node is not None
+        self.add(phase, times, source.bytes, (source.node, node), sent, count)
 
     def sums(
         self,
@@ -291,22 +317,19 @@ class BucketedTraffic:
     ) -> None:
         """Note the completion of partial sums into the spec chosen at `node`."""
 
-        def sent(choice: Sequence[int]) -> Iterator[Sent]:
-            assert natural.node is not None
-            before, after = natural.specs[choice[natural.node]], finals[choice[node]]
+        def sent(first: int, second: int) -> Iterator[Sent]:
+            before, after = natural.specs[first], finals[second]
             return completion_steps(self.costs.mesh, natural.bytes, before, after)
 
-        self.add(phase, times, natural.bytes, sent, count)
+        assert natural.node is not None
+        self.add(phase, times, natural.bytes, (natural.node, node), sent, count)
 
     def groups(self, choice: Sequence[int]) -> Mapping[Group, list[float]]:
         """Return the bytes of each tensor that a choice sends in buckets."""
         found: dict[Group, list[float]] = {}
-        for phase, times, count, sent in self._entries:
-            for kind, size, axes in sent(choice):
-                if size > 0 and self.costs.mesh.size(axes) > 1:
-                    axes = tuple(sorted(axes))
-                    group = Group(phase=phase, times=times, kind=kind, axes=axes)
-                    found.setdefault(group, []).extend([size] * count)
+        for entry in self._entries:
+            for group, size in entry.groups(choice, self.costs.mesh):
+                found.setdefault(group, []).extend([size] * entry.count)
         return found
 
     def beyond_shares(self, group: Group, sizes: Sequence[float]) -> float:

@@ -394,11 +394,11 @@ class Builder:
         if all(factor.kind != "reduction" for factor in rule.factors):
             return
 
-        def sent(choice: Sequence[int]) -> Iterator[Sent]:
-            return own_sums(eqn, rule, strategies[choice[node]], self.costs.mesh)
+        def sent(chosen: int, _: int) -> Iterator[Sent]:
+            return own_sums(eqn, rule, strategies[chosen], self.costs.mesh)
 
         size = sum(map(tensor_bytes, eqn.outvars))
-        self.traffic.add(self._phase, weight, size, sent, self._times)
+        self.traffic.add(self._phase, weight, size, (node, node), sent, self._times)
 
     def convert(
         self,

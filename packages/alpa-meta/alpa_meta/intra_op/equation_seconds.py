@@ -25,6 +25,42 @@ class Edge(NamedTuple):
     seconds: Priced
 
 
+class PricedPairs:
+    """Seconds at `num_sizes` sizes that depend on the strategies of two nodes each, as arrays to
+    gather from: entries are (first node, second node, [first, second] seconds, or [first])."""
+
+    def __init__(self, num_sizes: int, entries: Sequence[tuple[int, int, Priced]]) -> None:
+        self._first = np.array([one[0] for one in entries], dtype=np.int64)
+        self._second = np.array([one[1] for one in entries], dtype=np.int64)
+        places: dict[int, int] = {}
+        distinct: list[Priced] = []
+        length = 0
+        start = []
+        for _, _, priced in entries:
+            if id(priced) not in places:
+                places[id(priced)] = length
+                distinct.append(priced)
+                length += priced[0].size
+            start.append(places[id(priced)])
+        shapes = [priced[0].shape for _, _, priced in entries]
+        self._stride = np.array([s[1] if len(s) > 1 else 1 for s in shapes], dtype=np.int64)
+        self._paired = np.array([len(s) - 1 for s in shapes], dtype=np.int64)
+        self.start = np.array(start, dtype=np.int64)
+        # By size, the seconds of all that is priced, one after the other.
+        self.tables = tuple(
+            np.concatenate([priced[size].ravel() for priced in distinct] or [np.zeros(0)])
+            for size in range(num_sizes)
+        )
+
+    def under(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
+        """Return [entries] seconds under a choice."""
+        chosen = np.array(choice, dtype=np.int64)
+        place = self.start + chosen[self._first] * self._stride
+        place += chosen[self._second] * self._paired
+        found: np.ndarray = self.tables[size][place]
+        return found
+
+
 class EquationSeconds:
     """Seconds per step of `count` equations at `num_sizes` sizes, the first of which the problem
     was built at: a cost per strategy, and per pair of strategies.
@@ -43,36 +79,15 @@ class EquationSeconds:
         self._at = np.array(
             [*(one[0] for one in costs), *(one.position for one in edges)], dtype=np.int64
         )
-        self._first = np.array(
-            [*(one[1] for one in costs), *(one.first for one in edges)], dtype=np.int64
+        pairs = [(node, node, priced) for _, node, priced in costs]
+        self._priced = PricedPairs(
+            num_sizes, pairs + [(one.first, one.second, one.seconds) for one in edges]
         )
-        self._second = np.array([0] * len(costs) + [one.second for one in edges], dtype=np.int64)
-        width = [one.seconds[0].shape[1] for one in edges]
-        self._stride = np.array([1] * len(costs) + width, dtype=np.int64)
-        self._paired = np.array([0] * len(costs) + [1] * len(edges), dtype=np.int64)
-        places: dict[int, int] = {}
-        distinct: list[Priced] = []
-        length = 0
-        start = []
-        for priced in (*(one[2] for one in costs), *(one.seconds for one in edges)):
-            if id(priced) not in places:
-                places[id(priced)] = length
-                distinct.append(priced)
-                length += priced[0].size
-            start.append(places[id(priced)])
-        self._start = np.array(start, dtype=np.int64)
-        # By size, the seconds of all that is priced, one after the other.
-        self.tables = tuple(
-            np.concatenate([priced[size].ravel() for priced in distinct] or [np.zeros(0)])
-            for size in range(num_sizes)
-        )
+        self._start, self.tables = self._priced.start, self._priced.tables
 
     def under(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
         """Return [equations] seconds under a choice."""
-        chosen = np.array(choice, dtype=np.int64)
-        place = self._start + chosen[self._first] * self._stride
-        place += chosen[self._second] * self._paired
-        return np.bincount(self._at, self.tables[size][place], self._count)
+        return np.bincount(self._at, self._priced.under(choice, size), self._count)
 
     def least(self, size: int = 0) -> np.ndarray:
         """Return [equations] seconds that no choice can beat, without conversions."""

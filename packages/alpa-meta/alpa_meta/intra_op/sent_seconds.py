@@ -12,6 +12,7 @@ to; that another algorithm or strategy may then be better is left to a new searc
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from alpa_interchange import MeshAxis, ShardingSpec, Strategy
 from alpa_meta.intra_op.bucketed_traffic import Sent, completion_steps, conversion_steps
-from alpa_meta.intra_op.equation_seconds import Priced
+from alpa_meta.intra_op.equation_seconds import Priced, PricedPairs
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
 
@@ -165,19 +166,24 @@ class SentSeconds:
         """Return [count, axes, 2] seconds per step under a choice, at one of the sizes that the
         problem is priced at."""
         found = np.zeros((count, len(self.costs.mesh.axes), 2))
-        for position, first, second, priced, sends in self._entries:
-            seconds, one, two = priced[size], int(choice[first]), int(choice[second])
-            value = seconds[one] if seconds.ndim == 1 else seconds[one, two]
-            if not value:
-                continue
+        values = self._priced.under(choice, size)
+        for number in np.flatnonzero(values).tolist():
+            position, first, second, priced, sends = self._entries[number]
+            one, two = int(choice[first]), int(choice[second])
             key = (id(priced), one, two, size)
             if key not in self._shares:
-                scaled = None if seconds.ndim == 1 else float(value)
+                scaled = None if priced[0].ndim == 1 else float(values[number])
                 self._shares[key] = self._share(sends(one, two, size), scaled)
             share = self._shares[key]
             if share is not None:
                 found[position] += share
         return found
+
+    @functools.cached_property
+    def _priced(self) -> PricedPairs:
+        """The seconds of all entries, which are complete once the problem is built."""
+        num_sizes = len(self._entries[0][3]) if self._entries else 1
+        return PricedPairs(num_sizes, [(first, two, p) for _, first, two, p, _ in self._entries])
 
     def _share(self, sends: Iterator[Sends], seconds: float | None) -> Array | None:
         """Return the parts of collectives that take `seconds` together (None: as priced alone).
