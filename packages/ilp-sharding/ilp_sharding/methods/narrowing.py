@@ -298,8 +298,9 @@ def _guessed(
         if search.objective <= cutoff:
             search.lower_bound = search.objective
             search.report("narrowing")
-        if search.closed or cutoff >= search.cutoff():
+        if cutoff >= search.cutoff():
             search.raise_bound(search.objective, "narrowing")
+        if search.closed:
             return True
     return False
 
