@@ -29,6 +29,7 @@ _COMPILING_SECONDS = {  # and to compile them: three times the CPU seconds measu
     "exact.elimination_loops": 9.0,
     "problem.graph_loops": 6.0,
     "bound.messages": 16.0,
+    "bound.pruned_sweeps": 30.0,
     "bound.dominance": 24.0,
     "choice.forest_moves": 30.0,
     "choice.ball_minimisation": 40.0,
@@ -37,6 +38,7 @@ _LAST = {  # of every module with loops, one that is called last
     "exact.elimination_loops": "walk_back",
     "problem.graph_loops": "keep_active",
     "bound.messages": "decode",
+    "bound.pruned_sweeps": "climb",
     "bound.dominance": "drop_unsupported",
     "choice.forest_moves": "descend",
     "choice.ball_minimisation": "search_neighbourhoods",
@@ -88,6 +90,7 @@ def warm_up(progress: Callable[[str, float], None] = lambda name, share: None) -
         "exact.elimination_loops": 0.0,
         "problem.graph_loops": 0.08,
         "bound.messages": 0.1,
+        "bound.pruned_sweeps": 0.15,
         "bound.dominance": 0.2,
         "choice.forest_moves": 0.4,
         "choice.ball_minimisation": 0.6,
@@ -121,10 +124,13 @@ def _run(name: str) -> None:
         graph.restricted(np.arange(graph.num_strategies) % 2 == 0)
     elif name == "bound.dominance":
         without_dominated(simplified(graph))
+    elif name == "bound.pruned_sweeps":
+        from ilp_sharding.methods import pruned
+
+        pruned.run_sample(graph)
     elif name == "bound.messages":
         dual = DualAscent(graph)
         dual.step(math.inf)
-        dual.meets_choice()
         dual.reduced(1)
         HubTree(dual).dive(math.inf, lambda: False)
         dual.decoded()

@@ -199,7 +199,7 @@ def _solution(problem: ShardingProblem, search: Search, began: float) -> Shardin
         if not evaluation.feasible:
             raise AssertionError("the solver's answer breaks a limit; please report the problem")
         objective = float(evaluation.cost)
-        if search.closed and search.gap_tolerance == 0.0:
+        if search.proved:
             bound = objective
         elif bound is not None:
             bound = min(bound, objective)

@@ -11,6 +11,7 @@ GROUPS = (
     "exact.elimination_loops",
     "problem.graph_loops",
     "bound.messages",
+    "bound.pruned_sweeps",
     "bound.dominance",
     "choice.forest_moves",
     "choice.ball_minimisation",

@@ -266,14 +266,6 @@ class DualAscent:
         """Return a choice [nodes] decoded from the messages (memory priced, not limited)."""
         return self.decode(self.priced(self.multipliers))
 
-    def meets_choice(self) -> bool:
-        """Return whether the choice decoded from the messages costs the best bound (memory priced),
-        to rounding."""
-        cost = self.priced(self.multipliers)
-        tables = self.graph.tables
-        value = self._value(messages.choice_cost(tables, cost, self.decode(cost)), self.multipliers)
-        return value - self.best <= 1e-11 * abs(value)
-
     def _send(self, cost: np.ndarray, x: np.ndarray, reduced: np.ndarray = _NONE) -> float:
         """Sweep forward if `x` is `self.forward`, else back; return the bound of the tables."""
         return messages.sweep(

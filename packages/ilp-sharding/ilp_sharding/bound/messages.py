@@ -85,6 +85,7 @@ def sweep(
     offset = tables.offset
     bound = 0.0
     weight = np.empty(len(belief))
+    spare = np.empty(len(belief) if len(reduced) else 0)
     last = len(offset) - 2
     for step in range(last + 1):
         i = step if forward else last - step
@@ -122,10 +123,15 @@ def sweep(
             bound += least
             if len(reduced):  # what the message leaves of the edge
                 for k in range(size):
-                    spare = np.inf
-                    for q in range(len(out)):
-                        spare = min(spare, tables.entry[p + q * size + k] - out[q])
-                    reduced[offset[i] + k] += max(spare + weight[k] - least, 0.0)
+                    spare[k] = np.inf
+                for q in range(len(out)):
+                    line = tables.entry[p : p + size]
+                    more = out[q]
+                    for k in range(size):
+                        spare[k] = min(spare[k], line[k] - more)
+                    p += size
+                for k in range(size):
+                    reduced[offset[i] + k] += max(spare[k] + weight[k] - least, 0.0)
     return bound
 
 

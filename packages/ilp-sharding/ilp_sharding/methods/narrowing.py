@@ -1,15 +1,15 @@
 """Wide graphs made narrow by message bounds, in this process.
 
-Messages (see `dual_ascent`) give a bound B and a reduced cost r_v of every strategy v: each choice
-that uses v costs at least B + r_v. For any guess C of the optimum the strategies with B + r_v > C
-may be left out; let v(C) be the optimum of what is left. Every choice left out costs more than C,
-so
+Without memory rows that is done by compiled sweeps that drop strategies on the way -> pruned. With
+them, messages under multipliers (see `dual_ascent`) give a bound B and a reduced cost r_v of every
+strategy v: each choice that uses v costs at least B + r_v. For any guess C of the optimum the
+strategies with B + r_v > C may be left out; let v(C) be the optimum of what is left. Every choice
+left out costs more than C, so
 
     v(C) <= C  =>  v(C) is the optimum;          else  the optimum > C, and v(C) is a choice's cost.
 
 The guesses rise from just above B, where little is left, until that holds or what is left is too
-large for elimination or HiGHS -> narrow(). Planner problems have tight bounds unless memory binds:
-most have a choice decoded from the messages that costs B, and nearly all end at the first guess.
+large for elimination or HiGHS -> narrow().
 """
 
 from __future__ import annotations
@@ -66,13 +66,6 @@ _LABELS = 1e6  # labels times rows of all steps together
 _MULTIPLES = np.array([[0.5], [0.8], [1.0], [1.25], [2.0]])  # of the multipliers that bound labels
 _REST_WORK = 2e8  # table entries of an elimination of what is left
 _MORE, _FEW_TABLES = 1.3, 1000  # how much larger a last step may be than the next one
-_TIGHT_TABLES = 5000  # table entries from which on messages are swept once more in what is left
-_SWEEPS = 60  # of messages without memory rows, as most problems need no more,
-# and more where they did not do: a free problem of gpt tiny on 8 H100 (177,000 table entries) takes
-# 0.4 CPU s with them, and 1.6 with rounds of a search instead.
-_MORE_SWEEPS = 400
-_QUIET = 3  # of them without gain before they end
-_SLOW = 1e-3  # gain, of the bound, from which on a choice may cost no more than it
 _STEPS = 400  # of multipliers with them
 _POLISH = 100  # ball moves of a first choice, and
 _POLISH_SECONDS = 0.1  # what must be left for them
@@ -82,7 +75,7 @@ _SWEPT_TABLES = 4e8  # table entries all sweeps together may visit where memory 
 def needed_loops(memory: MemoryProfile | None) -> tuple[str, ...]:
     """Return the modules whose compiled loops `narrow` calls."""
     if memory is None:
-        return ("bound.messages", "exact.elimination_loops", "problem.graph_loops")
+        return ("bound.pruned_sweeps",)
     return (
         "bound.messages",
         "exact.elimination_loops",
@@ -138,15 +131,6 @@ def solve_unreduced(instance: Instance, search: Search) -> bool:
         return False
     load(*needed_loops(None))
     graph = instance_graph(instance)
-    if graph is None:
-        return False
-    graph = graph.consistent()
-    if graph is None:
-        raise NoAssignment
-    if not graph.num_nodes:
-        search.offer(graph.settled, "narrowing")
-        search.raise_bound(search.objective, "narrowing")
-        return True
     search.narrowed_entries = len(graph.tables.entry)
     until = search.until
     search.until = min(until, time.perf_counter() + _UNREDUCED_SHARE * search.seconds)
@@ -231,25 +215,32 @@ def expansion(network: Network) -> Expand:
 
 def narrow_graph(graph: TableGraph, expand: Expand, search: Search) -> bool:
     """Return whether messages left so little of `graph` that the problem is solved."""
-    # importing it takes a moment: not for problems that never come here
+    # importing them takes a moment: not for problems that never come here
+    if not graph.num_times:
+        from ilp_sharding.methods.pruned import solve_pruned
+
+        rest = solve_pruned(graph, expand, search)
+        if rest is None:
+            return True
+        if search.late or not solve_rest(expand, search, rest, search.cutoff()):
+            return False
+        if search.choice is None:
+            raise NoAssignment
+        search.raise_bound(search.objective, "narrowing")
+        return True
     from ilp_sharding.bound.dual_ascent import DualAscent
 
-    dual = DualAscent(graph)
     affordable = int(_SWEPT_TABLES / max(len(graph.tables.entry), 1))
-    if graph.num_times:
-        return _narrowed(dual, min(_STEPS, affordable), expand, search)
-    if _narrowed(dual, _SWEEPS, expand, search):
-        return True
-    few = len(graph.tables.entry) < PROGRAM_TABLES  # elimination or HiGHS is as quick
-    if few or _MORE_SWEEPS > affordable or search.late:
-        return False
-    return _narrowed(dual, _MORE_SWEEPS, expand, search)
+    return _narrowed(DualAscent(graph), min(_STEPS, affordable), expand, search)
 
 
 def _narrowed(dual: DualAscent, steps: int, expand: Expand, search: Search) -> bool:
     """Return whether so many steps of `dual` leave so little that the problem is solved."""
     growing = 0.2 * search.seconds  # kept for a choice from what the steps found
-    _climb(dual, steps, search.objective, lambda: search.seconds < growing)
+    for _ in range(steps):
+        dual.step(search.objective)
+        if search.seconds < growing:
+            break
     if dual.best == math.inf:
         raise NoAssignment
     search.raise_bound(dual.best, "messages")
@@ -271,7 +262,7 @@ def _guessed(
     """Return whether a guess of the optimum was proved, given (bound, reduced costs) `pairs`."""
     graph = dual.graph
     guesses = [dual.best + rise * abs(dual.best) for rise in _GUESSES]
-    while graph.num_times and len(guesses) > 1:
+    while len(guesses) > 1:
         if np.count_nonzero(_within(pairs, guesses[1])) > graph.num_nodes + _FEW_STRATEGIES:
             break
         guesses.pop(0)
@@ -289,8 +280,6 @@ def _guessed(
             size = 0 if rest is None else len(rest.tables.entry)
             if whole is not None and len(whole.tables.entry) <= _MORE * size + _FEW_TABLES:
                 rest, cutoff = whole, search.cutoff()
-        if rest is not None and len(rest.tables.entry) > _TIGHT_TABLES and not rest.num_times:
-            rest = _tightened(rest, cutoff, dual)
         if rest is None:
             search.raise_bound(cutoff, "narrowing")
         elif not solve_rest(expand, search, rest, cutoff, dual):
@@ -305,35 +294,15 @@ def _guessed(
     return False
 
 
-def _climb(
-    dual: DualAscent, steps: int, target: float, late: Callable[[], bool] = lambda: False
-) -> None:
-    """Raise the bound by at most so many steps: without memory rows until it stays or is met."""
-    quiet = 0
-    for _ in range(steps):
-        before = dual.best
-        dual.step(target)
-        gain = dual.best - before
-        quiet = quiet + 1 if gain <= 1e-12 * abs(dual.best) else 0
-        if late():
-            return
-        if not dual.graph.num_times:
-            if quiet >= _QUIET or (gain <= _SLOW * abs(dual.best) and dual.meets_choice()):
-                return
-
-
 def _grow(expand: Expand, search: Search, dual: DualAscent) -> None:
     """Offer the choice decoded from the messages, repaired where it breaks a memory row."""
-    x: np.ndarray | None = dual.decoded()
-    if dual.graph.num_times:
-        from ilp_sharding.choice.construction import PrimalSearch
+    from ilp_sharding.choice.construction import PrimalSearch
 
-        primal = PrimalSearch(dual.graph, search.seed)
-        polish = _POLISH if search.seconds > _POLISH_SECONDS else 0
-        primal.construct(dual.decoded(), dual.price, polish=polish)
-        x = primal.x
-    if x is not None:
-        search.offer(expand(dual.graph.lift(x)), "messages")
+    primal = PrimalSearch(dual.graph, search.seed)
+    polish = _POLISH if search.seconds > _POLISH_SECONDS else 0
+    primal.construct(dual.decoded(), dual.price, polish=polish)
+    if primal.x is not None:
+        search.offer(expand(dual.graph.lift(primal.x)), "messages")
 
 
 def _within(pairs: list[tuple[float, np.ndarray]], cutoff: float) -> np.ndarray:
@@ -345,20 +314,11 @@ def _within(pairs: list[tuple[float, np.ndarray]], cutoff: float) -> np.ndarray:
 
 def _restricted(graph: TableGraph, active: np.ndarray) -> TableGraph | None:
     """Return `graph` with the `active` strategies only, None if some node has none."""
-    if graph.num_times and graph.num_nodes:
-        from ilp_sharding.bound.dominance import simplified, without_dominated
+    if not graph.num_nodes:
+        return graph
+    from ilp_sharding.bound.dominance import simplified, without_dominated
 
-        return without_dominated(simplified(graph, active))
-    if graph.num_nodes and not np.logical_or.reduceat(active, graph.tables.offset[:-1]).all():
-        return None
-    return graph.restricted(active)
-
-
-def _tightened(rest: TableGraph, cutoff: float, dual: DualAscent) -> TableGraph | None:
-    """Return `rest` without what messages in it alone show to cost more than `cutoff`."""
-    inner = dual.carried(rest)
-    _climb(inner, _SWEEPS // 2, cutoff)
-    return _restricted(rest, _within(inner.reduced(3), cutoff))
+    return without_dominated(simplified(graph, active))
 
 
 def solve_rest(
@@ -366,9 +326,12 @@ def solve_rest(
     search: Search,
     rest: TableGraph,
     cutoff: float,
-    dual: DualAscent,
+    dual: DualAscent | None = None,
 ) -> bool:
-    """Offer the best choice of `rest`, raise the bound; return False if it is too large."""
+    """Offer the best choice of `rest`, raise the bound; return False if it is too large.
+
+    `dual` has multipliers of its memory rows, if there are any.
+    """
     from ilp_sharding.exact.integer_program import IntegerProgram
 
     sizes = dict(enumerate(np.diff(rest.tables.offset).tolist()))
@@ -410,12 +373,12 @@ def _eliminated(
     elimination: Elimination,
     costs: dict[int, np.ndarray],
     cutoff: float,
-    dual: DualAscent,
+    dual: DualAscent | None,
     until: float,
 ) -> tuple[float, dict[int, int]]:
     """Return (least cost without the constant, its choice), cost inf if it is above `cutoff`."""
     rows = rest.rows
-    if not rest.num_times:
+    if dual is None or not rest.num_times:
         return elimination.solve(costs, until=until)
     changes = np.zeros((rest.num_times + 1, rest.num_strategies))
     owner = np.repeat(np.arange(rest.num_strategies), np.diff(rows.start))

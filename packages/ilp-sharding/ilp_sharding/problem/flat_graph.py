@@ -201,27 +201,45 @@ def table_graph(network: Network, memory: MemoryProfile | None) -> TableGraph:
     )
 
 
-def instance_graph(instance: Instance) -> TableGraph | None:
+def instance_graph(instance: Instance) -> TableGraph:
     """Return the graph of `instance` without reductions or memory; labels are its strategies.
 
-    The tables are copied, as loops are compiled for arrays that may be written.
-    None if it has parallel edges, self-edges or edges to an earlier node, which `Network` turns.
+    Tables are shared, unless edges have to be turned, added up or folded into a node.
     """
-    first, second = instance.edges[:, 0], instance.edges[:, 1]
+    edges, cost, table = instance.edges, instance.cost, instance.table
+    first, second = edges[:, 0], edges[:, 1]
     keys = np.sort(first * instance.num_nodes + second)
     if (first >= second).any() or (keys[1:] == keys[:-1]).any():
-        return None
+        edges, cost, table = _turned(instance)
     sizes = np.diff(instance.offset)
     none = np.zeros(0, np.int64)
     return TableGraph(
-        tables=make_tables(instance.offset, instance.cost, first, second, instance.table.copy()),
-        rows=make_rows(len(instance.cost), none, none, np.zeros(0), np.zeros(0)),
+        tables=make_tables(instance.offset, cost, edges[:, 0], edges[:, 1], table),
+        rows=make_rows(len(cost), none, none, np.zeros(0), np.zeros(0)),
         constant=0.0,
         base_node=np.arange(instance.num_nodes),
-        label=np.arange(len(instance.cost)) - np.repeat(instance.offset[:-1], sizes),
+        label=np.arange(len(cost)) - np.repeat(instance.offset[:-1], sizes),
         settled=np.full(instance.num_nodes, -1),
         base_time=none,
     )
+
+
+def _turned(instance: Instance) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (edges, node costs, tables) with edges to later nodes only, parallel ones added up."""
+    cost, offset = instance.cost.copy(), instance.offset.tolist()
+    bounds = instance.table_offset.tolist()
+    tables: dict[tuple[int, int], np.ndarray] = {}
+    for e, (a, b) in enumerate(instance.edges.tolist()):
+        height = offset[a + 1] - offset[a]
+        table = instance.table[bounds[e] : bounds[e + 1]].reshape(height, -1)
+        if a == b:
+            cost[offset[a] : offset[a + 1]] += table.diagonal()
+            continue
+        key, table = ((a, b), table) if a < b else ((b, a), table.T)
+        tables[key] = tables[key] + table if key in tables else table
+    edges = np.array(list(tables), dtype=np.int64).reshape(-1, 2)
+    entries = [table.ravel() for table in tables.values()]
+    return edges, cost, np.concatenate(entries) if entries else np.zeros(0)
 
 
 def make_tables(

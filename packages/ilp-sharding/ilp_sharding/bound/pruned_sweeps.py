@@ -1,0 +1,326 @@
+"""Message sweeps that drop strategies on the way, compiled, for problems without memory rows.
+
+After every sweep forward and back (`messages.sweep`) a choice is decoded, and its cost C is an
+upper bound. Every few sweeps the strategies v drop out whose reduced cost r_v shows that no choice
+that uses them costs at most C,
+
+    bound + r_v > C,
+
+and with them their rows of tables and messages; nodes with one strategy left go into the costs of
+their neighbours -> keep(). Messages stay as they are, so that the bound does not fall. Of a planner
+problem of 180,000 table entries some thousands are left after ten sweeps              -> climb()
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from ilp_sharding.bound import messages
+from ilp_sharding.problem.flat_graph import TableGraph, Tables, make_rows
+
+OPEN, PROVED, EMPTY = 0, 1, 2  # how a climb ended
+_FIRST_STEPS = 4  # of a climb, after every second of which strategies drop out,
+_EARLY, _EVERY = 2, 4  # and then after every fourth: reduced costs cost half a sweep
+_FEW_GONE = 0.05  # of the strategies: fewer are not worth moving the rest
+_QUIET = 3  # steps without gain after which a climb ends
+ROUNDING = 1e-11  # of a cost, within which a bound proves it
+_MARGIN = 1e-12  # of a sum, by which its rounding may be off
+
+
+class Rest(NamedTuple):
+    """What is left of a graph, at the beginning of arrays as long as the whole graph's.
+
+    `size`: nodes left, edges left, whether any pair is forbidden, then room for [edges] numbers.
+    `to_first`, `to_second`: messages. `base_node` [nodes], `label` [strategies], `settled` [base
+    nodes] as in `TableGraph`. `reduced` [strategies]: reduced costs, over the bound
+    `numbers[REDUCED]`. `numbers`: see the constants below. `choice` [base nodes]: the best known.
+    """
+
+    tables: Tables
+    to_first: np.ndarray
+    to_second: np.ndarray
+    base_node: np.ndarray
+    label: np.ndarray
+    settled: np.ndarray
+    reduced: np.ndarray
+    size: np.ndarray
+    numbers: np.ndarray
+    choice: np.ndarray
+
+
+CONSTANT, BOUND, OBJECTIVE, REDUCED, VISITED = range(5)  # of `Rest.numbers`; entries visited
+
+
+def rest_of(graph: TableGraph) -> Rest:
+    """Return the whole of `graph`, without messages; its tables are copied."""
+    tables = graph.tables
+    num_edges = len(tables.first)
+    size = np.zeros(3 + num_edges, dtype=np.int64)
+    size[:2] = graph.num_nodes, num_edges
+    size[2] = len(tables.entry) and tables.entry.max() == np.inf
+    return Rest(
+        tables=Tables(*(array.copy() for array in tables)),
+        to_first=np.zeros(int(tables.to_first[-1])),
+        to_second=np.zeros(int(tables.to_second[-1])),
+        base_node=graph.base_node.copy(),
+        label=graph.label.copy(),
+        settled=graph.settled.copy(),
+        reduced=np.zeros(graph.num_strategies),
+        size=size,
+        numbers=np.array([graph.constant, -np.inf, np.inf, -np.inf, 0.0]),
+        choice=graph.settled.copy(),
+    )
+
+
+def copied(rest: Rest) -> Rest:
+    """Return a copy of what is left, in arrays of its size; `choice` and costs are its own too."""
+    tables = left(rest)
+    num_nodes, num_edges = int(rest.size[0]), int(rest.size[1])
+    strategies = int(tables.offset[num_nodes])
+    return Rest(
+        tables=Tables(*(array.copy() for array in tables)),
+        to_first=rest.to_first[: tables.to_first[num_edges]].copy(),
+        to_second=rest.to_second[: tables.to_second[num_edges]].copy(),
+        base_node=rest.base_node[:num_nodes].copy(),
+        label=rest.label[:strategies].copy(),
+        settled=rest.settled.copy(),
+        reduced=rest.reduced[:strategies].copy(),
+        size=rest.size[: 3 + num_edges].copy(),
+        numbers=rest.numbers.copy(),
+        choice=rest.choice.copy(),
+    )
+
+
+def graph_of(rest: Rest) -> TableGraph:
+    """Return what is left as a graph with the same base."""
+    num_nodes = int(rest.size[0])
+    tables = Tables(*(array.copy() for array in left(rest)))
+    none = np.zeros(0, dtype=np.int64)
+    return TableGraph(
+        tables=tables,
+        rows=make_rows(len(tables.cost), none, none, np.zeros(0), np.zeros(0)),
+        constant=float(rest.numbers[CONSTANT]),
+        base_node=rest.base_node[:num_nodes].copy(),
+        label=rest.label[: len(tables.cost)].copy(),
+        settled=rest.settled.copy(),
+        base_time=none,
+    )
+
+
+@njit(cache=True)
+def left(rest: Rest) -> Tables:
+    """Return the tables of what is left."""
+    tables = rest.tables
+    n, m = rest.size[0], rest.size[1]
+    return Tables(
+        tables.offset[: n + 1],
+        tables.cost[: tables.offset[n]],
+        tables.first[:m],
+        tables.second[:m],
+        tables.entry_offset[: m + 1],
+        tables.entry[: tables.entry_offset[m]],
+        tables.incident_offset[: n + 1],
+        tables.incident[: tables.incident_offset[n]],
+        tables.to_first[: m + 1],
+        tables.to_second[: m + 1],
+    )
+
+
+@njit(cache=True)
+def take(rest: Rest, x: np.ndarray, cost: float) -> None:
+    """Note the choice `x` [nodes] of what is left if its `cost` is the least."""
+    if cost >= rest.numbers[OBJECTIVE]:
+        return
+    rest.numbers[OBJECTIVE] = cost
+    rest.choice[:] = rest.settled
+    for i in range(rest.size[0]):
+        rest.choice[rest.base_node[i]] = rest.label[rest.tables.offset[i] + x[i]]
+
+
+@njit(cache=True)
+def climb(rest: Rest, steps: int, ceiling: float) -> int:
+    """Raise the bound by so many steps at most, of choices that cost at most `ceiling`; return
+    PROVED if the best known choice is the least of them, EMPTY if there is none, else OPEN.
+    """
+    numbers, size = rest.numbers, rest.size
+    most = 1
+    for i in range(size[0]):
+        most = max(most, rest.tables.offset[i + 1] - rest.tables.offset[i])
+    belief = np.empty(most + 1)
+    x = np.zeros(size[0], np.int64)
+    none = np.empty(0)
+    active = np.empty(rest.tables.offset[size[0]], np.bool_)
+    quiet, since = 0, 0
+    for step in range(steps):
+        n = size[0]
+        tables = left(rest)
+        since += 1
+        prune = since >= (_EARLY if step < _FIRST_STEPS else _EVERY) or step == steps - 1
+        to = (rest.to_first, rest.to_second, belief, x)
+        messages.sweep(tables, tables.cost, *to, none, True)
+        reduced = rest.reduced[: tables.offset[n]] if prune else none
+        value = messages.sweep(tables, tables.cost, *to, reduced, False)
+        numbers[VISITED] += len(tables.entry)
+        bound = value + numbers[CONSTANT] - _MARGIN * (abs(value) + abs(numbers[CONSTANT]))
+        gain = bound - numbers[BOUND]
+        numbers[BOUND] = max(bound, numbers[BOUND])
+        messages.decode(tables, tables.cost, rest.to_first, belief, x)
+        cost = messages.choice_cost(tables, tables.cost, x[:n]) + numbers[CONSTANT]
+        take(rest, x, cost)
+        known = numbers[OBJECTIVE]
+        if known - numbers[BOUND] <= ROUNDING * abs(known):
+            return PROVED
+        cutoff = min(known + _MARGIN * abs(known), ceiling)
+        if numbers[BOUND] > cutoff:
+            return EMPTY
+        if prune:
+            since = 0
+            numbers[REDUCED] = bound
+            gone = 0
+            for v in range(tables.offset[n]):
+                active[v] = bound + reduced[v] <= cutoff
+                gone += not active[v]
+            if gone > _FEW_GONE * tables.offset[n]:
+                if not keep(rest, active):
+                    return EMPTY
+                if not size[0]:
+                    take(rest, x, numbers[CONSTANT])
+                    numbers[BOUND] = numbers[OBJECTIVE]
+                    return PROVED
+        quiet = 0 if gain > _MARGIN * abs(numbers[BOUND]) else quiet + 1
+        if quiet >= _QUIET and prune:
+            return OPEN
+    return OPEN
+
+
+@njit(cache=True)
+def keep(rest: Rest, active: np.ndarray) -> bool:
+    """Keep only the `active` [strategies], and of them those with an allowed partner in every
+    table; return False if a node has none.
+
+    In place: nothing moves to a later position.
+    """
+    tables, size = rest.tables, rest.size
+    offset = tables.offset
+    n, m = size[0], size[1]
+    if size[2]:
+        _drop_unsupported(tables, m, active)
+    place = np.full(n, -1)  # number of a node that stays open
+    lone = np.zeros(n, np.int64)  # the strategy of one that does not
+    fresh = 0
+    for i in range(n):
+        count = 0
+        for v in range(offset[i], offset[i + 1]):
+            if active[v]:
+                count += 1
+                lone[i] = v
+        if count == 0:
+            return False
+        if count > 1:
+            place[i] = fresh
+            fresh += 1
+    constant = _keep_edges(rest, active, place, lone)
+    put, incident, start, begin = 0, 0, 0, 0
+    for i in range(n):
+        stop, end = offset[i + 1], tables.incident_offset[i + 1]
+        if place[i] < 0:
+            constant += tables.cost[lone[i]]
+            rest.settled[rest.base_node[i]] = rest.label[lone[i]]
+        else:
+            offset[place[i]], tables.incident_offset[place[i]] = put, incident
+            rest.base_node[place[i]] = rest.base_node[i]
+            for v in range(start, stop):
+                if active[v]:
+                    tables.cost[put] = tables.cost[v]
+                    rest.label[put] = rest.label[v]
+                    rest.reduced[put] = rest.reduced[v]
+                    put += 1
+            for z in range(begin, end):
+                e = size[3 + tables.incident[z]]
+                if e >= 0:
+                    tables.incident[incident] = e
+                    incident += 1
+        start, begin = stop, end
+    offset[fresh], tables.incident_offset[fresh] = put, incident
+    size[0] = fresh
+    rest.numbers[CONSTANT] += constant
+    return True
+
+
+@njit(cache=True)
+def _keep_edges(rest: Rest, active: np.ndarray, place: np.ndarray, lone: np.ndarray) -> float:
+    """Move together the tables and messages of two open nodes, add up the others; return the cost
+    of those of two settled nodes. `size[3:]` gets the new numbers of edges, -1 for those gone."""
+    tables, size = rest.tables, rest.size
+    offset = tables.offset
+    settled = 0.0
+    put, edges, to_first, to_second = 0, 0, 0, 0
+    for e in range(size[1]):
+        i, j = tables.first[e], tables.second[e]
+        height, width = offset[i + 1] - offset[i], offset[j + 1] - offset[j]
+        p, a, b = tables.entry_offset[e], tables.to_first[e], tables.to_second[e]
+        if place[i] >= 0 and place[j] >= 0:
+            size[3 + e] = edges
+            tables.first[edges], tables.second[edges] = place[i], place[j]
+            tables.entry_offset[edges] = put
+            tables.to_first[edges], tables.to_second[edges] = to_first, to_second
+            edges += 1
+            for k in range(height):
+                if active[offset[i] + k]:
+                    rest.to_first[to_first] = rest.to_first[a + k]
+                    to_first += 1
+                    for q in range(width):
+                        if active[offset[j] + q]:
+                            tables.entry[put] = tables.entry[p + q]
+                            put += 1
+                p += width
+            for q in range(width):
+                if active[offset[j] + q]:
+                    rest.to_second[to_second] = rest.to_second[b + q]
+                    to_second += 1
+            continue
+        size[3 + e] = -1
+        if place[j] >= 0:
+            p += (lone[i] - offset[i]) * width
+            for q in range(width):
+                tables.cost[offset[j] + q] += tables.entry[p + q]
+        elif place[i] >= 0:
+            p += lone[j] - offset[j]
+            for k in range(height):
+                tables.cost[offset[i] + k] += tables.entry[p + k * width]
+        else:
+            settled += tables.entry[p + (lone[i] - offset[i]) * width + lone[j] - offset[j]]
+    tables.entry_offset[edges] = put
+    tables.to_first[edges], tables.to_second[edges] = to_first, to_second
+    size[1] = edges
+    return settled
+
+
+@njit(cache=True)
+def _drop_unsupported(tables: Tables, num_edges: int, active: np.ndarray) -> None:
+    """Clear `active` for strategies without an allowed partner among the active."""
+    offset = tables.offset
+    changed = True
+    while changed:
+        changed = False
+        for e in range(num_edges):
+            i, j = tables.first[e], tables.second[e]
+            height, width = offset[i + 1] - offset[i], offset[j + 1] - offset[j]
+            p = tables.entry_offset[e]
+            rows, columns = np.zeros(height, np.bool_), np.zeros(width, np.bool_)
+            for k in range(height):
+                for q in range(width if active[offset[i] + k] else 0):
+                    if active[offset[j] + q] and tables.entry[p + k * width + q] < np.inf:
+                        rows[k] = True
+                        columns[q] = True
+            for k in range(height):
+                if active[offset[i] + k] and not rows[k]:
+                    active[offset[i] + k] = False
+                    changed = True
+            for q in range(width):
+                if active[offset[j] + q] and not columns[q]:
+                    active[offset[j] + q] = False
+                    changed = True
