@@ -38,10 +38,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from stage_dp.cell_bounds import RowArrays, hull_prices
+from stage_dp.interleaved_order import interleaved_order
 from stage_dp.interleaved_program import Layers, least_step
 from stage_dp.joint_sweep import NEVER
 from stage_dp.menu_table import Array, Index
-from stage_dp.schedules import order
 
 # Times that weights are evened out, of which the best is taken: GPT-1.3B on 4 V100 has the same
 # bound with 2 and with 12.
@@ -53,7 +53,6 @@ MAX_RARE = 4
 
 FULL = 3  # groups of p microbatches after which what a chunk holds does not change
 
-INTERLEAVED = "interleaved-1f1b"
 Disjoint = tuple[Index, Index, Index]
 
 
@@ -153,7 +152,7 @@ class InterleavedBounds:
         for v in sorted(chunks, reverse=True):  # more chunks have the lower bound
             every_run = 2 * num * v * self.count <= most_runs
             shown = self.count if every_run else shorter(self.count, num)
-            runs = order(INTERLEAVED, num * v, shown, num_meshes=num)
+            runs = interleaved_order(num, v, shown)
             count = None if every_run else self.count
             bound = min(bound, least_step(layers, runs, crossing, whole, count))
             if bound <= known:

@@ -26,9 +26,9 @@ import highspy
 import numpy as np
 from attrs import frozen
 
+from stage_dp.interleaved_order import InterleavedOrder
 from stage_dp.joint_sweep import NEVER
 from stage_dp.menu_table import Array, Index
-from stage_dp.schedules import Schedule
 
 TRUSTED = 1e-6  # of T: HiGHS's tolerances are a tenth of it
 # Forwards in all up to which each stage has a whole number of layers, not only each mesh. Of twice
@@ -60,7 +60,7 @@ class Layers:
 
 def least_step(
     layers: Layers,
-    schedule: Schedule,
+    schedule: InterleavedOrder,
     crossing: Sequence[float],
     whole: bool,
     count: int | None = None,
@@ -79,7 +79,7 @@ class _Program:
     def __init__(
         self,
         layers: Layers,
-        schedule: Schedule,
+        schedule: InterleavedOrder,
         crossing: Sequence[float],
         whole: bool,
         count: int | None,
@@ -132,28 +132,36 @@ class _Program:
 
     def _add_runs(self) -> None:
         """Add the ends of all runs and of the step."""
-        schedule, ends = self.schedule, {}
-        for steps in schedule.steps:
-            for step in steps:
-                ends[step.phase, step.stage, step.microbatch] = self.num_columns
-                self.num_columns += 1
-        for mesh, steps in enumerate(schedule.steps):
+        schedule = self.schedule
+        num, last = schedule.num_meshes, schedule.num_stages - 1
+        count = schedule.num_microbatches
+        # [forward or backward, stage, microbatch]
+        ends = self.num_columns + np.arange(2 * (last + 1) * count).reshape(2, last + 1, count)
+        self.num_columns += ends.size
+        of_run = self.run_columns.tolist()
+        for mesh in range(num):
+            runs = np.empty((2 * len(schedule.chunk), 3), dtype=np.int64)
+            for back, (chunk, at) in enumerate(
+                zip((schedule.chunk, schedule.back), schedule.places(mesh), strict=True)
+            ):
+                runs[at, 0], runs[at, 1] = back, chunk * num + mesh
+                runs[at, 2] = schedule.microbatch
             before: int | None = None
-            for step in steps:
-                forward = step.phase == "forward"
-                end = ends[step.phase, step.stage, step.microbatch]
-                run = [(end, 1.0), (int(self.run_columns[0 if forward else 1, step.stage]), -1.0)]
+            for (back, stage, microbatch), end in zip(
+                runs.tolist(), ends[tuple(runs.T)].tolist(), strict=True
+            ):
+                run = [(end, 1.0), (of_run[back][stage], -1.0)]
                 self._add([*run, *([] if before is None else [(before, -1.0)])], 0.0)
-                source = step.stage + (-1 if forward else 1)
-                if 0 <= source < schedule.num_stages:
-                    value = ends[step.phase, source, step.microbatch]
-                    link = min(source, step.stage) % schedule.num_meshes
+                source = stage + (1 if back else -1)
+                if 0 <= source <= last:
+                    link = min(source, stage) % num
+                    value = int(ends[back, source, microbatch])
                     self._add([*run, (value, -1.0)], self.crossing[link])
-                elif not forward:
-                    self._add([*run, (ends["forward", step.stage, step.microbatch], -1.0)], 0.0)
+                elif back:
+                    self._add([*run, (int(ends[0, stage, microbatch]), -1.0)], 0.0)
                 before = end
             if before is not None:
-                own = self.y[mesh :: schedule.num_meshes]
+                own = self.y[mesh::num]
                 update = [(int(c), -x) for row in own for c, x in zip(row, self.step, strict=True)]
                 self._add([(self.end, 1.0), (before, -1.0), *update], 0.0)
 
@@ -196,7 +204,7 @@ class _Program:
                 for stage in range(mesh, schedule.num_stages, schedule.num_meshes)
                 for c, x in zip(
                     self.y[stage],
-                    self.state + schedule.in_flight(stage) * self.activation,
+                    self.state + schedule.in_flight[stage] * self.activation,
                     strict=True,
                 )
             ]

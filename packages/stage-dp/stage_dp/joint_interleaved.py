@@ -20,6 +20,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from stage_dp.interleaved_bound import FULL, InterleavedBounds, shorter
+from stage_dp.interleaved_order import interleaved_order
 from stage_dp.joint_chain import Scored, StageChoice
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
@@ -236,8 +237,7 @@ class Interleaving:
     def _held(self, num: int, num_meshes: int) -> tuple[int, ...]:
         """Return the microbatches in flight of each stage."""
         count = shorter(self.count, num_meshes)
-        schedule = order(INTERLEAVED.name, num, count, num_meshes=num_meshes)
-        return tuple(map(schedule.in_flight, range(num)))
+        return interleaved_order(num_meshes, num // num_meshes, count).in_flight
 
     def _stages(
         self, mesh: int, cuts: Sequence[int], held: Sequence[int], num_meshes: int

@@ -53,6 +53,8 @@ import numpy as np
 from attrs import evolve, frozen
 from numpy.typing import NDArray
 
+from stage_dp.interleaved_order import interleaved_order
+
 NOMINAL_SECONDS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
 """By phase: what runs take in `Schedule.global_order`. A backward has twice the products."""
 
@@ -429,52 +431,29 @@ def _alternating(stage: int, warmup: int, num_microbatches: int) -> tuple[Step, 
 
 
 def _interleaved(num_stages: int, num_microbatches: int, num_meshes: int) -> Schedule:
-    """Return Megatron's interleaved order: groups of `num_meshes` microbatches through all chunks.
-
-    A mesh runs stages mesh, mesh + p, mesh + 2p, ... Where the last group is not full the usual
-    warm-up can wait for itself; it is then raised by the smallest number of steps that runs.
-    """
+    """Return Megatron's interleaved order (-> interleaved_order.py)."""
     if num_stages % num_meshes:
         raise ValueError(
             f"interleaved-1f1b needs num_stages to be a multiple of num_meshes, got {num_stages} "
             f"stages on {num_meshes} meshes"
         )
-    chunks = num_stages // num_meshes
-    groups = [
-        range(first, min(first + num_meshes, num_microbatches))
-        for first in range(0, num_microbatches, num_meshes)
-    ]
-    total = chunks * num_microbatches
-    for raised in range(total + 1):
-        steps = []
-        for mesh in range(num_meshes):
-            forward = [
-                Step(phase="forward", stage=chunk * num_meshes + mesh, microbatch=m)
-                for group in groups
-                for chunk in range(chunks)
-                for m in group
+    found = interleaved_order(num_meshes, num_stages // num_meshes, num_microbatches)
+    microbatches = found.microbatch.tolist()
+    steps = []
+    for mesh in range(num_meshes):
+        runs = []
+        for phase, chunks, places in zip(
+            ("forward", "backward"), (found.chunk, found.back), found.places(mesh), strict=True
+        ):
+            stages = (chunks * num_meshes + mesh).tolist()
+            runs += [
+                (at, Step(phase=phase, stage=stage, microbatch=m))
+                for at, stage, m in zip(places.tolist(), stages, microbatches, strict=True)
             ]
-            backward = [
-                Step(phase="backward", stage=chunk * num_meshes + mesh, microbatch=m)
-                for group in groups
-                for chunk in reversed(range(chunks))
-                for m in group
-            ]
-            warmup = 2 * (num_meshes - mesh - 1) + (chunks - 1) * num_meshes + 1
-            if chunks == 1:
-                warmup = num_meshes - mesh
-            warmup = min(total, warmup + raised)
-            mixed = forward[:warmup]
-            for k, step in enumerate(backward):
-                mixed.append(step)
-                mixed.extend(forward[warmup + k : warmup + k + 1])
-            steps.append(tuple(mixed))
-        schedule = Schedule(
-            name="interleaved-1f1b",
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            steps=tuple(steps),
-        )
-        if raised == total or not schedule._executed[1]:
-            break
-    return schedule
+        steps.append(tuple(step for _, step in sorted(runs, key=lambda run: run[0])))
+    return Schedule(
+        name="interleaved-1f1b",
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        steps=tuple(steps),
+    )

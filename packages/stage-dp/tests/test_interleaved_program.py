@@ -8,6 +8,7 @@ import pytest
 from attrs import evolve
 
 from stage_dp import order, pipeline_time
+from stage_dp.interleaved_order import interleaved_order
 from stage_dp.interleaved_program import Layers, least_step
 
 NAME = "interleaved-1f1b"
@@ -30,9 +31,10 @@ def random_layers(rng, sequence, rows):
     )
 
 
-def best_of_all(forward, layers, sequence, schedule, crossing):
+def best_of_all(forward, layers, sequence, runs, crossing):
     """Return the least step seconds of all cuts and rows that fit."""
-    num, meshes = schedule.num_stages, schedule.num_meshes
+    num, meshes = runs.num_stages, runs.num_meshes
+    schedule = order(NAME, num, runs.num_microbatches, num_meshes=meshes)
     held = [schedule.in_flight(stage) for stage in range(num)]
     best = math.inf
     choices = list(itertools.product(range(forward.shape[1]), repeat=len(sequence)))
@@ -68,15 +70,15 @@ def test_no_pipeline_beats_the_program(seed):
     sequence = [0, *rng.integers(2, size=length - 2).tolist(), 1]
     crossing = float(rng.choice([0.0, 0.5]))
     forward, layers = random_layers(rng, sequence, rows)
-    schedule = order(NAME, meshes * chunks, int(rng.integers(1, 6)), num_meshes=meshes)
-    best = best_of_all(forward, layers, sequence, schedule, crossing)
-    free, whole = (least_step(layers, schedule, [crossing] * meshes, own) for own in (False, True))
+    runs = interleaved_order(meshes, chunks, int(rng.integers(1, 6)))
+    best = best_of_all(forward, layers, sequence, runs, crossing)
+    free, whole = (least_step(layers, runs, [crossing] * meshes, own) for own in (False, True))
     assert free <= best * (1 + 1e-9)
     assert whole <= best * (1 + 1e-9)
     assert whole >= free * (1 - 1e-5) or math.isinf(whole)
-    count = schedule.num_microbatches
+    count = runs.num_microbatches
     for own in (False, True):
-        assert least_step(layers, schedule, [crossing] * meshes, own, count) <= best * (1 + 1e-9)
+        assert least_step(layers, runs, [crossing] * meshes, own, count) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("count", [4, 16, 100])
@@ -84,22 +86,22 @@ def test_without_its_runs_the_program_keeps_work_layers_and_what_meshes_wait_for
     rng = np.random.default_rng(3)
     forward, layers = random_layers(rng, [0] * 7, 1)
     layers = evolve(layers, memory=math.inf)
-    schedule = order(NAME, 4, count, num_meshes=2)
-    best = best_of_all(forward, layers, [0] * 7, schedule, 3.0)
-    bound = least_step(layers, schedule, [3.0] * 2, True, count)
+    runs = interleaved_order(2, 2, count)
+    best = best_of_all(forward, layers, [0] * 7, runs, 3.0)
+    bound = least_step(layers, runs, [3.0] * 2, True, count)
     # One mesh has four of the seven layers. The first of them may be that, and waits for two
     # crossings before its last chunk and two behind it.
     work = float(4 * count * layers.seconds[0, 0])
     assert work + 6 < bound <= best * (1 + 1e-9)
-    assert least_step(layers, schedule, [3.0] * 2, False, count) < bound
+    assert least_step(layers, runs, [3.0] * 2, False, count) < bound
 
 
 def test_of_as_many_stages_as_layers_the_program_is_the_longest_path():
     rng = np.random.default_rng(3)
     forward, layers = random_layers(rng, [0] * 4, 1)
-    schedule = order(NAME, 4, 2, num_meshes=2)
-    best = best_of_all(forward, layers, [0] * 4, schedule, 0.25)
-    assert least_step(layers, schedule, [0.25] * 2, False) == pytest.approx(best, rel=1e-5)
+    runs = interleaved_order(2, 2, 2)
+    best = best_of_all(forward, layers, [0] * 4, runs, 0.25)
+    assert least_step(layers, runs, [0.25] * 2, False) == pytest.approx(best, rel=1e-5)
 
 
 def test_whole_layers_of_meshes_count():
@@ -116,15 +118,15 @@ def test_whole_layers_of_meshes_count():
         first=0,
         last=0,
     )
-    schedule = order(NAME, 4, 32, num_meshes=2)  # too many forwards for whole stages
+    runs = interleaved_order(2, 2, 32)  # too many forwards for whole stages
     # One mesh has at least three of the five layers, for 32 microbatches.
-    assert least_step(layers, schedule, [0.0] * 2, True) >= 32 * 2 * 3 * (1 - 1e-5)
-    assert least_step(layers, schedule, [0.0] * 2, False) < 32 * 2 * 3
+    assert least_step(layers, runs, [0.0] * 2, True) >= 32 * 2 * 3 * (1 - 1e-5)
+    assert least_step(layers, runs, [0.0] * 2, False) < 32 * 2 * 3
 
 
 def test_what_fits_in_no_memory_takes_forever():
     rng = np.random.default_rng(0)
     _, layers = random_layers(rng, [0] * 4, 1)
-    schedule = order(NAME, 4, 2, num_meshes=2)
+    runs = interleaved_order(2, 2, 2)
     small = evolve(layers, memory=1e-3)
-    assert math.isinf(least_step(small, schedule, [0.0] * 2, False))
+    assert math.isinf(least_step(small, runs, [0.0] * 2, False))
