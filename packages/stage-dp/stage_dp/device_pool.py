@@ -26,13 +26,15 @@ class DevicePool:
     """States of free devices reachable by taking submeshes, numbered; state 0 has all free.
 
     `following[kind]` [states + 1, choices]: the states after taking submesh `kinds[kind]`; `dead`,
-    one past the last state, stands for "does not fit". `free` [states]: devices left. `exact` is
-    False where the hosts have too many states to follow; then devices are only counted, and what
-    fits here need not fit on hosts.
+    one past the last state, stands for "does not fit". `free` [states]: devices left, falling;
+    `taken` [kinds]: those that a submesh takes; `num_devices` there are. `exact` is False where the
+    hosts have too many states to follow; then devices are only counted, and what fits here need not
+    fit on hosts.
     """
 
     def __init__(self, groups: Sequence[DeviceGroup], kinds: Sequence[SubmeshSpec]) -> None:
         self.kinds = tuple(kinds)
+        self.num_devices = _devices(groups)
         for kind in self.kinds:
             if kind.host_group >= len(groups):
                 raise ValueError(
@@ -50,13 +52,18 @@ class DevicePool:
         states, choices = reached or ([], [])
         self.num_states = len(states)
         self.dead = self.num_states
-        self.free: NDArray[np.int64] = np.array([sum(map(sum, state)) for state in states])
+        free = np.array([sum(map(sum, state)) for state in states])
+        falling = np.argsort(-free, kind="stable")
+        place_of = np.append(np.argsort(falling), self.dead)
+        self.free: NDArray[np.int64] = free[falling]
+        self.taken: NDArray[np.int64] = np.array([kind.num_devices for kind in self.kinds])
         self.following: list[NDArray[np.int64]] = []
         for k in range(len(self.kinds)):
             width = max([1, *(len(row[k]) for row in choices)])
             table = np.full((self.num_states + 1, width), self.dead, dtype=np.int64)
-            for number, row in enumerate(choices):
-                table[number, : len(row[k])] = row[k]
+            for number, at in enumerate(falling):
+                row = choices[at][k]
+                table[number, : len(row)] = place_of[row]
             self.following.append(table)
 
 
@@ -64,8 +71,8 @@ class CoarsePool:
     """As DevicePool, but devices are counted in units, some to a unit, in each group.
 
     Each submesh takes its devices' units, rounded up (what fits here fits by count) or down (what
-    fits by count fits here). At most about `most` states. `free` [states]: devices left, an upper
-    limit where units are rounded down.
+    fits by count fits here). At most about `most` states. `free` [states] and `taken` [kinds] as
+    there, by these units.
     """
 
     exact = False
@@ -79,6 +86,7 @@ class CoarsePool:
         most: int,
     ) -> None:
         self.kinds = tuple(kinds)
+        self.num_devices = _devices(groups)
         devices = [group.num_hosts * group.devices_per_host for group in groups]
         unit = 1
         while np.prod([count // unit + 1 for count in devices]) > most + 1:
@@ -96,12 +104,17 @@ class CoarsePool:
         used = np.arange(self.num_states)[:, None] // places[:-1] % (np.array(units) + 1)
         left = np.array(units) - used
         self.free: NDArray[np.int64] = left.sum(axis=1) * unit
+        self.taken: NDArray[np.int64] = taken * unit
         self.following: list[NDArray[np.int64]] = []
         for kind, count in zip(kinds, taken, strict=True):
             g = kind.host_group
             after = np.arange(self.num_states) + count * places[g]
             after = np.where(left[:, g] >= count, after, self.dead)
             self.following.append(np.append(after, self.dead)[:, None].astype(np.int64))
+
+
+def _devices(groups: Sequence[DeviceGroup]) -> int:
+    return sum(group.num_hosts * group.devices_per_host for group in groups)
 
 
 State = tuple[tuple[int, ...], ...]  # per group: free devices in all, or of each host, sorted

@@ -39,6 +39,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from stage_dp.joint_sweep import Entrance, Space, Sweep
+from stage_dp.joint_window import Window
 from stage_dp.menu_table import Array
 from stage_dp.schedules import ScheduleRule
 
@@ -52,7 +53,7 @@ class Bounds:
 
     `seconds` t, `busy` of B t + u, `once` of t + u. `crossing` c [layers + 1, kinds] by the layer
     where a stage stops. `levels`: None where all places are alike, else the numbers of stages that
-    a pipeline may have. `longest` [kinds]: the most that a crossing may take; `share` the largest
+    a pipeline may have. `window`: bounds are of the pipelines in it. `longest` [kinds]: the most that a crossing may take; `share` the largest
     share of a forward in t. `parts` [sequences, kinds, 3]: the least forward, backward by input and
     by weight.
     """
@@ -69,6 +70,7 @@ class Bounds:
     counted: bool
     open_ended: bool
     final: tuple[int, ...] | None = None
+    window: Window | None = None
 
     def forward(self, within: Array) -> Array:
         """Return the least forward where `within` is finite."""
@@ -123,6 +125,7 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
         open_ended=bounds.open_ended,
         floor=bounds.busy,
         first_floor=bounds.busy,
+        window=bounds.window,
     )
     if rule.splits_backward:
         return there
@@ -135,6 +138,7 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
         first=_within(bounds.once, bounds.seconds, high),
         floor=count * bounds.seconds,
         first_floor=bounds.busy,
+        window=bounds.window,
     )
     return max(there, back, key=lambda sweep: sweep.best(bounds.final))
 
@@ -160,6 +164,7 @@ def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> floa
         2 * gaps * bounds.crossing,
         counted=bounds.counted,
         open_ended=bounds.open_ended,
+        window=bounds.window,
     )
     if gaps == 2:
         suffix.forget(_overlapping(bounds, rule.held))
@@ -175,6 +180,7 @@ def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> floa
             weight=np.where(slow, bounds.busy if split else count * bounds.seconds, np.inf),
             first=np.where(slow, bounds.busy, np.inf),
         ),
+        window=bounds.window,
     ).best(bounds.final)
     return max(base, with_idle)
 

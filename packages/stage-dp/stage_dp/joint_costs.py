@@ -52,13 +52,14 @@ Chain = list[tuple[int, int, int]]  # (layer start, layer stop, kind) of each st
 class StageBounds:
     """Bounds [sequences, kinds, levels]: of t, of B t + u, and of t + u. `parts` [sequences, kinds,
     3]: of the forward, the backward by input and by weight. `quick`: the bound on pipelines that
-    these give and a pipeline that takes no more, by whether the backward is split."""
+    these give, a pipeline that takes no more, and the limit up to which they were looked at, by
+    whether the backward is split."""
 
     seconds: Array
     busy: Array
     once: Array
     parts: Array
-    quick: dict[bool, tuple[float, Chain]] = field(factory=dict)
+    quick: dict[bool, tuple[float, Chain, float]] = field(factory=dict)
 
 
 class CountCosts:
@@ -84,6 +85,7 @@ class CountCosts:
         self._times_asked: Counter[int] = Counter()
         self._choices: dict[tuple[int, int, int], list[StageChoice]] = {}
         self._mesh_seconds: Array | None = None
+        self.mean: dict[bool, float] = {}  # the work of all devices, with `proof` or without
 
     @property
     def same_proof(self) -> bool:

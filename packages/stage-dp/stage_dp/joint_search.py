@@ -39,6 +39,7 @@ from stage_dp.joint_links import Links
 from stage_dp.joint_plan import plan_of
 from stage_dp.joint_schedules import SEARCHED
 from stage_dp.joint_sweep import Space
+from stage_dp.joint_window import mean_work, window_of
 from stage_dp.menu_table import (
     FEW_LAYERS,
     AskedFloors,
@@ -47,6 +48,9 @@ from stage_dp.menu_table import (
 )
 from stage_dp.schedules import SCHEDULE_RULES, ScheduleRule
 
+# Of the least mean work of all devices: seconds up to which pipelines are looked at before there is
+# one. Those that take longer are looked at where none does not.
+REACH = 1.5
 ROUNDS = 3  # of the guided search per microbatch count
 # States of free devices; above, devices are counted in units. With 80 for several groups too,
 # the bound gave 12 of 16 A100 and 16 V100 away as parts of units: GPT-2.6B had a gap of 34.7 %,
@@ -121,7 +125,7 @@ class _Search:
         self.settings: list[_Setting] = []
         self.best: Scored | None = None
         self.binding = False  # whether memory was seen to matter
-        self.covered = False  # whether any chain of meshes would do with enough memory
+        self.reach = math.inf  # seconds up to which pipelines are looked at where there is no plan
 
     def _spaces(self, kinds: list[SubmeshSpec]) -> tuple[Space, Space]:
         """Return the spaces of the guided search and of the bounds."""
@@ -157,8 +161,9 @@ class _Search:
             if costs.meshes:
                 self.settings += self._settings(costs)
         self.settings.sort(key=lambda s: s.bound)
-        self.covered = any(math.isfinite(s.bound) for s in self.settings)
         self._start_from(known)
+        means = [self._mean(s.costs, proof=False) for s in self.settings]
+        self.reach = REACH * min(means, default=math.inf)
         for own in self._by_rows():
             if self.best is not None and self.late():
                 break
@@ -215,10 +220,20 @@ class _Search:
                 interleaving = Interleaving(costs, self.links)
                 result.append(_Setting(costs, rule, interleaving.bound(), interleaving))
                 continue
-            result.append(_Setting(costs, rule, self._quick(costs, rule)[0]))
+            result.append(_Setting(costs, rule, self._mean(costs, proof=True)))
         return result
 
-    def _bounds(self, costs: CountCosts, held: tuple[int, ...] = (), proof: bool = True) -> Bounds:
+    def _mean(self, costs: CountCosts, proof: bool) -> float:
+        """Return the mean work of all devices."""
+        if proof not in costs.mean:
+            busy = costs.bounds(proof).busy
+            costs.mean[proof] = mean_work(self.sequences, self.proof_space.pool, busy)
+        return costs.mean[proof]
+
+    def _bounds(
+        self, costs: CountCosts, held: tuple[int, ...], proof: bool, limit: float
+    ) -> Bounds:
+        """Return bounds of pipelines that take less than `limit` seconds."""
         found = costs.bounds(proof, held)
         counted = self.final is not None or len(held) > 1
         arrays = [found.seconds, found.busy, found.once]
@@ -240,6 +255,9 @@ class _Search:
             counted=counted,
             open_ended=open_ended,
             final=self.final,
+            window=window_of(self.sequences, self.proof_space.pool, found.busy, limit)
+            if math.isfinite(limit)
+            else None,
         )
 
     def _by_rows(self) -> list[list[_Setting]]:
@@ -249,7 +267,11 @@ class _Search:
         for setting in self.settings:
             if setting.interleaving is None:
                 own.setdefault(setting.costs, []).append(setting)
-        return sorted(own.values(), key=lambda some: min(map(self._rows_bound, some)))
+
+        def order(some: list[_Setting]) -> tuple[float, float]:
+            return min(map(self._rows_bound, some)), self._mean(some[0].costs, proof=False)
+
+        return sorted(own.values(), key=order)
 
     def _rows_bound(self, setting: _Setting) -> float:
         """Return what a pipeline of the menu's rows takes at least, within memory where that was
@@ -258,7 +280,7 @@ class _Search:
         for held in ((), self._held(setting)):
             if held and (bound >= self.limit or not self.binding or not self.problem.proof):
                 break
-            bound = max(bound, self._quick(setting.costs, setting.rule, held, proof=False)[0])
+            bound = max(bound, self._quick(setting, held, False, min(self.limit, self.reach))[0])
         if setting.costs.same_proof:
             setting.bound = max(setting.bound, bound)
         return bound
@@ -358,7 +380,7 @@ class _Search:
         near = target * (1 - CLOSE)
         while setting.bound < near:
             held = self._held(setting) if setting.with_memory else ()
-            value, chain = self._quick(costs, rule, held)
+            value, chain = self._quick(setting, held, True, self.limit)
             setting.bound = max(setting.bound, value)
             if setting.bound >= near:
                 break
@@ -366,21 +388,25 @@ class _Search:
             if setting.asked <= MAX_ASKED and costs.ask(chain):
                 continue
             if setting.with_memory:
-                bounds = self._bounds(costs, held)
-                setting.bound = refined_bound(bounds, rule, setting.bound, target)
+                bounds = self._bounds(costs, held, True, target)
+                refined = refined_bound(bounds, rule, setting.bound, target)
+                setting.bound = max(setting.bound, min(refined, target))
                 return setting.bound >= near
             setting.with_memory, setting.asked = True, 0
         return True
 
     def _quick(
-        self, costs: CountCosts, rule: ScheduleRule, held: tuple[int, ...] = (), proof: bool = True
+        self, setting: _Setting, held: tuple[int, ...], proof: bool, limit: float
     ) -> tuple[float, Chain]:
-        """Return the quick bound and its pipeline, worked out once for all schedules that do not
-        split the backward."""
+        """Return the quick bound, up to `limit`, and its pipeline where that takes less; worked out
+        once for all schedules that do not split the backward."""
+        costs, rule = setting.costs, setting.rule
         known = costs.bounds(proof, held).quick
-        if rule.splits_backward not in known:
-            known[rule.splits_backward] = quick_bound(self._bounds(costs, held, proof), rule)
-        return known[rule.splits_backward]
+        value, chain, up_to = known.get(rule.splits_backward, (0.0, [], 0.0))
+        if not chain and up_to < limit:
+            value, chain = quick_bound(self._bounds(costs, held, proof, limit), rule)
+            known[rule.splits_backward] = value, chain, limit
+        return min(value, limit), chain
 
     def _enumerate(self) -> None:
         if self.layers > ENUMERATED_LAYERS:
@@ -412,7 +438,7 @@ class _Search:
                 "it takes at least two equal submeshes with two to four stages each, and "
                 f"{stages} stages; name another schedule"
             )
-        if not self.covered:
+        if not any(self._covers(s) for s in self.settings):
             return InfeasibleError(
                 f"no chain of the menu's meshes covers all {self.layers} layers on the devices "
                 f"with {counts} microbatches; add smaller meshes, rows whose batch_split "
@@ -424,6 +450,13 @@ class _Search:
             f"{self.problem.schedules}; add {remedy}",
             remedy=remedy,
         )
+
+    def _covers(self, setting: _Setting) -> bool:
+        """Return whether any chain of meshes would do with enough memory."""
+        if setting.interleaving is not None:
+            return math.isfinite(setting.interleaving.bound())
+        bounds = self._bounds(setting.costs, (), True, math.inf)
+        return math.isfinite(quick_bound(bounds, setting.rule)[0])
 
     def _plan(self, best: Scored) -> JointPlan:
         if best.num_meshes is None:

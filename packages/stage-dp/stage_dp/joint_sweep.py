@@ -16,6 +16,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from stage_dp.device_pool import CoarsePool, DevicePool
+from stage_dp.joint_window import Window
 from stage_dp.menu_table import Array, Index, Sequences
 
 NEVER = 1e30  # seconds; finite, so that what cannot be stays infinite
@@ -65,7 +66,7 @@ class Sweep:
     `crossing` [layers + 1, kinds]: seconds added to the weight of a stage that is not the last, by
     the layer where it stops. `first`: weights of the stage at layer 0 if others. `floor`,
     `first_floor`: the least value through a stage. `open_ended`: the last level stands for all
-    places from it on.
+    places from it on. `window`: of pipelines others than these nothing is asked.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Sweep:
         floor: Array | None = None,
         first_floor: Array | None = None,
         entrance: Entrance | None = None,
-        below: float = np.inf,
+        window: Window | None = None,
     ) -> None:
         self.space, self.weight, self.crossing = space, weight, crossing
         self.first, self.floor, self.first_floor = first, floor, first_floor
@@ -98,25 +99,28 @@ class Sweep:
         self.after: Array = np.empty((layers + 1, kinds, self.levels, states + 1))
         self._pass_on(layers)
         self._pairs: list[tuple[Index, Index]] = [(np.zeros(0, int), np.zeros(0, int))] * layers
-        usable: NDArray[np.bool_] = np.any(weight < below, axis=2)
+        usable: NDArray[np.bool_] = np.any(weight < np.inf, axis=2)
         for layer in range(layers - 1, -1, -1):
-            stops, kind = np.nonzero(usable[space.sequences.number[layer, layer + 1 :]])
+            own = usable[space.sequences.number[layer, layer + 1 :]]
+            states = slice(None)
+            if window is not None:
+                own, states = own & window.stages[layer, layer + 1 :], window.states[layer]
+            stops, kind = np.nonzero(own)
             self._pairs[layer] = (stops + layer + 1, kind)
             if len(stops):
-                least = self._values(layer).min(axis=0)
-                self.value[layer, 1 if counted else 0 :] = least
+                least = self._values(layer, states).min(axis=0)
+                self.value[layer, 1 if counted else 0 :, states] = least
             self._pass_on(layer)
 
-    def _values(self, layer: int, states: slice | int = slice(None)) -> Array:
+    def _values(self, layer: int, states: slice | int) -> Array:
         """Return F through each stage that starts at `layer`: [stages, levels, states]."""
         stops, kind = self._pairs[layer]
         ids = self.space.sequences.number[layer, stops]
         at_start = layer == 0 and self.first is not None
         weight = self.first if at_start and self.first is not None else self.weight
-        value: Array = self.after[stops, kind][:, :, states] + _spread(weight[ids, kind], states)
+        value: Array = self.after[..., states][stops, kind] + _spread(weight[ids, kind], states)
         if self.entrance is not None:
-            own = self.entrance.suffix.after[stops, kind][:, :, states]
-            own = np.maximum(own, 0.0)
+            own = np.maximum(self.entrance.suffix.after[..., states][stops, kind], 0.0)
             entry = self.entrance.first if layer == 0 else self.entrance.weight
             value = np.minimum(value, own + _spread(entry[ids, kind], states))
         floor = self.first_floor if layer == 0 and self.first_floor is not None else self.floor
@@ -138,7 +142,8 @@ class Sweep:
 
     def forget(self, where: NDArray[np.bool_]) -> None:
         """Set F below every sum at `where` [layers + 1, levels, states], for an entrance."""
-        self.value[:, :, :-1] = np.where(where, -NEVER, self.value[:, :, :-1])
+        known = self.value[:, :, :-1]
+        self.value[:, :, :-1] = np.where(where & np.isfinite(known), -NEVER, known)
         for layer in range(len(self.value)):
             self._pass_on(layer)
 
