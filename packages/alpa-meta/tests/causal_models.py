@@ -116,6 +116,17 @@ def _mixed(model, params, x, tokens):
         by_time = jnp.moveaxis(x @ params["q"], 1, 0)
         _, states = lax.scan(advance, jnp.zeros((BATCH, WIDTH)), by_time)
         return jnp.moveaxis(states, 0, 1) @ params["o"]
+    if model.mask == "associative scan":
+        decay = jax.nn.sigmoid(x @ params["k"])
+        _, states = lax.associative_scan(
+            lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, x @ params["q"]), axis=1
+        )
+        return states @ params["o"]
+    if model.mask == "token shift":
+        before = jnp.concatenate([jnp.zeros_like(x[:, :2]), x[:, :-2]], 1)
+        return jnp.tanh(before @ params["q"] + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1])
+    if model.mask == "shift back":
+        return jnp.tanh(jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0))) @ params["q"])
     if model.mask in ("convolution", "convolution ahead"):
         inner = jax.nn.silu(x @ params["q"])
         mixed = lax.conv_general_dilated(
@@ -139,11 +150,11 @@ def _mixed(model, params, x, tokens):
     scores = jnp.einsum("bthd,bshd->bhts", queries, keys) / 2
     if model.mask == "keys first":
         scores = jnp.einsum("bshd,bthd->bhst", keys, queries).swapaxes(-1, -2) / 2
-    weights = _weights(model, scores, tokens)
+    weights = _weights(model, params, scores, tokens)
     return jnp.einsum("bhts,bshd->bthd", weights, values).reshape(x.shape) @ params["o"]
 
 
-def _weights(model, scores, tokens):
+def _weights(model, params, scores, tokens):
     here, there = jnp.arange(TOKENS)[:, None], jnp.arange(TOKENS)[None]
     causal = here >= there
     if model.mask == "by hand":
@@ -159,6 +170,10 @@ def _weights(model, scores, tokens):
     elif model.mask == "segments":
         alike = tokens[:, None, :, None] // 4 == tokens[:, None, None, :] // 4
         scores = jnp.where(causal & alike, scores, -jnp.inf)
+    elif model.mask in ("learned bias", "learned bias of earlier tokens"):
+        bias = params["b"][jnp.clip(here - there, 0, 15)][..., 0]
+        masked = jnp.where(causal if model.mask == "learned bias" else here > there, 0.0, -1e9)
+        scores = scores + (bias + masked)
     elif model.mask == "padding -1e30":
         scores = jnp.where(causal & (tokens != 3)[:, None, None, :], scores, -1e30)
     elif model.mask == "bidirectional":

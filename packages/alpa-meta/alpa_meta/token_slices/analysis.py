@@ -24,7 +24,6 @@ from alpa_meta.compat import (
     Atom,
     ClosedJaxpr,
     JaxprEqn,
-    Literal,
     Var,
     consts,
     dtype_of,
@@ -39,9 +38,12 @@ from alpa_meta.operators.ordering import running_dim
 from alpa_meta.operators.regions import bodies, fold, is_region
 from alpa_meta.token_slices.bounds import Scope
 from alpa_meta.token_slices.choices import Choices, Refusal
+from alpa_meta.token_slices.cuts import Cutting
+from alpa_meta.token_slices.looking_back import looks_back
 from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import rest_of
-from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, kinds, whole
+from alpa_meta.token_slices.moves import moved, moved_dim
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, whole
 from alpa_meta.token_slices.reading import UnreadableError, cut_to, reading_of
 from alpa_meta.token_slices.values import (
     AFTER,
@@ -134,8 +136,10 @@ class _Walk:
 
     def run(self, inputs: Sequence[Value]) -> Analysis:
         """Walk all equations, given what is known of the inputs."""
-        values = self.found.values
-        values.update(zip(open_jaxpr(self.found.closed).invars, inputs, strict=True))
+        values, pairs = self.found.values, zip(open_jaxpr(self.found.closed).invars, inputs)
+        values.update(pairs)
+        if not self.inside:
+            self.scope.weights = frozenset(v for v, value in values.items() if not value.of_batch)
         for k, (eqn, sweep) in enumerate(zip(self.eqns, self.found.sweeps, strict=True)):
             try:
                 decision, results = self._decided(eqn, sweep)
@@ -163,12 +167,15 @@ class _Walk:
         if sweep == AFTER or not in_parts and (of_batch or not meets):
             return self._known(eqn, operands, sweep)
         if max((one.when for one in operands if not one.in_parts), default=BEFORE) > sweep:
-            if in_parts:
-                why = next((f": {value.why}" for value in operands if value.why), "")
-                raise UnreadableError(
-                    f"needs a value of all tokens, which is known after the last slice{why}"
-                )
-            return self._known(eqn, operands, sweep)
+            if not in_parts:
+                return self._known(eqn, operands, sweep)
+            why = next((f": {value.why}" for value in operands if value.why), "")
+            return self._whole_after(
+                eqn,
+                operands,
+                sweep,
+                f"needs a value of all tokens, which is known after the last slice{why}",
+            )
         if any(value.state == "addend" for value in operands):
             return self._added(eqn, operands, sweep)
         if eqn.effects and in_parts:
@@ -178,6 +185,9 @@ class _Walk:
         running = running_dim(eqn)
         if running is not None and in_parts and operands[0].layout[running] is not None:
             return self._running(eqn, operands[0], running, sweep)
+        dim = moved_dim(eqn, self._layouts(operands)) if in_parts else None
+        if dim is not None:
+            return moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
         window = window_of(eqn, self._layouts(operands), sweep) if in_parts else None
         if window is not None:
             return self._window(eqn, operands, window, sweep)
@@ -186,11 +196,20 @@ class _Walk:
         except UnreadableError as error:
             if not in_parts:
                 return self._known(eqn, operands, sweep)
-            if sweep == BEFORE or self.inside or not all(map(is_joinable, operands)):
-                raise
-            why = f"{_place(eqn)} {error.reason}"
-            decision, results = self._known(eqn, operands, AFTER)
-            return decision, [evolve(value, why=why) for value in results]
+            return self._whole_after(eqn, operands, sweep, error.reason)
+
+    def _whole_after(
+        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int, reason: str
+    ) -> tuple[Decision, list[Value]]:
+        """Return how an equation of the backward pass that cannot run in slices runs after them."""
+        if sweep == BEFORE or self.inside or not all(map(is_joinable, operands)):
+            raise UnreadableError(reason)
+        decision, results = self._known(eqn, operands, AFTER)
+        return decision, [evolve(value, why=f"{_place(eqn)} {reason}") for value in results]
+
+    def _cutting(self, operands: Sequence[Value], sweep: int) -> Cutting:
+        free = tuple(not value.in_parts or value.when < sweep for value in operands)
+        return Cutting(self.slices, sweep == BEFORE, () if all(free) else free)
 
     def _known(
         self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
@@ -224,9 +243,15 @@ class _Walk:
                 return [(None,) * value.longer + _ROWS + (None,) * (rank - value.longer - 1)]
         if is_region(eqn) or not any(any(value.layout) for value in operands):
             return None
+        layouts = [value.layout for value in operands]
+        dim = moved_dim(eqn, layouts)
+        if dim is not None:
+            sizes = [shape_of(var) for var in eqn.outvars]
+            kept = all(size[dim] == self.slices.tokens for size in sizes)
+            rows = ((None,) * dim + _ROWS + (None,) * (len(size) - dim - 1) for size in sizes)
+            return list(rows) if kept else None
         try:
-            layouts = [value.layout for value in operands]
-            reading = reading_of(eqn, layouts, self.slices.tokens, _no_choice)
+            reading = reading_of(eqn, layouts, Cutting(self.slices, True), _no_choice)
         except UnreadableError:
             return None
         return None if reading.combined else list(reading.results)
@@ -254,7 +279,7 @@ class _Walk:
         reading = reading_of(
             eqn,
             self._layouts(operands),
-            self.slices.tokens,
+            self._cutting(operands, sweep),
             lambda names: self.choices.choose(names, kind),
         )
         for atom, value, layout in zip(eqn.invars, operands, reading.operands, strict=True):
@@ -292,36 +317,15 @@ class _Walk:
             if have is not None and want != have:
                 if want is None or have.kind == KEY:
                     raise UnreadableError("reads the keys of a slice as its rows")
-                if not self._looks_back(atom):
+                if want.kind == ROW:
+                    cutting = Cutting(self.slices, sweep == BEFORE)
+                    if value.when < sweep or cutting.is_ready(have, want):
+                        continue
+                    raise UnreadableError("reads tokens after its own")
+                if have.cuts:
+                    raise UnreadableError("looks back on what is made of later tokens")
+                if not looks_back(self.found, self.scope, atom):
                     raise UnreadableError("looks back on tokens from the backward pass")
-
-    def _looks_back(self, atom: Atom) -> bool:
-        """Return whether a slice may look back on a value: one of the forward sweep, or one that is
-        recomputed of such values row by row."""
-        pending, seen = [atom], set()
-        while pending:
-            one = pending.pop()
-            if isinstance(one, Literal) or one in seen:
-                continue
-            seen.add(one)
-            value = self.found.values[one]
-            if not value.in_parts or value.when == BEFORE:
-                continue
-            eqn = self.scope.producer.get(one)
-            if eqn is None or value.state == "addend":
-                return False
-            decision = self.found.decisions[self._position(eqn)]
-            if not isinstance(decision, Sliced) or decision.reading.combined:
-                return False
-            if any(KEY in kinds(layout) for layout in decision.reading.operands):
-                return False
-            pending += eqn.invars
-        return True
-
-    def _position(self, eqn: JaxprEqn) -> int:
-        if not hasattr(self, "_positions"):
-            self._positions = {id(one): k for k, one in enumerate(self.eqns)}
-        return self._positions[id(eqn)]
 
     # ------------------------------------------------------------------ other kinds
 

@@ -59,16 +59,40 @@ class Scope:
         self.constants = constants
         self.slices = slices
         self.parent, self.outer = parent, dict(outer or {})
+        self.weights: frozenset[Var] = frozenset()  # inputs that are not of the batch
         self._found: dict[tuple[Var, Layout, After | Diagonal], Interval] = {}
 
     def bounds(self, atom: Atom, layout: Layout, where: After | Diagonal) -> Interval:
         """Return the bounds of a value whose tokens lie as `layout` says."""
         if isinstance(atom, Literal):
             return _of_values(np.asarray(atom.val))
+        if any(place is not None and place.cuts for place in layout):
+            return of_type(dtype_of(atom))
         key = atom, layout, where
         if key not in self._found:
             self._found[key] = self._bounds(atom, layout, where)
         return self._found[key]
+
+    def is_weight(self, atom: Atom) -> bool:
+        """Return whether a value is a weight."""
+        if isinstance(atom, Literal):
+            return False
+        if atom in self.outer and self.parent is not None:
+            return self.parent.is_weight(self.outer[atom])
+        return atom in self.weights
+
+    def made_of(self, atom: Atom, layout: Layout) -> tuple[Scope, JaxprEqn, list[Layout]] | None:
+        """Return the equation that makes a value, where it stands, and what parts of its operands
+        it makes that part of; None for inputs, and where that cannot be said."""
+        if isinstance(atom, Literal):
+            return None
+        if atom in self.outer and self.parent is not None:
+            return self.parent.made_of(self.outer[atom], layout)
+        eqn = self.producer.get(atom)
+        if eqn is None or eqn.outvars[0] is not atom:
+            return None
+        layouts = operand_layouts(eqn, 0, layout, self.slices.tokens)
+        return None if layouts is None else (self, eqn, layouts)
 
     def _bounds(self, var: Var, layout: Layout, where: After | Diagonal) -> Interval:
         if var in self.constants:

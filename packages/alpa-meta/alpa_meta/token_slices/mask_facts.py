@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from alpa_meta.compat import Atom, JaxprEqn, dtype_of
 from alpa_meta.operators.elementwise import is_masking_sum, is_selection
 from alpa_meta.token_slices.bounds import After, Diagonal, Scope
-from alpa_meta.token_slices.masking import MASKED, as_rest
+from alpa_meta.token_slices.masking import MASKED, as_rest, rest_of_parts
 from alpa_meta.token_slices.places import Layout
 from alpa_meta.token_slices.reading import Reading
 from alpa_meta.token_slices.values import BEFORE, Analysis, Value
@@ -30,14 +31,23 @@ class MaskFacts:
             return value.rest
         if value.when != BEFORE:
             return None
+        return self._rest_of_known(self.scope, atom, layout)
+
+    def _rest_of_known(self, scope: Scope, atom: Atom, layout: Layout) -> float | None:
+        """Return what a value made of weights and a mask holds behind the rows of every slice."""
         found = {
-            self.scope.bounds(atom, layout, After(number)).constant
+            scope.bounds(atom, layout, After(number)).constant
             for number in range(self.found.slices.count - 1)
         }
-        if len(found) != 1:
+        (constant,) = found if len(found) == 1 else (None,)
+        if constant is not None:
+            return as_rest(constant, dtype_of(atom))
+        made = scope.made_of(atom, layout)
+        if made is None:
             return None
-        (constant,) = found
-        return None if constant is None else as_rest(constant, dtype_of(atom))
+        scope, eqn, layouts = made
+        pairs = zip(eqn.invars, layouts, strict=True)
+        return rest_of_parts(eqn, [self._rest_of_known(scope, *pair) for pair in pairs])
 
     def row_lives(self, eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> bool:
         """Return whether no row loses all its keys to a finite mask constant."""
@@ -52,9 +62,29 @@ class MaskFacts:
                 continue
             if not is_masking_sum(eqn) or self._is_infinite(atom, layout):
                 continue
-            if self.scope.bounds(atom, layout, Diagonal()).flat().low <= MASKED:
+            if not self._lives(self.scope, atom, layout):
                 return False
         return True
+
+    def _lives(self, scope: Scope, atom: Atom, layout: Layout) -> bool:
+        """Return whether a mask that is added leaves each row itself: on the diagonal it is made of
+        moderate numbers and of weights, which are taken for such."""
+        if not jnp.issubdtype(dtype_of(atom), jnp.floating):
+            return True
+        found = scope.bounds(atom, layout, Diagonal()).flat()
+        if MASKED < found.low and found.high < -MASKED:
+            return True
+        made = scope.made_of(atom, layout)
+        if made is None:
+            return scope.is_weight(atom)
+        scope, eqn, layouts = made
+        pairs = list(zip(eqn.invars, layouts, strict=True))
+        if is_selection(eqn):
+            own = scope.bounds(*pairs[0], Diagonal()).constant
+            pairs = pairs[1:] if own is None else [pairs[1 + int(own)]]
+        elif not np.isinf(found.low) and not is_masking_sum(eqn) and len(pairs) > 1:
+            return False  # a product of moderate numbers
+        return all(self._lives(scope, *pair) for pair in pairs)
 
     def _on_diagonal(self, atom: Atom, layout: Layout) -> float | None:
         if self.found.value(atom).in_parts:

@@ -96,6 +96,12 @@ def _rest_of(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> 
         return None
     if _zero_of_groups(eqn, reading, rests) == 0.0:
         return 0.0
+    return rest_of_parts(eqn, rests)
+
+
+def rest_of_parts(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
+    """Return the rest of the result of an operator that makes parts of it of parts of its
+    operands, given their rests; None if it is not one number."""
     if is_elementwise(eqn) or operator_of(eqn).passes_on:
         return _of_elements(eqn, rests)
     moves = operator_of(eqn).layout or operator_of(eqn).order_survives(eqn)

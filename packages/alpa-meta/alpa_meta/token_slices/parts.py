@@ -6,6 +6,7 @@ nothing is sent.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -58,8 +59,10 @@ class SliceCall(LocalCall):
         return self._shape(shape_of(self.eqn.invars[operand]), layout)
 
     def first(self, axes: tuple[str, ...], size: int) -> Any:
-        slices, number, _ = self._of  # type: ignore[attr-defined]
-        return np.int32(slices.span(axes[0], number)[0])
+        slices, number, reading = self._of  # type: ignore[attr-defined]
+        places = itertools.chain(*reading.operands, *reading.results)
+        place = next(one for one in places if one is not None and one.kind == axes[0])
+        return np.int32(slices.held(place, number)[0])
 
     def shards(self, axes: tuple[str, ...]) -> int:
         if axes:
@@ -79,8 +82,8 @@ def cut_out(value: Any, layout: Layout, slices: Slices, number: int) -> Any:
     """Return what a slice holds of a whole value."""
     for dim, place in enumerate(layout):
         if place is not None:
-            start, stop = slices.span(place.kind, number)
-            value = stretch(value, dim, place, slices.tokens, start, stop)
+            start, stop = slices.held(place, number)
+            value = stretch(value, dim, place, slices.cuts_of(place)[-1], start, stop)
     return value
 
 

@@ -5,6 +5,9 @@ has outer = batch. Of slice i, whose tokens are [start, stop), such a dim holds
 
     row    the tokens of the slice, [start, stop)
     key    those and all before them, [0, stop): what its rows may look back on
+
+A dim made of some of the tokens (every second one, those of an associative scan's tree) has no
+token for each element: its `cuts` say which of its elements each slice holds (`moves`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from alpa_interchange import ShardingRule
 
@@ -22,11 +25,15 @@ ROW, KEY = "row", "key"
 
 @frozen
 class Place:
-    """The tokens in a dim, as rows or as keys."""
+    """The tokens in a dim, as rows or as keys.
+
+    `cuts`: where the slices begin in a dim whose elements are no tokens, and how many it has.
+    """
 
     kind: str
     outer: int = 1
     inner: int = 1
+    cuts: tuple[int, ...] = ()
 
 
 Layout = tuple[Place | None, ...]
@@ -60,16 +67,28 @@ class Slices:
 
     def span(self, kind: str, number: int) -> tuple[int, int]:
         """Return the tokens [start, stop) that slice `number` holds as rows or as keys."""
-        stops = list(itertools.accumulate(self.lengths))
-        stop = stops[number]
-        return (stop - self.lengths[number] if kind == ROW else 0), stop
+        return self.held(Place(kind), number)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where the slices begin, and where the last one stops."""
+        return (0, *itertools.accumulate(self.lengths))
+
+    def cuts_of(self, place: Place) -> tuple[int, ...]:
+        """Return where the slices begin among what has a place, and where the last one stops."""
+        return place.cuts or self.cuts
+
+    def held(self, place: Place, number: int) -> tuple[int, int]:
+        """Return the elements [start, stop) that slice `number` holds at a place."""
+        start, stop = self.cuts_of(place)[number : number + 2]
+        return (start if place.kind == ROW else 0), stop
 
     def shape(self, shape: Sequence[int], layout: Layout, number: int) -> tuple[int, ...]:
         """Return the shape that slice `number` holds of a value of this shape."""
         held = []
         for size, place in zip(shape, layout, strict=True):
             if place is not None:
-                start, stop = self.span(place.kind, number)
+                start, stop = self.held(place, number)
                 size = place.outer * (stop - start) * place.inner
             held.append(size)
         return tuple(held)
@@ -111,12 +130,13 @@ def factor_place(
 ) -> tuple[str, Place]:
     """Return the factor of a rule's dim that the tokens are in, and their place in it."""
     minor = 1
+    tokens = place.cuts[-1] if place.cuts else tokens
     for name in reversed(dim):
         size = rule.factor(name).size
         if place.inner % minor == 0:
             inner = place.inner // minor
             if inner * tokens <= size and size % (inner * tokens) == 0:
-                return name, Place(place.kind, size // (inner * tokens), inner)
+                return name, evolve(place, outer=size // (inner * tokens), inner=inner)
         minor *= size
     raise StraddlingError
 
@@ -125,8 +145,8 @@ def dim_place(rule: ShardingRule, dim: Sequence[str], name: str, place: Place) -
     """Return the place in a dim of tokens at a place in one of its factors."""
     sizes = [rule.factor(one).size for one in dim]
     at = list(dim).index(name)
-    return Place(
-        place.kind,
-        math.prod(sizes[:at]) * place.outer,
-        place.inner * math.prod(sizes[at + 1 :]),
+    return evolve(
+        place,
+        outer=math.prod(sizes[:at]) * place.outer,
+        inner=place.inner * math.prod(sizes[at + 1 :]),
     )

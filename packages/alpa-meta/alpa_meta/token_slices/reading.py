@@ -15,6 +15,8 @@ from attrs import evolve, frozen
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn, shape_of
 from alpa_meta.operators import operator_of, sharding_rule
+from alpa_meta.operators.elementwise import is_elementwise
+from alpa_meta.token_slices.cuts import Cutting
 from alpa_meta.token_slices.places import (
     KEY,
     ROW,
@@ -58,14 +60,18 @@ class UnreadableError(Exception):
         self.reason = reason
 
 
-def reading_of(eqn: JaxprEqn, layouts: Sequence[Layout], tokens: int, choose: Chooser) -> Reading:
+def reading_of(
+    eqn: JaxprEqn, layouts: Sequence[Layout], cutting: Cutting, choose: Chooser
+) -> Reading:
     """Return how `eqn` runs on operands of these layouts; UnreadableError if it cannot."""
     rule, operator = sharding_rule(eqn), operator_of(eqn)
     if operator.passes_on:
         return Reading(tuple(layouts), tuple(layouts))
+    if is_elementwise(eqn) and any(p and p.cuts and p.cuts[-1] < 2 for one in layouts for p in one):
+        return _of_short_dim(eqn, layouts, cutting)
     if rule is None:
         raise UnreadableError("has no sharding rule to slice it by")
-    places = _factor_places(rule, layouts, tokens)
+    places = _factor_places(rule, layouts, cutting)
     places = _one_of_each(places, choose)
     for name in places:
         _check_factor(eqn, rule, name)
@@ -87,22 +93,53 @@ def reading_of(eqn: JaxprEqn, layouts: Sequence[Layout], tokens: int, choose: Ch
     return Reading(operands, results, combined, reduced_keys)
 
 
-def _factor_places(rule: ShardingRule, layouts: Sequence[Layout], tokens: int) -> dict[str, Place]:
+def _factor_places(
+    rule: ShardingRule, layouts: Sequence[Layout], cutting: Cutting
+) -> dict[str, Place]:
     places: dict[str, Place] = {}
-    for dims, layout in zip(rule.operands, layouts, strict=True):
-        for dim, place in zip(dims, layout, strict=True):
+    bound: set[str] = set()  # factors of the tokens of operands that the sweep itself makes
+    free = cutting.free or (False,) * len(layouts)
+    for k in sorted(range(len(layouts)), key=lambda k: free[k]):
+        for dim, place in zip(rule.operands[k], layouts[k], strict=True):
             if place is None:
                 continue
             try:
-                name, found = factor_place(rule, dim, place, tokens)
+                name, found = factor_place(rule, dim, place, cutting.slices.tokens)
             except StraddlingError:
                 raise UnreadableError("cuts, joins or reorders the dim of tokens") from None
             known = places.setdefault(name, found)
-            if evolve(known, kind=found.kind) != found:
+            if evolve(known, kind=found.kind, cuts=found.cuts) != found:
                 raise UnreadableError("meets tokens at different places of a dim")
-            if found.kind == KEY:
-                places[name] = found
+            if KEY in (found.kind, known.kind):
+                if found.cuts or known.cuts:
+                    raise UnreadableError("looks back on what is made of later tokens")
+                places[name] = evolve(found, kind=KEY)
+            elif known.cuts != found.cuts and not (free[k] and name in bound):
+                if cutting.slices.cuts_of(known)[-1] != cutting.slices.cuts_of(found)[-1]:
+                    raise UnreadableError("meets tokens at different places of a dim")
+                places[name] = cutting.joined(known, found)
+            if not free[k]:
+                bound.add(name)
     return places
+
+
+def _of_short_dim(eqn: JaxprEqn, layouts: Sequence[Layout], cutting: Cutting) -> Reading:
+    """Return how an elementwise operator runs on dims of one element or none, which have no
+    factor."""
+    joined: list[Place | None] = [None] * len(shape_of(eqn.outvars[0]))
+    free = cutting.free or (False,) * len(layouts)
+    for k in sorted(range(len(layouts)), key=lambda k: free[k]):
+        for d, place in enumerate(layouts[k]):
+            known = joined[d]
+            if place is None or known is not None and free[k]:
+                continue
+            if place.kind == KEY:
+                raise UnreadableError("looks back on what is made of later tokens")
+            joined[d] = place if known is None else cutting.joined(known, place)
+    layout = tuple(joined)
+    shape = shape_of(eqn.outvars[0])
+    operands = tuple(layout if shape_of(atom) == shape else () for atom in eqn.invars)
+    return Reading(operands, (layout,) * len(eqn.outvars))
 
 
 def _one_of_each(places: dict[str, Place], choose: Chooser) -> dict[str, Place]:
@@ -113,6 +150,8 @@ def _one_of_each(places: dict[str, Place], choose: Chooser) -> dict[str, Place]:
         raise UnreadableError("meets the keys of the tokens in two dims")
     if len(rows) == 2:
         chosen = choose(rows)
+        if places[chosen].cuts:
+            raise UnreadableError("looks back on what is made of later tokens")
         return {**places, chosen: evolve(places[chosen], kind=KEY)}
     return places
 

@@ -6,7 +6,7 @@ slice made (the keys of each layer), that body hands it out, from a scan stacked
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from alpa_meta.compat import (
     Atom,
@@ -27,6 +27,8 @@ from alpa_meta.token_slices.places import Layout, whole
 from alpa_meta.token_slices.values import Region, Value
 from alpa_meta.token_slices.writer import Writer
 
+_Inputs = dict[tuple[Var, Hashable], tuple[Var, Atom]]
+
 
 class BodyWriter(Writer):
     """Writes the bodies of a region, by slice."""
@@ -37,9 +39,9 @@ class BodyWriter(Writer):
         self.sweep = parent.sweep
         count = self.slices.count
         self.lists: list[list[JaxprEqn]] = [[] for _ in range(count)]
-        # by slice: the body's input for (input of the whole body, layout), and what it is outside
-        self.fixed: list[dict[tuple[Var, Layout], tuple[Var, Atom]]] = [{} for _ in range(count)]
-        self.scanned: list[dict[tuple[Var, Layout], tuple[Var, Atom]]] = [{} for _ in range(count)]
+        # by slice: the body's input for (input of the whole body, part), and what it is outside
+        self.fixed: list[_Inputs] = [{} for _ in range(count)]
+        self.scanned: list[_Inputs] = [{} for _ in range(count)]
         self.carried: list[list[Var]] = [[] for _ in range(count)]
         self._wholes: dict[tuple[Var, int], Atom] = {}
         jaxpr = open_jaxpr(region.body.closed)
@@ -74,6 +76,19 @@ class BodyWriter(Writer):
                 return held
             inputs[var, layout] = self.result(var, layout, number), held
         return inputs[var, layout][0]
+
+    def stretch_of(self, atom: Atom, dim: int, start: int, stop: int, number: int) -> Atom:
+        """Return elements [start, stop) along a dim of a value, of whichever slices made them."""
+        if not isinstance(atom, Var) or atom not in self.outer:
+            return super().stretch_of(atom, dim, start, stop, number)
+        scanned = atom in self.from_scan
+        inputs = (self.scanned if scanned else self.fixed)[number]
+        key = atom, (dim, start, stop)
+        if key not in inputs:
+            held = self.parent.stretch_of(self.outer[atom], dim + scanned, start, stop, number)
+            shape = shape_of(held)[scanned:]
+            inputs[key] = Var(array_type(atom).update(shape=shape)), held
+        return inputs[key][0]
 
     def part(self, var: Var, number: int) -> Atom:
         """Return what a slice made of a value, or was given."""

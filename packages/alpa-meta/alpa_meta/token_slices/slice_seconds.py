@@ -24,6 +24,7 @@ from alpa_meta.token_slices.values import (
     Added,
     Analysis,
     Known,
+    Moved,
     Region,
     Running,
     Sliced,
@@ -79,7 +80,7 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
         if isinstance(decision, Region):
             trips = int(eqn.params["length"]) if decision.is_scan else 1
             yield from _work(decision.body, platform, times * trips)
-        elif isinstance(decision, TokenLoop | Running | Window):
+        elif isinstance(decision, TokenLoop | Running | Window | Moved):
             yield _scaled(eqn, platform, frozenset({ROW})), times
         elif isinstance(decision, Added):
             yield _scaled(eqn, platform, frozenset()), times

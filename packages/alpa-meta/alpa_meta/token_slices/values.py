@@ -7,7 +7,7 @@ from attrs import define, evolve, field, frozen
 
 from alpa_meta.compat import Atom, ClosedJaxpr, Literal, Var, shape_of
 from alpa_meta.errors import PlanError
-from alpa_meta.token_slices.places import ROW, Layout, Slices, whole
+from alpa_meta.token_slices.places import ROW, Layout, Place, Slices, whole
 from alpa_meta.token_slices.reading import Reading, UnreadableError
 
 BEFORE, BETWEEN, AFTER = range(3)
@@ -95,7 +95,16 @@ class Window:
     sums: bool
 
 
-Decision = Known | Sliced | Added | Running | TokenLoop | Window | Region
+@frozen(eq=False)
+class Moved:
+    """A slice, padding, concatenation or split along the dim of tokens, and the places of its
+    results there (`moves`)."""
+
+    dim: int
+    places: tuple[Place, ...]
+
+
+Decision = Known | Sliced | Added | Running | TokenLoop | Window | Moved | Region
 
 
 @define(eq=False)

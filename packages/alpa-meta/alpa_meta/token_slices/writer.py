@@ -38,22 +38,24 @@ from alpa_meta.operators.operator import run_unchanged
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.step.trace import inline
 from alpa_meta.token_slices.bounds import operand_layouts
+from alpa_meta.token_slices.moves import stretch_of, write_moved
 from alpa_meta.token_slices.parts import (
     UnsupportedError,
     cut_out,
     joined_rows,
     run_local,
-    stretch,
 )
-from alpa_meta.token_slices.places import KEY, ROW, Layout, whole
+from alpa_meta.token_slices.places import KEY, Layout, whole
 from alpa_meta.token_slices.reading import Reading, as_keys, keys_of
 from alpa_meta.token_slices.recurrences import write_running, write_token_loop
+from alpa_meta.token_slices.scattering import write_scattered
 from alpa_meta.token_slices.values import (
     AFTER,
     BEFORE,
     Added,
     Analysis,
     Known,
+    Moved,
     Region,
     Running,
     Sliced,
@@ -137,6 +139,8 @@ class Writer:
             write_token_loop(self, eqn, decision, number)
         elif isinstance(decision, Window):
             write_window(self, eqn, decision, number)
+        elif isinstance(decision, Moved):
+            write_moved(self, eqn, decision, number)
         else:
             assert isinstance(decision, Region)
             if number == self.order(self.sweep)[0]:
@@ -185,7 +189,15 @@ class Writer:
         keys = [d for d, place in enumerate(layout) if place and place.kind == KEY]
         if any(value.layout[d] is not None and value.layout[d] != layout[d] for d in keys):
             return self._keys(atom, value, layout, number)
+        for d, (have, want) in enumerate(zip(value.layout, layout, strict=True)):
+            if have is not None and want is not None and have.cuts != want.cuts:
+                held = self.stretch_of(atom, d, *self.slices.held(want, number), number)
+                return self._cut_further(held, value.layout, layout, number)
         return self._cut_further(self.part(atom, number), value.layout, layout, number)
+
+    def stretch_of(self, atom: Atom, dim: int, start: int, stop: int, number: int) -> Atom:
+        """Return elements [start, stop) along a dim of a value, of whichever slices made them."""
+        return stretch_of(self, atom, dim, start, stop, number)
 
     def part(self, var: Var, number: int) -> Atom:
         """Return what a slice made of a value."""
@@ -372,7 +384,7 @@ class Writer:
             if is_drop(var):
                 continue
             if reading.scatters:
-                self._scattered(var, layout, made, number)
+                write_scattered(self, var, layout, made, number)
             elif reading.combined:
                 self.add_part(var, made, number)
             else:
@@ -397,37 +409,6 @@ class Writer:
 
         key = operator_signature(eqn), reading, number, place
         self.compute(key, run, operands, results, number, eqn)
-
-    def _scattered(self, var: Var, layout: Layout, made: Var, number: int) -> None:
-        """Add a slice's gradients of keys to those of the slices before it; take its own."""
-        (dim,) = (d for d, place in enumerate(layout) if place is not None)
-        place = layout[dim]
-        assert place is not None
-        start, stop = self.slices.span(ROW, number)
-        total: Atom = made
-        if var in self.pending:
-            total = Var(made.aval)
-            held, _ = self.pending[var]
-            self.compute("add", jnp.add, [held, made], [total], number)
-        own = self.result(var, self.analysis.value(var).layout, number)
-        self.compute(
-            ("stretch", dim, place, start, stop),
-            lambda value: stretch(value, dim, place, stop, start, stop),
-            [total],
-            [own],
-            number,
-        )
-        self.parts[var, number] = own
-        if number:
-            before = self.result(var, layout, number - 1)
-            self.compute(
-                ("stretch", dim, place, 0, start, stop),
-                lambda value: stretch(value, dim, place, stop, 0, start),
-                [total],
-                [before],
-                number,
-            )
-            self.pending[var] = before, number
 
     def add_part(self, var: Var, made: Atom, number: int) -> None:
         """Add a slice's part to a sum over the slices, or keep it where sums stay in parts."""

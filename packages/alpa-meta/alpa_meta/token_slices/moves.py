@@ -1,0 +1,216 @@
+"""Slices, paddings, concatenations and splits along the tokens, as in an associative scan's tree, a
+shift by one token or a convolution by hand: which elements a slice makes, and of what.
+
+    slice        out[j] = in[start + stride j]
+    pad          out[low + (1 + interior) j] = in[j], the padding elsewhere
+    concatenate  the operands one behind the other; split undoes it
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax import lax
+
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, array_type, is_drop, shape_of
+from alpa_meta.token_slices.cuts import Cutting, Owners, cuts_of, owners_of
+from alpa_meta.token_slices.places import ROW, Layout, Place, whole
+from alpa_meta.token_slices.reading import UnreadableError
+from alpa_meta.token_slices.values import Moved, Value
+
+if TYPE_CHECKING:
+    from alpa_meta.token_slices.writer import Writer
+
+_MOVES = ("slice", "pad", "concatenate", "split")
+
+
+def moved_dim(eqn: JaxprEqn, layouts: Sequence[Layout]) -> int | None:
+    """Return the dim of tokens that an equation moves them along; None if it moves none."""
+    if eqn.primitive.name not in _MOVES:
+        return None
+    dims = {d for layout in layouts for d, place in enumerate(layout) if place is not None}
+    moved = [d for d in dims if _is_moved(eqn, d)]
+    return moved[0] if moved else None
+
+
+def _is_moved(eqn: JaxprEqn, dim: int) -> bool:
+    params, name = eqn.params, eqn.primitive.name
+    if name == "slice":
+        whole = params["start_indices"][dim] == 0 and _stride(eqn, dim) == 1
+        return not whole or params["limit_indices"][dim] != shape_of(eqn.invars[0])[dim]
+    if name == "pad":
+        return tuple(map(int, params["padding_config"][dim])) != (0, 0, 0)
+    return bool(params["dimension" if name == "concatenate" else "axis"] == dim)
+
+
+def _stride(eqn: JaxprEqn, dim: int) -> int:
+    strides = eqn.params["strides"]
+    return 1 if strides is None else int(strides[dim])
+
+
+def moved(
+    eqn: JaxprEqn, dim: int, operands: Sequence[Value], cutting: Cutting, sweep: int
+) -> tuple[Moved, list[Value]]:
+    """Return how an equation moves tokens along a dim, and what is known of its results."""
+    for value in operands:
+        others = [place for d, place in enumerate(value.layout) if place and d != dim]
+        place = value.layout[dim] if value.in_parts and value.layout else None
+        if value.in_parts and others or place not in (None, Place(ROW)) and not place.cuts:
+            raise UnreadableError("cuts, joins or reorders the dim of tokens")
+        if place is not None and (place.kind != ROW or place.outer * place.inner > 1):
+            raise UnreadableError("cuts, joins or reorders the dim of tokens")
+    pieces = [_owners(atom, value, dim, cutting) for atom, value in zip(eqn.invars, operands)]
+    free = [not value.in_parts or value.when < sweep for value in operands]
+    if not all(one for one, value in zip(free, operands) if value.in_parts):
+        pieces = [np.full_like(p, -1) if f else p for p, f in zip(pieces, free, strict=True)]
+    places, results = [], []
+    for owners, var in zip(_moved_owners(eqn, dim, pieces), eqn.outvars, strict=True):
+        cuts = cuts_of(owners, cutting.forward, cutting.slices.count)
+        place = cutting.settled(Place(ROW, cuts=cuts))
+        layout = tuple(place if d == dim else None for d in range(len(shape_of(var))))
+        places.append(place)
+        results.append(Value("sliced", layout, sweep))
+    return Moved(dim, tuple(places)), results
+
+
+def _owners(atom: Atom, value: Value, dim: int, cutting: Cutting) -> Owners:
+    sizes = shape_of(atom)
+    place = value.layout[dim] if sizes else None
+    if not value.in_parts or place is None:
+        return np.full(sizes[dim] if sizes else 1, -1)
+    return owners_of(cutting.slices.cuts_of(place))
+
+
+def _moved_owners(eqn: JaxprEqn, dim: int, pieces: Sequence[Owners]) -> list[Owners]:
+    """Return the slice of each element of the results, given those of the operands."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "slice":
+        start, stop = params["start_indices"][dim], params["limit_indices"][dim]
+        return [pieces[0][start : stop : _stride(eqn, dim)]]
+    if name == "pad":
+        low, _, step = _padding(eqn, dim)
+        owners = np.full(shape_of(eqn.outvars[0])[dim], -1)
+        places = low + step * np.arange(len(pieces[0]))
+        inside = (places >= 0) & (places < len(owners))
+        owners[places[inside]] = pieces[0][inside]
+        return [owners]
+    if name == "concatenate":
+        return [np.concatenate(pieces)]
+    return np.split(pieces[0], np.cumsum(params["sizes"])[:-1])
+
+
+def _padding(eqn: JaxprEqn, dim: int) -> tuple[int, int, int]:
+    """Return the low and high padding along a dim, and the step between its elements."""
+    low, high, interior = map(int, eqn.params["padding_config"][dim])
+    return low, high, interior + 1
+
+
+# ---------------------------------------------------------------------------- writing
+
+
+def write_moved(writer: Writer, eqn: JaxprEqn, decision: Moved, number: int) -> None:
+    """Write a slice's part of an equation that moves tokens along a dim."""
+    dim, name, first = decision.dim, eqn.primitive.name, 0
+    write = {"pad": _write_pad, "concatenate": _write_concatenate}.get(name, _write_slice)
+    for var, place in zip(eqn.outvars, decision.places, strict=True):
+        if not is_drop(var):
+            start, stop = writer.slices.held(place, number)
+            layout = tuple(place if d == dim else None for d in range(len(shape_of(var))))
+            result = writer.result(var, layout, number)
+            write(writer, eqn, dim, (first + start, first + stop), result, number)
+            writer.parts[var, number] = result
+        first += shape_of(var)[dim]
+
+
+def _write_slice(
+    writer: Writer, eqn: JaxprEqn, dim: int, part: tuple[int, int], result: Var, number: int
+) -> None:
+    """Write some elements of a slice, or of all results of a split together."""
+    (source,) = eqn.invars
+    starts, stops = [0] * len(shape_of(source)), list(shape_of(source))
+    steps = [1] * len(starts)
+    if eqn.primitive.name == "slice":
+        starts, stops = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
+        steps = [_stride(eqn, d) for d in range(len(starts))]
+    start = min(starts[dim] + part[0] * steps[dim], stops[dim])
+    stop = starts[dim] + (part[1] - 1) * steps[dim] + 1
+    held = writer.stretch_of(source, dim, start, max(start, stop), number)
+    starts[dim], stops[dim] = 0, shape_of(held)[dim]
+
+    def run(value: Any) -> Any:
+        return lax.slice(value, starts, stops, steps)
+
+    key = "slice", tuple(starts), tuple(stops), tuple(steps)
+    writer.compute(key, run, [held], [result], number, eqn)
+
+
+def _write_pad(
+    writer: Writer, eqn: JaxprEqn, dim: int, part: tuple[int, int], result: Var, number: int
+) -> None:
+    source, value = eqn.invars
+    (start, stop), size = part, shape_of(source)[dim]
+    low, _, step = _padding(eqn, dim)
+    first, last = (min(max(-(-(end - low) // step), 0), size) for end in part)
+    before, after = stop - start, 0
+    if first < last:
+        before = low + first * step - start
+        after = stop - (low + (last - 1) * step + 1)
+    config: list[tuple[int, int, int]] = [
+        (int(one), int(two), int(three)) for one, two, three in eqn.params["padding_config"]
+    ]
+    config[dim] = (before, after, step - 1)
+
+    def run(padded: Any, by: Any) -> Any:
+        return lax.pad(padded, by, config)
+
+    held = [writer.stretch_of(source, dim, first, last, number), writer.operand(value, (), number)]
+    writer.compute(("pad", tuple(config)), run, held, [result], number, eqn)
+
+
+def _write_concatenate(
+    writer: Writer, eqn: JaxprEqn, dim: int, part: tuple[int, int], result: Var, number: int
+) -> None:
+    held, offset = [], 0
+    for atom in eqn.invars:
+        size = shape_of(atom)[dim]
+        start, stop = max(part[0] - offset, 0), min(part[1] - offset, size)
+        if start < stop:
+            held.append(writer.stretch_of(atom, dim, start, stop, number))
+        offset += size
+    held = held or [writer.stretch_of(eqn.invars[0], dim, 0, 0, number)]
+
+    def run(*values: Any) -> Any:
+        return lax.concatenate(values, dim)
+
+    writer.compute(("concatenate", dim), run, held, [result], number, eqn)
+
+
+def stretch_of(writer: Writer, atom: Atom, dim: int, start: int, stop: int, number: int) -> Atom:
+    """Return elements [start, stop) along a dim of a value, of whichever slices made them."""
+    value = writer.analysis.value(atom)
+    place = value.layout[dim]
+    if isinstance(atom, Literal) or not value.in_parts or place is None:
+        parts = [writer.operand(atom, whole(len(value.layout)), number)]
+        first, last = 0, shape_of(atom)[dim]
+    else:
+        cuts = writer.slices.cuts_of(place)
+        spans = enumerate(itertools.pairwise(cuts))
+        some = [k for k, (one, two) in spans if max(one, start) < min(two, stop)] or [number]
+        parts = [writer.part(atom, k) for k in some]
+        first, last = cuts[some[0]], cuts[some[-1] + 1]
+    start, stop = (first, first) if start == stop else (start, stop)
+    if len(parts) == 1 and (start, stop) == (first, last):
+        return parts[0]
+    shape = list(shape_of(parts[0]))
+    shape[dim] = stop - start
+    result = Var(array_type(parts[0]).update(shape=tuple(shape)))
+
+    def run(*values: Any) -> Any:
+        joined = values[0] if len(values) == 1 else lax.concatenate(values, dim)
+        return lax.slice_in_dim(joined, start - first, stop - first, axis=dim)
+
+    writer.compute(("stretch of", dim, start - first, stop - first), run, parts, [result], number)
+    return result
