@@ -24,6 +24,7 @@ the whole batch does not fit it is run in several rounds, as few as fit.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -38,8 +39,12 @@ from stage_dp.infeasibility import InfeasibleError
 Array = NDArray[np.float64]
 PLANS_SCORED = 64
 PLANS_TRIED = 400  # by moving cuts, where stages differ
-# Limits that one sweep serves. 1,025 positions take 95 CPU ms with 24 and with 48, 131 with 16.
+# Limits that one sweep serves. The eight published cases take 310 CPU ms with 24, 340 with 16, 332
+# with 32.
 LIMITS_PER_SWEEP = 24
+# What a position of a walk takes beside its elements, in elements: 4 us of calls at 2.5 ns each.
+# The published 1B setting takes 75 CPU ms with 1,600, 100 with one walk for all sizes.
+WALK_ELEMENTS = 1600
 UNIFORM_COUNTS = 48  # of equal slices, in geometric steps: every count up to 7
 
 
@@ -172,10 +177,14 @@ def _rounds(problem: TokenProblem) -> int:
 
 @frozen(kw_only=True)
 class _Units:
-    """Seconds of units [microbatch sizes, start, stop], infinite where a unit does not fit."""
+    """Seconds of units [microbatch sizes, start, stop], infinite where a unit does not fit.
+
+    `least` [microbatch sizes, cells]: of the units of 1, 2, ... cells, those of the fastest one.
+    """
 
     seconds: Array
     samples: int
+    least: Array
 
     @classmethod
     def of(cls, problem: TokenProblem, samples: int) -> _Units:
@@ -189,7 +198,17 @@ class _Units:
             cells = np.arange(problem.num_cells + 1)
             for b, of_size in enumerate(seconds, 1):
                 of_size[(cells - cells[:, None]) * b * cell_bytes > left] = np.inf
-        return cls(seconds=seconds, samples=samples)
+        least = seconds[:, 0, 1:].copy()
+        for i in range(1, problem.num_cells):
+            shorter = least[:, : problem.num_cells - i]
+            np.minimum(shorter, seconds[:, i, i + 1 :], out=shorter)
+        return cls(seconds=seconds, samples=samples, least=least)
+
+    def widths(self, limit: float) -> NDArray[np.int64]:
+        """Return [microbatch sizes] the most cells of a unit that a limit allows, at least 1."""
+        cells = np.arange(1, self.least.shape[1] + 1)
+        widths: NDArray[np.int64] = np.where(self.least <= limit, cells, 1).max(axis=1)
+        return widths
 
     def times(self, plan: Plan) -> Array:
         """Return the seconds of each unit of a plan."""
@@ -221,7 +240,7 @@ def _search(problem: TokenProblem, units: _Units) -> dict[Plan, float]:
             found[plan] = scale * float(times.sum() + extra * slowest)
         return slowest
 
-    for plan in _uniform(units):
+    for plan in _uniform(units, scale, extra):
         score(plan)
     sweep = _Sweep.of(units, np.array([math.inf]), np.arange(1, len(units.seconds) + 1))
     total = float(sweep.sums[0])
@@ -235,7 +254,6 @@ def _search(problem: TokenProblem, units: _Units) -> dict[Plan, float]:
         pieces = [kept for one in pieces if len((kept := one.below(least, extra)).values)]
         if not pieces:
             return found
-        tops: list[_Piece] = []
         under: list[tuple[float, Array]] = []  # each limit with the values down to the next one
         for piece in pieces:
             above = -math.inf
@@ -243,10 +261,9 @@ def _search(problem: TokenProblem, units: _Units) -> dict[Plan, float]:
                 between = (piece.values > above) & (piece.values <= limit)
                 under.append((limit, piece.values[between]))
                 above = limit
-            tops.append(evolve(piece, values=piece.values[piece.values > above]))
         sizes = 1 + np.flatnonzero(np.isfinite([piece.sums for piece in pieces]).any(axis=0))
         sweep = _Sweep.of(units, np.array([limit for limit, _ in under]), sizes)
-        pieces = tops
+        pieces = []
         for q, (total, (_, values)) in enumerate(zip(sweep.sums.tolist(), under, strict=True)):
             if total + extra * float(values.min()) < least:
                 # Limits from the slowest unit used up to this one allow the same units.
@@ -270,10 +287,15 @@ class _Piece:
 
 
 def _cuts(values: Array, count: int) -> Array:
-    """Return up to `count` of the values, in order, that divide them into about equal parts."""
-    drawn = np.unique(values[:: max(1, len(values) // 1024)])
-    places = np.linspace(0, len(drawn) - 1, count + 2)[1:-1].round().astype(np.int64)
-    return np.unique(drawn[places])
+    """Return up to `count` of the values, in order, that divide them into about equal parts.
+
+    The last is the largest: where the least sums jump below it, by a slice more, it alone shows
+    that no value can win.
+    """
+    drawn = np.sort(values[:: max(1, len(values) // 1024)])
+    drawn[-1] = values.max()
+    chosen = drawn[np.linspace(0, len(drawn) - 1, count + 1)[1:].round().astype(np.int64)]
+    return chosen[np.append(True, chosen[1:] > chosen[:-1])]
 
 
 @frozen(kw_only=True)
@@ -307,18 +329,12 @@ class _Sweep:
     @classmethod
     def of(cls, units: _Units, limits: Array, sizes: NDArray[np.int64]) -> _Sweep:
         """Return the sweep of all limits and some microbatch sizes at once."""
-        seconds = units.seconds[sizes - 1]
-        positions = seconds.shape[1]
-        reached = seconds <= limits.max()
-        last = positions - 1 - reached[:, :, ::-1].argmax(axis=2)
-        widths = np.maximum(1, (last - np.arange(positions)).max(axis=1))
-        best = np.full((len(sizes), positions, len(limits)), np.inf)
+        widths = units.widths(float(limits.max()))[sizes - 1]
+        best = np.full((len(sizes), units.seconds.shape[1], len(limits)), np.inf)
         best[:, 0] = 0.0
-        for power in range(int(sizes[-1]).bit_length()):
-            # Units of four times the samples have about a fourth of the cells.
-            alike = slice(*np.searchsorted(sizes, (4**power, 4 ** (power + 1))))
-            if alike.start < alike.stop:
-                _walk(seconds[alike], limits, int(widths[alike].max()), best[alike])
+        for start, stop in _alike(widths.tolist(), len(limits)):
+            width = int(widths[start:stop].max())
+            _walk(units.seconds, sizes[start:stop] - 1, limits, width, best[start:stop])
         total = np.full((units.samples + 1, len(limits)), np.inf)
         total[0] = 0.0
         for n in range(int(sizes[0]), units.samples + 1):
@@ -353,28 +369,60 @@ class _Sweep:
         return tuple(plan)
 
 
-def _walk(seconds: Array, limits: Array, width: int, best: Array) -> None:
-    """Fill `best` [microbatch sizes, positions, limits], the least sums up to each position, with
-    units of up to `width` cells; at the first position it is 0."""
+def _alike(widths: Sequence[int], num_limits: int) -> list[tuple[int, int]]:
+    """Return stretches of microbatch sizes to walk together, as wide as their widest, in the least
+    time."""
+    least = [(0.0, 0)]  # for the first sizes: the elements, and where their last stretch starts
+    for stop in range(1, len(widths) + 1):
+        least.append(
+            min(
+                (
+                    least[start][0]
+                    + WALK_ELEMENTS
+                    + (stop - start) * max(widths[start:stop]) * num_limits,
+                    start,
+                )
+                for start in range(stop)
+            )
+        )
+    found, stop = [], len(widths)
+    while stop:
+        found.append((least[stop][1], stop))
+        stop = least[stop][1]
+    return found
+
+
+def _walk(seconds: Array, rows: NDArray[np.int64], limits: Array, width: int, best: Array) -> None:
+    """Fill `best` [rows, positions, limits], the least sums up to each position with units of
+    `rows` of `seconds` and of up to `width` cells; at the first position it is 0."""
+    chosen: slice | NDArray[np.int64] = rows
+    if len(rows) == rows[-1] - rows[0] + 1:
+        chosen = slice(int(rows[0]), int(rows[-1]) + 1)  # a view, not a copy
+    unlimited = bool(np.isinf(limits).all())
     for i in range(best.shape[1] - 1):
-        unit = seconds[:, i, i + 1 : i + 1 + width, None]
-        through = np.where(unit <= limits, unit, np.inf)
-        through += best[:, i, None]
+        unit = seconds[chosen, i, i + 1 : i + 1 + width, None]
         after = best[:, i + 1 : i + 1 + width]
-        np.minimum(after, through, out=after)
+        through = unit + best[:, i, None]
+        # Leaving out is a fifth faster than taking the minimum with infinities.
+        np.minimum(after, through, out=after, where=True if unlimited else unit <= limits)
 
 
-def _uniform(units: _Units) -> Iterator[Plan]:
-    """Yield plans of equal slices for microbatch sizes that divide the samples."""
+def _uniform(units: _Units, scale: float, extra: float) -> list[Plan]:
+    """Return the best plans of equal slices for microbatch sizes that divide the samples."""
     sizes, positions, _ = units.seconds.shape
-    cells = positions - 1
+    cells, samples = positions - 1, units.samples
     counts = dict.fromkeys(round(cells ** (k / UNIFORM_COUNTS)) for k in range(UNIFORM_COUNTS + 1))
-    for b in range(1, sizes + 1):
-        if units.samples % b:
-            continue
-        for count in counts:
-            cuts = [round(k * cells / count) for k in range(count + 1)]
-            yield tuple((b, i, j) for i, j in itertools.pairwise(cuts)) * (units.samples // b)
+    divisors = np.array([b for b in range(1, sizes + 1) if samples % b == 0])
+    found: list[tuple[float, int, tuple[int, ...]]] = []
+    for count in counts:
+        cuts = [round(k * cells / count) for k in range(count + 1)]
+        times = units.seconds[divisors[:, None] - 1, cuts[:-1], cuts[1:]]
+        total = scale * (times.sum(axis=1) * (samples // divisors) + extra * times.max(axis=1))
+        found += [(seconds, int(b), tuple(cuts)) for seconds, b in zip(total, divisors)]
+    return [
+        tuple((b, i, j) for i, j in itertools.pairwise(cuts)) * (samples // b)
+        for _, b, cuts in heapq.nsmallest(PLANS_SCORED, found)
+    ]
 
 
 def _improved(problem: TokenProblem, least: float, plan: Plan, units: _Units) -> tuple[float, Plan]:
