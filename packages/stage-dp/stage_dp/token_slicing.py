@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 from numpy.typing import NDArray
 
 from alpa_interchange.check import non_negative, positive
@@ -295,7 +295,8 @@ def _cuts(values: Array, count: int) -> Array:
     drawn = np.sort(values[:: max(1, len(values) // 1024)])
     drawn[-1] = values.max()
     chosen = drawn[np.linspace(0, len(drawn) - 1, count + 1)[1:].round().astype(np.int64)]
-    return chosen[np.append(True, chosen[1:] > chosen[:-1])]
+    different: Array = chosen[np.append(True, chosen[1:] > chosen[:-1])]
+    return different
 
 
 @frozen(kw_only=True)
