@@ -4,11 +4,12 @@
 
 Instructions are timed on a two-mesh schedule of empty programs (one device each), so that the time
 is that of the interpreter and jax dispatch. Whole steps of a four-layer perceptron are compared in
-turns, by the shortest of each: one stage with its program alone and with `jax.jit` under the same
-shardings; two and four
+turns: one stage with its program alone and with `jax.jit` under the same shardings; two and four
 stages with the sum of their tasks, run one after another; two stages on Ray workers with the same
-two in this process. The driver's processor time of a step on Ray is taken for few and for many
-microbatches. `executed_schedules.py` has the schedules on a process for every mesh.
+two in this process. Ratios are of the shortest turn of each, of the medians, and of the processor
+time of all processes ("of cores"), which other programs on the machine disturb least. The driver's
+processor time of a step on Ray is taken for few and for many microbatches. `executed_schedules.py`
+has the schedules on a process for every mesh.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,6 +30,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attrs import evolve, frozen
 from executed_schedules import SCHEDULES, outcomes, report
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,6 +40,7 @@ from rich.table import Table
 import alpa_meta as alpa
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime import InProcessRuntime
+from mesh_runtime.ray_connection import connect
 
 TURNS = 20
 
@@ -121,21 +127,59 @@ def train_step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array],
     return [w - 0.01 * g for w, g in zip(weights, gradients, strict=True)], loss
 
 
-def shortest_steps(steps: list[Callable[..., Any]], states: list[Any], x: Any) -> list[float]:
-    """Return the shortest seconds of a step of each program, run in turns."""
-    shortest = [float("inf")] * len(steps)
-    for _ in range(TURNS):
+@frozen(kw_only=True)
+class Compared:
+    """How long steps take and what they are compared with: seconds by the clock in each turn, and
+    processor seconds of all turns in all processes."""
+
+    own: Sequence[float]
+    other: Sequence[float]
+    own_processor: float
+    other_processor: float
+
+    def cells(self) -> list[str]:
+        """Return milliseconds of the shortest of each, and three ratios."""
+        shortest, median = ((of(self.own), of(self.other)) for of in (min, statistics.median))
+        return [
+            *(f"{seconds * 1e3:.1f}" for seconds in shortest),
+            f"{shortest[0] / shortest[1]:.3f}",
+            f"{median[0] / median[1]:.3f}",
+            f"{self.own_processor / self.other_processor:.3f}",
+        ]
+
+
+def processor_seconds(process: int) -> float:
+    """Return the processor seconds that another process has had so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def in_turns(
+    steps: Sequence[Callable[..., Any]], states: list[Any], x: Any, workers: Sequence[int] = ()
+) -> Compared:
+    """Return what steps of two programs take, run in turns; `workers` are processes of either."""
+    seconds: list[list[float]] = [[], []]
+    processor = [0.0, 0.0]
+
+    def so_far() -> float:
+        return time.process_time() + sum(map(processor_seconds, workers))
+
+    for turn in range(TURNS + 1):
         for k, step in enumerate(steps):
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), so_far()
             states[k], loss = step(states[k], x)
             float(loss)
-            shortest[k] = min(shortest[k], time.perf_counter() - begin)
-    return shortest
+            if turn:  # the first compiles
+                seconds[k].append(time.perf_counter() - begin)
+                processor[k] += so_far() - before
+    return Compared(
+        own=seconds[0], other=seconds[1], own_processor=processor[0], other_processor=processor[1]
+    )
 
 
-def pipelines(num_stages: int, x: Any) -> tuple[float, float]:
-    """Return the shortest seconds of a step in stages, and of the sum of its tasks' runs one after
-    another."""
+def pipelines(num_stages: int, x: Any) -> Compared:
+    """Return what a step in stages takes, and the sum of its tasks' runs one after another (its
+    processor time is that of the whole step)."""
     step = alpa.parallelize(
         train_step,
         cluster=f"host:{num_stages}",
@@ -143,26 +187,25 @@ def pipelines(num_stages: int, x: Any) -> tuple[float, float]:
         num_microbatches=2 * num_stages,
         schedule="1f1b",
     )
-    state = step.init(make_weights, jax.random.key(0), batch=x)
-    shortest = [float("inf")] * 2
-    for turn in range(TURNS):
-        for k, mode in enumerate(("none", "blocking")):
-            step.executable.trace(mode)
-            begin = time.perf_counter()
-            state, loss = step(state, x)
-            float(loss)
-            seconds = time.perf_counter() - begin
+    state, sums = step.init(make_weights, jax.random.key(0), batch=x), []
+
+    def run(mode: str, _: Any, x: Any) -> Any:
+        nonlocal state
+        step.executable.trace(mode)
+        state, loss = step(state, x)
+        float(loss)
+        if mode == "blocking":
             runs = [event for event in step.last_trace if event.instruction.kind == "run"]
-            if mode == "blocking":
-                seconds = sum(event.stop - event.start for event in runs)
-            if turn:
-                shortest[k] = min(shortest[k], seconds)
-    return shortest[0], shortest[1]
+            sums.append(sum(event.stop - event.start for event in runs))
+        return None, loss
+
+    modes = [functools.partial(run, mode) for mode in ("none", "blocking")]
+    return evolve(in_turns(modes, [None, None], x), other=sums[1:])
 
 
-def one_stage(x: Any, by: str) -> tuple[float, float]:
-    """Return the shortest seconds of a step of one stage, and by "jit" of `jax.jit` with the same
-    shardings, which may choose another program, or by "program" of the plan's program alone."""
+def one_stage(x: Any, by: str) -> Compared:
+    """Return what a step of one stage takes, and by "jit" `jax.jit` with the same shardings, which
+    may choose another program, or by "program" the plan's program alone."""
     key = jax.random.key(0)
     one = alpa.parallelize(train_step, cluster="host:2", num_stages=1, num_microbatches=1)
     state = one.init(make_weights, key, batch=x)
@@ -186,12 +229,11 @@ def one_stage(x: Any, by: str) -> tuple[float, float]:
             return after, loss
 
     plain = jax.device_put(make_weights(key), kept)
-    own, alone = shortest_steps([one, other], [state, plain], x)
-    return own, alone
+    return in_turns([one, other], [state, plain], x)
 
 
-def on_ray(x: Any) -> tuple[float, float]:
-    """Return the shortest seconds of a step of two stages on Ray, and in this process."""
+def on_ray(x: Any) -> Compared:
+    """Return what a step of two stages takes on Ray, and in this process."""
     key = jax.random.key(0)
     near = alpa.parallelize(
         train_step, cluster="host:2", num_stages=2, num_microbatches=4, schedule="1f1b"
@@ -200,10 +242,10 @@ def on_ray(x: Any) -> tuple[float, float]:
     far = alpa.parallelize(train_step, plan=near.plan, runtime="ray")
     try:
         states = [far.init(make_weights, key, batch=x), state]
-        own, other = shortest_steps([far, near], states, x)
+        (workers,) = far._pool._workers.values()
+        return in_turns([far, near], states, x, [*workers.process_ids.values()])
     finally:
         far.close()
-    return own, other
 
 
 def driver_seconds(x: Any, counts: Sequence[int]) -> dict[int, float]:
@@ -233,6 +275,18 @@ def driver_seconds(x: Any, counts: Sequence[int]) -> dict[int, float]:
     return found
 
 
+@contextmanager
+def local_cluster() -> Iterator[None]:
+    """Have one Ray cluster of this machine for all that runs on Ray."""
+    import ray
+
+    connect(ray, "local", 2)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -256,21 +310,21 @@ def main() -> None:
     }
     if not given.no_ray:
         steps["two stages on Ray / in process"] = (on_ray, 1.10)
-    table = Table(title="whole steps")
-    for name in ("what", "milliseconds", "compared with", "ratio", "aim"):
+    table = Table(title=f"whole steps, {TURNS} in turns")
+    for name in ("what", "shortest ms", "compared with", "ratio", "of medians", "of cores", "aim"):
         table.add_column(name, justify="left" if name == "what" else "right")
-    for what, (measure, aim) in steps.items():
-        own, other = measure(x)
-        figures = (f"{own * 1e3:.1f}", f"{other * 1e3:.1f}", f"{own / other:.3f}", f"{aim:.2f}")
-        table.add_row(what, *figures)
-    console.print(table)
-    if not given.no_ray:
-        table = Table(title="processor time of the driver for a step on Ray")
-        table.add_column("instructions", justify="right")
-        table.add_column("milliseconds", justify="right")
-        for count, seconds in driver_seconds(x, (4, 64)).items():
-            table.add_row(str(count), f"{seconds * 1e3:.1f}")
+    cluster = nullcontext() if given.no_ray else local_cluster()
+    with cluster:
+        for what, (measure, aim) in steps.items():
+            table.add_row(what, *measure(x).cells(), f"{aim:.2f}")
         console.print(table)
+        if not given.no_ray:
+            table = Table(title="processor time of the driver for a step on Ray")
+            table.add_column("instructions", justify="right")
+            table.add_column("milliseconds", justify="right")
+            for count, seconds in driver_seconds(x, (4, 64)).items():
+                table.add_row(str(count), f"{seconds * 1e3:.1f}")
+            console.print(table)
     for num_meshes in given.meshes:
         report(outcomes(num_meshes, SCHEDULES, given.forward), console)
 

@@ -27,6 +27,7 @@ from alpa_meta.operators.elementwise import is_barrier
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import (
     HOST_BUCKETS,
+    Collectives,
     JaxprPlan,
     RegionPlan,
     completed_plan,
@@ -186,7 +187,8 @@ def compile_task(
         plan = completed_plan(plan)
         program = constraint_program(closed, plan, mesh)
     else:
-        program = shard_map_program(closed, plan, mesh, conversions, buckets=buckets)
+        collectives = Collectives(mesh, in_blocks=on_host)
+        program = shard_map_program(closed, plan, mesh, conversions, collectives, buckets)
 
     kinds = memory_kinds(planned.program, planned.tasks, jax_mesh)
 

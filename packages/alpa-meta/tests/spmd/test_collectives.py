@@ -35,6 +35,30 @@ def test_several_axes_act_as_one_in_the_order_given(axes):
     np.testing.assert_array_equal(whole, value)
 
 
+@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x"), ("x",)])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_values_gathered_and_scattered_in_blocks_are_those_of_jax(axes, dim):
+    value = jnp.asarray(np.random.default_rng(dim).integers(-9, 9, (8, 16, 24)), jnp.float32)
+    spec = PartitionSpec(*(axes if k == dim else None for k in range(3)))
+
+    def both(part):
+        plain, blocks = Collectives(MESH), Collectives(MESH, in_blocks=True)
+        return [
+            (whole, made.reduce_scatter(whole * (1 + made.index(axes)), axes, dim, "test"))
+            for made in (plain, blocks)
+            for whole in [made.all_gather(part, axes, dim, "test")]
+        ]
+
+    (whole, parts), (own_whole, own_parts) = on_devices(
+        both, value, spec, [(PartitionSpec(), spec)] * 2
+    )
+    np.testing.assert_array_equal(own_whole, value)
+    np.testing.assert_array_equal(own_whole, whole)
+    np.testing.assert_array_equal(own_parts, parts)
+    count = MESH.size(axes)
+    np.testing.assert_array_equal(parts, value * (count * (count + 1) // 2))
+
+
 def test_a_shift_moves_to_the_next_device_and_leaves_zeros_behind():
     collectives = Collectives(MESH)
     axes = ("x", "y")
