@@ -211,6 +211,11 @@ class ParallelStep:
         """Return the traced step of the calls of a key."""
         return self._cache[key][0]
 
+    def prepare_workers(self) -> None:
+        """Have processes stand by that can take the workers' places."""
+        assert self._pool is not None
+        self._pool.prepare()
+
     def replace_workers(self) -> None:
         """End the workers and load all that was compiled on others."""
         assert self._pool is not None

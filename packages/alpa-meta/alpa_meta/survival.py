@@ -45,6 +45,10 @@ class RayRuns:
         found = templates(self.parallel.compiled(key))
         return [found.get(leaf.path, leaf.aval) for leaf in self.step_of(key).leaves]
 
+    def prepare(self) -> None:
+        """Have processes stand by that can take the workers' places."""
+        self.parallel.prepare_workers()
+
     def restart(self) -> None:
         """Start new workers for the same plan; where there is no room, plan for a host fewer."""
         parallel = self.parallel

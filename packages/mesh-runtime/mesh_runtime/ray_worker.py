@@ -6,6 +6,8 @@ import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -15,45 +17,44 @@ from mesh_runtime.gpu_plane import GpuTransportMaker
 from mesh_runtime.handshake import identity
 from mesh_runtime.heartbeats import Progress
 from mesh_runtime.object_store_link import Bytes, ObjectStoreLink
+from mesh_runtime.program_cache import keep_programs
 from mesh_runtime.ray_workers import RayOptions
 from mesh_runtime.transfers import Transport, TransportMaker
 from mesh_runtime.worker import MeshWorker
 from mesh_runtime.worker_mesh import WorkerMesh, worker_name
 
 _ray: Any = ray
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _OUTCOMES = 16
 """Calls whose outcome is kept: more than threads of the driver call a worker at a time, which are a
 step and the saving of a checkpoint."""
 
 
 class ActorWorker:
-    """One host of one mesh in a Ray actor. The JAX client is made in `join`, not before."""
+    """One host of one mesh in a Ray actor. Which it is it learns in `introduce`; the JAX client is
+    made in `join`, not before."""
 
     def __init__(
         self,
-        mesh: int,
-        host: int,
-        token: bytes,
         transport: TransportMaker | None,
         gpu_transport: GpuTransportMaker | None,
         options: RayOptions,
     ) -> None:
-        self._mesh, self._host = mesh, host
+        self._mesh, self._host, self._address = 0, 0, ""
         self._worker: MeshWorker | None = None
         self._link: ObjectStoreLink | None = None
         self._transport: Transport | None = None
-        self._gpu_transport = gpu_transport
+        self._make_transport, self._gpu_transport = transport, gpu_transport
+        self._options = options
         self._working = threading.Lock()
         self._busy = False
         self._outcomes: dict[int, tuple[Any, Exception | None]] = {}  # of the last calls of `work`
         self._forgotten = 0  # calls up to this number were done before
-        name = worker_name(mesh, host)
-        if options.data_plane == "object-store":
-            self._link = ObjectStoreLink(name, _ray.get)
-        if transport is not None:
-            self._transport = transport(
-                name, token, _node_address(), link=self._link, checksum=options.checksum
-            )
+
+    def ready(self) -> None:
+        """Import what a worker needs that was not needed to make it."""
+        with suppress(ModuleNotFoundError):
+            import_module("tensorstore")  # of checkpoints
 
     def process_id(self) -> int:
         """Return the number of this process."""
@@ -65,11 +66,27 @@ class ActorWorker:
         found = idle if self._worker is None else self._worker.doing.progress()
         return evolve(found, busy=self._busy)
 
-    def introduce(self) -> tuple[dict[str, str], str]:
-        """Return the versions here, and "host:port" of this node with a port nobody listens on."""
-        with socket.create_server((_node_address(), 0)) as probe:
-            host, port = probe.getsockname()[:2]
-        return identity(), f"{host}:{port}"
+    def introduce(
+        self, mesh: int, host: int, token: bytes, gpus: str | None
+    ) -> tuple[dict[str, str], str, str | None]:
+        """Become a host of a mesh, with `gpus` if another had them before. Return the versions
+        here, "host:port" of this node with a port nobody listens on, and which GPUs are ours."""
+        if not self._address:  # Ray calls again where it lost the answer
+            self._mesh, self._host = mesh, host
+            if gpus is not None:
+                os.environ[_GPUS] = gpus  # CUDA reads it when the JAX client is made
+            keep_programs()
+            name = worker_name(mesh, host)
+            if self._options.data_plane == "object-store":
+                self._link = ObjectStoreLink(name, _ray.get)
+            if self._make_transport is not None:
+                checksum = self._options.checksum
+                self._transport = self._make_transport(
+                    name, token, _node_address(), link=self._link, checksum=checksum
+                )
+            with socket.create_server((_node_address(), 0)) as probe:
+                self._address = ":".join(map(str, probe.getsockname()[:2]))
+        return identity(), self._address, os.environ.get(_GPUS)
 
     def join(self, meshes: Sequence[WorkerMesh], coordinator: str) -> Any:
         """Enter the mesh's group of processes; return where the transport is found, if it is."""

@@ -1,3 +1,5 @@
+import os
+import signal
 from importlib.util import find_spec
 
 import jax
@@ -11,10 +13,10 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra
 
 @pytest.fixture(scope="module")
 def node():
-    """Make a cluster of one node with one CPU."""
+    """Make a cluster of one node with one CPU, which says that it has two GPUs."""
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -59,6 +61,43 @@ def test_workers_end_with_the_last_reference_to_them_and_give_back_their_cpus(no
     jax.clear_caches()
     RayWorkers([GRID], RayOptions(start_timeout=60.0)).close()  # there is one CPU
     assert ray.is_initialized()
+
+
+@pytest.mark.ray
+@needs_ray
+def test_what_stands_by_takes_the_place_and_the_gpus_of_a_worker_that_failed(node):
+    import ray
+
+    grid = RayMesh(shape=(1,), axis_names=("x",), num_cpus=1, num_gpus=2)
+    options = RayOptions(platform="cpu", heartbeat_timeout=60.0)
+    first = RayWorkers([grid], options)
+    first.prepare()
+    (standing_by,) = first._processes.standing_by.values()
+    first.prepare()  # is there already
+    assert [*first._processes.standing_by.values()] == [standing_by]
+    (pid,) = first.process_ids.values()
+    in_reserve = ray.get(standing_by.process_id.remote())
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="mesh 0 host 0 died"):
+        first.work("release", [(worker, ([],)) for worker in first.workers])
+    first.retire()
+    second = RayWorkers([grid], options, replacing=True, predecessor=first)
+    assert second.process_ids == {"mesh 0 host 0": in_reserve}
+    (worker,) = second.workers
+    _, _, gpus = ray.get(worker.actor.introduce.remote(0, 0, b"", None))
+    assert gpus == "0,1"
+    first.close()  # has nothing any more that it could end
+    assert second.work("release", [(worker, ([],))]) == [(worker, None)]
+
+    # one that has gone as well is not waited for: a process is started in the ordinary way
+    second.prepare()
+    (standing_by,) = second._processes.standing_by.values()
+    os.kill(ray.get(standing_by.process_id.remote()), signal.SIGKILL)
+    second.retire()
+    third = RayWorkers([grid], options, replacing=True, predecessor=second)
+    (last,) = third.process_ids.values()
+    assert last not in (pid, in_reserve)
+    third.close()
 
 
 def test_no_mesh_and_unknown_choices_are_refused_before_anything_starts():

@@ -42,11 +42,15 @@ class RayPool:
         self.options = options
         self._replacing = False
         self._workers: dict[tuple[RayMesh, ...], RayWorkers] = {}
+        self._retired: dict[tuple[RayMesh, ...], RayWorkers] = {}
 
     def workers(self, meshes: tuple[RayMesh, ...]) -> RayWorkers:
         """Return running workers for meshes; after a failure, new ones."""
         found = self._workers.get(meshes)
         if found is None or found.closed:
+            predecessor = self._retired.pop(meshes, None)
+            if predecessor is None:
+                self._end_retired()  # other meshes have what these may need
             try:
                 found = self._workers[meshes] = RayWorkers(
                     meshes,
@@ -54,6 +58,7 @@ class RayPool:
                     transport=HostTransport,
                     gpu_transport=GpuTransport,
                     replacing=self._replacing,
+                    predecessor=predecessor,
                 )
             except WorkerError as error:
                 if self._replacing:
@@ -61,16 +66,30 @@ class RayPool:
                 raise PlanError(f"no workers for the plan on Ray: {error}") from error
         return found
 
+    def prepare(self) -> None:
+        """Have a process stand by for every worker."""
+        for workers in self._workers.values():
+            if not workers.closed:
+                workers.prepare()
+
     def replace(self) -> None:
-        """End all workers; others are made when they are asked for."""
-        self.close()
-        self._replacing = True
+        """End all workers; others are made when they are asked for, of what stands by."""
+        self._end_retired()
+        self._retired, self._workers, self._replacing = self._workers, {}, True
+        for workers in self._retired.values():
+            workers.retire()
 
     def close(self) -> None:
         """End all workers; their arrays are lost."""
+        self._end_retired()
         for workers in self._workers.values():
             workers.close()
         self._workers.clear()
+
+    def _end_retired(self) -> None:
+        for workers in self._retired.values():
+            workers.close()
+        self._retired.clear()
 
 
 class RayMeshes:

@@ -39,6 +39,9 @@ class Supervised(Protocol):
     def execute(self, key: Any, leaves: Sequence[Any]) -> list[Any]:
         """Return the leaves of a step's result."""
 
+    def prepare(self) -> None:
+        """Have what is needed to start new workers soon."""
+
     def restart(self) -> None:
         """Start new workers, and plan anew if there is no room for as many."""
 
@@ -153,6 +156,7 @@ class Supervisor:
     _log: list[_Call] = field(factory=list, init=False)
     _marks: list[_Mark] = field(factory=list, init=False)
     _source: _Source | None = field(default=None, init=False)
+    _prepared: bool = field(default=False, init=False)
 
     def run(self, key: Any, leaves: Sequence[Any]) -> list[Any]:
         """Return the leaves of a step's result, having replaced workers that failed."""
@@ -174,6 +178,9 @@ class Supervisor:
         self._state, self._latest = self._after(call, self._state, results), call
         self._log.append(call)
         self._forget()
+        if not self._prepared:  # behind the first step, which it would delay
+            self.runs.prepare()
+            self._prepared = True
         return results
 
     def note_source(self, state: Any, make: Callable[[], Any], name: str) -> None:
@@ -225,6 +232,7 @@ class Supervisor:
                 stacklevel=2,
             )
             try:
+                self._prepared = False
                 self.runs.restart()
                 self.num_recoveries += 1
                 assert self._latest is not None

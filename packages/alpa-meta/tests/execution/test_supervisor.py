@@ -22,13 +22,16 @@ class Runs:
 
     def __init__(self, faults):
         self.step, self.faults = Step(total, (STATE, X)), dict(faults)
-        self.executed, self.restarts = 0, 0
+        self.executed, self.restarts, self.prepared = 0, 0, []
 
     def execute(self, key, leaves):
         self.executed += 1
         if self.executed in self.faults:
             raise self.faults[self.executed]
         return list(total(*leaves))
+
+    def prepare(self):
+        self.prepared.append(self.executed)
 
     def restart(self):
         self.restarts += 1
@@ -53,6 +56,7 @@ def test_steps_are_done_again_from_the_first_state_and_with_the_batches_they_had
     with pytest.warns(alpa.WorkersReplaced, match="a worker died; .*first state with 3 steps"):
         assert train(Supervisor(runs), 6) == sum(3 * number for number in range(6))
     assert runs.restarts == 1 and runs.executed == 6 + 1 + 3
+    assert runs.prepared == [1, 4 + 3 + 1]  # others stand by behind the first step, and once more
 
 
 def test_steps_are_done_again_from_the_newest_checkpoint_that_is_whole(tmp_path):
