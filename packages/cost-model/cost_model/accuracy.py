@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import field, frozen
@@ -15,8 +14,8 @@ from cost_model.prediction import (
     predict,
     step_model,
 )
-from cost_model.run_memory import fit_probability, peak_memory, run_memory
-from cost_model.training_run import TrainingRun, idle_stages
+from cost_model.run_memory import fit_probability, run_memory
+from cost_model.training_run import TrainingRun, start_problem
 
 # that a run fits, below which it is flagged: of 0.5 to 0.9 the highest that flags at most 2 % of
 # the nanotron runs that ran; even odds flag 1.2 points less of those that failed
@@ -165,7 +164,7 @@ def peak_rows(
 ) -> tuple[PeakMemory, ...]:
     """Return the accuracy of predicted memory by source, and whether failed runs were foreseen.
 
-    A run is predicted to fail where it fits with odds below `LEAST_ODDS` or leaves stages idle.
+    A run is predicted to fail where it fits with odds below `LEAST_ODDS` or has a `start_problem`.
     """
     by_source: dict[str, list[MeasuredRun]] = {}
     for row in rows:
@@ -179,14 +178,14 @@ def peak_rows(
             if run is None:
                 continue
             fitted = unseen_model(row, model)
-            factor = math.exp(fitted.memory_correction.at(run)[0])
+            factor = fitted.memory_factor(run)
             if row.peak_bytes is not None:
-                needed = peak_memory(run, fitted.memory, row.measured_stage).total * factor
+                needed = fitted.peak(run, row.measured_stage).total * factor
                 errors.append(needed / row.peak_bytes - 1)
             device = run.cluster.host_groups[0].device
-            highest = peak_memory(run, fitted.memory).total * factor
+            highest = fitted.peak(run).total * factor
             fits = fit_probability(highest, device.memory, fitted.memory_deviation)
-            flags[row.failed][0] += fits < LEAST_ODDS or idle_stages(run) > 0
+            flags[row.failed][0] += fits < LEAST_ODDS or start_problem(run) != ""
             flags[row.failed][1] += 1
         found.append(
             PeakMemory(

@@ -7,8 +7,11 @@ These are properties of the software, stated by its source, not fitted:
     megatron            Megatron Core: buckets of single-precision gradients are reduced while the
                         last microbatch runs backward (`overlap_grad_reduce`)
     nanotron            PyTorch DDP buckets of 25 MB over single-precision accumulators; stages are
-                        cut by the parameters of layers and output matrix (`build_model`); a sharded
-                        optimiser scatters the gradients after the last backward pass
+                        cut by the parameters of layers and output matrix (`build_model`), and the
+                        loss is in the stage after the one that the output matrix fills; a sharded
+                        optimiser scatters the gradients after the last backward pass; collectives
+                        of tensor parallelism run on a stream of their own
+                        (`tp_linear_async_communication`); every tensor is updated by itself
     megatron-bridge     Megatron Core as NeMo's recipes run it: CUDA graphs, eight- and four-bit
                         products, fused kernels
     sailor              Sailor's runtime (a fork of Megatron-DeepSpeed) with stages as it plans them
@@ -31,6 +34,8 @@ class Executor:
     fitted_as: str  # whose constants describe it
     balance: str = field(default="layers", validator=validators.in_(("layers", "cost")))
     weightless_blocks: int = 0  # after the output matrix: each may take a stage of its own
+    overlapped_tensor: bool = False  # whether products run beside tensor-parallel collectives
+    tensorwise_update: bool = False  # whether the optimiser launches its kernels tensor by tensor
     reduced_bytes: float = 4.0  # of a gradient as it is reduced
     # levels of `TrainingRun.zero_stage` whose reduction runs beside the last backward pass
     overlapped_gradients: tuple[int, ...] = (0, 1, 2)
@@ -53,6 +58,8 @@ EXECUTORS: Mapping[str, Executor] = {
         fitted_as="nanotron",
         balance="cost",
         weightless_blocks=2,
+        overlapped_tensor=True,
+        tensorwise_update=True,
         overlapped_gradients=(0,),
     ),
     "fsdp": Executor(fitted_as="fsdp", reduced_bytes=2.0),

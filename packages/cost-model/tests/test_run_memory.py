@@ -2,7 +2,13 @@ import pytest
 from attrs import evolve
 
 from cost_model import TrainingRun, TransformerSpec, cluster
-from cost_model.run_memory import MemoryConstants, fit_probability, peak_memory, run_memory
+from cost_model.run_memory import (
+    MemoryConstants,
+    demanded_bytes,
+    fit_probability,
+    peak_memory,
+    run_memory,
+)
 
 MODEL = TransformerSpec(hidden=2048, layers=16, heads=16, seq=2048)
 RUN = TrainingRun(
@@ -43,3 +49,25 @@ def test_routed_experts_are_held_where_they_live():
     narrow = evolve(RUN, model=sparse, expert=1)
     saved = run_memory(narrow).parameters - run_memory(wide).parameters
     assert saved == pytest.approx(2 * sparse.expert_parameters * 16 * 7 / 8)
+
+
+def nanotron(**more):
+    settings = {"data": 1, "tensor": 8, "sequence_parallel": True, "executor": "nanotron"}
+    return evolve(RUN, **settings | more)
+
+
+def test_a_host_that_runs_ahead_holds_gathered_inputs_of_every_layer():
+    c, tokens = MemoryConstants(), 2 * 2048
+    behind, ahead = (run_memory(nanotron(), 0, c, lead) for lead in (0.1, 10.0))
+    held = ahead.communication - behind.communication
+    assert held == pytest.approx(c.gathered * MODEL.layers * tokens * MODEL.hidden, rel=1e-5)
+    alone = nanotron(tensor=1, data=8, sequence_parallel=False)
+    assert run_memory(alone, 0, c, 10.0) == run_memory(alone, 0, c, 0.1)
+
+
+def test_what_could_be_given_back_is_no_need_where_it_does_not_fit():
+    c, large = MemoryConstants(), nanotron(micro_batch=128, global_batch=128)
+    most = demanded_bytes(large, c, 10.0)
+    assert most > 0.75 * 80 * 2**30
+    assert run_memory(large, 0, c, 10.0) == run_memory(large, 0, c, 0.0)
+    assert most > run_memory(large, 0, c, 10.0).total

@@ -3,8 +3,9 @@ from attrs import evolve
 
 from alpa_interchange.cluster import ClusterSpec
 from cost_model import TrainingRun, TransformerSpec, cluster
-from cost_model.step_terms import StepConstants, predict_terms
-from cost_model.training_run import StagePlacement
+from cost_model.step_constants import StepConstants
+from cost_model.step_terms import predict_terms, stall_seconds
+from cost_model.training_run import StagePlacement, stage_layers
 
 MODEL = TransformerSpec(hidden=4096, layers=32, heads=32, seq=2048)
 C = StepConstants()
@@ -117,3 +118,35 @@ def test_layers_that_were_measured_are_taken_from_the_table():
     )  # fmt: skip
     # 2.68 + 6.47 ms of each layer (eth-easl/sailor)
     assert predict_terms(measured, C)["compute"] == pytest.approx(24 * 9.15e-3, rel=0.01)
+
+
+def test_collectives_with_a_stream_of_their_own_hide_behind_large_products():
+    slow = evolve(C, tensor_bandwidth=0.5, tensor_latency=1e-9)
+    plain = run(8, micro_batch=8, sequence_parallel=True, executor="megatron")
+    beside = evolve(plain, executor="nanotron")
+    whole, exposed = (predict_terms(one, slow)["tensor"] for one in (plain, beside))
+    hidden = predict_terms(beside, evolve(slow, tensor_exposed=1e-9))["tensor"]
+    assert hidden < 0.1 * whole
+    assert exposed == pytest.approx(hidden + slow.tensor_exposed * (whole - hidden), rel=0.05)
+
+
+def test_the_loss_is_in_the_stage_that_the_output_matrix_leaves_over():
+    # 16 layers of cost 1 and an output matrix of 4: seven stages are filled, the eighth has none
+    wide = TransformerSpec(
+        hidden=2048, layers=16, heads=32, seq=4096, feedforward=8192, gated=True, vocab=131072
+    )
+    staged = TrainingRun(
+        model=wide, cluster=cluster("h100:8"), global_batch=64, pipeline=8, executor="nanotron",
+        fused_attention=True, dtype="bfloat16",
+    )  # fmt: skip
+    assert len(stage_layers(staged)) == 7
+    without = step(staged, evolve(C, loss=1e-9))
+    assert step(staged, evolve(C, loss=3.0)) == pytest.approx(without, rel=0.02)
+
+
+def test_a_network_that_stalls_delays_every_microbatch_of_stages_on_several_hosts():
+    c = evolve(C, stall=0.5)
+    two, four = (run(16, tensor=16 // p, pipeline=p, global_batch=32) for p in (2, 4))
+    assert stall_seconds(two, c) == 0.5 * (16 + 1)
+    assert stall_seconds(four, c) == 2 * 0.5 * (16 + 3)
+    assert stall_seconds(run(8, tensor=4, pipeline=2), c) == stall_seconds(two, C) == 0

@@ -2,7 +2,7 @@ import pytest
 from attrs import evolve
 
 from cost_model import TrainingRun, TransformerSpec, cluster
-from cost_model.training_run import idle_stages, stage_layers
+from cost_model.training_run import idle_stages, stage_layers, start_problem
 
 MODEL = TransformerSpec(hidden=4096, layers=32, heads=32, seq=2048)
 
@@ -41,3 +41,16 @@ def test_stages_that_stay_idle_are_counted():
         model=small, cluster=cluster("h100:8"), global_batch=8, pipeline=8, executor="nanotron"
     )
     assert idle_stages(wide) > 0 == idle_stages(evolve(wide, executor="megatron"))
+    assert "stay without a layer" in start_problem(wide)
+
+
+def test_replicas_with_whole_gradients_of_a_shared_embedding_do_not_start():
+    staged = run(16, tensor=4, pipeline=2, data=2, executor="nanotron")
+    assert "share an embedding" in start_problem(staged)
+    for other in (
+        {"zero_stage": 1},
+        {"executor": "megatron"},
+        {"model": evolve(MODEL, tied=False)},
+        {"pipeline": 1, "data": 4},
+    ):
+        assert start_problem(evolve(staged, **other)) == ""
