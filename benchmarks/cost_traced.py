@@ -38,6 +38,7 @@ from megatron_grid import Few, Grid, Point
 from rich.console import Console
 from rich.table import Table
 
+from alpa_interchange import ClusterSpec
 from alpa_meta.compat import JaxprEqn, shape_of
 from alpa_meta.corpus import llama, transformer
 from alpa_meta.corpus.model import CorpusModel
@@ -51,6 +52,8 @@ from cost_model import TrainingRun, calibrated_model, predict
 from cost_model.accuracy import unseen_model
 from cost_model.measured_row import MeasuredRun
 from cost_model.measured_run import read_measured_runs
+from cost_model.prediction import step_model
+from cost_model.program import cluster_of_run
 
 MOST_DEVICES = 64
 ENOUGH = 1e15  # bytes: plans are forced, whether they fit is not the question
@@ -141,15 +144,15 @@ def forced(run: TrainingRun) -> Options:
     )
 
 
-def cached_point(run: TrainingRun) -> Point | None:
-    """Return the run's point from the costs of a model with three layers."""
+def cached_point(run: TrainingRun, under: ClusterSpec) -> Point | None:
+    """Return the run's point from the costs of a model with three layers on a cluster."""
     if run.tensor > 1 and run.sequence_parallel:
         return None  # the grid has no sequence parallelism
     model = shaped(run, min(UNTRACED, run.model.layers))
     step = Step(model.train_step, (model.state, model.batch), exact=model.exact)
     few = Few(sizes={}, repeats=max(1, run.model.layers - UNTRACED + 1))
     grid = Grid(
-        "measured", calibrated_model(run.cluster), few, step, run.global_batch, model.exact, ENOUGH
+        "measured", calibrated_model(under), few, step, run.global_batch, model.exact, ENOUGH
     )
     zero = 3 if run.zero_stage == 3 else 1
     found = grid.points_of(run.tensor, run.data, zero, run.num_microbatches)
@@ -190,10 +193,11 @@ def traced(row: MeasuredRun, run: TrainingRun) -> TracedRow:
     started = time.process_time()
     model = shaped(run, run.model.layers)
     step = Step(model.train_step, (model.state, model.batch), exact=model.exact)
-    planned = make_plan(step, run.cluster, forced(run))
+    under = cluster_of_run(run, step_model(run.executor).fold(row.source, row.group))
+    planned = make_plan(step, under, forced(run))
     plan = planned.plan
     elapsed = time.process_time() - started
-    point = cached_point(run)
+    point = cached_point(run, under)
     fast = predict(run, unseen_model(row))
     ours = predict(evolve(run, executor="xla", fused_attention=False))
     sharding = f"tp{run.tensor} dp{run.data} pp{run.pipeline} m{run.num_microbatches}"

@@ -1,5 +1,6 @@
 """Clusters by name: `<preset>[:<devices>]`, `<preset>:<hosts>x<devices>`, or a TOML file; with
-`@<percent>%` behind it at a quantile of its costs."""
+`@<percent>%` behind it at a quantile of its costs, with `+<executor>` as a training program runs
+there."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from alpa_interchange.cluster import ClusterSpec
 from cost_model.catalogue import HOSTS
 from cost_model.cluster_file import read_cluster
 from cost_model.host import HOST_PROFILE, host_group, host_profile
+from cost_model.program import as_run_by
 from cost_model.quantile import at_quantile
 
 
@@ -28,9 +30,14 @@ def cluster(name_or_path: str | os.PathLike[str], *, measure: bool = True) -> Cl
     with 4 devices each. Without a number it is one host. More devices than one host has must fill
     whole hosts. `"host:8"` is this machine as 8 XLA host devices that share its cores; it is
     measured at first use (under a second) and cached, unless `measure` is false. `"h100:16@90%"` is
-    as slow as it is with probability 0.9 (`at_quantile`).
+    as slow as it is with probability 0.9 (`at_quantile`), `"h100:64+nanotron,flash"` costs what it
+    does under that program (`as_run_by`).
     """
     text = os.fspath(name_or_path)
+    stated = re.fullmatch(r"(.+)\+([a-z-]+)((?:,[a-z]+\d*)*)", text)
+    if stated is not None:
+        properties = tuple(stated[3].split(",")[1:])
+        return as_run_by(cluster(stated[1], measure=measure), stated[2], properties)
     certain = re.fullmatch(r"(.+)@([\d.]+)%", text)
     if certain is not None:
         return at_quantile(cluster(certain[1], measure=measure), float(certain[2]) / 100)

@@ -17,6 +17,7 @@ from cost_model.kernel import seconds
 from cost_model.kernel_table import device_efficiency
 from cost_model.layer_prediction import layer_seconds
 from cost_model.profile import Profile, apply_profile, stored_profile
+from cost_model.program import program_of
 from cost_model.topology import host_group, logical_mesh, nic_bandwidth
 
 _EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
@@ -46,9 +47,12 @@ class CostModel:
             for group in cluster.host_groups
         )  # fmt: skip
         self._meeting = all(group.shared_compute for group in cluster.host_groups)
+        self.program = program_of(cluster)  # that runs the steps, where it is not ours
         self._log_deviation = _log_deviation(cluster, profile)
         self._efficiencies = tuple(
-            profile.efficiency
+            self.program.efficiency()
+            if self.program is not None
+            else profile.efficiency
             if profile is not None and group.device.name == profile.device.name
             else device_efficiency(group.device)
             for group in cluster.host_groups
@@ -76,8 +80,13 @@ class CostModel:
         `flops` and `bytes` (read plus written) are those of the device, numbers or equal arrays;
         `kind` is one of `KERNEL_KINDS`; `shape` ([batch,] m, n, k) refines a matmul.
         """
-        device = self._devices[host_group]
-        return seconds(device, self._efficiencies[host_group], flops, bytes, dtype, kind, shape)
+        device, efficiency = self._devices[host_group], self._efficiencies[host_group]
+        if self.program is None:
+            return seconds(device, efficiency, flops, bytes, dtype, kind, shape)
+        if shape is not None and kind == "matmul":
+            flops = flops / self.program.product_share(shape, device.num_units)
+        alone = seconds(device, efficiency, flops, bytes, dtype, kind) - device.launch_latency
+        return np.maximum(alone, self.program.launch)
 
     def based_on(self, host_group: int = 0) -> str:
         """Return what the seconds of a host group's kernels rest on: measured operators, a
@@ -86,7 +95,11 @@ class CostModel:
 
     def collective_seconds(self, kind: str, bytes: Any, axes: tuple[MeshAxis, ...]) -> Any:
         """Return the seconds of a collective over `axes`; `COLLECTIVE_BYTES` defines `bytes`."""
-        return collective_seconds(kind, bytes, axes, self._meeting)
+        alone = collective_seconds(kind, bytes, axes, self._meeting)
+        size = math.prod(axis.size for axis in axes)
+        if self.program is None or size == 1:
+            return alone
+        return alone + (np.asarray(bytes) > 0) * self.program.launch_seconds(kind, size)
 
     def bucketed_seconds(
         self, kind: str, bytes: Sequence[float], axes: tuple[MeshAxis, ...], host_group: int = 0

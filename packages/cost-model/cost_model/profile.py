@@ -48,12 +48,18 @@ def marked_quantile(name: str) -> bool:
     return re.search(r"@[\d.]+%$", name) is not None
 
 
+def marked_program(name: str) -> bool:
+    """Return whether a cluster of that name states the program that runs on it (`program`)."""
+    return re.search(r"\+[a-z-]+(,[a-z]+\d*)*$", name) is not None
+
+
 def apply_profile(cluster: ClusterSpec, profile: Profile) -> ClusterSpec:
     """Return `cluster` with the measured device and links in every host group of that device.
 
-    A cluster at a quantile, whose costs were the profile's before they were scaled, stays.
+    A cluster at a quantile, whose costs were the profile's before they were scaled, stays, and so
+    does one whose costs are those of another program.
     """
-    if marked_quantile(cluster.name):
+    if marked_quantile(cluster.name) or marked_program(cluster.name):
         return cluster
     groups = tuple(
         evolve(

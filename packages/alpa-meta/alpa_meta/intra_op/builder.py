@@ -56,7 +56,7 @@ class Builder:
         self.costs = costs
         self.stage = stage
         self.others = others_of(stage, others)
-        self.moved = fused_traffic(stage, self.others, costs.platform)
+        self.moved = fused_traffic(stage, self.others, costs.platform, costs.attends)
         self._ratios = [other.num_microbatches / stage.num_microbatches for other in others]
         self.problem = ProblemBuilder()
         self.sources: dict[Atom, Source] = {}

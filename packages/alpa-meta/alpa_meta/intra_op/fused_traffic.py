@@ -15,6 +15,9 @@ stored where that is not more, so that sums of residuals are, one in every layer
 On host devices each operator moves its own bytes: XLA computes no dear operator twice there, and
 these are nearer to those of a compiled training step (test_fused_traffic).
 
+Where attention is one kernel (`attends`), score matrices are computed inside it: they move nothing,
+its products the other operands and results.                                            -> _scores()
+
 Decisions follow from the program alone, not from its sharding, and are those of its own size at all
 others: what an operator moves is then linear in the samples of a microbatch (`layer_floors`).
 """
@@ -22,9 +25,10 @@ others: what an operator moves is then linear in the samples of a microbatch (`l
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 
-from alpa_meta.compat import JaxprEqn, Literal, Var, open_jaxpr
+from alpa_meta.compat import JaxprEqn, Literal, Var, open_jaxpr, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.other_sizes import OtherSizes
 from alpa_meta.intra_op.stage_problem import StageEqns
@@ -41,14 +45,14 @@ _Support = Mapping[Var, float]
 
 @functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
 def fused_traffic(
-    stage: StageEqns, others: OtherSizes, platform: str = "gpu"
+    stage: StageEqns, others: OtherSizes, platform: str = "gpu", attends: bool = False
 ) -> Mapping[int, Bytes]:
     """Return the bytes of each operator of a stage and of its bodies, by the equation's id."""
     leaving = {*stage.kept, *stage.delayed, *stage.sent, *(new for new, _ in stage.carried)}
     if stage.num_microbatches > 1:
         leaving |= stage.accumulated
     found: dict[int, Bytes] = {}
-    _add(found, stage.eqns, leaving, others, platform != "cpu")
+    _add(found, stage.eqns, leaving, others, platform != "cpu", attends)
     return found
 
 
@@ -58,18 +62,24 @@ def _add(
     leaving: Collection[Var],
     others: OtherSizes,
     fuses: bool,
+    attends: bool,
 ) -> None:
     stored = _stored(eqns, leaving)
+    scores = _scores(eqns) if attends else set()
     supports: dict[Var, _Support] = {}
     for eqn in eqns:
         if is_region(eqn):
             for body in map(open_jaxpr, bodies(eqn)):
                 results = [atom for atom in body.outvars if not isinstance(atom, Literal)]
-                _add(found, body.eqns, results, others, fuses)
+                _add(found, body.eqns, results, others, fuses, attends)
             continue
         form, twins = _form(eqn), others.eqns.get(id(eqn), ())
         if form is None or not fuses:
             found[id(eqn)] = tuple(map(traffic_bytes, (eqn, *twins)))
+            if scores:
+                inner = _inner_bytes(eqn, twins, scores)
+                pairs = zip(found[id(eqn)], inner, strict=True)
+                found[id(eqn)] = tuple(max(0.0, moved - kept) for moved, kept in pairs)
             continue
         support = _support(eqn, supports)
         supports.update({var: support for var in eqn.outvars if form != "reduced"})
@@ -80,6 +90,37 @@ def _add(
         found[id(eqn)] = tuple(
             [sum(share * size[k] for share, *size in sizes) for k in range(1 + len(twins))]
         )
+        if not scores.isdisjoint(_read(eqn)):
+            found[id(eqn)] = (0.0,) * (1 + len(twins))
+
+
+def _scores(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """Return the score matrices among the results: of products over several batch dims that have
+    more elements than either operand, and what elementwise operators make of them."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        if eqn.primitive.name == "dot_general":
+            batch = eqn.params["dimension_numbers"][1][0]
+            result = math.prod(shape_of(eqn.outvars[0]))
+            if len(batch) > 1 and all(result > math.prod(shape_of(a)) for a in eqn.invars):
+                found.update(eqn.outvars)
+        elif not is_region(eqn):
+            sizes = {math.prod(shape_of(var)) for var in _read(eqn) if var in found}
+            found.update(var for var in eqn.outvars if math.prod(shape_of(var)) in sizes)
+    return found
+
+
+def _read(eqn: JaxprEqn) -> list[Var]:
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
+def _inner_bytes(eqn: JaxprEqn, twins: Sequence[JaxprEqn], scores: Collection[Var]) -> Bytes:
+    """Return the bytes of the score matrices that an operator and its twins read and make."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    inner = [k for k, a in enumerate(atoms) if not isinstance(a, Literal) and a in scores]
+    return tuple(
+        sum(tensor_bytes((*one.invars, *one.outvars)[k]) for k in inner) for one in (eqn, *twins)
+    )
 
 
 def _stored(eqns: Sequence[JaxprEqn], leaving: Collection[Var]) -> set[Var]:
@@ -99,7 +140,7 @@ def _stored(eqns: Sequence[JaxprEqn], leaving: Collection[Var]) -> set[Var]:
                 if held:
                     stored.update(eqn.outvars)
                     readers = {id(eqn)}
-        read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        read = _read(eqn)
         if form == "alias" and held or form is None and not reads_windows(eqn):
             needed.update(read)
         for var in read:

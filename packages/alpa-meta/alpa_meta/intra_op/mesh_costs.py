@@ -182,6 +182,11 @@ class MeshCosts:
         """The kind of the devices: "gpu", "tpu" or "cpu" (XLA host devices)."""
         return self.model.device(self.host_group).platform
 
+    @property
+    def attends(self) -> bool:
+        """Whether the program that runs the step has attention as one kernel (`Program`)."""
+        return self.model.program is not None and self.model.program.attends
+
     def compute_seconds(self, kind: str, flops: float, bytes: float, dtype: str) -> float:
         """Return the seconds of an operator's part on one device, its neighbours not known.
 
@@ -191,14 +196,19 @@ class MeshCosts:
             return bytes / self.model.device(self.host_group).memory_bandwidth
         return self.kernel_seconds(kind, flops, bytes, dtype)
 
-    def kernel_seconds(self, kind: str, flops: float, bytes: float, dtype: str) -> float:
+    def kernel_seconds(
+        self,
+        kind: str,
+        flops: float,
+        bytes: float,
+        dtype: str,
+        shape: tuple[int, ...] | None = None,
+    ) -> float:
         """Return the seconds of the kernel that an operator is on one device: none of one that
         moves nothing, being computed inside its readers. On host devices nothing is launched."""
         if kind == "elementwise" and (not bytes or self.platform == "cpu"):
             return bytes / self.model.device(self.host_group).memory_bandwidth
-        return float(
-            self.model.compute_seconds(flops, bytes, dtype, kind, host_group=self.host_group)
-        )
+        return float(self.model.compute_seconds(flops, bytes, dtype, kind, shape, self.host_group))
 
 
 def _unless_zero(matrix: np.ndarray, alike: bool) -> np.ndarray | None:

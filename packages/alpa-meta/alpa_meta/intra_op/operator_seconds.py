@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -61,6 +62,15 @@ def _compute_seconds(
     work, kind, dtype = _work_of(eqn, costs.platform)
     patch_bytes = operator_of(eqn).patch_bytes if costs.platform == "cpu" else None
     shards = costs.layouts.shards(number)
+    if costs.model.program is not None and rule is not None and kind == "matmul":
+        kind, shapes = product_shapes(costs.mesh, eqn, rule, strategies)
+        if shapes:
+            return np.array(
+                [
+                    costs.kernel_seconds(kind, work / count, moved / count, dtype, shape)
+                    for count, shape in zip(shards, shapes, strict=True)
+                ]
+            )
     if patch_bytes is not None and rule is not None:
         patches = [patch_bytes(eqn, rule, strategy, costs.mesh) for strategy in strategies]
         return np.array(
@@ -73,6 +83,36 @@ def _compute_seconds(
     seconds = [costs.kernel_seconds(kind, work / n, moved / n, dtype) for n in counts]
     found: np.ndarray = np.array(seconds)[places]
     return found
+
+
+def product_shapes(
+    mesh: LogicalMesh, eqn: JaxprEqn, rule: ShardingRule, strategies: Sequence[Strategy]
+) -> tuple[str, list[tuple[int, ...]]]:
+    """Return the kernel that a product is and, by strategy, its ([batch,] m, n, k) on a device.
+
+    Products of batches of heads are attention's. No shapes of what is not a `dot_general`.
+    """
+    if eqn.primitive.name != "dot_general":
+        return "matmul", []
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    left, right = ([names[0] if names else "" for names in operand] for operand in rule.operands)
+    parts = (
+        [left[dim] for dim in batch],
+        [name for dim, name in enumerate(left) if dim not in (*batch, *contracted)],
+        [name for name in right if name not in left],
+        [left[dim] for dim in contracted],
+    )
+    sizes = {factor.name: factor.size for factor in rule.factors} | {"": 1}
+    shapes = []
+    for strategy in strategies:
+        axes = dict(strategy.assignment)
+        shapes.append(
+            tuple(
+                max(1, math.prod(sizes[n] // mesh.size(axes.get(n, ())) for n in names))
+                for names in parts
+            )
+        )
+    return "attention" if len(batch) > 1 else "matmul", shapes
 
 
 @functools.lru_cache(maxsize=1 << 17)  # equations compare by identity, and are on many meshes

@@ -145,3 +145,26 @@ def test_host_devices_move_what_each_operator_does(name):
     compiled = jax.jit(model.train_step).lower(model.state, model.batch).compile().cost_analysis()
     assert apart == pytest.approx(compiled["bytes accessed"], rel=0.2)
     assert fused < 0.8 * compiled["bytes accessed"]
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8.0
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def test_attention_in_one_kernel_moves_its_operands_and_result_alone():
+    heads = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.float32)
+    one = 4.0 * 2 * 512 * 4 * 64  # bytes
+    found = stage(attention, heads, heads, heads)
+    written = sum(size for (size,) in fused_traffic(found, others_of(found, ())).values())
+    inside = fused_traffic(found, others_of(found, ()), "gpu", attends=True)
+    products = [inside[id(eqn)][0] for eqn in found.eqns if eqn.primitive.name == "dot_general"]
+    assert products == [2 * one, 2 * one]
+    # what is left are the sums and maxima of rows
+    assert sum(size for (size,) in inside.values()) < 1.1 * sum(products) < written / 4
+
+
+def test_products_without_batches_of_heads_are_not_attention():
+    found = stage(lambda x, y: jnp.tanh(x @ y) @ x, FLOATS, FLOATS)
+    plain = fused_traffic(found, others_of(found, ()))
+    assert fused_traffic(found, others_of(found, ()), "gpu", attends=True) == plain

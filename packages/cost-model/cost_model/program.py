@@ -1,0 +1,165 @@
+"""What a planner's kernels and collectives cost when another program than ours runs them.
+
+A cluster's name may say which training program its steps run under, behind a plus sign:
+
+    h100:64+nanotron                       with what nanotron does by itself
+    selene:8+megatron-deepspeed,flash      and FlashAttention (`PROPERTIES`)
+
+`CostModel` then prices by the constants of that executor (`step_fit`), those that `predict` uses:
+
+    kernel       max(launch on the host, roofline with the executor's shares)   -> compute_seconds
+    attention    fused: the share of FlashAttention, with half of the products skipped; score
+                 matrices move nothing (`attends`)
+    collective   as on the cluster, plus what the host takes to launch it          -> launch_seconds
+
+The program runs kernel by kernel, so that each waits for its own launch at least. What it does over
+a whole step (overlap of gradients, its schedule) is not a kernel's cost and stays the planner's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+
+from attrs import evolve, field, frozen
+
+from alpa_interchange.cluster import ClusterSpec, HostGroup
+from cost_model.executor import EXECUTORS
+from cost_model.kernel import KernelEfficiency, matmul_share
+from cost_model.prediction import step_model
+from cost_model.step_constants import StepConstants
+from cost_model.training_run import TrainingRun
+
+PROPERTIES = ("flash", "fused", "staged")
+"""FlashAttention; bias, dropout and mask fused into few kernels; stages on several hosts. `fold2`
+beside them are the constants fitted without the second fold, to judge its rows by."""
+
+# kernels per layer, forward and backward, that the host launches one by one: those of a traced
+# layer that move anything or multiply, sums of gradients included (79 of the corpus' GPT, 80 of
+# its Llama)
+_KERNELS = 80.0
+# collectives of tensor parallelism per layer and microbatch: all-reduces, or twice as many halves
+_ALL_REDUCES = 4.0
+_CAUSAL = 0.5  # of the products that fused attention computes
+
+_MARK = re.compile(r"(?P<cluster>.+)\+(?P<executor>[a-z-]+)(?P<properties>(,[a-z]+\d*)*)")
+_FOLD = re.compile(r"fold(\d)")
+
+
+@frozen(kw_only=True)
+class Program:
+    """A training program as a planner's costs know it."""
+
+    executor: str
+    properties: frozenset[str]
+    constants: StepConstants = field(repr=False)
+
+    @property
+    def attends(self) -> bool:
+        """Return whether attention is one kernel that keeps its score matrices to itself."""
+        return "flash" in self.properties
+
+    @property
+    def launch(self) -> float:
+        """Return the seconds that the host takes to launch one kernel."""
+        return 0.0 if EXECUTORS[self.executor].compiled else self.constants.launch / _KERNELS
+
+    def efficiency(self) -> KernelEfficiency:
+        """Return the shares of a device's peaks that the program's kernels reach."""
+        c, plain = self.constants, KernelEfficiency()
+        attention = c.fused_attention_share / _CAUSAL if self.attends else c.attention_share
+        share = c.memory_share / (1.0 if "fused" in self.properties else c.unfused_memory)
+        return KernelEfficiency(
+            compute={"matmul": c.matmul_share, "convolution": c.matmul_share,
+                     "attention": attention},
+            memory=dict.fromkeys(plain.memory, share),
+            half_bytes=0.0,
+            half_depth=c.half_depth,
+            source=f"training runs under {self.executor}",
+        )  # fmt: skip
+
+    def product_share(self, shape: tuple[int, ...], num_units: int) -> float:
+        """Return the share of its best rate that a product ([batch,] m, n, k) reaches."""
+        c = self.constants
+        fill = matmul_share(shape, num_units, KernelEfficiency(half_depth=c.half_depth))
+        return fill * shape[-2] / (shape[-2] + c.half_columns)
+
+    def launch_seconds(self, kind: str, size: int) -> float:
+        """Return the seconds of the host to launch a collective of `size` devices."""
+        if EXECUTORS[self.executor].compiled:
+            return 0.0
+        c = self.constants
+        layer = c.launch_collective + c.launch_group * (math.log2(size) - 1)
+        if "staged" in self.properties:
+            layer += c.launch_staged * size
+        return layer / _ALL_REDUCES / (1.0 if kind == "all-reduce" else 2.0)
+
+
+def as_run_by(
+    cluster: ClusterSpec,
+    executor: str,
+    properties: Collection[str] = (),
+) -> ClusterSpec:
+    """Return `cluster` with its links as `executor` uses them, and the name that says so."""
+    if executor not in EXECUTORS:
+        raise ValueError(f"executor must be one of {', '.join(EXECUTORS)}, got {executor!r}")
+    stated = sorted(set(properties), key=lambda name: (*PROPERTIES, name).index(name))
+    unknown = [name for name in stated if name not in PROPERTIES and not _FOLD.fullmatch(name)]
+    if unknown:
+        raise ValueError(
+            f"properties of an executor must be of {', '.join(PROPERTIES)}, got {unknown[0]!r}"
+        )
+    if _MARK.fullmatch(cluster.name):
+        raise ValueError(f"cluster {cluster.name!r} has an executor already")
+    c = _constants(executor, stated)
+    mark = ",".join((executor, *stated))
+    groups = tuple(_links(group, c) for group in cluster.host_groups)
+    return evolve(cluster, name=f"{cluster.name}+{mark}", host_groups=groups)
+
+
+def cluster_of_run(run: TrainingRun, fold: int | None = None) -> ClusterSpec:
+    """Return the cluster of a training run as its executor uses it, by the constants fitted without
+    `fold` where that is given."""
+    staged = run.pipeline > 1 and run.cluster.host_groups[0].num_hosts > 1
+    stated = {"flash": run.fused_attention, "fused": run.fused_elementwise, "staged": staged}
+    properties = [name for name, holds in stated.items() if holds]
+    properties += [] if fold is None else [f"fold{fold}"]
+    return as_run_by(run.cluster, run.executor, properties)
+
+
+def program_of(cluster: ClusterSpec) -> Program | None:
+    """Return the program that the name of a cluster states, None where it states none."""
+    found = _MARK.fullmatch(cluster.name)
+    if found is None or found["executor"] not in EXECUTORS:
+        return None
+    properties = found["properties"].split(",")[1:]
+    return Program(
+        executor=found["executor"],
+        properties=frozenset(properties),
+        constants=_constants(found["executor"], properties),
+    )
+
+
+def _constants(executor: str, properties: Collection[str]) -> StepConstants:
+    model = step_model(executor)
+    for fold in filter(None, map(_FOLD.fullmatch, properties)):
+        return model.folds[int(fold[1])].constants
+    return model.whole.constants
+
+
+def _links(group: HostGroup, c: StepConstants) -> HostGroup:
+    inside, between = group.intra_host, group.inter_host
+    return evolve(
+        group,
+        intra_host=evolve(
+            inside,
+            bandwidth=inside.bandwidth * c.tensor_bandwidth,
+            latency=inside.latency + c.tensor_latency / 2,
+        ),
+        inter_host=evolve(
+            between,
+            bandwidth=between.bandwidth * c.fabric_bandwidth,
+            latency=between.latency * c.fabric_latency,
+        ),
+    )
