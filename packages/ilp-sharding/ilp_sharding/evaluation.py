@@ -8,6 +8,7 @@ and one time at a time over the interval ends.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,14 +45,14 @@ def check(problem: ShardingProblem, choice: Sequence[int]) -> Evaluation:
     entries = sizes[first] * sizes[second]
     pairs = np.cumsum(entries) - entries + strategies[first] * sizes[second] + strategies[second]
     terms: list[Any] = problem.node_cost[chosen].tolist() + problem.edge_cost[pairs].tolist()
-    forbidden = sum(1 for term in terms if term == math.inf)
+    forbidden = terms.count(math.inf)
     cost = math.inf if forbidden else _total(terms)
     changes: dict[int, list[Any]] = {}
-    memory = problem.node_memory[chosen].tolist()
-    for (start, stop), used in zip(problem.live.reshape(-1, 2).tolist(), memory, strict=True):
-        if start < stop and used:
-            changes.setdefault(start, []).append(used)
-            changes.setdefault(stop, []).append(-used)
+    memory, live = problem.node_memory[chosen], problem.live.reshape(-1, 2)
+    held = (live[:, 0] < live[:, 1]) & (memory != 0)
+    for (start, stop), used in zip(live[held].tolist(), memory[held].tolist(), strict=True):
+        changes.setdefault(start, []).append(used)
+        changes.setdefault(stop, []).append(-used)
     peak, peak_time = _peak(changes)
     limit = problem.memory_limit
     fits = limit is None or peak <= limit or _equal_to_rounding(peak, limit)
@@ -66,24 +67,28 @@ def check(problem: ShardingProblem, choice: Sequence[int]) -> Evaluation:
 
 
 def _validated(problem: ShardingProblem, choice: Sequence[int]) -> list[int]:
-    strategies = [int(s) for s in choice]
-    if any(s != raw for s, raw in zip(strategies, choice, strict=True)):
+    strategies = list(map(int, choice))
+    if strategies != list(choice):
         raise ValueError("a choice must hold whole numbers, one strategy per node")
     if len(strategies) != problem.num_nodes:
         raise ValueError(
             f"a choice needs one strategy for each of the {problem.num_nodes} nodes, "
             f"got {len(strategies)}"
         )
-    for i, (s, size) in enumerate(zip(strategies, problem.num_strategies.tolist(), strict=True)):
-        if not 0 <= s < size:
-            raise ValueError(f"node {i} has strategies 0..{size - 1}, the choice says {s}")
+    sizes = problem.num_strategies.tolist()
+    if min(strategies, default=0) < 0 or not all(map(operator.lt, strategies, sizes)):
+        i = next(i for i, s in enumerate(strategies) if not 0 <= s < sizes[i])
+        raise ValueError(
+            f"node {i} has strategies 0..{sizes[i] - 1}, the choice says {strategies[i]}"
+        )
     return strategies
 
 
 def _total(terms: list[Any]) -> int | float:
-    if all(type(term) is float for term in terms):
+    kinds = set(map(type, terms))
+    if kinds == {float}:
         return math.fsum(terms)
-    if all(isinstance(term, int) for term in terms):
+    if float not in kinds:
         return int(sum(terms))
     integers = sum(term for term in terms if isinstance(term, int))
     return math.fsum([float(integers), *(term for term in terms if not isinstance(term, int))])

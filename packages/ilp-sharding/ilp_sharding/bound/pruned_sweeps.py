@@ -171,7 +171,7 @@ def climb(rest: Rest, steps: int, ceiling: float) -> int:
         cost = messages.choice_cost(tables, tables.cost, x[:n]) + numbers[CONSTANT]
         take(rest, x, cost)
         known = numbers[OBJECTIVE]
-        if known - numbers[BOUND] <= ROUNDING * abs(known):
+        if known < np.inf and known - numbers[BOUND] <= ROUNDING * abs(known):
             return PROVED
         cutoff = min(known + _MARGIN * abs(known), ceiling)
         if numbers[BOUND] > cutoff:
