@@ -27,7 +27,7 @@ _EARLY, _EVERY = 2, 4  # and then after every fourth: reduced costs cost half a 
 _FEW_GONE = 0.05  # of the strategies: fewer are not worth moving the rest
 _QUIET = 3  # steps without gain after which a climb ends
 ROUNDING = 1e-11  # of a cost, within which a bound proves it
-_MARGIN = 1e-12  # of a sum, by which its rounding may be off
+MARGIN = 1e-12  # of a sum, by which its rounding may be off
 
 
 class Rest(NamedTuple):
@@ -164,7 +164,7 @@ def climb(rest: Rest, steps: int, ceiling: float) -> int:
         reduced = rest.reduced[: tables.offset[n]] if prune else none
         value = messages.sweep(tables, tables.cost, *to, reduced, False)
         numbers[VISITED] += len(tables.entry)
-        bound = value + numbers[CONSTANT] - _MARGIN * (abs(value) + abs(numbers[CONSTANT]))
+        bound = value + numbers[CONSTANT] - MARGIN * (abs(value) + abs(numbers[CONSTANT]))
         gain = bound - numbers[BOUND]
         numbers[BOUND] = max(bound, numbers[BOUND])
         messages.decode(tables, tables.cost, rest.to_first, belief, x)
@@ -173,7 +173,7 @@ def climb(rest: Rest, steps: int, ceiling: float) -> int:
         known = numbers[OBJECTIVE]
         if known < np.inf and known - numbers[BOUND] <= ROUNDING * abs(known):
             return PROVED
-        cutoff = min(known + _MARGIN * abs(known), ceiling)
+        cutoff = min(known + MARGIN * abs(known), ceiling)
         if numbers[BOUND] > cutoff:
             return EMPTY
         if prune:
@@ -190,7 +190,7 @@ def climb(rest: Rest, steps: int, ceiling: float) -> int:
                     take(rest, x, numbers[CONSTANT])
                     numbers[BOUND] = numbers[OBJECTIVE]
                     return PROVED
-        quiet = 0 if gain > _MARGIN * abs(numbers[BOUND]) else quiet + 1
+        quiet = 0 if gain > MARGIN * abs(numbers[BOUND]) else quiet + 1
         if quiet >= _QUIET and prune:
             return OPEN
     return OPEN

@@ -9,7 +9,9 @@ left out costs more than C, so
     v(C) <= C  =>  v(C) is the optimum;          else  the optimum > C, and v(C) is a choice's cost.
 
 C is chosen so that a few strategies of each node are left; that choice is often the best, and with
-its cost more strategies drop out than with that of any decoded from messages  -> solve_pruned()
+its cost more strategies drop out than with that of any decoded from messages. A gap that many
+sweeps leave comes from a few nodes with many neighbours: branching on those closes it.
+-> solve_pruned()
 """
 
 from __future__ import annotations
@@ -39,20 +41,26 @@ class _Round:
     work: float
 
 
-# Of 890 problems of planning GPT-39B, LLaMA-8B and GPT-1.3B all but two end in a round of these, nine
-# of ten in the first three. The most sweeps that one needs are 380; what is left at the end has a
-# gap between messages and optimum, which more strategies close, not more sweeps. With two
-# strategies per node in every round, the 193 that take longest take a seventh longer.
+# Of 890 problems of planning GPT-39B, LLaMA-8B and GPT-1.3B all but three end in a round of these,
+# nine of ten in the first three. With two strategies per node in every round, the 193 that take
+# longest take a seventh longer.
 _ROUNDS = (
     *(_Round(8, 2.0, 12, 2e5) for _ in range(2)),
     _Round(8, 3.0, 12, 2e6),
     _Round(16, 4.0, 12, 2e6),
     _Round(20, 4.0, 30, 5e6),
     _Round(40, 5.0, 30, 5e6),
-    *(_Round(60, 6.0, 30, 1e7) for _ in range(3)),
+    *(_Round(60, 6.0, 30, 1e7) for _ in range(2)),
     *(_Round(60, 8.0, 30, 1e7) for _ in range(2)),
-    *(_Round(60, 10.0, 30, 2e7) for _ in range(2)),
 )
+# Branching proves the three others in 0.04-0.17 CPU s, where the reductions, messages once more and
+# rounds of a search took 0.7 s and left a gap. Earlier it costs more: a problem that 190 sweeps
+# prove takes six times as long if 40 come before.
+_BRANCHED = 4e8  # table entries that all its parts may visit,
+_PART_ENTRIES = 3e4  # and of each part those that its arrays stand for
+_BRANCH_SWEEPS = 10
+_BRANCH_WORK = 1e6  # table entries of the elimination of a part
+_BRANCH_TABLES = 3e5  # table entries of the whole up to which parts are copied
 _ALWAYS = 60  # sweeps, of a graph however large; further rounds
 _SWEPT = 4e8  # only while all sweeps together visited fewer table entries
 _MORE = 100  # strategies that a guess leaves beside those per node
@@ -99,11 +107,60 @@ def _solved(rest: Rest, search: Search) -> bool:
         if _eliminated(rest, one.work) or _guessed(rest, one, search):
             return True
         search.raise_bound(_bound(rest), "narrowing")
-    return False
+    solved = _branched(rest, search)
+    search.raise_bound(_bound(rest), "branching")
+    return solved
+
+
+def _branched(rest: Rest, search: Search) -> bool:
+    """Return whether branching on the nodes with most neighbours proves the best choice.
+
+    Such a node takes its strategy of least reduced cost, or another one; parts are searched depth
+    first, and go on from the messages of the whole.
+    """
+    numbers = rest.numbers
+    if rest.tables.entry_offset[rest.size[1]] > _BRANCH_TABLES:
+        return False
+    waiting = [sweeps.copied(rest)]
+    visited = 0.0
+    while waiting and visited < _BRANCHED and not search.late:
+        part = waiting.pop()
+        part.numbers[sweeps.VISITED] = 0.0
+        if numbers[sweeps.OBJECTIVE] < part.numbers[sweeps.OBJECTIVE]:
+            part.numbers[sweeps.OBJECTIVE] = numbers[sweeps.OBJECTIVE]
+        ended = _climb(part, _BRANCH_SWEEPS, search)
+        visited += part.numbers[sweeps.VISITED] + _PART_ENTRIES
+        if ended == sweeps.OPEN and _eliminated(part, _BRANCH_WORK):
+            ended = sweeps.PROVED
+        if part.numbers[sweeps.OBJECTIVE] < numbers[sweeps.OBJECTIVE]:
+            numbers[sweeps.OBJECTIVE] = part.numbers[sweeps.OBJECTIVE]
+            rest.choice[:] = part.choice
+        if ended != sweeps.OPEN:
+            continue
+        node = int(np.argmax(np.diff(part.tables.incident_offset[: part.size[0] + 1])))
+        own = slice(part.tables.offset[node], part.tables.offset[node + 1])
+        best = own.start + int(np.argmin(part.reduced[own]))
+        others = np.ones(int(part.tables.offset[part.size[0]]), dtype=bool)
+        others[best] = False
+        one = others.copy()
+        one[own] = ~others[own]
+        child = sweeps.copied(part)
+        if sweeps.keep(part, others):
+            waiting.append(part)
+        if sweeps.keep(child, one):
+            waiting.append(child)
+    bounds = [float(part.numbers[sweeps.BOUND]) for part in waiting]
+    known = min(float(numbers[sweeps.OBJECTIVE]), search.objective)
+    numbers[sweeps.BOUND] = max(float(numbers[sweeps.BOUND]), min([*bounds, known]))
+    return not waiting
 
 
 def _bound(rest: Rest) -> float:
-    return float(min(rest.numbers[sweeps.BOUND], rest.numbers[sweeps.OBJECTIVE]))
+    """Return a bound of all choices: no better than the best known, to rounding."""
+    known = float(rest.numbers[sweeps.OBJECTIVE])
+    if known < math.inf:
+        known -= sweeps.MARGIN * abs(known)
+    return min(float(rest.numbers[sweeps.BOUND]), known)
 
 
 def _climb(rest: Rest, steps: int, search: Search) -> int:
