@@ -29,7 +29,7 @@ _COMPILING_SECONDS = {  # and to compile them: three times the CPU seconds measu
     "exact.elimination_loops": 9.0,
     "problem.graph_loops": 6.0,
     "bound.messages": 16.0,
-    "bound.pruned_sweeps": 30.0,
+    "bound.pruned_sweeps": 50.0,
     "bound.dominance": 24.0,
     "choice.forest_moves": 30.0,
     "choice.ball_minimisation": 40.0,
@@ -88,12 +88,12 @@ def warm_up(progress: Callable[[str, float], None] = lambda name, share: None) -
     """
     shares = {
         "exact.elimination_loops": 0.0,
-        "problem.graph_loops": 0.08,
-        "bound.messages": 0.1,
-        "bound.pruned_sweeps": 0.15,
-        "bound.dominance": 0.2,
-        "choice.forest_moves": 0.4,
-        "choice.ball_minimisation": 0.6,
+        "problem.graph_loops": 0.07,
+        "bound.messages": 0.09,
+        "bound.pruned_sweeps": 0.17,
+        "bound.dominance": 0.58,
+        "choice.forest_moves": 0.58,
+        "choice.ball_minimisation": 0.7,
     }
     for name in _LAST:
         progress(name, shares[name])
