@@ -74,7 +74,8 @@ def least_step(
 
 
 class _Program:
-    """Columns: y by stage and pair (class, row) that there is, F and B by stage, T, e by run."""
+    """Columns: y by stage and pair (class, row) that there is, F and B by stage, T, then e by run or
+    what runs sum up to, and the whole numbers last."""
 
     def __init__(
         self,
@@ -100,7 +101,15 @@ class _Program:
         self.run_columns = num * width + np.arange(2 * num).reshape(2, num)
         self.end = num * (width + 2)
         self.num_columns = self.end + 1
-        self.rows: list[tuple[list[int], list[float], float, float]] = []
+        self.num_rows = 0
+        self.terms: list[tuple[Index, Index, Array]] = []  # rows, columns, values
+        self.limits: list[tuple[Array, Array]] = []  # of rows
+
+    def _new(self, *shape: int) -> Index:
+        """Return new columns."""
+        size = math.prod(shape)
+        self.num_columns += size
+        return np.arange(self.num_columns - size, self.num_columns).reshape(shape)
 
     def solve(self) -> float:
         """Return the bound."""
@@ -127,18 +136,34 @@ class _Program:
             return 0.0
         return max(0.0, least * (1 - TRUSTED) - TRUSTED) * self.scale if least < 1e20 else 0.0
 
-    def _add(self, terms: list[tuple[int, float]], low: float, high: float = math.inf) -> None:
-        self.rows.append(([c for c, _ in terms], [x for _, x in terms], low, high))
+    def _add(
+        self,
+        *terms: tuple[Index, Array | float],
+        least: Array | float = 0.0,
+        most: Array | float = math.inf,
+    ) -> None:
+        """Add rows with the sums of `terms`, columns [rows, ...] and their values, between `least`
+        and `most` [rows]."""
+        count = len(terms[0][0])
+        numbers = self.num_rows + np.arange(count)
+        self.num_rows += count
+        for columns, values in terms:
+            width = columns.size // max(count, 1)
+            each = np.broadcast_to(values, columns.shape).ravel()
+            self.terms.append((np.repeat(numbers, width), columns.ravel(), each))
+        self.limits.append((np.broadcast_to(least, count), np.broadcast_to(most, count)))
+
+    def _by_mesh(self, columns: Index) -> Index:
+        """Return columns [stages, ...] by mesh: [meshes, chunks, ...]."""
+        chunks, meshes = self.schedule.chunks, self.schedule.num_meshes
+        return columns.reshape(chunks, meshes, *columns.shape[1:]).swapaxes(0, 1)
 
     def _add_runs(self) -> None:
         """Add the ends of all runs and of the step."""
         schedule = self.schedule
-        num, last = schedule.num_meshes, schedule.num_stages - 1
-        count = schedule.num_microbatches
-        # [forward or backward, stage, microbatch]
-        ends = self.num_columns + np.arange(2 * (last + 1) * count).reshape(2, last + 1, count)
-        self.num_columns += ends.size
-        of_run = self.run_columns.tolist()
+        num, last, count = schedule.num_meshes, schedule.num_stages - 1, schedule.num_microbatches
+        ends = self._new(2, last + 1, count)  # forward or backward, stage, microbatch
+        of_mesh = self._by_mesh(self.y)
         for mesh in range(num):
             runs = np.empty((2 * len(schedule.chunk), 3), dtype=np.int64)
             for back, (chunk, at) in enumerate(
@@ -146,75 +171,77 @@ class _Program:
             ):
                 runs[at, 0], runs[at, 1] = back, chunk * num + mesh
                 runs[at, 2] = schedule.microbatch
-            before: int | None = None
-            for (back, stage, microbatch), end in zip(
-                runs.tolist(), ends[tuple(runs.T)].tolist(), strict=True
-            ):
-                run = [(end, 1.0), (of_run[back][stage], -1.0)]
-                self._add([*run, *([] if before is None else [(before, -1.0)])], 0.0)
-                source = stage + (1 if back else -1)
-                if 0 <= source <= last:
-                    link = min(source, stage) % num
-                    value = int(ends[back, source, microbatch])
-                    self._add([*run, (value, -1.0)], self.crossing[link])
-                elif back:
-                    self._add([*run, (int(ends[0, stage, microbatch]), -1.0)], 0.0)
-                before = end
-            if before is not None:
-                own = self.y[mesh::num]
-                update = [(int(c), -x) for row in own for c, x in zip(row, self.step, strict=True)]
-                self._add([(self.end, 1.0), (before, -1.0), *update], 0.0)
+            back, stage, microbatch = runs.T
+            end, run = ends[back, stage, microbatch], self.run_columns[back, stage]
+            self._add((end[:1], 1.0), (run[:1], -1.0))
+            self._add((end[1:], 1.0), (run[1:], -1.0), (end[:-1], -1.0))
+            source = stage + 2 * back - 1
+            reads = (source >= 0) & (source <= last)
+            self._add(
+                (end[reads], 1.0),
+                (run[reads], -1.0),
+                (ends[back, source.clip(0, last), microbatch][reads], -1.0),
+                least=np.array(self.crossing)[np.minimum(source, stage)[reads] % num],
+            )
+            turns = (back == 1) & ~reads
+            own = ends[0, stage[turns], microbatch[turns]]
+            self._add((end[turns], 1.0), (run[turns], -1.0), (own, -1.0))
+            update = of_mesh[mesh : mesh + 1]
+            self._add((np.array([self.end]), 1.0), (end[-1:], -1.0), (update, -self.step))
 
     def _add_waits(self, count: int) -> None:
         """Add what each mesh works, and waits before each of its chunks, there and back: the first
-        two inequalities of interleaved_bound.py with the crossings d."""
-        num, meshes = self.schedule.num_stages, self.schedule.num_meshes
-        ran = min(meshes, count)  # forwards of each chunk before that a mesh may have run
-        for stage in range(num):
-            own = range(stage % meshes, num, meshes)
-            before = range(stage % meshes, stage, meshes)
-            way = sum(self.crossing[s % meshes] for s in range(stage))
-            update = [(int(c), -x) for s in own for c, x in zip(self.y[s], self.step, strict=True)]
-            for ways in (1, 2):
-                wait = np.zeros((2, num))
-                wait[:, list(own)] -= count
-                wait[:ways, :stage] -= 1
-                wait[:ways, list(before)] += ran
-                terms = zip(self.run_columns.ravel().tolist(), wait.ravel().tolist(), strict=True)
-                self._add([(self.end, 1.0), *terms, *(update if ways == 1 else [])], ways * way)
+        two inequalities of interleaved_bound.py with the crossings d.
+
+        Columns: `before` [2, stages + 1], the seconds forward and back of all stages before one, and
+        `own` [2, meshes, chunks + 1], of those on its mesh.
+        """
+        schedule = self.schedule
+        num, meshes, chunks = schedule.num_stages, schedule.num_meshes, schedule.chunks
+        ran = float(min(meshes, count))  # forwards of each chunk before that a mesh may have run
+        before, own = self._new(2, num + 1), self._new(2, meshes, chunks + 1)
+        for sums, runs in (
+            (before, self.run_columns),
+            (own, self._by_mesh(self.run_columns.T).transpose(2, 0, 1)),
+        ):
+            self._add((sums[..., 0].ravel(), 1.0), most=0.0)
+            self._add(
+                (sums[..., 1:].ravel(), 1.0),
+                (sums[..., :-1].ravel(), -1.0),
+                (runs.ravel(), -1.0),
+                most=0.0,
+            )
+        end = np.full(num, self.end)
+        mesh, chunk = np.arange(num) % meshes, np.arange(num) // meshes
+        way = np.cumsum([0.0, *(self.crossing[s % meshes] for s in range(num - 1))])
+        work = ((own[0, mesh, -1], -float(count)), (own[1, mesh, -1], -float(count)))
+        there = ((before[0, :-1], -1.0), (own[0, mesh, chunk], ran))
+        back = ((before[1, :-1], -1.0), (own[1, mesh, chunk], ran))
+        # The step seconds of a mesh are summed once.
+        tail = self._new(meshes)
+        self._add((tail, 1.0), (self._by_mesh(self.y), -self.step))
+        self._add((end, 1.0), *work, *there, (tail[mesh], -1.0), least=way)
+        self._add((end, 1.0), *work, *there, *back, least=2 * way)
 
     def _add_stages(self) -> None:
         """Add the layers of stages, their seconds and their bytes."""
         layers, schedule = self.layers, self.schedule
-        for stage, row in enumerate(self.y):
-            forward, backward = (int(c) for c in self.run_columns[:, stage])
-            for columns, least in (
-                ([forward], self.forward),
-                ([backward], self.backward),
-                ([forward, backward], self.seconds),
-            ):
-                own = [(int(c), -x) for c, x in zip(row, least, strict=True)]
-                self._add([*((c, 1.0) for c in columns), *own], 0.0)
-        for number, count in enumerate(layers.number):
-            own = [(int(c), 1.0) for c in self.y[:, self.pairs[:, 0] == number].ravel()]
-            self._add(own, float(count), float(count))
-        for mesh in range(schedule.num_meshes):
-            size = [
-                (int(c), float(x) / layers.memory)
-                for stage in range(mesh, schedule.num_stages, schedule.num_meshes)
-                for c, x in zip(
-                    self.y[stage],
-                    self.state + schedule.in_flight[stage] * self.activation,
-                    strict=True,
-                )
-            ]
-            if math.isfinite(layers.memory):
-                self._add(size, -math.inf, 1.0)
-        for row in self.y:
-            self._add([(int(c), 1.0) for c in row], 1.0)
+        forward, backward = self.run_columns
+        self._add((forward, 1.0), (self.y, -self.forward))
+        self._add((backward, 1.0), (self.y, -self.backward))
+        self._add((forward, 1.0), (backward, 1.0), (self.y, -self.seconds))
+        for number, count in enumerate(layers.number.tolist()):
+            own = self.y[:, self.pairs[:, 0] == number].reshape(1, -1)
+            self._add((own, 1.0), least=count, most=count)
+        if math.isfinite(layers.memory):
+            held = np.array(schedule.in_flight, dtype=np.float64)[:, None]
+            size = (self.state + held * self.activation) / layers.memory  # [stages, pairs]
+            meshes, chunks = schedule.num_meshes, schedule.chunks
+            size = size.reshape(chunks, meshes, -1).swapaxes(0, 1)
+            self._add((self._by_mesh(self.y), size), least=-math.inf, most=1.0)
+        self._add((self.y, 1.0), least=1.0)
         for part in self._wholes():
-            self._add([*((int(c), 1.0) for c in part), (self.num_columns, -1.0)], 0.0, 0.0)
-            self.num_columns += 1
+            self._add((part.reshape(1, -1), 1.0), (self._new(1), -1.0), most=0.0)
 
     def _wholes(self) -> list[Index]:
         """Return the columns of each part that has a whole number of layers."""
@@ -232,7 +259,7 @@ class _Program:
             if layers.number[number] == 1:
                 high[np.delete(self.y[:, self.pairs[:, 0] == number], there, axis=0)] = 0.0
         model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = self.num_columns, len(self.rows)
+        model.num_col_, model.num_row_ = self.num_columns, self.num_rows
         cost = np.zeros(self.num_columns)
         cost[self.end] = 1.0
         if self.whole:
@@ -240,10 +267,13 @@ class _Program:
             continuous, integer = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
             model.integrality_ = [continuous] * (self.num_columns - integers) + [integer] * integers
         model.col_cost_, model.col_lower_, model.col_upper_ = cost, low, high
-        model.row_lower_ = np.array([row[2] for row in self.rows])
-        model.row_upper_ = np.array([row[3] for row in self.rows])
+        model.row_lower_, model.row_upper_ = (
+            np.concatenate(side) for side in zip(*self.limits, strict=True)
+        )
+        rows, columns, values = (np.concatenate(part) for part in zip(*self.terms, strict=True))
+        kept = np.flatnonzero(values)
+        kept = kept[np.argsort(rows[kept], kind="stable")]
         model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.cumsum([0, *(len(row[0]) for row in self.rows)])
-        model.a_matrix_.index_ = np.array([c for row in self.rows for c in row[0]])
-        model.a_matrix_.value_ = np.array([x for row in self.rows for x in row[1]])
+        model.a_matrix_.start_ = np.searchsorted(rows[kept], np.arange(self.num_rows + 1))
+        model.a_matrix_.index_, model.a_matrix_.value_ = columns[kept], values[kept]
         return model
