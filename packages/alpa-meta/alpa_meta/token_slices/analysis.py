@@ -155,7 +155,10 @@ class _Walk:
         """Return the refusal of an equation; its line may only be known of what follows."""
         lines = (line for eqn in self.eqns[k:] if (line := source_line(eqn)))
         place = " at ".join([self.eqns[k].primitive.name, *itertools.islice(lines, 1)])
-        return Refusal(f"{place} {reason}", bool(self.choices.position))
+        told = f"{place} {reason}"
+        if not self.found.is_sliced and self.found.whole:
+            told = self.found.whole  # why all that precedes is whole
+        return Refusal(told, bool(self.choices.position))
 
     # ------------------------------------------------------------------ deciding
 
@@ -188,13 +191,14 @@ class _Walk:
         dim = moved_dim(eqn, self._layouts(operands)) if in_parts else None
         if dim is not None:
             return moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
-        window = window_of(eqn, self._layouts(operands), sweep) if in_parts else None
-        if window is not None:
-            return self._window(eqn, operands, window, sweep)
         try:
+            window = window_of(eqn, [value.layout for value in operands], sweep)
+            if window is not None:
+                return self._window(eqn, operands, window, sweep)
             return self._sliced(eqn, operands, sweep)
         except UnreadableError as error:
             if not in_parts:
+                self.found.whole = self.found.whole or f"{_place(eqn)} {error.reason}"
                 return self._known(eqn, operands, sweep)
             return self._whole_after(eqn, operands, sweep, error.reason)
 

@@ -80,9 +80,9 @@ def in_slices(
     beside the results.
     """
     analysis = analysed(closed, phases, tokens, slices)
-    values = analysis.values.values()
-    if not any(value.state == "sliced" and value.when == BEFORE for value in values):
-        raise SlicingError("none of its operators works on them one by one")
+    if not analysis.is_sliced:
+        why = f": {analysis.whole}" if analysis.whole else ""
+        raise SlicingError(f"none of its operators works on them one by one{why}")
     check_work(analysis)
     jaxpr = open_jaxpr(closed)
     templates: dict[Hashable, ClosedJaxpr] = {}
@@ -119,6 +119,7 @@ def check_work(analysis: Analysis) -> None:
         _, eqn = max(whole, key=lambda one: one[0])
         line = source_line(eqn)
         place = f" at {line}" if line else ""
+        why = f"; {analysis.whole}" if analysis.whole else ""
         raise SlicingError(
-            f"most of its work is on all tokens at once: {eqn.primitive.name}{place}"
+            f"most of its work is on all tokens at once: {eqn.primitive.name}{place}{why}"
         )

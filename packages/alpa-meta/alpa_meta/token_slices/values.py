@@ -112,7 +112,7 @@ class Analysis:
     """How the equations of a program, or of a body, run in slices.
 
     `sweeps` has, by equation, whether the forward (0) or the backward sweep (1) runs it, 2 for the
-    update.
+    update. `whole`: why the first equation of weights and tokens is of all tokens at once.
     """
 
     closed: ClosedJaxpr
@@ -120,6 +120,12 @@ class Analysis:
     slices: Slices
     values: dict[Var, Value] = field(factory=dict)
     decisions: list[Decision] = field(factory=list)
+    whole: str = ""
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether the forward sweep makes any value slice by slice."""
+        return any(one.state == "sliced" and one.when == BEFORE for one in self.values.values())
 
     def value(self, atom: Atom) -> Value:
         """Return what is known of an operand."""
