@@ -1,11 +1,15 @@
 """What a slice of the tokens takes: the work of its rows with the keys up to its end.
 
 Every operator is priced on what a slice holds of its operands and results, by the cost model that
-prices it for a plan. On one device: a plan's own seconds say how a stage compares with that.
+prices it for a plan. Of a product with few rows tiles are partly empty, and fewer of them than a
+device has units: its rate is that of the whole one times the ratio of what their shapes reach. On
+one device: a plan's own seconds say how a stage compares with that.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +17,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from alpa_meta.compat import Atom, JaxprEqn, Literal
+from alpa_meta.compat import Atom, JaxprEqn, Literal, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.arithmetic import arithmetic
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -45,6 +49,7 @@ class _Work:
     flops: float
     of: frozenset[str]
     held: tuple[float, ...]
+    product: tuple[tuple[int, frozenset[str]], ...] = ()  # its batch, m, n, k, and what holds each
 
 
 def slice_seconds(analysis: Analysis, costs: MeshCosts, num_cells: int) -> Array:
@@ -64,11 +69,39 @@ def slice_seconds(analysis: Analysis, costs: MeshCosts, num_cells: int) -> Array
             found = np.asarray(moved) / costs.model.device(costs.host_group).memory_bandwidth
         else:
             group = costs.host_group
+            if one.product:
+                amount = amount * _slowed(one, share, costs, start < stop)
             found = costs.model.compute_seconds(
                 amount, moved, one.dtype, one.kernel, host_group=group
             )
         total += times * found
     return np.where(start < stop, total, 0.0)
+
+
+def _slowed(
+    work: _Work, share: dict[frozenset[str], Array], costs: MeshCosts, used: NDArray[np.bool_]
+) -> Array:
+    """Return [start, stop] how much longer a flop of a product takes in a slice than in the
+    whole."""
+
+    @functools.cache
+    def rate(shape: tuple[int, ...]) -> float:
+        found = (
+            float(
+                costs.model.compute_seconds(
+                    amount, 0.0, work.dtype, "matmul", shape, host_group=costs.host_group
+                )
+            )
+            for amount in (2e9, 1e9)
+        )
+        return next(found) - next(found)  # without the launch
+
+    whole = rate(tuple(size for size, _ in work.product))
+    sizes = np.stack([np.maximum(1, np.round(size * share[of])) for size, of in work.product], -1)
+    slowed = np.ones(used.shape)
+    shapes = sizes[used].astype(int).tolist()
+    slowed[used] = [rate(tuple(shape)) / whole for shape in shapes]
+    return slowed
 
 
 def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work, int]]:
@@ -120,4 +153,21 @@ def _placed(
         sizes *= traffic_bytes(eqn) / sizes.sum()
     of = frozenset().union(*map(kinds, (*operands, *results)))
     held = tuple(float(size) for size in sizes)
-    return _Work(kernel_kind(eqn), dtype, passes * flops(eqn), of, held)
+    kernel, product = kernel_kind(eqn), _product(eqn, operands)
+    return _Work(kernel, dtype, passes * flops(eqn), of, held, product)
+
+
+def _product(eqn: JaxprEqn, operands: Sequence[Layout]) -> tuple[tuple[int, frozenset[str]], ...]:
+    """Return the sizes batch, m, n, k of a product, and what of the tokens holds each."""
+    if eqn.primitive.name != "dot_general":
+        return ()
+    contracted, batch = eqn.params["dimension_numbers"]
+    dims = []
+    for atom, layout, inner, outer in zip(eqn.invars, operands, contracted, batch, strict=True):
+        shape = shape_of(atom)
+        free = [d for d in range(len(shape)) if d not in (*inner, *outer)]
+        for group in (outer, free, inner):
+            held = frozenset().union(*(kinds((layout[d],)) for d in group))
+            dims.append((math.prod(shape[d] for d in group), held))
+    (outer, m, inner), (_, n, _) = dims[:3], dims[3:]
+    return outer, m, n, inner

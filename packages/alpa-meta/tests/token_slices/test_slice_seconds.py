@@ -1,6 +1,7 @@
 """What slices take is the work of their rows with the keys before them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from causal_models import TOKENS, Model, batch, loss, parameters
@@ -48,3 +49,17 @@ def test_longer_and_later_slices_take_longer(priced):
 
 def test_pairs_that_are_no_slice_take_nothing(priced):
     assert not np.tril(priced[2]).any()
+
+
+def test_slices_that_fill_no_tile_take_as_long_as_those_that_do():
+    def step(weights, given):
+        return jax.value_and_grad(lambda w: jnp.sum((given @ w) ** 2))(weights)
+
+    shapes = [jax.ShapeDtypeStruct(size, "bfloat16") for size in ((8192, 8192), (1, 2048, 8192))]
+    program = Step(step, tuple(shapes), batch_argnums=(1,)).program(1)
+    holds = [leaf.role == "batch" for leaf in program.inputs]
+    analysis = analysed(program.closed, program.phases.of_eqn, holds, Slices((1024, 1024)))
+    table = slice_seconds(analysis, one_device(cluster("h100:1x1")), 32)
+    tile, half_a_tile = table[0, 2], table[0, 1]  # 128 and 64 rows
+    assert half_a_tile > 0.7 * tile  # the weights' gradient, a sum over rows, fills its tiles
+    assert table[0, -1] < 16 * tile
