@@ -1,6 +1,6 @@
 """Token slices: the paper's settings predicted, and pipelines executed here.
 
-    .venv/bin/python benchmarks/token_slices.py [published] [executed]
+    .venv/bin/python benchmarks/token_slices.py [published] [executed] [corpus [MODEL ...]]
 
 published: speed-ups of TeraPipe's evaluation (GPT-3 models on V100, sequences of one batch along a
 pipeline), as published and as predicted from the traced block's operators by the cost model: every
@@ -9,6 +9,8 @@ among replicas, cut by `stage_dp.slice_tokens`; CPU seconds of each.
 executed: `examples/long_context.py` in whole sequences and in slices, in one process: seconds of a
 step predicted and measured, and per stage the bytes planned beside those of the fullest task as XLA
 compiled it, which holds its own slice, with what other slices keep counted in the plan alone.
+corpus: every corpus model in 2 and 3 uneven slices, in two stages on four host devices: one step is
+run and compared with one device's, and every slice's program audited; the others' refusals.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ import jax.numpy as jnp
 import long_context
 import numpy as np
 
+import alpa_meta
 import stage_dp
 from alpa_interchange import SubmeshSpec
+from alpa_meta.audit.planner_plans import reference_of
+from alpa_meta.corpus import NAMES, build
 from alpa_meta.inter_op.layer_work import one_device
 from alpa_meta.step.program import Step
 from alpa_meta.token_slices.analysis import analysed
@@ -49,6 +54,7 @@ PUBLISHED = {
     "13B, 8192": (40, 5120, 40, 8192, 2, 8, 40, 1, 4.978, 0.636),
 }
 HOST = "p3.16xlarge"  # of the paper: eight V100, 25 Gb/s between hosts
+UNEVEN = ((9, 7), (5, 1, 10))  # of the corpus models' 16 tokens
 CELLS = 64
 LATENCY, BANDWIDTH = 60e-6, 3.125e9  # between stages on two hosts
 
@@ -166,6 +172,43 @@ def executed() -> None:
             )
 
 
+def corpus(names: tuple[str, ...]) -> None:
+    """Print for each corpus model the audit of its slices, or why it is not cut."""
+    print("model, slices: programs of slices audited, worst difference of what is allowed, CPU s")
+    for name in names or NAMES:
+        model, reference = build(name), None
+        for lengths in UNEVEN:
+            start = time.process_time()
+            step = alpa_meta.parallelize(
+                model.train_step,
+                cluster="host:4",
+                cache=False,
+                num_stages=2,
+                num_microbatches=1,
+                token_slices=lengths,
+            )
+            try:
+                step.lower(*model.arguments())
+            except alpa_meta.PlanError as error:
+                print(f"{name}: refused: {error}", flush=True)
+                break
+            reference = reference or reference_of(model)
+            audit = step.audit(*model.arguments(), reference=reference)
+            assert audit.numerics is not None
+            worst = audit.numerics.worst
+            print(
+                f"{name}, {lengths}: {'ok' if audit.ok else 'FAILED'}, {len(audit.tasks)}, "
+                f"{worst.ulps:.0f} of {worst.allowed_ulps:.0f} ulps, "
+                f"{time.process_time() - start:.0f}",
+                flush=True,
+            )
+        jax.clear_caches()
+
+
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or ("published", "executed"):
-        {"published": published, "executed": executed}[chosen]()
+    asked = sys.argv[1:] or ["published", "executed"]
+    if asked[0] == "corpus":
+        corpus(tuple(asked[1:]))
+    else:
+        for chosen in asked:
+            {"published": published, "executed": executed}[chosen]()
