@@ -47,6 +47,20 @@ def runs(sliced, mesh):
     ]
 
 
+def kept_too_long(instructions):
+    """Return the values of a microbatch that are there while a task runs after their last use."""
+    used, freed = {}, {}
+    for k, one in enumerate(instructions):
+        for value in (*one.inputs, *one.outputs):
+            (freed if one.kind == "free" else used)[str(value)] = k
+    return [
+        value
+        for value, last in used.items()
+        if "@" in value
+        and any(one.kind == "run" for one in instructions[last + 1 : freed.get(value)])
+    ]
+
+
 def test_two_stages_of_two_microbatches_in_three_slices_give_what_one_device_does():
     step, args = step_and_arguments(Model(num_layers=2))
     sliced = parallel(
@@ -56,6 +70,8 @@ def test_two_stages_of_two_microbatches_in_three_slices_give_what_one_device_doe
     forwards = [("forward", m, k) for m in range(2) for k in range(3)]
     backwards = [("backward", m, k) for m in range(2) for k in (2, 1, 0)]
     assert runs(sliced, 0) == runs(sliced, 1) == forwards + backwards
+    for mesh in range(2):
+        assert not kept_too_long(sliced.schedule.programs[mesh])
     with pytest.raises(PlanError, match="num_token_slices is 3"):
         _ = alpa.Options(token_slices=(5, 7), num_token_slices=3).slice_request
     again = parallel(step, "host:2", plan=from_json(to_json(sliced.plan), ParallelPlan))
@@ -107,3 +123,22 @@ def test_a_step_that_is_not_causal_is_refused_before_it_is_planned():
     step, args = step_and_arguments(Model("bidirectional"))
     with pytest.raises(PlanError, match="reads tokens after its own"):
         parallel(step, "host:2", num_token_slices=2).plan_for(*args)
+
+
+RANDOM = [
+    (Model(num_layers=2), (5, 1, 6)),  # two stages of two microbatches
+    (Model("associative scan", num_layers=2), (7, 5)),  # two devices and one
+    (Model("by hand", positions="rotary", longer=True, num_layers=2), (3, 4, 5)),
+    (Model(scan=True, remat=True, num_layers=2), (2, 10)),
+]
+
+
+@pytest.mark.parametrize("seed", range(len(RANDOM)))
+def test_random_plans_of_slices_give_what_one_device_does_and_are_audited(seed):
+    model, slices = RANDOM[seed]
+    step, args = step_and_arguments(model)
+    chosen = parallel(step, "host:4", token_slices=slices).random_plan(*args, seed=seed)
+    sliced = parallel(step, "host:4", plan=chosen)
+    check(step, args, sliced)
+    assert sliced.plan.program.token_slices == slices
+    assert sliced.executable.audit().ok
