@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import warnings
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def connect(ray: Any, address: str | None, cpus: float) -> bool:
         os.environ.setdefault("RAY_worker_niceness", "0")
     else:
         _check_reachable(address)
-    with _quiet_forks():
+    with _quiet_forks(), _own_sigterm():
         try:
             ray.init(address=address, **settings)
         except Exception as error:
@@ -48,6 +49,16 @@ def _check_reachable(address: str) -> None:
             f"no Ray cluster answers at {address}: {error}; start one there (ray start --head), or "
             "leave the address out for a cluster of this machine"
         ) from error
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep what this process does at SIGTERM: Ray puts an exit of its own in the place, which ends
+    a run in the middle of a step."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and signal.getsignal(signal.SIGTERM) is not before:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
