@@ -34,7 +34,7 @@ def cluster(name_or_path: str | os.PathLike[str], *, measure: bool = True) -> Cl
     does under that program (`as_run_by`).
     """
     text = os.fspath(name_or_path)
-    stated = re.fullmatch(r"(.+)\+([a-z-]+)((?:,[a-z]+\d*)*)", text)
+    stated = re.fullmatch(r"(.+)\+([a-z][a-z0-9-]*)((?:,[a-z]+\d*)*)", text)
     if stated is not None:
         properties = tuple(stated[3].split(",")[1:])
         return as_run_by(cluster(stated[1], measure=measure), stated[2], properties)

@@ -299,6 +299,7 @@ def _bridge(row: Row) -> MeasuredRun:
         device = row["System"].lower().removeprefix("dgx-")
         if row["Precision"] not in _PRECISIONS:
             raise ValueError(f"precision {row['Precision']!r} is not known")
+        recent = _number(row.get("release") or "0") >= 26.06
         # hosts of one NVLink domain of 72 are filled with 64 devices, as the counts divide
         per_host = 64 if device.startswith("gb") else 8
         return TrainingRun(
@@ -308,7 +309,8 @@ def _bridge(row: Row) -> MeasuredRun:
             data=data, pipeline=pipeline, expert=size("EP"),
             chunks=size("VP") if pipeline > 1 else 1, stage_layers=stages,
             sequence_parallel=tensor > 1, fused_attention=True, fused_elementwise=True,
-            zero_stage=3 if sharded else 1, executor="megatron-bridge",
+            zero_stage=3 if sharded else 1,
+            executor="megatron-bridge-2606" if recent else "megatron-bridge",
             dtype=_PRECISIONS[row["Precision"]],
         )  # fmt: skip
 

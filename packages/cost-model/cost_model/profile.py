@@ -50,7 +50,7 @@ def marked_quantile(name: str) -> bool:
 
 def marked_program(name: str) -> bool:
     """Return whether a cluster of that name states the program that runs on it (`program`)."""
-    return re.search(r"\+[a-z-]+(,[a-z]+\d*)*$", name) is not None
+    return re.search(r"\+[a-z][a-z0-9-]*(,[a-z]+\d*)*$", name) is not None
 
 
 def apply_profile(cluster: ClusterSpec, profile: Profile) -> ClusterSpec:

@@ -43,7 +43,7 @@ _KERNELS = 80.0
 _ALL_REDUCES = 4.0
 _CAUSAL = 0.5  # of the products that fused attention computes
 
-_MARK = re.compile(r"(?P<cluster>.+)\+(?P<executor>[a-z-]+)(?P<properties>(,[a-z]+\d*)*)")
+_MARK = re.compile(r"(?P<cluster>.+)\+(?P<executor>[a-z][a-z0-9-]*)(?P<properties>(,[a-z]+\d*)*)")
 _FOLD = re.compile(r"fold(\d)")
 
 

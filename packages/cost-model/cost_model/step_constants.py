@@ -46,6 +46,7 @@ class StepConstants:
     fabric_latency: float = 1.0  # multiple of the link's latency for the same
     expert_exposed: float = 1.0  # share of the experts' all-to-all that computation does not hide
     grouped_share: float = 0.6  # of a plain matmul's rate, products of many small experts
+    fused_experts: float = 0.8  # of the time of a layer of experts, with kernels made for them
     scaling: float = 1.0  # multiple of the traffic of scaling to eight or four bits
     gradient_exposed: float = 0.9  # share of the reduction that computation does not hide
     optimizer_bytes: float = 40.0  # memory traffic of the update per parameter

@@ -112,6 +112,8 @@ def run_layer(
     known = _measured(run)
     if known is not None:
         return Layer(kernels=known[0], comm=0.0, host=0.0, seconds=known[0])
+    if expert and run.program.fused_experts and run.dtype == "mxfp8":
+        kernels, comm, host = (c.fused_experts * part for part in (kernels, comm, host))
     busy = kernels + comm
     q = c.sharpness
     seconds = max(busy, host) * (1 + (min(busy, host) / max(busy, host)) ** q) ** (1 / q)

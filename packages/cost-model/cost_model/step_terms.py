@@ -60,7 +60,7 @@ def predict_terms(run: TrainingRun, constants: StepConstants) -> dict[str, float
     if run.pipeline > 1:
         axis = axes["pipeline"]
         size = 2.0 * run.micro_batch * run.model.seq / run.context * run.model.hidden
-        if run.sequence_parallel:
+        if run.sequence_parallel or run.program.scattered_messages:
             size /= run.tensor
         hop = c.pipeline_latency + size / (axis.bandwidth * c.pipeline_bandwidth)
     return _assemble(run, kinds, layers, edges, hop, axes, c)

@@ -150,3 +150,25 @@ def test_a_network_that_stalls_delays_every_microbatch_of_stages_on_several_host
     assert stall_seconds(two, c) == 0.5 * (16 + 1)
     assert stall_seconds(four, c) == 2 * 0.5 * (16 + 3)
     assert stall_seconds(run(8, tensor=4, pipeline=2), c) == stall_seconds(two, C) == 0
+
+
+def test_kernels_made_for_experts_are_quicker_in_block_scaled_eight_bits_only():
+    sparse = evolve(MODEL, experts=8, experts_per_token=2, expert_width=2048)
+    before = TrainingRun(
+        model=sparse, cluster=cluster("b200:8"), global_batch=64, data=8, expert=8,
+        executor="megatron-bridge", dtype="mxfp8", fused_attention=True,
+    )  # fmt: skip
+    after = evolve(before, executor="megatron-bridge-2606")
+    half = evolve(C, fused_experts=0.5)
+    layers = [predict_terms(one, half)["compute"] for one in (before, after)]
+    assert layers[1] == pytest.approx(layers[0] / 2)
+    same = evolve(after, dtype="bfloat16")
+    assert step(same, half) == step(same)
+
+
+def test_parts_of_the_hidden_state_are_sent_where_the_next_stage_gathers_them():
+    slow = evolve(C, pipeline_latency=1e-9)
+    whole = run(16, tensor=8, pipeline=2, global_batch=32, executor="megatron")
+    parts = evolve(whole, executor="megatron-deepspeed")
+    sent = [predict_terms(one, slow)["pipeline"] for one in (whole, parts)]
+    assert sent[0] == pytest.approx(8 * sent[1], rel=1e-3)
