@@ -99,7 +99,8 @@ class CostModel:
         size = math.prod(axis.size for axis in axes)
         if self.program is None or size == 1:
             return alone
-        return alone + (np.asarray(bytes) > 0) * self.program.launch_seconds(kind, size)
+        launch, more = self.program.launch_seconds(kind, size)
+        return (np.asarray(bytes) > 0) * np.maximum(alone + more, launch)
 
     def bucketed_seconds(
         self, kind: str, bytes: Sequence[float], axes: tuple[MeshAxis, ...], host_group: int = 0

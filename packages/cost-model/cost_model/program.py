@@ -10,7 +10,7 @@ A cluster's name may say which training program its steps run under, behind a pl
     kernel       max(launch on the host, roofline with the executor's shares)   -> compute_seconds
     attention    fused: the share of FlashAttention, with half of the products skipped; score
                  matrices move nothing (`attends`)
-    collective   as on the cluster, plus what the host takes to launch it          -> launch_seconds
+    collective   max(launch on the host, as on the cluster and a latency more)  -> launch_seconds
 
 The program runs kernel by kernel, so that each waits for its own launch at least. What it does over
 a whole step (overlap of gradients, its schedule) is not a kernel's cost and stays the planner's.
@@ -85,15 +85,17 @@ class Program:
         fill = matmul_share(shape, num_units, KernelEfficiency(half_depth=c.half_depth))
         return fill * shape[-2] / (shape[-2] + c.half_columns)
 
-    def launch_seconds(self, kind: str, size: int) -> float:
-        """Return the seconds of the host to launch a collective of `size` devices."""
-        if EXECUTORS[self.executor].compiled:
-            return 0.0
+    def launch_seconds(self, kind: str, size: int) -> tuple[float, float]:
+        """Return the seconds of the host to launch a collective of `size` devices, and those that
+        the devices take more than on an idle link."""
         c = self.constants
+        if EXECUTORS[self.executor].compiled:
+            return 0.0, c.tensor_latency
         layer = c.launch_collective + c.launch_group * (math.log2(size) - 1)
         if "staged" in self.properties:
             layer += c.launch_staged * size
-        return layer / _ALL_REDUCES / (1.0 if kind == "all-reduce" else 2.0)
+        launches = _ALL_REDUCES * (1.0 if kind == "all-reduce" else 2.0)
+        return layer / launches, c.tensor_latency * _ALL_REDUCES / launches
 
 
 def as_run_by(
@@ -152,11 +154,7 @@ def _links(group: HostGroup, c: StepConstants) -> HostGroup:
     inside, between = group.intra_host, group.inter_host
     return evolve(
         group,
-        intra_host=evolve(
-            inside,
-            bandwidth=inside.bandwidth * c.tensor_bandwidth,
-            latency=inside.latency + c.tensor_latency / 2,
-        ),
+        intra_host=evolve(inside, bandwidth=inside.bandwidth * c.tensor_bandwidth),
         inter_host=evolve(
             between,
             bandwidth=between.bandwidth * c.fabric_bandwidth,

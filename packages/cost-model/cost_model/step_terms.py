@@ -34,6 +34,10 @@ from cost_model.training_run import (
     stage_layers,
 )
 
+# 138 of 146 nanotron pipelines on 64 hosts stalled, about a quarter of those on 2 to 32; with the
+# stall fitted to the latter the former, not fitted on, are 10 % off, without it 66 %
+_STALLED_HOSTS = 64
+
 
 def predict_terms(run: TrainingRun, constants: StepConstants) -> dict[str, float]:
     """Return the step's seconds by name; they add up to the step time.
@@ -91,6 +95,8 @@ def _assemble(
         # overlapped transfers are waited for in part; what is not stands between the stages
         waiting = one_forward_one_backward(stages, hop * c.pipeline_exposed, m, v) - still
         waiting += 2 * (run.pipeline - 1) * hop * max(0.0, 1 - c.pipeline_exposed)
+    if run.cluster.host_groups[0].num_hosts >= _STALLED_HOSTS:
+        waiting += stall_seconds(run, c)
     kernels, comm = total(busiest, "kernels"), total(busiest, "comm")
     layer_seconds = total(busiest, "seconds")
     owner = min(busiest, len(layers) - 1)
@@ -116,7 +122,8 @@ def _assemble(
 def stall_seconds(run: TrainingRun, c: StepConstants) -> float:
     """Return how much longer the step takes where the network between the hosts of stages stalls.
 
-    Every receive then takes `stall` longer; inner stages receive twice per microbatch.
+    Every receive then takes `stall` longer; inner stages receive twice per microbatch. No row tells
+    which runs stalled, but on `_STALLED_HOSTS` nearly all did.
     """
     if run.pipeline == 1 or run.cluster.host_groups[0].num_hosts == 1:
         return 0.0

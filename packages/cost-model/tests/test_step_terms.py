@@ -150,6 +150,9 @@ def test_a_network_that_stalls_delays_every_microbatch_of_stages_on_several_host
     assert stall_seconds(two, c) == 0.5 * (16 + 1)
     assert stall_seconds(four, c) == 2 * 0.5 * (16 + 3)
     assert stall_seconds(run(8, tensor=4, pipeline=2), c) == stall_seconds(two, C) == 0
+    assert step(two, c) == step(two)
+    many = run(512, tensor=8, pipeline=2, data=32)
+    assert step(many, c) == pytest.approx(step(many) + stall_seconds(many, c))
 
 
 def test_kernels_made_for_experts_are_quicker_in_block_scaled_eight_bits_only():
