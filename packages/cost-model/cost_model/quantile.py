@@ -21,7 +21,12 @@ from attrs import evolve
 from alpa_interchange.cluster import ClusterSpec, DeviceSpec, HostGroup, LinkSpec
 from cost_model.kernel_table import device_efficiency
 from cost_model.link_table import link_table
-from cost_model.profile import apply_profile, marked_quantile, stored_profile
+from cost_model.profile import (
+    apply_profile,
+    marked_program,
+    marked_quantile,
+    stored_profile,
+)
 
 # log errors of links. Fitted all-reduces: the largest error of the fits, 3 %, and more elsewhere
 _MEASURED_LINK = 0.05
@@ -42,6 +47,11 @@ def at_quantile(cluster: ClusterSpec, quantile: float) -> ClusterSpec:
         raise ValueError(f"quantile must be from 0.01 to 0.99, got {quantile!r}")
     if marked_quantile(cluster.name):
         raise ValueError(f"cluster {cluster.name!r} is at a quantile already")
+    if marked_program(cluster.name):
+        raise ValueError(
+            f"cluster {cluster.name!r} states the program that runs on it; put the quantile before "
+            "it, as in h100:16@90%+nanotron"
+        )
     profile = stored_profile(cluster.host_groups[0].device.name)
     if profile is not None:
         cluster = apply_profile(cluster, profile)

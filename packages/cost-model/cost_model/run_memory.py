@@ -129,11 +129,9 @@ def _needed_and_spare(
 
 
 def _ahead(run: TrainingRun, waiting: float, lead: float) -> float:
-    """Return how far the host gets ahead, from 0 to 1; in pipelines it has to fill them first."""
+    """Return how far the host gets ahead, from 0 to 1: not in the first `waiting` microbatches."""
     share = float(lead**_SHARPNESS / (1 + lead**_SHARPNESS))
-    if run.pipeline > 1:
-        share *= max(0.0, 1 - waiting / run.num_microbatches)
-    return share
+    return share * max(0.0, 1 - waiting / run.num_microbatches)
 
 
 def peak_memory(

@@ -29,6 +29,12 @@ def test_unknown_programs_and_properties_are_refused():
         as_run_by(cluster("h100:16+nanotron"), "fsdp")
 
 
+def test_a_quantile_is_stated_before_the_program():
+    assert program_of(cluster("h100:16@90%+nanotron")).executor == "nanotron"
+    with pytest.raises(ValueError, match="put the quantile before it"):
+        cluster("h100:16+nanotron@90%")
+
+
 def test_no_kernel_is_quicker_than_its_launch_but_in_a_compiled_program():
     eager, ours = (CostModel(cluster(f"h100:16+{name}")) for name in ("nanotron", "xla"))
     launch = step_model("nanotron").whole.constants.launch / 80

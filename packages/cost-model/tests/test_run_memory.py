@@ -60,13 +60,15 @@ def test_a_host_that_runs_ahead_holds_gathered_inputs_of_every_layer():
     c, tokens = MemoryConstants(), 2 * 2048
     behind, ahead = (run_memory(nanotron(), 0, c, lead) for lead in (0.1, 10.0))
     held = ahead.communication - behind.communication
-    assert held == pytest.approx(c.gathered * MODEL.layers * tokens * MODEL.hidden, rel=1e-5)
+    # 16 microbatches, of which the first finds the host no further than the device
+    whole = c.gathered * MODEL.layers * tokens * MODEL.hidden
+    assert held == pytest.approx(whole * 15 / 16, rel=1e-5)
     alone = nanotron(tensor=1, data=8, sequence_parallel=False)
     assert run_memory(alone, 0, c, 10.0) == run_memory(alone, 0, c, 0.1)
 
 
 def test_what_could_be_given_back_is_no_need_where_it_does_not_fit():
-    c, large = MemoryConstants(), nanotron(micro_batch=128, global_batch=128)
+    c, large = MemoryConstants(), nanotron(micro_batch=128, global_batch=1024)
     most = demanded_bytes(large, c, 10.0)
     assert most > 0.75 * 80 * 2**30
     assert run_memory(large, 0, c, 10.0) == run_memory(large, 0, c, 0.0)

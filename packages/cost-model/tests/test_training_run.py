@@ -52,5 +52,6 @@ def test_replicas_with_whole_gradients_of_a_shared_embedding_do_not_start():
         {"executor": "megatron"},
         {"model": evolve(MODEL, tied=False)},
         {"pipeline": 1, "data": 4},
+        {"global_batch": 4},
     ):
         assert start_problem(evolve(staged, **other)) == ""
