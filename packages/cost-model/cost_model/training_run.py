@@ -156,8 +156,8 @@ def start_problem(run: TrainingRun) -> str:
     """Return why the executor most likely cannot run this configuration, "" where it can.
 
     Of 27 nanotron runs with an embedding shared by stages on several hosts and replicas that add up
-    whole gradients before they reduce them (DDP) 23 failed, whatever their memory, of 149 that shard
-    the optimiser 12.
+    whole gradients before they reduce them (DDP) 23 failed, whatever their memory, of 149 that
+    shard the optimiser 12.
     """
     idle = idle_stages(run)
     if idle:
