@@ -26,7 +26,7 @@ import stage_dp
 from alpa_interchange import LogicalMesh, StageCandidate, SubmeshSpec
 from alpa_meta.corpus import published
 from alpa_meta.inter_op.candidates import Outlook
-from alpa_meta.inter_op.layer_costs import StageCosts, solved_costs
+from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
 from alpa_meta.inter_op.meshes import usable_memory
 from alpa_meta.inter_op.stage_selection import boundary_bytes, stage_scope
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
@@ -102,17 +102,7 @@ class _Layers:
     state: np.ndarray
     activations: np.ndarray
     transient: np.ndarray
-    inputs: np.ndarray  # per device, what a recomputed layer keeps
     crossing: np.ndarray  # in all, to the next layer
-
-    def recomputed(self) -> _Layers:
-        """Return the layers with nothing kept but their inputs."""
-        return evolve(
-            self,
-            backward=self.backward + self.forward,
-            transient=self.transient + self.activations,
-            activations=self.inputs,
-        )
 
 
 @frozen(eq=False)
@@ -172,7 +162,7 @@ class Grid:
         if any(layers is None for layers in kinds.values()):
             return
         for again in (False, True):
-            tables = [kinds[g].recomputed() if again else kinds[g] for g in groups]  # type: ignore[union-attr]
+            tables = [kinds[g][again] for g in groups]  # type: ignore[index]
             stages = self._stages(tables, groups, tensor, data, count)
             flying = stage_dp.in_flight_counts(stages, "1f1b")
             peaks = [stage_dp.peak_bytes(s, f) for s, f in zip(stages, flying, strict=True)]
@@ -199,8 +189,11 @@ class Grid:
         found = [set(owners[k * devices : (k + 1) * devices]) for k in range(pipeline)]
         return [group.pop() for group in found] if all(len(g) == 1 for g in found) else None
 
-    def layers(self, tensor: int, data: int, zero: int, count: int, group: int) -> _Layers | None:
-        """Return what every layer costs on one mesh, None where the solver finds nothing."""
+    def layers(
+        self, tensor: int, data: int, zero: int, count: int, group: int
+    ) -> tuple[_Layers, _Layers] | None:
+        """Return what every layer costs on one mesh, kept and recomputed, None where the solver
+        finds nothing."""
         program, outlook = self._outlook(count)
         per_host = self.model.cluster.host_groups[group].devices_per_host
         devices = tensor * data
@@ -220,9 +213,14 @@ class Grid:
         found = solve_in_buckets(selection, Options())
         if found.choice is None:
             return None
-        costs = solved_costs(scope, selection, found.choice, outlook.num_layers)
+        costs = LayerCosts(scope, selection, outlook.num_layers)
         crossing = boundary_bytes(program, outlook.staging, outlook.num_layers)
-        return _spread(costs, crossing, self.few.repeats, count, data)
+        kept, again = (
+            _spread(costs.under(found.choice, kind), crossing, self.few.repeats, count, kind)
+            for kind in ("none", "full")
+        )
+        # What a layer that runs backward makes anew is alive beside the program's temporaries.
+        return kept, evolve(again, transient=kept.transient + kept.activations)
 
     def _outlook(self, count: int) -> tuple[Program, Outlook]:
         if count not in self.outlooks:
@@ -286,7 +284,7 @@ class Grid:
 
 
 def _spread(
-    costs: StageCosts, crossing: np.ndarray, repeats: int, count: int, data: int
+    costs: StageCosts, crossing: np.ndarray, repeats: int, count: int, kind: str
 ) -> _Layers:
     times = np.ones(len(crossing), dtype=int)
     times[(len(times) - 1) // 2] = repeats  # an inner block: the last one may hold the last norm
@@ -296,9 +294,9 @@ def _spread(
 
     # Layers by their sums, all of them together by what is alive at the peak, as plans are.
     state, gradients, activations, temporaries = costs.peak.bytes
-    alive = every(costs.activations) * _ratio(activations, costs.activations)
-    # A layer's input is what crosses into it; the first layer's tokens or images weigh nothing.
-    kept = np.concatenate([[0.0], crossing[:-1]]) / data
+    alive = every(costs.activations)
+    if kind == "none":
+        alive *= _ratio(activations, costs.activations)
     return _Layers(
         forward=every(costs.forward) / count,
         backward=every(costs.backward) / count,
@@ -307,7 +305,6 @@ def _spread(
         + every(costs.gradients) * _ratio(gradients, costs.gradients),
         activations=alive,
         transient=np.full(len(alive), temporaries),
-        inputs=every(kept),
         crossing=every(np.where(np.arange(len(crossing)) + 1 < len(crossing), crossing, 0.0)),
     )
 
