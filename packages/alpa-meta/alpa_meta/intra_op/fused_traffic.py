@@ -90,7 +90,7 @@ def _add(
         found[id(eqn)] = tuple(
             [sum(share * size[k] for share, *size in sizes) for k in range(1 + len(twins))]
         )
-        if not scores.isdisjoint(_read(eqn)):
+        if scores and not scores.isdisjoint(_read(eqn)):
             found[id(eqn)] = (0.0,) * (1 + len(twins))
 
 

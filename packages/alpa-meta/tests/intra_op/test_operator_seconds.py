@@ -7,7 +7,7 @@ import pytest
 from alpa_interchange import ShardingSpec, SubmeshSpec
 from alpa_meta.compat import open_jaxpr
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.intra_op.operator_seconds import operator_seconds
+from alpa_meta.intra_op.operator_seconds import operator_seconds, product_shapes
 from alpa_meta.operators import flops, sharding_rule, traffic_bytes
 from cost_model import CostModel, cluster
 
@@ -121,3 +121,38 @@ def test_sums_sent_together_share_one_latency():
         saved = COSTS.collective_seconds("all-reduce", local, axes) if axes else 0.0
         paid = COSTS.collective_seconds("all-reduce", 3 * local, axes) / 3 if axes else 0.0
         assert first - second == pytest.approx(saved - paid)
+
+
+def test_narrow_parts_of_a_product_are_slow_under_a_program_that_states_so():
+    model = CostModel(cluster("h100:8+nanotron"))
+    costs = MeshCosts(
+        model.logical_mesh(SubmeshSpec(num_hosts=1, devices_per_host=8), (8,), ("x",)), model
+    )
+    eqn, _ = equation(jnp.dot, jnp.ones((8192, 4096)), jnp.ones((4096, 1024)))
+    rule = sharding_rule(eqn)
+    strategies = costs.layouts.strategies(rule)
+    found = operator_seconds(costs, eqn, rule, strategies, False, traffic_bytes(eqn))
+    rows, columns = (
+        min(
+            seconds
+            for one, seconds in zip(strategies, found, strict=True)
+            if [rule.factor(name).size for name, _ in one.assignment] == [size]
+        )
+        for size in (8192, 1024)
+    )
+    # 1024 rows of 1024 columns each, or 8192 rows of 128: a device does an eighth of the work
+    assert rows < 0.6 * columns
+
+
+def test_products_of_batches_of_heads_are_attentions():
+    def kernel(text, *shapes):
+        eqn, strategies = equation(
+            lambda *operands: jnp.einsum(text, *operands), *map(jnp.ones, shapes)
+        )
+        kind, found = product_shapes(MESH, eqn, sharding_rule(eqn), strategies)
+        whole = [one.assignment for one in strategies].index(())
+        return kind, found[whole]
+
+    scores = kernel("bhqd,bhkd->bhqk", (2, 4, 256, 64), (2, 4, 128, 64))
+    assert scores == ("attention", (8, 256, 128, 64))
+    assert kernel("ik,kj->ij", (256, 64), (64, 128)) == ("matmul", (1, 256, 128, 64))
