@@ -74,8 +74,8 @@ def least_step(
 
 
 class _Program:
-    """Columns: y by stage and pair (class, row) that there is, F and B by stage, T, then e by run or
-    what runs sum up to, and the whole numbers last."""
+    """Columns: y by stage and pair (class, row) that there is, F and B by stage, T, then e by run
+    or what runs sum up to, and the whole numbers last."""
 
     def __init__(
         self,
@@ -166,10 +166,10 @@ class _Program:
         of_mesh = self._by_mesh(self.y)
         for mesh in range(num):
             runs = np.empty((2 * len(schedule.chunk), 3), dtype=np.int64)
-            for back, (chunk, at) in enumerate(
+            for backward, (chunk, at) in enumerate(
                 zip((schedule.chunk, schedule.back), schedule.places(mesh), strict=True)
             ):
-                runs[at, 0], runs[at, 1] = back, chunk * num + mesh
+                runs[at, 0], runs[at, 1] = backward, chunk * num + mesh
                 runs[at, 2] = schedule.microbatch
             back, stage, microbatch = runs.T
             end, run = ends[back, stage, microbatch], self.run_columns[back, stage]
@@ -193,8 +193,8 @@ class _Program:
         """Add what each mesh works, and waits before each of its chunks, there and back: the first
         two inequalities of interleaved_bound.py with the crossings d.
 
-        Columns: `before` [2, stages + 1], the seconds forward and back of all stages before one, and
-        `own` [2, meshes, chunks + 1], of those on its mesh.
+        Columns: `before` [2, stages + 1], the seconds forward and back of all stages before one,
+        and `own` [2, meshes, chunks + 1], of those on its mesh.
         """
         schedule = self.schedule
         num, meshes, chunks = schedule.num_stages, schedule.num_meshes, schedule.chunks

@@ -53,9 +53,9 @@ class Bounds:
 
     `seconds` t, `busy` of B t + u, `once` of t + u. `crossing` c [layers + 1, kinds] by the layer
     where a stage stops. `levels`: None where all places are alike, else the numbers of stages that
-    a pipeline may have. `window`: bounds are of the pipelines in it. `longest` [kinds]: the most that a crossing may take; `share` the largest
-    share of a forward in t. `parts` [sequences, kinds, 3]: the least forward, backward by input and
-    by weight.
+    a pipeline may have. `window`: bounds are of the pipelines in it. `longest` [kinds]: the most
+    that a crossing may take; `share` the largest share of a forward in t. `parts` [sequences,
+    kinds, 3]: the least forward, backward by input and by weight.
     """
 
     space: Space

@@ -102,14 +102,14 @@ class Sweep:
         usable: NDArray[np.bool_] = np.any(weight < np.inf, axis=2)
         for layer in range(layers - 1, -1, -1):
             own = usable[space.sequences.number[layer, layer + 1 :]]
-            states = slice(None)
+            looked_at = slice(None)
             if window is not None:
-                own, states = own & window.stages[layer, layer + 1 :], window.states[layer]
+                own, looked_at = own & window.stages[layer, layer + 1 :], window.states[layer]
             stops, kind = np.nonzero(own)
             self._pairs[layer] = (stops + layer + 1, kind)
             if len(stops):
-                least = self._values(layer, states).min(axis=0)
-                self.value[layer, 1 if counted else 0 :, states] = least
+                least = self._values(layer, looked_at).min(axis=0)
+                self.value[layer, 1 if counted else 0 :, looked_at] = least
             self._pass_on(layer)
 
     def _values(self, layer: int, states: slice | int) -> Array:

@@ -52,7 +52,9 @@ def window_of(
     taken = before[:-1, None, None] + devices * limit + after[None, :, None]
     stages = np.isfinite(by_range) & (taken <= room)
     # The pool may count devices in units: by its own account nothing fits that does not fit there.
-    before, after = device_seconds(np.where(stages, by_range, np.inf), pool.taken)
+    before, after = device_seconds(
+        np.where(stages, by_range, np.inf), pool.taken.astype(np.float64)
+    )
     free = pool.free.astype(np.float64)
     fits = (before[:, None] <= (free[0] - free) * limit * SLACK) & (
         after[:, None] <= free * limit * SLACK
