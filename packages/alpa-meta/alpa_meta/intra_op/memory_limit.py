@@ -35,7 +35,7 @@ MOST_ROUNDS, LEAST_ROUNDS = 60, 3
 ROUGH_SHARE = 0.25
 # Of a problem with prices or rows: the choices that they find are counted exactly. LLaMA-8B on 8
 # H100 takes 5.9654 instead of 5.9648 s a step, its last problem 0.4 instead of 2.5 CPU s.
-LIMITED_TOLERANCE = 1e-3
+TOLERANCE = 1e-3
 
 
 def solve(
@@ -117,7 +117,7 @@ def _limited(
         return until - time.perf_counter()
 
     def priced_solution(priced: ShardingProblem) -> ShardingSolution:
-        return solve(priced, options, left(), classes=selection.classes, tolerance=LIMITED_TOLERANCE)
+        return solve(priced, options, left(), classes=selection.classes, tolerance=TOLERANCE)
 
     priced = PricedMemory(problem, memory, limit, priced_solution)
     priced.search(
@@ -135,7 +135,7 @@ def _limited(
         plain = not any(reserved.values())
         rows = limited_problem(problem, memory, reserved, limit)
         start = choice and extended_choice(problem, memory, reserved, limit, choice)
-        found = solve(rows, options, left(), start, tolerance=LIMITED_TOLERANCE)
+        found = solve(rows, options, left(), start, tolerance=TOLERANCE)
         if plain and found.status == "infeasible":
             return _without_choice(free, "infeasible", found.smallest_memory)
         if plain:
