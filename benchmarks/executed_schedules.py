@@ -1,6 +1,7 @@
 """Executed simulation: the workers of the runtime with sleeps for kernels, one process per mesh.
 
     python benchmarks/executed_schedules.py [--meshes 4 16] [--forward 0.05] [--schedules 1f1b ...]
+        [--per-mesh 2]
 
 Every mesh is a process with the worker and the transport that Ray workers have. A kernel is a sleep
 of its length, on the average, and values cross sockets that are no faster than a rate. So many
@@ -379,9 +380,10 @@ def main() -> None:
     parser.add_argument("--meshes", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--forward", type=float, default=0.05, help="seconds of a forward")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
+    parser.add_argument("--per-mesh", type=int, default=2, help="microbatches for each mesh")
     given = parser.parse_args()
     for num_meshes in given.meshes:
-        found = outcomes(num_meshes, given.schedules, given.forward)
+        found = outcomes(num_meshes, given.schedules, given.forward, given.per_mesh)
         report(found, Console(width=110))
 
 

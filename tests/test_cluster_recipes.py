@@ -80,6 +80,10 @@ def short_folder():
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.fault(
+    "SIGTERM of a run on Ray (the job's time is over)",
+    "ends after the step under way, saved, with status 143",
+)
 def test_the_recipe_for_slurm_trains_on_two_nodes_and_is_ended_by_sigterm(tmp_path, short_folder):
     script = recipe("On Slurm", "sh")
     port, out = free_port(), tmp_path / "shared" / "run"

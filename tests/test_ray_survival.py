@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # not behind other tests
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # other programs' memory is not ours
@@ -67,6 +68,19 @@ def batch(number):
 def processes(parallel):
     (workers,) = parallel._pool._workers.values()
     return workers.process_ids
+
+
+def descendants(pid):
+    """Return all processes that a process has started, and that those have."""
+    parents = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal() and alive(int(entry.name)):
+            with suppress(OSError), open(f"/proc/{entry.name}/stat") as stat:
+                parents[int(entry.name)] = int(stat.read().rsplit(")", 1)[1].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
 def alive(pid):
@@ -237,7 +251,8 @@ def losses_of(folder):
 
 
 @pytest.mark.fault(
-    "calling process killed", "`--resume` (or `train_step.resume`) goes on; parameters bit-equal"
+    "calling process killed",
+    "its processes end; `--resume` (or `train_step.resume`) goes on; parameters bit-equal",
 )
 def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_path, monkeypatch):
     (tmp_path / "killed_run.py").write_text(PROGRAM)
@@ -255,9 +270,14 @@ def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_p
         while not list((tmp_path / "run" / "checkpoint").glob("step-*")):
             assert driver.poll() is None
             time.sleep(0.05)
+        started = descendants(driver.pid)
     finally:
         driver.kill()
         driver.wait()
+    latest = time.monotonic() + 150  # our workers are gone in 3 s, agents of Ray within 65
+    while any(map(alive, started)) and time.monotonic() < latest:
+        time.sleep(0.1)
+    assert len(started) >= 4 and not any(map(alive, started))  # Ray's own, and two workers
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
     done = alpa.read_checkpoint("run/checkpoint").step
     assert run(["train", "--resume", "run", "--ray", *fixed, "--steps", str(done + 7)]) == 0

@@ -59,7 +59,7 @@ class RayOptions:
     compile with this process's XLA_FLAGS unless `environment` has others.
 
     With `stand_by`, steps that survive failures have a process in reserve for each of their own: it
-    takes 0.3 GB of memory, and saves starting Python and importing jax when a worker fails.
+    takes 0.25 GB of memory, and saves starting Python and importing jax when a worker fails.
 
     Values go from mesh to mesh between GPUs where all workers can (`data_plane="auto"`), else
     through the memory of hosts: over "sockets", or Ray's "object-store", which is slower but needs
