@@ -179,6 +179,8 @@ class _Search:
         if self.problem.proof:
             self._refine_all()
             self._enumerate()
+        else:
+            self._raise_quickly()
         if self.best is None:
             raise self._infeasible()
         return self._plan(self.best)
@@ -354,6 +356,13 @@ class _Search:
             setting.best = Improvement(fresh, setting.rule).polish(setting.best)
             if setting.best.step_seconds < self.limit:
                 self.best = setting.best
+
+    def _raise_quickly(self) -> None:
+        """Raise the bounds of settings that may have a better plan, without floors or memory."""
+        for setting in self.settings:
+            if setting.interleaving is None and setting.bound < self.limit:
+                quick, _ = self._quick(setting, (), True, self.limit)
+                setting.bound = max(setting.bound, quick)
 
     def _refine_all(self) -> None:
         """Raise the least bound, a little above the next one at a time, until it reaches the best

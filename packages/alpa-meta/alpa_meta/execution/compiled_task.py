@@ -27,7 +27,6 @@ from alpa_meta.operators.elementwise import is_barrier
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import (
     HOST_BUCKETS,
-    Collectives,
     JaxprPlan,
     RegionPlan,
     completed_plan,
@@ -187,8 +186,9 @@ def compile_task(
         plan = completed_plan(plan)
         program = constraint_program(closed, plan, mesh)
     else:
-        collectives = Collectives(mesh, in_blocks=on_host)
-        program = shard_map_program(closed, plan, mesh, conversions, collectives, buckets)
+        program = shard_map_program(
+            closed, plan, mesh, conversions, buckets=buckets, in_blocks=on_host
+        )
 
     kinds = memory_kinds(planned.program, planned.tasks, jax_mesh)
 

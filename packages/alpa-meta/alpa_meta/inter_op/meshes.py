@@ -46,12 +46,10 @@ def logical_meshes(
     reaches from host to host (`HOSTS_SPLIT_FREELY`).
     """
     seen: set[tuple[tuple[int, float, float], ...]] = set()
-    many = submesh.num_hosts > HOSTS_SPLIT_FREELY and submesh.devices_per_host >= LARGE_HOST
-    restricted = many and not ordered
     meshes = []
     shapes = _factorisations(submesh.num_devices, min(max_axes, len(names)))
     for shape in sorted(shapes, key=lambda s: (len(s), s)):
-        if restricted and _axes_across_hosts(shape, submesh.devices_per_host) > 1:
+        if not ordered and splits_hosts_twice(submesh, shape):
             continue
         mesh = model.logical_mesh(submesh, shape, tuple(names[: len(shape)]))
         kinds = tuple(sorted((axis.size, axis.bandwidth, axis.latency) for axis in mesh.axes))
@@ -59,6 +57,12 @@ def logical_meshes(
             seen.add(kinds)
             meshes.append(mesh)
     return tuple(meshes)
+
+
+def splits_hosts_twice(submesh: SubmeshSpec, shape: Sequence[int]) -> bool:
+    """Return whether two axes or more of a mesh of this shape reach across many large hosts."""
+    many = submesh.num_hosts > HOSTS_SPLIT_FREELY and submesh.devices_per_host >= LARGE_HOST
+    return many and _axes_across_hosts(shape, submesh.devices_per_host) > 1
 
 
 def _axes_across_hosts(shape: Sequence[int], devices_per_host: int) -> int:

@@ -394,8 +394,10 @@ class Builder:
         if all(factor.kind != "reduction" for factor in rule.factors):
             return
 
+        mesh = self.costs.mesh  # not the builder, which would live as long as what it built
+
         def sent(chosen: int, _: int) -> Iterator[Sent]:
-            return own_sums(eqn, rule, strategies[chosen], self.costs.mesh)
+            return own_sums(eqn, rule, strategies[chosen], mesh)
 
         size = sum(map(tensor_bytes, eqn.outvars))
         self.traffic.add(self._phase, weight, size, (node, node), sent, self._times)

@@ -33,6 +33,7 @@ from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.other_sizes import OtherSizes
 from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.operators import operator_of, reads_windows, traffic_bytes
+from alpa_meta.operators.contraction import product_dims
 from alpa_meta.operators.elementwise import is_barrier
 from alpa_meta.operators.regions import bodies, is_region
 
@@ -99,8 +100,9 @@ def _scores(eqns: Sequence[JaxprEqn]) -> set[Var]:
     more elements than either operand, and what elementwise operators make of them."""
     found: set[Var] = set()
     for eqn in eqns:
-        if eqn.primitive.name == "dot_general":
-            batch = eqn.params["dimension_numbers"][1][0]
+        dims = product_dims(eqn)
+        if dims is not None:
+            batch = dims[1][0]
             result = math.prod(shape_of(eqn.outvars[0]))
             if len(batch) > 1 and all(result > math.prod(shape_of(a)) for a in eqn.invars):
                 found.update(eqn.outvars)

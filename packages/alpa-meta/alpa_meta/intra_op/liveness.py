@@ -181,7 +181,12 @@ class Timeline:
             value.source = source.times(0.0)
 
     def spans(self) -> list[Span]:
-        """Return when each value that is held in memory lives, kept state apart."""
+        """Return when each value that is held in memory lives, kept state apart; the timeline is
+        then empty.
+
+        Its values and their readers refer to one another, and planning runs without the collection
+        of such cycles (`collection_pause`).
+        """
         needed = self._needed_in_memory()
         self._decide(needed)
         found = self._shared_zeros()
@@ -199,6 +204,10 @@ class Timeline:
                 kind = _kind(value)
                 count = 1 if kind == KINDS.index("temporaries") else value.count
                 found.append(Span(value.source, value.born, value.stop, kind, count))
+        for value in self._values:
+            value.reads.clear()
+        self._values.clear()
+        self._of.clear()
         return found[::-1]
 
     def _shared_zeros(self) -> list[Span]:

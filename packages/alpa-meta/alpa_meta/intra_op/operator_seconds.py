@@ -20,6 +20,7 @@ from alpa_meta.operators import (
     operator_of,
     operator_signature,
 )
+from alpa_meta.operators.contraction import product_dims
 from alpa_meta.operators.operator import ExchangeFunction
 
 
@@ -90,11 +91,12 @@ def product_shapes(
 ) -> tuple[str, list[tuple[int, ...]]]:
     """Return the kernel that a product is and, by strategy, its ([batch,] m, n, k) on a device.
 
-    Products of batches of heads are attention's. No shapes of what is not a `dot_general`.
+    Products of batches of heads are attention's. No shapes of what is no product of two.
     """
-    if eqn.primitive.name != "dot_general":
+    dims = product_dims(eqn)
+    if dims is None:
         return "matmul", []
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    (contracted, _), (batch, _) = dims
     left, right = ([names[0] if names else "" for names in operand] for operand in rule.operands)
     parts = (
         [left[dim] for dim in batch],

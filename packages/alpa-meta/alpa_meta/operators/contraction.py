@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +20,17 @@ from alpa_meta.operators.operator import (
     operand_shapes,
     same_params,
 )
+
+DimPairs = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""The dims of both operands that a product sums over, and those of its batch."""
+
+
+def product_dims(eqn: JaxprEqn) -> DimPairs | None:
+    """Return the dims of a product of two arrays; None of any other operator."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    dims: DimPairs = eqn.params["dimension_numbers"]
+    return dims
 
 
 def _dot_dims(

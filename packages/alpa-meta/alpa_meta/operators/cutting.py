@@ -188,6 +188,15 @@ _cut = functools.partial(
 )
 
 
+REARRANGEMENTS = {"slice": "part", "pad": "padded", "concatenate": "joined", "split": "parts"}
+
+
+def rearrangement(eqn: JaxprEqn) -> str | None:
+    """Return how an operator's results hold elements of its operands along a dim: a "part" of them,
+    "padded", "joined" one behind the other, in "parts"; None if it does none of it."""
+    return REARRANGEMENTS.get(eqn.primitive.name)
+
+
 OPERATORS = {
     "slice": _cut(
         linear_in=FIRST,

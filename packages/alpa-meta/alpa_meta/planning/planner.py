@@ -24,6 +24,7 @@ from alpa_interchange import (
 )
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.tasks import build_tasks
+from alpa_meta.inter_op.meshes import splits_hosts_twice
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
@@ -190,6 +191,9 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> tuple[Prospect
         )
     counts = [options.num_microbatches] if options.num_microbatches else None
     meshes = [(submesh, mesh) for submesh, mesh, _ in meshes_to_plan(outlook, model, options)]
+    if not (options.pins or options.preset or options.mesh_shape):  # which name axes
+        # one stage on all devices is planned on every mesh beside the menu (`plan_by_ranges`)
+        meshes = [one for one in meshes if not splits_hosts_twice(one[0], one[1].shape)]
     axes = pinned_axes(outlook.program, options.pins, [mesh for _, mesh in meshes])
     meshes = [one for one in meshes if axes <= set(one[1].axis_names)] or meshes
     try:

@@ -51,10 +51,12 @@ def shard_map_program(
     conversions: Conversions,
     collectives: Collectives | None = None,
     buckets: BucketLimits | None = None,
+    in_blocks: bool = False,
 ) -> Callable[..., list[Any]]:
     """Return a function of global arrays that runs the planned jaxpr as one shard_map.
 
     With `buckets`, independent collectives are sent together; without, that is left to XLA.
+    Without `collectives`, each trace makes its own, whose names begin anew (`in_blocks` is theirs).
 
     To be jitted by the caller with arguments sharded by `jax_sharding(spec, jax_mesh)`.
     """
@@ -64,7 +66,8 @@ def shard_map_program(
             value[0] if spec.partial else value
             for value, spec in zip(locals_, plan.inputs, strict=True)
         ]
-        outputs = evaluate(closed, plan, values, mesh, conversions, collectives, buckets)
+        emitted = collectives or Collectives(mesh, in_blocks=in_blocks)
+        outputs = evaluate(closed, plan, values, mesh, conversions, emitted, buckets)
         return [
             jax.numpy.asarray(value)[None] if spec.partial else value
             for value, spec in zip(outputs, plan.outputs, strict=True)

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, array_type, is_drop, shape_of
+from alpa_meta.operators.cutting import rearrangement
 from alpa_meta.token_slices.cuts import Cutting, Owners, cuts_of, owners_of
 from alpa_meta.token_slices.places import ROW, Layout, Place, whole
 from alpa_meta.token_slices.reading import UnreadableError
@@ -24,12 +25,10 @@ from alpa_meta.token_slices.values import Moved, Value
 if TYPE_CHECKING:
     from alpa_meta.token_slices.writer import Writer
 
-_MOVES = ("slice", "pad", "concatenate", "split")
-
 
 def moved_dim(eqn: JaxprEqn, layouts: Sequence[Layout]) -> int | None:
     """Return the dim of tokens that an equation moves them along; None if it moves none."""
-    if eqn.primitive.name not in _MOVES:
+    if rearrangement(eqn) is None:
         return None
     dims = {d for layout in layouts for d, place in enumerate(layout) if place is not None}
     moved = [d for d in dims if _is_moved(eqn, d)]
@@ -37,13 +36,13 @@ def moved_dim(eqn: JaxprEqn, layouts: Sequence[Layout]) -> int | None:
 
 
 def _is_moved(eqn: JaxprEqn, dim: int) -> bool:
-    params, name = eqn.params, eqn.primitive.name
-    if name == "slice":
+    params, kind = eqn.params, rearrangement(eqn)
+    if kind == "part":
         whole = params["start_indices"][dim] == 0 and _stride(eqn, dim) == 1
         return not whole or params["limit_indices"][dim] != shape_of(eqn.invars[0])[dim]
-    if name == "pad":
+    if kind == "padded":
         return tuple(map(int, params["padding_config"][dim])) != (0, 0, 0)
-    return bool(params["dimension" if name == "concatenate" else "axis"] == dim)
+    return bool(params["dimension" if kind == "joined" else "axis"] == dim)
 
 
 def _stride(eqn: JaxprEqn, dim: int) -> int:
@@ -86,18 +85,18 @@ def _owners(atom: Atom, value: Value, dim: int, cutting: Cutting) -> Owners:
 
 def _moved_owners(eqn: JaxprEqn, dim: int, pieces: Sequence[Owners]) -> list[Owners]:
     """Return the slice of each element of the results, given those of the operands."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "slice":
+    kind, params = rearrangement(eqn), eqn.params
+    if kind == "part":
         start, stop = params["start_indices"][dim], params["limit_indices"][dim]
         return [pieces[0][start : stop : _stride(eqn, dim)]]
-    if name == "pad":
+    if kind == "padded":
         low, _, step = _padding(eqn, dim)
         owners = np.full(shape_of(eqn.outvars[0])[dim], -1)
         places = low + step * np.arange(len(pieces[0]))
         inside = (places >= 0) & (places < len(owners))
         owners[places[inside]] = pieces[0][inside]
         return [owners]
-    if name == "concatenate":
+    if kind == "joined":
         return [np.concatenate(pieces)]
     return np.split(pieces[0], np.cumsum(params["sizes"])[:-1])
 
@@ -113,8 +112,8 @@ def _padding(eqn: JaxprEqn, dim: int) -> tuple[int, int, int]:
 
 def write_moved(writer: Writer, eqn: JaxprEqn, decision: Moved, number: int) -> None:
     """Write a slice's part of an equation that moves tokens along a dim."""
-    dim, name, first = decision.dim, eqn.primitive.name, 0
-    write = {"pad": _write_pad, "concatenate": _write_concatenate}.get(name, _write_slice)
+    dim, kind, first = decision.dim, rearrangement(eqn), 0
+    write = {"padded": _write_pad, "joined": _write_concatenate}.get(kind or "", _write_slice)
     for var, place in zip(eqn.outvars, decision.places, strict=True):
         if not is_drop(var):
             start, stop = writer.slices.held(place, number)
@@ -132,7 +131,7 @@ def _write_slice(
     (source,) = eqn.invars
     starts, stops = [0] * len(shape_of(source)), list(shape_of(source))
     steps = [1] * len(starts)
-    if eqn.primitive.name == "slice":
+    if rearrangement(eqn) == "part":
         starts, stops = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
         steps = [_stride(eqn, d) for d in range(len(starts))]
     start = min(starts[dim] + part[0] * steps[dim], stops[dim])
@@ -143,7 +142,7 @@ def _write_slice(
     def run(value: Any) -> Any:
         return lax.slice(value, starts, stops, steps)
 
-    key = "slice", tuple(starts), tuple(stops), tuple(steps)
+    key = "part", tuple(starts), tuple(stops), tuple(steps)
     writer.compute(key, run, [held], [result], number, eqn)
 
 
@@ -167,7 +166,7 @@ def _write_pad(
         return lax.pad(padded, by, config)
 
     held = [writer.stretch_of(source, dim, first, last, number), writer.operand(value, (), number)]
-    writer.compute(("pad", tuple(config)), run, held, [result], number, eqn)
+    writer.compute(("padded", tuple(config)), run, held, [result], number, eqn)
 
 
 def _write_concatenate(
@@ -185,7 +184,7 @@ def _write_concatenate(
     def run(*values: Any) -> Any:
         return lax.concatenate(values, dim)
 
-    writer.compute(("concatenate", dim), run, held, [result], number, eqn)
+    writer.compute(("joined", dim), run, held, [result], number, eqn)
 
 
 def stretch_of(writer: Writer, atom: Atom, dim: int, start: int, stop: int, number: int) -> Atom:

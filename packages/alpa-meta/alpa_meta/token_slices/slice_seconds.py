@@ -22,6 +22,7 @@ from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.arithmetic import arithmetic
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.operators import flops, kernel_kind, traffic_bytes
+from alpa_meta.operators.contraction import product_dims
 from alpa_meta.token_slices.places import KEY, ROW, Layout, kinds
 from alpa_meta.token_slices.values import (
     AFTER,
@@ -159,9 +160,10 @@ def _placed(
 
 def _product(eqn: JaxprEqn, operands: Sequence[Layout]) -> tuple[tuple[int, frozenset[str]], ...]:
     """Return the sizes batch, m, n, k of a product, and what of the tokens holds each."""
-    if eqn.primitive.name != "dot_general":
+    paired = product_dims(eqn)
+    if paired is None:
         return ()
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, batch = paired
     dims = []
     for atom, layout, inner, outer in zip(eqn.invars, operands, contracted, batch, strict=True):
         shape = shape_of(atom)
