@@ -165,10 +165,10 @@ def _product(eqn: JaxprEqn, operands: Sequence[Layout]) -> tuple[tuple[int, froz
         return ()
     contracted, batch = paired
     dims = []
-    for atom, layout, inner, outer in zip(eqn.invars, operands, contracted, batch, strict=True):
+    for atom, layout, summed, shared in zip(eqn.invars, operands, contracted, batch, strict=True):
         shape = shape_of(atom)
-        free = [d for d in range(len(shape)) if d not in (*inner, *outer)]
-        for group in (outer, free, inner):
+        free = [d for d in range(len(shape)) if d not in (*summed, *shared)]
+        for group in (shared, free, summed):
             held = frozenset().union(*(kinds((layout[d],)) for d in group))
             dims.append((math.prod(shape[d] for d in group), held))
     (outer, m, inner), (_, n, _) = dims[:3], dims[3:]
