@@ -152,8 +152,22 @@ class RayWorkers:
         stood_by: Processes | None = None
         if predecessor is not None and predecessor.meshes == self.meshes:
             stood_by = predecessor._processes.successor(_STANDBY_SECONDS)
-        self._processes: Processes = stood_by or self._set_aside(replacing, gpu_transport)
-        self._end = weakref.finalize(self, _end, self._processes, self.workers)
+        if stood_by is None or not self._replaced_by(stood_by):
+            self._begin(self._set_aside(replacing, gpu_transport))
+
+    def _replaced_by(self, stood_by: Processes) -> bool:
+        """Return whether what stood by begins: one may have died while it was being started, which
+        nobody is told before it is called."""
+        try:
+            self._begin(stood_by)
+        except WorkerError:
+            return False
+        return True
+
+    def _begin(self, processes: Processes) -> None:
+        """Start the workers; what was started is ended where one fails."""
+        self._processes, self.closed = processes, ""
+        self._end = weakref.finalize(self, _end, processes, self.workers)
         try:
             self._start()
         except BaseException as error:
