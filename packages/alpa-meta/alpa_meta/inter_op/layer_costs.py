@@ -170,10 +170,24 @@ class LayerCosts:
             self._floors[size] = least.reshape(-1, 2)[self._back]
         return self._floors[size]
 
-    def layer_problem(self, layer: int, seconds: np.ndarray) -> ShardingProblem:
+    def layer_problem(
+        self, layer: int, seconds: np.ndarray, part: str = "all"
+    ) -> ShardingProblem:
         """Return the selection problem of one layer alone, whose neighbours hand over and take
-        whatever it likes, with seconds like one of `EquationSeconds.tables`."""
-        return self.selection.seconds.problem_of(self.facts.layers == layer, seconds)
+        whatever it likes, with seconds like one of `EquationSeconds.tables`.
+
+        `part`: "all" of it, "seconds" of its microbatches, without the update, or "forward" or
+        "backward_input" of these.
+        """
+        facts = self.facts
+        forward, update = (facts.phases == PHASES.index(name) for name in ("forward", "update"))
+        own = (facts.layers == layer) & {
+            "all": np.True_,
+            "seconds": ~update,
+            "forward": forward,
+            "backward_input": ~forward & ~update & ~facts.delayed,
+        }[part]
+        return self.selection.seconds.problem_of(own, seconds)
 
     def between(
         self, layers: tuple[int, int], seconds: np.ndarray

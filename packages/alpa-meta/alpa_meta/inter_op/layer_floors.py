@@ -50,12 +50,20 @@ TOLERANCE = 2e-3
 NEAR = 2 * TOLERANCE
 
 
+PARTS = ("seconds", "forward", "backward_input")
+"""What a layer's microbatches take, all phases, and those that other layers wait for."""
+
+_Asked = float | str
+"""A price of bytes that is added to the seconds per step, or one of PARTS."""
+
+
 @frozen(eq=False)
 class _Ways:
     """A layer's problem with a number of microbatches. `state` are the bytes of each node's
     strategies, `bytes` those that no node decides. `links`: to another such layer after it."""
 
     problem: ShardingProblem
+    parts: Mapping[str, ShardingProblem]  # by PARTS
     state: np.ndarray
     bytes: float
     links: Links = ()
@@ -70,12 +78,12 @@ class _Ways:
         """Return the least bytes."""
         return self.bytes + float(np.minimum.reduceat(self.state, self.starts).sum())
 
-    def least(self, price: float, options: Options) -> tuple[float, tuple[int, ...] | None]:
-        """Return a bound on seconds + price * bytes and the way found; inf where there is none."""
-        found = solve(self._priced(price), options, tolerance=TOLERANCE)
+    def least(self, asked: _Asked, options: Options) -> tuple[float, tuple[int, ...] | None]:
+        """Return a bound on what is asked and the way found; inf where there is none."""
+        found = solve(self._of(asked), options, tolerance=TOLERANCE)
         if found.choice is None or found.lower_bound is None:
             return math.inf, None
-        return found.lower_bound + price * self.bytes, found.choice
+        return found.lower_bound + self._fixed(asked), found.choice
 
     def raised(self, least: float, start: Potential, options: Options) -> Potential:
         """Return a potential by which a run of layers takes more than the `least` of each."""
@@ -89,9 +97,15 @@ class _Ways:
         bound = solve(problem, options, tolerance=TOLERANCE).lower_bound
         return 0.0 if bound is None else bound + price * self.bytes - span(numbers) - least
 
-    def of(self, price: float, choice: tuple[int, ...]) -> float:
-        """Return seconds + price * bytes of a way."""
-        return ilp_sharding.check(self._priced(price), choice).cost + price * self.bytes
+    def of(self, asked: _Asked, choice: tuple[int, ...]) -> float:
+        """Return what is asked of a way."""
+        return ilp_sharding.check(self._of(asked), choice).cost + self._fixed(asked)
+
+    def _of(self, asked: _Asked) -> ShardingProblem:
+        return self.parts[asked] if isinstance(asked, str) else self._priced(asked)
+
+    def _fixed(self, asked: _Asked) -> float:
+        return 0.0 if isinstance(asked, str) else asked * self.bytes
 
     def _priced(self, price: float) -> ShardingProblem:
         return evolve(self.problem, node_cost=self.problem.node_cost + price * self.state)
@@ -99,7 +113,7 @@ class _Ways:
 
 class _Curves:
     """The least L(p) of a class over the number of microbatches, for sizes that allow the same
-    ways.
+    ways, and those of B t(x) alone, by PARTS.
 
     Of one way, B t + u is a line over B: the least of all is concave, no lower than a straight line
     between two numbers it was solved at, and no higher than the ways found there.
@@ -107,35 +121,36 @@ class _Curves:
 
     def __init__(self, prices: Sequence[float]) -> None:
         self.prices = prices
+        self._asked: tuple[_Asked, ...] = (*prices, *PARTS)
         self.fewest = 0.0  # bytes of state
         # By number of microbatches, by how much more than `_least` every further layer of a run
         # takes, and by how much less the run may take.
         self._follow: dict[int, tuple[float, float]] = {}
         self._potential: Potential = {}
         self._least: dict[int, list[float]] = {}  # by number of microbatches
-        self._found: dict[tuple[float, tuple[int, ...]], dict[int, float]] = {}
+        self._found: dict[tuple[_Asked, tuple[int, ...]], dict[int, float]] = {}
 
     def beyond(self, count: int) -> bool:
         """Return whether all that was solved for is fewer microbatches."""
         return max(self._least, default=count) < count
 
     def solve(self, count: int, ways: _Ways, options: Options) -> list[float]:
-        """Return bounds for `count` microbatches, whose ways these are, one for each price."""
-        for (price, choice), values in self._found.items():
-            values[count] = ways.of(price, choice)
-        solved = [ways.least(price, options) for price in self.prices]
+        """Return bounds for `count` microbatches, whose ways these are, one for each price, and
+        those of PARTS."""
+        for (asked, choice), values in self._found.items():
+            values[count] = ways.of(asked, choice)
+        solved = [ways.least(asked, options) for asked in self._asked]
         self._least[count] = [least for least, _ in solved]
         self.fewest = ways.fewest
         if ways.links and all(math.isfinite(least) for least, _ in solved):
             self._follow[count] = self._following(ways, options, self._least[count])
-        for price, (least, found) in zip(self.prices, solved, strict=True):
+        for asked, (least, found) in zip(self._asked, solved, strict=True):
             if found is not None:
-                self._found.setdefault((price, found), {})[count] = least
+                self._found.setdefault((asked, found), {})[count] = least
         return self._least[count]
 
     def at(self, count: int) -> list[float] | None:
-        """Return bounds for `count` microbatches, one for each price; None if those solved for say
-        too little."""
+        """Return what `solve` does; None if what was solved says too little."""
         if count in self._least:
             return self._least[count]
         fewer = max((one for one in self._least if one < count), default=None)
@@ -144,12 +159,12 @@ class _Curves:
             return None
         share = (count - fewer) / (more - fewer)
         result = []
-        for n, price in enumerate(self.prices):
+        for n, asked in enumerate(self._asked):
             bound = self._least[fewer][n] * (1 - share) + self._least[more][n] * share
             found = [
                 values[fewer] * (1 - share) + values[more] * share
                 for (own, _), values in self._found.items()
-                if own == price and fewer in values and more in values
+                if own == asked and fewer in values and more in values
             ]
             if min(found, default=math.inf) > bound * (1 + NEAR):
                 return None
@@ -165,7 +180,7 @@ class _Curves:
         self._potential = numbers
         more = [
             ways.following(price, bound, numbers, options)
-            for price, bound in zip(self.prices, least, strict=True)
+            for price, bound in zip(self.prices, least, strict=False)
         ]
         return max(min(more), 0.0), span(numbers)
 
@@ -247,11 +262,15 @@ class FloorSource:
             return ()
         priced = tuple(
             PricedFloor(price=price, step_seconds=max(one, 0.0))
-            for price, one in zip(curves.prices, least, strict=True)
+            for price, one in zip(curves.prices, least, strict=False)
         )
         floor = self._floor(layer, priced, curves.fewest)
         more, less = curves.follow(count)
-        return (evolve(floor, follow_seconds=more, run_seconds=less),)
+        parts = {
+            name: Affine(0.0, max(one / self.batch, getattr(floor, name).each))
+            for name, one in zip(PARTS, least[-len(PARTS) :], strict=True)
+        }
+        return (evolve(floor, **parts, follow_seconds=more, run_seconds=less),)
 
     def _fewest(self, samples: int, between: int, multiple: int) -> int:
         """Return the fewest samples above the menu's first sizes, `between` of them, that allow
@@ -325,21 +344,31 @@ class FloorSource:
         if samples not in self._tables:
             seconds = problem.selection.seconds
             self._tables[samples] = self._at([seconds.tables[size] for size in sizes], samples)
-        alone = problem.costs.layer_problem(layer, self._tables[samples])
+        table = self._tables[samples]
+        alone = problem.costs.layer_problem(layer, table)
         numbers = [int(name) for name in alone.node_names]
-        wrong = np.concatenate([samples % problem.splits[n] != 0 for n in numbers])
         # of a single microbatch, gradients come where activations go
         held = ("state", "gradients") if samples < self.batch else ("state",)
         state, rest = problem.costs.layer_bytes(layer, held)
         counts = alone.num_strategies.tolist()
         by_node = [state.pop(n, np.zeros(k)) for n, k in zip(numbers, counts, strict=True)]
-        alone = evolve(alone, node_cost=np.where(wrong, math.inf, alone.node_cost))
         return _Ways(
-            alone,
+            self._splitting(alone, samples),
+            {
+                part: self._splitting(problem.costs.layer_problem(layer, table, part), samples)
+                for part in PARTS
+            },
             np.concatenate(by_node),
             rest + sum(float(one.min()) for one in state.values()),
-            self._links(number, numbers, self._tables[samples]),
+            self._links(number, numbers, table),
         )
+
+    def _splitting(self, alone: ShardingProblem, samples: int) -> ShardingProblem:
+        """Return the problem without strategies that split the batch into parts that do not divide
+        the samples."""
+        splits = [self.problem.splits[int(name)] for name in alone.node_names]
+        wrong = samples % np.concatenate([np.ones(0, np.int64), *splits]) != 0
+        return evolve(alone, node_cost=np.where(wrong, math.inf, alone.node_cost))
 
     def _links(self, number: int, nodes: Sequence[int], table: np.ndarray) -> Links:
         """Return what two layers of a class in a row read from one another, none where the window
