@@ -66,6 +66,7 @@ class LayerClones:
         self._barriers = 0 if barrier else 2
         self._own = {var for k in self._backward for var in self._eqns[k].outvars}
         self._cloned: set[int] = set()
+        self.clones: dict[int, JaxprEqn] = {}  # made so far, by the position of the first run
         self._inside: dict[Var, Var] = {}  # what clones read instead
         self._outside: dict[Var, Var] = {}  # what the layer's backward pass reads instead
 
@@ -79,11 +80,17 @@ class LayerClones:
         for k in new:
             original = self._eqns[k]
             results = [var if is_drop(var) else Var(var.aval) for var in original.outvars]
-            found.append(_renamed(original, self._inside).replace(outvars=results))
+            self.clones[k] = _renamed(original, self._inside).replace(outvars=results)
+            found.append(self.clones[k])
             for var, result in zip(original.outvars, results, strict=True):
                 if var in self._producer:
                     self._inside[var] = self._outside[var] = result
         return found
+
+    @property
+    def renamed(self) -> list[tuple[Var, Var]]:
+        """Return the values that clones and readers so far read under another name, and that."""
+        return [*self._inside.items(), *self._outside.items()]
 
     def lifetimes(self) -> dict[Var, tuple[int, int]]:
         """Return, for each result that is made again, the positions of the backward equations that

@@ -7,6 +7,7 @@ results as temporaries instead of from one pass to the other.               -> L
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -14,10 +15,12 @@ import numpy as np
 from attrs import frozen
 
 from alpa_interchange import ShardingProblem
+from alpa_meta.inter_op.redone_seconds import RedoneSeconds, least_seconds
 from alpa_meta.inter_op.scope_facts import HELD, Held, Redone, facts_of_scope, redone_of
 from alpa_meta.inter_op.stage_selection import StageScope
 from alpa_meta.inter_op.window import Window
 from alpa_meta.intra_op.bucketed_traffic import Group
+from alpa_meta.intra_op.equation_seconds import EquationSeconds
 from alpa_meta.intra_op.liveness import KINDS, PHASES
 from alpa_meta.intra_op.memory_profile import Peak
 from alpa_meta.intra_op.selection import Selection
@@ -47,7 +50,7 @@ the table."""
 
 class LayerCosts:
     """The costs of a stage's layers on one mesh, under any choice, at its size and at those of
-    `others`.
+    `others`; `kinds` are those of recomputation that layers may have.
 
     Equations without a layer count for layer 0. Of a `window`, layers that it left out cost what
     those that stand for them do.
@@ -60,7 +63,9 @@ class LayerCosts:
         num_layers: int,
         window: Window | None = None,
         others: Sequence[StageScope] = (),
+        kinds: Sequence[str] = ("none",),
     ) -> None:
+        self.kinds = kinds
         self.selection, self.num_layers = selection, num_layers
         self.facts = facts_of_scope(scope)
         self._sizes = (self.facts, *map(facts_of_scope, others))
@@ -78,6 +83,8 @@ class LayerCosts:
         self._least: dict[int, np.ndarray] = {}
         self._kept_least: dict[int, np.ndarray] = {}
         self._kinds: dict[str, tuple[Redone, _Gathered, _Gathered]] = {}
+        self._redone: dict[str, RedoneSeconds] = {}
+        self._least_more: dict[tuple[str, str, int], np.ndarray] = {}
         self._bytes = {
             name: self._gathered([facts.held[name] for facts in self._sizes]) for name in HELD
         }
@@ -99,9 +106,14 @@ class LayerCosts:
     def _under(self, choice: tuple[int, ...], kind: str, size: int) -> StageCosts:
         selection, facts, count = self.selection, self.facts, self.num_layers
         seconds, usage = self._priced(choice, size)
+        again = np.zeros(len(seconds))
+        if kind != "none":
+            both = self._redone_seconds(kind).seconds.under(choice, size)
+            seconds, again = both[: len(seconds)], both[len(seconds) :]
         table = np.bincount(
             facts.phases * count + facts.layers, seconds, len(PHASES) * count
         ).reshape(len(PHASES), count)
+        table[1] += np.bincount(facts.layers, again, count)
         for phase, more in self._extra(choice).items():
             runs = 1.0 if phase == "update" else self._ratio(size)
             table[PHASES.index(phase)] += runs * more / count
@@ -109,8 +121,6 @@ class LayerCosts:
         held = {name: self._summed(self._bytes[name], choice, size) for name in HELD}
         if kind != "none":
             redone, made, kept = self._recomputed(kind)
-            again = redone.equations
-            table[1] += np.bincount(facts.layers[again], seconds[again], count)
             held["activations"] = self._summed(kept, choice, size)
             working = working + self._alive(redone, self._each(made, choice, size))
         back = self._back
@@ -171,34 +181,51 @@ class LayerCosts:
         return self._floors[size]
 
     def layer_problem(
-        self, layer: int, seconds: np.ndarray, part: str = "all"
+        self, layer: int, seconds: np.ndarray, part: str = "all", kind: str = "least"
     ) -> ShardingProblem:
         """Return the selection problem of one layer alone, whose neighbours hand over and take
-        whatever it likes, with seconds like one of `EquationSeconds.tables`.
+        whatever it likes, with seconds like one of the tables of `seconds_of(kind)`.
 
         `part`: "all" of it, "seconds" of its microbatches, without the update, or "forward" or
         "backward_input" of these.
         """
         facts = self.facts
         forward, update = (facts.phases == PHASES.index(name) for name in ("forward", "update"))
-        own = (facts.layers == layer) & {
-            "all": np.True_,
-            "seconds": ~update,
-            "forward": forward,
-            "backward_input": ~forward & ~update & ~facts.delayed,
-        }[part]
-        return self.selection.seconds.problem_of(own, seconds)
+        own = facts.layers == layer
+        found = (
+            own
+            & {
+                "all": np.True_,
+                "seconds": ~update,
+                "forward": forward,
+                "backward_input": ~forward & ~update & ~facts.delayed,
+            }[part]
+        )
+        of = self.seconds_of(kind)
+        if of.count > len(found):  # those that run once more
+            found = np.concatenate([found, own & (part != "forward")])
+        return of.problem_of(found, seconds)
 
     def between(
-        self, layers: tuple[int, int], seconds: np.ndarray
+        self, layers: tuple[int, int], seconds: np.ndarray, kind: str = "least"
     ) -> list[tuple[int, int, np.ndarray]]:
         """Return what two layers read from one another (`EquationSeconds.between`)."""
-        before, after = (self.facts.layers == layer for layer in layers)
-        return self.selection.seconds.between(before, after, seconds)
+        of = self.seconds_of(kind)
+        at = np.resize(self.facts.layers, of.count)
+        before, after = (at == layer for layer in layers)
+        return of.between(before, after, seconds)
+
+    def seconds_of(self, kind: str) -> EquationSeconds:
+        """Return the seconds of equations, and of those that run once more after them, in layers
+        that recompute as `kind` says; of "least" the first time, the least of all kinds."""
+        if kind == "least":
+            return self._least_of_kinds
+        return self._redone_seconds(kind).seconds
 
     def least(self, layer: int, size: int = 0) -> dict[str, float]:
-        """Return seconds per step of a layer that no choice can beat, without conversions: of each
-        phase, and of the parts of the backward that other layers wait for and that they do not."""
+        """Return seconds per step of a layer that no choice can beat, without conversions, however
+        it recomputes: of each phase, and of the parts of the backward that other layers wait for
+        and that they do not."""
         facts, seconds = self.facts, self._least_seconds(size)
         own = facts.layers == layer
         found = {
@@ -218,16 +245,34 @@ class LayerCosts:
 
     def _least_seconds(self, size: int) -> np.ndarray:
         if size not in self._least:
-            self._least[size] = self.selection.seconds.least(size)
+            self._least[size] = self.seconds_of("least").least(size)
         return self._least[size]
 
-    def least_again(self, layer: int, kind: str, size: int = 0) -> float:
-        """Return the seconds per step that a kind of recomputation adds to a layer at least."""
-        if kind == "none":
-            return 0.0
-        positions = self._recomputed(kind)[0].equations
-        own = positions[self.facts.layers[positions] == layer]
-        return float(self._least_seconds(size)[own].sum())
+    def least_again(self, layer: int, kind: str, size: int = 0, beside: str = "least") -> float:
+        """Return the seconds per step that a layer takes at least beside what it takes by
+        `seconds_of(beside)`, under the same strategies."""
+        key = kind, beside, size
+        if key not in self._least_more:
+            by_node: dict[tuple[int, int], np.ndarray] = {}
+            for sign, priced in ((1.0, kind), (-1.0, beside)):
+                of = self.seconds_of(priced)
+                for position, node, seconds in of.costs:
+                    at = int(self.facts.layers[position % len(self.facts.layers)]), node
+                    by_node[at] = by_node.get(at, np.zeros(1)) + sign * seconds[size]
+            found = np.zeros(self.num_layers)
+            for (home, _), more in by_node.items():
+                found[home] += more.min()
+            self._least_more[key] = found
+        return float(self._least_more[key][layer])
+
+    @functools.cached_property
+    def _least_of_kinds(self) -> EquationSeconds:
+        return least_seconds(self.selection, [self._redone_seconds(kind) for kind in self.kinds])
+
+    def _redone_seconds(self, kind: str) -> RedoneSeconds:
+        if kind not in self._redone:
+            self._redone[kind] = RedoneSeconds(self.selection, self._sizes, kind)
+        return self._redone[kind]
 
     def least_kept(self, layer: int, kind: str, size: int = 0) -> float:
         """Return the least bytes that one microbatch keeps of a layer."""

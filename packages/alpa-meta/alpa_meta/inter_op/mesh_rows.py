@@ -87,7 +87,12 @@ class MeshProblem:
         self.selection = build(scopes[0].eqns, costs, name, others)
         outlook = self.main.outlook
         self.costs = LayerCosts(
-            scopes[0], self.selection, outlook.num_layers, outlook.window, scopes[1:]
+            scopes[0],
+            self.selection,
+            outlook.num_layers,
+            outlook.window,
+            scopes[1:],
+            builder.kept or ("none",),
         )
 
     @property

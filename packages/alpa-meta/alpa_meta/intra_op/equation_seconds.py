@@ -75,7 +75,7 @@ class EquationSeconds:
         costs: Sequence[tuple[int, int, Priced]],
         edges: Sequence[Edge],
     ) -> None:
-        self._count, self._costs, self._edges = count, costs, edges
+        self.count, self.costs, self.edges = count, costs, edges
         self._at = np.array(
             [*(one[0] for one in costs), *(one.position for one in edges)], dtype=np.int64
         )
@@ -87,12 +87,12 @@ class EquationSeconds:
 
     def under(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
         """Return [equations] seconds under a choice."""
-        return np.bincount(self._at, self._priced.under(choice, size), self._count)
+        return np.bincount(self._at, self._priced.under(choice, size), self.count)
 
     def least(self, size: int = 0) -> np.ndarray:
         """Return [equations] seconds that no choice can beat, without conversions."""
-        seconds = np.zeros(self._count)
-        for position, _, priced in self._costs:
+        seconds = np.zeros(self.count)
+        for position, _, priced in self.costs:
             seconds[position] += priced[size].min()
         return seconds
 
@@ -105,11 +105,11 @@ class EquationSeconds:
             return problem.node(number, str(number), [""] * count)
 
         starts = self._start.tolist()
-        for (position, number, priced), start in zip(self._costs, starts, strict=False):
+        for (position, number, priced), start in zip(self.costs, starts, strict=False):
             if inside[position]:
                 count = len(priced[0])
                 problem.add_cost(node(number, count), table[start : start + count])
-        for edge, start in zip(self._edges, starts[len(self._costs) :], strict=True):
+        for edge, start in zip(self.edges, starts[len(self.costs) :], strict=True):
             if inside[edge.position] and inside[edge.home]:
                 shape, size = edge.seconds[0].shape, edge.seconds[0].size
                 first, second = map(node, (edge.first, edge.second), shape)
@@ -122,8 +122,8 @@ class EquationSeconds:
         """Return what equations `before` and `after` [equations] read from one another, with
         seconds like one of the `tables`: node before, node after, [before, after] seconds."""
         found = []
-        starts = self._start[len(self._costs) :].tolist()
-        for edge, start in zip(self._edges, starts, strict=True):
+        starts = self._start[len(self.costs) :].tolist()
+        for edge, start in zip(self.edges, starts, strict=True):
             shape, size = edge.seconds[0].shape, edge.seconds[0].size
             matrix = table[start : start + size].reshape(shape)
             if before[edge.home] and after[edge.position]:

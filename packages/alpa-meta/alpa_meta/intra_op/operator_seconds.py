@@ -43,7 +43,7 @@ def operator_seconds(
     key = (operator_signature(eqn), moved, number, late, together)
     known = costs.operators.get(key)
     if known is None:
-        known = _compute_seconds(costs, eqn, rule, strategies, number, moved)
+        known = compute_seconds(costs, eqn, rule, strategies, moved)
         if rule is not None:
             inner = _inner_seconds(costs, eqn, rule, strategies, number, late, together)
             known = known if inner is None else known + inner
@@ -51,15 +51,16 @@ def operator_seconds(
     return known
 
 
-def _compute_seconds(
+def compute_seconds(
     costs: MeshCosts,
     eqn: JaxprEqn,
     rule: ShardingRule | None,
-    strategies: Sequence[Strategy],
-    number: int,
+    strategies: tuple[Strategy, ...],
     moved: float,
 ) -> np.ndarray:
-    """Return [strategies] seconds of an operator's part on one device."""
+    """Return [strategies] seconds of an operator's part on one device, which moves its part of the
+    `moved` bytes."""
+    number = costs.number(strategies)
     work, kind, dtype = _work_of(eqn, costs.platform)
     patch_bytes = operator_of(eqn).patch_bytes if costs.platform == "cpu" else None
     shards = costs.layouts.shards(number)

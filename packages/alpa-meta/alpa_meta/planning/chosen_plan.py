@@ -137,9 +137,9 @@ def finish(
         memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
         limit = _limit(stage_plan, stage, memory_limit, peaks)
         key = problem_hash(selection) + repr((selection.problem.node_cost.sum(), limit))
-        if key not in solved:
-            solved[key] = choose(placed.candidate, selection, limit)
-        solution = solved[key]
+        solution = solved.get(key)
+        if solution is None or not _fits(selection, solution, limit):
+            solution = solved[key] = choose(placed.candidate, selection, limit)
         if solution.choice is None:
             return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
         homes = zip(numbers, staging.stages, strict=True)
@@ -211,6 +211,12 @@ def chosen_stages(
     if rule.interleaves:
         staging = evolve(staging, num_meshes=stage_plan.num_meshes)
     return program, staging
+
+
+def _fits(selection: Selection, solution: ShardingSolution, limit: float) -> bool:
+    """Return whether the solution of an equal stage does for one that may hold more
+    microbatches."""
+    return solution.choice is not None and selection.memory.peak(solution.choice).total <= limit
 
 
 def _limit(stage_plan: StagePlan, stage: int, memory: float, solved: Sequence[float]) -> float:

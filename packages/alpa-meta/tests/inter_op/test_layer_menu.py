@@ -203,6 +203,11 @@ def test_floors_between_two_sizes_are_below_what_a_layer_takes_there(samples):
     coarse, problem = builder(1, 32), builder(samples).floors[0].problem
     for number, layer in enumerate(coarse.floors[0].layers):
         (floor,) = coarse.floors_at(0, number, samples)
-        alone = problem.costs.layer_problem(layer, problem.selection.seconds.tables[0])
-        least = ilp_sharding.solve(alone).objective
-        assert 0.5 * least <= floor.priced[0].step_seconds <= least * (1 + 1e-9)
+        costs = problem.costs
+        alone = [
+            costs.layer_problem(layer, costs.seconds_of(kind).tables[0], kind=kind)
+            for kind in ("none", "selective", "full")
+        ]
+        least = min(ilp_sharding.solve(one).objective for one in alone)
+        more = min(kept.seconds.value(samples) for kept in floor.kept) * BATCH / samples
+        assert 0.5 * least <= floor.priced[0].step_seconds + more <= least * (1 + 1e-9)
