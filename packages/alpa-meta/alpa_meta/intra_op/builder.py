@@ -28,8 +28,8 @@ from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal
 from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds, Priced
 from alpa_meta.intra_op.fused_traffic import fused_traffic
-from alpa_meta.intra_op.liveness import KINDS, Span, Timeline
-from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
+from alpa_meta.intra_op.liveness import KINDS, Timeline
+from alpa_meta.intra_op.memory_profile import Copy
 from alpa_meta.intra_op.mesh_costs import Conversion, MeshCosts
 from alpa_meta.intra_op.operator_choice import OperatorChoice, operator_choice
 from alpa_meta.intra_op.operator_seconds import strategy_sends
@@ -38,6 +38,7 @@ from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
 from alpa_meta.intra_op.regions import barrier_record, region_record
 from alpa_meta.intra_op.sent_seconds import SentSeconds
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
+from alpa_meta.intra_op.stage_spans import StageSpans
 from alpa_meta.operators import (
     is_heavy,
     operator_of,
@@ -75,6 +76,8 @@ class Builder:
         self.fixed = self.problem.node("fixed", "fixed", ["replicated"])
         self._choices: dict[int, Sequence[ShardingSpec | Strategy]] = {}
         self._constants: list[tuple[Source, int, int]] = []  # with their kind and count
+        # What other microbatches keep too, those in flight or those delayed; and the count.
+        self._of_others: list[tuple[Source, bool, int]] = []
         self._copies: list[Copy] = []
         self._copy_of: dict[Var, int] = {}  # what is read for several: its place in the copies
         self.timeline = Timeline(apart=bool(stage.kept))
@@ -123,16 +126,16 @@ class Builder:
         self._times = self.timeline.count = self.stage.times[position] if self.stage.times else 1
         self._read_times = {}
 
-    def memory(self, num_strategies: Sequence[int]) -> MemoryProfile:
-        """Return the memory of the equations walked over, over time."""
-        last = self.timeline.now + 1
-        spans = [Span(source, 0, last, kind, count) for source, kind, count in self._constants]
-        return MemoryProfile(
-            [*spans, *self.timeline.spans()],
+    def spans(self, num_strategies: Sequence[int]) -> StageSpans:
+        """Return what the equations walked over hold, over time."""
+        return StageSpans(
+            self._constants,
+            self._of_others,
+            self.timeline.spans(),
             self._copies,
             self.costs.mesh,
             num_strategies,
-            last,
+            self.timeline.now + 1,
             len(self._ratios),
         )
 
@@ -152,14 +155,9 @@ class Builder:
                 self._constants.append((source, KINDS.index("state"), self._times))
         elif var in self.stage.received:
             self.timeline.store(source)
-            self._keep_others(source, self.stage.in_flight - 1)
+            self._of_others.append((source, False, self._times))
         if pinned is not None:
             self._pin(source, pinned)
-
-    def _keep_others(self, source: Source, copies: int) -> None:
-        """Count a value that `copies` other microbatches keep at the same time."""
-        if copies > 0:
-            self._constants.append((source.times(copies), KINDS.index("activations"), self._times))
 
     def _pin(self, source: Source, pinned: Pin) -> None:
         """Forbid the strategies under which a value is not as pinned."""
@@ -266,10 +264,10 @@ class Builder:
             self._pin(source, stage.pins[var])
         if var in stage.kept:
             self.timeline.hold([source])
-            self._keep_others(source, stage.in_flight - 1)
+            self._of_others.append((source, False, self._times))
         if var in stage.delayed:
             self.timeline.hold([source])
-            self._keep_others(source, stage.num_delayed)
+            self._of_others.append((source, True, self._times))
         if var in stage.accumulated and stage.num_microbatches > 1:
             size = max(source.bytes, 4.0 * math.prod(source.shape))
             widened = source.times(size / max(source.bytes, 1.0))

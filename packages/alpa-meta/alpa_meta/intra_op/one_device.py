@@ -29,7 +29,8 @@ def memory_on_one_device(stage: StageEqns, costs: MeshCosts) -> OneDevice:
     """Return the memory of a stage on a mesh of one device."""
     builder = _WholeValues(costs, stage, ())
     builder.eqns()
-    return OneDevice(builder.memory((1,)), tuple(builder.times))
+    memory = builder.spans((1,)).profile(stage.in_flight, stage.num_delayed)
+    return OneDevice(memory, tuple(builder.times))
 
 
 class _WholeValues(Builder):

@@ -34,6 +34,7 @@ from alpa_meta.intra_op.memory_profile import MemoryProfile
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.sent_seconds import SentSeconds
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
+from alpa_meta.intra_op.stage_spans import StageSpans
 from alpa_meta.spmd import JaxprPlan, RegionPlan
 
 
@@ -49,7 +50,8 @@ class Selection:
     seconds: EquationSeconds
     traffic: BucketedTraffic
     sent: SentSeconds
-    memory: MemoryProfile
+    spans: StageSpans
+    memory: MemoryProfile  # of the `spans`, with the stage's microbatches in flight
     times: Sequence[int]  # of the memory, at which each equation begins
     classes: Classes | None = None  # of strategies that differ by the use of equal axes only
 
@@ -76,7 +78,7 @@ def build(
     builder = Builder(costs, stage, others)
     records = builder.eqns()
     problem = builder.problem.build(name)
-    memory = builder.memory(problem.num_strategies.tolist())
+    spans = builder.spans(problem.num_strategies.tolist())
     return Selection(
         problem,
         builder.sources,
@@ -86,7 +88,8 @@ def build(
         builder.equation_seconds(len(records)),
         builder.traffic,
         builder.sent,
-        memory,
+        spans,
+        spans.profile(stage.in_flight, stage.num_delayed),
         tuple(builder.times),
         builder.classes(problem.edge_cost.size),
     )

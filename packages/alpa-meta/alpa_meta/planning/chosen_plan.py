@@ -32,8 +32,9 @@ from alpa_meta.inter_op.scan_stages import staged_program
 from alpa_meta.inter_op.split_backward import with_split_backward
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.staging import Staging, assign_stages
+from alpa_meta.intra_op.equal_stages import Stages
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.intra_op.selection import Selection, build
+from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.plan_identity import problem_hash
@@ -88,14 +89,17 @@ def stage_selection(
     in_flight: int,
     model: CostModel,
     options: Options,
+    built: Stages,
 ) -> tuple[Any, Selection]:
+    """Return the scope of a stage and its selection problem, that of an equal one `built`
+    before."""
     pins = input_pins(program, candidate.logical, options)
     num_delayed = 0
     if staging.by_weight is not None:
         num_delayed = in_flight - min(program.num_microbatches, staging.num_stages - stage)
     scope = stage_scope(program, staging, stage, in_flight, pins, num_delayed=num_delayed)
     costs = MeshCosts(candidate.logical, model, candidate.submesh.host_group)
-    return scope, build(scope.eqns, costs, f"stage {stage}")
+    return scope, built.build(scope.eqns, costs, f"stage {stage}")
 
 
 def finish(
@@ -128,11 +132,12 @@ def finish(
     numbers = slice_numbers(program, staging)
     sliced = program.slices if staging.num_stages > 1 else None  # one stage runs all as one program
     solved: dict[str, ShardingSolution] = {}
+    built = Stages()
     for stage, placed in enumerate(stage_plan.stages):
         options.progress("stages", stage, len(stage_plan.stages))
         in_flight = stage_plan.in_flight[stage]
         scope, selection = stage_selection(
-            program, staging, stage, placed.candidate, in_flight, model, options
+            program, staging, stage, placed.candidate, in_flight, model, options, built
         )
         memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
         limit = _limit(stage_plan, stage, memory_limit, peaks)

@@ -25,6 +25,7 @@ from alpa_interchange import (
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.meshes import splits_hosts_twice
+from alpa_meta.intra_op.equal_stages import Stages
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
@@ -290,10 +291,18 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     model = calibrated_model(plan.cluster)
     names = StageNames(staging)
     selections, shardings = [], []
+    built = Stages()
     for stage, sharding in enumerate(plan.shardings):
         candidate = plan.stage_plan.stages[stage].candidate
         selection = stage_selection(
-            program, staging, stage, candidate, plan.stage_plan.in_flight[stage], model, options
+            program,
+            staging,
+            stage,
+            candidate,
+            plan.stage_plan.in_flight[stage],
+            model,
+            options,
+            built,
         )[1]
         choice = restored_choice(program, names, stage, selection, sharding)
         shardings.append(evolve(sharding, solution=evolve(sharding.solution, choice=choice)))
