@@ -253,15 +253,23 @@ class LayerCosts:
         `seconds_of(beside)`, under the same strategies."""
         key = kind, beside, size
         if key not in self._least_more:
+            count = len(self.facts.layers)
+            its, others = (self.seconds_of(one).costs for one in (kind, beside))
+            more = [  # the first time, then once more
+                (position, node, one[size] - other[size])
+                for (position, node, one), (_, _, other) in zip(its, others, strict=False)
+                if one is not other and position < count
+            ]
+            for sign, of in ((1.0, its), (-1.0, others)):
+                again = of[len(self.selection.seconds.costs) :]
+                more += [(p - count, node, sign * priced[size]) for p, node, priced in again]
             by_node: dict[tuple[int, int], np.ndarray] = {}
-            for sign, priced in ((1.0, kind), (-1.0, beside)):
-                of = self.seconds_of(priced)
-                for position, node, seconds in of.costs:
-                    at = int(self.facts.layers[position % len(self.facts.layers)]), node
-                    by_node[at] = by_node.get(at, np.zeros(1)) + sign * seconds[size]
+            for position, node, seconds in more:
+                at = int(self.facts.layers[position]), node
+                by_node[at] = by_node[at] + seconds if at in by_node else seconds
             found = np.zeros(self.num_layers)
-            for (home, _), more in by_node.items():
-                found[home] += more.min()
+            for (home, _), seconds in by_node.items():
+                found[home] += seconds.min()
             self._least_more[key] = found
         return float(self._least_more[key][layer])
 
