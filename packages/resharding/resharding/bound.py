@@ -14,6 +14,7 @@ For a task with slices i of D_i bytes, held by the devices H_i and needed elsewh
     of its receivers: D_i / rate + latency takes the place of D_i / rate above, and a host takes
     one latency for each of its receiving devices. In one latency the devices that have a slice
     can double at most.                                                       -> _blocked_seconds()
+    What is sent last is passed on by nobody, so it is sent to each receiver.  -> latency_bound
 
 The minimum over x is found with maximum flows: start from T = total / all cards, and as long as the
 flow does not fit, the minimum cut names a set S with a larger quotient. Each round raises T to an
@@ -26,6 +27,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from resharding.latency_bound import latency_bound
 from resharding.network import Links, Network
 from resharding.slices import Slice
 
@@ -71,7 +73,7 @@ def lower_bound(slices: Iterable[Slice], host_of: Mapping[int, int], network: Ne
                 for host, devices in receiving.items()
             ),
         )
-    return max(bound + network.latency, blocked)
+    return max(bound + network.latency, latency_bound(moving, links), blocked)
 
 
 def _blocked_seconds(moving: Iterable[Slice], links: Links) -> float:

@@ -28,7 +28,8 @@ from resharding.coverage import PlanError
 from resharding.network import Links
 from resharding.traffic import edge_bytes, edges
 
-_MANY = 48  # flows from which arrays share ports faster than loops do (measured: equal at 40 to 60)
+# Bundles of flows from which arrays share ports faster than loops do (measured: equal at 40 to 60).
+_MANY = 48
 
 
 class Watcher(Protocol):
@@ -89,19 +90,41 @@ def demand_of(transfer: Transfer, element_bytes: float, links: Links) -> Demand:
 
 
 def least_seconds(transfers: Sequence[Transfer], demands: Sequence[Demand], links: Links) -> float:
-    """Return the time of the busiest port, host or device, were none of them ever to wait."""
+    """Return the time of the busiest port, host or device, were none of them ever to wait, or of
+    the longest row of transfers that wait for one another."""
     carried = [0.0] * len(links.rate)
     blocked: dict[int, float] = {}
-    longest = 0.0
+    ends: list[float] = []
     for transfer, demand in zip(transfers, demands, strict=True):
         for port, times in zip(demand.ports, demand.times, strict=True):
             carried[port] += demand.num_bytes * times
         alone = demand.num_bytes / demand.alone + demand.tail
-        longest = max(longest, alone)
+        ends.append(alone + max((ends[k] for k in transfer.after if k < len(ends)), default=0.0))
         for lane in lanes_of(transfer, links):
             blocked[lane] = blocked.get(lane, 0.0) + alone
     ports = max((amount / links.rate[port] for port, amount in enumerate(carried)), default=0.0)
-    return max(ports, longest, max(blocked.values(), default=0.0))
+    return max(ports, max(ends, default=0.0), max(blocked.values(), default=0.0))
+
+
+def level_seconds(transfers: Sequence[Transfer], demands: Sequence[Demand], links: Links) -> float:
+    """Return the time of transfers level by level: those that wait for nothing, those that wait for
+    them, ...; a level takes what its busiest port does, and its longest tail."""
+    level_of: list[int] = []
+    carried: list[dict[int, float]] = []
+    tails: list[float] = []
+    for transfer, demand in zip(transfers, demands, strict=True):
+        level = max((level_of[k] + 1 for k in transfer.after), default=0)
+        level_of.append(level)
+        if level == len(tails):
+            carried.append({})
+            tails.append(0.0)
+        tails[level] = max(tails[level], demand.tail)
+        for port, times in zip(demand.ports, demand.times, strict=True):
+            carried[level][port] = carried[level].get(port, 0.0) + demand.num_bytes * times
+    return sum(tails) + sum(
+        max((amount / links.rate[port] for port, amount in each.items()), default=0.0)
+        for each in carried
+    )
 
 
 def lanes_of(transfer: Transfer, links: Links) -> tuple[int, ...]:
@@ -215,16 +238,33 @@ class _Course:
 
 
 def share(flows: Sequence[_Flow], rate: Sequence[float]) -> None:
-    """Set max-min fair rates: fill all flows evenly, freeze those at a port that runs full."""
-    if len(flows) >= _MANY:
-        _share_arrays(flows, rate)
-        return
-    users: dict[int, int] = {}
+    """Set max-min fair rates: fill all flows evenly, freeze those at a port that runs full.
+
+    Flows through the same ports have the same rate: copies between two devices are a bundle.
+    """
+    bundles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Flow]] = {}
     for flow in flows:
-        for port, times in zip(flow.demand.ports, flow.demand.times, strict=True):
+        bundles.setdefault((flow.demand.ports, flow.demand.times), []).append(flow)
+    found = (_shares_by_arrays if len(bundles) >= _MANY else _shares)(list(bundles.values()), rate)
+    for bundle, value in zip(bundles.values(), found, strict=True):
+        for flow in bundle:
+            flow.rate = value
+
+
+def _shares(bundles: Sequence[Sequence[_Flow]], rate: Sequence[float]) -> list[float]:
+    """Return the rate of the flows of each bundle."""
+    users: dict[int, int] = {}
+    passes: list[list[tuple[int, int]]] = []  # (port, times) of each bundle
+    for bundle in bundles:
+        demand, count = bundle[0].demand, len(bundle)
+        passes.append(
+            [(port, times * count) for port, times in zip(demand.ports, demand.times, strict=True)]
+        )
+        for port, times in passes[-1]:
             users[port] = users.get(port, 0) + times
     room = {port: rate[port] for port in users}
-    active, level = list(flows), 0.0
+    found = [0.0] * len(bundles)
+    active, level = list(range(len(bundles))), 0.0
     while active:
         tightest = min(room[port] / count for port, count in users.items() if count)
         level = max(level, tightest)  # rounding may not lower it
@@ -234,36 +274,39 @@ def share(flows: Sequence[_Flow], rate: Sequence[float]) -> None:
             if count and room[port] / count <= level * (1 + 1e-12)
         }
         still = []
-        for flow in active:
-            if full.isdisjoint(flow.demand.ports):
-                still.append(flow)
+        for k in active:
+            if full.isdisjoint(bundles[k][0].demand.ports):
+                still.append(k)
                 continue
-            flow.rate = level
-            for port, times in zip(flow.demand.ports, flow.demand.times, strict=True):
+            found[k] = level
+            for port, times in passes[k]:
                 room[port] -= level * times
                 users[port] -= times
         active = still
+    return found
 
 
-def _share_arrays(flows: Sequence[_Flow], rate: Sequence[float]) -> None:
-    """Do what `share` does with one row of arrays per (flow, port)."""
-    lengths = [len(flow.demand.ports) for flow in flows]
-    row: NDArray[np.int64] = np.repeat(np.arange(len(flows)), lengths)
-    port = np.array([p for flow in flows for p in flow.demand.ports])
-    times = np.array([t for flow in flows for t in flow.demand.times], dtype=float)
+def _shares_by_arrays(bundles: Sequence[Sequence[_Flow]], rate: Sequence[float]) -> list[float]:
+    """Do what `_shares` does with one row of arrays per (bundle, port)."""
+    demands = [bundle[0].demand for bundle in bundles]
+    lengths = [len(demand.ports) for demand in demands]
+    row: NDArray[np.int64] = np.repeat(np.arange(len(bundles)), lengths)
+    port = np.array([p for demand in demands for p in demand.ports])
+    times = np.array([t for demand in demands for t in demand.times], dtype=float)
+    times *= np.repeat([len(bundle) for bundle in bundles], lengths)
     room = np.array(rate, dtype=float)
-    found, level = np.zeros(len(flows)), 0.0
+    found, level = np.zeros(len(bundles)), 0.0
     while len(row):
         users = np.bincount(port, weights=times, minlength=len(room))
         quotient = np.full(len(room), np.inf)
         np.divide(room, users, out=quotient, where=users > 0.5)
         level = max(level, float(quotient.min()))
         full = quotient <= level * (1 + 1e-12)
-        stopped = np.zeros(len(flows), dtype=bool)
+        stopped = np.zeros(len(bundles), dtype=bool)
         stopped[row[full[port]]] = True
         found[stopped] = level
         ends = stopped[row]
         room -= level * np.bincount(port[ends], weights=times[ends], minlength=len(room))
         row, port, times = row[~ends], port[~ends], times[~ends]
-    for flow, value in zip(flows, found.tolist(), strict=True):
-        flow.rate = value
+    rates: list[float] = found.tolist()
+    return rates

@@ -1,8 +1,9 @@
 """A plan as steps of hops between devices, the same on every rank.
 
-Hop h of a chain carries chunk c in step c + h: both ends of a hop are in the same step, so a
-process that has both starts them together, and every rank goes through its steps in one global
-order.
+Hop h of a chain that starts in step s carries chunk c in step s + c + h: both ends of a hop are in
+the same step, so a process that has both starts them together, and every rank goes through its
+steps in one global order. A transfer starts in the step after those it waits for, and those that
+bring its sender what it sends, so transfers that may run side by side are started together.
 """
 
 from __future__ import annotations
@@ -36,13 +37,26 @@ class Hop:
 def steps_of(plan: ReshardingPlan) -> tuple[tuple[Hop, ...], ...]:
     """Return the steps of all transfers of `plan`, in its order."""
     width = math.ceil(dtype_bytes(plan.task.tensor.dtype))
-    steps: list[tuple[Hop, ...]] = []
+    steps: list[list[Hop]] = []
+    behind: list[int] = []  # by transfer: the first step after it
+    brought: dict[int, list[tuple[Box, int]]] = {}  # by device: what arrives there, before step
     for index, transfer in enumerate(plan.transfers):
-        if transfer.method == "gather":
-            steps += _ring(plan, index, transfer, width)
-        elif transfer.method != "local":
-            steps += _chain(index, transfer, width)
-    return tuple(step for step in steps if step)
+        box = Box(transfer.start, transfer.stop)
+        waits = [behind[earlier] for earlier in transfer.after]
+        for device in transfer.receivers if transfer.method == "gather" else (transfer.sender,):
+            arrivals = brought.get(device, ())
+            waits += [step for piece, step in arrivals if piece.common(box) is not None]
+        first = max(waits, default=0)
+        made = _ring(plan, index, transfer, width) if transfer.method == "gather" else []
+        if transfer.method not in ("gather", "local"):
+            made = _chain(index, transfer, width)
+        steps += [[] for _ in range(first + len(made) - len(steps))]
+        for number, hops in enumerate(made):
+            steps[first + number] += hops
+        behind.append(first + len(made))
+        for receiver in transfer.receivers:
+            brought.setdefault(receiver, []).append((box, behind[-1]))
+    return tuple(tuple(step) for step in steps if step)
 
 
 def _chain(index: int, transfer: Transfer, width: int) -> list[tuple[Hop, ...]]:

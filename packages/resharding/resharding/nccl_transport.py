@@ -301,10 +301,10 @@ class NcclTransport:
                     exported[device, hop.box] = self._memory.export(array, stream)
         flight.keep = [one.keep for one in exported.values()]
         try:
-            for step in steps:
+            for number, step in enumerate(steps):
                 operations = self._operations(step, exported, rank_of)
                 if operations:
-                    ranks.issue(operations, f"transfer {step[0].transfer} of {key}")
+                    ranks.issue(operations, f"step {number} of {key}")
             self._mark(flight, steps, rank_of)
             posted.made = self._joined(plan, steps, held, ranks, rank_of)
         except TransportError as error:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from attrs import evolve, frozen
 
 from alpa_interchange.reshard import Transfer
+from resharding import fans
 from resharding.division import Delivery, divided
 from resharding.network import Links
 from resharding.order import Job, find_order
@@ -280,6 +281,18 @@ def global_all_gather(slices: Sequence[Slice], setting: Setting) -> Draft:
     return _scattered(slices, deliveries, setting)
 
 
+def fan(
+    feed: Callable[[Sequence[Delivery], Links], list[Transfer]],
+) -> Callable[[Sequence[Slice], Setting], Draft]:
+    """Return the strategy that feeds deliveries by one of `resharding.fans`."""
+
+    def strategy(slices: Sequence[Slice], setting: Setting) -> Draft:
+        fed = feed(_deliveries(slices, setting), setting.links)
+        return Draft((*fed, *_in_place(slices)), 0.0)
+
+    return strategy
+
+
 Strategy = Callable[[Sequence[Slice], Setting], Draft]
 
 STRATEGIES: dict[str, Strategy] = {  # those that win most often first
@@ -289,7 +302,11 @@ STRATEGIES: dict[str, Strategy] = {  # those that win most often first
     "two_level_broadcast": two_level_broadcast,
     "local_all_gather": local_all_gather,
     "global_all_gather": global_all_gather,
+    "star": fan(fans.star),
+    "exchange": fan(fans.exchange),
+    "parallel_chains": fan(fans.parallel_chains),
 }
+FANS = ("star", "exchange", "parallel_chains")
 
 
 def candidates(slices: Sequence[Slice], most_receivers: int = 192) -> tuple[str, ...]:
@@ -304,7 +321,8 @@ def candidates(slices: Sequence[Slice], most_receivers: int = 192) -> tuple[str,
     if count > most_receivers:
         few = ("tile_all_gather", "two_level_broadcast", "broadcast")
         return (*few, "send_recv") if count <= 2 * most_receivers else few
-    return ("tile_all_gather", *(name for name in STRATEGIES if name != "tile_all_gather"))
+    others = (name for name in STRATEGIES if name != "tile_all_gather" and name not in FANS)
+    return ("tile_all_gather", *others)
 
 
 def _deliveries(slices: Sequence[Slice], setting: Setting) -> list[Delivery]:
