@@ -76,6 +76,14 @@ def test_fetches_are_answered_with_the_bytes_or_the_reason_why_not(links, elsewh
     assert got == b"0123"
 
 
+def test_answers_over_tcp_do_not_wait_to_be_acknowledged(links):
+    a, b, *_ = links(elsewhere=True)
+    begin = time.perf_counter()
+    for _ in range(20):
+        b.fetch("a", "k", 0, 0, [memoryview(bytearray(10))])
+    assert time.perf_counter() - begin < 20 * 0.02  # a delayed acknowledgement takes 0.04 s
+
+
 def test_the_memory_of_the_same_machine_is_read_and_that_of_others_is_not(links):
     a, *_ = links()
     assert a.reads("b") and a.lanes("b") == 2
