@@ -156,7 +156,7 @@ def _fanned(
     fills: Callable[[Hosts], int],
 ) -> list[Transfer]:
     """Return what feeds all deliveries; `fills(hosts)` is how many times a part is waited for."""
-    fans, turn = _Fans(links), 0
+    fans, turn, first = _Fans(links), 0, 0
     remote = [each for each in deliveries if each.remote]
     most = _MOST_TRANSFERS // max(1, sum(len(each.receivers) for each in remote))
     for delivery in deliveries:
@@ -171,13 +171,16 @@ def _fanned(
             unit = len(bounding_hosts(delivery.senders, links.host_of)) if len(remote) < 3 else 1
             unit = math.lcm(unit, len(hosts)) if fills(hosts) and len(remote) < 4 else unit
             count = max(1, min(count, most, _MOST_PARTS) // unit) * unit
-        for part in _parts(delivery, count):
+        parts = list(_parts(delivery, count))
+        for number, part in enumerate(parts):
             rotated = [
                 (*devices[turn % len(devices) :], *devices[: turn % len(devices)])
                 for devices in hosts
             ]
-            feed(fans, part, rotated, turn)
+            # parts that begin at the same host follow each other: one box for its process
+            feed(fans, part, rotated, first + number * len(hosts) // len(parts))
             turn += 1
+        first += 1
     return fans.transfers
 
 

@@ -6,7 +6,7 @@ become chains of processes. A process in the middle of a chain passes on what it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from attrs import frozen
 
@@ -69,7 +69,45 @@ def routes_of(plan: ReshardingPlan, owner_of: Mapping[int, str]) -> tuple[Route,
             chains.append((box, chain, number))
     chains = [one for one in chains if one[1][1:]]
     before = _before(plan, [number for *_, number in chains])
-    return tuple(Route(box, tuple(chain), before[k]) for k, (box, chain, _) in enumerate(chains))
+    routes = (Route(box, tuple(chain), before[k]) for k, (box, chain, _) in enumerate(chains))
+    return _merged(plan, owner_of, routes)
+
+
+def _merged(
+    plan: ReshardingPlan, owner_of: Mapping[int, str], routes: Iterable[Route]
+) -> tuple[Route, ...]:
+    """Return routes of which none goes on where another of the same chain ends.
+
+    Parts of a slice that enter a process by different devices are one box for it: 1 MiB over TCP
+    takes 0.9 ms in one box and 7 ms in 32. A box stays inside one tile of each process.
+    """
+    held: dict[str, set[Box]] = {}
+    wanted: dict[str, set[Box]] = {}
+    for side, placed, tiles in (
+        ("source", plan.task.source, held),
+        ("target", plan.task.target, wanted),
+    ):
+        for device, tile in device_tiles(placed, plan.task.tensor.shape, side).items():
+            tiles.setdefault(owner_of[device], set()).add(tile)
+    made: list[Route] = []
+    place: list[int] = []  # of every route, in `made`
+    last: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
+    for route in routes:
+        after = tuple(sorted({place[earlier] for earlier in route.after}))
+        key = route.chain, after
+        known = last.get(key)
+        box = None if known is None else made[known].box.joined(route.box)
+        if box is not None and all(
+            any(tile.contains(box) for tile in (wanted if k else held).get(name, ()))
+            for k, name in enumerate(route.chain)
+        ):
+            assert known is not None
+            made[known] = Route(box, *key)
+        else:
+            last[key] = len(made)
+            made.append(Route(route.box, *key))
+        place.append(last[key])
+    return tuple(made)
 
 
 def _before(plan: ReshardingPlan, begins: Sequence[int]) -> list[tuple[int, ...]]:

@@ -45,6 +45,18 @@ class Box:
             return None
         return Box(start, stop)
 
+    def joined(self, other: Box) -> Box | None:
+        """Return the box of both if `other` begins where this one ends, along one dim; else
+        None."""
+        apart = [
+            dim
+            for dim in range(len(self.start))
+            if (self.start[dim], self.stop[dim]) != (other.start[dim], other.stop[dim])
+        ]
+        if len(apart) != 1 or self.stop[apart[0]] != other.start[apart[0]]:
+            return None
+        return Box(self.start, other.stop)
+
     def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """Return the index of this box in an array whose first element is at `origin`."""
         return tuple(

@@ -22,7 +22,7 @@ def cells(box):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("strategy", ["broadcast", "send_recv", "auto"])
+@pytest.mark.parametrize("strategy", ["broadcast", "send_recv", "exchange", "star", "auto"])
 def test_every_process_gets_each_element_it_lacks_once(strategy, overlap):
     for seed in range(25):
         task = random_task(seed, longest=8, overlap=overlap)
@@ -71,3 +71,20 @@ def test_a_route_waits_for_what_its_transfer_comes_after():
                 here = {k for k, route in enumerate(routes) if name in route.chain}
                 assert set(before) == here & set(routes[number].after)
     assert waiting > 0
+
+
+def test_parts_that_go_the_same_way_are_one_box(make_task):
+    # 8 devices of a host get 1 MB: parts enter by different devices, for the process it is one
+    task = make_task((1 << 18,), (1, 1), "R", (1, 8), "R", dtype="float32")
+    made = plan(task, Network(latency=1e-5, issue="none"), "star")
+    entering = [t for t in made.transfers if not t.after]
+    assert len(entering) >= len({t.receivers for t in entering}) == 8
+    (route,) = routes_of(made, owners(task))
+    assert route.box.shape == (1 << 18,) and route.chain == ("host 0", "host 1")
+
+
+def test_no_box_is_more_than_a_tile(make_task):
+    # rows over the devices of one process: each device needs its own tile
+    task = make_task((8, 4), (1, 1), "R R", (1, 4), "S1 R")
+    routes = routes_of(plan(task, Network(issue="none"), "broadcast"), owners(task))
+    assert [route.box.shape for route in routes] == [(2, 4)] * 4
