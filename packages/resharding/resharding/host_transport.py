@@ -19,11 +19,12 @@ import numpy as np
 from alpa_interchange.reshard import ReshardingPlan
 from alpa_interchange.tensor import dtype_bytes
 from resharding.incoming import HostReceiving, Incoming
-from resharding.outgoing import HostSending, Outgoing, Shared
+from resharding.outgoing import Outgoing, Shared
 from resharding.regions import Bytes
 from resharding.routes import Part, part_of
 from resharding.socket_link import SocketLink
-from resharding.transport import Link, Tiles
+from resharding.sum_transport import SumParts, SumSending, parts_of_sum
+from resharding.transport import Link, Sending, Tiles
 
 _MOST_PARTS = 4096  # plans whose part is remembered: more than a schedule has
 
@@ -48,6 +49,7 @@ class HostTransport:
         self.name = name
         self._owner_of: dict[int, str] = {}
         self._parts: dict[int, tuple[ReshardingPlan, Part]] = {}
+        self._sums: dict[int, tuple[ReshardingPlan, SumParts]] = {}
         self._link: Link = SocketLink(name, token, host, checksum) if link is None else link
         self._shared = Shared(name, self._link, checksum)
         self._incoming = Incoming(self._shared, window)
@@ -69,12 +71,17 @@ class HostTransport:
         self._parts.clear()
         self._link.connect({peer: at for peer, at in peers.items() if peer != self.name})
 
-    def send(self, key: str, plan: ReshardingPlan, tiles: Tiles, program: str = "") -> HostSending:
-        """Offer what this process's source devices have to send."""
+    def send(self, key: str, plan: ReshardingPlan, tiles: Tiles, program: str = "") -> Sending:
+        """Offer what this process's source devices have to send, or the sum of what they have."""
+        sum_parts = self._sum_parts(plan)
+        if sum_parts is not None:
+            return SumSending(self, key, sum_parts, self._owner_of, tiles, program)
         return self._outgoing.send(key, self._part(plan), _width(plan), tiles, program)
 
     def receive(self, key: str, plan: ReshardingPlan, program: str = "") -> HostReceiving:
         """Post the receives of this process's target devices."""
+        sum_parts = self._sum_parts(plan)
+        plan = plan if sum_parts is None else sum_parts.moves
         return self._incoming.receive(key, self._part(plan), _width(plan), program)
 
     def close(self) -> None:
@@ -114,6 +121,16 @@ class HostTransport:
                 self._parts.clear()
             found = self._parts[id(plan)] = plan, part_of(self.name, plan, self._owner_of)
         return found[1]
+
+    def _sum_parts(self, plan: ReshardingPlan) -> SumParts | None:
+        """Return the parts of a plan with an unreduced source, which are worked out once."""
+        if not plan.task.source.spec.partial:
+            return None
+        if id(plan) not in self._sums:
+            if len(self._sums) >= _MOST_PARTS:
+                self._sums.clear()
+            self._sums[id(plan)] = plan, parts_of_sum(plan)
+        return self._sums[id(plan)][1]
 
 
 def _width(plan: ReshardingPlan) -> int:

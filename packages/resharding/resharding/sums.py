@@ -55,6 +55,29 @@ def plan_sum(
     return best
 
 
+def split_plan(plan: ReshardingPlan) -> tuple[tuple[Transfer, ...], ReshardingPlan]:
+    """Return the chains that sum up, and the plan that moves the sum from where they end.
+
+    A plan of `plan_sum` is put together so; ValueError for another that is not.
+    """
+    count = sum(each.method == "reduce" for each in plan.transfers)
+    chains, moves = plan.transfers[:count], plan.transfers[count:]
+    ends = {each.receivers[-1]: Box(each.start, each.stop) for each in chains}
+    for between in _layouts_between(plan.task):
+        tiles = all_tiles(between, plan.task.tensor.shape)
+        if ends and ends != {device: tile for device, tile in tiles.items() if tile.size}:
+            continue
+        shifted = (
+            evolve(move, after=tuple(k - count for k in move.after if k >= count)) for move in moves
+        )
+        task = evolve(plan.task, source=between)
+        return chains, evolve(plan, task=task, transfers=tuple(shifted))
+    raise ValueError(
+        f"the {count} reduce transfers of a plan between processes must come first and leave each "
+        f"device its tile of one layout, but they end on {ends}; plan the task with resharding.plan"
+    )
+
+
 def _layouts_between(task: ReshardingTask) -> Iterator[PlacedTensor]:
     """Yield where the sum may lie before it is moved."""
     source, shape = task.source, task.tensor.shape

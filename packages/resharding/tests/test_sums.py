@@ -108,7 +108,7 @@ def test_a_chain_that_leaves_a_summand_out_is_refused():
         check_plan(evolve(made, transfers=tuple(evolve(one, after=()) for one in rest)))
 
 
-def test_what_moves_bytes_between_processes_refuses_summands_and_targets_are_reduced():
+def test_what_only_moves_bytes_refuses_summands_and_targets_are_reduced():
     task = task_of((8,), "1x4:R+device", "1x1:R")
     owners = dict.fromkeys((*task.source.devices, *task.target.devices), "a")
     with pytest.raises(ValueError, match=r"unreduced sum over the mesh axes \('device',\)"):
