@@ -1,9 +1,12 @@
 """Plans, simulates and executes the move of a sharded tensor from one device mesh to another.
 
 `plan` is the main verb; `simulate` is the referee; `HostExecutor` carries a plan out on numpy
-shards, `HostTransport` between processes. `resharding.jax_executor` (extra `jax`) moves jax arrays
-of one process, `resharding.nccl_transport` (extra `nccl`) GPU memory between processes.
+shards, `HostTransport` between processes. `reshard` (extra `jax`, imported when it is first used)
+moves jax arrays of one process, `resharding.nccl_transport` (extra `nccl`) GPU memory between
+processes.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from resharding.bound import lower_bound
 from resharding.coverage import PlanError, check_plan
@@ -15,6 +18,9 @@ from resharding.simulator import Simulation, simulate
 from resharding.slices import Box, Slice, cut_slices, device_tiles
 from resharding.socket_link import new_token
 from resharding.transport import Transport, TransportError
+
+if TYPE_CHECKING:
+    from resharding.jax_executor import reshard as reshard
 
 __all__ = [
     "Box",
@@ -36,3 +42,12 @@ __all__ = [
     "plan",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return `reshard`, which is not in `__all__`: all else works without jax."""
+    if name == "reshard":
+        from resharding.jax_executor import reshard
+
+        return reshard
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

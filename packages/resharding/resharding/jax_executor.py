@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from attrs import evolve
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -33,17 +34,22 @@ _ALIGNMENT = 64  # bytes; jax takes over host memory that is aligned so
 def reshard(arrays: Any, shardings: Any, *, through: str = "auto") -> Any:
     """Return `arrays` (a jax array or a pytree of them) laid out by `shardings`, equal bit for bit.
 
-    `shardings` is one sharding for all or a pytree of the same structure. Source and target may
-    have different devices, device counts and axes; all devices must belong to this process.
+    `shardings` is one sharding for all, or a pytree of which each leaf is for all arrays below it;
+    a device stands for all of an array on it. Source and target may have different devices, device
+    counts, axes and memory kinds; all devices must belong to this process. What is no jax array yet
+    is put where it belongs.
     `through` is where tiles are put together: "device" by programs of the devices, without waiting
     for the arrays; "host" in host memory; "auto" takes "host" where all devices are host devices,
     whose memory it is.
     """
     if through not in ("auto", "device", "host"):
         raise ValueError(f"through must be 'auto', 'device' or 'host', got {through!r}")
-    if isinstance(shardings, Sharding):
-        return jax.tree.map(lambda array: _reshard(array, shardings, through), arrays)
-    return jax.tree.map(lambda array, to: _reshard(array, to, through), arrays, shardings)
+
+    def below(to: Any, part: Any) -> Any:
+        sharding = SingleDeviceSharding(to) if isinstance(to, jax.Device) else to
+        return jax.tree.map(lambda array: _reshard(array, sharding, through), part)
+
+    return jax.tree.map(below, shardings, arrays)
 
 
 def placed_tensor(sharding: Sharding, rank: int) -> PlacedTensor:
@@ -62,6 +68,11 @@ def placed_tensor(sharding: Sharding, rank: int) -> PlacedTensor:
             f"resharding needs a NamedSharding or SingleDeviceSharding, got {sharding!r}; name the "
             "layout with a Mesh and a PartitionSpec"
         )
+    if sharding.spec.unreduced:
+        raise ValueError(
+            f"{sharding.spec} is unreduced over {sorted(sharding.spec.unreduced)}, but reshard "
+            "moves bytes and does not add; reduce the array on its own mesh first"
+        )
     dims: list[tuple[str, ...]] = []
     for entry in sharding.spec:
         if entry is PartitionSpec.UNCONSTRAINED:
@@ -71,7 +82,7 @@ def placed_tensor(sharding: Sharding, rank: int) -> PlacedTensor:
     dims += [()] * (rank - len(dims))
     mesh = sharding.mesh
     return PlacedTensor(
-        spec=ShardingSpec(tuple(dims), tuple(sorted(sharding.spec.unreduced))),
+        spec=ShardingSpec(tuple(dims)),
         axis_names=tuple(str(name) for name in mesh.axis_names),
         mesh_shape=tuple(mesh.shape[name] for name in mesh.axis_names),
         devices=tuple(device.id for device in mesh.devices.flat),
@@ -79,17 +90,34 @@ def placed_tensor(sharding: Sharding, rank: int) -> PlacedTensor:
     )
 
 
-def _reshard(array: jax.Array, sharding: Sharding, through: str) -> jax.Array:
+def _reshard(array: Any, sharding: Sharding, through: str) -> Any:
+    if not isinstance(array, jax.Array):
+        return jax.device_put(array, sharding)
     if array.sharding == sharding:
         return array
+    if any(kind not in (None, usual) for kind, usual in map(_memory, (array.sharding, sharding))):
+        inside = jax.device_put(array, _usual(array.sharding))  # where programs reach it
+        return jax.device_put(_reshard(inside, _usual(sharding), through), sharding)
     pair = _pair(array.shape, str(array.dtype), array.sharding, sharding)
     shards = {pair.number[shard.device]: shard.data for shard in array.addressable_shards}
     devices = {number: device for device, number in pair.number.items()}
-    if through == "device" or (through == "auto" and not pair.on_host):
+    keys = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)  # numpy has no form for them
+    if through == "device" or keys or (through == "auto" and not pair.on_host):
         moved = pair.device_executor.run(shards, devices)
     else:
         moved = _through_host(pair.host_executor, shards, devices)
     return jax.make_array_from_single_device_arrays(array.shape, sharding, moved)
+
+
+@functools.lru_cache(maxsize=1024)
+def _memory(sharding: Sharding) -> tuple[str | None, str]:
+    """Return the memory kind of a layout, and the one its devices have unless another is named."""
+    device: Any = next(iter(sharding.device_set))
+    return sharding.memory_kind, str(device.default_memory().kind)
+
+
+def _usual(sharding: Sharding) -> Sharding:
+    return sharding.with_memory_kind(_memory(sharding)[1])
 
 
 class _Pair:

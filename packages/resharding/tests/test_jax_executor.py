@@ -1,3 +1,4 @@
+import random
 from importlib.util import find_spec
 
 import numpy as np
@@ -10,6 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import resharding
 from resharding import device_tiles
 from resharding.jax_executor import placed_tensor, reshard
 
@@ -86,11 +88,74 @@ def test_assembled_tiles_are_not_copied_again():
     assert all(pointer % 64 == 0 for pointer in pointers)
 
 
+def random_layout(draw, shape):
+    """Return a layout on a random mesh of devices in random order."""
+    grid = draw.choice([(1,), (2,), (3,), (4,), (2, 2), (2, 3), (1, 4), (4, 2), (2, 2, 2)])
+    devices = draw.sample(jax.devices(), int(np.prod(grid)))
+    names = "abc"[: len(grid)]
+    entries, free = [], list(names)
+    for extent in shape:
+        axes = draw.sample(free, draw.randint(0, len(free)))
+        while extent % int(np.prod([grid[names.index(name)] for name in axes], dtype=int)):
+            axes.pop()
+        free = [name for name in free if name not in axes]
+        entries.append(tuple(axes) if axes else None)
+    types = (AxisType.Auto,) * len(grid)
+    made = Mesh(np.array(devices).reshape(grid), tuple(names), axis_types=types)
+    return NamedSharding(made, P(*entries))
+
+
+@pytest.mark.parametrize("through", ["host", "device"])
+def test_any_pair_of_meshes_in_any_order_of_devices(through):
+    draw = random.Random(0)
+    for _ in range(40):
+        shape = tuple(draw.choice([1, 4, 6, 12, 24]) for _ in range(draw.randint(0, 3)))
+        values = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+        source, target = random_layout(draw, shape), random_layout(draw, shape)
+        moved = resharding.reshard(jax.device_put(values, source), target, through=through)
+        assert moved.sharding == target
+        for shard in moved.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), values[shard.index])
+
+
+@pytest.mark.parametrize("through", ["auto", "device"])
+def test_keys_memory_kinds_devices_and_host_arrays_move_too(through):
+    a, b = layouts()[0], layouts()[3]
+    pinned = b.with_memory_kind("pinned_host")
+    array = jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), a)
+    there = reshard(array, pinned, through=through)
+    assert there.sharding == pinned
+    back = reshard(there, a, through=through)
+    assert back.sharding == a
+    np.testing.assert_array_equal(np.asarray(back), np.asarray(array))
+    keys = jax.device_put(jax.random.split(jax.random.key(3), 8), NamedSharding(a.mesh, P("x")))
+    moved = reshard(keys, NamedSharding(b.mesh, P("q")), through=through)
+    np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
+    assert reshard(array, jax.devices()[6], through=through).devices() == {jax.devices()[6]}
+    assert reshard(np.ones((8, 8)), b, through=through).sharding == b
+
+
+def test_a_sharding_stands_for_all_arrays_below_it():
+    a, b = layouts()[0], layouts()[3]
+    tree = {"layer": {"w": jax.device_put(np.ones((8, 8)), a), "none": None}, "n": 1.0}
+    moved = reshard(tree, {"layer": b, "n": NamedSharding(b.mesh, P())})
+    assert moved["layer"]["w"].sharding == b and moved["layer"]["none"] is None
+    assert moved["n"].sharding.is_fully_replicated
+
+
 def test_unreduced_and_unconstrained_layouts_are_refused():
     a = mesh(0, (2, 2), ("x", "y"))
     array = jax.device_put(np.ones((8, 8)), NamedSharding(a, P("x")))
     with pytest.raises(ValueError, match="leaves a dim unconstrained"):
         reshard(array, NamedSharding(a, P(P.UNCONSTRAINED)))
+    explicit = Mesh(a.devices, ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with pytest.raises(ValueError, match="is unreduced over .*'y'.*, but reshard moves bytes"):
+        reshard(array, NamedSharding(explicit, P(None, unreduced={"y"})))
+
+
+def test_the_package_has_no_other_lazy_name():
+    with pytest.raises(AttributeError, match="module 'resharding' has no attribute 'rehsard'"):
+        _ = resharding.rehsard
 
 
 def test_layouts_without_a_mesh_are_refused_with_advice():
