@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
+from fake_cuda import World
 
 from alpa_interchange.reshard import ReshardingTask
 from alpa_interchange.tensor import ShardingSpec, TensorType, dtype_bytes
@@ -65,3 +67,16 @@ def same_bytes():
             assert got[device].tobytes() == np.ascontiguousarray(array).tobytes()
 
     return check
+
+
+@pytest.fixture
+def make_world(monkeypatch):
+    """Return a function that installs a fake CuPy of a version."""
+
+    def make(seed=0, version="14.2.0"):
+        world = World(seed, version)
+        for name, module in world.cupy().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        return world
+
+    return make

@@ -10,6 +10,7 @@ of one process in separate groups.
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import types
 import weakref
@@ -195,6 +196,7 @@ class World:
                     raise OverflowError("value too large to convert to char")
                 self.key, self.rank, self.size, self.device = key, rank, size, world.device
                 self.aborted = False
+                self.in_issue_order = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
                 made = world.made.setdefault(world.process, [])
                 if key not in made:
                     made.append(key)

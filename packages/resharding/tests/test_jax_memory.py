@@ -10,7 +10,7 @@ if find_spec("jax") is None:
 import jax
 import jax.numpy as jnp
 
-from resharding import Box
+from resharding import Box, jax_memory
 from resharding.jax_memory import JaxMemory, carrier_of
 
 DTYPES = [
@@ -33,11 +33,41 @@ def bits(array):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_travels_through_raw_memory_bit_for_bit(dtype):
+    travels(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64", "complex128"])
+def test_words_of_eight_bytes_and_more_travel_too(dtype):
+    with jax.enable_x64(True):
+        travels(dtype)
+
+
+def test_complex_numbers_as_words_of_eight_bytes_do_not_travel_without_x64(monkeypatch):
+    # the earlier version's mistake: half of the words are cut off where there is no uint64
+    monkeypatch.setattr(jax_memory, "carrier_of", lambda dtype: jnp.dtype("uint64"))
+    with pytest.raises((AssertionError, TypeError, ValueError)):
+        travels("complex64")
+
+
+@pytest.mark.parametrize("name", ["cut", "adopt"])
+def test_a_staging_buffer_is_found(monkeypatch, name):
+    real = getattr(JaxMemory, name)
+
+    def staged(*given):
+        return jax.tree.map(lambda array: array + 0, real(*given))
+
+    monkeypatch.setattr(JaxMemory, name, staged)
+    with pytest.raises(AssertionError):
+        test_whole_tiles_are_sent_and_received_without_copies("float32")
+
+
+def travels(dtype):
+    """Send a tile in two halves through raw memory."""
     device = jax.devices()[0]
     memory = JaxMemory({7: device})
     values = np.random.default_rng(0).integers(0, 2, (6, 4))
     tile = jax.device_put(jnp.asarray(values).astype(dtype), device)
-    if dtype == "complex64":
+    if dtype.startswith("complex"):
         tile = tile * (2 + 3j)
     halves = [Box((1, 0), (4, 4)), Box((4, 0), (7, 4))]  # of a tile that begins at (1, 0)
     arrived = []

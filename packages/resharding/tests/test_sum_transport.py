@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from attrs import evolve
-from test_sums import random_sum, task_of
+from summands import random_sum, task_of
 
 from resharding import HostExecutor, HostTransport, Network, TransportError, new_token, plan
 from resharding import sum_transport as module
