@@ -19,7 +19,6 @@ import math
 import statistics
 import time
 
-from attrs import evolve
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -147,8 +146,9 @@ def main() -> None:
     for seed in range(given.random):
         task = random_task(seed, longest=2000)
         if task.tensor.size > 10_000:
-            tasks[f"random {seed}"] = evolve(task)
-    report(f"random tasks, issue={given.issue}", tasks, network)
+            tasks[f"random {seed}"] = task
+    if tasks:
+        report(f"random tasks, issue={given.issue}", tasks, network)
 
 
 if __name__ == "__main__":
