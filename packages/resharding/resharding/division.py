@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from attrs import evolve, frozen
 
-from resharding.slices import Cutter, Slice
+from resharding.slices import Box, Cutter, Slice
 
 _PASSES = 60  # of evening out the loads; 4 hosts to 4 hosts settle in under 20
 _MOST_TRIED = (
@@ -44,6 +44,11 @@ class Delivery:
     receivers: tuple[int, ...]
     remote: bool
     gather_seconds: float = 0.0  # spent on the receivers after the bytes have arrived
+
+    def part(self, box: Box) -> Delivery:
+        """Return the part of it that is `box`."""
+        piece = self.piece.part(box)
+        return Delivery(piece, self.senders, self.receivers, self.remote, self.gather_seconds)
 
 
 @frozen
@@ -87,12 +92,11 @@ def divided(
                 box = cutters[id(delivery)].next(share)
                 if box is None:
                     continue
-                size = delivery.piece.num_bytes * box.size / delivery.piece.box.size
+                part = delivery.part(box)
                 able = [d for d in delivery.senders if lanes_of(delivery, d) == lanes]
                 sender = min(able, key=lambda device: sent.get(device, 0.0))
-                sent[sender] = sent.get(sender, 0.0) + size
-                piece = evolve(delivery.piece, box=box, num_bytes=size)
-                found.append((evolve(delivery, piece=piece), sender))
+                sent[sender] = sent.get(sender, 0.0) + part.piece.num_bytes
+                found.append((part, sender))
     return found
 
 

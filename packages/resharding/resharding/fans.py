@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from alpa_interchange.reshard import Transfer
 from resharding.division import Delivery
 from resharding.network import Links
-from resharding.slices import Box, Slice, bounding_hosts, split_box
+from resharding.slices import bounding_hosts, split_box
 
 # Transfers of one draft: it takes 10 us to draft and simulate each of them.
 _MOST_TRANSFERS = 256
@@ -171,7 +171,7 @@ def _fanned(
             unit = len(bounding_hosts(delivery.senders, links.host_of)) if len(remote) < 3 else 1
             unit = math.lcm(unit, len(hosts)) if fills(hosts) and len(remote) < 4 else unit
             count = max(1, min(count, most, _MOST_PARTS) // unit) * unit
-        parts = list(_parts(delivery, count))
+        parts = [delivery.part(box) for box in split_box(delivery.piece.box, count)]
         for number, part in enumerate(parts):
             rotated = [
                 (*devices[turn % len(devices) :], *devices[: turn % len(devices)])
@@ -201,12 +201,3 @@ def _num_parts(delivery: Delivery, hosts: Hosts, links: Links, fills: int, num_s
     holders = len(bounding_hosts(delivery.senders, links.host_of))
     wanted = math.ceil(waiting / (_FILL * max(latency, 1e-9)))
     return max(wanted, holders if num_slices < 3 and size / entry > _FILL * latency else 1)
-
-
-def _parts(delivery: Delivery, count: int) -> Iterator[Delivery]:
-    for box in split_box(delivery.piece.box, count):
-        yield evolve(delivery, piece=_part_of(delivery.piece, box))
-
-
-def _part_of(piece: Slice, box: Box) -> Slice:
-    return evolve(piece, box=box, num_bytes=piece.num_bytes * box.size / piece.box.size)

@@ -75,6 +75,16 @@ class Slice:
     receivers: tuple[int, ...]  # target devices that do not hold it, in mesh order
     in_place: tuple[int, ...]  # devices that hold it and need it
 
+    def part(self, box: Box) -> Slice:
+        """Return the part of it that is `box`."""
+        return Slice(
+            box=box,
+            num_bytes=self.num_bytes * box.size / self.box.size,
+            holders=self.holders,
+            receivers=self.receivers,
+            in_place=self.in_place,
+        )
+
 
 def device_tiles(placed: PlacedTensor, shape: tuple[int, ...], side: str) -> dict[int, Box]:
     """Return `all_tiles` of a layout of which every device holds the values: not of summands."""

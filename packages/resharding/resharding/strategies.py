@@ -126,9 +126,7 @@ def _by_entry(delivery: Delivery, links: Links) -> list[Delivery]:
             inside = [d for d in delivery.receivers if links.host_of[d] == host]
             first = k * len(inside) // count
             receivers += [*inside[first:], *inside[:first]]
-        size = delivery.piece.num_bytes * box.size / delivery.piece.box.size
-        piece = evolve(delivery.piece, box=box, num_bytes=size)
-        parts.append(evolve(delivery, piece=piece, receivers=tuple(receivers)))
+        parts.append(evolve(delivery.part(box), receivers=tuple(receivers)))
     return parts
 
 
