@@ -1,3 +1,5 @@
+from multiprocessing import get_context
+
 import numpy as np
 import pytest
 from attrs import evolve
@@ -164,3 +166,41 @@ def test_tiles_of_a_sum_cover_what_is_moved():
     parts = parts_of_sum(plan(task, Network(issue="none")))
     cells = sum(tile.size for tile in all_tiles(parts.moves.task.source, (32, 4)).values())
     assert cells == 128 and not parts.moves.task.source.spec.partial
+
+
+def summand_process(pipe, token, name, made, value):
+    """Send one summand from a process of its own."""
+    end = HostTransport(name, token)
+    pipe.send(end.address)
+    end.connect(pipe.recv(), owners(made.task))
+    (device,) = (device for device, owner in owners(made.task).items() if owner == name)
+    tile = np.arange(made.task.tensor.size, dtype=np.float32) * value
+    end.send("k", made, lambda: {device: tile}).result(30)
+    pipe.recv()
+    end.close()
+
+
+def test_processes_of_their_own_sum_up_in_each_others_memory():
+    # 12 MB a summand: three processes, of which each adds chunks to those of the one before
+    task = task_of((3_000_000,), "3x1:R+host", "1x1:R")
+    made, token, context = plan(task, Network(issue="none")), new_token(), get_context("spawn")
+    end, pipes, processes = HostTransport("host 4", token), {}, []
+    for k, name in enumerate(("host 0", "host 1", "host 2")):
+        pipes[name], theirs = context.Pipe()
+        process = context.Process(target=summand_process, args=(theirs, token, name, made, 10**k))
+        process.start()
+        processes.append(process)
+    addresses = {name: pipe.recv() for name, pipe in pipes.items()} | {"host 4": end.address}
+    for name, pipe in pipes.items():
+        pipe.send({other: at for other, at in addresses.items() if other != name})
+    end.connect(addresses, owners(task))
+    (tile,) = end.receive("k", made).result(30).values()
+    for pipe, process in zip(pipes.values(), processes, strict=True):
+        pipe.send("end")
+        process.join(30)
+        assert process.exitcode == 0
+    end.close()
+    size = np.arange(3_000_000, dtype=np.float32)
+    shards = {device: size * 10**k for k, device in enumerate(task.source.devices)}
+    (expected,) = HostExecutor(made).run(shards).values()
+    np.testing.assert_array_equal(tile.view(np.float32), expected)
