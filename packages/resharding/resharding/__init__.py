@@ -6,8 +6,7 @@ moves jax arrays of one process, `resharding.nccl_transport` (extra `nccl`) GPU 
 processes.
 """
 
-from typing import TYPE_CHECKING, Any
-
+from resharding.arrays import reshard
 from resharding.bound import lower_bound
 from resharding.coverage import PlanError, check_plan
 from resharding.host_executor import HostExecutor
@@ -18,9 +17,6 @@ from resharding.simulator import Simulation, simulate
 from resharding.slices import Box, Slice, cut_slices, device_tiles
 from resharding.socket_link import new_token
 from resharding.transport import Transport, TransportError
-
-if TYPE_CHECKING:
-    from resharding.jax_executor import reshard as reshard
 
 __all__ = [
     "Box",
@@ -40,14 +36,6 @@ __all__ = [
     "lower_bound",
     "new_token",
     "plan",
+    "reshard",
     "simulate",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Return `reshard`, which is not in `__all__`: all else works without jax."""
-    if name == "reshard":
-        from resharding.jax_executor import reshard
-
-        return reshard
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,5 @@
 import random
+import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -153,9 +154,12 @@ def test_unreduced_and_unconstrained_layouts_are_refused():
         reshard(array, NamedSharding(explicit, P(None, unreduced={"y"})))
 
 
-def test_the_package_has_no_other_lazy_name():
-    with pytest.raises(AttributeError, match="module 'resharding' has no attribute 'rehsard'"):
-        _ = resharding.rehsard
+def test_without_jax_reshard_says_what_is_missing(monkeypatch):
+    monkeypatch.delitem(sys.modules, "resharding.jax_executor")
+    monkeypatch.delattr(resharding, "jax_executor")
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs jax: pip install 'resharding\[jax\]'"):
+        resharding.reshard(1.0, None)
 
 
 def test_layouts_without_a_mesh_are_refused_with_advice():
