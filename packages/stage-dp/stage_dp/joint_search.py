@@ -39,13 +39,8 @@ from stage_dp.joint_links import Links
 from stage_dp.joint_plan import plan_of
 from stage_dp.joint_schedules import SEARCHED
 from stage_dp.joint_sweep import Space
-from stage_dp.joint_window import mean_work, window_of
-from stage_dp.menu_table import (
-    FEW_LAYERS,
-    AskedFloors,
-    MenuTable,
-    Sequences,
-)
+from stage_dp.joint_window import mean_work
+from stage_dp.menu_table import FEW_LAYERS, AskedFloors, MenuTable, Sequences
 from stage_dp.schedules import SCHEDULE_RULES, ScheduleRule
 
 # Of the least mean work of all devices: seconds up to which pipelines are looked at before there is
@@ -257,9 +252,7 @@ class _Search:
             counted=counted,
             open_ended=open_ended,
             final=self.final,
-            window=window_of(self.sequences, self.proof_space.pool, found.busy, limit)
-            if math.isfinite(limit)
-            else None,
+            window=self.proof_space.window(found.busy, limit),
         )
 
     def _by_rows(self) -> list[list[_Setting]]:
@@ -464,8 +457,7 @@ class _Search:
         """Return whether any chain of meshes would do with enough memory."""
         if setting.interleaving is not None:
             return math.isfinite(setting.interleaving.bound())
-        bounds = self._bounds(setting.costs, (), True, math.inf)
-        return math.isfinite(quick_bound(bounds, setting.rule)[0])
+        return bool(quick_bound(self._bounds(setting.costs, (), True, math.inf), setting.rule)[1])
 
     def _plan(self, best: Scored) -> JointPlan:
         if best.num_meshes is None:

@@ -16,7 +16,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from stage_dp.device_pool import CoarsePool, DevicePool
-from stage_dp.joint_window import Window
+from stage_dp.joint_window import Window, window_of
 from stage_dp.menu_table import Array, Index, Sequences
 
 NEVER = 1e30  # seconds; finite, so that what cannot be stays infinite
@@ -45,6 +45,10 @@ class Space:
         for k, table in enumerate(pool.following):
             following[k, :, : table.shape[1]] = table
         return cls(sequences, num_layers, pool, following, use_all)
+
+    def window(self, busy: Array, limit: float) -> Window | None:
+        """Return what pipelines of less than `limit` seconds can have, None if anything."""
+        return window_of(self.sequences, self.pool, busy, limit) if limit < np.inf else None
 
 
 @frozen(kw_only=True, eq=False)

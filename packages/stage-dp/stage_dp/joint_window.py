@@ -25,15 +25,10 @@ SLACK = 1 + 1e-9  # of sums in another order
 @frozen(eq=False)
 class Window:
     """`stages` [layers, layers + 1, kinds]: whether a stage can be; `states` [layers + 1] those of
-    free devices before a layer."""
+    free devices before a layer, none where no pipeline is cut there."""
 
     stages: NDArray[np.bool_]
     states: tuple[slice, ...]
-
-    @property
-    def empty(self) -> bool:
-        """Return whether there is no pipeline."""
-        return any(own.start >= own.stop for own in self.states)
 
 
 def window_of(
