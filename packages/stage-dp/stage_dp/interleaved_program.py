@@ -15,6 +15,10 @@ rows; F_s and B_s, the seconds of stage s forward and back; e_k, when run k ends
 with the least seconds f_c forward, b_c back, t_cr both, u_cr per step. The layers of a mesh, or of
 each stage, may be asked to be a whole number. Layers are in no order, but where a single layer has
 the first class it is on stage 0, and that of the last class on the last. -> least_step()
+
+Rows that are all sums of one of some parts (t, u, state) and one of others (t', act) have a y for
+each part in place of each sum: a mixture of sums is the sum of two mixtures of as many layers. Rows
+of floors are such sums: of 54 there are 18 and 3 parts.                          -> _parts()
 """
 
 from __future__ import annotations
@@ -25,17 +29,24 @@ from collections.abc import Sequence
 import highspy
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from stage_dp.interleaved_order import InterleavedOrder
 from stage_dp.joint_sweep import NEVER
 from stage_dp.menu_table import Array, Index
 
+SAME = 1e-12  # of the seconds of rows: what rounding makes of sums
 TRUSTED = 1e-6  # of T: HiGHS's tolerances are a tenth of it
 # Forwards in all up to which each stage has a whole number of layers, not only each mesh. Of twice
 # as many, trees took 3 to 10 times as long for bounds of GPT-1.3B at most 1 % higher; with
 # 0 its gap on 16 H100 is 7.3 % instead of 5.1 %.
 MAX_BY_STAGE = 24
 MAX_NODES = 200  # of the tree; what is left open then bounds the step
+MIP_GAP = 1e-6  # of T; as fast as HiGHS's own 1e-4, and bounds are that much tighter
+# Of HiGHS, which run whatever effort they are given: a bound needs no solution, and without them
+# the 22 programs with whole layers of GPT-175B on 1,024 A100 take 8.1 instead of 18.5 CPU s; with
+# parts in place of their sums 4.3.
+HEURISTICS = "run_rins", "run_rens", "run_root_reduced_cost", "run_feasibility_jump"
 
 
 @frozen(kw_only=True, eq=False)
@@ -73,9 +84,48 @@ def least_step(
     return _Program(layers, schedule, crossing, whole, count).solve()
 
 
+@frozen(eq=False)
+class _Parts:
+    """What y stands for: [parts], of class `number`. Those that do not `count` as layers go with
+    those of their class that do."""
+
+    number: Index
+    counts: NDArray[np.bool_]
+    seconds: Array
+    step: Array
+    state: Array
+    activation: Array
+
+
+def _parts(layers: Layers) -> _Parts:
+    """Return the rows of all classes, or the parts that they are sums of."""
+    found = []
+    for number in range(len(layers.number)):
+        there = np.flatnonzero(layers.seconds[number] < NEVER)
+        columns = (layers.seconds, layers.step, layers.state, layers.activation)
+        own = np.stack([column[number, there] for column in columns])  # [columns, rows]
+        kept, extra = np.unique(own[3], return_inverse=True)
+        base, first = np.unique(own[1:3], axis=1, return_inverse=True)
+        seconds = np.full((base.shape[1], len(kept)), np.inf)
+        seconds[first.ravel(), extra.ravel()] = own[0]
+        others = np.zeros((4, 0))
+        if 1 < len(kept) < seconds.size == len(there) and np.isfinite(seconds).all():
+            more = seconds - seconds[:, :1]
+            if np.abs(more - more[0]).max() <= SAME * np.abs(seconds).max():
+                own = np.stack([seconds[:, 0], base[0], base[1], np.zeros(len(seconds))])
+                others = np.zeros((4, len(kept)))
+                # The least of what rounding made different: the bound is none too high.
+                others[0], others[3] = more.min(axis=0), kept
+        for counts, part in ((True, own), (False, others)):
+            same = np.full((2, part.shape[1]), [[number], [counts]])
+            found.append(np.concatenate([same, part]))
+    numbers, counts, *figures = np.concatenate(found, axis=1)
+    return _Parts(numbers.astype(np.int64), counts > 0, *figures)
+
+
 class _Program:
-    """Columns: y by stage and pair (class, row) that there is, F and B by stage, T, then e by run
-    or what runs sum up to, and the whole numbers last."""
+    """Columns: y by stage and part, F and B by stage, T, then e by run or what runs sum up to, and
+    the whole numbers last."""
 
     def __init__(
         self,
@@ -87,16 +137,14 @@ class _Program:
     ) -> None:
         self.layers, self.schedule, self.whole = layers, schedule, whole
         self.count = count
-        self.pairs = np.argwhere(layers.seconds < NEVER)
-        own = tuple(self.pairs.T)
+        self.parts = parts = _parts(layers)
         least = np.where(layers.seconds < NEVER, layers.seconds, 0.0)
         self.scale = max(float(least.max()) * float(layers.number.sum()), 1e-300)
-        self.seconds, self.step = layers.seconds[own] / self.scale, layers.step[own] / self.scale
-        self.state, self.activation = layers.state[own], layers.activation[own]
-        self.forward = layers.forward[own[0]] / self.scale
-        self.backward = layers.backward[own[0]] / self.scale
+        self.seconds, self.step = parts.seconds / self.scale, parts.step / self.scale
+        self.forward = parts.counts * layers.forward[parts.number] / self.scale
+        self.backward = parts.counts * layers.backward[parts.number] / self.scale
         self.crossing = [c / self.scale for c in crossing]
-        num, width = schedule.num_stages, len(self.pairs)
+        num, width = schedule.num_stages, len(parts.number)
         self.y: Index = np.arange(num * width).reshape(num, width)
         self.run_columns = num * width + np.arange(2 * num).reshape(2, num)
         self.end = num * (width + 2)
@@ -122,7 +170,9 @@ class _Program:
         program.setOptionValue("output_flag", False)
         program.setOptionValue("threads", 1)
         program.setOptionValue("mip_max_nodes", MAX_NODES)
-        program.setOptionValue("mip_heuristic_effort", 0.0)
+        program.setOptionValue("mip_rel_gap", MIP_GAP)
+        for heuristic in HEURISTICS:
+            program.setOptionValue(f"mip_heuristic_{heuristic}", False)
         program.passModel(self._model())
         program.run()
         status, info = program.getModelStatus(), program.getInfo()
@@ -225,21 +275,24 @@ class _Program:
 
     def _add_stages(self) -> None:
         """Add the layers of stages, their seconds and their bytes."""
-        layers, schedule = self.layers, self.schedule
+        layers, schedule, parts = self.layers, self.schedule, self.parts
         forward, backward = self.run_columns
         self._add((forward, 1.0), (self.y, -self.forward))
         self._add((backward, 1.0), (self.y, -self.backward))
         self._add((forward, 1.0), (backward, 1.0), (self.y, -self.seconds))
         for number, count in enumerate(layers.number.tolist()):
-            own = self.y[:, self.pairs[:, 0] == number].reshape(1, -1)
-            self._add((own, 1.0), least=count, most=count)
+            own = self.y[:, (parts.number == number) & parts.counts]
+            others = self.y[:, (parts.number == number) & ~parts.counts]
+            self._add((own.reshape(1, -1), 1.0), least=count, most=count)
+            if others.size:
+                self._add((own, 1.0), (others, -1.0), most=0.0)
         if math.isfinite(layers.memory):
             held = np.array(schedule.in_flight, dtype=np.float64)[:, None]
-            size = (self.state + held * self.activation) / layers.memory  # [stages, pairs]
+            size = (parts.state + held * parts.activation) / layers.memory  # [stages, parts]
             meshes, chunks = schedule.num_meshes, schedule.chunks
             size = size.reshape(chunks, meshes, -1).swapaxes(0, 1)
             self._add((self._by_mesh(self.y), size), least=-math.inf, most=1.0)
-        self._add((self.y, 1.0), least=1.0)
+        self._add((self.y[:, parts.counts], 1.0), least=1.0)
         for part in self._wholes():
             self._add((part.reshape(1, -1), 1.0), (self._new(1), -1.0), most=0.0)
 
@@ -247,17 +300,17 @@ class _Program:
         """Return the columns of each part that has a whole number of layers."""
         if not self.whole:
             return []
-        schedule = self.schedule
+        schedule, own = self.schedule, self.y[:, self.parts.counts]
         if schedule.num_stages * schedule.num_microbatches <= MAX_BY_STAGE:
-            return list(self.y)
-        return [self.y[mesh :: schedule.num_meshes].ravel() for mesh in range(schedule.num_meshes)]
+            return list(own)
+        return [own[mesh :: schedule.num_meshes].ravel() for mesh in range(schedule.num_meshes)]
 
     def _model(self) -> highspy.HighsLp:
         layers, num = self.layers, self.schedule.num_stages
         low, high = np.zeros(self.num_columns), np.full(self.num_columns, np.inf)
         for number, there in ((layers.first, 0), (layers.last, num - 1)):
             if layers.number[number] == 1:
-                high[np.delete(self.y[:, self.pairs[:, 0] == number], there, axis=0)] = 0.0
+                high[np.delete(self.y[:, self.parts.number == number], there, axis=0)] = 0.0
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = self.num_columns, self.num_rows
         cost = np.zeros(self.num_columns)

@@ -130,3 +130,36 @@ def test_what_fits_in_no_memory_takes_forever():
     runs = interleaved_order(2, 2, 2)
     small = evolve(layers, memory=1e-3)
     assert math.isinf(least_step(small, runs, [0.0] * 2, False))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_are_sums_of_parts_bound_as_the_same_rows_with_one_that_never_pays(seed):
+    # With it they are no longer all sums of parts.
+    rng = np.random.default_rng(seed)
+    classes, number = 2, np.array([1.0, float(rng.integers(7, 12))])
+    parts, kept = rng.uniform(0.5, 2.0, (3, classes, 4)), rng.uniform(0.2, 1.0, (2, classes, 3))
+    seconds, step, state = (part[:, :, None] for part in parts)
+    again, activation = (part[:, None, :] for part in kept)
+    sums = np.broadcast_arrays(seconds + again, 3 * step, state, activation)
+    rows = [part.reshape(classes, -1) for part in sums]
+    memory = float(rng.uniform(6, 14))
+
+    def bound(rows, whole, count, runs):
+        layers = Layers(
+            **dict(zip(("seconds", "step", "state", "activation"), rows, strict=True)),
+            forward=rows[0].min(axis=1) / 3,
+            backward=rows[0].min(axis=1) / 2,
+            number=number,
+            memory=memory,
+            first=0,
+            last=1,
+        )
+        return least_step(layers, runs, [0.1] * runs.num_meshes, whole, count)
+
+    worst = [np.column_stack([part, 2 * part.max(axis=1)]) for part in rows]
+    for runs, count in ((interleaved_order(2, 2, 4), None), (interleaved_order(3, 2, 9), 30)):
+        free, alike = (bound(some, False, count, runs) for some in (rows, worst))
+        assert free == pytest.approx(alike, rel=1e-5)
+        whole, alike = (bound(some, True, count, runs) for some in (rows, worst))
+        assert whole == pytest.approx(alike, rel=1e-4)
+        assert whole >= free * (1 - 1e-5)
