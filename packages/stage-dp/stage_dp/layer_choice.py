@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+EVEN = 1e-14  # of the sum: growths that differ by less are the same
+
 
 @frozen
 class LayerRows:
@@ -56,29 +58,61 @@ def choose_rows(
     return choice, best[1], min(bound, best[1])
 
 
-def _priced(rows: LayerRows, price: float) -> list[Array]:
-    """Return for each layer and strategy the least priced cost of the layers after it."""
+def _alike(rows: LayerRows, layer: int) -> bool:
+    """Return whether a layer and the change into it are those of the layer before."""
+    return (
+        layer > 1
+        and rows.seconds[layer] is rows.seconds[layer - 1]
+        and rows.bytes[layer] is rows.bytes[layer - 1]
+        and rows.transitions[layer] is rows.transitions[layer - 1]
+    )
+
+
+def _even(grown: Array, scale: float) -> bool:
+    return float(grown.max() - grown.min()) <= EVEN * scale
+
+
+def _priced(rows: LayerRows, price: float) -> tuple[list[Array], list[bool]]:
+    """Return for each layer and strategy the least priced cost of the layers after it, and where
+    that is what the layer before has less a constant, the two being alike."""
+    num = len(rows.seconds)
     after = np.zeros(len(rows.seconds[-1]))
-    result = [after]
-    for k in range(len(rows.seconds) - 1, 0, -1):
-        own = rows.seconds[k] + price * rows.bytes[k] + after
-        after = (rows.transitions[k] + own[None, :]).min(axis=1)
-        result.append(after)
-    return result[::-1]
+    result, steady = [after], [False] * num
+    k = num - 1
+    while k > 0:
+        own = rows.seconds[k] + price * rows.bytes[k]
+        before = (rows.transitions[k] + (own + after)).min(axis=1)
+        result.append(before)
+        # Equal layers soon cost the same each: the powers of their min-plus matrix grow evenly.
+        if _alike(rows, k) and _even(grown := before - after, float(before.max())):
+            step = float(grown.min())
+            steady[k] = True
+            while k > 1 and _alike(rows, k):
+                k -= 1
+                before = before + step
+                result.append(before)
+                steady[k] = _alike(rows, k)
+        after = before
+        k -= 1
+    return result[::-1], steady
 
 
 def _path(rows: LayerRows, price: float) -> tuple[list[int], float, float]:
     """Return the path of least priced cost, its seconds and its bytes."""
-    after = _priced(rows, price)
+    after, steady = _priced(rows, price)
     choice = [int(np.argmin(rows.seconds[0] + price * rows.bytes[0] + after[0]))]
-    seconds, size = rows.seconds[0][choice[0]], rows.bytes[0][choice[0]]
+    seconds, size = float(rows.seconds[0][choice[0]]), float(rows.bytes[0][choice[0]])
     for k in range(1, len(rows.seconds)):
-        step = rows.transitions[k][choice[-1]] + rows.seconds[k]
-        pick = int(np.argmin(step + price * rows.bytes[k] + after[k]))
-        choice.append(pick)
-        seconds += step[pick]
-        size += rows.bytes[k][pick]
-    return choice, float(seconds), float(size)
+        if not (steady[k] and choice[-1] == choice[-2]):
+            step = rows.transitions[k][choice[-1]] + rows.seconds[k]
+            pick = int(np.argmin(step + price * rows.bytes[k] + after[k]))
+            choice.append(pick)
+            time, own = float(step[pick]), float(rows.bytes[k][pick])
+        else:
+            choice.append(choice[-1])
+        seconds += time
+        size += own
+    return choice, seconds, size
 
 
 def _best_price(
@@ -166,52 +200,52 @@ def _front(
     rows: LayerRows, memory: float, price: float, incumbent: float
 ) -> tuple[list[int], float] | None:
     """Return the best path that fits and takes less than `incumbent`, by labels; None if none."""
-    after = _priced(rows, price)
+    after, _ = _priced(rows, price)
+    num, limit = len(rows.seconds), incumbent
     remaining = np.append(np.cumsum([float(b.min()) for b in rows.bytes][::-1])[::-1], 0.0)
-    limit = incumbent
-
-    def kept(time: Array, size: Array, layer: int, strategy: int) -> NDArray[np.int64]:
-        """Return the labels worth keeping, by bytes."""
-        promise = time + after[layer][strategy] + price * (size - memory)
-        open_labels = np.flatnonzero((size + remaining[layer + 1] <= memory) & (promise < limit))
-        by_bytes = open_labels[np.lexsort((time[open_labels], size[open_labels]))]
-        times = time[by_bytes]
-        least = np.minimum.accumulate(np.concatenate([[np.inf], times[:-1]]))
-        return by_bytes[times < least * (1 - 1e-13)]
-
-    labels: list[list[tuple[Array, Array, NDArray[np.int64], NDArray[np.int64]]]] = []
-    first = []
-    for s in range(len(rows.seconds[0])):
-        time, size = rows.seconds[0][s : s + 1], rows.bytes[0][s : s + 1]
-        keep = kept(time, size, 0, s)
-        nothing = np.zeros(len(keep), dtype=np.int64)
-        first.append((time[keep], size[keep], nothing, nothing))
-    labels.append(first)
-    for k in range(1, len(rows.seconds)):
-        before = labels[-1]
-        counts = [len(label[0]) for label in before]
-        times = np.concatenate([label[0] for label in before])
-        sizes = np.concatenate([label[1] for label in before])
-        origin = np.repeat(np.arange(len(before)), counts)
-        place = np.concatenate([np.arange(count) for count in counts])
-        row = []
-        for s in range(len(rows.seconds[k])):
-            time = times + rows.transitions[k][origin, s] + rows.seconds[k][s]
-            size = sizes + rows.bytes[k][s]
-            keep = kept(time, size, k, s)
-            row.append((time[keep], size[keep], origin[keep], place[keep]))
-        labels.append(row)
-    ends = [
-        (float(time[i]), s, i)
-        for s, (time, _, _, _) in enumerate(labels[-1])
-        for i in range(len(time))
-    ]
-    if not ends or min(ends)[0] >= limit:
+    useful = _useful(rows, price, after, limit + price * memory)
+    labels: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    time, size, at = np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64)
+    for k in range(num):
+        some = useful[k]
+        own, room = rows.bytes[k][some], memory - remaining[k + 1]
+        spent = rows.seconds[k][some]
+        if k:
+            spent = rows.transitions[k][np.ix_(at, some)] + spent
+        times, sizes = time[:, None] + spent, size[:, None] + own
+        promise = times + after[k][some] + price * (sizes - memory)
+        origin, column = np.nonzero((sizes <= room) & (promise < limit))
+        times, sizes = times[origin, column], sizes[origin, column]
+        # By strategy, then by bytes: what takes no less time than one before it is dropped.
+        order = np.lexsort((times, sizes, column))
+        times, column = times[order], column[order]
+        apart = column * (-2.0 * float(times.max(initial=0.0)))
+        least = np.minimum.accumulate(times + apart) - apart
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = (column[1:] != column[:-1]) | (times[1:] < least[:-1] * (1 - 1e-13))
+        order = order[first]
+        time, size, at = times[first], sizes[order], some[column[first]]
+        labels.append((origin[order], at))
+        if not len(at):
+            return None
+    end = int(np.argmin(time))
+    if time[end] >= limit:
         return None
-    seconds, strategy, at = min(ends)
-    choice = []
-    for row in reversed(labels):
-        choice.append(strategy)
-        _, _, origins, places = row[strategy]
-        strategy, at = int(origins[at]), int(places[at])
+    seconds, choice = float(time[end]), []
+    for origin, at in reversed(labels):
+        choice.append(int(at[end]))
+        end = int(origin[end])
     return choice[::-1], seconds
+
+
+def _useful(
+    rows: LayerRows, price: float, after: list[Array], limit: float
+) -> list[NDArray[np.int64]]:
+    """Return the strategies of each layer that are on a path of less priced cost than `limit`."""
+    result = []
+    before = np.zeros(1)
+    for k in range(len(rows.seconds)):
+        own = rows.seconds[k] + price * rows.bytes[k]
+        before = own + ((before[:, None] + rows.transitions[k]).min(axis=0) if k else 0.0)
+        result.append(np.flatnonzero(before + after[k] < limit))
+    return result
