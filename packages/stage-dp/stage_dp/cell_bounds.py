@@ -45,6 +45,7 @@ EXACT_ROWS = 12
 Corners = dict[tuple[int, int], tuple[Array, Array]]
 """By mesh and class: rows that stand for floors, and the least parts of their seconds."""
 
+EVEN = 1e-14  # of the sum: growths that differ by less are the same
 MAX_PRICES = 10  # per mesh and in-flight count; more tighten ranges of mixed classes only
 
 
@@ -103,13 +104,15 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
     )
 
 
-def floor_arrays(table: MenuTable, meshes: Sequence[int], known: Corners) -> RowArrays | None:
-    """Return what bounds may count where menus have floors: floors in place of rows. `known` are
-    the corners of floors by mesh and class, to which those that lack are added."""
+def floor_arrays(
+    table: MenuTable, meshes: Sequence[int], rows: RowArrays, known: Corners
+) -> RowArrays | None:
+    """Return what bounds may count where menus have floors: floors in place of `rows`, those of
+    row_arrays(). `known` are the corners of floors by mesh and class, to which those that lack are
+    added."""
     menus = [table.problem.menu.meshes[m] for m in meshes]
     if not any(menu.floors for menu in menus):
         return None
-    rows = row_arrays(table, meshes)
     corners: dict[tuple[int, int], Array] = {}
     parts = rows.parts.copy()
     for j, m in enumerate(meshes):
@@ -235,17 +238,28 @@ def _path_minima(rows: RowArrays, sequences: Sequences, own: Array) -> Array:
     position = {c: i for i, c in enumerate(rows.classes)}
     children = Counter(sequences.parent)
     ends: dict[int, Array] = {}
+    # What each further layer of the same class adds, [meshes, weights], where that no longer
+    # changes: the powers of their min-plus matrix grow evenly after a few.
+    growth: dict[int, Array] = {}
     result = np.empty((len(sequences), *own.shape[:2]))
     for sequence, (parent, last) in enumerate(zip(sequences.parent, sequences.last, strict=True)):
         c = position[last]
         value = own[:, :, c]
         if parent >= 0:
+            again = sequences.last[parent] == last
             change = rows.change.get((position[sequences.last[parent]], c))
             before = ends[parent]
-            if change is None:
+            if again and parent in growth:
+                growth[sequence] = growth[parent]
+                value = before + growth[parent][:, :, None]
+            elif change is None:
                 value = value + before.min(axis=2)[:, :, None]
             else:
                 value = value + (before[:, :, :, None] + change[:, None]).min(axis=2)
+            if again and sequence not in growth:
+                grown = _even_growth(before, value)
+                if grown is not None:
+                    growth[sequence] = grown
             children[parent] -= 1
             if not children[parent]:
                 del ends[parent]
@@ -253,6 +267,23 @@ def _path_minima(rows: RowArrays, sequences: Sequences, own: Array) -> Array:
             ends[sequence] = value
         result[sequence] = value.min(axis=2)
     return result
+
+
+def _even_growth(before: Array, after: Array) -> Array | None:
+    """Return by how much all ends [meshes, weights, rows] grew, [meshes, weights]; None where some
+    grew more than others."""
+    finite = np.isfinite(after)
+    if (finite != np.isfinite(before)).any():
+        return None
+    with np.errstate(invalid="ignore"):
+        grown = np.where(finite, after - before, np.nan)
+    least = np.where(finite, grown, np.inf).min(axis=2)
+    most = np.where(finite, grown, -np.inf).max(axis=2)
+    some = finite.any(axis=2)
+    largest = np.where(finite, after, 0.0).max(axis=2)
+    if (most[some] - least[some] > EVEN * largest[some]).any():
+        return None
+    return np.where(some, least, 0.0)
 
 
 def _prices(rows: RowArrays, seconds: Array, size: Array, layers: Counter[int]) -> Array:

@@ -34,6 +34,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -164,15 +165,25 @@ class InterleavedBounds:
         held = np.array([in_flight_least(num, self.count, j) for j in range(num)], dtype=float)
         return np.asarray(self.state + held[:, None, None] * self.activation)
 
+    @cached_property
+    def _by_held(self) -> tuple[Array, Array]:
+        """Return prices of bytes by microbatches in flight, [held, prices] from one on, and what a
+        layer takes where bytes have that price, [held, prices, classes]."""
+        most = min(self.count, max(1, len(self.place) // 2))
+        held = np.arange(1.0, most + 1)
+        bytes = self.state + held[:, None, None] * self.activation
+        finite = np.where(self.work < NEVER, self.work, np.inf)
+        ties = hull_prices(finite, bytes).reshape(most, -1)
+        ties = ties[:, ties.any(axis=0)]
+        prices = np.concatenate([np.zeros((most, 1)), ties], axis=1)
+        return prices, (self.work + prices[:, :, None, None] * bytes[:, None]).min(axis=3)
+
     def _whole_layers(self, num: int, target: float) -> tuple[float, Array, Array]:
         """Return the bound up to `target`, and of each mesh the price that binds it and what a
         layer of the most frequent class takes at that price."""
-        bytes, main = self._bytes(num), self.main
-        finite = np.where(self.work < NEVER, self.work, np.inf)
-        ties = hull_prices(finite, bytes).reshape(num, -1)
-        prices = np.concatenate([np.zeros((num, 1)), ties], axis=1)
-        # [meshes, prices, classes]: what a layer takes where bytes have a price
-        cost = (self.work + prices[:, :, None, None] * bytes[:, None]).min(axis=3)
+        main = self.main
+        held = [in_flight_least(num, self.count, j) - 1 for j in range(num)]
+        prices, cost = (values[held] for values in self._by_held)
         room = prices * self.memory
         rare = [c for c in range(len(self.number)) if c != main for _ in range(int(self.number[c]))]
         rare = rare if len(rare) <= MAX_RARE else []
@@ -260,10 +271,15 @@ def _most_placed(fits: Array, sets: Disjoint) -> float:
     `fits` [sets of rare layers, meshes]: the layers that fit beside a set, -inf if that does not.
     """
     before, own, starts = sets
+    more, rare = fits - fits[0], len(fits).bit_length() - 1
+    # Of as many meshes as there are rare layers, one is left for each set where it costs least.
+    if rare < more.shape[1]:
+        near = np.argpartition(-more[1:], rare - 1, axis=1)[:, :rare] if rare else []
+        more = more[:, np.unique(near).astype(np.int64)]
     best = np.where(np.arange(len(fits)) == 0, 0.0, -np.inf)
-    for mesh in range(fits.shape[1]):
-        best = np.maximum.reduceat(best[before] + fits[own, mesh], starts)
-    return float(best[-1])
+    for mesh in range(more.shape[1]):
+        best = np.maximum.reduceat(best[before] + more[own, mesh], starts)
+    return float(fits[0].sum() + best[-1])
 
 
 def _disjoint(num: int) -> Disjoint:

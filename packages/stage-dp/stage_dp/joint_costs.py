@@ -79,7 +79,7 @@ class CountCosts:
         self._corners: Corners = {}
         if self.meshes:
             rows = row_arrays(table, self.meshes)
-            floors = floor_arrays(table, self.meshes, self._corners)
+            floors = floor_arrays(table, self.meshes, rows, self._corners)
             self._rows = {False: rows, True: floors or rows}
         self._made: dict[tuple[bool, tuple[int, ...]], StageBounds] = {}
         self._times_asked: Counter[int] = Counter()
@@ -177,7 +177,7 @@ class CountCosts:
             new = {one for one in wanted if self._sharper(self.table.ask, one)}
         self._times_asked.update({at for at, _ in new})
         if new:
-            floors = floor_arrays(self.table, self.meshes, self._corners)
+            floors = floor_arrays(self.table, self.meshes, self.rows, self._corners)
             self._rows[True] = floors or self._rows[False]
             self._made = {key: made for key, made in self._made.items() if not key[0]}
         return bool(new)

@@ -83,6 +83,7 @@ class Guide:
             )
             slow = busy - seconds + (count - 1) * (pace - seconds)
             once = busy - count * seconds
+        self.busy = busy
         self.sum = seconds.copy()
         self.slow = np.where(np.isfinite(seconds), slow, np.inf)
         self.once = np.where(np.isfinite(seconds), once, np.inf)
@@ -179,6 +180,7 @@ class Guide:
         if not len(values):
             return []
         found: dict[tuple[tuple[int, int, int], ...], float] = {}
+        window = self.costs.space.window(self.busy, limit)
 
         def solve(number: int) -> tuple[float, float]:
             weight = np.where(slow <= values[number], self.sum, np.inf)
@@ -188,6 +190,7 @@ class Guide:
                 2 * self.crossing,
                 counted=self.counted,
                 open_ended=self.open_ended,
+                window=window,
             )
             total = sweep.best(self.final)
             if not math.isfinite(total):

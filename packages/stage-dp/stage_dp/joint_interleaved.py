@@ -73,6 +73,8 @@ class Interleaving:
             found for mesh in range(len(costs.meshes)) for found in self._of_mesh(mesh)
         ]
 
+        self._least = np.array([found.bound for found in self._combinations])
+
     def bound(self) -> float:
         """Return the bound, seconds (inf: there is no such pipeline)."""
         return min((found.bound for found in self._combinations), default=math.inf)
@@ -166,7 +168,7 @@ class Interleaving:
         sharper floors of its mesh where that is not enough. Seconds from `limit` on do not
         matter."""
         while self._combinations:
-            at = min(range(len(self._combinations)), key=lambda n: self._combinations[n].bound)
+            at = int(np.argmin(self._least))
             least = self._combinations[at]
             if least.bound >= target:
                 return least.bound
@@ -201,6 +203,7 @@ class Interleaving:
             value = bounds.by_program(num, chunks, crossing, whole, found.bound, MAX_RUNS[whole])
         self._levels[at] = sharp, level + 1
         self._combinations[at] = evolve(found, bound=max(found.bound, value))
+        self._least[at] = self._combinations[at].bound
         return True
 
     def _crossing(self, found: _Combination) -> list[float]:
