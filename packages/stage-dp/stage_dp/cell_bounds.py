@@ -238,28 +238,29 @@ def _path_minima(rows: RowArrays, sequences: Sequences, own: Array) -> Array:
     position = {c: i for i, c in enumerate(rows.classes)}
     children = Counter(sequences.parent)
     ends: dict[int, Array] = {}
-    # What each further layer of the same class adds, [meshes, weights], where that no longer
-    # changes: the powers of their min-plus matrix grow evenly after a few.
+    # What each further layer of the same class adds, [meshes, weights], nan where that is not the
+    # same for all rows: after a few layers the powers of their min-plus matrix grow evenly.
     growth: dict[int, Array] = {}
     result = np.empty((len(sequences), *own.shape[:2]))
     for sequence, (parent, last) in enumerate(zip(sequences.parent, sequences.last, strict=True)):
         c = position[last]
         value = own[:, :, c]
         if parent >= 0:
-            again = sequences.last[parent] == last
             change = rows.change.get((position[sequences.last[parent]], c))
             before = ends[parent]
-            if again and parent in growth:
-                growth[sequence] = growth[parent]
-                value = before + growth[parent][:, :, None]
-            elif change is None:
+            again = sequences.last[parent] == last
+            known = growth.get(parent) if again else None
+            if change is None:
                 value = value + before.min(axis=2)[:, :, None]
-            else:
+            elif known is None:
                 value = value + (before[:, :, :, None] + change[:, None]).min(axis=2)
-            if again and sequence not in growth:
-                grown = _even_growth(before, value)
-                if grown is not None:
-                    growth[sequence] = grown
+            else:
+                rest = np.flatnonzero(np.isnan(known).any(axis=1))
+                longer = value[rest] + (before[rest][..., None] + change[rest, None]).min(axis=2)
+                value = before + known[:, :, None]
+                value[rest] = longer
+            if again and change is not None and children[sequence]:
+                growth[sequence] = _even_growth(before, value)
             children[parent] -= 1
             if not children[parent]:
                 del ends[parent]
@@ -269,21 +270,17 @@ def _path_minima(rows: RowArrays, sequences: Sequences, own: Array) -> Array:
     return result
 
 
-def _even_growth(before: Array, after: Array) -> Array | None:
-    """Return by how much all ends [meshes, weights, rows] grew, [meshes, weights]; None where some
-    grew more than others."""
+def _even_growth(before: Array, after: Array) -> Array:
+    """Return by how much ends [meshes, weights, rows] grew, [meshes, weights]; nan where some grew
+    more than others."""
     finite = np.isfinite(after)
-    if (finite != np.isfinite(before)).any():
-        return None
     with np.errstate(invalid="ignore"):
-        grown = np.where(finite, after - before, np.nan)
+        grown = after - before
     least = np.where(finite, grown, np.inf).min(axis=2)
     most = np.where(finite, grown, -np.inf).max(axis=2)
-    some = finite.any(axis=2)
-    largest = np.where(finite, after, 0.0).max(axis=2)
-    if (most[some] - least[some] > EVEN * largest[some]).any():
-        return None
-    return np.where(some, least, 0.0)
+    even = most - least <= EVEN * np.where(finite, after, 0.0).max(axis=2)
+    even &= (finite == np.isfinite(before)).all(axis=2)
+    return np.where(even, least, np.nan)
 
 
 def _prices(rows: RowArrays, seconds: Array, size: Array, layers: Counter[int]) -> Array:

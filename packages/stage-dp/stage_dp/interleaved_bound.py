@@ -273,9 +273,11 @@ def _most_placed(fits: Array, sets: Disjoint) -> float:
     before, own, starts = sets
     more, rare = fits - fits[0], len(fits).bit_length() - 1
     # Of as many meshes as there are rare layers, one is left for each set where it costs least.
+    if not rare:
+        return float(fits.sum())
     if rare < more.shape[1]:
-        near = np.argpartition(-more[1:], rare - 1, axis=1)[:, :rare] if rare else []
-        more = more[:, np.unique(near).astype(np.int64)]
+        near = np.argpartition(-more[1:], rare - 1, axis=1)[:, :rare]
+        more = more[:, np.unique(near)]
     best = np.where(np.arange(len(fits)) == 0, 0.0, -np.inf)
     for mesh in range(more.shape[1]):
         best = np.maximum.reduceat(best[before] + more[own, mesh], starts)

@@ -22,6 +22,7 @@ from stage_dp.cell_bounds import (
 )
 from stage_dp.joint_chain import StageChoice
 from stage_dp.joint_sweep import Space
+from stage_dp.joint_window import DeviceSeconds
 from stage_dp.layer_choice import LayerRows, choose_rows
 from stage_dp.menu_table import (
     ACTIVATION,
@@ -51,7 +52,8 @@ Chain = list[tuple[int, int, int]]  # (layer start, layer stop, kind) of each st
 @frozen(eq=False)
 class StageBounds:
     """Bounds [sequences, kinds, levels]: of t, of B t + u, and of t + u. `parts` [sequences, kinds,
-    3]: of the forward, the backward by input and by weight. `quick`: the bound on pipelines that
+    3]: of the forward, the backward by input and by weight. `taken`: what they take of the devices
+    of pools. `quick`: the bound on pipelines that
     these give, a pipeline that takes no more, and the limit up to which they were looked at, by
     whether the backward is split."""
 
@@ -60,6 +62,14 @@ class StageBounds:
     once: Array
     parts: Array
     quick: dict[bool, tuple[float, Chain, float]] = field(factory=dict)
+    taken: dict[int, DeviceSeconds] = field(factory=dict)
+
+    def device_seconds(self, space: Space) -> DeviceSeconds:
+        """Return what stages take of the devices of a space."""
+        key = id(space.pool)  # which the result keeps alive
+        if key not in self.taken:
+            self.taken[key] = DeviceSeconds.of(space.sequences, space.pool, self.busy)
+        return self.taken[key]
 
 
 class CountCosts:
@@ -85,7 +95,6 @@ class CountCosts:
         self._times_asked: Counter[int] = Counter()
         self._choices: dict[tuple[int, int, int], list[StageChoice]] = {}
         self._mesh_seconds: Array | None = None
-        self.mean: dict[bool, float] = {}  # the work of all devices, with `proof` or without
 
     @property
     def same_proof(self) -> bool:

@@ -83,7 +83,7 @@ class Guide:
             )
             slow = busy - seconds + (count - 1) * (pace - seconds)
             once = busy - count * seconds
-        self.busy = busy
+        self.taken = bounds.device_seconds(self.costs.space)
         self.sum = seconds.copy()
         self.slow = np.where(np.isfinite(seconds), slow, np.inf)
         self.once = np.where(np.isfinite(seconds), once, np.inf)
@@ -180,7 +180,7 @@ class Guide:
         if not len(values):
             return []
         found: dict[tuple[tuple[int, int, int], ...], float] = {}
-        window = self.costs.space.window(self.busy, limit)
+        window = self.taken.window(limit)
 
         def solve(number: int) -> tuple[float, float]:
             weight = np.where(slow <= values[number], self.sum, np.inf)

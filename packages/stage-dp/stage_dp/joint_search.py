@@ -39,7 +39,6 @@ from stage_dp.joint_links import Links
 from stage_dp.joint_plan import plan_of
 from stage_dp.joint_schedules import SEARCHED
 from stage_dp.joint_sweep import Space
-from stage_dp.joint_window import mean_work
 from stage_dp.menu_table import FEW_LAYERS, AskedFloors, MenuTable, Sequences
 from stage_dp.schedules import SCHEDULE_RULES, ScheduleRule
 
@@ -222,10 +221,7 @@ class _Search:
 
     def _mean(self, costs: CountCosts, proof: bool) -> float:
         """Return the mean work of all devices."""
-        if proof not in costs.mean:
-            busy = costs.bounds(proof).busy
-            costs.mean[proof] = mean_work(self.sequences, self.proof_space.pool, busy)
-        return costs.mean[proof]
+        return costs.bounds(proof).device_seconds(self.proof_space).mean
 
     def _bounds(
         self, costs: CountCosts, held: tuple[int, ...], proof: bool, limit: float
@@ -252,7 +248,7 @@ class _Search:
             counted=counted,
             open_ended=open_ended,
             final=self.final,
-            window=self.proof_space.window(found.busy, limit),
+            window=found.device_seconds(self.proof_space).window(limit),
         )
 
     def _by_rows(self) -> list[list[_Setting]]:

@@ -16,7 +16,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from stage_dp.device_pool import CoarsePool, DevicePool
-from stage_dp.joint_window import Window, window_of
+from stage_dp.joint_window import Stages, Window
 from stage_dp.menu_table import Array, Index, Sequences
 
 NEVER = 1e30  # seconds; finite, so that what cannot be stays infinite
@@ -34,6 +34,7 @@ class Space:
     pool: DevicePool | CoarsePool
     following: Index
     use_all_devices: bool
+    stages: Stages  # all (layer start, layer stop, kind)
 
     @classmethod
     def of(
@@ -44,11 +45,8 @@ class Space:
         following = np.full((len(pool.kinds), pool.num_states + 1, width), pool.dead)
         for k, table in enumerate(pool.following):
             following[k, :, : table.shape[1]] = table
-        return cls(sequences, num_layers, pool, following, use_all)
-
-    def window(self, busy: Array, limit: float) -> Window | None:
-        """Return what pipelines of less than `limit` seconds can have, None if anything."""
-        return window_of(self.sequences, self.pool, busy, limit) if limit < np.inf else None
+        there = np.repeat((sequences.number[:-1] >= 0)[:, :, None], len(pool.kinds), axis=2)
+        return cls(sequences, num_layers, pool, following, use_all, np.nonzero(there))
 
 
 @frozen(kw_only=True, eq=False)
@@ -87,8 +85,7 @@ class Sweep:
         entrance: Entrance | None = None,
         window: Window | None = None,
     ) -> None:
-        self.space, self.weight, self.crossing = space, weight, crossing
-        self.first, self.floor, self.first_floor = first, floor, first_floor
+        self.space, self.crossing = space, crossing
         self.entrance, self.counted, self.open_ended = entrance, counted, open_ended
         layers, states = space.num_layers, space.pool.num_states
         self.levels = weight.shape[2] if counted else 1
@@ -100,36 +97,42 @@ class Sweep:
             )
         kinds = len(space.pool.kinds)
         # F after each kind of stage that stops at a layer, its crossing included.
-        self.after: Array = np.empty((layers + 1, kinds, self.levels, states + 1))
+        self.after: Array = np.full((layers + 1, kinds, self.levels, states + 1), np.inf)
         self._pass_on(layers)
-        self._pairs: list[tuple[Index, Index]] = [(np.zeros(0, int), np.zeros(0, int))] * layers
-        usable: NDArray[np.bool_] = np.any(weight < np.inf, axis=2)
+        starts, stops, kind = space.stages if window is None else window.stages
+        number = space.sequences.number[starts, stops]
+        own = np.flatnonzero(np.any(weight < np.inf, axis=2)[number, kind])
+        self._stops, self._kind, self._number = stops[own], kind[own], number[own]
+        # Where the stages of each layer begin among all.
+        self._begin: list[int] = np.searchsorted(starts[own], np.arange(layers + 1)).tolist()
+        self._weight = self._each(weight, first)
+        self._floor = None if floor is None else self._each(floor, first_floor)
+        self._entry = None if entrance is None else self._each(entrance.weight, entrance.first)
         for layer in range(layers - 1, -1, -1):
-            own = usable[space.sequences.number[layer, layer + 1 :]]
-            looked_at = slice(None)
-            if window is not None:
-                own, looked_at = own & window.stages[layer, layer + 1 :], window.states[layer]
-            stops, kind = np.nonzero(own)
-            self._pairs[layer] = (stops + layer + 1, kind)
-            if len(stops):
+            looked_at = slice(0, states) if window is None else window.states[layer]
+            if self._begin[layer] < self._begin[layer + 1] and looked_at.start < looked_at.stop:
                 least = self._values(layer, looked_at).min(axis=0)
                 self.value[layer, 1 if counted else 0 :, looked_at] = least
-            self._pass_on(layer)
+                self._pass_on(layer)
+
+    def _each(self, weight: Array, first: Array | None) -> Array:
+        """Return the weights of all stages, [stages, levels], those at layer 0 by `first`."""
+        result: Array = weight[self._number, self._kind]
+        if first is not None:
+            start = slice(self._begin[1])
+            result[start] = first[self._number[start], self._kind[start]]
+        return result
 
     def _values(self, layer: int, states: slice | int) -> Array:
         """Return F through each stage that starts at `layer`: [stages, levels, states]."""
-        stops, kind = self._pairs[layer]
-        ids = self.space.sequences.number[layer, stops]
-        at_start = layer == 0 and self.first is not None
-        weight = self.first if at_start and self.first is not None else self.weight
-        value: Array = self.after[..., states][stops, kind] + _spread(weight[ids, kind], states)
-        if self.entrance is not None:
-            own = np.maximum(self.entrance.suffix.after[..., states][stops, kind], 0.0)
-            entry = self.entrance.first if layer == 0 else self.entrance.weight
-            value = np.minimum(value, own + _spread(entry[ids, kind], states))
-        floor = self.first_floor if layer == 0 and self.first_floor is not None else self.floor
-        if floor is not None:
-            value = np.maximum(value, _spread(floor[ids, kind], states))
+        own = slice(*self._begin[layer : layer + 2])
+        stops, kind = self._stops[own], self._kind[own]
+        value: Array = self.after[..., states][stops, kind] + _spread(self._weight[own], states)
+        if self.entrance is not None and self._entry is not None:
+            after = np.maximum(self.entrance.suffix.after[..., states][stops, kind], 0.0)
+            value = np.minimum(value, after + _spread(self._entry[own], states))
+        if self._floor is not None:
+            value = np.maximum(value, _spread(self._floor[own], states))
         return value
 
     def _pass_on(self, layer: int) -> None:
@@ -168,7 +171,7 @@ class Sweep:
             row = level - 1 if self.counted else 0
             through = self._values(layer, state)[:, row]
             at = int(np.argmin(through))
-            stop, kind = (int(part[at]) for part in self._pairs[layer])
+            stop, kind = (int(p[self._begin[layer] + at]) for p in (self._stops, self._kind))
             result.append((layer, stop, kind))
             choices = self.space.following[kind, state]
             before = [max(level - 1, 0)]

@@ -7,66 +7,92 @@ s T of them, since they wait for the step's end, and the layers before and after
 
 and the same from the other end. Stages that leave too little for the others, and numbers of free
 devices that are too few for the layers to come, or too many for those that were, are in no pipeline
-of less than T seconds: of 96 layers on 1,024 devices some hundredth of both is left. -> window_of()
+of less than T seconds: of 96 layers on 1,024 devices some hundredth of both is left.
+-> DeviceSeconds
 """
 
 from __future__ import annotations
 
 import numpy as np
 from attrs import frozen
-from numpy.typing import NDArray
 
 from stage_dp.device_pool import CoarsePool, DevicePool
-from stage_dp.menu_table import Array, Sequences
+from stage_dp.menu_table import Array, Index, Sequences
 
 SLACK = 1 + 1e-9  # of sums in another order
+
+Stages = tuple[Index, ...]
 
 
 @frozen(eq=False)
 class Window:
-    """`stages` [layers, layers + 1, kinds]: whether a stage can be; `states` [layers + 1] those of
-    free devices before a layer, none where no pipeline is cut there."""
+    """`stages`: (layer start, layer stop, kind) of those that can be, in this order; `states`
+    [layers + 1] those of free devices before a layer, none where no pipeline is cut there."""
 
-    stages: NDArray[np.bool_]
+    stages: Stages
     states: tuple[slice, ...]
 
 
-def window_of(
-    sequences: Sequences, pool: DevicePool | CoarsePool, busy: Array, limit: float
-) -> Window:
-    """Return what pipelines of less than `limit` seconds can have; `busy` [sequences, kinds, ...]:
-    the least seconds that a stage's devices work."""
-    least = busy.reshape(*busy.shape[:2], -1).min(axis=2)
-    least = np.append(
-        np.where(least < limit * SLACK, least, np.inf), [[np.inf] * least.shape[1]], 0
-    )
-    by_range = least[sequences.number[:-1]]  # [layers, layers + 1, kinds]
-    devices = np.array([kind.num_devices for kind in pool.kinds], dtype=np.float64)
-    before, after = device_seconds(by_range, devices)
-    room = pool.num_devices * limit * SLACK
-    taken = before[:-1, None, None] + devices * limit + after[None, :, None]
-    stages = np.isfinite(by_range) & (taken <= room)
-    # The pool may count devices in units: by its own account nothing fits that does not fit there.
-    before, after = device_seconds(
-        np.where(stages, by_range, np.inf), pool.taken.astype(np.float64)
-    )
-    free = pool.free.astype(np.float64)
-    fits = (before[:, None] <= (free[0] - free) * limit * SLACK) & (
-        after[:, None] <= free * limit * SLACK
-    )
-    fits[0, 1:] = False
-    return Window(stages, tuple(_span(row) for row in fits))
+@frozen(eq=False)
+class DeviceSeconds:
+    """What the stages of one microbatch count take of the devices of a pool.
+
+    `by_range` [layers, layers + 1, kinds]: the least seconds that a stage's devices work. `before`
+    and `after` [layers + 1]: the least device-seconds of the layers before and from each layer on;
+    `units_before` and `units_after` by what submeshes take in the pool.
+    """
+
+    pool: DevicePool | CoarsePool
+    by_range: Array
+    before: Array
+    after: Array
+    units_before: Array
+    units_after: Array
+
+    @classmethod
+    def of(cls, sequences: Sequences, pool: DevicePool | CoarsePool, busy: Array) -> DeviceSeconds:
+        """Return those of stages with `busy` seconds [sequences, kinds, ...]."""
+        least = busy.reshape(*busy.shape[:2], -1).min(axis=2)
+        least = np.append(least, [[np.inf] * least.shape[1]], 0)
+        by_range = least[sequences.number[:-1]]
+        devices = _devices(pool)
+        before, after = _sums(by_range, devices)
+        units = pool.taken.astype(np.float64)
+        own = before, after
+        if (units != devices).any():
+            own = _sums(by_range, units)
+        return cls(pool, by_range, before, after, *own)
+
+    @property
+    def mean(self) -> float:
+        """Return the device-seconds of all layers for each device: a bound; inf where no stages
+        hold them."""
+        return float(self.after[0]) / self.pool.num_devices
+
+    def window(self, limit: float) -> Window | None:
+        """Return what pipelines of less than `limit` seconds can have, None if anything."""
+        if limit == np.inf:
+            return None
+        pool, most = self.pool, limit * SLACK
+        room = pool.num_devices * most - _devices(pool) * limit
+        taken = self.before[:-1, None] + self.after
+        stages = (self.by_range < most) & (taken[:, :, None] <= room)
+        # The pool may count devices in units: by its account nothing fits that does not fit there.
+        free = pool.free.astype(np.float64)
+        fits = (self.units_before[:, None] <= (free[0] - free) * most) & (
+            self.units_after[:, None] <= free * most
+        )
+        fits[0, 1:] = False
+        first, found = fits.argmax(axis=1), fits.any(axis=1)
+        stop = np.where(found, fits.shape[1] - fits[:, ::-1].argmax(axis=1), 0)
+        return Window(np.nonzero(stages), tuple(map(slice, first.tolist(), stop.tolist())))
 
 
-def mean_work(sequences: Sequences, pool: DevicePool | CoarsePool, busy: Array) -> float:
-    """Return the least device-seconds of all layers for each device: a bound; inf where no stages
-    hold them."""
-    devices = np.array([kind.num_devices for kind in pool.kinds], dtype=np.float64)
-    least = np.append(busy.reshape(*busy.shape[:2], -1).min(axis=2), [[np.inf] * len(devices)], 0)
-    return float(device_seconds(least[sequences.number[:-1]], devices)[1][0]) / pool.num_devices
+def _devices(pool: DevicePool | CoarsePool) -> Array:
+    return np.array([kind.num_devices for kind in pool.kinds], dtype=np.float64)
 
 
-def device_seconds(by_range: Array, devices: Array) -> tuple[Array, Array]:
+def _sums(by_range: Array, devices: Array) -> tuple[Array, Array]:
     """Return the least device-seconds of the layers before and from each layer on: [layers + 1]
     each. `by_range` [layers, layers + 1, kinds] seconds, on so many `devices` [kinds]."""
     with np.errstate(invalid="ignore"):
@@ -79,8 +105,3 @@ def device_seconds(by_range: Array, devices: Array) -> tuple[Array, Array]:
     for layer in range(layers - 1, -1, -1):
         after[layer] = (each[layer, layer + 1 :] + after[layer + 1 :]).min()
     return before, after
-
-
-def _span(row: NDArray[np.bool_]) -> slice:
-    found = np.flatnonzero(row)
-    return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)

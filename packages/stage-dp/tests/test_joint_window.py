@@ -8,7 +8,7 @@ import pytest
 from alpa_interchange.mesh import SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
 from stage_dp.device_pool import CoarsePool, DevicePool
-from stage_dp.joint_window import mean_work, window_of
+from stage_dp.joint_window import DeviceSeconds
 from stage_dp.menu_table import Sequences
 
 SIZES = (1, 2, 4)
@@ -39,6 +39,7 @@ def test_every_stage_and_state_of_a_faster_chain_is_in_the_window(seed, coarse):
     busy = rng.uniform(0.5, 2.0, (len(sequences), len(SIZES), 2)) / np.array(SIZES)[:, None]
     busy *= sequences.counts((0, 1)).sum(axis=1)[:, None, None]
     least = busy.min(axis=2)
+    taken = DeviceSeconds.of(sequences, pool, busy)
     chains = []
     for chain in all_chains(layers):
         states = [0]
@@ -48,18 +49,19 @@ def test_every_stage_and_state_of_a_faster_chain_is_in_the_window(seed, coarse):
         if sum(SIZES[kind] for _, _, kind in chain) <= devices and pool.dead not in states:
             chains.append((max(work), chain, states))
             shared = sum(s * SIZES[kind] for s, (_, _, kind) in zip(work, chain, strict=True))
-            assert mean_work(sequences, pool, busy) <= shared / devices * (1 + 1e-9)
+            assert taken.mean <= shared / devices * (1 + 1e-9)
     best = min(seconds for seconds, _, _ in chains)
     for limit in (best * (1 + 1e-6), 1.2 * best, 2 * best):
-        window = window_of(sequences, pool, busy, limit)
+        window = taken.window(limit)
+        stages = set(zip(*(part.tolist() for part in window.stages), strict=True))
         for seconds, chain, states in chains:
             if seconds > limit:
                 continue
             for (a, b, kind), state in zip(chain, states, strict=False):
-                assert window.stages[a, b, kind]
+                assert (a, b, kind) in stages
                 assert window.states[a].start <= state < window.states[a].stop
             last = window.states[layers]
             assert last.start <= states[-1] < last.stop
     # Of the fastest chain's time some stages are left out, which are in slower ones only.
-    tight = window_of(sequences, pool, busy, best * (1 + 1e-6))
-    assert tight.stages.sum() < window_of(sequences, pool, busy, 100 * best).stages.sum()
+    tight, wide = (taken.window(seconds) for seconds in (best * (1 + 1e-6), 100 * best))
+    assert len(tight.stages[0]) < len(wide.stages[0])
