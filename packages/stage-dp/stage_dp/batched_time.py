@@ -235,43 +235,6 @@ def _all_forwards_first(figures: _Figures, count: int) -> Array:
     return result
 
 
-def extrapolated_step_seconds(
-    warmups: Sequence[int],
-    num_microbatches: int,
-    forward: Array,
-    backward: Array,
-    boundary: Array,
-    tail: Array,
-    weight: Array | None = None,
-) -> Array:
-    """Return the step times with many microbatches from those with few: [pipelines].
-
-    A longest path grows by one period per microbatch once the pipeline is full, so two runs give
-    the rest, but where a stage that is slower by a little takes over late: each stage's own busy
-    time with the way to it is the least. Below the exact time by less than 1e-3 where it differs.
-    """
-    num = forward.shape[1]
-    held = max((k for k in warmups if k < num_microbatches), default=num)
-    short = 2 * held + 2 * num
-    long = short + num + 4
-    figures = (forward, backward, boundary, tail, weight)
-    if num_microbatches <= long:
-        return batched_step_seconds(warmups, num_microbatches, *figures)
-    runs = []
-    for count in (short, long):
-        # A stage that holds all microbatches does so in the short run too.
-        some = [count if k >= num_microbatches else min(k, count) for k in warmups]
-        runs.append(batched_step_seconds(some, count, *figures))
-    period = (runs[1] - runs[0]) / (long - short)
-    seconds = forward + backward
-    split = weight is not None
-    way = forward[:, :-1] + boundary if split else seconds[:, :-1] + 2 * boundary
-    before = np.concatenate([np.zeros((len(way), 1)), np.cumsum(way, axis=1)], axis=1)
-    own = before + num_microbatches * seconds + (tail if split else tail[:, :1])
-    result: Array = np.maximum(runs[1] + (num_microbatches - long) * period, own.max(axis=1))
-    return result
-
-
 def _waves(held: Sequence[int], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the waves of the first forward and the first backward of each stage."""
     num = len(held)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from attrs import frozen
 
-from stage_dp.batched_time import batched_step_seconds, extrapolated_step_seconds
+from stage_dp.batched_time import batched_step_seconds
 from stage_dp.joint_links import Links
 from stage_dp.joint_schedules import useful_extras, warmups
 from stage_dp.menu_table import (
@@ -94,10 +94,9 @@ def score(
 ) -> Scored | None:
     """Return the best of `chains` that can be placed and fits in memory; None if none does.
 
-    `quick`: step times of many microbatches are extrapolated. Pipelines that cannot take less than
-    `limit` seconds are left out.
+    `quick`: of the ways to share out microbatches in flight only few are tried. Pipelines that
+    cannot take less than `limit` seconds are left out.
     """
-    timed = extrapolated_step_seconds if quick else batched_step_seconds
     groups: dict[tuple[int, ...], list[tuple[tuple[StageChoice, ...], tuple[float, ...]]]] = {}
     for chain in chains:
         stages = tuple(chain)
@@ -117,7 +116,7 @@ def score(
     best: Scored | None = None
     for held, members in groups.items():
         figures = np.array([[s.columns for s in stages] for stages, _ in members])
-        seconds = timed(
+        seconds = batched_step_seconds(
             held,
             table.num_microbatches,
             figures[:, :, FORWARD],

@@ -28,7 +28,7 @@ ALL_TRIED = 100  # up to which all choices of rows for one chain are scored
 PROMISING = 6  # neighbours of a chain of more layers whose rows are chosen
 MAX_OPTIONS = 48  # ways to run one stage that are looked at
 LABELS = 20_000  # of the fronts, per microbatch count
-QUICK = 64  # microbatches above which neighbours are scored by extrapolation
+QUICK = 64  # microbatches above which few ways to share out those in flight are tried
 
 Chain = tuple[tuple[int, int, int], ...]
 
