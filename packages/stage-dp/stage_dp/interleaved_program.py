@@ -41,8 +41,8 @@ TRUSTED = 1e-6  # of T: HiGHS's tolerances are a tenth of it
 # as many, trees took 3 to 10 times as long for bounds of GPT-1.3B at most 1 % higher; with
 # 0 its gap on 16 H100 is 7.3 % instead of 5.1 %.
 MAX_BY_STAGE = 24
-# HiGHS's number of the primal simplex: the 66 programs of GPT-175B without whole layers take 2.6 CPU
-# s by it, 3.5 by the dual one.
+# HiGHS's number of the primal simplex: the 66 programs of GPT-175B without whole layers take 2.6
+# CPU s by it, 3.5 by the dual one.
 PRIMAL = 4
 MAX_NODES = 200  # of the tree; what is left open then bounds the step
 MIP_GAP = 1e-6  # of T; as fast as HiGHS's own 1e-4, and bounds are that much tighter

@@ -4,7 +4,7 @@ For every microbatch count and schedule, called a *setting*:
 
     1. a bound that needs one sweep over (layer, free devices)        -> joint_bound.quick_bound()
     2. in the order of bounds, a guided search for good pipelines     -> joint_guide.py
-    3. a finer bound, until it reaches the best plan                  -> joint_bound.refined_bound()
+    3. finer bounds, until they reach the best plan                   -> setting_bounds.py
     4. all pipelines that could still be better, if they are few      -> joint_enumeration.py
 
 A setting whose bound reaches the best plan is done. Where step 4 ends for all settings the plan is
@@ -19,8 +19,7 @@ import math
 import time
 from collections.abc import Sequence
 
-import numpy as np
-from attrs import define, evolve
+from attrs import evolve
 
 from alpa_interchange.menu import JointPlan, JointProblem, TriedCount
 from alpa_interchange.mesh import SubmeshSpec
@@ -28,9 +27,8 @@ from stage_dp.cell_fronts import Fronts
 from stage_dp.device_pool import CoarsePool, DevicePool, nested
 from stage_dp.fixed_stages import Known, fixed_stages, with_rows
 from stage_dp.infeasibility import InfeasibleError, check_bound
-from stage_dp.joint_bound import CLOSE, Bounds, quick_bound, refined_bound
 from stage_dp.joint_chain import Scored, score
-from stage_dp.joint_costs import LEVELS, Chain, CountCosts, held_by_place
+from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_enumeration import Budget, Enumeration
 from stage_dp.joint_guide import Guide
 from stage_dp.joint_improvement import Improvement, Rows, Work
@@ -41,6 +39,7 @@ from stage_dp.joint_schedules import SEARCHED
 from stage_dp.joint_sweep import Space
 from stage_dp.menu_table import FEW_LAYERS, AskedFloors, MenuTable, Sequences
 from stage_dp.schedules import SCHEDULE_RULES, ScheduleRule
+from stage_dp.setting_bounds import Setting, SettingBounds
 
 # Of the least mean work of all devices: seconds up to which pipelines are looked at before there is
 # one. Those that take longer are looked at where none does not, which is done twice then: GPT-175B
@@ -56,9 +55,6 @@ MAX_STATES, MAX_STATES_OF_GROUPS = 80, 300
 ENUMERATED_LAYERS = 10  # of more layers there are too many pipelines
 STAGES_TRIED = 60_000  # stages of the enumeration in all, some 2 s
 GUIDES = ("1f1b", "eager-1f1b")  # schedules that guide, by preference
-# Times that sharper floors are asked for, per setting and with memory or without. With 4 and 40,
-# GPT-1.3B on 4 V100 and 16 layers of 2560 on 8 have the same plan and bound.
-MAX_ASKED = 12
 IMPROVED = 6  # settings whose best plans are made better by small changes
 POLISHED = 2  # of them whose rows are solved nearly exactly
 # Stages solved nearly exactly beside each of them: a border 1 % off in rows is often one layer off.
@@ -69,21 +65,6 @@ STAGES_SOLVED = (1500, 16)  # stages solved for that, of few layers and of more
 # Share by which the least bound is raised above the next one at a time.
 RAISED = 3e-3
 LABELS = 40_000  # labels of the enumeration per microbatch count
-
-
-@define(eq=False)
-class _Setting:
-    """A microbatch count with a schedule, and what is known of it."""
-
-    costs: CountCosts
-    rule: ScheduleRule
-    bound: float
-    interleaving: Interleaving | None = None
-    best: Scored | None = None
-    first: Scored | None = None  # another to make better by small changes
-    done: bool = False  # every pipeline that could be better was tried
-    with_memory: bool = False  # the bound needs memory to rise further
-    asked: int = 0  # times that sharper floors were asked for, with memory or without
 
 
 def microbatch_counts(batch_size: int) -> tuple[int, ...]:
@@ -119,7 +100,8 @@ class _Search:
             most = problem.num_stages
         self.most = most
         self.final = None if problem.num_stages is None else (problem.num_stages,)
-        self.settings: list[_Setting] = []
+        self.bounds = SettingBounds(self.links, self.proof_space, most, self.final)
+        self.settings: list[Setting] = []
         self.best: Scored | None = None
         self.binding = False  # whether memory was seen to matter
         self.reach = math.inf  # seconds up to which pipelines are looked at where there is no plan
@@ -159,7 +141,7 @@ class _Search:
                 self.settings += self._settings(costs)
         self.settings.sort(key=lambda s: s.bound)
         self._start_from(known)
-        means = [self._mean(s.costs, proof=False) for s in self.settings]
+        means = [self.bounds.mean(s.costs, proof=False) for s in self.settings]
         self.reach = REACH * min(means, default=math.inf)
         for own in self._by_rows():
             if self.best is not None and self.late():
@@ -204,7 +186,7 @@ class _Search:
                 if found.step_seconds < self.limit:
                     self.best = found
 
-    def _settings(self, costs: CountCosts) -> list[_Setting]:
+    def _settings(self, costs: CountCosts) -> list[Setting]:
         """Return the settings of one microbatch count; of one microbatch all orders are one but
         those of split backwards."""
         result = []
@@ -217,74 +199,36 @@ class _Search:
             alike |= single
             if rule.interleaves:
                 interleaving = Interleaving(costs, self.links)
-                result.append(_Setting(costs, rule, interleaving.bound(), interleaving))
+                result.append(Setting(costs, rule, interleaving.bound(), interleaving))
                 continue
-            result.append(_Setting(costs, rule, self._mean(costs, proof=True)))
+            result.append(Setting(costs, rule, self.bounds.mean(costs, proof=True)))
         return result
 
-    def _mean(self, costs: CountCosts, proof: bool) -> float:
-        """Return the mean work of all devices."""
-        return costs.bounds(proof).device_seconds(self.proof_space).mean
-
-    def _bounds(
-        self, costs: CountCosts, held: tuple[int, ...], proof: bool, limit: float
-    ) -> Bounds:
-        """Return bounds of pipelines that take less than `limit` seconds."""
-        found = costs.bounds(proof, held)
-        counted = self.final is not None or len(held) > 1
-        arrays = [found.seconds, found.busy, found.once]
-        if counted and arrays[0].shape[2] == 1:
-            arrays = [np.repeat(a, self.most, axis=2) for a in arrays]
-        least, most = self.links.crossings(costs.table, costs.meshes)
-        levels = arrays[0].shape[2]
-        open_ended = counted and self.final is None and levels < self.most
-        return Bounds(
-            space=self.proof_space,
-            num_microbatches=costs.table.num_microbatches,
-            seconds=arrays[0],
-            busy=arrays[1],
-            once=arrays[2],
-            crossing=least,
-            longest=most,
-            share=costs.share,
-            parts=found.parts,
-            counted=counted,
-            open_ended=open_ended,
-            final=self.final,
-            window=found.device_seconds(self.proof_space).window(limit),
-        )
-
-    def _by_rows(self) -> list[list[_Setting]]:
+    def _by_rows(self) -> list[list[Setting]]:
         """Return the settings of each count without interleaving, in the order of what their rows
         take at least."""
-        own: dict[CountCosts, list[_Setting]] = {}
+        own: dict[CountCosts, list[Setting]] = {}
         for setting in self.settings:
             if setting.interleaving is None:
                 own.setdefault(setting.costs, []).append(setting)
 
-        def order(some: list[_Setting]) -> tuple[float, float]:
-            return min(map(self._rows_bound, some)), self._mean(some[0].costs, proof=False)
+        def order(some: list[Setting]) -> tuple[float, float]:
+            return min(map(self._rows_bound, some)), self.bounds.mean(some[0].costs, proof=False)
 
         return sorted(own.values(), key=order)
 
-    def _rows_bound(self, setting: _Setting) -> float:
+    def _rows_bound(self, setting: Setting) -> float:
         """Return what a pipeline of the menu's rows takes at least, within memory where that was
         seen to matter; it is no bound of ways that have floors alone."""
         bound = 0.0
-        for held in ((), self._held(setting)):
+        for held in ((), self.bounds.held(setting)):
             if held and (bound >= self.limit or not self.binding or not self.problem.proof):
                 break
-            bound = max(bound, self._quick(setting, held, False, min(self.limit, self.reach))[0])
+            limit = min(self.limit, self.reach)
+            bound = max(bound, self.bounds.quick(setting, held, False, limit)[0])
         if setting.costs.same_proof:
             setting.bound = max(setting.bound, bound)
         return bound
-
-    def _held(self, setting: _Setting) -> tuple[int, ...]:
-        """Return the microbatches in flight of the levels that bounds tell apart."""
-        held = held_by_place(setting.rule, setting.costs.table.num_microbatches, self.most)
-        if self.final is not None:
-            return held
-        return held[:1] if len(set(held)) == 1 else held[:LEVELS]
 
     def _guide_of(self, costs: CountCosts, rules: tuple[ScheduleRule, ...]) -> Guide:
         crossing, _ = self.links.crossings(costs.table, costs.meshes)
@@ -292,7 +236,7 @@ class _Search:
         rule = next((named[name] for name in GUIDES if name in named), rules[0])
         return Guide(costs, rule, self.links, crossing, self.most, self.final, rules)
 
-    def _guide(self, settings: list[_Setting]) -> None:
+    def _guide(self, settings: list[Setting]) -> None:
         """Look for good pipelines of one microbatch count, guided by its first schedule."""
         costs = settings[0].costs
         guide = self._guide_of(costs, tuple(setting.rule for setting in settings))
@@ -353,7 +297,7 @@ class _Search:
         """Raise the bounds of settings that may have a better plan, without floors or memory."""
         for setting in self.settings:
             if setting.interleaving is None and setting.bound < self.limit:
-                quick, _ = self._quick(setting, (), True, self.limit)
+                quick, _ = self.bounds.quick(setting, (), True, self.limit)
                 setting.bound = max(setting.bound, quick)
 
     def _refine_all(self) -> None:
@@ -367,47 +311,10 @@ class _Search:
             following = waiting[0][0] if waiting else math.inf
             step = (1 + RAISED) * max(bound, following)
             target = min(lowest, max(step, RAISED * lowest))  # from nothing too
-            if not self._refine(setting, target):
+            if not self.bounds.refine(setting, target, self.limit):
                 lowest = min(lowest, setting.bound)
                 continue
             heapq.heappush(waiting, (max(setting.bound, target), n, setting))
-
-    def _refine(self, setting: _Setting, target: float) -> bool:
-        """Raise the bound of a setting, up to `target`; return whether that is reached."""
-        costs, rule = setting.costs, setting.rule
-        if setting.interleaving is not None:
-            setting.bound = max(setting.bound, setting.interleaving.refined(target, self.limit))
-            return setting.bound >= target
-        near = target * (1 - CLOSE)
-        while setting.bound < near:
-            held = self._held(setting) if setting.with_memory else ()
-            value, chain = self._quick(setting, held, True, self.limit)
-            setting.bound = max(setting.bound, value)
-            if setting.bound >= near:
-                break
-            setting.asked += 1
-            if setting.asked <= MAX_ASKED and costs.ask(chain):
-                continue
-            if setting.with_memory:
-                bounds = self._bounds(costs, held, True, target)
-                refined = refined_bound(bounds, rule, setting.bound, target)
-                setting.bound = max(setting.bound, min(refined, target))
-                return setting.bound >= near
-            setting.with_memory, setting.asked = True, 0
-        return True
-
-    def _quick(
-        self, setting: _Setting, held: tuple[int, ...], proof: bool, limit: float
-    ) -> tuple[float, Chain]:
-        """Return the quick bound, up to `limit`, and its pipeline where that takes less; worked out
-        once for all schedules that do not split the backward."""
-        costs, rule = setting.costs, setting.rule
-        known = costs.bounds(proof, held).quick
-        value, chain, up_to = known.get(rule.splits_backward, (0.0, [], 0.0))
-        if not chain and up_to < limit:
-            value, chain = quick_bound(self._bounds(costs, held, proof, limit), rule)
-            known[rule.splits_backward] = value, chain, limit
-        return min(value, limit), chain
 
     def _enumerate(self) -> None:
         if self.layers > ENUMERATED_LAYERS:
@@ -439,7 +346,7 @@ class _Search:
                 "it takes at least two equal submeshes with two to four stages each, and "
                 f"{stages} stages; name another schedule"
             )
-        if not any(self._covers(s) for s in self.settings):
+        if not any(self.bounds.covers(s) for s in self.settings):
             return InfeasibleError(
                 f"no chain of the menu's meshes covers all {self.layers} layers on the devices "
                 f"with {counts} microbatches; add smaller meshes, rows whose batch_split "
@@ -451,12 +358,6 @@ class _Search:
             f"{self.problem.schedules}; add {remedy}",
             remedy=remedy,
         )
-
-    def _covers(self, setting: _Setting) -> bool:
-        """Return whether any chain of meshes would do with enough memory."""
-        if setting.interleaving is not None:
-            return math.isfinite(setting.interleaving.bound())
-        return bool(quick_bound(self._bounds(setting.costs, (), True, math.inf), setting.rule)[1])
 
     def _plan(self, best: Scored) -> JointPlan:
         if best.num_meshes is None:

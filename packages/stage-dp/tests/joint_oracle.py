@@ -1,0 +1,142 @@
+"""All pipelines of a small joint problem: rows, counts and schedules by brute force."""
+
+import itertools
+import math
+
+import numpy as np
+
+from stage_dp import (
+    default_warmups,
+    place,
+)
+from stage_dp.batched_time import batched_step_seconds
+
+
+def chains(problem):
+    """Yield (cuts, meshes, devices) of every placeable pipeline."""
+    layers, meshes = problem.menu.num_layers, problem.menu.meshes
+    total = sum(g.num_hosts * g.devices_per_host for g in problem.device_groups)
+    for n in range(1, layers + 1):
+        if problem.num_stages not in (None, n):
+            continue
+        for inner in itertools.combinations(range(1, layers), n - 1):
+            for chosen in itertools.product(range(len(meshes)), repeat=n):
+                used = sum(meshes[m].submesh.num_devices for m in chosen)
+                if used > total or (problem.use_all_devices and used != total):
+                    continue
+                try:
+                    devices = place(problem.device_groups, [meshes[m].submesh for m in chosen])
+                except ValueError:
+                    continue
+                yield (0, *inner, layers), chosen, devices
+
+
+def link_between(problem, before, after):
+    hosts = []
+    for g, group in enumerate(problem.device_groups):
+        for h in range(group.num_hosts):
+            hosts += [(g, h)] * group.devices_per_host
+    touched = {hosts[d] for d in (*before, *after)}
+    if len(touched) == 1:
+        return "host"
+    return "hosts" if len({g for g, _ in touched}) == 1 else "groups"
+
+
+def stage_options(problem, start, stop, mesh, samples):
+    """Yield (f, b, u, state, activation, transient, layout in, layout out, b by weight, bytes
+    delayed) of all row choices."""
+    menu = problem.menu.meshes[mesh]
+    rows = [menu.rows[c] for c in problem.menu.class_of_layer[start:stop]]
+    for choice in itertools.product(*rows):
+        if any(samples % row.batch_split for row in choice):
+            continue
+        change = sum(
+            menu.convert(a.layout_out, b.layout_in, samples) for a, b in itertools.pairwise(choice)
+        )
+        yield (
+            sum(r.forward.value(samples) for r in choice) + change / 2,
+            sum(r.backward_input.value(samples) + r.backward_weight.value(samples) for r in choice)
+            + change / 2,
+            sum(r.step_seconds for r in choice),
+            sum(r.state_bytes for r in choice),
+            sum(r.activation_bytes.value(samples) for r in choice),
+            max(r.transient_bytes.value(samples) for r in choice),
+            choice[0].layout_in,
+            choice[-1].layout_out,
+            sum(r.backward_weight.value(samples) for r in choice),
+            sum(r.delayed_bytes.value(samples) for r in choice),
+        )
+
+
+def need(stage, held, delayed=0):
+    return stage[3] + held * stage[4] + stage[5] + delayed * stage[9]
+
+
+def held_by(schedule, stages, count, extras, memory):
+    num = len(stages)
+    if schedule == "zero-bubble-h1":
+        return tuple(
+            max(
+                k
+                for k in range(least, min(num, count) + 1)
+                if k == least or need(stage, k, k - least) <= room * (1 + 1e-12)
+            )
+            for stage, least, room in zip(
+                stages, default_warmups("1f1b", num, count), memory, strict=True
+            )
+        )
+    if schedule != "adaptive":
+        return default_warmups(schedule, num, count)
+    held = [1]
+    for extra in reversed(extras):
+        held.append(held[-1] + 1 + extra)
+    return tuple(min(count, k) for k in reversed(held))
+
+
+def brute_force(problem):
+    """Return the least step time of all pipelines (inf: none fits)."""
+    best = math.inf
+    for cuts, meshes, devices in chains(problem):
+        links = [link_between(problem, a, b) for a, b in itertools.pairwise(devices)]
+        memory = [
+            problem.device_groups[problem.menu.meshes[m].submesh.host_group].memory for m in meshes
+        ]
+        for count in problem.counts:
+            samples = problem.batch_size // count
+            options = [
+                list(stage_options(problem, start, stop, mesh, samples))
+                for (start, stop), mesh in zip(itertools.pairwise(cuts), meshes, strict=True)
+            ]
+            groups = {}
+            for stages in itertools.product(*options):
+                crossing = [
+                    problem.boundary(meshes[i], a[7], meshes[i + 1], b[6], links[i]).value(samples)
+                    for i, (a, b) in enumerate(itertools.pairwise(stages))
+                ]
+                extras = [
+                    range(math.ceil(2 * c / (a[0] + a[1]) - 1e-9) + 1)
+                    for c, a in zip(crossing, stages, strict=False)
+                ]
+                for schedule in problem.schedules:
+                    shares = itertools.product(*extras) if schedule == "adaptive" else [()]
+                    for share in shares:
+                        held = held_by(schedule, stages, count, share, memory)
+                        if all(
+                            need(s, k) <= m * (1 + 1e-12)
+                            for s, k, m in zip(stages, held, memory, strict=True)
+                        ):
+                            split = schedule == "zero-bubble-h1"
+                            groups.setdefault((held, split), []).append((stages, crossing))
+            for (held, split), members in groups.items():
+                figures = np.array([stages for stages, _ in members])
+                seconds = batched_step_seconds(
+                    held,
+                    count,
+                    figures[:, :, 0],
+                    figures[:, :, 1],
+                    np.array([c for _, c in members]).reshape(len(members), -1),
+                    figures[:, :, 2],
+                    figures[:, :, 8] if split else None,
+                )
+                best = min(best, float(seconds.min()))
+    return best

@@ -1,0 +1,233 @@
+"""Bounds by floors against brute force over all pipelines and what floors stand for."""
+
+import math
+
+import numpy as np
+import pytest
+from attrs import evolve
+from joint_oracle import brute_force
+from joint_problems import equal_layers, random_problem
+
+from alpa_interchange.menu import (
+    Affine,
+    KeptFloor,
+    LayerFloor,
+    LayerRow,
+    PricedFloor,
+)
+from stage_dp import (
+    InfeasibleError,
+    joint_search,
+    solve_joint,
+)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_floors_lower_the_bound_and_leave_the_plan(seed):
+    problem = random_problem(seed, num_stages=None, use_all_devices=False)
+    try:
+        plan = solve_joint(problem)
+    except InfeasibleError:
+        return
+    assert floored(problem, 1.0).lower_bound <= plan.step_seconds * (1 + 1e-9)
+    half = floored(problem, 0.5)
+    assert half.step_seconds == pytest.approx(plan.step_seconds, rel=1e-2)
+    # A menu whose rows take half as long has no better plan than that bound.
+    faster = evolve(
+        problem,
+        menu=evolve(
+            problem.menu,
+            meshes=tuple(
+                evolve(mesh, rows=tuple(tuple(map(halved, rows)) for rows in mesh.rows))
+                for mesh in problem.menu.meshes
+            ),
+        ),
+    )
+    assert half.lower_bound <= solve_joint(faster).step_seconds * (1 + 1e-9)
+
+
+def halved(row):
+    def half(cost):
+        return Affine(cost.fixed / 2, cost.each / 2)
+
+    return evolve(
+        row,
+        forward=half(row.forward),
+        backward_input=half(row.backward_input),
+        backward_weight=half(row.backward_weight),
+        step_seconds=row.step_seconds / 2,
+    )
+
+
+def floored(problem, share):
+    """Return the plan where every mesh has its rows, times `share`, as floors."""
+
+    def floor(row):
+        parts = (row.forward, row.backward_input, row.backward_weight)
+        return LayerFloor(
+            seconds=Affine(
+                share * sum(part.fixed for part in parts), share * sum(part.each for part in parts)
+            ),
+            step_seconds=share * row.step_seconds,
+            state_bytes=row.state_bytes,
+            kept=(KeptFloor(activation_bytes=row.activation_bytes),),
+        )
+
+    meshes = tuple(
+        evolve(mesh, floors=tuple(tuple(map(floor, rows)) for rows in mesh.rows))
+        for mesh in problem.menu.meshes
+    )
+    return solve_joint(evolve(problem, menu=evolve(problem.menu, meshes=meshes)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sharper_floors_raise_the_bound_and_stay_below_all_pipelines(seed, monkeypatch):
+    monkeypatch.setattr(joint_search, "ENUMERATED_LAYERS", 0)
+    problem = random_problem(seed, num_stages=None, use_all_devices=False)
+    best = brute_force(problem)
+    if math.isinf(best):
+        return
+    asked = []
+
+    def floors_at(mesh, number, samples):
+        asked.append((mesh, number, samples))
+        rows = problem.menu.meshes[mesh].rows[number]
+        return floors_of_rows([r for r in rows if samples % r.batch_split == 0], samples, problem)
+
+    meshes = tuple(
+        evolve(mesh, floors=tuple((LayerFloor(),) for _ in mesh.rows))
+        for mesh in problem.menu.meshes
+    )
+    loose = evolve(problem, menu=evolve(problem.menu, meshes=meshes))
+    # Equal layouts are the nearest.
+    loose = evolve(loose, boundary_floor=lambda _, a, b, link: problem.boundary(a, 0, b, 0, link))
+    try:
+        before = solve_joint(loose)
+    except InfeasibleError:
+        return
+    plan = solve_joint(evolve(loose, floors_at=floors_at))
+    assert before.lower_bound == 0.0
+    assert asked and len(set(asked)) == len(asked)
+    assert plan.step_seconds == pytest.approx(before.step_seconds)
+    assert 0.3 * best <= plan.lower_bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_layers_in_a_row_take_more_raises_the_bound_and_stays_below_all(seed, monkeypatch):
+    monkeypatch.setattr(joint_search, "ENUMERATED_LAYERS", 0)
+    problem = random_problem(seed, num_stages=None, use_all_devices=False)
+    best = brute_force(problem)
+    if math.isinf(best):
+        return
+    rng = np.random.default_rng(seed)
+
+    def floors_at(mesh, number, samples):
+        menu = problem.menu.meshes[mesh]
+        rows = [r for r in menu.rows[number] if samples % r.batch_split == 0]
+        found = floors_of_rows(rows, samples, problem)
+        return tuple(in_a_row(one, rows, menu, samples, problem, rng) for one in found)
+
+    meshes = tuple(
+        evolve(mesh, floors=tuple((LayerFloor(),) for _ in mesh.rows))
+        for mesh in problem.menu.meshes
+    )
+    loose = evolve(problem, menu=evolve(problem.menu, meshes=meshes))
+    loose = evolve(loose, boundary_floor=lambda _, a, b, link: problem.boundary(a, 0, b, 0, link))
+    try:
+        plan = solve_joint(evolve(loose, floors_at=floors_at))
+    except InfeasibleError:
+        return
+    assert plan.lower_bound <= best * (1 + 1e-9)
+
+
+def in_a_row(floor, rows, menu, samples, problem, rng):
+    """Return a floor with what the best of some random numbers of the layouts makes of it."""
+    count = problem.batch_size // samples
+    best = (0.0, 0.0)
+    for scale in (0.0, 0.1, 0.3, 1.0):
+        number = scale * rng.uniform(0, 1, size=len(menu.layouts))
+        more = []
+        for one in floor.priced:
+            least = min(
+                count * (whole_seconds(r, samples) + menu.convert(y, r.layout_in, samples))
+                + r.step_seconds
+                + one.price * r.state_bytes
+                + number[r.layout_out]
+                - number[y]
+                for r in rows
+                for y in range(len(menu.layouts))
+            )
+            more.append(least - one.step_seconds)
+        best = max(best, (max(min(more), 0.0), float(np.ptp(number))))
+    return evolve(floor, follow_seconds=best[0], run_seconds=best[1])
+
+
+def whole_seconds(row, samples):
+    parts = (row.forward, row.backward_input, row.backward_weight)
+    return sum(part.value(samples) for part in parts)
+
+
+def test_layers_in_a_row_pay_for_the_layouts_that_they_hand_over():
+    def row(seconds, layout_out):
+        return LayerRow(
+            forward=Affine(seconds), backward_input=Affine(0.0), layout_in=0, layout_out=layout_out
+        )
+
+    problem = equal_layers(4, {1: (1.0, 0.0)}, num_hosts=1)
+    (mesh,) = problem.menu.meshes
+    rows = (row(1.0, 1), row(1.2, 0))  # that which leaves layout 1 has to convert before the next
+    floor = LayerFloor(priced=(PricedFloor(step_seconds=1.0),))
+    mesh = evolve(
+        mesh,
+        rows=(rows,),
+        layouts=("a", "b"),
+        conversion={(0, 1): Affine(0.3), (1, 0): Affine(0.3)},
+        floors=((floor,),),
+    )
+
+    def bound(**changes):
+        asked = evolve(floor, **changes)
+        menu = evolve(problem.menu, meshes=(mesh,))
+        plan = solve_joint(evolve(problem, menu=menu, counts=(1,), floors_at=lambda *_: (asked,)))
+        assert plan.step_seconds == pytest.approx(4.6)
+        return plan.lower_bound
+
+    assert bound() == pytest.approx(4.0)
+    # With the number 0.2 of layout "b", each layer after another takes 1.2 s.
+    assert bound(follow_seconds=0.2, run_seconds=0.2) == pytest.approx(4.4)
+
+
+def floors_of_rows(rows, samples, problem):
+    """Return the floors of all mixtures of the rows."""
+    if not rows:
+        return ()
+    count = problem.batch_size // samples
+    forward = [r.forward.value(samples) for r in rows]
+    inputs = [r.backward_input.value(samples) for r in rows]
+    weights = [r.backward_weight.value(samples) for r in rows]
+    whole = [sum(parts) for parts in zip(forward, inputs, weights, strict=True)]
+
+    def least(price):
+        return min(
+            count * t + r.step_seconds + price * r.state_bytes
+            for t, r in zip(whole, rows, strict=True)
+        )
+
+    return (
+        LayerFloor(
+            seconds=Affine(min(whole)),
+            forward=Affine(min(forward)),
+            backward_input=Affine(min(inputs)),
+            backward_weight=Affine(min(weights)),
+            step_seconds=min(r.step_seconds for r in rows),
+            state_bytes=min(r.state_bytes for r in rows),
+            priced=tuple(
+                PricedFloor(price=price, step_seconds=least(price)) for price in (0.0, 0.1, 1.0)
+            ),
+            kept=(
+                KeptFloor(
+                    activation_bytes=Affine(min(r.activation_bytes.value(samples) for r in rows))
+                ),
+            ),
+        ),
+    )
