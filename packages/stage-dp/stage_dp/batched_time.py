@@ -116,9 +116,13 @@ class _Waves:
         self.spans = 1 + max(held) + int(delay.max())  # microbatches of a critical circuit, at most
         self.clock = np.zeros((num, size))
         self.link_on, self.link_back = np.zeros((num, size)), np.zeros((num, size))
-        # When a microbatch arrives at a stage from the stage before (after).
-        self.arrived = np.zeros((num, count, size))
-        self.returned = np.zeros((num, count, size))
+        # When a microbatch arrives at a stage from the stage before (after); in the last row what
+        # the last stage sends on (the first one back), which nobody reads.
+        self.arrived = np.zeros((num + 1, count, size))
+        self.returned = np.zeros((num + 1, count, size))
+        self.on_forward = _by_wave(self.begin_forward - self.wave, count)
+        self.on_backward = _by_wave(self.begin_backward - self.wave, count)
+        self.first_wave = self.wave
 
     def run(self) -> Array:
         """Return the step times, from the present wave on."""
@@ -170,19 +174,17 @@ class _Waves:
         self.wave = max(stop, self.wave)
 
     def _forwards(self, wave: int) -> None:
-        on, unit = self._running(wave - self.begin_forward)
+        on, unit = self.on_forward.at(wave - self.first_wave)
         if not len(on):
             return
         stop = np.maximum(self.clock[on], self.arrived[on, unit]) + self.figures.forward[on]
         self.clock[on] = stop
-        sends = on < self.num - 1
-        rows = on[sends]
-        sent = np.maximum(stop[sends], self.link_on[rows]) + self.figures.crossing[rows]
-        self.link_on[rows] = sent
-        self.arrived[rows + 1, unit[sends]] = sent
+        sent = np.maximum(stop, self.link_on[on]) + self.figures.crossing[on]
+        self.link_on[on] = sent
+        self.arrived[on + 1, unit] = sent
 
     def _backwards(self, wave: int) -> None:
-        on, unit = self._running(wave - self.begin_backward)
+        on, unit = self.on_backward.at(wave - self.first_wave)
         if not len(on):
             return
         stop = np.maximum(self.clock[on], self.returned[on, unit]) + self.figures.backward[on]
@@ -190,16 +192,31 @@ class _Waves:
         if self.figures.weight is not None:
             late = on[unit >= self.delay[on]]
             self.clock[late] += self.figures.weight[late]
-        sends = on > 0
-        rows = on[sends]
-        sent = np.maximum(stop[sends], self.link_back[rows]) + self.figures.crossing[rows - 1]
-        self.link_back[rows] = sent
-        self.returned[rows - 1, unit[sends]] = sent
+        sent = np.maximum(stop, self.link_back[on]) + self.figures.crossing[on - 1]
+        self.link_back[on] = sent
+        self.returned[on - 1, unit] = sent
 
-    def _running(self, waves: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the stages that run in a wave, so many after their first, and their microbatch."""
-        on = np.flatnonzero((waves % 2 == 0) & (waves >= 0) & (waves < 2 * self.count))
-        return on, waves[on] // 2
+
+@frozen(eq=False)
+class _Running:
+    """Stages and their microbatches by wave: `start` [waves + 1] where those of a wave begin."""
+
+    stage: NDArray[np.int64]
+    microbatch: NDArray[np.int64]
+    start: list[int]
+
+    def at(self, wave: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the stages that run in a wave, and the microbatch of each."""
+        own = slice(*self.start[wave : wave + 2]) if wave + 1 < len(self.start) else slice(0)
+        return self.stage[own], self.microbatch[own]
+
+
+def _by_wave(begin: NDArray[np.int64], count: int) -> _Running:
+    """Return what runs in each wave where stages begin in waves `begin` and run in every second."""
+    waves = (begin[:, None] + 2 * np.arange(count)).ravel()
+    order = np.argsort(waves, kind="stable")
+    start = np.searchsorted(waves[order], np.arange(int(waves.max()) + 2))
+    return _Running(order // count, order % count, start.tolist())
 
 
 def _all_forwards_first(figures: _Figures, count: int) -> Array:
