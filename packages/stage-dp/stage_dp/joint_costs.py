@@ -35,6 +35,7 @@ from stage_dp.menu_table import (
     TRANSIENT,
     Array,
     ClassRows,
+    Index,
     MenuTable,
     unbeaten,
 )
@@ -52,15 +53,16 @@ Chain = list[tuple[int, int, int]]  # (layer start, layer stop, kind) of each st
 @frozen(eq=False)
 class StageBounds:
     """Bounds [sequences, kinds, levels]: of t, of B t + u, and of t + u. `parts` [sequences, kinds,
-    3]: of the forward, the backward by input and by weight. `taken`: what they take of the devices
-    of pools. `quick`: the bound on pipelines that
-    these give, a pipeline that takes no more, and the limit up to which they were looked at, by
-    whether the backward is split."""
+    3]: of the forward, the backward by input and by weight. `limit`: of pipelines of less than so
+    many seconds. `taken`: what they take of the devices of pools. `quick`: the bound on pipelines
+    that these give, a pipeline that takes no more, and the limit up to which they were looked at,
+    by whether the backward is split."""
 
     seconds: Array
     busy: Array
     once: Array
     parts: Array
+    limit: float
     quick: dict[bool, tuple[float, Chain, float]] = field(factory=dict)
     taken: dict[int, DeviceSeconds] = field(factory=dict)
 
@@ -118,25 +120,29 @@ class CountCosts:
                 shares.append(0.5)
         return max(shares)
 
-    def bounds(self, proof: bool, held: tuple[int, ...] = ()) -> StageBounds:
+    def bounds(self, proof: bool, held: tuple[int, ...] = (), limit: float = np.inf) -> StageBounds:
         """Return bounds of the rows, or with `proof` of what lower bounds may count.
 
-        `held`: microbatches in flight of each level; none: without memory, one level.
+        `held`: microbatches in flight of each level; none: without memory, one level. With them
+        stages that no pipeline of less than `limit` seconds has may be inf.
         """
         proof = proof and not self.same_proof
         key = (proof, held)
-        if key not in self._made:
+        if key not in self._made or self._made[key].limit < limit:
+            up_to = np.inf
             count = self.table.num_microbatches
             weights = (0.0, 1 / count, 1.0)
             rows, sequences = self._rows[proof], self.space.sequences
             if proof:
                 more = between_layers(self.table, self.meshes, sequences) / count
             if held:
+                some, up_to = self._possible(proof, limit), limit
                 asked = _rounded(held)
                 numbers = np.array(sorted(set(asked)), dtype=np.int64)
                 level = np.searchsorted(numbers, asked)
                 values = [
-                    within_memory(rows, sequences, q, numbers, self.layers) for q in weights[:2]
+                    within_memory(rows, sequences, q, numbers, self.layers, some)
+                    for q in weights[:2]
                 ]
                 if proof:
                     values[1] += more[:, :, None]
@@ -151,8 +157,17 @@ class CountCosts:
                     self._mesh_seconds = fast[:, :, 0]
                 least = [self._by_kind(fast[:, :, n : n + 1]) for n in range(3)]
             parts = self._by_kind(least_parts(rows, sequences))
-            self._made[key] = StageBounds(least[0], count * least[1], least[2], parts)
+            self._made[key] = StageBounds(least[0], count * least[1], least[2], parts, up_to)
         return self._made[key]
+
+    def _possible(self, proof: bool, limit: float) -> Index | None:
+        """Return the sequences of stages that pipelines of less than `limit` seconds can have; None
+        if any."""
+        window = self.bounds(proof).device_seconds(self.space).window(limit)
+        if window is None:
+            return None
+        starts, stops, _ = window.stages
+        return np.unique(self.space.sequences.number[starts, stops])
 
     def ask(self, stages: Sequence[tuple[int, int, int]]) -> bool:
         """Ask for sharper floors of what bounds these stages (layer start, layer stop, kind);

@@ -62,14 +62,14 @@ class Guide:
         self.binding = False  # whether memory is looked at in the sweeps
         # By schedule, the best pipeline before those with short updates were looked for.
         self.first: dict[str, Scored] = {}
-        self._start()
+        self._start(math.inf)
 
-    def _start(self) -> None:
-        """Set the objective's terms from bounds."""
+    def _start(self, limit: float) -> None:
+        """Set the objective's terms from bounds of pipelines of less than `limit` seconds."""
         if self.binding and len(set(self.held)) == 1 and self.final is None:
-            bounds = self.costs.bounds(False, self.held[:1])
+            bounds = self.costs.bounds(False, self.held[:1], limit)
         else:
-            bounds = self.costs.bounds(False, self.held if self.binding else ())
+            bounds = self.costs.bounds(False, self.held if self.binding else (), limit)
         counted = self.final is not None or (self.binding and len(set(self.held)) > 1)
         seconds, busy = bounds.seconds, bounds.busy
         if counted and seconds.shape[2] == 1:
@@ -130,7 +130,7 @@ class Guide:
                 break
             if not self.binding and number == 0 and self._starved(found[0]):
                 self.binding = True
-                self._start()
+                self._start(limit * (1 + NEAR))
                 for chain in found:
                     self._solve(chain)
         return best

@@ -54,7 +54,7 @@ class SettingBounds:
 
     def of(self, costs: CountCosts, held: tuple[int, ...], proof: bool, limit: float) -> Bounds:
         """Return bounds of pipelines that take less than `limit` seconds."""
-        found = costs.bounds(proof, held)
+        found = costs.bounds(proof, held, limit)
         counted = self.final is not None or len(held) > 1
         arrays = [found.seconds, found.busy, found.once]
         if counted and arrays[0].shape[2] == 1:
@@ -91,7 +91,7 @@ class SettingBounds:
         """Return the quick bound, up to `limit`, and its pipeline where that takes less; worked out
         once for all schedules that do not split the backward."""
         costs, rule = setting.costs, setting.rule
-        known = costs.bounds(proof, held).quick
+        known = costs.bounds(proof, held, limit).quick
         value, chain, up_to = known.get(rule.splits_backward, (0.0, [], 0.0))
         if not chain and up_to < limit:
             value, chain = quick_bound(self.of(costs, held, proof, limit), rule)
