@@ -64,10 +64,11 @@ def layout_on(
 
 
 def destinations(order: ScheduleOrder, names: Iterable[str], verb: str) -> list[tuple[int, str]]:
-    """Return (mesh, name) for every mesh that has `name` as an input; refuse unknown names."""
+    """Return (mesh, name) for every mesh that has `name` as an input, for a step also one that is
+    given whole; refuse unknown names."""
     found = []
     for name in names:
-        meshes = order.readers.get(name, ())
+        meshes = order.reading(name) if verb == "step" else order.readers.get(name, ())
         if not meshes:
             known = sorted(order.readers)
             raise ValueError(
@@ -76,6 +77,31 @@ def destinations(order: ScheduleOrder, names: Iterable[str], verb: str) -> list[
             )
         found += [(mesh, name) for mesh in meshes]
     return found
+
+
+def rows_of_part(name: str, num_rows: int, count: int) -> int:
+    """Return the rows of a microbatch of a value that is given whole."""
+    if num_rows % count:
+        raise ValueError(
+            f"{name!r} has {num_rows} rows, which {count} microbatches cannot share evenly; give "
+            "as many rows as the schedule was made for"
+        )
+    return num_rows // count
+
+
+def apart(order: ScheduleOrder, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `batch` with the values given whole ("x") cut into their microbatches ("x@0", ...)."""
+    made: dict[str, Any] = {}
+    for name, value in batch.items():
+        names = order.microbatches.get(name)
+        if names is None:
+            made[name] = value
+        elif len(names) == 1:
+            made[names[0]] = value
+        else:
+            rows = rows_of_part(name, value.shape[0], len(names))
+            made.update((part, value[k * rows : (k + 1) * rows]) for k, part in enumerate(names))
+    return made
 
 
 def check_present(mesh: int, wanted: Iterable[str], held: Iterable[str]) -> None:

@@ -99,12 +99,25 @@ class HostLeaf:
 
 @frozen
 class HostRead:
-    """Rows of a leaf that a host reads: of the batch `source` (a number that workers know)."""
+    """Rows of a leaf that a host reads: of the batch `source` (a number that workers know); the
+    rows of `count` microbatches, if it is not 0."""
 
     source: int
     step: int
     leaf: int
     rows: Rows
+    count: int = 0
+
+    def parts(self, name: str) -> dict[str, HostRead]:
+        """Return what is read for each microbatch, by name; of what is no whole, itself."""
+        if not self.count:
+            return {name: self}
+        (start, stop), part = self.rows, (self.rows[1] - self.rows[0]) // self.count
+        bounds = [(at, at + part) for at in range(start, stop, part)]
+        return {
+            f"{name}@{k}": HostRead(self.source, self.step, self.leaf, rows)
+            for k, rows in enumerate(bounds)
+        }
 
 
 class RowReader:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.boundary import (
+    apart,
     check_present,
     complete_layouts,
     destinations,
@@ -161,6 +162,7 @@ class InProcessRuntime:
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Issue one step and return its outputs without waiting for them."""
         loaded = self._program()
+        batch = apart(loaded.order, batch)
         resident, batch_buffers = self._resident, [dict[str, jax.Array]() for _ in self.meshes]
         for mesh, name in destinations(loaded.order, batch, "step"):
             batch_buffers[mesh][name] = self._place(loaded, mesh, name, batch[name])

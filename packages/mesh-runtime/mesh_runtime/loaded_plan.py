@@ -42,8 +42,8 @@ class LoadedPlan:
         return ArrayType(known.shape, known.dtype, self.layouts[mesh].get(value, known.layout))
 
     def readers(self, name: str) -> tuple[int, ...]:
-        """Return the meshes that a buffer is an input of."""
-        return self.order.readers.get(name, ())
+        """Return the meshes that a buffer is an input of, also a value that is given whole."""
+        return self.order.reading(name)
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Return the meshes that hold a buffer after the step where it is needed next: those that

@@ -39,6 +39,36 @@ class ScheduleOrder:
         return _by_name(self.inputs)
 
     @functools.cached_property
+    def microbatches(self) -> Mapping[str, tuple[str, ...]]:
+        """The inputs that are all microbatches of a value, in their order: "x" -> "x@0", "x@1"; of
+        values of which the same meshes read each."""
+        found: dict[str, dict[int, str]] = {}
+        for name in self.readers:
+            value, _, number = name.rpartition("@")
+            if number.isdigit() and value not in self.readers:
+                found.setdefault(value, {})[int(number)] = name
+        return {
+            value: tuple(names[k] for k in range(len(names)))
+            for value, names in found.items()
+            if sorted(names) == list(range(len(names)))
+            and len({self.readers[name] for name in names.values()}) == 1
+        }
+
+    def reading(self, name: str) -> tuple[int, ...]:
+        """Return the meshes that read an input, or all microbatches of a value; () if none does."""
+        first, *_ = self.microbatches.get(name, (name,))
+        return self.readers.get(first, ())
+
+    @functools.cached_property
+    def values(self) -> tuple[tuple[str, ...], ...]:
+        """The inputs of each mesh, with one entry in place of all microbatches of a value."""
+        known = self.microbatches
+        return tuple(
+            tuple(dict.fromkeys(one if (one := value_name(n)) in known else n for n in names))
+            for names in self.inputs
+        )
+
+    @functools.cached_property
     def holders(self) -> Mapping[str, tuple[int, ...]]:
         """The meshes that each buffer is on after the step."""
         return _by_name(self.remaining)

@@ -9,35 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
-import jax.export
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from alpa_interchange.document import to_json
 from alpa_interchange.schedule import PipelineSchedule
-from mesh_runtime.boundary import check_present, complete_layouts, destinations, listing
+from mesh_runtime.boundary import complete_layouts, destinations, listing
 from mesh_runtime.carry import check_outputs, with_carries
 from mesh_runtime.exported import ExportedProgram
-from mesh_runtime.host_batches import HostLeaf, HostRead
-from mesh_runtime.layout import HostTiles, Layout, Tiles, host_tiles, joined, plain_spec
+from mesh_runtime.layout import Layout, Tiles, joined, plain_spec
 from mesh_runtime.loaded_plan import LoadedPlan, plan_hash, value_types
 from mesh_runtime.order import check_schedule, value_name
 from mesh_runtime.ray_placement import RayMesh
 from mesh_runtime.ray_workers import RayOptions, RayWorkers, Worker
-from mesh_runtime.remote_array import Buffer, RemoteArray, StaleArrayError, fetched
+from mesh_runtime.remote_array import Buffer, RemoteArray, fetched
 from mesh_runtime.runtime import Array, Executable, ValueShardings
+from mesh_runtime.step_inputs import InputSorter, taken_along
 from mesh_runtime.task_programs import check_tasks
 from mesh_runtime.trace import TRACE_MODES, TraceEvent
 from mesh_runtime.transfers import Planner, TransportMaker, plan_moves
 from mesh_runtime.worker_types import ArrayType, WorkerProgram, WorkerStep, own_list
-
-Shares: TypeAlias = dict[tuple[int, int], dict[str, HostTiles]]
-"""What each (mesh, host) is sent, by name."""
 
 
 class RayRuntime:
@@ -184,9 +178,9 @@ class RayRuntime:
     def place(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Return handles of `inputs` on every mesh that reads them before it writes them."""
         loaded = self._program()
-        placed = destinations(loaded.order, inputs, "place")
-        values = {name: self._value(loaded, name, value) for name, value in inputs.items()}
-        shares = self._shares(loaded, placed, values)
+        placed, sorter = destinations(loaded.order, inputs, "place"), self._sorter()
+        values = {name: sorter.value(name, value) for name, value in inputs.items()}
+        shares = sorter.shares(placed, values)
         numbers = {name: self.workers.new_number() for name in values}
         self.workers.work(
             "place",
@@ -197,17 +191,15 @@ class RayRuntime:
             ],
         )
         return {
-            name: self._handle(number, loaded.readers(name), self._type(loaded, name))
+            name: self._handle(number, loaded.readers(name), sorter.type_of(name))
             for name, number in numbers.items()
         }
 
     def templates(self, names: Iterable[str]) -> dict[str, RemoteArray]:
         """Return handles of inputs as `place` would, of arrays that are not there: what `restore`
         is given to make them."""
-        loaded = self._program()
-        return {
-            name: self._handle(0, loaded.readers(name), self._type(loaded, name)) for name in names
-        }
+        loaded, sorter = self._program(), self._sorter()
+        return {name: self._handle(0, loaded.readers(name), sorter.type_of(name)) for name in names}
 
     def put(self, inputs: Mapping[str, Any]) -> None:
         """Make `inputs` resident on every mesh that reads them before it writes them."""
@@ -219,30 +211,37 @@ class RayRuntime:
         """Execute the schedule once on every worker; return handles of the outputs."""
         loaded = self._program()
         resident = {name: one for name, one in self._resident.items() if name not in batch}
-        bound, shares, reads = self._inputs(loaded, batch, resident)
+        inputs = self._sorter().of_step(batch, resident)
         kept = {name: self.workers.new_number() for name in self._to_keep(loaded, resident)}
+        keeping: list[dict[str, int]] = [{} for _ in self.workers.meshes]
+        for name, number in kept.items():
+            for mesh in self._meshes_of(loaded, name):
+                keeping[mesh][name] = number
         returned = [name for name in loaded.outputs if name not in kept]
         self._number += 1
         released, origin = self.workers.take_released(), time.time()
+        stored = inputs.stored(self.workers)
 
-        def work_of(worker: Worker) -> WorkerStep:
+        def work_of(worker: Worker) -> tuple[Any, ...]:
             mesh = worker.mesh
-            meshes = {name: self._meshes_of(loaded, name) for name in kept}
-            return WorkerStep(
+            placed, shared = taken_along(worker, inputs.shares, stored)
+            step = WorkerStep(
                 plan=loaded.plan,
                 number=self._number,
-                bound=bound[mesh],
-                placed=shares[mesh, worker.host],
-                kept={name: number for name, number in kept.items() if mesh in meshes[name]},
+                bound=inputs.bound[mesh],
+                placed=placed,
+                kept=keeping[mesh],
                 returned=tuple(name for name in returned if mesh == loaded.holders(name)[0]),
-                reads=reads[mesh],
+                reads=inputs.reads[mesh],
                 released=released,
                 trace=self.trace_mode,
+                shared=tuple(shared),
             )
+            return step, *shared.values()
 
-        calls = [(worker, (work_of(worker),)) for worker in self.workers.workers]
+        calls = [(worker, work_of(worker)) for worker in self.workers.workers]
         results = self.workers.work("step", calls)
-        self._note_overwritten(loaded, [*batch.items(), *resident.items()], bound)
+        self._note_overwritten(loaded, [*batch.items(), *resident.items()], inputs.bound)
         made = self._outputs(loaded, kept, returned, results)
         self._keep_resident(loaded, resident, made)
         self._trace = self._events(loaded, results, origin)
@@ -282,96 +281,14 @@ class RayRuntime:
             self.workers.unload(self._loaded.plan)
         self._loaded = None
 
-    # ------------------------------------------------------------------ what a step reads
-
     def _program(self) -> LoadedPlan:
         self.workers.check_open()
         if self._loaded is None:
             raise RuntimeError("no schedule is loaded; call load() first")
         return self._loaded
 
-    def _inputs(
-        self, loaded: LoadedPlan, batch: Mapping[str, Any], resident: Mapping[str, RemoteArray]
-    ) -> tuple[list[dict[str, int]], Shares, list[dict[str, HostRead]]]:
-        """Return what each mesh has of a step's inputs, by number, what each host is sent, and what
-        the hosts of each mesh read."""
-        bound: list[dict[str, int]] = [{} for _ in loaded.order.inputs]
-        reads: list[dict[str, HostRead]] = [{} for _ in loaded.order.inputs]
-        moved: list[tuple[int, str]] = []
-        values: dict[str, NDArray[Any]] = {}
-        for mesh, name in destinations(loaded.order, batch, "step"):
-            value = batch[name]
-            if self._holds(mesh, value):
-                bound[mesh][name] = value.buffer.number
-                continue
-            if isinstance(value, HostLeaf):
-                reads[mesh][name] = self._read(loaded, name, value)
-                continue
-            moved.append((mesh, name))
-            if name not in values:
-                values[name] = self._value(loaded, name, value)
-        for name, handle in resident.items():
-            for mesh in loaded.readers(name):
-                bound[mesh][name] = handle.buffer.number
-        shares = self._shares(loaded, moved, values)
-        for mesh, names in enumerate(loaded.order.inputs):
-            check_present(mesh, names, {*bound[mesh], *shares[mesh, 0], *reads[mesh]})
-        return bound, shares, reads
-
-    def _holds(self, mesh: int, value: Any) -> bool:
-        """Return whether a mesh has what a handle stands for; refuse one that is stale."""
-        if not isinstance(value, RemoteArray):
-            return False
-        buffer = value.buffer
-        if buffer.gone:
-            raise StaleArrayError(f"{value!r}: {buffer.gone}")
-        return buffer.owner is self.workers and buffer.value is None and mesh in buffer.meshes
-
-    def _value(self, loaded: LoadedPlan, name: str, value: Any) -> NDArray[Any]:
-        """Return an input on the host as the programs read it; refuse another shape or dtype."""
-        if isinstance(value, RemoteArray):
-            value = fetched([RemoteArray(value.buffer)])[0]
-        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            raise ValueError(
-                f"{name!r} is a PRNG key array, which cannot cross processes; give "
-                "jax.random.key_data of it to a program that wraps it again"
-            )
-        array = np.asarray(value)
-        return array.astype(self._checked_dtype(loaded, name, array), copy=False)
-
-    def _checked_dtype(self, loaded: LoadedPlan, name: str, value: Any) -> Any:
-        """Return the dtype of an input as the programs read it; refuse another shape or dtype."""
-        wanted, dtype = self._type(loaded, name), jax.dtypes.canonicalize_dtype(value.dtype)
-        if value.shape != wanted.shape or str(dtype) != wanted.dtype:
-            raise ValueError(
-                f"{name!r} must be {wanted.dtype}{list(wanted.shape)}, as the programs were "
-                f"exported for, got {dtype}{list(value.shape)}; nothing was run, and the state is "
-                "as it was"
-            )
-        return dtype
-
-    def _read(self, loaded: LoadedPlan, name: str, value: HostLeaf) -> HostRead:
-        """Return what hosts are told to read for an input."""
-        self._checked_dtype(loaded, name, value)
-        return HostRead(self.workers.number_of(value.source), value.step, value.leaf, value.rows)
-
-    def _type(self, loaded: LoadedPlan, name: str) -> ArrayType:
-        return loaded.type_of(loaded.readers(name)[0], name)
-
-    def _shares(
-        self,
-        loaded: LoadedPlan,
-        placed: Iterable[tuple[int, str]],
-        values: Mapping[str, NDArray[Any]],
-    ) -> Shares:
-        """Return, for each (mesh, host), its share of the values its mesh reads."""
-        shares: Shares = {(worker.mesh, worker.host): {} for worker in self.workers.workers}
-        for mesh, name in placed:
-            layout = loaded.layouts[mesh][value_name(name)]
-            cut = host_tiles(values[name], layout, self.workers.meshes[mesh].num_hosts)
-            for host, share in enumerate(cut):
-                shares[mesh, host][name] = share
-        return shares
+    def _sorter(self) -> InputSorter:
+        return InputSorter(self.workers, self._program())
 
     # ------------------------------------------------------------------ what a step leaves
 

@@ -88,8 +88,10 @@ class Runtime(Protocol):
     def step(self, batch: Mapping[str, Any]) -> dict[str, Array]:
         """Execute the schedule once on the resident buffers and `batch`; return the outputs.
 
-        `batch` may hold state as well, which is then not resident: arrays that came from here stay
-        where they are, and are gone if the step overwrites them.
+        A value that every microbatch reads rows of may be given whole, under its name without "@":
+        the rows are dealt out evenly, in order. `batch` may hold state as well, which is then not
+        resident: arrays that came from here stay where they are, and are gone if the step
+        overwrites them.
         """
         ...
 

@@ -28,7 +28,7 @@ from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.gpu_plane import GpuPair, GpuPlane, GpuTransport, GpuTransportMaker
 from mesh_runtime.heartbeats import Doing
 from mesh_runtime.host_batches import HostRead, ReadRows, RowReader
-from mesh_runtime.layout import HostTiles, Layout, Tiles
+from mesh_runtime.layout import HostTiles, Layout, Tiles, array_of
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.pacing import Pace
 from mesh_runtime.pieces import box_of
@@ -79,7 +79,7 @@ class _Step:
     loaded: _Loaded
     number: int
     recorder: Recorder
-    held: dict[str, Any] = field(factory=dict)  # jax arrays, or _Arriving
+    held: dict[str, Any] = field(factory=dict)  # jax arrays, HostTiles, or _Arriving
     sending: list[_Departing] = field(factory=list)
     arriving: dict[tuple[int, str], _Arriving] = field(factory=dict)  # by position and buffer
     issued: IssuedRuns = field(factory=IssuedRuns)
@@ -212,7 +212,9 @@ class MeshWorker:
         self._arrays.update(zip(numbers, results, strict=True))
         return types_of(made, self._grid)[1]
 
-    def step(self, step: WorkerStep) -> tuple[dict[str, Tiles], list[tuple[int, float, float]]]:
+    def step(
+        self, step: WorkerStep, *shared: HostTiles
+    ) -> tuple[dict[str, Tiles], list[tuple[int, float, float]]]:
         """Execute a program once; return this host's tiles of what is returned, and the trace.
 
         The trace holds (position, start, stop) in seconds since the epoch.
@@ -222,13 +224,10 @@ class MeshWorker:
         recorder, origin = Recorder(step.trace, self.mesh + 1), time.time()
         self.most_held = 0
         state = _Step(loaded, step.number, recorder)
-        state.held = {
-            **{name: self._array(number) for name, number in step.bound.items()},
-            **{
-                name: self._place(loaded, name, share)
-                for name, share in (*step.placed.items(), *self._read(loaded, step.reads))
-            },
-        }
+        state.held = {name: self._array(number) for name, number in step.bound.items()}
+        given = (*step.placed.items(), *zip(step.shared, shared, strict=True))
+        for name, share in (*given, *self._read(loaded, step.reads)):
+            state.held.update(share.parts(name))
         try:
             self._post_receives(state)
             for position, instruction in enumerate(loaded.instructions):
@@ -323,8 +322,8 @@ class MeshWorker:
     ) -> Iterator[tuple[str, HostTiles]]:
         """Yield what this host reads of its batch, by name."""
         sources: dict[int, dict[str, HostRead]] = {}
-        for name, each in reads.items():
-            sources.setdefault(each.source, {})[name] = each
+        for whole, each in reads.items():
+            sources.setdefault(each.source, {}).update(each.parts(whole))
         for source, named in sources.items():
             reader = self._readers[source]
             boxes = {}
@@ -344,11 +343,8 @@ class MeshWorker:
         return self._shardings[layout]
 
     def _place(self, loaded: _Loaded, name: str, share: HostTiles) -> jax.Array:
-        tiles, shape = dict(share.tiles), share.shape
         sharding = self._sharding(loaded.program.layouts[value_name(name)])
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: tiles[box_of(index or (), shape)]
-        )
+        return array_of(share.shape, sharding, dict(share.tiles))
 
     def _execute(self, state: _Step, position: int, instruction: Instruction) -> None:
         recorder = state.recorder
@@ -386,10 +382,13 @@ class MeshWorker:
             recorder.record(self.mesh, instruction, start, read, written)
 
     def _value(self, state: _Step, name: str) -> jax.Array:
-        """Return a buffer, waiting for it if it has just been received."""
+        """Return a buffer, waiting for it if it has just been received; what came with the step is
+        placed when it is first read, so that the first run does not wait for the last input."""
         value = state.held[name]
         if isinstance(value, _Arriving):
             value = state.held[name] = self._receive(state, name, value)
+        elif isinstance(value, HostTiles):
+            value = state.held[name] = self._place(state.loaded, name, value)
         found: jax.Array = value
         return found
 
@@ -473,16 +472,19 @@ class MeshWorker:
         self.doing.waiting("")
         tensor = self._move(state, name, arriving.peer, self.mesh).task.tensor
         dtype = jax.numpy.dtype(tensor.dtype)
-        program = state.loaded.program
-        sharding = self._sharding(program.layouts[value_name(name)])
+        sharding = self._sharding(state.loaded.program.layouts[value_name(name)])
         shape = sharding.shard_shape(tensor.shape)
         own = sharding.addressable_devices_indices_map(tensor.shape)
-        found = {device: tiles[self._number_of[device]] for device in own}
-        shards = [
-            jax.device_put(tile if self.gpus.transport else tile.view(dtype).reshape(shape), device)
-            for device, tile in found.items()
-        ]
-        made = jax.make_array_from_single_device_arrays(tensor.shape, sharding, shards)
+        parts = {device: tiles[self._number_of[device]] for device in own}
+        if self.gpus.transport:
+            shards = [jax.device_put(tile, device) for device, tile in parts.items()]
+            made: jax.Array = jax.make_array_from_single_device_arrays(
+                tensor.shape, sharding, shards
+            )
+        else:
+            boxes = {box_of(own[one] or (), tensor.shape): tile for one, tile in parts.items()}
+            views = {box: tile.view(dtype).reshape(shape) for box, tile in boxes.items()}
+            made = array_of(tensor.shape, sharding, views)
         if state.recorder.mode != "none":
             instruction = state.loaded.instructions[arriving.position]
             state.recorder.record(self.mesh, instruction, start, (), [made])

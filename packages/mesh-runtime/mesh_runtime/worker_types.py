@@ -41,6 +41,7 @@ class WorkerStep:
     `bound` and `kept` are numbers of arrays by buffer name, `placed` this host's share of arrays
     that come with the step, `reads` what this host reads of batches itself, `returned` the outputs
     whose tiles go to the driver, `released` numbers of arrays that nobody refers to any more.
+    `shared` are the names of shares that several hosts are given, and that come beside this.
     """
 
     plan: str
@@ -52,6 +53,7 @@ class WorkerStep:
     reads: Mapping[str, HostRead] = field(factory=dict)
     released: tuple[int, ...] = ()
     trace: str = "none"
+    shared: tuple[str, ...] = ()
 
 
 @frozen

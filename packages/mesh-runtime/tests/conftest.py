@@ -57,6 +57,14 @@ class Pipeline:
             made[f"y@{m}"] = random.normal(size=(4, self.width)).astype(np.float32)
         return made
 
+    def whole(self, seed: int) -> dict[str, np.ndarray]:
+        """Return the same batch with the rows of all microbatches in one array."""
+        parts = self.batch(seed)
+        return {
+            name: np.concatenate([parts[f"{name}@{m}"] for m in range(self.num_microbatches)])
+            for name in ("x", "y")
+        }
+
     def reference(self, num_steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
         """Return the losses and final weights of the same training on one device."""
 

@@ -61,3 +61,9 @@ def test_rows_of_another_shape_are_refused_with_the_leaf():
 def test_leaves_of_different_numbers_of_rows_are_refused():
     with pytest.raises(ValueError, match="equally many rows"):
         HostBatches(Rows(), [SHAPES["x"], jax.ShapeDtypeStruct((7,), np.int32)])
+
+
+def test_what_is_read_whole_is_read_by_microbatches():
+    parts = HostRead(0, 3, 1, (2, 8), count=3).parts("x")
+    assert parts == {f"x@{k}": HostRead(0, 3, 1, (2 + 2 * k, 4 + 2 * k)) for k in range(3)}
+    assert HostRead(0, 3, 0, (0, 8)).parts("rate") == {"rate": HostRead(0, 3, 0, (0, 8))}

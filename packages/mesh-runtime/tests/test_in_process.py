@@ -242,3 +242,23 @@ def test_a_run_that_finds_no_memory_is_named(meshes):
     runtime.load(schedule, executables, [{"x": P()}, {"h": P()}], outputs=["y@0"])
     with pytest.raises(StepError, match=r"mesh 0, .*run 'a'.*failed: .*Out of memory"):
         float(runtime.step({"x@0": np.ones(1 << 21, np.float32)})["y@0"][0])
+
+
+def test_a_batch_given_whole_is_dealt_out_to_the_microbatches_in_order(pipeline, meshes):
+    job = pipeline(2, 4)
+    results = []
+    for whole in (False, True):
+        runtime = InProcessRuntime(meshes(2))
+        load(runtime, job)
+        runtime.put(job.state())
+        losses = [
+            runtime.step(job.whole(step) if whole else job.batch(step))[job.outputs[0]]
+            for step in range(2)
+        ]
+        results.append((losses, runtime.fetch(["w0", "w1"])))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    odd = {name: np.concatenate([array, array[:1]]) for name, array in job.whole(0).items()}
+    with pytest.raises(ValueError, match="'x' has 17 rows, which 4 microbatches cannot share"):
+        runtime.step(odd)
+    with pytest.raises(ValueError, match="'x' is an input of no mesh"):
+        runtime.put({"x": odd["x"]})  # what stays is named as it is read

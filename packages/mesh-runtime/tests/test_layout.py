@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from mesh_runtime.layout import HostTiles, Layout, host_tiles, joined, plain_spec
+from mesh_runtime.layout import HostTiles, Layout, array_of, host_tiles, joined, plain_spec
 
 VALUE = np.arange(32, dtype=np.float32).reshape(4, 8)
 CUT = Layout((2, 2), ("data", "model"), ("data", "model"))
@@ -47,3 +47,31 @@ def test_specs_become_plain_data():
 
 def test_a_share_is_a_value():
     assert HostTiles((2,), []) == HostTiles((2,), [])
+
+
+def test_the_share_of_all_microbatches_is_that_of_each():
+    value = np.arange(96, dtype=np.float32).reshape(3, 4, 8)
+    for host, share in enumerate(host_tiles(value, CUT, 2, count=3)):
+        parts = share.parts("x")
+        assert list(parts) == ["x@0", "x@1", "x@2"] and share.nbytes == value.nbytes // 2
+        for k, part in enumerate(parts.values()):
+            alone = host_tiles(value[k], CUT, 2)[host]
+            assert part.shape == alone.shape
+            for (box, tile), (other, expected) in zip(part.tiles, alone.tiles, strict=True):
+                assert box == other
+                np.testing.assert_array_equal(tile, expected)
+    alone = host_tiles(value[0], CUT, 1)[0]
+    assert alone.parts("w") == {"w": alone}
+
+
+def test_an_array_is_made_of_tiles_without_copying_aligned_memory():
+    raw = np.zeros(2 * 4 * 16 + 16, np.float32)
+    first = -raw.ctypes.data % 64 // 4
+    memory = raw[first : first + 128].reshape(2, 4, 16)
+    memory[...] = np.arange(128).reshape(2, 4, 16)
+    halves = Layout((2,), ("x",), ("x",)).sharding(jax.devices()[:2])
+    tiles = {((0, 4), (0, 16)): memory[0], ((4, 8), (0, 16)): memory[1]}
+    made = array_of((8, 16), halves, tiles)
+    np.testing.assert_array_equal(made, memory.reshape(8, 16))
+    where = [shard.data.unsafe_buffer_pointer() for shard in made.addressable_shards]
+    assert where == [memory[0].ctypes.data, memory[1].ctypes.data]

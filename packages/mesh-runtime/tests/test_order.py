@@ -100,3 +100,15 @@ def test_a_peer_must_be_another_mesh(peer):
 
 def test_the_value_of_a_buffer_is_what_stands_before_its_microbatch():
     assert value_name("h@12") == "h" and value_name("w") == "w"
+
+
+def test_microbatches_that_the_same_meshes_read_are_one_value():
+    order = check_schedule(
+        schedule(
+            (run("a", ("w", "x@0", "x@1", "y@0")),),
+            (run("b", ("x@1", "n@0", "n@2", "m")), run("c", ("x@0", "y@1", "m@0"))),
+        )
+    )
+    assert order.microbatches == {"x": ("x@0", "x@1")}  # not y, of which each reads another
+    assert order.reading("x") == (0, 1) and order.reading("w") == (0,) and not order.reading("y")
+    assert order.values == (("w", "x", "y@0"), ("x", "n@0", "n@2", "m", "y@1", "m@0"))

@@ -1,5 +1,6 @@
 import os
 import signal
+import sys
 import threading
 import time
 from importlib.util import find_spec
@@ -146,6 +147,74 @@ def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline,
     finally:
         runtime.close()
     _await_end(processes)
+
+
+@pytest.mark.ray
+@needs_ray
+def test_the_driver_calls_as_many_functions_for_a_step_of_many_microbatches_as_for_one_of_few(
+    pipeline, nodes
+):
+    local = [
+        Mesh(np.array([device]).reshape(1, 1), NAMES, axis_types=(AxisType.Auto,) * 2)
+        for device in jax.devices()[:2]
+    ]
+    runtime = RayRuntime([RayMesh(shape=(1, 1), axis_names=NAMES)] * 2, **HANDED_IN)
+    calls, instructions = [], []
+    try:
+        for num_microbatches in (2, 24):
+            job = pipeline(2, num_microbatches)
+            contract = {"outputs": job.outputs, "carry": job.carry}
+            runtime.load(job.schedule, job.exported(local), job.specs, **contract)
+            runtime.put(job.state())
+            losses = [float(runtime.step(job.whole(step))[job.outputs[0]]) for step in range(2)]
+            np.testing.assert_allclose(losses, job.reference(2)[0], rtol=1e-5)
+            batch = job.whole(2)
+            calls.append(_calls_of_this_package(lambda batch=batch: runtime.step(batch)))
+            instructions.append(sum(map(len, job.schedule.programs)))
+    finally:
+        runtime.close()
+    assert instructions[1] > 8 * instructions[0]
+    assert calls[0] == calls[1] > 10
+
+
+def _calls_of_this_package(action):
+    """Return how many calls of functions of the package, but for the waiting, an action makes."""
+    count = 0
+
+    def note(frame, event, _):
+        nonlocal count
+        file = frame.f_code.co_filename
+        if event == "call" and "mesh_runtime/" in file and "heartbeats" not in file:
+            count += frame.f_code.co_name not in ("_call", "_repeated", "<genexpr>", "<listcomp>")
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.ray
+@needs_ray
+def test_two_hosts_that_read_the_same_large_batch_take_it_from_the_store(pipeline, nodes):
+    job = evolve(pipeline(1, 8), width=1024)  # 131 kB of x, which Ray does not send with a call
+    local = [
+        Mesh(np.array(jax.devices()[:2]).reshape(1, 2), NAMES, axis_types=(AxisType.Auto,) * 2)
+    ]
+    reference = InProcessRuntime(local)
+    runtime = RayRuntime([RayMesh(shape=(1, 2), axis_names=NAMES, num_hosts=2)], **HANDED_IN)
+    losses = []
+    try:
+        for one, give in ((reference, job.batch), (runtime, job.batch), (runtime, job.whole)):
+            contract = {"outputs": job.outputs, "carry": job.carry}
+            one.load(job.schedule, job.exported(local), job.specs, **contract)
+            one.put(job.state())
+            losses.append([float(one.step(give(step))[job.outputs[0]]) for step in range(2)])
+    finally:
+        runtime.close()
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # gloo adds in another order
+    np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
 
 
 def _check_handles(runtime, job, local):

@@ -146,7 +146,7 @@ class Executable:
             if leaf.path not in self._where:
                 continue
             if leaf.in_parts:
-                buffers.update(self._microbatches(leaf, inputs[k]))
+                buffers[leaf.path] = self._batch(leaf, inputs[k])
                 continue
             buffers[leaf.path] = placed[k] = self._placed(leaf, inputs[k], seen)
             if leaf.role == "state" and not isinstance(placed[k], (jax.Array, RemoteArray)):
@@ -348,9 +348,9 @@ class Executable:
                 f"{np.shape(value)}; nothing was run, and the state is as it was"
             )
 
-    def _microbatches(self, leaf: Leaf, value: Any) -> dict[str, Any]:
+    def _batch(self, leaf: Leaf, value: Any) -> Any:
+        """Return a leaf of the batch, which the runtime deals out to the microbatches."""
         path, size = leaf.path, leaf.aval.shape[0]
-        count = self.plan.num_microbatches
         if np.shape(value)[0] != size:
             raise PlanError(
                 f"{path} has {np.shape(value)[0]} examples, the plan is for batches of {size}; "
@@ -358,12 +358,8 @@ class Executable:
             )
         self._check_type(leaf, value)
         if self._remote and not isinstance(value, HostLeaf):
-            value = as_host_array(value)
-        if count == 1:
-            once = path in self.planned.tasks.graph.per_step
-            return {path if once else f"{path}@0": value}
-        part = size // count
-        return {f"{path}@{k}": value[k * part : (k + 1) * part] for k in range(count)}
+            return as_host_array(value)
+        return value
 
     def _output(self, output: Any, results: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
         if output.name is None:
