@@ -169,6 +169,7 @@ def in_turns(
             begin, before = time.perf_counter(), so_far()
             states[k], loss = step(states[k], x)
             float(loss)
+            jax.block_until_ready(states[k])  # else its last runs fall into the other's turn
             if turn:  # the first compiles
                 seconds[k].append(time.perf_counter() - begin)
                 processor[k] += so_far() - before
@@ -197,7 +198,7 @@ def pipelines(num_stages: int, x: Any) -> Compared:
         if mode == "blocking":
             runs = [event for event in step.last_trace if event.instruction.kind == "run"]
             sums.append(sum(event.stop - event.start for event in runs))
-        return None, loss
+        return state, loss
 
     modes = [functools.partial(run, mode) for mode in ("none", "blocking")]
     return evolve(in_turns(modes, [None, None], x), other=sums[1:])
@@ -232,9 +233,9 @@ def one_stage(x: Any, by: str) -> Compared:
     return in_turns([one, other], [state, plain], x)
 
 
-def on_ray(x: Any) -> Compared:
-    """Return what a step of two stages takes on Ray, and in this process."""
-    key = jax.random.key(0)
+def on_ray(x: Any, times: int = 1) -> Compared:
+    """Return what a step of two stages takes on Ray, and in this process, on `times` the rows."""
+    key, x = jax.random.key(0), np.concatenate([x] * times)
     near = alpa.parallelize(
         train_step, cluster="host:2", num_stages=2, num_microbatches=4, schedule="1f1b"
     )
@@ -248,9 +249,10 @@ def on_ray(x: Any) -> Compared:
         far.close()
 
 
-def driver_seconds(x: Any, counts: Sequence[int]) -> dict[int, float]:
-    """Return the least processor seconds of the driver's threads for a step on Ray, by the number
-    of its instructions."""
+def driver_seconds(x: Any, counts: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """Return the least processor seconds of the driver for a step on Ray, by the number of its
+    instructions: of the thread that makes steps, and of all, of which Ray's run as long as a
+    step."""
     found = {}
     for count in counts:
         far = alpa.parallelize(
@@ -263,13 +265,14 @@ def driver_seconds(x: Any, counts: Sequence[int]) -> dict[int, float]:
         )
         try:
             state = far.init(make_weights, jax.random.key(0), batch=x)
-            times = []
+            own, all_threads = [], []
             for _ in range(TURNS):
-                begin = time.process_time()
+                begin = time.thread_time(), time.process_time()
                 state, loss = far(state, x)
                 float(loss)
-                times.append(time.process_time() - begin)
-            found[sum(map(len, far.schedule.programs))] = min(times)
+                own.append(time.thread_time() - begin[0])
+                all_threads.append(time.process_time() - begin[1])
+            found[sum(map(len, far.schedule.programs))] = min(own), min(all_threads)
         finally:
             far.close()
     return found
@@ -310,6 +313,7 @@ def main() -> None:
     }
     if not given.no_ray:
         steps["two stages on Ray / in process"] = (on_ray, 1.10)
+        steps["the same, three times the rows"] = (functools.partial(on_ray, times=3), 1.10)
     table = Table(title=f"whole steps, {TURNS} in turns")
     for name in ("what", "shortest ms", "compared with", "ratio", "of medians", "of cores", "aim"):
         table.add_column(name, justify="left" if name == "what" else "right")
@@ -321,9 +325,10 @@ def main() -> None:
         if not given.no_ray:
             table = Table(title="processor time of the driver for a step on Ray")
             table.add_column("instructions", justify="right")
-            table.add_column("milliseconds", justify="right")
+            table.add_column("its thread, ms", justify="right")
+            table.add_column("with Ray's threads, ms", justify="right")
             for count, seconds in driver_seconds(x, (4, 64)).items():
-                table.add_row(str(count), f"{seconds * 1e3:.1f}")
+                table.add_row(str(count), *(f"{one * 1e3:.2f}" for one in seconds))
             console.print(table)
     for num_meshes in given.meshes:
         report(outcomes(num_meshes, SCHEDULES, given.forward), console)
