@@ -1,16 +1,18 @@
+import gc
+import json
 import time
 import tracemalloc
 
 import pytest
 from hostile_plans import outcomes, small_plan
 
-from alpa_interchange import DocumentError, ParallelPlan, from_json
+from alpa_interchange import DocumentError, ParallelPlan, from_json, to_json
 
 
 def test_ten_thousand_changed_plans_are_refused_or_are_what_they_say():
     found, slowest = outcomes(small_plan(), 10_000, runs=3)
     assert found["refused"] > 5_000 and found["restored"] > 100
-    assert slowest < 30.0
+    assert slowest < 10.0
 
 
 @pytest.mark.parametrize(
@@ -24,13 +26,33 @@ def test_ten_thousand_changed_plans_are_refused_or_are_what_they_say():
     ids=["deep lists", "deep objects", "an open string", "many lists"],
 )
 def test_large_hostile_documents_are_refused_in_bounded_time_and_memory(text):
-    tracemalloc.start()
+    begun = time.process_time()
+    with pytest.raises(DocumentError):
+        from_json(text, ParallelPlan)
+    seconds = time.process_time() - begun
+    tracemalloc.start()  # apart, as it takes several times as long
     try:
-        begun = time.process_time()
         with pytest.raises(DocumentError):
             from_json(text, ParallelPlan)
-        seconds = time.process_time() - begun
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert seconds < 30.0 and peak < 80 * len(text)
+    assert seconds < 5.0 and peak < 80 * len(text)  # 0.8 s at most on a core that others use too
+
+
+def test_a_plan_of_twelve_megabytes_is_read_in_seconds():
+    document = json.loads(to_json(small_plan()))
+    (sharding,) = document["value"]["shardings"]
+    group = sharding["operators"][0]
+    sharding["operators"] = [
+        {**group, "names": [f"layer{k}/jvp()/dot_general.{j}" for j in range(8)]}
+        for k in range(25_000)
+    ]
+    text = json.dumps(document)
+    assert len(text) > 11_000_000
+    begun = time.process_time()
+    read = from_json(text, ParallelPlan)
+    seconds = time.process_time() - begun
+    assert len(read.shardings[0].operators) == 25_000
+    assert seconds < 5.0  # 0.7 s; 1.5 with garbage collections
+    assert gc.isenabled()

@@ -9,13 +9,15 @@ checked before parsing.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import os
 import re
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -153,6 +155,25 @@ def _parse(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
             f"{source}: {len(text)} characters; at most {MAX_DOCUMENT_BYTES} are read"
         )
     _check_depth(text, source)
+    with _no_collections():
+        return _read(text, kind, side_car, source)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect no garbage inside: a document has no cycles, and visiting what was read so far again
+    and again takes half of the time (0.7 of 1.5 CPU seconds for a plan of 12 MB, 0.9 of 1.2 for
+    15 MB of empty lists)."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _read(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
     try:
         document = json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
