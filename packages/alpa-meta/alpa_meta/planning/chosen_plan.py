@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from attrs import evolve, frozen
 
@@ -16,6 +15,7 @@ from alpa_interchange import (
     ShardingSolution,
     StageCandidate,
     StagePlan,
+    StageSharding,
     load,
 )
 from alpa_meta.execution.tasks import Tasks, build_tasks
@@ -30,7 +30,7 @@ from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.meshes import usable_memory
 from alpa_meta.inter_op.scan_stages import staged_program
 from alpa_meta.inter_op.split_backward import with_split_backward
-from alpa_meta.inter_op.stage_selection import stage_scope
+from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
 from alpa_meta.inter_op.staging import Staging, assign_stages
 from alpa_meta.intra_op.equal_stages import Stages
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -46,6 +46,7 @@ from alpa_meta.planning.plan_summary import (
 )
 from alpa_meta.step.program import Program, Step
 from alpa_meta.token_slices.budget import check_budget
+from alpa_meta.token_slices.places import Slices
 from alpa_meta.token_slices.staged import slice_numbers
 from cost_model import CostModel
 
@@ -90,7 +91,7 @@ def stage_selection(
     model: CostModel,
     options: Options,
     built: Stages,
-) -> tuple[Any, Selection]:
+) -> tuple[StageScope, Selection]:
     """Return the scope of a stage and its selection problem, that of an equal one `built`
     before."""
     pins = input_pins(program, candidate.logical, options)
@@ -129,8 +130,6 @@ def finish(
     names = StageNames(staging)
     selections, shardings, stages = [], [], []
     peaks: list[float] = []
-    numbers = slice_numbers(program, staging)
-    sliced = program.slices if staging.num_stages > 1 else None  # one stage runs all as one program
     solved: dict[str, ShardingSolution] = {}
     built = Stages()
     for stage, placed in enumerate(stage_plan.stages):
@@ -147,32 +146,27 @@ def finish(
             solution = solved[key] = choose(placed.candidate, selection, limit)
         if solution.choice is None:
             return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
-        homes = zip(numbers, staging.stages, strict=True)
-        of_stage = [number for number, home in homes if home == stage]
-        candidate, costs = exact_candidate(
-            scope,
-            selection,
+        made, sharding = finished_stage(
+            program,
+            staging,
+            stage,
+            placed,
+            (scope, selection),
             solution,
-            placed.candidate,
             outlook.num_layers,
-            totals_share(program),
-            None if sliced is None else (sliced, of_stage),
+            names,
+            options.executor,
         )
         selections.append(selection)
-        memory = costs.peak.by_kind()
-        shardings.append(
-            stage_sharding(
-                program, placed, selection, solution, memory, options.executor, names, stage
-            )
-        )
-        stages.append(PlacedStage(candidate=candidate, device_ids=placed.device_ids))
-        peaks.append(sum(memory.values()))
+        shardings.append(sharding)
+        stages.append(made)
+        peaks.append(sharding.peak_bytes)
     options.progress("stages", len(stages), len(stages))
     chain = [stage.candidate for stage in stages]
     seconds = stage_dp.step_seconds(
         chain, stage_plan.schedule, stage_plan.in_flight, num_meshes=stage_plan.num_meshes
     )
-    if sliced is not None:
+    if _sliced(program, staging) is not None:
         bound = stage_dp.bound_in_slices(bound, len(chain))
     stage_dp.check_bound(bound * (1 - NUMBERS), seconds, "the plan with its stages solved")
     bound = min(bound, seconds)  # they may be equal but for rounding
@@ -196,6 +190,41 @@ def finish(
         provenance=provenance(),
     )
     return Planned(plan, program, staging, tuple(selections), tasks)
+
+
+def finished_stage(
+    program: Program,
+    staging: Staging,
+    stage: int,
+    placed: PlacedStage,
+    selected: tuple[StageScope, Selection],
+    solution: ShardingSolution,
+    num_layers: int,
+    names: StageNames,
+    executor: str,
+) -> tuple[PlacedStage, StageSharding]:
+    """Return what a plan says of a stage that runs by `solution`: its figures, and its sharding."""
+    scope, selection = selected
+    sliced = _sliced(program, staging)
+    homes = zip(slice_numbers(program, staging), staging.stages, strict=True)
+    of_stage = [number for number, home in homes if home == stage]
+    candidate, costs = exact_candidate(
+        scope,
+        selection,
+        solution,
+        placed.candidate,
+        num_layers,
+        totals_share(program),
+        None if sliced is None else (sliced, of_stage),
+    )
+    memory = costs.peak.by_kind()
+    sharding = stage_sharding(program, placed, selection, solution, memory, executor, names, stage)
+    return PlacedStage(candidate=candidate, device_ids=placed.device_ids), sharding
+
+
+def _sliced(program: Program, staging: Staging) -> Slices | None:
+    """Return the token slices that stages run one by one; one stage runs all as one program."""
+    return program.slices if staging.num_stages > 1 else None
 
 
 def chosen_stages(

@@ -35,6 +35,7 @@ from alpa_meta.operators import operator_of, sharding_rule
 from alpa_meta.operators.regions import bodies, is_region
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned
+from alpa_meta.planning.plan_identity import files_hash
 from alpa_meta.planning.plan_store import PlanStore, is_switched_off, plan_directory
 from alpa_meta.planning.plan_summary import provenance
 from alpa_meta.planning.program_hash import program_hash, text_of
@@ -114,7 +115,7 @@ def plan_key(step: Step, cluster: ClusterSpec, options: Options) -> str:
         "outputs": step.output_tree[3],
         "operators": sorted(_operators(open_jaxpr(program))),
         "cluster": to_json(cluster),
-        "profiles": _files_hash(profile_directory(), "*.json"),
+        "profiles": files_hash(profile_directory(), "*.json"),
         "options": {
             one.name: text_of(getattr(options, one.name))
             for one in fields(Options)
@@ -161,14 +162,5 @@ def _sources_hash() -> str:
             continue
         for folder in spec.submodule_search_locations or ():
             for pattern in ("**/*.py", "**/*.json", "**/*.toml"):
-                digest.update(_files_hash(Path(folder), pattern).encode())
-    return digest.hexdigest()
-
-
-def _files_hash(folder: Path, pattern: str) -> str:
-    """Return a hash of the names and contents of files; empty folders and absent ones are equal."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob(pattern)):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{path.relative_to(folder)} {content}\n".encode())
+                digest.update(files_hash(Path(folder), pattern).encode())
     return digest.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 from alpa_interchange import ParallelPlan
 from alpa_meta.errors import PlanError
@@ -63,4 +64,13 @@ def problem_hash(selection: Selection) -> str:
         selection.problem.node_names, selection.problem.strategy_names, strict=True
     ):
         digest.update(f"{name}: {' | '.join(strategies)}\n".encode())
+    return digest.hexdigest()
+
+
+def files_hash(folder: Path, pattern: str) -> str:
+    """Return a hash of the names and contents of files; empty folders and absent ones are equal."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob(pattern)):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(folder)} {content}\n".encode())
     return digest.hexdigest()

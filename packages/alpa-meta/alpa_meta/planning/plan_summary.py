@@ -31,9 +31,10 @@ from alpa_meta.operators import flops, kernel_kind, sharding_rule
 from alpa_meta.operators.regions import bodies, is_region, is_scan
 from alpa_meta.planning.executor_choice import chosen_executor
 from alpa_meta.planning.operator_names import StageNames
-from alpa_meta.planning.plan_identity import fingerprint
+from alpa_meta.planning.plan_identity import files_hash, fingerprint
 from alpa_meta.planning.plan_operators import received_specs, stage_operators
 from alpa_meta.step.program import Program, Step
+from cost_model.profile import profile_directory
 
 _PACKAGES = (
     "alpa-meta",
@@ -114,9 +115,12 @@ def _label(eqn: JaxprEqn) -> str:
     return f"{scope or 'step'} {eqn.primitive.name}[{shape}]"
 
 
-def program_summary(program: Program, step: Step) -> ProgramSummary:
+def program_summary(
+    program: Program, step: Step, known_fingerprint: str | None = None
+) -> ProgramSummary:
+    """Return what identifies the program; its fingerprint, if known, is not made again."""
     return ProgramSummary(
-        fingerprint=fingerprint(step),
+        fingerprint=known_fingerprint or fingerprint(step),
         inputs=tuple(
             InputSummary(path=path, shape=shape, dtype=dtype, role=leaf.role, memory=leaf.memory)
             for leaf, (path, shape, dtype) in zip(program.inputs, program.signature(), strict=True)
@@ -158,7 +162,9 @@ def layer_summaries(outlook: Outlook, layering: Layering) -> tuple[Layer, ...]:
 
 
 def provenance() -> dict[str, str]:
-    versions = {}
+    """Return what the figures of a plan depend on beside its program and cluster: the versions of
+    the packages, and the measured profiles of this user."""
+    versions = {"profiles": files_hash(profile_directory(), "*.json")[:16]}
     for name in _PACKAGES:
         try:
             versions[name] = version(name)

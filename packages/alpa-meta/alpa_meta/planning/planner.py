@@ -34,6 +34,7 @@ from alpa_meta.planning.chosen_plan import (
     Planned,
     chosen_stages,
     finish,
+    finished_stage,
     stage_selection,
 )
 from alpa_meta.planning.collection_pause import collections_paused
@@ -52,8 +53,10 @@ from alpa_meta.planning.outlooks import (
     staged_outlook,
 )
 from alpa_meta.planning.plan_cache import searched_once
+from alpa_meta.planning.plan_claims import check_claims, check_consistent, with_claims
 from alpa_meta.planning.plan_identity import check_program
 from alpa_meta.planning.plan_operators import restored_choice
+from alpa_meta.planning.plan_summary import layer_summaries, program_summary
 from alpa_meta.planning.range_search import (
     Prospect,
     may_cut,
@@ -281,33 +284,54 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
         step = step.in_slices(SliceRequest(plan.program.token_slices))
     if not step.offloads and any(one.memory != "device" for one in plan.program.inputs):
         step = step.with_offload()
+    check_consistent(plan)
     outlook, layering = staged_outlook(step, plan, options)
     program, staging = chosen_stages(outlook, layering, plan.layer_cuts, plan.stage_plan)
     check_program(plan, program, step)
-    if len(plan.stage_plan.in_flight) != len(plan.shardings):
-        raise PlanError(
-            "the plan does not say how many microbatches each stage has in flight; plan again"
-        )
     model = calibrated_model(plan.cluster)
     names = StageNames(staging)
-    selections, shardings = [], []
+    selections, shardings, stages = [], [], []
     built = Stages()
     for stage, sharding in enumerate(plan.shardings):
-        candidate = plan.stage_plan.stages[stage].candidate
-        selection = stage_selection(
+        placed = plan.stage_plan.stages[stage]
+        scope, selection = stage_selection(
             program,
             staging,
             stage,
-            candidate,
+            placed.candidate,
             plan.stage_plan.in_flight[stage],
             model,
             options,
             built,
-        )[1]
+        )
         choice = restored_choice(program, names, stage, selection, sharding)
-        shardings.append(evolve(sharding, solution=evolve(sharding.solution, choice=choice)))
+        made, again = finished_stage(
+            program,
+            staging,
+            stage,
+            placed,
+            (scope, selection),
+            evolve(sharding.solution, choice=choice),
+            outlook.num_layers,
+            names,
+            sharding.executor,
+        )
+        shardings.append(again)
+        stages.append(made)
         selections.append(selection)
     tasks = build_tasks(program, staging)
-    plan = evolve(plan, shardings=tuple(shardings), tasks=tasks.graph, schedule=None)
+    if plan.tasks is not None:  # not of plans of schema 0.1 and 0.2
+        rebuilt = evolve(
+            plan,
+            program=program_summary(program, step, plan.program.fingerprint),
+            tasks=tasks.graph,
+            layers=layer_summaries(outlook, layering),
+        )
+        check_claims(plan, with_claims(rebuilt, shardings, stages))
+    kept = (
+        evolve(one, solution=made.solution)
+        for one, made in zip(plan.shardings, shardings, strict=True)
+    )
+    plan = evolve(plan, shardings=tuple(kept), tasks=tasks.graph, schedule=None)
     plan = with_executor(plan, options.executor)
     return Planned(plan, program, staging, tuple(selections), tasks)
