@@ -17,6 +17,10 @@ import resharding
 from mesh_runtime import StepError
 
 TIMEOUT = 2.0
+stalled = pytest.mark.fault(
+    "transfer stalled: a peer that is alive but sends or takes nothing",
+    "both ends name the peer and the tensor within `step_timeout`",
+)
 
 
 @contextmanager
@@ -56,10 +60,7 @@ def is_stopped(process):
         return stat.read().rsplit(")", 1)[1].split()[0] == "T"
 
 
-@pytest.mark.fault(
-    "transfer stalled: a peer that is alive but sends or takes nothing",
-    "both ends name the peer and the tensor within `step_timeout`",
-)
+@stalled
 def test_a_peer_that_stops_before_it_sends_is_named_with_the_tensor_within_the_timeout():
     with beside(1, stops_in_task=True) as (worker, other, _):
         fails(
@@ -71,6 +72,7 @@ def test_a_peer_that_stops_before_it_sends_is_named_with_the_tensor_within_the_t
         assert is_stopped(other)  # alive, and its connections are open
 
 
+@stalled
 def test_a_peer_that_stops_in_the_middle_of_a_tensor_is_named_with_it_within_the_timeout():
     with beside(1, stops_in_task=False) as (worker, other, _):
         link = worker.transport._link
@@ -79,6 +81,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_tensor_is_named_with_it_within_the
         assert is_stopped(other) and 3 <= link.fetched < 8
 
 
+@stalled
 def test_a_peer_that_stops_before_it_fetches_is_named_by_the_one_that_sends():
     with beside(0, stops_in_task=False) as (worker, other, _):
         os.kill(other.pid, signal.SIGSTOP)
