@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -142,6 +143,89 @@ def test_the_recipe_for_slurm_trains_on_two_nodes_and_is_ended_by_sigterm(tmp_pa
     assert alpa.read_checkpoint(out / "checkpoint").step == last
 
 
+def start_command(group, address):
+    """Return the command that KubeRay runs in a pod of a group: `rayStartParams`, and the limits of
+    the container where they do not say otherwise."""
+    (container,) = group["template"]["spec"]["containers"]
+    limits = container.get("resources", {}).get("limits", {})
+    asked = {"nvidia.com/gpu": "num-gpus", "cpu": "num-cpus"}
+    parameters = {asked[name]: str(count) for name, count in limits.items() if name in asked}
+    parameters |= group["rayStartParams"]
+    where = ["--head", f"--port={address.rpartition(':')[2]}"]
+    if group.get("groupName"):
+        where = [f"--address={address}"]
+    return ["ray", "start", *where, *(f"--{k}={v}" for k, v in parameters.items()), "--block"]
+
+
+def test_the_commands_of_the_recipe_for_kubernetes_train_on_two_hosts(tmp_path, short_folder):
+    yaml = pytest.importorskip("yaml")
+    spec = yaml.safe_load(recipe("On Kubernetes (KubeRay)", "yaml"))["spec"]
+    head, (hosts,) = (spec["rayClusterSpec"][k] for k in ("headGroupSpec", "workerGroupSpecs"))
+    address, out = f"127.0.0.1:{free_port()}", tmp_path / "shared" / "run"
+    entrypoint = spec["entrypoint"]
+    for old, new in (("h100:2x8", str(tmp_path / "two_hosts.toml")), ("/shared/run", str(out))):
+        assert old in entrypoint
+        entrypoint = entrypoint.replace(old, new)
+    (tmp_path / "two_hosts.toml").write_text(CLUSTER)
+    (tmp_path / "mymodule.py").write_text(PROGRAM)
+    variables = {
+        **os.environ,
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+        "PYTHONPATH": str(tmp_path),
+        "RAY_TMPDIR": str(short_folder),  # other clusters of this machine do not see this one
+        "RAY_ADDRESS": address,  # as `ray job submit` has it for an entrypoint
+        "RAY_AUTH_MODE": "token",  # this machine, unlike a pod, may have a token in ~/.ray
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    pods = [head, *[hosts] * hosts["replicas"]]
+    started = []
+
+    def process(command, **more):
+        with (tmp_path / "output").open("a") as output:
+            made = subprocess.Popen(
+                command, env=variables, stdout=output, stderr=output, start_new_session=True, **more
+            )
+        started.append(made)
+        return made
+
+    try:
+        for group in pods:
+            process(start_command(group, address))
+        job = process(entrypoint, shell=True)  # the shell of `ray job submit`
+        metrics = out / "metrics.jsonl"
+        latest = time.monotonic() + 300
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert job.poll() is None and time.monotonic() < latest, output_of(tmp_path)
+            time.sleep(0.1)
+        os.killpg(job.pid, signal.SIGTERM)  # the shell and its program, as `ray job stop` does
+        (patience,) = (
+            int(one["value"])
+            for one in head["template"]["spec"]["containers"][0]["env"]
+            if one["name"] == "RAY_JOB_STOP_WAIT_TIME_S"  # then it kills them
+        )
+        assert ended(job, patience), output_of(tmp_path)
+    finally:
+        for one in started:
+            if _is_there(one.pid):
+                os.killpg(one.pid, signal.SIGTERM)
+        for one in started:
+            if not ended(one, 40):
+                os.killpg(one.pid, signal.SIGKILL)
+    last = metrics.read_text().count("\n")
+    assert f"stopped by SIGTERM after step {last}; go on with" in output_of(tmp_path)
+    assert alpa.read_checkpoint(out / "checkpoint").step == last
+
+
+def ended(process, seconds):
+    """Return whether a process and its group end within a time."""
+    latest = time.monotonic() + seconds
+    while process.poll() is None or _is_there(process.pid):
+        if time.monotonic() > latest:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def output_of(folder):
     return (folder / "output").read_text()
 
@@ -154,17 +238,35 @@ def _is_there(group):
     return True
 
 
+FIELDS = {  # of ray.io/v1 and of pods, of those that the recipe might have: it has no others
+    "job": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {"entrypoint", "rayClusterSpec", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"},
+    "cluster": {"headGroupSpec", "workerGroupSpecs", "rayVersion"},
+    "head": {"rayStartParams", "template"},
+    "hosts": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
+    "pod": {"containers", "volumes"},
+    "container": {"name", "image", "resources", "volumeMounts", "env"},
+}
+
+
 def test_the_recipe_for_kubernetes_has_the_fields_of_a_rayjob():
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load(recipe("On Kubernetes (KubeRay)", "yaml"))
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     cluster = job["spec"]["rayClusterSpec"]
     head, (hosts,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert set(job) <= FIELDS["job"] and set(job["spec"]) <= FIELDS["spec"]
+    assert job["spec"]["shutdownAfterJobFinishes"] is True  # else its GPUs stay taken
+    assert set(cluster) <= FIELDS["cluster"] and set(head) == FIELDS["head"]
+    assert set(hosts) <= FIELDS["hosts"] and {"groupName", "template"} <= set(hosts)
+    for parameters in (head["rayStartParams"], hosts["rayStartParams"]):
+        assert all(isinstance(value, str) for value in parameters.values())
     named = re.search(r"--cluster (\S+)", job["spec"]["entrypoint"]).group(1)
     (group,) = named_cluster(named).host_groups
     assert hosts["replicas"] == group.num_hosts
     for pod in (head["template"]["spec"], hosts["template"]["spec"]):
         (container,) = pod["containers"]
+        assert set(pod) <= FIELDS["pod"] and set(container) <= FIELDS["container"]
         mounted = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
         assert {one["name"] for one in pod["volumes"]} == set(mounted)
         assert mounted["shared"] == "/shared" and "--out /shared/" in job["spec"]["entrypoint"]
