@@ -24,6 +24,8 @@ from alpa_meta.planning.plan_summary import provenance
 
 _ROUNDING = 1e-6
 """By which figures may differ: sums of the same numbers in another order do by some 1e-16."""
+_FASTEST = 1e24
+"""Of the rates of devices and links: between 1 and this all seconds are finite and none is 0."""
 _SEARCHED = ("lower_bound_seconds", "key", "boundary_seconds", "delayed_bytes")
 """Of a stage's candidate, what the search notes and no choice determines."""
 
@@ -42,6 +44,15 @@ def check_consistent(plan: ParallelPlan) -> None:
             "the plan does not say how many microbatches, at least one, each of its "
             f"{len(plan.shardings)} stages has in flight, but {list(chosen.in_flight)}; plan again"
         )
+    for group in plan.cluster.host_groups:
+        device, links = group.device, (group.intra_host, group.inter_host)
+        rates = [device.memory_bandwidth, *device.peak_flops.values()]
+        for rate in (*rates, *(link.bandwidth for link in links)):
+            if not 1.0 <= rate <= _FASTEST:
+                raise PlanError(
+                    f"the plan's cluster has a rate of {rate:g} per second for {device.name!r} or "
+                    f"its links, which must be from 1 to {_FASTEST:g}; plan again"
+                )
     for stage, (sharding, placed) in enumerate(zip(plan.shardings, chosen.stages, strict=True)):
         mesh, candidate = sharding.mesh, placed.candidate
         said = (mesh.submesh, mesh.logical, mesh.device_ids)

@@ -305,17 +305,22 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
             built,
         )
         choice = restored_choice(program, names, stage, selection, sharding)
-        made, again = finished_stage(
-            program,
-            staging,
-            stage,
-            placed,
-            (scope, selection),
-            evolve(sharding.solution, choice=choice),
-            outlook.num_layers,
-            names,
-            sharding.executor,
-        )
+        try:
+            made, again = finished_stage(
+                program,
+                staging,
+                stage,
+                placed,
+                (scope, selection),
+                evolve(sharding.solution, choice=choice),
+                outlook.num_layers,
+                names,
+                sharding.executor,
+            )
+        except (ValueError, ArithmeticError) as error:  # a link of 1e-320 bytes/s, say
+            raise PlanError(
+                f"the plan's cluster gives stage {stage} no possible figures: {error}; plan again"
+            ) from error
         shardings.append(again)
         stages.append(made)
         selections.append(selection)

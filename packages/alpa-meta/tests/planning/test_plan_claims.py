@@ -91,6 +91,13 @@ def test_meshes_and_microbatches_that_contradict_each_other_are_refused(saved):
         restored(saved, stage_plan__in_flight=[0, 1])
 
 
+def test_a_cluster_that_allows_no_figures_is_refused(saved):
+    slow = json.loads(saved)["value"]["cluster"]
+    slow["host_groups"][0]["device"]["memory_bandwidth"] = 1e-320
+    with pytest.raises(alpa.PlanError, match="cluster has a rate of .* must be from 1 to 1e.24"):
+        restored(saved, cluster=slow)
+
+
 def test_figures_of_another_version_or_profile_are_not_compared(saved):
     made = restored(saved, provenance__jax="0.0.1", step_seconds=0.5, tasks__per_step=[])
     assert made.step_seconds == 0.5
