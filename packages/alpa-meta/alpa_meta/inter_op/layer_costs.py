@@ -184,14 +184,15 @@ class LayerCosts:
         self, layer: int, seconds: np.ndarray, part: str = "all", kind: str = "least"
     ) -> ShardingProblem:
         """Return the selection problem of one layer alone, whose neighbours hand over and take
-        whatever it likes, with seconds like one of the tables of `seconds_of(kind)`.
+        whatever it likes, with seconds like one of the tables of `seconds_of(kind)`. Sums that run
+        once a step where stages divide the layers are left out.
 
         `part`: "all" of it, "seconds" of its microbatches, without the update, or "forward" or
         "backward_input" of these.
         """
         facts = self.facts
         forward, update = (facts.phases == PHASES.index(name) for name in ("forward", "update"))
-        own = facts.layers == layer
+        own = (facts.layers == layer) & ~facts.sunk
         found = (
             own
             & {
@@ -227,7 +228,7 @@ class LayerCosts:
         it recomputes: of each phase, and of the parts of the backward that other layers wait for
         and that they do not."""
         facts, seconds = self.facts, self._least_seconds(size)
-        own = facts.layers == layer
+        own = (facts.layers == layer) & ~facts.sunk
         found = {
             name: float(seconds[own & (facts.phases == number)].sum())
             for number, name in enumerate(PHASES)

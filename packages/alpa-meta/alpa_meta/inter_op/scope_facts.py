@@ -17,6 +17,7 @@ from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.recomputation import clones_of_layers
 from alpa_meta.inter_op.split_backward import by_weight, kept_for_weights
 from alpa_meta.inter_op.stage_selection import StageScope
+from alpa_meta.inter_op.staging import with_sunk_sums
 from alpa_meta.intra_op.liveness import PHASES
 from alpa_meta.step.program import Program
 
@@ -59,6 +60,15 @@ class ScopeFacts:
     phases: np.ndarray  # [equations] in PHASES
     layers: np.ndarray  # [equations], 0 for those without a layer
     delayed: np.ndarray  # [equations] whether a split backward runs them later
+
+    @functools.cached_property
+    def sunk(self) -> np.ndarray:
+        """[equations] Whether they run once a step where their layers are in several stages: sums
+        of gradients of tied weights."""
+        eqns = self.scope.eqns
+        phases = with_sunk_sums(eqns.eqns, eqns.phases, self.scope.layers)
+        pairs = zip(phases, eqns.phases, strict=True)
+        return np.array([after != before for after, before in pairs], dtype=bool)
 
     @functools.cached_property
     def held(self) -> dict[str, Held]:

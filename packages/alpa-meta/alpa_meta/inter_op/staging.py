@@ -54,7 +54,7 @@ def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Ato
 
     eqns, layers = list(layering.eqns), list(layering.layers)
     stages = [None if layer is None else stage_of(layer) for layer in layers]
-    phases = _sink_sums(eqns, list(layering.phases), stages, outvars)
+    phases = with_sunk_sums(eqns, layering.phases, stages)
     independent = _settle_scalars(eqns, stages)
     labels: list[Any] = [
         (stage, phase, layer) for stage, phase, layer in zip(stages, phases, layers, strict=True)
@@ -77,13 +77,12 @@ def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Ato
     )
 
 
-def _sink_sums(
-    eqns: Sequence[JaxprEqn],
-    phases: list[str],
-    stages: Sequence[int | None],
-    outvars: Sequence[Atom],
+def with_sunk_sums(
+    eqns: Sequence[JaxprEqn], phases: Sequence[str], stages: Sequence[int | None]
 ) -> list[str]:
-    """Move additions of gradients from several stages, read by the update only, into the update."""
+    """Return the phases of equations, those of additions of gradients from several stages, read by
+    the update only, that of the update."""
+    phases = list(phases)
     producer = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)}
     inner_readers: dict[Var, int] = {}
     for eqn, phase in zip(eqns, phases, strict=True):

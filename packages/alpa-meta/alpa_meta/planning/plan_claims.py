@@ -142,7 +142,7 @@ def _of_stage(sharding: StageSharding) -> dict[str, Any]:
         "state_specs": sharding.state_specs,
         "received_specs": sharding.received_specs,
         "replicated_ops": sorted({*sharding.replicated_ops, *sharding.freed_ops}),
-        "operators": {name: one.strategy for one in sharding.operators for name in one.names},
+        "operators": sorted(name for one in sharding.operators for name in one.names),
     }
 
 
