@@ -160,6 +160,7 @@ class MenuTable:
                 state_bytes=floor.state_bytes,
                 follow_seconds=floor.follow_seconds,
                 run_seconds=floor.run_seconds,
+                kept=floor.kept,
                 priced=tuple(
                     PricedFloor(
                         price=one.price,

@@ -10,6 +10,7 @@ from attrs import evolve
 from alpa_interchange.menu import (
     Affine,
     JointProblem,
+    KeptFloor,
     LayerFloor,
     LayerMenu,
     LayerRow,
@@ -197,8 +198,13 @@ def loosest(rows):
 
 
 def test_floors_asked_for_at_one_count_serve_its_multiples():
-    floor = LayerFloor(seconds=Affine(0.0, 0.5))
-    sharp = evolve(floor, priced=(PricedFloor(seconds=Affine(0.0, 1.0)),), state_bytes=2.0)
+    floor = LayerFloor(seconds=Affine(0.0, 0.5), kept=(KeptFloor(seconds=Affine(0.0, 0.3)),))
+    sharp = evolve(
+        floor,
+        priced=(PricedFloor(seconds=Affine(0.0, 1.0)),),
+        kept=(KeptFloor(seconds=Affine(0.0, 0.1)),),  # beside the priced ones
+        state_bytes=2.0,
+    )
     mesh = MeshMenu(
         submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
         logical=LogicalMesh(axes=(MeshAxis(name="x", size=1),)),
@@ -219,4 +225,5 @@ def test_floors_asked_for_at_one_count_serve_its_multiples():
     (taken,) = six.floors(0, 0)
     # B t + u of 12 samples, whatever B.
     assert (taken.priced[0].step_seconds, taken.state_bytes) == (12.0, 2.0)
+    assert taken.kept == sharp.kept
     assert six.ask(0, 0) and six.floors(0, 0) == (sharp,)

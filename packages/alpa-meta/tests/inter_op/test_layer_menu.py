@@ -211,3 +211,22 @@ def test_floors_between_two_sizes_are_below_what_a_layer_takes_there(samples):
         least = min(ilp_sharding.solve(one).objective for one in alone)
         more = min(kept.seconds.value(samples) for kept in floor.kept) * BATCH / samples
         assert 0.5 * least <= floor.priced[0].step_seconds + more <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("memory", [80e9, 3e7])
+def test_floors_are_below_what_layers_of_every_kind_of_recomputation_take(memory):
+    builder = MenuBuilder({"none": _sized((4, 32), tokens=(64,))}, MODEL, Options(), BATCH)
+    assert _menu_of(builder, memory) is not None
+    for source in builder.floors:
+        costs, size = source.problem.costs, source.problem.sizes.index(source._sizes[-1])
+        for number, layer in enumerate(source.layers):
+            (floor,) = source.exact(number, 32)
+            for kind, kept in zip(source.kinds, floor.kept, strict=True):
+                table = costs.seconds_of(kind).tables[size]
+                whole, alone = (
+                    ilp_sharding.solve(costs.layer_problem(layer, table, part, kind)).objective
+                    for part in ("all", "seconds")
+                )
+                more = kept.seconds.value(32) * BATCH / 32
+                assert floor.priced[0].step_seconds + more <= whole * (1 + 1e-9)
+                assert floor.seconds.value(32) * BATCH / 32 + more <= alone * (1 + 1e-9)
