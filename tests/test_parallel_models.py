@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from attrs import evolve
 
 import alpa_meta as alpa
+from cost_model import cluster
 
 BATCH = 8
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-4))
@@ -149,6 +151,29 @@ def test_planned_runs_equal_the_single_device_run(agrees, name, num_stages, num_
     )
     assert step.plan.num_stages == num_stages
     assert step.plan.num_microbatches == num_microbatches
+
+
+@pytest.mark.parametrize("speeds", [(2.6, 0.4, 2.3, 0.8, 2.6), (2.0, 1.3, 3.0, 2.9, 2.2)])
+def test_bounds_hold_for_tied_weights_whatever_the_speeds(speeds):
+    hosts = cluster("host:8", measure=False)
+    (group,) = hosts.host_groups
+    memory, peak, launch, bandwidth, latency = speeds
+    device = evolve(
+        group.device,
+        memory_bandwidth=group.device.memory_bandwidth * memory,
+        peak_flops={name: peak * each for name, each in group.device.peak_flops.items()},
+        launch_latency=group.device.launch_latency * launch,
+    )
+    link = evolve(
+        group.intra_host,
+        bandwidth=group.intra_host.bandwidth * bandwidth,
+        latency=group.intra_host.latency * latency,
+    )
+    hosts = evolve(hosts, host_groups=(evolve(group, device=device, intra_host=link),))
+    step, state, batches = _training("gpt")
+    options = alpa.Options(num_stages=4, num_microbatches=8, max_mesh_axes=1, cache=False)
+    plan = alpa.parallelize(step, cluster=hosts, options=options).plan_for(state, batches[0])
+    assert plan.lower_bound <= plan.step_seconds  # else a BoundError
 
 
 @pytest.mark.parametrize(

@@ -130,12 +130,13 @@ def facts_of_scope(scope: StageScope) -> ScopeFacts:
     eqns = scope.eqns
     later = scope.by_weight
     if later is None:  # what it would be where a stage began with any of its layers
-        later = by_weight(eqns.eqns, eqns.phases, scope.layers, scope.boundary_out)
+        phases = with_sunk_sums(eqns.eqns, eqns.phases, scope.layers)
+        later = by_weight(eqns.eqns, phases, scope.layers, scope.boundary_out)
     delayed = np.zeros(len(eqns.eqns), dtype=bool)
     delayed[list(later)] = True
-    phases = np.array([PHASES.index(phase) for phase in eqns.phases], dtype=np.int64)
+    numbers = np.array([PHASES.index(phase) for phase in eqns.phases], dtype=np.int64)
     layers = np.array([layer or 0 for layer in scope.layers], dtype=np.int64)
-    return ScopeFacts(scope, phases, layers, delayed)
+    return ScopeFacts(scope, numbers, layers, delayed)
 
 
 @functools.lru_cache(maxsize=64)
