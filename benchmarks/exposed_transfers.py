@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -25,11 +24,11 @@ from pathlib import Path
 from attrs import frozen
 from rich.console import Console
 from rich.table import Table
-from transfers import MIB, Setting, SlowLink, gpt, instructions, move, u_transformer
+from transfers import MIB, Setting, SlowLink, gpt, instructions, move, two_stages, u_transformer
 
 from alpa_interchange.schedule import PipelineSchedule
 from cost_model import simulate
-from resharding import HostTransport, new_token
+from resharding import HostTransport
 
 SCHEDULES = ("1f1b", "eager-1f1b")
 NUM_BYTES = 4 * MIB  # of what is sent in place of a boundary
@@ -127,19 +126,7 @@ def executed(
     schedules: Mapping[str, PipelineSchedule], seconds: Mapping[str, float], crossing: float
 ) -> dict[str, list[list[list[Event]]]]:
     """Return the events of each turn and stage, by schedule."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes, token = [], [], new_token()
-    for stage in range(2):
-        ours, theirs = context.Pipe()
-        arguments = (theirs, stage, token, schedules, seconds, crossing)
-        processes.append(context.Process(target=work, args=arguments))
-        processes[-1].start()
-        pipes.append(ours)
-    addresses = [pipe.recv() for pipe in pipes]
-    for pipe, address in zip(pipes, reversed(addresses), strict=True):
-        pipe.send(address)
-    for pipe in pipes:
-        assert pipe.recv() == "ready"
+    pipes, processes = two_stages(work, schedules, seconds, crossing)
     found: dict[str, list[list[list[Event]]]] = {name: [] for name in schedules}
     for turn in range(TURNS + 1):
         for name, turns in found.items():

@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -395,16 +396,16 @@ def execute(
     transport.close()
 
 
-def executed(
-    schedule: PipelineSchedule, seconds: Mapping[str, float], crossing: float, blocking: bool
-) -> tuple[float, list[float]]:
-    """Return the seconds of a step on two processes, and what each stage waited for the other."""
+def two_stages(
+    target: Callable[..., None], *arguments: Any
+) -> tuple[list[Connection], list[BaseProcess]]:
+    """Return pipes to two processes that run `target(pipe, stage, token, *arguments)` and know each
+    other's addresses, and the processes."""
     context = multiprocessing.get_context("spawn")
     pipes, processes, token = [], [], new_token()
     for stage in range(2):
         ours, theirs = context.Pipe()
-        arguments = (theirs, stage, token, schedule, seconds, crossing, blocking)
-        processes.append(context.Process(target=execute, args=arguments))
+        processes.append(context.Process(target=target, args=(theirs, stage, token, *arguments)))
         processes[-1].start()
         pipes.append(ours)
     addresses = [pipe.recv() for pipe in pipes]
@@ -412,6 +413,14 @@ def executed(
         pipe.send(address)
     for pipe in pipes:
         assert pipe.recv() == "ready"
+    return pipes, processes
+
+
+def executed(
+    schedule: PipelineSchedule, seconds: Mapping[str, float], crossing: float, blocking: bool
+) -> tuple[float, list[float]]:
+    """Return the seconds of a step on two processes, and what each stage waited for the other."""
+    pipes, processes = two_stages(execute, schedule, seconds, crossing, blocking)
     for pipe in pipes:
         pipe.send("go")
     found = [pipe.recv() for pipe in pipes]

@@ -85,18 +85,24 @@ def late_seconds(items: Items, rate: float, latency: float, doubles: bool) -> fl
         if left[-1][0] <= reach:
             return seconds + sum(amount for _, amount in left) / rate
         room = rate * latency
-        while left and room > 0:
-            count, amount = left[0]
-            sends = max(1.0, count / reach)
-            if amount * sends > room:
-                left[0] = count, amount - room / sends
-                room = 0.0
-            else:
-                left.pop(0)
-                room -= amount * sends
+        room = _sent(left, room, reach)
         seconds += latency - room / rate
         window += 1
     return seconds
+
+
+def _sent(left: list[tuple[int, float]], room: float, reach: float) -> float:
+    """Take from `left`, fewest receivers first, what sends of `room` bytes carry, each of which
+    reaches `reach` receivers; return the bytes of sends that are left over."""
+    while left and room > 0:
+        count, amount = left[0]
+        sends = max(1.0, count / reach)
+        if amount * sends > room:
+            left[0] = count, amount - room / sends
+            return 0.0
+        left.pop(0)
+        room -= amount * sends
+    return room
 
 
 def spread_seconds(
@@ -125,15 +131,7 @@ def _spread_in(
         begin = 0.0 if left[-1][0] <= reach else max(0.0, end - latency)
         room = holding * (end - begin)
         room += receiving * max(0.0, end - max(begin, latency))
-        while left and room > 0:
-            count, amount = left[0]
-            sends = max(1.0, count / reach)
-            if amount * sends > room:
-                left[0] = count, amount - room / sends
-                room = 0.0
-            else:
-                left.pop(0)
-                room -= amount * sends
+        _sent(left, room, reach)
         end, window = begin, window + 1
     return not left
 

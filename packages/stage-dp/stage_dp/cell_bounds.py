@@ -27,6 +27,7 @@ from stage_dp.menu_table import (
     ACTIVATION,
     BACKWARD,
     COLUMNS,
+    EVEN,
     FORWARD,
     STATE,
     STEP,
@@ -45,7 +46,6 @@ EXACT_ROWS = 12
 Corners = dict[tuple[int, int], tuple[Array, Array]]
 """By mesh and class: rows that stand for floors, and the least parts of their seconds."""
 
-EVEN = 1e-14  # of the sum: growths that differ by less are the same
 MAX_PRICES = 10  # per mesh and in-flight count; more tighten ranges of mixed classes only
 
 

@@ -23,9 +23,9 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from stage_dp.menu_table import EVEN
 
-EVEN = 1e-14  # of the sum: growths that differ by less are the same
+Array = NDArray[np.float64]
 
 
 @frozen

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from alpa_interchange.menu import JointProblem, LayerFloor, LayerRow, MeshMenu, PricedFloor
 from stage_dp.schedules import SCHEDULE_RULES
 
+EVEN = 1e-14  # of a sum: growths of it, layer by layer, that differ by less are rounding
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 

@@ -46,6 +46,17 @@ def test_floors_lower_the_bound_and_leave_the_plan(seed):
     assert half.lower_bound <= solve_joint(faster).step_seconds * (1 + 1e-9)
 
 
+def loosened(problem):
+    """Return the problem with floors that say nothing yet."""
+    meshes = tuple(
+        evolve(mesh, floors=tuple((LayerFloor(),) for _ in mesh.rows))
+        for mesh in problem.menu.meshes
+    )
+    loose = evolve(problem, menu=evolve(problem.menu, meshes=meshes))
+    # Equal layouts are the nearest.
+    return evolve(loose, boundary_floor=lambda _, a, b, link: problem.boundary(a, 0, b, 0, link))
+
+
 def halved(row):
     def half(cost):
         return Affine(cost.fixed / 2, cost.each / 2)
@@ -94,13 +105,7 @@ def test_sharper_floors_raise_the_bound_and_stay_below_all_pipelines(seed, monke
         rows = problem.menu.meshes[mesh].rows[number]
         return floors_of_rows([r for r in rows if samples % r.batch_split == 0], samples, problem)
 
-    meshes = tuple(
-        evolve(mesh, floors=tuple((LayerFloor(),) for _ in mesh.rows))
-        for mesh in problem.menu.meshes
-    )
-    loose = evolve(problem, menu=evolve(problem.menu, meshes=meshes))
-    # Equal layouts are the nearest.
-    loose = evolve(loose, boundary_floor=lambda _, a, b, link: problem.boundary(a, 0, b, 0, link))
+    loose = loosened(problem)
     try:
         before = solve_joint(loose)
     except InfeasibleError:
@@ -127,12 +132,7 @@ def test_what_layers_in_a_row_take_more_raises_the_bound_and_stays_below_all(see
         found = floors_of_rows(rows, samples, problem)
         return tuple(in_a_row(one, rows, menu, samples, problem, rng) for one in found)
 
-    meshes = tuple(
-        evolve(mesh, floors=tuple((LayerFloor(),) for _ in mesh.rows))
-        for mesh in problem.menu.meshes
-    )
-    loose = evolve(problem, menu=evolve(problem.menu, meshes=meshes))
-    loose = evolve(loose, boundary_floor=lambda _, a, b, link: problem.boundary(a, 0, b, 0, link))
+    loose = loosened(problem)
     try:
         plan = solve_joint(evolve(loose, floors_at=floors_at))
     except InfeasibleError:
