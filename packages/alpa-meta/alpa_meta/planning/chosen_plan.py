@@ -142,7 +142,7 @@ def finish(
         limit = _limit(stage_plan, stage, memory_limit, peaks)
         key = problem_hash(selection) + repr((selection.problem.node_cost.sum(), limit))
         solution = solved.get(key)
-        if solution is None or not _fits(selection, solution, limit):
+        if solution is None or not still_fits(selection, solution, limit):
             solution = solved[key] = choose(placed.candidate, selection, limit)
         if solution.choice is None:
             return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
@@ -247,7 +247,7 @@ def chosen_stages(
     return program, staging
 
 
-def _fits(selection: Selection, solution: ShardingSolution, limit: float) -> bool:
+def still_fits(selection: Selection, solution: ShardingSolution, limit: float) -> bool:
     """Return whether the solution of an equal stage does for one that may hold more
     microbatches."""
     return solution.choice is not None and selection.memory.peak(solution.choice).total <= limit

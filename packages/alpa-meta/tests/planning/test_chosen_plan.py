@@ -1,0 +1,55 @@
+import jax
+import jax.numpy as jnp
+from attrs import evolve
+
+from alpa_interchange import LogicalMesh, MeshAxis
+from alpa_meta import Options
+from alpa_meta.inter_op.split_backward import with_split_backward
+from alpa_meta.inter_op.stage_selection import stage_scope
+from alpa_meta.inter_op.staging import assign_stages
+from alpa_meta.intra_op.equal_stages import Stages
+from alpa_meta.intra_op.memory_limit import solve_within
+from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.planning.chosen_plan import still_fits
+from alpa_meta.planning.outlooks import outlook_of
+from alpa_meta.planning.plan_identity import problem_hash
+from alpa_meta.step.program import Step
+from cost_model import CostModel, cluster
+
+MODEL = CostModel(cluster("h100:8"))
+MESH = LogicalMesh(axes=(MeshAxis(name="x", size=4, bandwidth=1e9, latency=1e-6),))
+WEIGHT = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+def _step(weights, batch):
+    def loss(weights):
+        x = batch
+        for weight in weights:
+            x = x + jnp.tanh(x @ weight) @ weight.T
+        return jnp.mean(x**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def test_strategies_of_an_equal_stage_do_only_where_they_fit_what_a_stage_holds():
+    batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    program = Step(_step, ([WEIGHT] * 5, batch)).program(8)
+    outlook, layering = outlook_of(program, Options(num_layers=5), MODEL.cluster)
+    staging = with_split_backward(assign_stages(layering, range(1, 5), program.jaxpr.outvars))
+    stages, costs = Stages(), MeshCosts(MESH, MODEL)
+    few, many = (  # as in zero-bubble-h1, where later stages may hold as many as the first
+        stages.build(
+            stage_scope(outlook.program, staging, stage, 4, num_delayed=delayed).eqns, costs, ""
+        )
+        for stage, delayed in ((1, 0), (2, 3))
+    )
+    assert problem_hash(few) == problem_hash(many)
+    free = solve_within(few, Options(), 1e12)
+    assert free.choice is not None
+    limit = few.memory.peak(free.choice).total * 1.01
+    assert still_fits(few, free, limit)
+    assert not still_fits(many, free, limit)
+    assert not still_fits(few, evolve(free, choice=None), limit)
+    again = solve_within(many, Options(), limit)
+    assert again.choice is None or still_fits(many, again, limit)
