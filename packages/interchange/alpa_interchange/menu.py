@@ -110,8 +110,8 @@ class LayerFloor:
 
     seconds: Affine = NOTHING  # forward plus backward
     forward: Affine = NOTHING
-    backward_input: Affine = NOTHING
-    backward_weight: Affine = NOTHING
+    forward_and_input: Affine = NOTHING  # forward plus backward by input
+    backward: Affine = NOTHING
     step_seconds: float = field(default=0.0, validator=non_negative)
     state_bytes: float = field(default=0.0, validator=non_negative)
     priced: tuple[PricedFloor, ...] = ()

@@ -55,7 +55,7 @@ class RowArrays:
 
     `change[a, b]` [meshes, rows, rows]: seconds between consecutive layers of classes a and b;
     absent where nothing is to be converted. `parts` [meshes, classes, 3]: the least forward,
-    backward by input and backward by weight.
+    forward with backward by input, and backward.
     """
 
     seconds: Array
@@ -88,11 +88,11 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
                 matrix[j, : part.shape[0], : part.shape[1]] = part
             if matrix.any():
                 change[i, k] = matrix
-    finite = np.isfinite(figures[FORWARD])
-    rest = np.where(finite, figures[BACKWARD], 0.0) - np.where(finite, figures[WEIGHT], 0.0)
-    parts = (figures[FORWARD], np.where(finite, rest, np.inf), figures[WEIGHT])
+    seconds = figures[FORWARD] + figures[BACKWARD]
+    weight = np.where(np.isfinite(seconds), figures[WEIGHT], 0.0)
+    parts = (figures[FORWARD], seconds - weight, figures[BACKWARD])
     return RowArrays(
-        figures[FORWARD] + figures[BACKWARD],
+        seconds,
         figures[STEP],
         figures[STATE],
         figures[ACTIVATION],
@@ -145,7 +145,7 @@ def floor_arrays(
 
 def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array]:
     floors = table.floors(mesh, number)
-    columns = ("forward", "backward_input", "backward_weight")
+    columns = ("forward", "forward_and_input", "backward")
     parts = [
         min((getattr(floor, name).value(table.samples) for floor in floors), default=np.inf)
         for name in columns
@@ -173,7 +173,8 @@ def between_layers(table: MenuTable, meshes: Sequence[int], sequences: Sequences
 
 
 def least_parts(rows: RowArrays, sequences: Sequences) -> Array:
-    """Return the least forward, backward by input and by weight: [sequences, meshes, 3]."""
+    """Return the least forward, forward with backward by input, and backward: [sequences, meshes,
+    3]."""
     return _sums(sequences.counts(rows.classes), rows.parts.transpose(1, 0, 2))
 
 

@@ -87,7 +87,7 @@ class InterleavedBounds:
         self.activation = np.where(finite, rows.activation[position, own], 0.0)
         self.least_bytes = (rows.state + rows.activation)[position, own].min(axis=1)
         self.forward = rows.parts[position, own, 0]
-        self.backward = rows.parts[position, own, 1:].sum(axis=1)
+        self.backward = rows.parts[position, own, 2]
         self.work = count * self.seconds + self.step
         self.least = self.work.min(axis=1)
         self.main = int(np.argmax(self.number))

@@ -55,7 +55,7 @@ class Bounds:
     where a stage stops. `levels`: None where all places are alike, else the numbers of stages that
     a pipeline may have. `window`: bounds are of the pipelines in it. `longest` [kinds]: the most
     that a crossing may take; `share` the largest share of a forward in t. `parts` [sequences,
-    kinds, 3]: the least forward, backward by input and by weight.
+    kinds, 3]: the least forward, forward with backward by input, and backward.
     """
 
     space: Space
@@ -85,20 +85,24 @@ def quick_bound(bounds: Bounds, rule: ScheduleRule) -> tuple[float, list[tuple[i
     return value, sweep.chain(bounds.final) if math.isfinite(value) else []
 
 
-def refined_bound(bounds: Bounds, rule: ScheduleRule, bound: float, target: float) -> float:
-    """Return a bound at least as good as `bound`; stops where `target` is proven."""
+def refined_bound(
+    bounds: Bounds, rule: ScheduleRule, bound: float, target: float
+) -> tuple[float, list[tuple[int, int, int]]]:
+    """Return a bound at least as good as `bound`, and a pipeline that takes no more by it, if one
+    is known; stops where `target` is proven."""
     if bound >= target:
-        return bound
+        return bound, []
     values = np.unique(bounds.seconds[np.isfinite(bounds.seconds)])
     # A stage with B t beyond the plan in hand cannot be part of a better one.
     near = values <= target / bounds.num_microbatches
     beyond = bounds.num_microbatches * float(values[~near].min(initial=math.inf))
     values = values[near]
     if not len(values):
-        return beyond
-    heap = [(bound, float(values[0]), float(values[-1]))]
+        return beyond, []
+    heap: list[tuple[float, float, float, Sweep | None]]
+    heap = [(bound, float(values[0]), float(values[-1]), None)]
     for _ in range(MAX_SPLITS):
-        least, low, high = heap[0]
+        least, low, high, _ = heap[0]
         inside = values[(values >= low) & (values <= high)]
         if least >= target * (1 - CLOSE) or len(inside) < 2:
             break
@@ -108,8 +112,12 @@ def refined_bound(bounds: Bounds, rule: ScheduleRule, bound: float, target: floa
         cut = min(max(cut, 1), len(inside) - 1)
         for part in (inside[:cut], inside[cut:]):
             a, b = float(part[0]), float(part[-1])
-            heapq.heappush(heap, (max(least, _ranged(bounds, rule, a, b)), a, b))
-    return min(heap[0][0], beyond)
+            sweep = _ranged(bounds, rule, a, b)
+            heapq.heappush(heap, (max(least, sweep.best(bounds.final)), a, b, sweep))
+    least, _, _, lowest = heap[0]
+    if lowest is None or math.isinf(lowest.best(bounds.final)):
+        return min(least, beyond), []
+    return min(least, beyond), lowest.chain(bounds.final)
 
 
 def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
@@ -147,17 +155,17 @@ def _within(weight: Array, seconds: Array, high: float) -> Array:
     return weight if math.isinf(high) else np.where(seconds <= high * (1 + 1e-12), weight, np.inf)
 
 
-def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> float:
-    """Return a bound for pipelines whose slowest stage takes from `low` to `high` seconds."""
-    base = _there_and_back(bounds, rule, high).best(bounds.final)
-    if math.isinf(base):
+def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> Sweep:
+    """Return the sweep of pipelines whose slowest stage takes from `low` to `high` seconds."""
+    base = _there_and_back(bounds, rule, high)
+    if math.isinf(base.best(bounds.final)):
         return base
     count = bounds.num_microbatches
     seconds = _within(bounds.seconds, bounds.seconds, high)
     slow = (bounds.seconds >= low * (1 - 1e-12)) & (bounds.seconds <= high * (1 + 1e-12))
     gaps, filled = _gaps(bounds, rule, slow, high)
     split = rule.splits_backward
-    there = bounds.parts[:, :, :2].sum(axis=2, keepdims=True) if split else bounds.seconds
+    there = bounds.parts[:, :, 1:2] if split else bounds.seconds
     suffix = Sweep(
         bounds.space,
         np.where(np.isfinite(seconds), gaps * there - filled, np.inf),
@@ -181,8 +189,8 @@ def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> floa
             first=np.where(slow, bounds.busy, np.inf),
         ),
         window=bounds.window,
-    ).best(bounds.final)
-    return max(base, with_idle)
+    )
+    return max(base, with_idle, key=lambda sweep: sweep.best(bounds.final))
 
 
 def _gaps(
@@ -192,7 +200,7 @@ def _gaps(
     fills them, per stage after it."""
     if rule.all_first:
         return 1, 0.0
-    backward = np.broadcast_to(bounds.parts[:, :, 1:].sum(axis=2, keepdims=True), slow.shape)
+    backward = np.broadcast_to(bounds.parts[:, :, 2:], slow.shape)
     forward = float((bounds.seconds[slow] - backward[slow]).max(initial=0.0))
     forward = min(forward, bounds.share * high)
     if rule.flexible:

@@ -53,10 +53,10 @@ Chain = list[tuple[int, int, int]]  # (layer start, layer stop, kind) of each st
 @frozen(eq=False)
 class StageBounds:
     """Bounds [sequences, kinds, levels]: of t, of B t + u, and of t + u. `parts` [sequences, kinds,
-    3]: of the forward, the backward by input and by weight. `limit`: of pipelines of less than so
-    many seconds. `taken`: what they take of the devices of pools. `quick`: the bound on pipelines
-    that these give, a pipeline that takes no more, and the limit up to which they were looked at,
-    by whether the backward is split."""
+    3]: of the forward, the forward with backward by input, the backward. `limit`: of pipelines of
+    less than so many seconds. `taken`: what they take of the devices of pools. `quick`: the bound
+    on pipelines that these give, a pipeline that takes no more, and the limit up to which they were
+    looked at, by whether the backward is split."""
 
     seconds: Array
     busy: Array

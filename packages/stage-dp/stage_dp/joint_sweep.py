@@ -165,24 +165,35 @@ class Sweep:
         """Return (layer start, layer stop, kind) of the stages of a pipeline with F = best()."""
         final = self._final(levels)
         level = final[int(np.argmin(self.value[0, final, 0]))]
-        layer, state = 0, 0
+        return self._chain_from(0, level, 0)
+
+    def _chain_from(self, layer: int, level: int, state: int) -> list[tuple[int, int, int]]:
+        """Return the stages from a layer on, of as many free devices."""
         result = []
+        sweep: Sweep = self
         while layer < self.space.num_layers:
             row = level - 1 if self.counted else 0
-            through = self._values(layer, state)[:, row]
+            through = sweep._values(layer, state)[:, row]
             at = int(np.argmin(through))
-            stop, kind = (int(p[self._begin[layer] + at]) for p in (self._stops, self._kind))
+            stop, kind = (int(p[sweep._begin[layer] + at]) for p in (sweep._stops, sweep._kind))
             result.append((layer, stop, kind))
+            if sweep.entrance is not None:
+                onward = sweep.after[stop, kind, row, state] + sweep._weight_at(layer, at, row)
+                if onward > through[at]:  # it enters here
+                    sweep = sweep.entrance.suffix
             choices = self.space.following[kind, state]
             before = [max(level - 1, 0)]
             if self.open_ended and level == self.levels:
                 before.append(level)
             level, state = min(
                 ((v, int(s)) for v in before for s in choices),
-                key=lambda item: float(self.value[stop, item[0], item[1]]),
+                key=lambda item: float(sweep.value[stop, item[0], item[1]]),
             )
             layer = stop
         return result
+
+    def _weight_at(self, layer: int, stage: int, row: int) -> float:
+        return float(self._weight[self._begin[layer] + stage, row])
 
 
 def _spread(weight: Array, states: slice | int) -> Array:

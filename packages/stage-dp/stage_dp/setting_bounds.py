@@ -116,9 +116,11 @@ class SettingBounds:
                 continue
             if setting.with_memory:
                 bounds = self.of(costs, held, True, target)
-                refined = refined_bound(bounds, rule, setting.bound, target)
+                refined, chain = refined_bound(bounds, rule, setting.bound, target)
                 setting.bound = max(setting.bound, min(refined, target))
-                return setting.bound >= near
+                if setting.bound >= near or setting.asked > MAX_ASKED or not costs.ask(chain):
+                    return setting.bound >= near
+                continue
             setting.with_memory, setting.asked = True, 0
         return True
 

@@ -217,8 +217,8 @@ def floors_of_rows(rows, samples, problem):
         LayerFloor(
             seconds=Affine(min(whole)),
             forward=Affine(min(forward)),
-            backward_input=Affine(min(inputs)),
-            backward_weight=Affine(min(weights)),
+            forward_and_input=Affine(min(map(sum, zip(forward, inputs, strict=True)))),
+            backward=Affine(min(map(sum, zip(inputs, weights, strict=True)))),
             step_seconds=min(r.step_seconds for r in rows),
             state_bytes=min(r.state_bytes for r in rows),
             priced=tuple(

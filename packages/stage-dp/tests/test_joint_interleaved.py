@@ -192,9 +192,8 @@ def loosest(rows):
         return Affine(0.0, min(getattr(r, name).each for r in rows) / 2)
 
     forward, backward = each("forward"), each("backward_input")
-    return LayerFloor(
-        seconds=Affine(0.0, forward.each + backward.each), forward=forward, backward_input=backward
-    )
+    both = Affine(0.0, forward.each + backward.each)
+    return LayerFloor(seconds=both, forward=forward, forward_and_input=both, backward=backward)
 
 
 def test_floors_asked_for_at_one_count_serve_its_multiples():

@@ -20,12 +20,14 @@ SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "adaptive", "zero-bubble-h1")
 
 def solved(layers, batch, count, schedule, stages=None):
     """Return the plans of two meshes 5 s apart, without and with that as a floor."""
-    parts = {"forward": Affine(0.0, 1.0), "backward_input": Affine(0.0, 2.0)}
+    forward, backward, both = (Affine(0.0, seconds) for seconds in (1.0, 2.0, 3.0))
     mesh = MeshMenu(
         submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
         logical=LogicalMesh(axes=(MeshAxis(name="x", size=1),)),
-        rows=((LayerRow(**parts),),),
-        floors=((LayerFloor(seconds=Affine(0.0, 3.0), **parts),),),
+        rows=((LayerRow(forward=forward, backward_input=backward),),),
+        floors=(
+            (LayerFloor(seconds=both, forward=forward, forward_and_input=both, backward=backward),),
+        ),
     )
     problem = JointProblem(
         menu=LayerMenu(class_of_layer=(0,) * layers, meshes=(mesh,)),

@@ -187,8 +187,8 @@ class LayerCosts:
         whatever it likes, with seconds like one of the tables of `seconds_of(kind)`. Sums that run
         once a step where stages divide the layers are left out.
 
-        `part`: "all" of it, "seconds" of its microbatches, without the update, or "forward" or
-        "backward_input" of these.
+        `part`: "all" of it, "seconds" of its microbatches, without the update, or of these
+        "forward_and_input", with what other layers wait for of the backward, or "backward".
         """
         facts = self.facts
         forward, update = (facts.phases == PHASES.index(name) for name in ("forward", "update"))
@@ -198,13 +198,13 @@ class LayerCosts:
             & {
                 "all": np.True_,
                 "seconds": ~update,
-                "forward": forward,
-                "backward_input": ~forward & ~update & ~facts.delayed,
+                "forward_and_input": ~update & ~facts.delayed,
+                "backward": ~forward & ~update,
             }[part]
         )
         of = self.seconds_of(kind)
         if of.count > len(found):  # those that run once more
-            found = np.concatenate([found, own & (part != "forward")])
+            found = np.concatenate([found, own])
         return of.problem_of(found, seconds)
 
     def between(

@@ -230,3 +230,8 @@ def test_floors_are_below_what_layers_of_every_kind_of_recomputation_take(memory
                 more = kept.seconds.value(32) * BATCH / 32
                 assert floor.priced[0].step_seconds + more <= whole * (1 + 1e-9)
                 assert floor.seconds.value(32) * BATCH / 32 + more <= alone * (1 + 1e-9)
+                for part in ("forward_and_input", "backward"):
+                    problem = costs.layer_problem(layer, table, part, kind)
+                    least = ilp_sharding.solve(problem).objective * 32 / BATCH
+                    assert getattr(floor, part).value(32) <= least * (1 + 1e-9)
+            assert floor.forward.value(32) <= floor.forward_and_input.value(32)

@@ -12,7 +12,7 @@ from alpa_meta.planning.menu_problem import on_links, problem_of
 from cost_model import cluster
 
 
-def test_the_kept_menu_is_searched_to_the_same_plan_and_bound():
+def test_the_kept_menu_is_searched_to_the_same_plan():
     found = lowered(num_stages=2)
     menu = from_json(to_json(found.menu), KeptMenu)
     assert menu == found.menu
@@ -20,7 +20,8 @@ def test_the_kept_menu_is_searched_to_the_same_plan_and_bound():
     candidates = [stage.candidate for stage in found.plan.stage_plan.stages]
     assert [s.layer_start for s in plan.stages] == [c.layer_start for c in candidates]
     assert plan.schedule == found.plan.stage_plan.schedule
-    assert plan.lower_bound == pytest.approx(found.plan.lower_bound)
+    # Floors that the search asked for are not kept, only those that hold for any microbatch.
+    assert 0.99 * found.plan.lower_bound <= plan.lower_bound <= found.plan.lower_bound * (1 + 1e-9)
 
 
 def test_on_other_links_only_the_parts_of_the_collectives_change():
