@@ -114,6 +114,7 @@ class LayerFloor:
     backward: Affine = NOTHING
     step_seconds: float = field(default=0.0, validator=non_negative)
     state_bytes: float = field(default=0.0, validator=non_negative)
+    delayed_bytes: Affine = NOTHING  # per microbatch whose backward by weight waits
     priced: tuple[PricedFloor, ...] = ()
     kept: tuple[KeptFloor, ...] = ()
     follow_seconds: float = field(default=0.0, validator=non_negative)

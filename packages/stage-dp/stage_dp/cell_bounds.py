@@ -27,6 +27,7 @@ from stage_dp.menu_table import (
     ACTIVATION,
     BACKWARD,
     COLUMNS,
+    DELAYED,
     EVEN,
     FORWARD,
     STATE,
@@ -44,7 +45,8 @@ from stage_dp.menu_table import (
 # have 14 to 46, the same; without limit 24 layers on 8 devices take 52 CPU s instead of 4.
 EXACT_ROWS = 12
 Corners = dict[tuple[int, int], tuple[Array, Array]]
-"""By mesh and class: rows that stand for floors, and the least parts of their seconds."""
+"""By mesh and class: rows that stand for floors, and the least parts of their seconds and delayed
+bytes."""
 
 MAX_PRICES = 10  # per mesh and in-flight count; more tighten ranges of mixed classes only
 
@@ -55,7 +57,8 @@ class RowArrays:
 
     `change[a, b]` [meshes, rows, rows]: seconds between consecutive layers of classes a and b;
     absent where nothing is to be converted. `parts` [meshes, classes, 3]: the least forward,
-    forward with backward by input, and backward.
+    forward with backward by input, and backward. `delayed` [meshes, classes]: the least bytes, per
+    microbatch whose backward by weight waits.
     """
 
     seconds: Array
@@ -64,6 +67,7 @@ class RowArrays:
     activation: Array
     transient: Array
     parts: Array
+    delayed: Array
     memory: Array  # [meshes]
     change: dict[tuple[int, int], Array]
     classes: tuple[int, ...]
@@ -98,6 +102,7 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
         figures[ACTIVATION],
         figures[TRANSIENT],
         np.stack([part.min(axis=2) for part in parts], axis=2),
+        figures[DELAYED].min(axis=2),
         np.array([table.memory[m] for m in meshes]),
         change,
         classes,
@@ -114,12 +119,12 @@ def floor_arrays(
     if not any(menu.floors for menu in menus):
         return None
     corners: dict[tuple[int, int], Array] = {}
-    parts = rows.parts.copy()
+    parts, delayed = rows.parts.copy(), rows.delayed.copy()
     for j, m in enumerate(meshes):
         for i, c in enumerate(rows.classes if menus[j].floors else ()):
             if (m, c) not in known:
                 known[m, c] = _corners(table, m, c)
-            corners[j, i], parts[j, i] = known[m, c]
+            corners[j, i], (*parts[j, i], delayed[j, i]) = known[m, c]
     shape = rows.seconds.shape
     width = max([shape[2], *(len(found) for found in corners.values())])
     padded = np.full((FLOOR_COLUMNS + 1, shape[0], shape[1], width), np.inf)
@@ -139,13 +144,22 @@ def floor_arrays(
     change = {key: matrix for key, matrix in change.items() if matrix.any()}
     seconds, step, state, activation, transient = padded
     return RowArrays(
-        seconds, step, state, activation, transient, parts, rows.memory, change, rows.classes
+        seconds,
+        step,
+        state,
+        activation,
+        transient,
+        parts,
+        delayed,
+        rows.memory,
+        change,
+        rows.classes,
     )
 
 
 def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array]:
     floors = table.floors(mesh, number)
-    columns = ("forward", "forward_and_input", "backward")
+    columns = ("forward", "forward_and_input", "backward", "delayed_bytes")
     parts = [
         min((getattr(floor, name).value(table.samples) for floor in floors), default=np.inf)
         for name in columns
@@ -176,6 +190,22 @@ def least_parts(rows: RowArrays, sequences: Sequences) -> Array:
     """Return the least forward, forward with backward by input, and backward: [sequences, meshes,
     3]."""
     return _sums(sequences.counts(rows.classes), rows.parts.transpose(1, 0, 2))
+
+
+def most_delayed(rows: RowArrays, sequences: Sequences, in_flight: Index) -> Array:
+    """Return how many backwards by weight may wait at once, beside the microbatches in flight that
+    a stage has anyway: [sequences, meshes, in_flight]."""
+    counts = sequences.counts(rows.classes)
+
+    def least(bytes: Array) -> Array:
+        return _sums(counts, bytes.T)[:, :, None]
+
+    state, activation = least(rows.state.min(axis=2)), least(rows.activation.min(axis=2))
+    each = np.maximum(activation + least(rows.delayed), 1.0)
+    with np.errstate(invalid="ignore"):
+        room = rows.memory[None, :, None] - state - in_flight * activation
+        found = np.floor(room / each * (1 + 1e-12))
+    return np.where(found > 0, found, 0.0)
 
 
 def fastest(rows: RowArrays, sequences: Sequences, weights: Sequence[float]) -> Array:

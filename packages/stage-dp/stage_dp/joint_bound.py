@@ -26,7 +26,13 @@ split where the bound is least, until it reaches the plan in hand. -> refined_bo
 
 Where the backward is split ("zero-bubble-h1"), the parts by weight may run while the last
 cotangents go back, so the way counts forwards only, the work of each mesh and its step seconds end
-the step, and P counts what is not by weight; the first gap is the only one.
+the step, and P counts what is not by weight; the first gap is the only one. After its last backward
+by input a mesh has as many parts by weight left as may wait in its memory, d_i, and the last one:
+with e_i <= t_i of the forward and the backward by input, in place of W_i there is
+
+    X_i = max((B - 1 - d_i) t_i + (1 + d_i) e_i, e_i + 2 c_i + X_{i+1})
+
+and step >= X_0 + t_0 - e_0 + u_0.
 """
 
 from __future__ import annotations
@@ -51,7 +57,8 @@ CLOSE = 2e-4  # relative distance to the plan at which a bound need not be refin
 class Bounds:
     """Lower bounds of stages: [sequences, kinds, levels], for one microbatch count B.
 
-    `seconds` t, `busy` of B t + u, `once` of t + u. `crossing` c [layers + 1, kinds] by the layer
+    `seconds` t, `busy` of B t + u, `once` of t + u. `delayed`: the most backwards by weight that
+    wait at once. `crossing` c [layers + 1, kinds] by the layer
     where a stage stops. `levels`: None where all places are alike, else the numbers of stages that
     a pipeline may have. `window`: bounds are of the pipelines in it. `longest` [kinds]: the most
     that a crossing may take; `share` the largest share of a forward in t. `parts` [sequences,
@@ -63,6 +70,7 @@ class Bounds:
     seconds: Array
     busy: Array
     once: Array
+    delayed: Array
     crossing: Array
     longest: Array
     share: float
@@ -125,6 +133,12 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
     there with the work and step seconds of the busiest."""
     count = bounds.num_microbatches
     weight = _within(bounds.seconds, bounds.seconds, high)
+    there_and_back, work = weight, count * bounds.seconds
+    if rule.splits_backward:
+        there_and_back = np.where(np.isfinite(weight), bounds.parts[:, :, 1:2], np.inf)
+        left = np.minimum(1 + bounds.delayed, count)
+        seconds = np.where(np.isfinite(weight), bounds.seconds, 0.0)
+        work = (count - left) * seconds + left * there_and_back
     there = Sweep(
         bounds.space,
         bounds.forward(weight),
@@ -135,16 +149,14 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
         first_floor=bounds.busy,
         window=bounds.window,
     )
-    if rule.splits_backward:
-        return there
     back = Sweep(
         bounds.space,
-        weight,
+        there_and_back,
         2 * bounds.crossing,
         counted=bounds.counted,
         open_ended=bounds.open_ended,
         first=_within(bounds.once, bounds.seconds, high),
-        floor=count * bounds.seconds,
+        floor=work,
         first_floor=bounds.busy,
         window=bounds.window,
     )

@@ -17,6 +17,7 @@ from stage_dp.cell_bounds import (
     fastest,
     floor_arrays,
     least_parts,
+    most_delayed,
     row_arrays,
     within_memory,
 )
@@ -53,8 +54,9 @@ Chain = list[tuple[int, int, int]]  # (layer start, layer stop, kind) of each st
 @frozen(eq=False)
 class StageBounds:
     """Bounds [sequences, kinds, levels]: of t, of B t + u, and of t + u. `parts` [sequences, kinds,
-    3]: of the forward, the forward with backward by input, the backward. `limit`: of pipelines of
-    less than so many seconds. `taken`: what they take of the devices of pools. `quick`: the bound
+    3]: of the forward, the forward with backward by input, the backward. `delayed` [sequences,
+    kinds, levels]: the most backwards by weight that wait at once. `limit`: of pipelines of less
+    than so many seconds. `taken`: what they take of the devices of pools. `quick`: the bound
     on pipelines that these give, a pipeline that takes no more, and the limit up to which they were
     looked at, by whether the backward is split."""
 
@@ -62,6 +64,7 @@ class StageBounds:
     busy: Array
     once: Array
     parts: Array
+    delayed: Array
     limit: float
     quick: dict[bool, tuple[float, Chain, float]] = field(factory=dict)
     taken: dict[int, DeviceSeconds] = field(factory=dict)
@@ -133,6 +136,7 @@ class CountCosts:
             count = self.table.num_microbatches
             weights = (0.0, 1 / count, 1.0)
             rows, sequences = self._rows[proof], self.space.sequences
+            numbers, level = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
             if proof:
                 more = between_layers(self.table, self.meshes, sequences) / count
             if held:
@@ -157,7 +161,11 @@ class CountCosts:
                     self._mesh_seconds = fast[:, :, 0]
                 least = [self._by_kind(fast[:, :, n : n + 1]) for n in range(3)]
             parts = self._by_kind(least_parts(rows, sequences))
-            self._made[key] = StageBounds(least[0], count * least[1], least[2], parts, up_to)
+            waiting = most_delayed(rows, sequences, numbers)[:, :, level]
+            delayed = np.maximum(-self._by_kind(-waiting), 0.0)
+            self._made[key] = StageBounds(
+                least[0], count * least[1], least[2], parts, delayed, up_to
+            )
         return self._made[key]
 
     def _possible(self, proof: bool, limit: float) -> Index | None:

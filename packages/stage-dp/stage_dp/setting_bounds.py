@@ -56,7 +56,7 @@ class SettingBounds:
         """Return bounds of pipelines that take less than `limit` seconds."""
         found = costs.bounds(proof, held, limit)
         counted = self.final is not None or len(held) > 1
-        arrays = [found.seconds, found.busy, found.once]
+        arrays = [found.seconds, found.busy, found.once, found.delayed]
         if counted and arrays[0].shape[2] == 1:
             arrays = [np.repeat(a, self.most, axis=2) for a in arrays]
         least, most = self.links.crossings(costs.table, costs.meshes)
@@ -68,6 +68,7 @@ class SettingBounds:
             seconds=arrays[0],
             busy=arrays[1],
             once=arrays[2],
+            delayed=arrays[3],
             crossing=least,
             longest=most,
             share=costs.share,

@@ -10,11 +10,16 @@ from joint_problems import equal_layers, random_problem
 
 from alpa_interchange.menu import (
     Affine,
+    JointProblem,
     KeptFloor,
     LayerFloor,
+    LayerMenu,
     LayerRow,
+    MeshMenu,
     PricedFloor,
 )
+from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_interchange.stage import DeviceGroup
 from stage_dp import (
     InfeasibleError,
     joint_search,
@@ -221,6 +226,7 @@ def floors_of_rows(rows, samples, problem):
             backward=Affine(min(map(sum, zip(inputs, weights, strict=True)))),
             step_seconds=min(r.step_seconds for r in rows),
             state_bytes=min(r.state_bytes for r in rows),
+            delayed_bytes=Affine(min(r.delayed_bytes.value(samples) for r in rows)),
             priced=tuple(
                 PricedFloor(price=price, step_seconds=least(price)) for price in (0.0, 0.1, 1.0)
             ),
@@ -231,3 +237,39 @@ def floors_of_rows(rows, samples, problem):
             ),
         ),
     )
+
+
+@pytest.mark.parametrize("count", [4, 32])
+@pytest.mark.parametrize("room", [0, 1])
+def test_bounds_of_split_backwards_count_the_way_back_after_what_may_not_wait(
+    count, room, monkeypatch
+):
+    monkeypatch.setattr(joint_search, "ENUMERATED_LAYERS", 0)
+    second = Affine(0.0, 1.0)
+    row = LayerRow(
+        forward=second,
+        backward_input=second,
+        backward_weight=second,
+        activation_bytes=second,
+        delayed_bytes=second,
+    )
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
+        logical=LogicalMesh(axes=(MeshAxis(name="x", size=1),)),
+        rows=((row,),),
+    )
+    plan = solve_joint(
+        JointProblem(
+            menu=LayerMenu(class_of_layer=(0, 0), meshes=(mesh,)),
+            batch_size=count,
+            device_groups=(DeviceGroup(num_hosts=1, devices_per_host=2, memory=2.0 + room),),
+            counts=(count,),
+            schedules=("zero-bubble-h1",),
+            num_stages=2,
+        )
+    )
+    # The second stage begins after 1 s. Where no part by weight of its may wait, its last backward
+    # by input ends 1 s before it does, and the first stage takes 2 s more.
+    assert plan.in_flight == (2, 1 + room)
+    assert plan.step_seconds == pytest.approx(3 * count + 2 - room)
+    assert plan.lower_bound == pytest.approx(plan.step_seconds)

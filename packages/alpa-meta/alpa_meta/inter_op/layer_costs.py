@@ -291,6 +291,12 @@ class LayerCosts:
         by_node, rest = self._layer_bytes([kept], layer, size)
         return rest + sum(float(one.min()) for one in by_node.values())
 
+    def least_delayed(self, layer: int, size: int = 0) -> float:
+        """Return the least bytes that a microbatch keeps of a layer besides while its backward by
+        weight waits."""
+        by_node, rest = self._layer_bytes([self._bytes["delayed"]], layer, size)
+        return rest + sum(float(one.min()) for one in by_node.values())
+
     def _least_alive(self, size: int) -> np.ndarray:
         """Return [layers] the least bytes of activations that are in memory, where both passes are
         one program, when most of them are."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -340,20 +340,22 @@ class FloorSource:
             backward=column("backward"),
             step_seconds=least["update"],
             state_bytes=state,
+            delayed_bytes=self._line(functools.partial(costs.least_delayed, layer)),
             priced=priced,
             kept=tuple(
-                KeptFloor(seconds=Affine(0.0, more), activation_bytes=self._kept(layer, kind))
+                KeptFloor(
+                    seconds=Affine(0.0, more),
+                    activation_bytes=self._line(functools.partial(costs.least_kept, layer, kind)),
+                )
                 for kind, more in zip(self.kinds, again, strict=True)
             ),
         )
 
-    def _kept(self, layer: int, kind: str) -> Affine:
-        """Return the least bytes that a microbatch keeps: a line, as bytes grow with samples."""
+    def _line(self, bytes_at: Callable[[int], float]) -> Affine:
+        """Return what a microbatch keeps by the place of its size: a line, as bytes grow with
+        samples."""
         here, there = self._sizes[0], self._sizes[-1]
-        near, far = (
-            self.problem.costs.least_kept(layer, kind, self.problem.sizes.index(one))
-            for one in (here, there)
-        )
+        near, far = (bytes_at(self.problem.sizes.index(one)) for one in (here, there))
         if here is there:
             return Affine(0.0, near / here.samples)
         each = max((far - near) / (there.samples - here.samples), 0.0)
