@@ -8,9 +8,10 @@
 
 A problem is planned as `alpa plan --model` plans it, with nothing given but the cluster, without
 the cache of plans. Each plan and each grid (`megatron_grid.py`) runs in a process of its own: CPU
-seconds are that process's from the described model on (imports are not counted), and the peak is
-its resident memory. A target that is missed is printed as FAILED, and the exit status is 1; so is a
-step that the event simulator of the plan's own instructions and transfers finds otherwise.
+seconds are that process's (imports are not counted), those in which jax traces the user's step, and
+those from the traced step to the plan; targets are of their sum. The peak is the process' resident
+memory. A target that is missed is printed as FAILED, and the exit status is 1; so is a step that
+the event simulator of the plan's own instructions and transfers finds otherwise.
 """
 
 from __future__ import annotations
@@ -141,13 +142,18 @@ def plan_one(problem: Problem) -> dict[str, Any]:
     from alpa_meta.report.predicted_simulation import predicted_simulation
 
     devices = described(problem.cluster)
+    traced: list[float] = []
+
+    def progress(part: str, done: int, total: int) -> None:
+        if part == "trace" and done == total and not traced:
+            traced.append(time.process_time())
+
     started = time.process_time()
     model = published(problem.model, **problem.sizes)
-    step = alpa.parallelize(
-        model.train_step, cluster=devices, options=alpa.Options(cache=False, exact=model.exact)
-    )
+    options = alpa.Options(cache=False, exact=model.exact, progress=progress)
+    step = alpa.parallelize(model.train_step, cluster=devices, options=options)
     plan = step.plan_for(model.state, model.batch)
-    seconds = time.process_time() - started
+    stopped = time.process_time()
     return {
         "step_seconds": plan.step_seconds,
         "simulated": predicted_simulation(plan).step_seconds,
@@ -155,7 +161,8 @@ def plan_one(problem: Problem) -> dict[str, Any]:
         "memory": max(plan.stage_plan.peak_bytes),
         "what": f"{plan.num_stages} stages, {plan.num_microbatches} microbatches, "
         f"{plan.stage_plan.schedule}",
-        "cpu_seconds": seconds,
+        "cpu_seconds": stopped - started,
+        "tracing_seconds": traced[0] - started,
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -221,6 +228,11 @@ def failures(problem: Problem, plan: Mapping[str, Any], grid: Mapping[str, Any])
     return found
 
 
+def _planning(plan: Mapping[str, Any]) -> float:
+    """Return the CPU seconds from the traced step to the plan."""
+    return float(plan["cpu_seconds"] - plan["tracing_seconds"])
+
+
 def show(problem: Problem, with_grid: bool, limit: float) -> tuple[dict[str, Any], list[str]]:
     """Plan a problem, print it beside the grid, return the result and the missed targets."""
     plan = _elsewhere("plan", problem, limit)
@@ -230,7 +242,8 @@ def show(problem: Problem, with_grid: bool, limit: float) -> tuple[dict[str, Any
     if "error" not in plan:
         print(
             f"  plan {plan['step_seconds']:10.4g} s  {plan['memory'] / 1e9:6.1f} GB  gap "
-            f"{plan['gap']:.1%}  {plan['cpu_seconds']:.1f} CPU s  "
+            f"{plan['gap']:.1%}  {plan['cpu_seconds']:.1f} CPU s "
+            f"({plan['tracing_seconds']:.1f} tracing, {_planning(plan):.1f} planning)  "
             f"{plan['resident_bytes'] / 1e9:.2f} GB resident  {plan['what']}"
         )
     if "error" not in grid:
@@ -251,14 +264,16 @@ def show_scaling(tables: Sequence[tuple[Problem, ...]], quick: bool, limit: floa
     """Print how planning grows with layers and with devices; return the missed targets."""
     missed = 0
     for problems in tables:
-        print("\nplanning time\n  CPU s  resident GB    step s      gap  problem")
+        columns = "  CPU s  tracing  planning  resident GB    step s      gap  problem"
+        print(f"\nplanning time\n{columns}")
         first: float | None = None
         for problem in problems[: 2 if quick else None]:
             plan = _elsewhere("plan", problem, limit)
             failed = failures(problem, plan, {})
             if "error" not in plan:
                 print(
-                    f"{plan['cpu_seconds']:7.1f} {plan['resident_bytes'] / 1e9:12.2f} "
+                    f"{plan['cpu_seconds']:7.1f} {plan['tracing_seconds']:8.1f} "
+                    f"{_planning(plan):9.1f} {plan['resident_bytes'] / 1e9:12.2f} "
                     f"{plan['step_seconds']:9.4g} {plan['gap']:8.1%}  {problem.name}"
                 )
                 if problem.sizes.get("num_layers") == LAYERS[0]:

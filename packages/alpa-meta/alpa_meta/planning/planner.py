@@ -82,6 +82,9 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     """
     with collections_paused():
         check_arguments_fit(step.args, cluster, options)  # before the step is traced
+        options.progress("trace", 0, 1)
+        step.traced(None)
+        options.progress("trace", 1, 1)
         options = with_user_mesh(step.program(1), cluster, options)
         planned = searched_once(
             step,
