@@ -7,6 +7,7 @@ is combined as one, and values that are split are joined along the dim of exampl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,7 +83,8 @@ def _scale(count: int, dtype: Any, total: jax.Array) -> jax.Array:
     return lax.convert_element_type(total, dtype)
 
 
-def crossing_values(staging: Staging, program: Program) -> dict[Var, frozenset[int]]:
+@functools.lru_cache(maxsize=4)  # asked for every stage
+def crossing_values(staging: Staging, program: Program) -> Mapping[Var, frozenset[int]]:
     """Return the values of the microbatches that the update or the result needs.
 
     Maps each to the stages of the update equations that read it.

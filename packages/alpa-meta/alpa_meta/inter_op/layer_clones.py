@@ -38,10 +38,9 @@ class LayerClones:
         *,
         barrier: bool = True,
     ) -> None:
-        places = list(zip(layering.phases, layering.layers, strict=True))
         self._eqns, self._layer = layering.eqns, layer
-        self._backward = [k for k, place in enumerate(places) if place == ("backward", layer)]
-        own = [k for k, place in enumerate(places) if place == ("forward", layer)]
+        self._backward = layering.positions.get(("backward", layer), [])
+        own = layering.positions.get(("forward", layer), [])
         once = {var for k in own if self._eqns[k].effects for var in self._eqns[k].outvars}
         if any(is_remat(self._eqns[k]) for k in self._backward):
             once.update(var for k in own for var in self._eqns[k].outvars)
@@ -62,7 +61,7 @@ class LayerClones:
         made = {var for k in redone for var in self._eqns[k].outvars}
         operands = (atom for k in self.redone for atom in _read(self._eqns[k]))
         self.given = tuple(dict.fromkeys(atom for atom in operands if atom not in made))
-        self._cotangent = self._last_cotangent(places)
+        self._cotangent = self._last_cotangent(layering)
         self._barriers = 0 if barrier else 2
         self._own = {var for k in self._backward for var in self._eqns[k].outvars}
         self._cloned: set[int] = set()
@@ -146,14 +145,13 @@ class LayerClones:
                 pending += _read(self._eqns[k])
         return found
 
-    def _last_cotangent(self, places: Sequence[tuple[str, int | None]]) -> Var | None:
+    def _last_cotangent(self, layering: Layering) -> Var | None:
         """Return what the layer's backward pass is given last by other layers, before it needs
         clones; None for the last layer."""
         begins = next((k for k in self._backward if self._needed(_read(self._eqns[k]))), 0)
         read = {atom for k in self._backward for atom in _read(self._eqns[k])}
         for k in range(begins - 1, -1, -1):
-            phase, layer = places[k]
-            if phase == "backward" and layer != self._layer:
+            if layering.phases[k] == "backward" and layering.layers[k] != self._layer:
                 results: list[Var] = self._eqns[k].outvars
                 for var in results:
                     if not is_drop(var) and var in read and is_plain(var):

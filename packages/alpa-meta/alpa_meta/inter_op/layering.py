@@ -11,6 +11,7 @@ Scalar equations of the update that depend on no layer, or on several, have no l
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
@@ -34,6 +35,18 @@ class Layering:
     num_layers: int
     input_layers: tuple[frozenset[int], ...]
     recomputation: tuple[str, ...]
+
+    @functools.cached_property
+    def positions(self) -> Mapping[tuple[str, int | None], list[int]]:
+        """The positions of the equations of each phase and layer, in order."""
+        found: dict[tuple[str, int | None], list[int]] = {}
+        for k, place in enumerate(zip(self.phases, self.layers, strict=True)):
+            found.setdefault(place, []).append(k)
+        return found
+
+    def of(self, phase: str, layer: int | None) -> list[JaxprEqn]:
+        """Return the equations of a layer in one phase, in order."""
+        return [self.eqns[k] for k in self.positions.get((phase, layer), ())]
 
 
 def tensor_bytes(atom: Atom) -> float:

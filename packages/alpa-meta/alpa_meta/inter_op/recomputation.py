@@ -101,14 +101,17 @@ def clones_of_layers(
     return _clones(layering, dict.fromkeys(present, kind), frozenset())
 
 
+_NONE: frozenset[int | None] = frozenset()
+
+
 def _clones(
     layering: Layering, chosen: Mapping[int, str], kept: Collection[Var]
 ) -> dict[int, LayerClones]:
     again: dict[int, LayerClones] = {}
     held = _read_by(layering)
     for layer in sorted(chosen, reverse=True):  # a layer keeps what those behind it were given
-        others = (var for var, readers in held.items() if readers - {layer})
-        spared = {*kept, *others}
+        made = (var for eqn in layering.of("forward", layer) for var in eqn.outvars)
+        spared = {*kept, *(var for var in made if held.get(var, _NONE) - {layer})}
         again[layer] = LayerClones(layering, layer, chosen[layer] == "selective", spared)
         for var in again[layer].given:
             held.setdefault(var, set()).add(layer)

@@ -47,8 +47,8 @@ def layer_scans(layering: Layering, layer: int, stacked: frozenset[Var]) -> list
     """Return the forward scans of `layer` over values that are `stacked` along layers."""
     return [
         eqn
-        for eqn, phase, home in zip(layering.eqns, layering.phases, layering.layers, strict=True)
-        if phase == "forward" and home == layer and is_scan(eqn)
+        for eqn in layering.of("forward", layer)
+        if is_scan(eqn)
         if any(atom in stacked for atom in stacked_inputs(eqn) if not isinstance(atom, Literal))
     ]
 
@@ -64,8 +64,8 @@ def with_recomputed_scan(
     made = set(_ys(forward))
     readers = [
         eqn
-        for eqn, phase, home in zip(layering.eqns, layering.phases, layering.layers, strict=True)
-        if phase == "backward" and home == layer and is_scan(eqn)
+        for eqn in layering.of("backward", layer)
+        if is_scan(eqn)
         if made & {atom for atom in stacked_inputs(eqn) if not isinstance(atom, Literal)}
     ]
     if len(readers) != 1 or readers[0].params["length"] != forward.params["length"]:

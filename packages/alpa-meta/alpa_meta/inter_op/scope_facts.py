@@ -79,7 +79,7 @@ class ScopeFacts:
         for var in dict.fromkeys(atom for atom in read if isinstance(atom, Var)):
             if var in scope.eqns.state and var not in scope.eqns.offloaded:
                 found["state"].add(var, home.get(var, 0))
-        delayed = np.flatnonzero(self.delayed).tolist()
+        delayed = frozenset(np.flatnonzero(self.delayed).tolist())
         kept = kept_for_weights(scope.eqns.eqns, scope.eqns.phases, delayed)
         for eqn, layer in zip(scope.eqns.eqns, self.layers.tolist(), strict=True):
             for var in eqn.outvars:

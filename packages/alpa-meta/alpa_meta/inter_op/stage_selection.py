@@ -46,7 +46,7 @@ def stage_scope(
     program of its own, as it is where there are more stages. `window`: `staging` is the window's,
     whose equations count more than once.
     """
-    members = [k for k, home in enumerate(staging.stages) if home == stage]
+    members = staging.positions.get(stage, [])
     eqns = [staging.eqns[k] for k in members]
     phases = [staging.phases[k] for k in members]
     layers = [staging.layers[k] for k in members]
@@ -82,24 +82,11 @@ def stage_scope(
         for atom in eqn.invars
         if not isinstance(atom, Literal) and atom in forward
     )
-    others = {
-        atom
-        for k, eqn in enumerate(staging.eqns)
-        if staging.stages[k] != stage
-        for atom in eqn.invars
-        if not isinstance(atom, Literal)
-    }
-    others_made = {
-        var
-        for k, eqn in enumerate(staging.eqns)
-        if staging.stages[k] != stage
-        for var in eqn.outvars
-    }
     crossing = crossing_values(staging, program)
     local_only = frozenset(
         var for var, readers in crossing.items() if var in defined and readers <= {stage}
     )
-    sent = frozenset(defined & others)
+    sent = frozenset(var for var in defined if staging.readers.get(var, set()) - {stage})
     later = None
     if staging.by_weight is not None:
         later = frozenset(at for at, k in enumerate(members) if k in staging.by_weight)
@@ -116,7 +103,7 @@ def stage_scope(
         delayed=kept_for_weights(eqns, phases, later or ()),
         num_delayed=num_delayed,
         offloaded=offloaded,
-        received=frozenset((read & others_made) - defined),
+        received=frozenset(var for var in read if staging.makers.get(var, stage) != stage),
         sent=sent,
         pins=pins or {},
         times=() if window is None else window.times,

@@ -8,7 +8,8 @@ that depend on none (a learning-rate schedule) are computed by every stage that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -43,6 +44,30 @@ class Staging:
     def mesh_of(self, stage: int) -> int:
         """Return the mesh that runs `stage`."""
         return stage if self.num_meshes is None else stage % self.num_meshes
+
+    @functools.cached_property
+    def positions(self) -> Mapping[int, list[int]]:
+        """The positions of the equations of each stage, in order."""
+        found: dict[int, list[int]] = {}
+        for k, stage in enumerate(self.stages):
+            found.setdefault(stage, []).append(k)
+        return found
+
+    @functools.cached_property
+    def makers(self) -> Mapping[Var, int]:
+        """The stage that makes each value."""
+        pairs = zip(self.eqns, self.stages, strict=True)
+        return {var: stage for eqn, stage in pairs for var in eqn.outvars if not is_drop(var)}
+
+    @functools.cached_property
+    def readers(self) -> Mapping[Var, set[int]]:
+        """The stages that read each value."""
+        found: dict[Var, set[int]] = {}
+        for eqn, stage in zip(self.eqns, self.stages, strict=True):
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal):
+                    found.setdefault(atom, set()).add(stage)
+        return found
 
 
 def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Atom]) -> Staging:

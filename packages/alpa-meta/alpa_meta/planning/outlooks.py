@@ -73,7 +73,8 @@ def short_step_of(
     step: Step, options: Options, cluster: ClusterSpec, kept: int = KEPT[0]
 ) -> ShortStep | None:
     """Return `step` with `kept` copies of repeated layers, None if that leaves nothing out."""
-    told = str((options.num_layers, options.num_stages, options.pins, options.recompute))
+    least = options.num_stages or 1  # layers
+    told = str((options.num_layers, least, options.pins, options.recompute))
     key = (cluster, told, kept)
     if key not in step.short:
         layering = layers_of(step.program(1), options, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def _typed(value: tuple[tuple[int, ...], str] | None) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
+@functools.lru_cache(maxsize=4)  # asked for by the plan and by its menu
 def fingerprint(step: Step) -> str:
     """Return a hash of the operations of a step as they were traced, for the whole batch.
 

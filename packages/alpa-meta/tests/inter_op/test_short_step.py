@@ -199,6 +199,12 @@ def test_a_last_copy_that_microbatches_tell_apart_needs_the_last_but_one():
     assert sized["none"][0].outlook.program is program
 
 
+def test_one_stage_and_any_number_have_the_same_short_step():
+    step = _step()
+    found = [short_step_of(step, Options(num_stages=n), CLUSTER) for n in (None, 1)]
+    assert found[0] is found[1] is not None
+
+
 def test_steps_without_repetition_are_not_shortened():
     assert short_step_of(_step(layers=3), Options(), CLUSTER) is None
     alone = tuple(

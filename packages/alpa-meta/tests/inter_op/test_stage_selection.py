@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from alpa_meta.compat import Literal
 from alpa_meta.inter_op.candidates import microbatch_counts
 from alpa_meta.inter_op.layer_costs import solved_costs
 from alpa_meta.inter_op.layering import assign_layers
@@ -52,6 +53,25 @@ def selection(scope, devices=4):
     model = CostModel(cluster(f"host:{devices}"))
     (mesh,) = logical_meshes(model, whole_cluster(model.cluster), 1)
     return build(scope.eqns, MeshCosts(mesh, model), "test")
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_stage_sends_what_others_read_and_receives_what_others_make(num_stages):
+    program, staging = staged(num_stages, 2)
+    pairs = list(zip(staging.eqns, staging.stages, strict=True))
+    for stage in range(num_stages):
+        made = {var for eqn, home in pairs if home == stage for var in eqn.outvars}
+        read = {atom for eqn, home in pairs if home == stage for atom in eqn.invars if is_var(atom)}
+        others = {a for eqn, home in pairs if home != stage for a in eqn.invars if is_var(a)}
+        theirs = {var for eqn, home in pairs if home != stage for var in eqn.outvars}
+        scope = stage_scope(program, staging, stage, 2)
+        assert scope.eqns.eqns == [eqn for eqn, home in pairs if home == stage]
+        assert scope.eqns.sent == made & others
+        assert scope.eqns.received == (read & theirs) - made
+
+
+def is_var(atom):
+    return not isinstance(atom, Literal)
 
 
 def test_the_scope_of_a_stage_names_its_state_residuals_and_what_leaves_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,8 +58,12 @@ def instantiated(
 
 
 def _copy(source: Var | Literal, result: Var) -> JaxprEqn:
-    aval = array_type(result)
+    made: JaxprEqn = _traced_copy(array_type(result)).replace(invars=[source], outvars=[result])
+    return made
+
+
+@functools.lru_cache(maxsize=1 << 10)  # gradients of equal layers are of the same types
+def _traced_copy(aval: Any) -> JaxprEqn:
     copy: JaxprEqn
     (copy,) = open_jaxpr(jax.make_jaxpr(lax.copy_p.bind)(aval)).eqns
-    made: JaxprEqn = copy.replace(invars=[source], outvars=[result])
-    return made
+    return copy
