@@ -12,18 +12,19 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from alpa_interchange import ShardingProblem
 from alpa_meta.inter_op.redone_seconds import RedoneSeconds, least_seconds
 from alpa_meta.inter_op.scope_facts import HELD, Held, Redone, facts_of_scope, redone_of
 from alpa_meta.inter_op.stage_selection import StageScope
 from alpa_meta.inter_op.window import Window
-from alpa_meta.intra_op.bucketed_traffic import Group
+from alpa_meta.intra_op.bucketed_traffic import BucketedTraffic, Group
 from alpa_meta.intra_op.equation_seconds import EquationSeconds
 from alpa_meta.intra_op.liveness import KINDS, PHASES
 from alpa_meta.intra_op.memory_profile import Peak
 from alpa_meta.intra_op.selection import Selection
+from alpa_meta.intra_op.sent_seconds import SentSeconds
 
 
 @frozen(eq=False)
@@ -140,6 +141,21 @@ class LayerCosts:
             self._transient(working, held["activations"])[back],
             self.floors(),
             selection.memory.peak_of(usage),
+        )
+
+    def forget_choices(self) -> None:
+        """Free what only choices are priced by; floors go by what stays."""
+        for kind in self.kinds:
+            self.seconds_of(kind)
+            if kind != "none":
+                self._recomputed(kind)
+        costs = self.selection.costs.forgotten()
+        self.selection = evolve(
+            self.selection,
+            records=(),
+            costs=costs,
+            traffic=BucketedTraffic(costs),
+            sent=SentSeconds(costs),
         )
 
     def sent(

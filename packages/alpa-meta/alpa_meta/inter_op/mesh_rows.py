@@ -108,6 +108,12 @@ class MeshProblem:
         """Return what links take of what a choice costs at one of the sizes."""
         return self.costs.sent(choice, kind, self.sizes.index(sized))
 
+    def forget_choices(self) -> None:
+        """Free what only choices are priced by; floors go by what stays."""
+        self.splits  # noqa: B018 - are made of what is freed
+        self.costs.forget_choices()
+        self.selection = self.costs.selection
+
     def state_specs(self, layer: int, choice: Sequence[int]) -> tuple[ShardingSpec, ...]:
         """Return the specs of the state that a layer of the window updates."""
         return tuple(self.selection.spec(var, choice) for var in self._state_of.get(layer, ()))
@@ -379,7 +385,7 @@ class MeshRows:
         changes = self._conversions()
         source = self.floor_source()
         self.builder.floors.append(source)
-        return MeshMenu(
+        menu = MeshMenu(
             submesh=self.submesh,
             logical=self.mesh,
             rows=tuple(map(tuple, self.rows)),
@@ -388,6 +394,9 @@ class MeshRows:
             conversion_sent={pair: sent for pair, (_, sent) in changes.items()},
             floors=tuple((source.all_ways(k),) for k in range(len(self.rows))),
         )
+        assert self._whole is not None
+        self._whole.forget_choices()
+        return menu
 
     def floor_source(self) -> FloorSource:
         """Return what layers of each class take at least on this mesh."""

@@ -105,46 +105,40 @@ class RedoneSeconds:
     """
 
     def __init__(self, selection: Selection, sizes: Sequence[ScopeFacts], kind: str) -> None:
-        self._selection, self._sizes = selection, sizes
-        self._known: dict[tuple[int, Bytes, Bytes], Priced] = {}
         self.first: list[Priced] = [priced for _, _, priced in selection.seconds.costs]
         self.once_more: list[tuple[int, int, Priced]] = []  # position, node, [strategies] seconds
         self.seconds = selection.seconds
-        facts, costs = sizes[0], selection.costs
-        others = tuple(one.scope.eqns for one in sizes[1:])
-        stage = facts.scope.eqns
-        self._twins = others_of(stage, others)
-        self._moved = fused_traffic(stage, self._twins, costs.platform, costs.attends)
         if kind == "none":
             return
-        count = len(stage.eqns)
+        facts, costs = sizes[0], selection.costs
+        others = tuple(one.scope.eqns for one in sizes[1:])
+        count = len(facts.scope.eqns.eqns)
         redone = set(redone_of(facts, kind).equations.tolist())
         traffic = redone_traffic(facts, kind, others, costs.platform, costs.attends)
+        moving = _Moving(selection, sizes)
         for n, (position, node, priced) in enumerate(selection.seconds.costs):
-            self.first[n] = self._moving(position, priced, traffic.first)
+            self.first[n] = moving.seconds(position, priced, traffic.first)
             if position in redone:
-                more = self._moving(position, priced, traffic.again)
+                more = moving.seconds(position, priced, traffic.again)
                 self.once_more.append((position, node, more))
         firsts = zip(selection.seconds.costs, self.first, strict=True)
         entries = [(position, node, priced) for (position, node, _), priced in firsts]
         entries += [(count + position, node, priced) for position, node, priced in self.once_more]
-        edges = selection.seconds.edges
-        self.seconds = EquationSeconds(
-            2 * count,
-            len(sizes),
-            entries,
-            [
-                *edges,
-                *(
-                    one._replace(position=count + one.position, home=count + one.position)
-                    for one in edges
-                    if one.position in redone
-                ),
-            ],
-        )
+        self.seconds = selection.seconds.with_again(entries, redone)
 
-    def _moving(self, position: int, priced: Priced, traffic: Mapping[int, Bytes]) -> Priced:
-        """Return the seconds of an equation that moves other bytes."""
+
+class _Moving:
+    """Prices the equations of a selection where they move other bytes, remembered."""
+
+    def __init__(self, selection: Selection, sizes: Sequence[ScopeFacts]) -> None:
+        self._selection, self._sizes = selection, sizes
+        self._known: dict[tuple[int, Bytes, Bytes], Priced] = {}
+        stage, costs = sizes[0].scope.eqns, selection.costs
+        self._twins = others_of(stage, tuple(one.scope.eqns for one in sizes[1:]))
+        self._moved = fused_traffic(stage, self._twins, costs.platform, costs.attends)
+
+    def seconds(self, position: int, priced: Priced, traffic: Mapping[int, Bytes]) -> Priced:
+        """Return the seconds of an equation that moves the bytes of `traffic`."""
         stage = self._sizes[0].scope.eqns
         eqn, record = stage.eqns[position], self._selection.records[position]
         strategies = record.strategies
@@ -181,4 +175,4 @@ def least_seconds(selection: Selection, kinds: Sequence[RedoneSeconds]) -> Equat
                 else tuple(np.minimum.reduce(sizes) for sizes in zip(*of.values(), strict=True))
             )
         entries.append((position, node, least))
-    return EquationSeconds(seconds.count, len(seconds.tables), entries, seconds.edges)
+    return seconds.with_costs(entries)

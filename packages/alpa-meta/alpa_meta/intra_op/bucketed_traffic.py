@@ -299,9 +299,11 @@ class BucketedTraffic:
     ) -> None:
         """Note the conversion of a value into the spec that `node` wants."""
 
+        costs = self.costs  # not this traffic, which would live as long as its entries
+
         def sent(first: int, second: int) -> Iterator[Sent]:
             here, there = source.specs[first], wanted[second]
-            return conversion_steps(self.costs, source, here, there, in_buckets=True)
+            return conversion_steps(costs, source, here, there, in_buckets=True)
 
         assert source.node is not None
         self.add(phase, times, source.bytes, (source.node, node), sent, count)
@@ -317,9 +319,11 @@ class BucketedTraffic:
     ) -> None:
         """Note the completion of partial sums into the spec chosen at `node`."""
 
+        mesh = self.costs.mesh
+
         def sent(first: int, second: int) -> Iterator[Sent]:
             before, after = natural.specs[first], finals[second]
-            return completion_steps(self.costs.mesh, natural.bytes, before, after)
+            return completion_steps(mesh, natural.bytes, before, after)
 
         assert natural.node is not None
         self.add(phase, times, natural.bytes, (natural.node, node), sent, count)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import copy
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class PricedPairs:
                 length += priced[0].size
             start.append(places[id(priced)])
         shapes = [priced[0].shape for _, _, priced in entries]
+        self.length = length  # of each table
         self._stride = np.array([s[1] if len(s) > 1 else 1 for s in shapes], dtype=np.int64)
         self._paired = np.array([len(s) - 1 for s in shapes], dtype=np.int64)
         self.start = np.array(start, dtype=np.int64)
@@ -51,6 +53,15 @@ class PricedPairs:
             np.concatenate([priced[size].ravel() for priced in distinct] or [np.zeros(0)])
             for size in range(num_sizes)
         )
+
+    def with_again(self, numbers: Sequence[int]) -> PricedPairs:
+        """Return the pairs with the entries of these `numbers` once more at their end; the tables
+        are the same."""
+        found = copy.copy(self)
+        for name in ("_first", "_second", "_stride", "_paired", "start"):
+            own = getattr(self, name)
+            setattr(found, name, np.concatenate([own, own[list(numbers)]]))
+        return found
 
     def under(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
         """Return [entries] seconds under a choice."""
@@ -61,11 +72,32 @@ class PricedPairs:
         return found
 
 
+class Tables(Sequence[np.ndarray]):
+    """By size, the seconds of all that is priced, those of several pairs one after the other: put
+    together when they are asked for."""
+
+    def __init__(self, *parts: PricedPairs) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return len(self._parts[0].tables)
+
+    @overload
+    def __getitem__(self, size: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, size: slice) -> Sequence[np.ndarray]: ...
+    def __getitem__(self, size: int | slice) -> np.ndarray | Sequence[np.ndarray]:
+        if isinstance(size, slice):
+            return [self[k] for k in range(len(self))[size]]
+        return np.concatenate([part.tables[size] for part in self._parts])
+
+
 class EquationSeconds:
     """Seconds per step of `count` equations at `num_sizes` sizes, the first of which the problem
     was built at: a cost per strategy, and per pair of strategies.
 
-    `costs` are (position of the equation, node, [strategies] seconds).
+    `costs` are (position of the equation, node, [strategies] seconds). `priced_edges` are those of
+    the `edges`, if known: most of the bytes, and the same however layers recompute.
     """
 
     def __init__(
@@ -74,20 +106,46 @@ class EquationSeconds:
         num_sizes: int,
         costs: Sequence[tuple[int, int, Priced]],
         edges: Sequence[Edge],
+        priced_edges: PricedPairs | None = None,
     ) -> None:
-        self.count, self.costs, self.edges = count, costs, edges
+        self.count, self.num_sizes, self.costs, self.edges = count, num_sizes, costs, edges
         self._at = np.array(
             [*(one[0] for one in costs), *(one.position for one in edges)], dtype=np.int64
         )
-        pairs = [(node, node, priced) for _, node, priced in costs]
-        self._priced = PricedPairs(
-            num_sizes, pairs + [(one.first, one.second, one.seconds) for one in edges]
+        self._priced = PricedPairs(num_sizes, [(node, node, priced) for _, node, priced in costs])
+        self.priced_edges = priced_edges or PricedPairs(
+            num_sizes, [(one.first, one.second, one.seconds) for one in edges]
         )
-        self._start, self.tables = self._priced.start, self._priced.tables
+        self._start = np.concatenate(
+            [self._priced.start, self.priced_edges.start + self._priced.length]
+        )
+        self.tables = Tables(self._priced, self.priced_edges)
+
+    def with_costs(self, costs: Sequence[tuple[int, int, Priced]]) -> EquationSeconds:
+        """Return the seconds of equations that cost otherwise and convert as these do."""
+        return EquationSeconds(self.count, self.num_sizes, costs, self.edges, self.priced_edges)
+
+    def with_again(
+        self, costs: Sequence[tuple[int, int, Priced]], positions: Collection[int]
+    ) -> EquationSeconds:
+        """Return the seconds of twice as many equations, with these `costs`: those at `positions`
+        convert once more what they read, as they do here."""
+        numbers = [n for n, one in enumerate(self.edges) if one.position in positions]
+        again = [
+            self.edges[n]._replace(
+                position=self.count + self.edges[n].position,
+                home=self.count + self.edges[n].position,
+            )
+            for n in numbers
+        ]
+        priced = self.priced_edges.with_again(numbers)
+        edges = [*self.edges, *again]
+        return EquationSeconds(2 * self.count, self.num_sizes, costs, edges, priced)
 
     def under(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
         """Return [equations] seconds under a choice."""
-        return np.bincount(self._at, self._priced.under(choice, size), self.count)
+        priced = [part.under(choice, size) for part in (self._priced, self.priced_edges)]
+        return np.bincount(self._at, np.concatenate(priced), self.count)
 
     def least(self, size: int = 0) -> np.ndarray:
         """Return [equations] seconds that no choice can beat, without conversions."""

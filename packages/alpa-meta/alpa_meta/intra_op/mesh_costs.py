@@ -42,6 +42,10 @@ class MeshCosts:
     _conversions: dict[Hashable, Conversion] = field(factory=dict, repr=False)
     _numbers: dict[int, tuple[Any, int]] = field(factory=dict, repr=False)
 
+    def forgotten(self) -> MeshCosts:
+        """Return these costs with nothing remembered."""
+        return MeshCosts(self.mesh, self.model, self.host_group, self.while_trips)
+
     @functools.cached_property
     def layouts(self) -> Layouts:
         """Return the specs and strategies on this mesh."""

@@ -118,10 +118,12 @@ class SentSeconds:
     ) -> None:
         """Note the conversion of a value for equation `position` into the spec `node` wants."""
 
+        costs = self.costs  # not these seconds, which would live as long as their entries
+
         def sends(first: int, second: int, size: int) -> Iterator[Sends]:
             here, there = source.specs[first], wanted[second]
             value = evolve(source, bytes=(source.bytes, *source.other_bytes)[size])
-            for sent in conversion_steps(self.costs, value, here, there, in_buckets):
+            for sent in conversion_steps(costs, value, here, there, in_buckets):
                 yield sent, in_buckets, 1.0
 
         assert source.node is not None
@@ -138,10 +140,12 @@ class SentSeconds:
     ) -> None:
         """Note the completion of partial sums into the spec chosen at `node`."""
 
+        mesh = self.costs.mesh
+
         def sends(first: int, second: int, size: int) -> Iterator[Sends]:
             before, after = natural.specs[first], finals[second]
             bytes = (natural.bytes, *natural.other_bytes)[size]
-            for sent in completion_steps(self.costs.mesh, bytes, before, after):
+            for sent in completion_steps(mesh, bytes, before, after):
                 yield sent, late, 1.0
 
         assert natural.node is not None

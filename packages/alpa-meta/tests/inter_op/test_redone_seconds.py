@@ -82,3 +82,27 @@ def test_the_least_of_all_kinds_and_what_a_kind_adds_are_below_what_it_takes(kin
         assert beside == pytest.approx(
             (taken.forward + taken.backward - plain.forward - plain.backward)[layer]
         )
+
+
+def test_floors_are_the_same_when_choices_are_forgotten():
+    costs, _ = _costs("none")
+    forgetful, _ = _costs("none")
+    forgetful.forget_choices()
+    assert not forgetful.selection.records
+    for layer in range(LAYERS):
+        assert forgetful.least(layer) == costs.least(layer)
+        for kind in ("none", "selective", "full"):
+            assert forgetful.least_kept(layer, kind) == costs.least_kept(layer, kind)
+            assert forgetful.least_again(layer, kind) == costs.least_again(layer, kind)
+            problems = [
+                of.layer_problem(layer, of.seconds_of(kind).tables[0], kind=kind)
+                for of in (forgetful, costs)
+            ]
+            assert all(
+                (getattr(problems[0], name) == getattr(problems[1], name)).all()
+                for name in ("node_cost", "edge_cost", "edges", "num_strategies")
+            )
+        names = ("state", "gradients")
+        (mine, rest), (its, other) = (of.layer_bytes(layer, names) for of in (forgetful, costs))
+        assert rest == other and mine.keys() == its.keys()
+        assert all((mine[node] == its[node]).all() for node in its)

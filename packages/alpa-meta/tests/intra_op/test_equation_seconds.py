@@ -1,0 +1,66 @@
+"""Seconds of equations under any choice: those that share conversions are what each would have."""
+
+import numpy as np
+import pytest
+
+from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds
+
+COUNT, SIZES, STRATEGIES = 6, 2, (1, 3, 2, 4)
+
+
+def random_seconds(seed):
+    """Return (seconds, other costs) of random equations, some of which are priced alike."""
+    random = np.random.default_rng(seed)
+
+    def priced(*shape):
+        return tuple(random.random(shape) for _ in range(SIZES))
+
+    alike = {(a, b): priced(STRATEGIES[a], STRATEGIES[b]) for a, b in [(1, 2), (2, 3), (1, 3)]}
+    edges = []
+    for position in range(COUNT):
+        for (first, second), seconds in alike.items():
+            if random.random() < 0.5:
+                seconds = seconds if random.random() < 0.5 else priced(*seconds[0].shape)
+                edges.append(Edge(position, int(random.integers(COUNT)), first, second, seconds))
+    nodes = [int(random.integers(len(STRATEGIES))) for _ in range(COUNT)]
+    costs = [(k, node, priced(STRATEGIES[node])) for k, node in enumerate(nodes)]
+    others = [(k, node, priced(STRATEGIES[node])) for k, node in enumerate(nodes)]
+    return EquationSeconds(COUNT, SIZES, costs, edges), others
+
+
+def assert_equal(found, expected):
+    random = np.random.default_rng(0)
+    assert len(found.tables) == len(expected.tables) == SIZES
+    for size in range(SIZES):
+        for _ in range(8):
+            choice = [int(random.integers(count)) for count in STRATEGIES]
+            assert (found.under(choice, size) == expected.under(choice, size)).all()
+        inside = random.random(found.count) < 0.7
+        mine, its = (of.problem_of(inside, of.tables[size]) for of in (found, expected))
+        assert mine.node_names == its.node_names and (mine.edges == its.edges).all()
+        assert (mine.node_cost == its.node_cost).all() and (mine.edge_cost == its.edge_cost).all()
+        before = random.random(found.count) < 0.5
+        pairs = (of.between(before, ~before, of.tables[size]) for of in (found, expected))
+        for (*nodes, matrix), (*its_nodes, its_matrix) in zip(*pairs, strict=True):
+            assert nodes == its_nodes and (matrix == its_matrix).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_seconds_that_share_conversions_are_those_of_their_own(seed):
+    seconds, others = random_seconds(seed)
+    own = EquationSeconds(COUNT, SIZES, others, seconds.edges)
+    assert_equal(seconds.with_costs(others), own)
+
+
+@pytest.mark.parametrize("again", [(), (0,), (1, 4, 5)])
+@pytest.mark.parametrize("seed", range(4))
+def test_conversions_run_once_more_where_their_equation_does(seed, again):
+    seconds, others = random_seconds(seed)
+    costs = others + [(COUNT + k, node, priced) for k, node, priced in others if k in again]
+    more = [
+        one._replace(position=COUNT + one.position, home=COUNT + one.position)
+        for one in seconds.edges
+        if one.position in again
+    ]
+    own = EquationSeconds(2 * COUNT, SIZES, costs, [*seconds.edges, *more])
+    assert_equal(seconds.with_again(costs, again), own)
