@@ -100,7 +100,7 @@ def register(
         facts["linear_in"] = groups
     _OPERATORS[primitive_name] = Operator(rule, local, **facts)
     of_equations = (sharding_rule, operator_of, is_heavy, linear_operands, rule_number)
-    for remembered in (_rule_of, _number_of, *of_equations):
+    for remembered in (_rule_of, _number_of, _contracts_of, _flops_of, *of_equations):
         remembered.cache_clear()
 
 
@@ -159,6 +159,9 @@ def flops(eqn: JaxprEqn) -> float:
 
     The body of a loop is counted once; of several branches the largest counts.
     """
+    signature = operator_signature(eqn)
+    if isinstance(signature, _Signature):
+        return _flops_of(signature)
     return _of_bodies(eqn, flops, _flops)
 
 
@@ -201,6 +204,9 @@ def _bytes(eqn: JaxprEqn) -> float:
 
 
 def _contracts(eqn: JaxprEqn) -> bool:
+    signature = operator_signature(eqn)
+    if isinstance(signature, _Signature):
+        return _contracts_of(signature)
     rule = sharding_rule(eqn)
     return rule is not None and bool(contracted(rule))
 
@@ -299,3 +305,14 @@ _NUMBERS: dict[Hashable, int] = {}
 @lru_cache(maxsize=4096)
 def _rule_of(signature: _Signature) -> ShardingRule | None:
     return _computed(signature.eqn)
+
+
+@lru_cache(maxsize=4096)
+def _contracts_of(signature: _Signature) -> bool:
+    rule = _rule_of(signature)
+    return rule is not None and bool(contracted(rule))
+
+
+@lru_cache(maxsize=4096)
+def _flops_of(signature: _Signature) -> float:
+    return _of_bodies(signature.eqn, flops, _flops)

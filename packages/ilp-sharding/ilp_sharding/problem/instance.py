@@ -175,10 +175,10 @@ def _without_huge(
         if len(bounds) > 1:
             least = group_minimum(values, bounds)
             total += math.fsum(least[np.isfinite(least)])
-            over = values >= HUGE
-            huge = group_minimum(np.where(over, values, np.inf), bounds) if over.any() else least
-            with_huge = (huge >= HUGE) & (huge < np.inf)
-            if with_huge.any():
+            over = (values >= HUGE) & (values < np.inf)
+            if over.any():
+                huge = group_minimum(np.where(over, values, np.inf), bounds)
+                with_huge = huge < np.inf
                 excess = huge[with_huge] - least[with_huge]
                 least_excess = min(least_excess, float(excess.min()))
                 values = values if owned else values.copy()
