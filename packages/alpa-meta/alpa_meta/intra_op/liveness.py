@@ -5,6 +5,7 @@
              only where a heavy operator reads it, or where computing it again would read more
              bytes than it has; else its own operands live until its readers have run
     alias    a reshape or the like: another name of its operand
+    written  stored, in the place of the first operand, which it is written into
     reduced  stored, and its operands are computed inside it
     windows  stored, beside the positions of what it scatters; begins as zeros
 
@@ -31,7 +32,13 @@ from alpa_meta.intra_op.stage_problem import Source
 
 PHASES = ("forward", "backward", "update")
 KINDS = ("state", "gradients", "activations", "temporaries")
-REREAD = 1.0  # most bytes that are read again, in those of the value, where it is not stored
+REREAD = 1.5
+"""Most bytes that are read again, in those of the value, where it is not stored.
+
+Between one tensor with what is broadcast onto it, as a mean, and two tensors: 1.2 plans the same.
+At 1.0 a mean of a few bytes lets every centred tensor be stored that XLA computes again: the plan
+of wide-resnet for an H100 was 77 % above the compiled program, of diffusion 68 %.
+"""
 _MOST_OPERANDS = 8  # of one fused computation
 
 
@@ -166,9 +173,11 @@ class Timeline:
             self._zeros_like(results[0]).written += made
             self._add(_window_positions(operands[0]), "stored", (), self.now)
         fuses = form in ("fused", "alias", "reduced")
-        replaced = form == "fused"
+        into = self._of.get(id(operands[0])) if form == "written" else None
+        replaced = form == "fused" or into is not None
         for value in read:
             inside = replaced and bool(made) and value.source.bytes == made[0].source.bytes
+            inside = inside and into in (None, value)
             stop = self.now if inside else self.now + 1
             replaced = replaced and not inside
             inlined = made if form in ("fused", "alias") else ()

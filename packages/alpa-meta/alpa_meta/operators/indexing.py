@@ -347,6 +347,7 @@ def _scatter(name: str) -> Operator:
         flops=operand_elements(2),
         bytes=operand_bytes(2, 3),
         heavy=True,
+        liveness="written",
     )
 
 
@@ -377,5 +378,6 @@ OPERATORS = {
         written=1,
         flops=nothing,
         bytes=operand_bytes(1, 2),
+        liveness="written",
     ),
 } | {name: _scatter(name) for name in SCATTERS}

@@ -194,7 +194,7 @@ ExchangeFunction = Callable[
     [Any, Strategy, LogicalMesh], Iterable[tuple[str, float, tuple[str, ...]]]
 ]
 PatchFunction = Callable[[JaxprEqn, ShardingRule, Strategy, LogicalMesh], float]
-LIVENESS = ("stored", "reduced", "windows", "fused", "alias")
+LIVENESS = ("stored", "written", "reduced", "windows", "fused", "alias")
 KERNELS = ("matmul", "convolution", "elementwise")
 
 

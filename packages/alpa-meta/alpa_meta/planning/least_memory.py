@@ -175,8 +175,11 @@ def _largest_operator(program: Program) -> float:
         read = {alias.get(a, a) for a in eqn.invars if isinstance(a, Var)}
         if form == "alias" and len(eqn.outvars) == 1 and isinstance(eqn.invars[0], Var):
             alias[eqn.outvars[0]] = alias.get(eqn.invars[0], eqn.invars[0])
-        elif form == "stored" and not subjaxprs(eqn):
+        elif form in ("stored", "written") and not subjaxprs(eqn):
             made = {var for var in eqn.outvars if not is_drop(var)}
+            first = eqn.invars[0]
+            if form == "written" and isinstance(first, Var):
+                read.discard(alias.get(first, first))  # the result takes its place
             held = (read - state) | (made - returned)
             largest = max(largest, sum(map(tensor_bytes, held)))
     return largest

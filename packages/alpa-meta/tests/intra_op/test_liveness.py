@@ -67,6 +67,37 @@ def test_a_sum_of_two_tensors_that_is_read_twice_is_stored_one_read_once_is_not(
         assert (id(total) in spans(timeline)) is stored
 
 
+def test_a_tensor_with_a_mean_taken_off_is_computed_again_by_all_its_readers():
+    timeline, product, mean, centred = Timeline(), value(), value(1.0), value()
+    for source in (product, mean):
+        timeline.advance("forward")
+        timeline.compute("stored", [], [source])
+    timeline.advance("forward")
+    timeline.compute("fused", [product, mean], [centred])
+    for _ in range(3):
+        timeline.advance("forward")
+        timeline.compute("reduced", [centred], [value(1.0)])
+    found = spans(timeline)
+    assert id(centred) not in found
+    assert found[id(product)] == (1, 7)
+
+
+def test_what_is_written_into_a_value_takes_its_place_unless_it_is_read_later():
+    for later, stop in ((False, 3), (True, 5)):
+        timeline, whole, update, updated = Timeline(), value(), value(), value()
+        for source in (update, whole):
+            timeline.advance("forward")
+            timeline.compute("stored", [], [source])
+        timeline.advance("forward")
+        timeline.compute("written", [whole, update], [updated])
+        timeline.advance("forward")
+        timeline.compute("stored", [updated, whole] if later else [updated], [value()])
+        found = spans(timeline)
+        assert found[id(whole)] == (2, stop)
+        assert found[id(updated)] == (3, 5)
+        assert found[id(update)] == (1, 4)
+
+
 def test_a_name_of_a_value_keeps_the_value():
     timeline, product, name = Timeline(), value(), value()
     timeline.advance("forward")
