@@ -25,7 +25,8 @@ from alpa_meta.planning.chosen_plan import Planned
 SCHEDULED_SHARE = 0.8 * 0.95
 """Of a GPU's memory, what XLA's scheduler keeps to (xla/service/gpu/gpu_hlo_schedule.cc). Below, it
 trades idle memory for overlap: of gpt-remat at small on H100s it keeps the operands of all weight
-gradients to the end. So a plan is compiled for a GPU with as much memory as the plan says it needs.
+gradients to the end. So a plan is compiled for a GPU with as much memory as the plan says it needs,
+at most what the device has or the options say: of a larger program XLA computes parts again.
 """
 
 
@@ -64,7 +65,8 @@ def audit_planned(
     planned = step.lower(model.state, model.batch).planned
     target, num_devices = parse_target(cluster)
     needed = max(planned.plan.stage_plan.peak_bytes) / SCHEDULED_SHARE
-    target = evolve(target, memory_bytes=int(min(needed, target.memory_bytes)))
+    has = options.memory or target.memory_bytes
+    target = evolve(target, memory_bytes=int(min(needed, has)))
     devices = target_devices(target, num_devices)
     meshes = [_mesh(devices, sharding.mesh) for sharding in planned.plan.shardings]
     tasks = {

@@ -80,8 +80,9 @@ class Builder:
         self._of_others: list[tuple[Source, bool, int]] = []
         self._copies: list[Copy] = []
         self._copy_of: dict[Var, int] = {}  # what is read for several: its place in the copies
-        self.timeline = Timeline(apart=bool(stage.kept))
+        self.timeline = Timeline(bool(stage.kept), costs.platform == "cpu", stage.is_whole_step)
         self.times: list[int] = []  # at which each equation begins
+        self.copied = self._copied()
         self.late = late_values(stage, is_heavy)
         self.together = sums_together(stage, is_heavy)
         self._phase = "forward"
@@ -139,6 +140,11 @@ class Builder:
             len(self._ratios),
         )
 
+    def _copied(self) -> frozenset[Var]:
+        """Return the state that is copied before it is replaced."""
+        copies = self.timeline.on_host and self.stage.is_whole_step
+        return frozenset(old for _, old in self.stage.carried) if copies else frozenset()
+
     def _input(self, var: Var, key: Hashable | None) -> None:
         pinned = self.stage.pins.get(var)
         if pinned is not None and key is not None:
@@ -153,6 +159,8 @@ class Builder:
                 self._add_cost(node, (moved,) * (1 + len(self._ratios)))
             else:
                 self._constants.append((source, KINDS.index("state"), self._times))
+                if var in self.copied and self._phase != "update":
+                    self.timeline.store_copy(source)
         elif var in self.stage.received:
             self.timeline.store(source)
             self._of_others.append((source, False, self._times))
@@ -240,7 +248,9 @@ class Builder:
         else:
             record = self.operator(eqn, key, weight, scope, phase)
             read = self._read(shape.reads, scope, phase)
-            self.timeline.compute(operator_of(eqn).liveness, read, record.results, shape.zero)
+            one = operator_of(eqn)
+            late = scope is self.sources and self._waits(eqn)
+            self.timeline.compute(one.liveness, read, record.results, shape.zero, one.dear, late)
         if self._copy_of:
             for var in shape.reads:
                 if var in self._copy_of:
@@ -376,8 +386,9 @@ class Builder:
 
     def is_late(self, eqn: JaxprEqn) -> bool:
         """Return whether sums that `eqn` completes itself travel in buckets."""
-        if self._phase == "update":
-            return True
+        return self._phase == "update" or self._waits(eqn)
+
+    def _waits(self, eqn: JaxprEqn) -> bool:
         return all(is_drop(var) or var in self.late for var in eqn.outvars)
 
     def _note_sums(

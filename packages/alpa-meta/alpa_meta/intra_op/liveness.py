@@ -15,6 +15,17 @@ Time is counted in equations; the body of a loop is passed through once. A value
 by equation t lives at t; an elementwise result may take the place of one operand of its size.
 -> decided in `Timeline.spans`, after all equations are known.
 
+XLA for CPUs (`on_host`) differs in what follows; read off its buffers, which `benchmarks/
+memory_corpus.py` sums up:
+
+    dear     an exponential, a quotient and the like is never computed twice, but stored -> _dear()
+    late     what only the update or the result waits for, as the gradient of a weight or the loss,
+             is computed when that first reads it: its operands live until then    -> spans()
+    update   in a program of the whole step it runs for each array as soon as it can -> _ready()
+    copies   such a program copies the arrays that it replaces before it reads them for more than
+             their update; their gradients take the place of the arrays      -> store_copy()
+    windows  positions are made of the operand too, and zeros are nobody's but the reader's
+
 Buffers that begin as zeros (stacked results of scans, what a window's gradient is scattered into)
 are an exception: XLA keeps one zero broadcast of each shape, and copies it for everyone who writes
 into it in a single fused kernel. So all those of one shape are born with the first reader of its
@@ -55,12 +66,16 @@ class Span:
 
 @define(eq=False)
 class _Read:
-    """One reader: when it is done with the value, and what it computes if it is fused."""
+    """One reader: when it is done with the value, and what it computes if it is fused.
+
+    One that is `put_off` is done when the value that it computes was made.
+    """
 
     stop: int
     phase: int
     results: tuple[_Value, ...] = ()
     heavy: bool = True
+    put_off: _Value | None = None
 
 
 @define(eq=False)
@@ -75,6 +90,10 @@ class _Value:
     stored: bool = True
     stop: int = 0
     last_phase: int = 0
+    dear: bool = False
+    late: bool = False
+    ready: int = 0  # when the update may read it
+    kind: int | None = None  # in KINDS, where it does not follow from who reads it
 
 
 @define(eq=False)
@@ -90,16 +109,21 @@ class _Zeros:
 class Timeline:
     """Collects the values of equations as they are walked over, and their readers.
 
-    `apart`: the forward pass is a program of its own. `count` is how often the equation walked over
-    counts (`Window`): so many of its values are held between the phases, one at a time within.
+    `apart`: the forward pass is a program of its own. `on_host`: it is compiled for CPUs.
+    `whole_step`: one program holds both passes of one microbatch and the update. `count` is how
+    often the equation walked over counts (`Window`): so many of its values are held between the
+    phases, one at a time within.
     """
 
     apart: bool = False
+    on_host: bool = False
+    whole_step: bool = False
     count: int = 1
     now: int = 0
     phase: int = 0
     _computation: int = 0  # of the body that is walked over
     _num_computations: int = 1
+    _free: set[float] = field(factory=set)  # bytes of state that was copied
     _zeros: dict[tuple[object, ...], _Zeros] = field(factory=dict)
     _values: list[_Value] = field(factory=list)
     _of: dict[int, _Value] = field(factory=dict)  # by id of the source, which the value keeps
@@ -112,6 +136,11 @@ class Timeline:
     def store(self, source: Source, born: int | None = None) -> None:
         """Note a value that is kept in memory from now, or from `born`, to its last reader."""
         self._add(source, "stored", (), self.now if born is None else born)
+
+    def store_copy(self, source: Source) -> None:
+        """Note that a value which is there at all times is also held as a copy, from now on."""
+        self._add(source, "stored", (), self.now).kind = KINDS.index("temporaries")
+        self._free.add(source.bytes)
 
     def enter(self) -> int:
         """Begin the body of a loop; return what `leave` takes to go back."""
@@ -158,30 +187,50 @@ class Timeline:
         operands: Sequence[Source],
         results: Sequence[Source],
         reads_zero: bool = False,
+        dear: bool = False,
+        late: bool = False,
     ) -> None:
         """Note an operator, run now, of the `liveness` its record gives.
 
-        `reads_zero`: an operand is the number 0.
+        `reads_zero`: an operand is the number 0. `dear`: it takes long. `late`: only the update
+        waits for its results.
         """
+        dear, late = dear and self.on_host, late and self.on_host and self.phase < 2
         read = [self._of[id(source)] for source in operands if id(source) in self._of]
         if form == "alias":
             read = read[:1]
-        made = tuple(self._add(source, form, tuple(read), self.now) for source in results)
+        now = (
+            self._ready(read) if self.on_host and self.whole_step and self.phase == 2 else self.now
+        )
+        made = tuple(self._add(source, form, tuple(read), now) for source in results)
+        for value in made:
+            value.dear, value.late = dear, late
         if reads_zero and form == "fused":
             self._read_zeros(results[0])
         if form == "windows":
             self._zeros_like(results[0]).written += made
             self._add(_window_positions(operands[0]), "stored", (), self.now)
+            if self.on_host:
+                self._add(_positions(results[0]), "stored", (), self.now)
         fuses = form in ("fused", "alias", "reduced")
         into = self._of.get(id(operands[0])) if form == "written" else None
         replaced = form == "fused" or into is not None
         for value in read:
             inside = replaced and bool(made) and value.source.bytes == made[0].source.bytes
             inside = inside and into in (None, value)
-            stop = self.now if inside else self.now + 1
+            stop = now if inside else now + 1
             replaced = replaced and not inside
             inlined = made if form in ("fused", "alias") else ()
-            value.reads.append(_Read(stop, self.phase, inlined, not fuses))
+            put_off = made[0] if self.on_host and made else None
+            value.reads.append(_Read(stop, self.phase, inlined, not fuses, put_off))
+
+    def _ready(self, read: Sequence[_Value]) -> int:
+        """Return when an operator of the update runs: as soon as it can, now at the latest. A late
+        value is computed when the first operator asks for it."""
+        for value in read:
+            if value.late and not value.ready > value.born:
+                value.ready = self.now
+        return max((value.ready for value in read), default=1)
 
     def replace(self, source: Source) -> None:
         """Note that a value is written over an input: it takes no memory of its own."""
@@ -197,12 +246,20 @@ class Timeline:
         of such cycles (`collection_pause`).
         """
         needed = self._needed_in_memory()
+        if self.on_host:
+            needed |= self._dear(needed)
         self._decide(needed)
         found = self._shared_zeros()
         for value in reversed(self._values):
+            value.late = value.late or self.on_host and _waits(value)
+            began = value.born
+            if value.late or value.form == "fused" and not value.operands:
+                firsts = [_done(read) - 1 for read in value.reads]
+                latest = self.now if value.late else value.born
+                value.born = max(value.born, min(firsts, default=latest))
             value.stop, value.last_phase = value.born + 1, value.phase
             for read in value.reads:
-                stop, phase = read.stop, read.phase
+                stop, phase = _done(read), read.phase
                 for result in read.results:
                     if not result.stored:
                         stop = max(stop, result.stop)
@@ -210,9 +267,14 @@ class Timeline:
                 value.stop = max(value.stop, stop)
                 value.last_phase = max(value.last_phase, phase)
             if value.stored and value.source.bytes:
-                kind = _kind(value)
+                kind = _kind(value) if value.kind is None else value.kind
+                if kind == KINDS.index("gradients") and value.source.bytes in self._free:
+                    continue  # in the place of what was copied
                 count = 1 if kind == KINDS.index("temporaries") else value.count
-                found.append(Span(value.source, value.born, value.stop, kind, count))
+                start, stop = value.born, value.stop
+                if value.late and not value.reads:  # one after another, not all at the end
+                    start, stop = began, began + 1
+                found.append(Span(value.source, start, stop, kind, count))
         for value in self._values:
             value.reads.clear()
         self._values.clear()
@@ -223,7 +285,7 @@ class Timeline:
         """Return the zeros that are read beside being written over, and let all be born at once."""
         found = []
         for zeros in self._zeros.values():
-            if not zeros.written:
+            if self.on_host or not zeros.written:
                 continue
             times = [*zeros.times, *(value.born for value in zeros.written)]
             for value in zeros.written:
@@ -235,7 +297,7 @@ class Timeline:
         return found
 
     def _add(self, source: Source, form: str, operands: tuple[_Value, ...], born: int) -> _Value:
-        value = _Value(source, born, self.phase, form, self.count, operands)
+        value = _Value(source, born, self.phase, form, self.count, operands, ready=born)
         self._values.append(value)
         self._of[id(source)] = value
         return value
@@ -248,6 +310,23 @@ class Timeline:
                 if read.heavy or any(r.form == "alias" and id(r) in needed for r in read.results):
                     needed.add(id(value))
         return needed
+
+    def _dear(self, needed: set[int]) -> set[int]:
+        """Return the ids of the dear values that several kernels would compute: those that read
+        them, or what is computed from them and not stored."""
+        found: set[int] = set()
+        kernels: dict[int, int] = {}
+        for value in reversed(self._values):
+            count = 0
+            for read in value.reads:
+                inlined = [r for r in read.results if id(r) not in needed and id(r) not in found]
+                count += max((kernels[id(r)] for r in inlined), default=1)
+            kernels[id(value)] = max(count, 1)
+            if value.form == "fused" and (value.dear or len(value.operands) > 1) and count > 1:
+                kernels[id(value)] = 1
+                if value.dear:
+                    found.add(id(value))
+        return found
 
     def _decide(self, needed: set[int]) -> None:
         """Set which values are stored."""
@@ -268,8 +347,28 @@ class Timeline:
 def _window_positions(gradient: Source) -> Source:
     """Return what XLA computes on GPUs before it scatters the gradient of a window's extreme: the
     extremes and an int32 position per dim."""
-    positions = 4.0 * math.prod(gradient.shape) * len(gradient.shape)
-    return gradient.times(1.0 + positions / max(gradient.bytes, 1.0))
+    positions = _positions(gradient)
+    return gradient.times(1.0 + positions.bytes / max(gradient.bytes, 1.0))
+
+
+def _positions(value: Source) -> Source:
+    """Return an int32 per dim for every element of a value."""
+    size = 4.0 * math.prod(value.shape) * len(value.shape)
+    return value.times(size / max(value.bytes, 1.0))
+
+
+def _waits(value: _Value) -> bool:
+    """Return whether only late values of the forward pass, as the loss, read a value."""
+    return bool(value.reads) and all(
+        read.phase == 0 and read.put_off is not None and read.put_off.late for read in value.reads
+    )
+
+
+def _done(read: _Read) -> int:
+    """Return when a reader is done with what it reads."""
+    if read.put_off is None or not read.put_off.late:
+        return read.stop
+    return max(read.stop, read.put_off.born + 1)
 
 
 def _kind(value: _Value) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from alpa_interchange import ShardingSpec
-from alpa_meta.compat import Atom, JaxprEqn
+from alpa_meta.compat import Atom, JaxprEqn, Var
 from alpa_meta.intra_op.builder import Builder
 from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.memory_profile import MemoryProfile
@@ -34,7 +34,13 @@ def memory_on_one_device(stage: StageEqns, costs: MeshCosts) -> OneDevice:
 
 
 class _WholeValues(Builder):
-    """Walks over equations whose values are whole on the only device."""
+    """Walks over equations whose values are whole on the only device.
+
+    Copies of state are left out: they are of steps in one program, and bounds are of all plans.
+    """
+
+    def _copied(self) -> frozenset[Var]:
+        return frozenset()
 
     def operator(
         self, eqn: JaxprEqn, key: Hashable, weight: float, scope: dict[Atom, Source], phase: str

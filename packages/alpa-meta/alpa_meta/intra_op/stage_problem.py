@@ -96,6 +96,11 @@ class StageEqns:
     offloaded: frozenset[Var] = frozenset()
     num_delayed: int = 0
 
+    @property
+    def is_whole_step(self) -> bool:
+        """Whether one program holds both passes of one microbatch and the update."""
+        return self.num_microbatches == 1 and not self.kept
+
     @functools.cached_property
     def defined(self) -> Mapping[Var, int]:
         """Return the position of the equation that each value is a result of."""

@@ -40,6 +40,13 @@ _NAMES = """
     random_seed random_fold_in random_clone
 """.split()
 
+_DEAR = frozenset(
+    """
+    acos acosh asin asinh atan atan2 atanh cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 log
+    log1p log2 logistic pow rem rsqrt sin sinh sqrt tan tanh
+    """.split()
+)  # InstructionFusion::IsExpensive (xla/service/instruction_fusion.cc)
+
 _IDENTITIES = """
     name device_put sharding_constraint mesh_cast reshard pvary layout_constraint alpa_pin alpa_read
     alpa_gradient
@@ -137,7 +144,7 @@ _passed_on = functools.partial(
 )
 
 OPERATORS = {
-    **{name: _each() for name in _NAMES},
+    **{name: _each(dear=name in _DEAR) for name in _NAMES},
     "neg": _each(linear_in=FIRST),
     "reduce_precision": _each(linear=never, linear_in=FIRST),
     **{name: _picked(linear_in=FIRST) for name in ("real", "imag", "conj")},
@@ -146,7 +153,7 @@ OPERATORS = {
     **{name: _alias(linear_in=FIRST) for name in ("copy", "copy_p", "stop_gradient")},
     "random_clone": _each(flops=nothing, bytes=nothing),
     "mul": _each(linear_in=((0,), (1,))),
-    "div": _each(linear_in=FIRST, sums_survive=_divides_exactly),
+    "div": _each(linear_in=FIRST, sums_survive=_divides_exactly, dear=True),
     "select_n": _picked(linear_in=_chosen, indices=lambda _: (0,)),
     "convert_element_type": _picked(
         linear=_widens,

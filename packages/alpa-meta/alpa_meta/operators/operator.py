@@ -235,6 +235,7 @@ class Operator:
     kernel       what its seconds are fitted on, one of `KERNELS`; contraction: "matmul"
     patch_bytes  what its part under a strategy moves on a CPU beside that
     liveness     how its results hold memory, one of `LIVENESS`; see `intra_op.liveness`
+    dear         whether XLA for CPUs computes it once, however many kernels read its result
     piece_params its parameters on a piece of so many layers along dim 0; None: the same, if it runs
                  unchanged on parts
     reorders     whether what its "add" factors sum may be read from the other end
@@ -259,6 +260,7 @@ class Operator:
     kernel: str | None = field(default=None, validator=optional(in_(KERNELS)))
     patch_bytes: PatchFunction | None = None
     liveness: str = field(default="stored", validator=in_(LIVENESS))
+    dear: bool = False
     piece_params: Callable[[JaxprEqn, int], dict[str, Any]] | None = None
     reorders: bool = False
 

@@ -98,6 +98,56 @@ def test_what_is_written_into_a_value_takes_its_place_unless_it_is_read_later():
         assert found[id(update)] == (1, 4)
 
 
+def test_a_dear_value_is_stored_on_hosts_if_several_kernels_would_compute_it():
+    for on_host, readers, stored in ((True, 2, True), (True, 1, False), (False, 2, False)):
+        timeline, product, light = Timeline(on_host=on_host), value(), value()
+        timeline.advance("forward")
+        timeline.compute("stored", [], [product])
+        timeline.advance("forward")
+        timeline.compute("fused", [product], [light], dear=True)
+        for _ in range(readers):
+            timeline.advance("forward")
+            timeline.compute("reduced", [light], [value(1.0)])
+        assert (id(light) in spans(timeline)) is stored
+
+
+def test_what_a_late_gradient_is_computed_from_lives_until_the_update_on_hosts():
+    for on_host, stop in ((True, 6), (False, 3)):
+        timeline, product, gradient, new = (
+            Timeline(on_host=on_host),
+            value(),
+            value(4.0),
+            value(4.0),
+        )
+        timeline.advance("forward")
+        timeline.compute("stored", [], [product])
+        timeline.advance("backward")
+        timeline.compute("stored", [product], [gradient], late=True)
+        for _ in range(3):
+            timeline.advance("backward")
+        timeline.advance("update")
+        timeline.compute("fused", [gradient], [new])
+        timeline.replace(new)
+        found = spans(timeline)
+        assert found[id(product)] == (1, stop)
+        assert found[id(gradient)] == (5 if on_host else 2, 7)
+
+
+def test_gradients_take_the_place_of_arrays_that_a_step_on_hosts_copies():
+    timeline, state, gradient, new = Timeline(on_host=True, whole_step=True), *map(value, [8.0] * 3)
+    timeline.advance("forward")
+    timeline.store_copy(state)
+    timeline.compute("stored", [state], [value(4.0)])
+    timeline.advance("backward")
+    timeline.compute("stored", [], [gradient], late=True)
+    timeline.advance("update")
+    timeline.compute("fused", [state, gradient], [new])
+    timeline.replace(new)
+    found = spans(timeline)
+    assert found[id(state)] == (1, 4)
+    assert id(gradient) not in found
+
+
 def test_a_name_of_a_value_keeps_the_value():
     timeline, product, name = Timeline(), value(), value()
     timeline.advance("forward")
