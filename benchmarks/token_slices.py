@@ -7,8 +7,9 @@ pipeline), as published and as predicted from the traced block's operators by th
 slice priced on its rows and keys and with the all-reduces of tensor parallelism, gradients reduced
 among replicas, cut by `stage_dp.slice_tokens`; CPU seconds of each.
 executed: `examples/long_context.py` in whole sequences and in slices, in one process: seconds of a
-step predicted and measured, and per stage the bytes planned beside those of the fullest task as XLA
-compiled it, which holds its own slice, with what other slices keep counted in the plan alone.
+step predicted and measured, and per stage the bytes planned beside those held over the schedule:
+buffers alone, and with the temporaries of XLA's compiled programs (on host devices these have
+copies that matrix products want laid out otherwise, which the plan does not count).
 corpus: every corpus model in 2 and 3 uneven slices, in two stages on four host devices: one step is
 run and compared with one device's, and every slice's program audited; the others' refusals.
 """
@@ -33,6 +34,7 @@ import numpy as np
 import alpa_meta
 import stage_dp
 from alpa_interchange import SubmeshSpec
+from alpa_meta.audit.held_memory import held_memory
 from alpa_meta.audit.planner_plans import reference_of
 from alpa_meta.corpus import NAMES, build
 from alpa_meta.inter_op.layer_work import one_device
@@ -149,7 +151,7 @@ def published() -> None:
 
 def executed() -> None:
     """Print the steps of pipelines of two and four stages, in whole sequences and in slices."""
-    print("stages, slices: predicted s, measured s; MB per stage planned, compiled")
+    print("stages, slices: predicted s, measured s; MB per stage planned, held, with temporaries")
     for num_stages, asked in ((2, (1, 4, None)), (4, (1, 4))):
         runs = {
             slices: long_context.pipeline(num_stages, num_token_slices=slices) for slices in asked
@@ -159,12 +161,11 @@ def executed() -> None:
             plan, seconds = step.plan, found[slices][1]
             lengths = plan.program.token_slices or "whole"
             told = "chosen" if slices is None else "asked for"
-            memory = step.executable.audit().memory
-            held = []
-            for stage in range(num_stages):
-                tasks = [one for name, one in memory.items() if name.split(".")[1] == str(stage)]
-                compiled = max(one.peak_bytes for one in tasks)
-                held.append(f"{plan.stage_plan.peak_bytes[stage] / 1e6:.0f}, {compiled / 1e6:.0f}")
+            memory = zip(plan.stage_plan.peak_bytes, held_memory(step.executable), strict=True)
+            held = [
+                f"{planned / 1e6:.0f}, {one.buffer_bytes / 1e6:.0f}, {one.peak_bytes / 1e6:.0f}"
+                for planned, one in memory
+            ]
             print(
                 f"{num_stages}, {lengths} ({told}): {plan.step_seconds:.3f}, {seconds:.3f}; "
                 f"{'; '.join(held)}",

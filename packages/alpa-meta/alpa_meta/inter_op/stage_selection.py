@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from attrs import frozen
@@ -14,6 +14,7 @@ from alpa_meta.inter_op.split_backward import kept_for_weights
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.inter_op.window import Window
 from alpa_meta.intra_op.folding import fold_keys
+from alpa_meta.intra_op.liveness import PHASES
 from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.pinning import Pin
 from alpa_meta.step.program import Program
@@ -27,6 +28,7 @@ class StageScope:
     layers: tuple[int | None, ...]
     residuals: frozenset[Var]  # forward values the backward pass reads
     boundary_out: frozenset[Var]  # values the next stages read
+    members: tuple[int, ...] = ()  # positions of the equations in the staging
     by_weight: frozenset[int] | None = None  # positions of what a split backward delays
 
 
@@ -39,14 +41,19 @@ def stage_scope(
     apart: bool = False,
     window: Window | None = None,
     num_delayed: int = 0,
+    slices: Sequence[int] = (),
 ) -> StageScope:
     """Return the scope of `stage`, with `in_flight` microbatches of activations alive.
 
     `num_delayed` of them wait for their backward by weight. `apart`: the forward pass is to be a
     program of its own, as it is where there are more stages. `window`: `staging` is the window's,
-    whose equations count more than once.
+    whose equations count more than once. `slices`: of which token slice each equation of `staging`
+    is, where its stages are programs of their own; the stage's equations are then in the order that
+    these run in.
     """
-    members = staging.positions.get(stage, [])
+    members = list(staging.positions.get(stage, []))
+    if slices:
+        members.sort(key=lambda k: _task(staging, slices, k))
     eqns = [staging.eqns[k] for k in members]
     phases = [staging.phases[k] for k in members]
     layers = [staging.layers[k] for k in members]
@@ -108,8 +115,17 @@ def stage_scope(
         pins=pins or {},
         times=() if window is None else window.times,
         reads={} if window is None else window.reads,
+        tasks=[_task(staging, slices, k) for k in members] if slices else (),
     )
-    return StageScope(stage_eqns, tuple(layers), residuals, sent, later)
+    return StageScope(stage_eqns, tuple(layers), residuals, sent, tuple(members), later)
+
+
+def _task(staging: Staging, slices: Sequence[int], k: int) -> tuple[int, int, bool]:
+    """Return which program of a stage an equation is of, in the order that they run in: phase,
+    place of the token slice in it, whether it is of a backward by weight."""
+    phase = PHASES.index(staging.phases[k])
+    place = slices[k] if phase == 0 else -slices[k]
+    return phase, 0 if phase == 2 else place, k in (staging.by_weight or ())
 
 
 def boundary_bytes(program: Program, staging: Staging, num_layers: int) -> np.ndarray:

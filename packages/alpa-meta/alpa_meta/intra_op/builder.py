@@ -35,6 +35,7 @@ from alpa_meta.intra_op.operator_choice import OperatorChoice, operator_choice
 from alpa_meta.intra_op.operator_seconds import strategy_sends
 from alpa_meta.intra_op.other_sizes import others_of
 from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
+from alpa_meta.intra_op.program_borders import Border, borders
 from alpa_meta.intra_op.regions import barrier_record, region_record
 from alpa_meta.intra_op.sent_seconds import SentSeconds
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
@@ -94,7 +95,7 @@ class Builder:
     def eqns(self) -> list[Record]:
         """Return the records of the stage's equations, walked over in order."""
         stage = self.stage
-        defined = stage.defined
+        defined, programs = stage.defined, borders(stage)
         records = []
         for position, (eqn, phase, key) in enumerate(
             zip(stage.eqns, stage.phases, stage.keys, strict=True)
@@ -112,6 +113,8 @@ class Builder:
                 reads = stage.reads[position]
                 self._read_times = {id(self.sources[var]): times for var, times in reads.items()}
             records.append(self.equation(eqn, key, weight, self.sources, phase))
+            if position + 1 in programs:
+                self._end_program(programs[position + 1])
         self._phase = "update"
         for new, old in stage.carried:
             if new in self.sources and old in self.sources:
@@ -121,6 +124,11 @@ class Builder:
                 self.convert(self.sources[new], source.node, source.specs, 1.0)
                 self.timeline.replace(self.sources[new])
         return records
+
+    def _end_program(self, border: Border) -> None:
+        results = [self.sources[var] for var in border.results]
+        self.timeline.hold([*(self.sources[var] for var in border.operands), *results])
+        self.timeline.leave_program(results, self.times[border.start])
 
     def _count(self, position: int) -> None:
         """Let what is added from here on count as often as the equation at `position`."""

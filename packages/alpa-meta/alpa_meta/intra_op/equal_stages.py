@@ -44,6 +44,8 @@ def _names(here: StageEqns, there: StageEqns) -> dict[Atom, Atom] | None:
         return None
     if here.num_microbatches != there.num_microbatches or here.times or there.times:
         return None
+    if list(here.tasks) != list(there.tasks):
+        return None
     if _pattern(here.keys) != _pattern(there.keys):
         return None
     names: dict[Atom, Atom] = {}

@@ -181,6 +181,22 @@ class Timeline:
             if id(source) in self._of:
                 self._of[id(source)].reads.append(_Read(self.now + 1, self.phase))
 
+    def leave_program(self, sources: Sequence[Source], began: int) -> None:
+        """Note that values are results of a program that began at an earlier time: memory was set
+        aside for them then, for each its own, other names of one value or not."""
+        taken = set[int]()
+        for source in sources:
+            value = self._of.get(id(source))
+            if value is None:
+                continue
+            root = value
+            while root.form == "alias" and root.operands:
+                root = root.operands[0]
+            if value.form == "alias" and (root.form == "alias" or id(root) in taken):
+                value.form = "stored"
+            taken.add(id(root))
+            value.born = min(value.born, began)
+
     def compute(
         self,
         form: str,

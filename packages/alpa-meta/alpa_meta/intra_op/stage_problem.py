@@ -75,7 +75,8 @@ class StageEqns:
     `in_flight`; `received` are inputs from other stages, `sent` results for them. `times` and
     `reads` are those of a `Window`; without them everything counts once.
     `delayed` are the values that a split backward keeps for its part by weight, which `num_delayed`
-    microbatches wait for.
+    microbatches wait for. `tasks[k]` names the program that equation k is of, where a stage is
+    several, one after another: each holds what it reads until it ends.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -95,6 +96,7 @@ class StageEqns:
     delayed: frozenset[Var] = frozenset()
     offloaded: frozenset[Var] = frozenset()
     num_delayed: int = 0
+    tasks: Sequence[Hashable] = ()
 
     @property
     def is_whole_step(self) -> bool:

@@ -15,13 +15,15 @@ class FlatProgram:
     """A program or the body of a region, all calls inlined.
 
     `phases` are those of its equations, `placements` how microbatches hold its variables; both are
-    empty until they are known, and in bodies. `needed` are read beside its results.
+    empty until they are known, and in bodies. `needed` are read beside its results. `slice_of` says
+    which token slice makes a value.
     """
 
     closed: ClosedJaxpr
     phases: tuple[str, ...] = ()
     placements: Mapping[Var, Placement] = field(factory=dict)
     needed: tuple[Var, ...] = ()
+    slice_of: Mapping[Var, int] = field(factory=dict)
 
 
 def on_equations(

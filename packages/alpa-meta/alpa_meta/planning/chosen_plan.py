@@ -98,7 +98,10 @@ def stage_selection(
     num_delayed = 0
     if staging.by_weight is not None:
         num_delayed = in_flight - min(program.num_microbatches, staging.num_stages - stage)
-    scope = stage_scope(program, staging, stage, in_flight, pins, num_delayed=num_delayed)
+    slices = slice_numbers(program, staging) if staging.num_stages > 1 else ()
+    scope = stage_scope(
+        program, staging, stage, in_flight, pins, num_delayed=num_delayed, slices=slices
+    )
     costs = MeshCosts(candidate.logical, model, candidate.submesh.host_group)
     return scope, built.build(scope.eqns, costs, f"stage {stage}")
 
@@ -206,8 +209,8 @@ def finished_stage(
     """Return what a plan says of a stage that runs by `solution`: its figures, and its sharding."""
     scope, selection = selected
     sliced = _sliced(program, staging)
-    homes = zip(slice_numbers(program, staging), staging.stages, strict=True)
-    of_stage = [number for number, home in homes if home == stage]
+    numbers = slice_numbers(program, staging)
+    of_stage = [numbers[k] for k in scope.members]
     candidate, costs = exact_candidate(
         scope,
         selection,

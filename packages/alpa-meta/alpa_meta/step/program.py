@@ -443,7 +443,7 @@ def _averaged(step: Step, num_microbatches: int, reasons: Sequence[str]) -> Prog
 
 def _made(whole: Whole, num_microbatches: int) -> Program:
     """Return a program that nothing will be cut from any more."""
-    flat = FlatProgram(whole.closed, whole.phases.of_eqn, whole.placements)
+    flat = FlatProgram(whole.closed, whole.phases.of_eqn, whole.placements, slice_of=whole.slice_of)
     flat = rewritten(flat, "planned")
     return Program(
         closed=flat.closed,

@@ -36,7 +36,7 @@ class BodyWriter(Writer):
     def __init__(self, parent: Writer, eqn: JaxprEqn, region: Region) -> None:
         super().__init__(region.body, parent.templates, parent.write_region)
         self.parent, self.eqn, self.region = parent, eqn, region
-        self.sweep = parent.sweep
+        self.sweep, self.batch = parent.sweep, set()
         count = self.slices.count
         self.lists: list[list[JaxprEqn]] = [[] for _ in range(count)]
         # by slice: the body's input for (input of the whole body, part), and what it is outside

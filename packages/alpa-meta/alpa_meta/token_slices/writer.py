@@ -106,6 +106,7 @@ class Writer:
             if not is_drop(var)
         }
         self.given = {*jaxpr.invars, *jaxpr.constvars}
+        self.batch = {var for var in jaxpr.invars if analysis.values[var].of_batch}
         self.made: set[Var] = set(self.given)
         self.sweep = BEFORE
 
@@ -211,7 +212,9 @@ class Writer:
 
     def _convert(self, held: Atom, layout: Layout, number: int) -> Atom:
         """Return what a slice holds of a value that is whole along the dims of `layout`."""
-        key = held if isinstance(held, Var) else id(held), layout, number, self.sweep
+        ahead = held in self.batch  # by the first slice for all: others are alike but for the place
+        sweep, writer = (BEFORE, 0) if ahead else (self.sweep, number)
+        key = held if isinstance(held, Var) else id(held), layout, number, sweep
         if key not in self._converted:
             aval = array_type(held)
             shape = self.slices.shape(aval.shape, layout, number)
@@ -224,7 +227,8 @@ class Writer:
                 lambda value: cut_out(value, layout, slices, number),
                 [held],
                 [result],
-                number,
+                writer,
+                sweep=sweep,
             )
             self._converted[key] = result
         return self._converted[key]
@@ -323,12 +327,35 @@ class Writer:
         return self._converted[key]
 
     def known_whole(self, var: Var, number: int | None) -> Atom:
-        """Return all of a known value."""
+        """Return all of a known value; a slice has its own view of an input, such as a transposed
+        weight: it costs nothing there, and memory where it is handed from slice to slice."""
+        if number is not None and self.sweep != AFTER and self._is_view(var):
+            return self._own_view(var, number)
         if var not in self.made and var in self.producer:
             eqn, position = self.producer[var]
             if isinstance(self.analysis.decisions[position], Known):
                 self._make_whole(eqn)
         return var
+
+    def _is_view(self, atom: Atom) -> bool:
+        if isinstance(atom, Literal) or atom in self.given:
+            return True
+        eqn, position = self.producer[atom]
+        known = isinstance(self.analysis.decisions[position], Known)
+        laid_out = known and len(eqn.outvars) == 1 and operator_of(eqn).layout
+        return bool(laid_out) and all(map(self._is_view, eqn.invars))
+
+    def _own_view(self, var: Atom, number: int) -> Atom:
+        if isinstance(var, Literal) or var in self.given:
+            return var
+        key = "view", var, number, self.sweep
+        if key not in self._converted:
+            eqn, _ = self.producer[var]
+            operands = [self._own_view(atom, number) for atom in eqn.invars]
+            made = Var(var.aval)
+            self.emit(eqn.replace(invars=operands, outvars=[made]), number)
+            self._converted[key] = made
+        return self._converted[key]
 
     def has_whole(self, var: Var, _: int) -> bool:
         """Return whether all of a known value is made already."""

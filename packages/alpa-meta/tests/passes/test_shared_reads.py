@@ -61,6 +61,16 @@ def test_each_pass_reads_for_itself():
     assert readers(both) == []
 
 
+def test_each_token_slice_reads_for_itself():
+    closed = inline(jax.make_jaxpr(lambda x, w: (x @ w, w @ x, x @ x))(X, W))
+    first, *_ = (eqn.outvars[0] for eqn in closed.jaxpr.eqns)
+    phases = ("forward",) * len(closed.jaxpr.eqns)
+    apart = FlatProgram(closed, phases, slice_of={first: 0})
+    together = with_shared_reads(FlatProgram(closed, phases)).closed.jaxpr
+    assert readers(together) == [4, 2]
+    assert readers(with_shared_reads(apart).closed.jaxpr) == [3]
+
+
 def test_an_operator_that_reads_a_value_twice_shares_it():
     assert readers(shared(lambda x: x @ x, X)) == [2]
 
