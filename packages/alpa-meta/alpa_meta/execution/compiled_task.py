@@ -134,7 +134,8 @@ def compile_together(tasks: Iterable[CompiledTask]) -> None:
 
     What does not compile is left to its run, whose error names the instruction.
     """
-    lowered = [task.lower() for task in tasks]  # in this thread, whose settings of jax count
+    programs = {id(task.run): task for task in tasks}.values()  # which tasks may share
+    lowered = [task.lower() for task in programs]  # in this thread, whose settings of jax count
 
     def compiled(one: Any) -> None:
         with contextlib.suppress(Exception):

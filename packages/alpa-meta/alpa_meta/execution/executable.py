@@ -30,6 +30,7 @@ from alpa_meta.execution.host_memory import placed
 from alpa_meta.execution.meshes import LocalMeshes
 from alpa_meta.execution.piecewise import parted, united
 from alpa_meta.execution.ray_meshes import RayMeshes, RayPool
+from alpa_meta.execution.shared_programs import with_shared_programs
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import partition_spec
 from alpa_meta.step.arguments import abstract
@@ -76,18 +77,19 @@ class Executable:
         if self._guard is not None:
             self.schedule = self._guard.schedule
         self.meshes: Any = self.stage_meshes[: self.plan.stage_plan.num_meshes]
-        self.tasks = {
-            task.spec.name: self._guarded(
-                compile_task(
-                    planned,
-                    task,
-                    self.stage_meshes[task.spec.stage],
-                    donate and (self._guard is None or task.spec.phase == "update"),
-                    platform=self._places.platform(task.spec.stage),
-                )
+        tasks = {
+            task.spec.name: compile_task(
+                planned,
+                task,
+                self.stage_meshes[task.spec.stage],
+                donate and (self._guard is None or task.spec.phase == "update"),
+                platform=self._places.platform(task.spec.stage),
             )
             for task in planned.tasks.tasks
         }
+        if planned.program.slices is not None:
+            tasks = with_shared_programs(tasks)
+        self.tasks = {name: self._guarded(task) for name, task in tasks.items()}
         self._runtime = self._places.runtime
         graph, carry = self.planned.tasks.graph, self.planned.tasks.carry
         read = set(graph.inputs)

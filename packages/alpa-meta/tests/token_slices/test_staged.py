@@ -11,6 +11,7 @@ from causal_models import Model, batch, loss, parameters
 import alpa_meta as alpa
 import stage_dp
 from alpa_interchange import ParallelPlan, from_json, to_json
+from alpa_meta.audit.held_memory import held_memory
 from alpa_meta.errors import PlanError
 from alpa_meta.report.predicted_simulation import predicted_simulation
 
@@ -141,4 +142,40 @@ def test_random_plans_of_slices_give_what_one_device_does_and_are_audited(seed):
     sliced = parallel(step, "host:4", plan=chosen)
     check(step, args, sliced)
     assert sliced.plan.program.token_slices == slices
+    assert sliced.executable.audit().ok
+
+
+def test_what_slices_hold_is_planned():
+    step, args = step_and_arguments(Model(num_layers=2))
+    options = {"num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}
+    sliced = parallel(step, "host:2", token_slices=(4, 4, 4), **options)
+    sliced.lower(*args)
+    found = held_memory(sliced.compiled())
+    for planned, held in zip(sliced.plan.stage_plan.peak_bytes, found, strict=True):
+        assert held.buffer_bytes <= planned <= 1.3 * held.buffer_bytes
+
+
+def test_equal_slices_of_a_recurrence_share_programs_which_are_compiled_once():
+    step, args = step_and_arguments(Model("recurrence", positions="none", num_layers=2))
+    options = {"num_stages": 2, "num_microbatches": 1, "schedule": "1f1b"}
+    sliced = parallel(step, "host:2", token_slices=(2,) * 6, **options)
+    sliced.lower(*args)
+    tasks = sliced.compiled().tasks
+    compiled = []
+
+    def count(event, _, **__):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    found = sliced(*args)
+    num_compiled = len(compiled)
+    # of each pass of each stage the first slice, the last, and one for all between; the updates
+    passes = [name for name in tasks if name.split(".")[0] in ("forward", "backward")]
+    assert len(passes) == 2 * 2 * 6
+    assert num_compiled <= 2 * 2 * 3 + len(tasks) - len(passes) < len(tasks)
+    for one, two in zip(
+        jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(sliced.gather(found))
+    ):
+        np.testing.assert_allclose(two, one, rtol=1e-10, atol=1e-12)
     assert sliced.executable.audit().ok
