@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from causal_models import TOKENS, Model, batch, loss, parameters
+from jax.experimental import pallas as pl
 
 from alpa_meta.compat import open_jaxpr
 from alpa_meta.operators.regions import is_remat
@@ -111,6 +112,22 @@ def test_steps_that_are_not_causal_are_refused_with_the_line(model, reason):
     with pytest.raises(SlicingError, match=reason) as refused:
         in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((5, 7)))
     assert "causal_models.py" in str(refused.value)
+
+
+def test_a_kernel_without_a_rule_is_refused_with_the_line():
+    def kernel(queries, keys, found):
+        later = jnp.arange(4)[:, None] < jnp.arange(4)
+        found[...] = jnp.where(later, 0.0, queries[...] @ keys[...].T) @ keys[...]
+
+    def step(weights, given):
+        x = given @ weights
+        shape = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        attend = jax.vmap(pl.pallas_call(kernel, out_shape=shape, interpret=True))
+        return jax.value_and_grad(lambda w: jnp.sum(attend(x, x) @ w))(weights)
+
+    traced = program(step, (jnp.ones((3, 3)), jnp.ones((2, 4, 3))))
+    with pytest.raises(SlicingError, match=r"pallas_call at .*test_program.*has no sharding rule"):
+        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((1, 3)))
 
 
 def test_a_scan_over_layers_stays_a_scan_for_each_slice():

@@ -145,6 +145,27 @@ def test_random_plans_of_slices_give_what_one_device_does_and_are_audited(seed):
     assert sliced.executable.audit().ok
 
 
+def test_three_stages_that_recompute_give_what_one_device_does():
+    step, args = step_and_arguments(Model(num_layers=3))
+    options = {"num_stages": 3, "num_microbatches": 1, "schedule": "1f1b", "recompute": "full"}
+    check(step, args, parallel(step, "host:3", token_slices=(7, 5), **options))
+
+
+def test_four_stages_of_a_scan_in_bfloat16_are_as_near_as_whole_sequences():
+    step, (state, given) = step_and_arguments(Model(scan=True, num_layers=4))
+    exact = jax.tree.leaves(jax.jit(step)(state, given))
+    narrow = jax.tree.map(
+        lambda leaf: leaf.astype("bfloat16") if leaf.dtype == "float64" else leaf, state
+    )
+    options = {"num_stages": 4, "num_microbatches": 1, "schedule": "1f1b"}
+    sliced = parallel(step, "host:4", token_slices=(7, 5), **options)
+    whole, found = jax.jit(step)(narrow, given), sliced.gather(sliced(narrow, given))
+    for one, two, right in zip(jax.tree.leaves(whole), jax.tree.leaves(found), exact, strict=True):
+        assert one.dtype == two.dtype
+        wrong, allowed = (np.abs(np.float64(x) - np.float64(right)).max() for x in (two, one))
+        assert wrong <= 2 * allowed + 2**-8 * np.abs(np.float64(right)).max()
+
+
 def test_what_slices_hold_is_planned():
     step, args = step_and_arguments(Model(num_layers=2))
     options = {"num_stages": 2, "num_microbatches": 2, "schedule": "1f1b"}
