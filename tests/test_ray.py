@@ -216,3 +216,41 @@ def test_the_command_trains_on_ray_what_it_trains_in_one_process(nodes, tmp_path
     assert losses[0] == losses[1] and len(losses[0]) == 3
     assert load(far / "plan.json", ParallelPlan).num_stages == 2
     assert (far / "checkpoint" / "step-00000003").is_dir()
+
+
+def moved_step(weights, tokens):
+    """A step whose tokens move along their dim: shifts, pads, and an associative scan."""
+
+    def loss_of(weights):
+        x = weights["embed"][tokens]
+        before = jnp.pad(x, ((0, 0), (2, 0), (0, 0)))[:, :-2]
+        x = x + jnp.tanh(jnp.concatenate([before[:, :1], before[:, :-1]], 1) @ weights["shift"])
+        decay = jax.nn.sigmoid(x @ weights["decay"])
+        _, mixed = jax.lax.associative_scan(
+            lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, x), axis=1
+        )
+        return jnp.mean((mixed @ weights["out"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+def test_token_slices_whose_tokens_move_run_on_ray_as_in_one_process(nodes):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"embed": (11, 8), "shift": (8, 8), "decay": (8, 8), "out": (8, 8)}
+    weights = {
+        name: jax.random.normal(key, shape) / 3
+        for (name, shape), key in zip(shapes.items(), keys, strict=True)
+    }
+    tokens = np.arange(12).reshape(1, 12) * 7 % 11
+    options = {"num_stages": 2, "num_microbatches": 1, "schedule": "1f1b", "donate": False}
+    near = alpa.parallelize(moved_step, cluster="host:2", token_slices=(5, 3, 4), **options)
+    expected = near.gather(near(weights, tokens))
+    whole, loss = jax.jit(moved_step)(weights, tokens)
+    np.testing.assert_allclose(expected[1], loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), expected[0], whole)
+    far = alpa.parallelize(
+        moved_step, plan=near.plan, runtime=alpa.RayOptions(step_timeout=120.0), donate=False
+    )
+    assert_equal(far.gather(far(weights, tokens)), expected)
+    far.close()
