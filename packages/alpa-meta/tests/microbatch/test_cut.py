@@ -15,15 +15,15 @@ from alpa_meta.compat import Literal, bind
 from alpa_meta.microbatch.placement import REPLICATED
 from alpa_meta.step.program import Step
 
-KEYS = jax.random.split(jax.random.key(0), 5)
+RANDOM = np.random.default_rng(0)
 WEIGHTS = {
-    "a": jax.random.normal(KEYS[0], (6, 8)),
-    "b": jax.random.normal(KEYS[1], (8, 6)),
+    "a": jnp.asarray(RANDOM.normal(size=(6, 8)), jnp.float32),
+    "b": jnp.asarray(RANDOM.normal(size=(8, 6)), jnp.float32),
 }
 BATCH = {
-    "x": jax.random.normal(KEYS[2], (8, 3, 6)),
-    "y": jax.random.randint(KEYS[3], (8, 3), 0, 6),
-    "mask": (jax.random.uniform(KEYS[4], (8, 3)) > 0.3).astype(jnp.float32),
+    "x": jnp.asarray(RANDOM.normal(size=(8, 3, 6)), jnp.float32),
+    "y": jnp.asarray(RANDOM.integers(0, 6, (8, 3)), jnp.int32),
+    "mask": jnp.asarray(RANDOM.uniform(size=(8, 3)) > 0.3, jnp.float32),
 }
 
 

@@ -11,25 +11,27 @@ from alpa_meta.planning.menu_prices import priced, restricted
 from alpa_meta.planning.menu_problem import problem_of
 from cost_model import calibrated_model
 
-PLANNED = lowered(num_stages=2)
+
+def planned():
+    return lowered(num_stages=2)
 
 
 @pytest.fixture(scope="module")
 def found():
-    return explain(PLANNED.plan, PLANNED.menu)
+    return explain(planned().plan, planned().menu)
 
 
 def test_every_decision_has_an_alternative(found):
     decisions = {one.decision for one in found.alternatives}
     assert {"schedule", "stages", "submesh", "boundary"} <= decisions
-    assert found.step_seconds == PLANNED.plan.step_seconds
+    assert found.step_seconds == planned().plan.step_seconds
 
 
 def test_the_alternative_of_the_boundary_is_the_better_of_its_neighbours(found):
-    problem = problem_of(PLANNED.menu)
-    base = priced(PLANNED.plan, PLANNED.menu, problem)
+    problem = problem_of(planned().menu)
+    base = priced(planned().plan, planned().menu, problem)
     (_, cut, first), (_, _, second) = base.stages
-    schedule = PLANNED.plan.stage_plan.schedule
+    schedule = planned().plan.stage_plan.schedule
     moved = [
         stage_dp.price_stages(problem, [(0, k, first), (k, LAYERS, second)], 8, schedule)
         for k in (cut - 1, cut + 1)
@@ -42,7 +44,7 @@ def test_the_alternative_of_the_boundary_is_the_better_of_its_neighbours(found):
 
 def test_another_number_of_stages_is_searched(found):
     (one,) = [one for one in found.alternatives if one.decision == "stages"]
-    problem = problem_of(PLANNED.menu)
+    problem = problem_of(planned().menu)
     least = min(
         stage_dp.solve_joint(evolve(problem, num_stages=number)).step_seconds
         for number in (1, 3, 4)
@@ -71,7 +73,7 @@ def test_recomputation_is_priced_with_the_memory_that_it_saves():
 
 
 def test_layers_of_their_own_keep_the_rows_that_are_allowed():
-    menu = PLANNED.menu.menu
+    menu = planned().menu.menu
     some = restricted(menu, [1, 2], lambda row: row.batch_split == 1)
     assert some.class_of_layer[0] == menu.class_of_layer[0]
     assert some.class_of_layer[1] >= len(menu.meshes[0].rows)
@@ -102,9 +104,8 @@ def test_sentences_say_when_predictions_cannot_tell_two_plans_apart():
     assert str(one).endswith("gpipe takes 1 ms more, which predictions cannot tell apart")
 
 
-def test_alternatives_are_distinct_where_they_differ_by_more_than_the_model_is_off():
-    model = calibrated_model(PLANNED.plan.cluster)
-    found = explain(PLANNED.plan, PLANNED.menu)
+def test_alternatives_are_distinct_where_they_differ_by_more_than_the_model_is_off(found):
+    model = calibrated_model(planned().plan.cluster)
     for one in found.alternatives:
         if one.seconds is not None:
             other = found.menu_seconds + one.seconds
@@ -114,4 +115,4 @@ def test_alternatives_are_distinct_where_they_differ_by_more_than_the_model_is_o
 def test_a_menu_of_another_program_is_refused():
     other = lowered(width=1024, num_stages=2).menu
     with pytest.raises(PlanError, match="another program"):
-        explain(PLANNED.plan, other)
+        explain(planned().plan, other)

@@ -10,16 +10,24 @@ from alpa_meta.planning.menu_problem import problem_of
 from alpa_meta.planning.replanning import changed_cluster, replan
 from cost_model import cluster
 
-PLANNED = lowered()
-PLAN, MENU = PLANNED.plan, PLANNED.menu
 HERE = cluster(CLUSTER)
 
 
-def test_nothing_changes_where_nothing_was_changed():
-    found = replan(PLAN, MENU)
+@pytest.fixture(scope="module")
+def plan():
+    return lowered().plan
+
+
+@pytest.fixture(scope="module")
+def menu():
+    return lowered().menu
+
+
+def test_nothing_changes_where_nothing_was_changed(plan, menu):
+    found = replan(plan, menu)
     assert not found.changed and found.lacking_bytes == 0
     assert found.kept_seconds == found.before_seconds >= found.plan.step_seconds
-    assert found.bound_holds and found.bound == pytest.approx(PLAN.lower_bound, rel=0.2)
+    assert found.bound_holds and found.bound == pytest.approx(plan.lower_bound, rel=0.2)
     assert found.bound <= found.plan.step_seconds
 
 
@@ -28,37 +36,37 @@ def test_nothing_changes_where_nothing_was_changed():
     [{"hosts": {0: 1}}, {"links": {"inter-host": 12.5e9}}, {"links": {"intra-host": 20e9}}],
     ids=["one host", "faster between hosts", "slower inside"],
 )
-def test_it_is_no_slower_than_a_search_of_the_changed_problem(changed):
+def test_it_is_no_slower_than_a_search_of_the_changed_problem(changed, plan, menu):
     there = changed_cluster(HERE, **changed)
-    found = replan(PLAN, MENU, there)
-    searched = stage_dp.solve_joint(problem_of(MENU, there))
+    found = replan(plan, menu, there)
+    searched = stage_dp.solve_joint(problem_of(menu, there))
     assert found.plan.step_seconds <= searched.step_seconds * 1.001
     assert found.bound <= searched.step_seconds
 
 
-def test_a_faster_link_is_never_slower_and_one_host_fewer_is_never_faster():
-    before = replan(PLAN, MENU).plan.step_seconds
-    fast = replan(PLAN, MENU, changed_cluster(HERE, links={"inter-host": 12.5e9}))
+def test_a_faster_link_is_never_slower_and_one_host_fewer_is_never_faster(plan, menu):
+    before = replan(plan, menu).plan.step_seconds
+    fast = replan(plan, menu, changed_cluster(HERE, links={"inter-host": 12.5e9}))
     assert fast.plan.step_seconds <= before and not fast.bound_holds
-    few = replan(PLAN, MENU, changed_cluster(HERE, hosts={0: 1}))
+    few = replan(plan, menu, changed_cluster(HERE, hosts={0: 1}))
     assert few.plan.step_seconds >= before and few.kept_seconds is None
     assert max(device for stage in few.plan.stages for device in stage.device_ids) < 8
 
 
-def test_its_settings_plan_in_full_what_it_says():
-    found = replan(PLAN, MENU, changed_cluster(HERE, hosts={0: 1}))
+def test_its_settings_plan_in_full_what_it_says(plan, menu):
+    found = replan(plan, menu, changed_cluster(HERE, hosts={0: 1}))
     settings = dict(found.settings)
     assert len(settings["recompute"]) == LAYERS
     assert settings["num_stages"] == len(found.plan.stages)
 
 
-def test_less_memory_than_the_plan_needs_gives_another_plan_or_says_what_lacks():
-    peak = max(replan(PLAN, MENU).plan.peak_bytes)
-    found = replan(PLAN, MENU, memory=peak * 0.95)
+def test_less_memory_than_the_plan_needs_gives_another_plan_or_says_what_lacks(plan, menu):
+    peak = max(replan(plan, menu).plan.peak_bytes)
+    found = replan(plan, menu, memory=peak * 0.95)
     assert found.changed and max(found.plan.peak_bytes) <= peak * 0.95
     assert 0 < found.lacking_bytes <= peak * 0.06
     with pytest.raises(InfeasibleError, match="plan anew"):
-        replan(PLAN, MENU, memory=1e6)
+        replan(plan, menu, memory=1e6)
 
 
 def test_other_names_and_groups_are_refused():
@@ -69,7 +77,7 @@ def test_other_names_and_groups_are_refused():
     assert changed_cluster(HERE) == HERE
 
 
-def test_a_plan_under_an_interleaved_schedule_is_refused():
-    stage_plan = evolve(PLAN.stage_plan, schedule="interleaved-1f1b")
+def test_a_plan_under_an_interleaved_schedule_is_refused(plan, menu):
+    stage_plan = evolve(plan.stage_plan, schedule="interleaved-1f1b")
     with pytest.raises(PlanError, match="interleaved-1f1b"):
-        replan(evolve(PLAN, stage_plan=stage_plan), MENU)
+        replan(evolve(plan, stage_plan=stage_plan), menu)
