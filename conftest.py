@@ -1,9 +1,17 @@
-"""Sets what must be in the environment before a test module imports jax or ray."""
+"""What every test runs under: the environment, how much of it runs, how much memory it keeps."""
 
 import atexit
+import ctypes
+import gc
+import hashlib
 import os
 import shutil
+import sys
 import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
 
 XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
@@ -27,3 +35,85 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["ALPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="alpa-tests-")
     atexit.register(shutil.rmtree, os.environ["ALPA_CACHE_DIR"], ignore_errors=True)
+
+
+def programs_folder() -> Path:
+    """Return where compiled programs of processors like this one are kept, for all processes."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        told = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+        name = hashlib.sha256("\n".join(sorted(told)).encode()).hexdigest()[:16]
+        return Path(__file__).resolve().parent / ".cache" / "programs" / name
+    return Path(os.environ["ALPA_CACHE_DIR"]) / "programs"
+
+
+# JAX finds a program there by its text, its flags and XLA's version. The second run of
+# tests/test_parallel_planning.py and test_microbatches.py takes 9.5 CPU s in place of 13.5, the
+# first 13.8; their 203 programs take 1.6 MB.
+MOST_PROGRAM_BYTES = 1 << 30
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    folder = programs_folder()
+    if folder.is_dir() and sum(f.stat().st_size for f in folder.iterdir()) > MOST_PROGRAM_BYTES:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="run all seeds and examples, not a sample of them"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with suppress(ImportError):  # tests of some packages do without
+        from hypothesis import settings
+
+        # Tests that name no number of examples are those that compile each of them.
+        settings.register_profile("sample", max_examples=8)
+        settings.register_profile("full", max_examples=100)
+        settings.load_profile("full" if config.getoption("full") else "sample")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as `bulk` the cases beyond a test's sample; leave them out unless all are asked for."""
+    kept, bulk = [], []
+    for item in items:
+        sizes = {}
+        for mark in item.iter_markers("sample"):
+            sizes |= mark.kwargs
+        place = item.callspec.indices if sizes else {}
+        if any(place[name] >= size for name, size in sizes.items()):
+            item.add_marker("bulk")
+            bulk.append(item)
+        else:
+            kept.append(item)
+    if bulk and not config.getoption("full"):
+        config.hook.pytest_deselected(items=bulk)
+        items[:] = kept
+
+
+MOST_BYTES = 1.0e9
+"""Of a process, before it forgets what it compiled. A worker has 0.6 GB after it imported every
+test, and the programs of one file take 0.6 GB at most (operators/rewrites/test_lookups.py); without
+a limit the programs of half the tests took 4 GB."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Give memory back between files: JAX keeps every program it compiled until it is told."""
+    if (nextitem is None or nextitem.path != item.path) and resident_bytes() > MOST_BYTES:
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+        gc.collect()
+        with suppress(OSError, AttributeError):  # glibc's only
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Return the bytes of memory that this process holds, 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except OSError:
+        return 0

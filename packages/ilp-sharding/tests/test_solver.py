@@ -27,6 +27,7 @@ def _problem(node_cost, edge_cost=(), edges=(), memory=None, live=None, limit=No
     )
 
 
+@pytest.mark.sample(block=8)
 @pytest.mark.parametrize("block", range(20))
 def test_answers_of_random_problems_are_the_brute_force_optimum(random_problem, brute_force, block):
     for seed in range(100 * block, 100 * (block + 1)):

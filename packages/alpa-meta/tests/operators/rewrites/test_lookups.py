@@ -90,7 +90,7 @@ def programs(draw, verbs):
     return function, (operand, labels, updates), places, "labels" in kinds
 
 
-@settings(max_examples=20, deadline=None)
+@settings(deadline=None)  # as many as are asked for, since each compiles
 @given(programs(VERBS))
 def test_lookups_stay_the_same_to_the_bit_and_batch_every_dim_of_places(program):
     function, args, places, labelled = program
@@ -99,7 +99,7 @@ def test_lookups_stay_the_same_to_the_bit_and_batch_every_dim_of_places(program)
         assert found == places if labelled else len(found) == max(len(places) - 1, 0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(deadline=None)  # as many as are asked for, since each compiles
 @given(programs(DIFFERENTIABLE))
 def test_gradients_of_lookups_stay_the_same_to_the_bit(program):
     function, (operand, labels, updates), *_ = program
