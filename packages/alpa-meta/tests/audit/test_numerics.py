@@ -87,10 +87,12 @@ def _noise(x):
 
 
 def test_a_result_that_is_nothing_but_rounding_may_be_other_rounding():
-    x = 3.0 + jax.random.normal(jax.random.key(0), (4096, 4))
+    # a draw whose noise moves by more than its own size, in whatever order sums are compiled: by
+    # 2.8 and 4.3 times for two code generators, its square by 1.1 and 2.7
+    x = 3.0 + jax.random.normal(jax.random.key(3), (4096, 4))
     expected = _noise(x)
     scale = float(jnp.abs(expected["gradient"]).max())
-    other = 20 * scale * jnp.ones(4)
+    other = 10 * scale * jnp.ones(4)
     found = {**expected, "gradient": other, "moment": other**2}
     assert numerics_check(found, _noise, (x,), jax.random.key(1)).ok
     wrong = {**expected, "gradient": jnp.full(4, 0.1), "moment": jnp.full(4, 0.01)}
