@@ -55,9 +55,8 @@ def test_a_maximum_over_a_sharded_dim_is_completed_inside_and_cheaper_in_a_bucke
         assert (second < first) == inside
 
 
-def test_on_a_cpu_cutting_few_output_channels_saves_less_than_cutting_the_batch():
-    costs = _host_costs()
-    by_result = _convolutions(costs, jnp.ones((16, 16, 16, 8)), jnp.ones((3, 3, 8, 8)), groups=1)
+def test_on_a_cpu_cutting_few_output_channels_saves_less_than_cutting_the_batch(host_costs):
+    by_result = _convolutions(host_costs, jnp.ones((16, 16, 16, 8)), jnp.ones((3, 3, 8, 8)), groups=1)
     batch, channels, summed = (
         by_result[spec]
         for spec in (
@@ -68,21 +67,25 @@ def test_on_a_cpu_cutting_few_output_channels_saves_less_than_cutting_the_batch(
     )
     # patches: 16 * 16 * 16 positions x 3 * 3 pixels, each a cache line of 64 bytes
     runs = 16 * 16 * 16 * 3 * 3
-    assert channels > runs * 64 / costs.model.device().memory_bandwidth
-    assert summed > runs * 64 / costs.model.device().memory_bandwidth
+    assert channels > runs * 64 / host_costs.model.device().memory_bandwidth
+    assert summed > runs * 64 / host_costs.model.device().memory_bandwidth
     assert channels > 3 * batch
 
 
 @pytest.mark.parametrize("groups", [16, 32])
-def test_on_a_cpu_many_groups_of_a_convolution_stay_on_a_device(groups):
+def test_on_a_cpu_many_groups_of_a_convolution_stay_on_a_device(host_costs, groups):
     image, kernel = jnp.ones((16, 8, 8, groups)), jnp.ones((3, 3, 1, groups))
-    by_result = _convolutions(_host_costs(), image, kernel, groups)
+    by_result = _convolutions(host_costs, image, kernel, groups)
     batch = by_result[ShardingSpec((("x",), (), (), ()))]
     channels = by_result[ShardingSpec(((), (), (), ("x",)))]
     assert channels > 1.5 * batch if groups == 32 else channels == pytest.approx(batch, rel=0.1)
 
 
-def _host_costs():
+@pytest.fixture
+def host_costs(tmp_path, monkeypatch):
+    """Return the costs of the package's default host: a profile that another test measured on a
+    busy machine, and stored, may have any share of bandwidth to work."""
+    monkeypatch.setenv("ALPA_CACHE_DIR", str(tmp_path))
     model = CostModel(cluster("host:8", measure=False))
     submesh = SubmeshSpec(num_hosts=1, devices_per_host=8)
     return MeshCosts(model.logical_mesh(submesh, (8,), ("x",)), model)
