@@ -57,6 +57,7 @@ def distribution_of() -> dict[str, set[str]]:
     return found | ours | {name: {owner} for name, owner in NOT_INSTALLED.items()}
 
 
+@cache
 def imported(package: Path) -> dict[str, set[str]]:
     """Return the top-level modules that a package's sources import, each with the files that do."""
     names: dict[str, set[str]] = {}
