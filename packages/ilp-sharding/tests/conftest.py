@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 from alpa_interchange.selection import ShardingProblem
+from ilp_sharding import SolveOptions
+from ilp_sharding.exact.elimination import Elimination
+from ilp_sharding.problem.instance import Instance
+from ilp_sharding.problem.reduction import Network
 
 Maker = Callable[..., ShardingProblem]
 Oracle = Callable[[ShardingProblem], tuple[float | None, float | None]]
@@ -113,3 +117,40 @@ def wide_problem() -> Maker:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def grid_problem() -> Maker:
+    """Neighbours in a grid share a random table: messages leave a gap, elimination is exact."""
+
+    def make(seed: int, rows: int = 4, columns: int = 12, size: int = 8) -> ShardingProblem:
+        rng = np.random.default_rng(seed)
+        node = np.arange(rows * columns).reshape(rows, columns)
+        pairs = [
+            *zip(node[:-1].ravel(), node[1:].ravel(), strict=True),
+            *zip(node[:, :-1].ravel(), node[:, 1:].ravel(), strict=True),
+        ]
+        return ShardingProblem(
+            num_strategies=np.full(node.size, size),
+            node_cost=rng.random(node.size * size),
+            node_memory=np.zeros(node.size * size),
+            live=np.tile([0, 1], (node.size, 1)),
+            edges=np.array(pairs),
+            edge_cost=rng.random(len(pairs) * size * size),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def eliminated() -> Callable[[ShardingProblem], float]:
+    """Return the least cost of a problem without a memory limit, by elimination alone."""
+
+    def least(problem: ShardingProblem) -> float:
+        network = Network(Instance.of(problem, SolveOptions()))
+        nodes = range(problem.num_nodes)
+        sizes = {node: len(network.cost[node]) for node in nodes}
+        elimination = Elimination(nodes, sizes, network.tables)
+        return float(elimination.solve(dict(enumerate(network.cost)))[0])
+
+    return least

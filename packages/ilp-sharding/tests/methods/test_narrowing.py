@@ -53,32 +53,10 @@ def test_what_messages_leave_holds_the_optimum(random_problem, brute_force, with
     assert solved > 25
 
 
-def _grid(seed, rows=4, columns=12, size=8):
-    """Neighbours in a grid share a random table: messages leave a gap, elimination is exact."""
-    rng = np.random.default_rng(seed)
-    node = np.arange(rows * columns).reshape(rows, columns)
-    pairs = [
-        *zip(node[:-1].ravel(), node[1:].ravel(), strict=True),
-        *zip(node[:, :-1].ravel(), node[:, 1:].ravel(), strict=True),
-    ]
-    return ShardingProblem(
-        num_strategies=np.full(node.size, size),
-        node_cost=rng.random(node.size * size),
-        node_memory=np.zeros(node.size * size),
-        live=np.tile([0, 1], (node.size, 1)),
-        edges=np.array(pairs),
-        edge_cost=rng.random(len(pairs) * size * size),
-    )
-
-
-def test_a_bound_within_the_tolerance_is_still_a_bound():
+def test_a_bound_within_the_tolerance_is_still_a_bound(grid_problem, eliminated):
     for seed in range(20):
-        problem = _grid(seed)
-        network = Network(Instance.of(problem, SolveOptions()))
-        nodes = range(problem.num_nodes)
-        sizes = {node: len(network.cost[node]) for node in nodes}
-        elimination = Elimination(nodes, sizes, network.tables)
-        best, _ = elimination.solve(dict(enumerate(network.cost)))
+        problem = grid_problem(seed)
+        best = eliminated(problem)
         search, done = _narrowed(problem, False, tolerance=0.05)
         assert done and search.lower_bound <= best * (1 + 1e-9), seed
         assert best * (1 - 1e-9) <= search.objective <= search.lower_bound * 1.05, seed

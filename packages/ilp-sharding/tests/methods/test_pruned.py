@@ -4,14 +4,11 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from alpa_interchange import ShardingProblem
 from ilp_sharding import SolveOptions
-from ilp_sharding.exact.elimination import Elimination
 from ilp_sharding.exceptions import NoAssignment
 from ilp_sharding.methods import pruned
 from ilp_sharding.problem.flat_graph import instance_graph
 from ilp_sharding.problem.instance import Instance
-from ilp_sharding.problem.reduction import Network
 from ilp_sharding.search import Search
 
 ROUNDS = pruned._ROUNDS
@@ -45,31 +42,25 @@ def test_pruned_sweeps_find_the_optimum_or_that_there_is_none(
 
 
 @pytest.mark.parametrize("rounds", [ROUNDS, ROUNDS[:1], ()], ids=["all", "one", "none"])
-def test_a_gap_of_messages_is_closed(monkeypatch, rounds):
+def test_a_gap_of_messages_is_closed(grid_problem, eliminated, monkeypatch, rounds):
     monkeypatch.setattr(pruned, "_ROUNDS", rounds)
     monkeypatch.setattr(pruned, "_BRANCH_WORK", 100.0)  # so that there are many parts
     for seed in range(8):
-        problem = _grid(seed)
-        network = Network(Instance.of(problem, SolveOptions()))
-        nodes = range(problem.num_nodes)
-        sizes = {node: len(network.cost[node]) for node in nodes}
-        best, _ = Elimination(nodes, sizes, network.tables).solve(dict(enumerate(network.cost)))
+        problem = grid_problem(seed, columns=10, size=6)
+        best = eliminated(problem)
         search, left = _solved(problem)
         assert left is None, seed
         assert search.objective == pytest.approx(best, rel=1e-12), seed
 
 
-def test_what_is_left_when_branching_ends_early_has_a_bound(monkeypatch):
+def test_what_is_left_when_branching_ends_early_has_a_bound(grid_problem, eliminated, monkeypatch):
     monkeypatch.setattr(pruned, "_ROUNDS", ())
     monkeypatch.setattr(pruned, "_BRANCHED", 1.0)
     monkeypatch.setattr(pruned, "_BRANCH_WORK", 100.0)
     unsolved = 0
     for seed in range(8):
-        problem = _grid(seed)
-        network = Network(Instance.of(problem, SolveOptions()))
-        nodes = range(problem.num_nodes)
-        sizes = {node: len(network.cost[node]) for node in nodes}
-        best, _ = Elimination(nodes, sizes, network.tables).solve(dict(enumerate(network.cost)))
+        problem = grid_problem(seed, columns=10, size=6)
+        best = eliminated(problem)
         search, left = _solved(problem)
         assert search.lower_bound <= best * (1 + 1e-12) <= search.objective * (1 + 2e-12), seed
         unsolved += left is not None
@@ -86,21 +77,3 @@ def test_a_cost_known_before_is_not_to_be_found_again(random_problem, brute_forc
         search, left = _solved(problem, known=0.5 * best, choice=other)
         assert left is None and search.choice is other, seed
         assert search.lower_bound >= 0.5 * best * (1 - 1e-9), seed
-
-
-def _grid(seed, rows=4, columns=10, size=6):
-    """Neighbours in a grid share a random table: messages leave a gap, elimination is exact."""
-    rng = np.random.default_rng(seed)
-    node = np.arange(rows * columns).reshape(rows, columns)
-    pairs = [
-        *zip(node[:-1].ravel(), node[1:].ravel(), strict=True),
-        *zip(node[:, :-1].ravel(), node[:, 1:].ravel(), strict=True),
-    ]
-    return ShardingProblem(
-        num_strategies=np.full(node.size, size),
-        node_cost=rng.random(node.size * size),
-        node_memory=np.zeros(node.size * size),
-        live=np.tile([0, 1], (node.size, 1)),
-        edges=np.array(pairs),
-        edge_cost=rng.random(len(pairs) * size * size),
-    )
