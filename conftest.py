@@ -97,9 +97,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 MOST_BYTES = 1.0e9
-"""Of a process, before it forgets what it compiled. A worker has 0.6 GB after it imported every
-test, and the programs of one file take 0.6 GB at most (operators/rewrites/test_lookups.py); without
-a limit the programs of half the tests took 4 GB."""
+"""Of a process, before it forgets what it compiled. A worker has 0.6 to 0.9 GB after it imported
+every test and forgot all, and one file takes 0.6 GB at most (operators/rewrites/test_lookups.py).
+Half of the tests left a worker with 2.6 GB without this limit, 1.3 GB at the most with it."""
 
 
 @pytest.hookimpl(trylast=True)

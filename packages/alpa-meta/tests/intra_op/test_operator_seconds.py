@@ -56,7 +56,9 @@ def test_a_maximum_over_a_sharded_dim_is_completed_inside_and_cheaper_in_a_bucke
 
 
 def test_on_a_cpu_cutting_few_output_channels_saves_less_than_cutting_the_batch(host_costs):
-    by_result = _convolutions(host_costs, jnp.ones((16, 16, 16, 8)), jnp.ones((3, 3, 8, 8)), groups=1)
+    by_result = _convolutions(
+        host_costs, jnp.ones((16, 16, 16, 8)), jnp.ones((3, 3, 8, 8)), groups=1
+    )
     batch, channels, summed = (
         by_result[spec]
         for spec in (
