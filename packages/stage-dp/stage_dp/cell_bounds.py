@@ -27,7 +27,6 @@ from stage_dp.menu_table import (
     ACTIVATION,
     BACKWARD,
     COLUMNS,
-    DELAYED,
     EVEN,
     FORWARD,
     STATE,
@@ -102,11 +101,23 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
         figures[ACTIVATION],
         figures[TRANSIENT],
         np.stack([part.min(axis=2) for part in parts], axis=2),
-        figures[DELAYED].min(axis=2),
+        _least_delayed(table, meshes, classes),
         np.array([table.memory[m] for m in meshes]),
         change,
         classes,
     )
+
+
+def _least_delayed(table: MenuTable, meshes: Sequence[int], classes: Sequence[int]) -> Array:
+    """Return [meshes, classes] the least bytes for a delayed backward by weight, of rows that
+    others beat in all else, too."""
+    menus = [table.problem.menu.meshes[m] for m in meshes]
+    least = [
+        min((row.delayed_bytes.value(table.samples) for row in menu.rows[c]), default=np.inf)
+        for menu in menus
+        for c in classes
+    ]
+    return np.array(least).reshape(len(meshes), len(classes))
 
 
 def floor_arrays(
@@ -193,17 +204,18 @@ def least_parts(rows: RowArrays, sequences: Sequences) -> Array:
 
 
 def most_delayed(rows: RowArrays, sequences: Sequences, in_flight: Index) -> Array:
-    """Return how many backwards by weight may wait at once, beside the microbatches in flight that
-    a stage has anyway: [sequences, meshes, in_flight]."""
+    """Return how many backwards by weight may wait beside the one under way and the microbatches
+    in flight that a stage has anyway: [sequences, meshes, in_flight]."""
     counts = sequences.counts(rows.classes)
 
     def least(bytes: Array) -> Array:
         return _sums(counts, bytes.T)[:, :, None]
 
     state, activation = least(rows.state.min(axis=2)), least(rows.activation.min(axis=2))
-    each = np.maximum(activation + least(rows.delayed), 1.0)
+    delayed = least(rows.delayed)
+    each = np.maximum(activation + delayed, 1e-9)
     with np.errstate(invalid="ignore"):
-        room = rows.memory[None, :, None] - state - in_flight * activation
+        room = rows.memory[None, :, None] - state - in_flight * activation - delayed
         found = np.floor(room / each * (1 + 1e-12))
     return np.where(found > 0, found, 0.0)
 
@@ -222,11 +234,12 @@ def within_memory(
     in_flight: Index,
     layers: Counter[int],
     some: Index | None = None,
+    num_delayed: int = 0,
 ) -> Array:
     """Return the bounds at each number of microbatches in flight: [sequences, meshes, in_flight].
 
     `layers` counts the layers of each class. `some`: sequences that are looked at, of others the
-    bound is inf; None: all.
+    bound is inf; None: all. `num_delayed`: of how many there is what the backward by weight reads.
     """
     some = np.arange(len(sequences)) if some is None else some
     # With 36 rows of GPT-39B's layers the changes took 90 % of a search of minutes. Most rows take
@@ -246,6 +259,7 @@ def within_memory(
     least = rows.transient.min(axis=2)
     transient = np.where(counts[:, None, :] > 0, least[None], 0.0).max(axis=2)
     room = rows.memory - np.where(np.isfinite(transient), transient, 0.0)  # [sequences, meshes]
+    room = room - num_delayed * _sums(counts, rows.delayed.T)
     if rows.change:
         priced = _path_minima(rows, sequences, own)[some]
     else:

@@ -60,7 +60,10 @@ def _options(
     count, found = costs.table.num_microbatches, []
     for place, (start, stop, mesh) in enumerate(stages):
         held = rule.least_at(len(stages) - place, count)
-        ways = (costs.best(start, stop, mesh, held, weight) for weight in (0.0, 1 / count, 1.0))
+        ways = (
+            costs.best(start, stop, mesh, held, weight, rule.least_delayed)
+            for weight in (0.0, 1 / count, 1.0)
+        )
         distinct = {way.rows: way for way in ways if way is not None}
         found.append(list(distinct.values()))
     return found

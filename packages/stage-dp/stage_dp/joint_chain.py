@@ -53,8 +53,8 @@ class StageChoice:
         return float(self.columns[FORWARD] + self.columns[BACKWARD])
 
     def need(self, in_flight: int, num_delayed: int = 0) -> float:
-        """Return bytes per device with `in_flight` microbatches alive, some of which wait for their
-        backward by weight."""
+        """Return bytes per device with `in_flight` microbatches alive, where what the backward by
+        weight reads is there for `num_delayed`."""
         c = self.columns
         fixed = c[STATE] + c[TRANSIENT]
         return float(fixed + in_flight * c[ACTIVATION] + num_delayed * c[DELAYED])
@@ -77,7 +77,8 @@ class Scored:
         num, delayed = len(self.stages), (0,) * len(self.stages)
         if self.rule.splits_backward:
             least = warmups(self.rule, self.num_microbatches, (), num)
-            delayed = tuple(k - n for k, n in zip(self.in_flight, least, strict=True))
+            first = self.rule.least_delayed
+            delayed = tuple(first + k - n for k, n in zip(self.in_flight, least, strict=True))
         return tuple(
             s.need(k, d) for s, k, d in zip(self.stages, self.in_flight, delayed, strict=True)
         )
@@ -206,17 +207,21 @@ def _in_flight(
     most: int,
 ) -> list[tuple[int, ...]]:
     """Return the distinct microbatches in flight that fit in memory and may be of use."""
-    count = table.num_microbatches
+    count, delayed = table.num_microbatches, rule.least_delayed
     num = len(stages)
 
     def fits(held: tuple[int, ...]) -> bool:
-        return all(s.need(k) <= table.memory[s.mesh] for s, k in zip(stages, held, strict=True))
+        return all(
+            s.need(k, delayed) <= table.memory[s.mesh] for s, k in zip(stages, held, strict=True)
+        )
 
     if not rule.flexible:
         held = warmups(rule, count, (), num)
         if rule.most_in_flight is not None and fits(held):
             held = tuple(
-                next(k for k in range(most, least - 1, -1) if s.need(k, k - least) <= room)
+                next(
+                    k for k in range(most, least - 1, -1) if s.need(k, delayed + k - least) <= room
+                )
                 for s, least, most, room in zip(
                     stages,
                     held,

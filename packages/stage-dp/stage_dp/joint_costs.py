@@ -30,6 +30,7 @@ from stage_dp.menu_table import (
     ADDED,
     BACKWARD,
     COLUMNS,
+    DELAYED,
     FORWARD,
     STATE,
     STEP,
@@ -96,9 +97,9 @@ class CountCosts:
             rows = row_arrays(table, self.meshes)
             floors = floor_arrays(table, self.meshes, rows, self._corners)
             self._rows = {False: rows, True: floors or rows}
-        self._made: dict[tuple[bool, tuple[int, ...]], StageBounds] = {}
+        self._made: dict[tuple[bool, tuple[int, ...], int], StageBounds] = {}
         self._times_asked: Counter[int] = Counter()
-        self._choices: dict[tuple[int, int, int], list[StageChoice]] = {}
+        self._choices: dict[tuple[int, int, int, int], list[StageChoice]] = {}
         self._mesh_seconds: Array | None = None
 
     @property
@@ -123,14 +124,21 @@ class CountCosts:
                 shares.append(0.5)
         return max(shares)
 
-    def bounds(self, proof: bool, held: tuple[int, ...] = (), limit: float = np.inf) -> StageBounds:
+    def bounds(
+        self,
+        proof: bool,
+        held: tuple[int, ...] = (),
+        limit: float = np.inf,
+        num_delayed: int = 0,
+    ) -> StageBounds:
         """Return bounds of the rows, or with `proof` of what lower bounds may count.
 
         `held`: microbatches in flight of each level; none: without memory, one level. With them
-        stages that no pipeline of less than `limit` seconds has may be inf.
+        stages that no pipeline of less than `limit` seconds has may be inf. `num_delayed`: of how
+        many there is besides what the backward by weight reads.
         """
         proof = proof and not self.same_proof
-        key = (proof, held)
+        key = (proof, held, num_delayed)
         if key not in self._made or self._made[key].limit < limit:
             up_to = np.inf
             count = self.table.num_microbatches
@@ -145,7 +153,7 @@ class CountCosts:
                 numbers = np.array(sorted(set(asked)), dtype=np.int64)
                 level = np.searchsorted(numbers, asked)
                 values = [
-                    within_memory(rows, sequences, q, numbers, self.layers, some)
+                    within_memory(rows, sequences, q, numbers, self.layers, some, num_delayed)
                     for q in weights[:2]
                 ]
                 if proof:
@@ -249,24 +257,27 @@ class CountCosts:
         self.tolerance = 1e-4
         self._choices.clear()
 
-    def choices(self, start: int, stop: int, kind: int, held: int) -> list[StageChoice]:
+    def choices(
+        self, start: int, stop: int, kind: int, held: int, num_delayed: int = 0
+    ) -> list[StageChoice]:
         """Return the ways to run layers start..stop that are best for t or for t + u / B within
         memory, on every logical mesh of the kind."""
         sequence = int(self.space.sequences.number[start, stop])
-        key = (sequence, kind, held)
+        key = (sequence, kind, held, num_delayed)
         if key not in self._choices:
-            self._choices[key] = self._solved(sequence, kind, held)
+            self._choices[key] = self._solved(sequence, kind, held, num_delayed)
         return [c.at(start, stop) for c in self._choices[key]]
 
     def best(
-        self, start: int, stop: int, mesh: int, held: int, weight: float
+        self, start: int, stop: int, mesh: int, held: int, weight: float, num_delayed: int = 0
     ) -> StageChoice | None:
         """Return the way to run layers start..stop on one mesh that is best for t + `weight` u with
         `held` microbatches in flight; None if none fits."""
-        found = self._best_rows(int(self.space.sequences.number[start, stop]), mesh, held, weight)
+        sequence = int(self.space.sequences.number[start, stop])
+        found = self._best_rows(sequence, mesh, held, weight, num_delayed)
         return None if found is None else evolve(found, layer_start=start, layer_stop=stop)
 
-    def _solved(self, sequence: int, kind: int, held: int) -> list[StageChoice]:
+    def _solved(self, sequence: int, kind: int, held: int, num_delayed: int) -> list[StageChoice]:
         if self._mesh_seconds is None:
             self.bounds(False)
         assert self._mesh_seconds is not None
@@ -280,7 +291,7 @@ class CountCosts:
             if count * self._mesh_seconds[sequence, j] >= least_busy:
                 break
             for weight in (0.0, 1 / count):
-                choice = self._best_rows(sequence, self.meshes[j], held, weight)
+                choice = self._best_rows(sequence, self.meshes[j], held, weight, num_delayed)
                 if choice is not None:
                     result.append(choice)
                     busy = count * choice.seconds + float(choice.columns[STEP])
@@ -291,9 +302,12 @@ class CountCosts:
         layouts = np.array([c.layout_in * 4096 + c.layout_out for c in result])
         return [result[n] for n in unbeaten(figures, layouts)]
 
-    def _best_rows(self, sequence: int, mesh: int, held: int, weight: float) -> StageChoice | None:
+    def _best_rows(
+        self, sequence: int, mesh: int, held: int, weight: float, num_delayed: int
+    ) -> StageChoice | None:
         classes = self.space.sequences.classes(sequence)
-        found = self.best_rows(mesh, classes, (held,) * len(classes), weight)
+        held_by_layer = (held,) * len(classes)
+        found = self.best_rows(mesh, classes, held_by_layer, weight, num_delayed=num_delayed)
         return None if found is None else self.stage(mesh, classes, found)
 
     def best_rows(
@@ -303,11 +317,13 @@ class CountCosts:
         held: tuple[int, ...],
         weight: float,
         cuts: tuple[int, ...] = (),
+        num_delayed: int = 0,
     ) -> tuple[int, ...] | None:
         """Return the rows of layers with the least t + weight u in memory, as positions in
         `ClassRows`; transients up to a few limits.
 
-        `held` [layers] microbatches in flight; nothing is converted before the layers at `cuts`.
+        `held` [layers] microbatches in flight, with what the backward by weight reads of
+        `num_delayed`; nothing is converted before the layers at `cuts`.
         """
         all_rows = self.table.rows[mesh]
         if any(not len(all_rows[c].number) for c in classes):
@@ -321,7 +337,7 @@ class CountCosts:
             limits = [limits[p] for p in dict.fromkeys(picks.tolist())]
         best: tuple[float, tuple[int, ...]] | None = None
         for limit in limits:
-            rows = self._layer_rows(mesh, classes, held, weight, limit, cuts)
+            rows = self._layer_rows(mesh, classes, held, weight, limit, cuts, num_delayed)
             found = choose_rows(rows, self.table.memory[mesh] - limit, self.tolerance)
             if found is not None and (best is None or found[1] < best[0]):
                 best = (found[1], found[0])
@@ -339,9 +355,10 @@ class CountCosts:
         weight: float,
         limit: float,
         cuts: tuple[int, ...],
+        num_delayed: int,
     ) -> LayerRows:
         ways = list(zip(classes, held, strict=True))
-        parts = {way: self._part(mesh, *way, weight, limit) for way in set(ways)}
+        parts = {way: self._part(mesh, *way, weight, limit, num_delayed) for way in set(ways)}
         changes = {
             (a, b): self.table.conversion[mesh][np.ix_(parts[a][3], parts[b][4])]
             for a, b in set(itertools.pairwise(ways))
@@ -356,13 +373,15 @@ class CountCosts:
             tuple(parts[way][2] for way in ways),
         )
 
-    def _part(self, mesh: int, c: int, held: int, weight: float, limit: float) -> tuple:  # type: ignore[type-arg]
+    def _part(
+        self, mesh: int, c: int, held: int, weight: float, limit: float, num_delayed: int
+    ) -> tuple[Array, Array, Index, Index, Index]:
         rows = self.table.rows[mesh][c]
         keep = np.flatnonzero(rows.columns[:, TRANSIENT] <= limit)
         columns = rows.columns[keep]
         return (
             columns[:, FORWARD] + columns[:, BACKWARD] + weight * columns[:, STEP],
-            columns[:, STATE] + held * columns[:, ACTIVATION],
+            columns[:, STATE] + held * columns[:, ACTIVATION] + num_delayed * columns[:, DELAYED],
             keep,
             rows.layout_out[keep],
             rows.layout_in[keep],

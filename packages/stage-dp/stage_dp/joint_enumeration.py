@@ -16,7 +16,16 @@ from stage_dp.cell_fronts import Front, Fronts, TooManyLabelsError
 from stage_dp.device_pool import DevicePool
 from stage_dp.joint_chain import Scored, StageChoice, score
 from stage_dp.joint_links import Links
-from stage_dp.menu_table import ACTIVATION, BACKWARD, FORWARD, STATE, STEP, TRANSIENT, MenuTable
+from stage_dp.menu_table import (
+    ACTIVATION,
+    BACKWARD,
+    DELAYED,
+    FORWARD,
+    STATE,
+    STEP,
+    TRANSIENT,
+    MenuTable,
+)
 from stage_dp.schedules import ScheduleRule
 
 BATCH = 512  # pipelines scored together
@@ -158,6 +167,7 @@ class Enumeration:
         place = len(after) + 1
         held = self.rule.least_at(place, count)
         need = columns[:, STATE] + held * columns[:, ACTIVATION] + columns[:, TRANSIENT]
+        need = need + self.rule.least_delayed * columns[:, DELAYED]
         seconds = columns[:, FORWARD] + columns[:, BACKWARD]
         crossing = np.zeros(len(columns))
         if after:

@@ -56,6 +56,7 @@ class Guide:
         self.pace = rule.pace
         self.crossing, self.final, self.rules = crossing, final, rules
         self.all_held = held_by_place(rule, costs.table.num_microbatches, most)
+        self.delayed = rule.least_delayed
         self.most = most if final else min(most, LEVELS)
         self.open_ended = self.most < most
         self.held = self.all_held[: self.most]
@@ -67,9 +68,10 @@ class Guide:
     def _start(self, limit: float) -> None:
         """Set the objective's terms from bounds of pipelines of less than `limit` seconds."""
         if self.binding and len(set(self.held)) == 1 and self.final is None:
-            bounds = self.costs.bounds(False, self.held[:1], limit)
+            bounds = self.costs.bounds(False, self.held[:1], limit, self.delayed)
         else:
-            bounds = self.costs.bounds(False, self.held if self.binding else (), limit)
+            held, delayed = (self.held, self.delayed) if self.binding else ((), 0)
+            bounds = self.costs.bounds(False, held, limit, delayed)
         counted = self.final is not None or (self.binding and len(set(self.held)) > 1)
         seconds, busy = bounds.seconds, bounds.busy
         if counted and seconds.shape[2] == 1:
@@ -139,7 +141,7 @@ class Guide:
         """Return whether memory makes the stages of `chain` slower than their bounds."""
         loose = self.costs.bounds(False).seconds
         for place, (start, stop, kind) in enumerate(reversed(chain), 1):
-            choices = self.costs.choices(start, stop, kind, self.all_held[place - 1])
+            choices = self._choices(start, stop, kind, place)
             number = self.costs.space.sequences.number[start, stop]
             least = min((c.seconds for c in choices), default=math.inf)
             if least > loose[number, kind, 0] * (1 + 1e-6):
@@ -158,7 +160,7 @@ class Guide:
                 continue
             new = True
             self.exact[number, kind, level] = True
-            choices = self.costs.choices(start, stop, kind, self.all_held[place - 1])
+            choices = self._choices(start, stop, kind, place)
             if not choices:
                 self.sum[number, kind, level] = self.slow[number, kind, level] = np.inf
                 self.once[number, kind, level] = np.inf
@@ -233,10 +235,12 @@ class Guide:
         """Return choices of rows for `chain`, with and without a limit on the slowest stage."""
         num = len(chain)
         options = [
-            self.costs.choices(start, stop, kind, self.all_held[num - 1 - n])
-            for n, (start, stop, kind) in enumerate(chain)
+            self._choices(start, stop, kind, num - n) for n, (start, stop, kind) in enumerate(chain)
         ]
         if not all(options):
             return []
         table = self.costs.table
         return rows_by_limit(options, self.links, table.num_microbatches, table.samples)
+
+    def _choices(self, start: int, stop: int, kind: int, place: int) -> list[StageChoice]:
+        return self.costs.choices(start, stop, kind, self.all_held[place - 1], self.delayed)

@@ -47,27 +47,31 @@ class Rows:
         self.costs, self.links, self.work = costs, links, work
         self.count = costs.table.num_microbatches
         self.fronts = Fronts(costs.table, costs.space.sequences, LABELS)
-        self._known: dict[tuple[int, int, int], list[StageChoice]] = {}
+        self._known: dict[tuple[int, int, int, int], list[StageChoice]] = {}
 
-    def options(self, start: int, stop: int, kind: int, held: int) -> list[StageChoice]:
+    def options(
+        self, start: int, stop: int, kind: int, held: int, num_delayed: int
+    ) -> list[StageChoice]:
         """Return ways to run a stage within memory."""
         sequence = int(self.costs.space.sequences.number[start, stop])
-        key = (sequence, kind, held)
+        key = (sequence, kind, held, num_delayed)
         if key not in self._known:
             self.work.left -= 1
-            self._known[key] = self._made(start, stop, kind, held)
+            self._known[key] = self._made(start, stop, kind, held, num_delayed)
         return [c.at(start, stop) for c in self._known[key]]
 
-    def _made(self, start: int, stop: int, kind: int, held: int) -> list[StageChoice]:
+    def _made(
+        self, start: int, stop: int, kind: int, held: int, num_delayed: int
+    ) -> list[StageChoice]:
         if self.costs.space.num_layers > FEW_LAYERS:
-            return self.costs.choices(start, stop, kind, held)
+            return self.costs.choices(start, stop, kind, held, num_delayed)
         found: list[StageChoice] = []
         sequence = int(self.costs.space.sequences.number[start, stop])
         for mesh in itertools.compress(self.costs.meshes, self.costs.kind == kind):
             try:
                 front = self.fronts.front(sequence, mesh)
             except TooManyLabelsError:
-                return self.costs.choices(start, stop, kind, held)
+                return self.costs.choices(start, stop, kind, held, num_delayed)
             for label, columns in enumerate(front.columns):
                 choice = StageChoice(
                     start,
@@ -78,7 +82,7 @@ class Rows:
                     int(front.layout_out[label]),
                     self.fronts.rows(sequence, mesh, label),
                 )
-                if choice.need(held) <= self.costs.table.memory[mesh]:
+                if choice.need(held, num_delayed) <= self.costs.table.memory[mesh]:
                     found.append(choice)
         if not found:
             return []
@@ -89,9 +93,13 @@ class Rows:
         found.sort(key=lambda c: c.seconds + float(c.columns[STEP]) / self.count)
         return found[:MAX_OPTIONS]
 
-    def assignments(self, chain: Chain, held: Sequence[int]) -> list[list[StageChoice]]:
+    def assignments(
+        self, chain: Chain, held: Sequence[int], num_delayed: int
+    ) -> list[list[StageChoice]]:
         """Return choices of rows for `chain`, with and without a limit on the slowest stage."""
-        options = [self.options(*stage, k) for stage, k in zip(chain, held, strict=True)]
+        options = [
+            self.options(*stage, k, num_delayed) for stage, k in zip(chain, held, strict=True)
+        ]
         if not all(options):
             return []
         if math.prod(map(len, options)) <= ALL_TRIED:
@@ -120,7 +128,7 @@ class Improvement:
             best, chain = better, self._chain(better)
         while best is not None and self.rows.work.left > 0:
             options = [
-                self.rows.options(*stage, k)
+                self.rows.options(*stage, k, self.rule.least_delayed)
                 for stage, k in zip(chain, self._held(len(chain), best), strict=True)
             ]
             changed = [
@@ -138,7 +146,8 @@ class Improvement:
         """Return the pipeline, or one beside it, with the rows of its stages solved nearly
         exactly."""
         self.costs.sharpen()
-        rows = self.rows.assignments(self._chain(best), self._held(len(best.stages), best))
+        held = self._held(len(best.stages), best)
+        rows = self.rows.assignments(self._chain(best), held, self.rule.least_delayed)
         return self.run(self._scored(rows, best) or best) or best
 
     def _chain(self, found: Scored) -> Chain:
@@ -159,7 +168,9 @@ class Improvement:
         rows = [
             choices
             for _, n in promising
-            for choices in self.rows.assignments(chains[n], self._held(len(chains[n])))
+            for choices in self.rows.assignments(
+                chains[n], self._held(len(chains[n])), self.rule.least_delayed
+            )
         ]
         return self._scored(rows, best)
 

@@ -237,11 +237,19 @@ class _Search:
         return Guide(costs, rule, self.links, crossing, self.most, self.final, rules)
 
     def _guide(self, settings: list[Setting]) -> None:
-        """Look for good pipelines of one microbatch count, guided by its first schedule."""
+        """Look for good pipelines of one microbatch count, guided by its first schedule, and where
+        memory matters also by one that holds more."""
         costs = settings[0].costs
         guide = self._guide_of(costs, tuple(setting.rule for setting in settings))
         found = guide.run(ROUNDS, self.limit)
         self.binding |= guide.binding
+        holds_more = tuple(s.rule for s in settings if s.rule.least_delayed > guide.delayed)
+        if guide.binding and holds_more:
+            of_more = self._guide_of(costs, holds_more)
+            for name, one in of_more.run(ROUNDS, self.limit).items():
+                if name not in found or one.step_seconds < found[name].step_seconds:
+                    found[name] = one
+            guide.first |= of_more.first
         for setting in settings:
             best = found.get(setting.rule.name)
             if best is None:

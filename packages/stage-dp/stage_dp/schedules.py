@@ -92,6 +92,12 @@ class ScheduleRule:
         return self.in_flight is None and not self.interleaves
 
     @property
+    def least_delayed(self) -> int:
+        """Return for how many microbatches at least a stage holds what its backward by weight
+        reads: that is a program of its own, whose operands all lie there from the start."""
+        return int(self.splits_backward)
+
+    @property
     def all_first(self) -> bool:
         """Return whether all forwards come before the backwards."""
         return self.least_at(1, 2) == 2

@@ -52,9 +52,11 @@ class SettingBounds:
         """Return the mean work of all devices."""
         return costs.bounds(proof).device_seconds(self.space).mean
 
-    def of(self, costs: CountCosts, held: tuple[int, ...], proof: bool, limit: float) -> Bounds:
+    def of(
+        self, costs: CountCosts, held: tuple[int, ...], proof: bool, limit: float, num_delayed: int
+    ) -> Bounds:
         """Return bounds of pipelines that take less than `limit` seconds."""
-        found = costs.bounds(proof, held, limit)
+        found = costs.bounds(proof, held, limit, num_delayed)
         counted = self.final is not None or len(held) > 1
         arrays = [found.seconds, found.busy, found.once, found.delayed]
         if counted and arrays[0].shape[2] == 1:
@@ -92,10 +94,11 @@ class SettingBounds:
         """Return the quick bound, up to `limit`, and its pipeline where that takes less; worked out
         once for all schedules that do not split the backward."""
         costs, rule = setting.costs, setting.rule
-        known = costs.bounds(proof, held, limit).quick
+        delayed = rule.least_delayed if held else 0
+        known = costs.bounds(proof, held, limit, delayed).quick
         value, chain, up_to = known.get(rule.splits_backward, (0.0, [], 0.0))
         if not chain and up_to < limit:
-            value, chain = quick_bound(self.of(costs, held, proof, limit), rule)
+            value, chain = quick_bound(self.of(costs, held, proof, limit, delayed), rule)
             known[rule.splits_backward] = value, chain, limit
         return min(value, limit), chain
 
@@ -116,7 +119,7 @@ class SettingBounds:
             if setting.asked <= MAX_ASKED and costs.ask(chain):
                 continue
             if setting.with_memory:
-                bounds = self.of(costs, held, True, target)
+                bounds = self.of(costs, held, True, target, rule.least_delayed)
                 refined, chain = refined_bound(bounds, rule, setting.bound, target)
                 setting.bound = max(setting.bound, min(refined, target))
                 if setting.bound >= near or setting.asked > MAX_ASKED or not costs.ask(chain):
@@ -129,4 +132,4 @@ class SettingBounds:
         """Return whether any chain of meshes would do with enough memory."""
         if setting.interleaving is not None:
             return math.isfinite(setting.interleaving.bound())
-        return bool(quick_bound(self.of(setting.costs, (), True, math.inf), setting.rule)[1])
+        return bool(quick_bound(self.of(setting.costs, (), True, math.inf, 0), setting.rule)[1])

@@ -79,7 +79,7 @@ def held_by(schedule, stages, count, extras, memory):
             max(
                 k
                 for k in range(least, min(num, count) + 1)
-                if k == least or need(stage, k, k - least) <= room * (1 + 1e-12)
+                if k == least or need(stage, k, 1 + k - least) <= room * (1 + 1e-12)
             )
             for stage, least, room in zip(
                 stages, default_warmups("1f1b", num, count), memory, strict=True
@@ -121,11 +121,12 @@ def brute_force(problem):
                     shares = itertools.product(*extras) if schedule == "adaptive" else [()]
                     for share in shares:
                         held = held_by(schedule, stages, count, share, memory)
+                        split = schedule == "zero-bubble-h1"
+                        least = default_warmups("1f1b", len(stages), count) if split else held
                         if all(
-                            need(s, k) <= m * (1 + 1e-12)
-                            for s, k, m in zip(stages, held, memory, strict=True)
+                            need(s, k, split + k - n) <= m * (1 + 1e-12)
+                            for s, k, n, m in zip(stages, held, least, memory, strict=True)
                         ):
-                            split = schedule == "zero-bubble-h1"
                             groups.setdefault((held, split), []).append((stages, crossing))
             for (held, split), members in groups.items():
                 figures = np.array([stages for stages, _ in members])

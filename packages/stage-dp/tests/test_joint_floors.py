@@ -264,7 +264,7 @@ def test_bounds_of_split_backwards_count_the_way_back_after_what_may_not_wait(
         JointProblem(
             menu=LayerMenu(class_of_layer=(0, 0), meshes=(mesh,)),
             batch_size=count,
-            device_groups=(DeviceGroup(num_hosts=1, devices_per_host=2, memory=2.0 + room),),
+            device_groups=(DeviceGroup(num_hosts=1, devices_per_host=2, memory=3.0 + room),),
             counts=(count,),
             schedules=("zero-bubble-h1",),
             num_stages=2,

@@ -60,7 +60,7 @@ def recomputed(problem, plan):
             + max(r.transient_bytes.value(samples) for r in rows)
         )
         if plan.schedule == "zero-bubble-h1":
-            delayed = plan.in_flight[number] - least[number]
+            delayed = 1 + plan.in_flight[number] - least[number]
             need += delayed * sum(r.delayed_bytes.value(samples) for r in rows)
         assert need == pytest.approx(plan.peak_bytes[number])
         assert need <= group.memory * (1 + 1e-9)
