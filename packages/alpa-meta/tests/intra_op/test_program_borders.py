@@ -40,7 +40,7 @@ def stage(tasks=()):
 
 
 def usage(of):
-    model = CostModel(cluster("host:1"))
+    model = CostModel(cluster("h100:1"))
     mesh = model.logical_mesh(SubmeshSpec(num_hosts=1, devices_per_host=1), (1,), ("d",))
     selection = build(of, MeshCosts(mesh, model), "test")
     held = selection.memory.usage([0] * len(selection.problem.num_strategies)).sum(axis=0)
