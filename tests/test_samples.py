@@ -1,5 +1,6 @@
 """What runs by default, with --full, and as the rest: together every case, none twice."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ def collected(*arguments):
         cwd=ROOT,
         capture_output=True,
         text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return {line for line in run.stdout.splitlines() if "::" in line}

@@ -44,6 +44,7 @@ from alpa_meta.operators import (
     is_heavy,
     operator_of,
 )
+from alpa_meta.operators.elementwise import is_barrier
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin
 from ilp_sharding.strategies import ProblemBuilder
@@ -85,6 +86,7 @@ class Builder:
         self.times: list[int] = []  # at which each equation begins
         self.copied = self._copied()
         self.late = late_values(stage, is_heavy)
+        self._recomputes = any(map(is_barrier, stage.eqns))
         self.together = sums_together(stage, is_heavy)
         self._phase = "forward"
         self.traffic = BucketedTraffic(costs)
@@ -257,7 +259,8 @@ class Builder:
             record = self.operator(eqn, key, weight, scope, phase)
             read = self._read(shape.reads, scope, phase)
             one = operator_of(eqn)
-            late = scope is self.sources and self._waits(eqn)
+            # XLA puts nothing off past the barriers of what is computed again.
+            late = scope is self.sources and not self._recomputes and self._waits(eqn)
             self.timeline.compute(one.liveness, read, record.results, shape.zero, one.dear, late)
         if self._copy_of:
             for var in shape.reads:
