@@ -369,7 +369,7 @@ def test_a_stage_that_finds_no_memory_is_named_and_the_state_is_as_it_was(nodes,
     state, loss = far(state, small)
     with (
         pytest.warns(alpa.WorkersReplaced, match="the first state with 2 steps"),
-        pytest.raises(StepError, match=r"mesh \d, .*forward.\d'.* failed: .*Out of memory"),
+        pytest.raises(StepError, match=r"mesh \d, .*run '.*\d'.* failed: .*Out of memory"),
     ):
         far(state, large)
     state, loss = far(state, small)
