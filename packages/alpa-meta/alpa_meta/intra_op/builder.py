@@ -35,15 +35,12 @@ from alpa_meta.intra_op.operator_choice import OperatorChoice, operator_choice
 from alpa_meta.intra_op.operator_seconds import strategy_sends
 from alpa_meta.intra_op.other_sizes import others_of
 from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
-from alpa_meta.intra_op.program_borders import Border, borders
+from alpa_meta.intra_op.program_borders import borders, end_program
 from alpa_meta.intra_op.regions import barrier_record, region_record
 from alpa_meta.intra_op.sent_seconds import SentSeconds
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 from alpa_meta.intra_op.stage_spans import StageSpans
-from alpa_meta.operators import (
-    is_heavy,
-    operator_of,
-)
+from alpa_meta.operators import is_heavy, operator_of
 from alpa_meta.operators.elementwise import is_barrier
 from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin
@@ -86,7 +83,7 @@ class Builder:
         self.times: list[int] = []  # at which each equation begins
         self.copied = self._copied()
         self.late = late_values(stage, is_heavy)
-        self._recomputes = any(map(is_barrier, stage.eqns))
+        self._keeps_order = any(map(is_barrier, stage.eqns))  # XLA puts nothing off past these
         self.together = sums_together(stage, is_heavy)
         self._phase = "forward"
         self.traffic = BucketedTraffic(costs)
@@ -116,7 +113,7 @@ class Builder:
                 self._read_times = {id(self.sources[var]): times for var, times in reads.items()}
             records.append(self.equation(eqn, key, weight, self.sources, phase))
             if position + 1 in programs:
-                self._end_program(programs[position + 1])
+                end_program(programs[position + 1], self.timeline, self.sources, self.times)
         self._phase = "update"
         for new, old in stage.carried:
             if new in self.sources and old in self.sources:
@@ -126,11 +123,6 @@ class Builder:
                 self.convert(self.sources[new], source.node, source.specs, 1.0)
                 self.timeline.replace(self.sources[new])
         return records
-
-    def _end_program(self, border: Border) -> None:
-        results = [self.sources[var] for var in border.results]
-        self.timeline.hold([*(self.sources[var] for var in border.operands), *results])
-        self.timeline.leave_program(results, self.times[border.start])
 
     def _count(self, position: int) -> None:
         """Let what is added from here on count as often as the equation at `position`."""
@@ -259,8 +251,7 @@ class Builder:
             record = self.operator(eqn, key, weight, scope, phase)
             read = self._read(shape.reads, scope, phase)
             one = operator_of(eqn)
-            # XLA puts nothing off past the barriers of what is computed again.
-            late = scope is self.sources and not self._recomputes and self._waits(eqn)
+            late = scope is self.sources and not self._keeps_order and self._waits(eqn)
             self.timeline.compute(one.liveness, read, record.results, shape.zero, one.dear, late)
         if self._copy_of:
             for var in shape.reads:
@@ -497,13 +488,11 @@ class Builder:
         self, first: int | None, second: int, matrices: Priced, times: int, home: int
     ) -> None:
         assert first is not None
-        matrix = matrices[0]
-        self.problem.add_edge(first, second, matrix if times == 1 else times * matrix)
+        self.problem.add_edge(first, second, matrices[0] if times == 1 else times * matrices[0])
         self._eqn_edges.append(Edge(self._position, home, first, second, matrices))
 
     def _add_cost(self, node: int, costs: Priced) -> None:
-        cost = costs[0]
-        self.problem.add_cost(node, cost if self._times == 1 else self._times * cost)
+        self.problem.add_cost(node, costs[0] if self._times == 1 else self._times * costs[0])
         self._eqn_costs.append((self._position, node, costs))
 
     def equation_seconds(self, count: int) -> EquationSeconds:

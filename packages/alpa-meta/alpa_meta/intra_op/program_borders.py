@@ -9,13 +9,14 @@ that of its temporaries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from alpa_meta.compat import Var
+from alpa_meta.compat import Atom, Var
 from alpa_meta.intra_op.equation_facts import facts_of
-from alpa_meta.intra_op.stage_problem import StageEqns
+from alpa_meta.intra_op.liveness import Timeline
+from alpa_meta.intra_op.stage_problem import Source, StageEqns
 
 
 @frozen
@@ -55,3 +56,12 @@ def borders(stage: StageEqns) -> Mapping[int, Border]:
         )
         for start, stop, read in operands
     }
+
+
+def end_program(
+    border: Border, timeline: Timeline, sources: Mapping[Atom, Source], times: Sequence[int]
+) -> None:
+    """Note on a timeline that a program ends now; `times` are those at which equations began."""
+    results = [sources[var] for var in border.results]
+    timeline.hold([*(sources[var] for var in border.operands), *results])
+    timeline.leave_program(results, times[border.start])
