@@ -37,6 +37,13 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["ALPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="alpa-tests-")
     atexit.register(shutil.rmtree, os.environ["ALPA_CACHE_DIR"], ignore_errors=True)
+    # One profile of hosts for the whole run: with one that a busy machine measured, the README's
+    # example had two stages in place of one.
+    with suppress(ImportError):  # tests of some packages do without
+        from cost_model import store_profile
+        from cost_model.host import default_host_profile
+
+        store_profile(default_host_profile())
 
 
 def programs_folder() -> Path:
