@@ -83,20 +83,23 @@ class PricedFloor:
     """The least of `price` * state bytes + the seconds of a step, in seconds.
 
     With B microbatches every way needs price * state_bytes + B * (forward + backward) +
-    step_seconds >= B * `seconds` + `step_seconds` of this floor.
+    step_share * step_seconds >= B * `seconds` + `step_seconds` of this floor.
     """
 
     price: float = field(default=0.0, validator=non_negative)  # seconds per byte
+    step_share: float = field(default=1.0, validator=non_negative)
     seconds: Affine = NOTHING
     step_seconds: float = field(default=0.0, validator=non_negative)
 
 
 @frozen(kw_only=True)
 class KeptFloor:
-    """What a kind of recomputation needs at least: more backward seconds, bytes that it keeps."""
+    """What a kind of recomputation needs at least: more backward seconds, bytes that it keeps, and
+    bytes while it runs."""
 
     seconds: Affine = NOTHING
     activation_bytes: Affine = NOTHING
+    transient_bytes: Affine = NOTHING
 
 
 @frozen(kw_only=True)
@@ -104,8 +107,9 @@ class LayerFloor:
     """What a layer needs at least, column by column, and for the sums of `priced`.
 
     Every way needs besides what one of `kept` does; with none, nothing. See `MeshMenu.floors`.
-    A layer that follows one of its class in a stage needs `follow_seconds` more per step, and every
-    run of such layers `run_seconds` less, as far as the two together are not negative.
+    A layer that follows one of its class in a stage needs `follow_seconds` more per step, with and
+    without the step seconds, and every run of such layers `run_seconds` less, as far as the two
+    together are not negative.
     """
 
     seconds: Affine = NOTHING  # forward plus backward

@@ -10,7 +10,9 @@ which two neighbours of the lower hull of the rows tie, and the bound is then th
 any proportion: so prices are the ties of the hulls of the most frequent classes. -> hull_prices()
 Floors of layers that follow one another are raised per step.          -> between_layers()
 A range whose least bytes exceed M has bound inf. Transient bytes: of each class the least, of these
-the largest, comes off M.
+the largest, comes off M. The layers of the most frequent class that keep little, in transformers
+those computed again from their input, are a whole number x: the bound is the least of any x, at
+which their own transient bytes come off M, too.                                 -> _whole_layers()
 """
 
 from __future__ import annotations
@@ -138,14 +140,13 @@ def floor_arrays(
             corners[j, i], (*parts[j, i], delayed[j, i]) = known[m, c]
     shape = rows.seconds.shape
     width = max([shape[2], *(len(found) for found in corners.values())])
-    padded = np.full((FLOOR_COLUMNS + 1, shape[0], shape[1], width), np.inf)
+    padded = np.full((FLOOR_COLUMNS, shape[0], shape[1], width), np.inf)
     change = {key: np.zeros((shape[0], width, width)) for key in rows.change}
     for j, menu in enumerate(menus):
         if menu.floors:
             for i in range(shape[1]):
                 found = corners[j, i]
-                padded[:FLOOR_COLUMNS, j, i, : len(found)] = found.T
-                padded[FLOOR_COLUMNS, j, i, : len(found)] = 0.0
+                padded[:, j, i, : len(found)] = found.T
             continue
         own = (rows.seconds, rows.step, rows.state, rows.activation, rows.transient)
         for figure, column in zip(padded, own, strict=True):
@@ -268,9 +269,91 @@ def within_memory(
     priced -= prices * room[:, :, None, None]
     bound: Array = priced.max(axis=3)
     bound[(need > room[:, :, None]) | ~np.isfinite(transient)[:, :, None]] = np.inf
+    if not rows.change:
+        parts = own.reshape(meshes, levels, count, *seconds.shape[1:])
+        delayed = num_delayed * _sums(counts, rows.delayed.T)
+        whole = _whole_layers(rows, counts, layers, parts, prices, size, delayed)
+        if whole is not None:
+            bound = np.maximum(bound, whole)
     result = np.full((len(sequences), *bound.shape[1:]), np.inf)
     result[some] = bound
     return result
+
+
+def _whole_layers(
+    rows: RowArrays,
+    counts: Array,
+    layers: Counter[int],
+    own: Array,
+    prices: Array,
+    size: Array,
+    delayed: Array,
+) -> Array | None:
+    """Return the bounds of `within_memory` where the layers of the most frequent class that keep
+    little (`_lean`) are a whole number x of each stage's: [sequences, meshes, in_flight]; None
+    where all rows keep about as much.
+
+    At a price the bound is a line over x, so the highest of all prices is convex over x, and its
+    least is found by halving. While one of the lean layers runs, its own temporaries are in memory.
+    """
+    main = rows.classes.index(max(layers, key=lambda c: layers[c]))
+    used, lean = np.isfinite(rows.seconds[:, main]), _lean(rows.activation[:, main])
+    some = np.flatnonzero((used & lean).any(axis=1) & (used & ~lean).any(axis=1))
+    if not len(some):
+        return None
+    own, prices, size, delayed = own[some], prices[some], size[some], delayed[:, some]
+    lean, transient = lean[some], rows.transient[some]
+    number = counts[:, main, None, None]  # [sequences, 1, 1]
+    others = counts.copy()
+    others[:, main] = 0
+
+    def least(values: Array, of: NDArray[np.bool_]) -> Array:
+        """Return the least of `values` [meshes, ..., rows] where `of`."""
+        shape = (len(of), *[1] * (values.ndim - 2), of.shape[1])
+        return np.asarray(np.where(of.reshape(shape), values, np.inf).min(axis=-1))
+
+    def sums(values: Array) -> Array:
+        return _sums(others, np.moveaxis(values.min(axis=-1), -1, 0))
+
+    rest, rest_bytes = sums(own), sums(size)
+    working = transient.min(axis=2)  # inf of classes without rows, which nothing fits
+    working = np.where((others[:, None, :] > 0) & np.isfinite(working), working, 0.0).max(axis=2)
+    seconds = [least(own[..., main, :], of) for of in (lean, ~lean)]
+    bytes = [least(size[..., main, :], of) for of in (lean, ~lean)]
+    temporary = [least(transient[:, main], of) for of in (lean, ~lean)]
+
+    def bound(x: Array) -> tuple[Array, Array]:
+        """Return the bound of x lean layers, inf where they do not fit, and a slope of it."""
+        most = np.broadcast_to(working[:, :, None], x.shape)
+        for has, own_most in zip((x > 0, x < number), temporary, strict=True):
+            most = np.where(has, np.maximum(most, own_most[:, None]), most)
+        room = rows.memory[some, None] - most - delayed[:, :, None]
+        y = number - x
+        each = rest + x[..., None] * seconds[0] + y[..., None] * seconds[1]
+        each = each - prices * room[..., None]
+        at = each.argmax(axis=3)[..., None]
+        value = np.take_along_axis(each, at, axis=3)[..., 0]
+        slope = np.broadcast_to(seconds[0] - seconds[1], each.shape)
+        slope = np.take_along_axis(slope, at, axis=3)[..., 0]
+        too_much = rest_bytes + x * bytes[0] + y * bytes[1] > room
+        return np.where(too_much, np.inf, value), np.where(too_much, bytes[0] - bytes[1], slope)
+
+    zero = np.zeros(rest_bytes.shape)
+    best = np.minimum(bound(zero)[0], bound(zero + number)[0])
+    low, high = zero + 1, zero + number - 1
+    while (low <= high).any():
+        middle = np.floor((low + high) / 2)
+        value, slope = bound(np.clip(middle, 0, number))
+        best = np.where(low <= high, np.minimum(best, value), best)
+        low, high = np.where(slope < 0, middle + 1, low), np.where(slope < 0, high, middle - 1)
+    result = np.zeros((len(counts), len(used), best.shape[2]))
+    result[:, some] = best
+    return result
+
+
+def _lean(activation: Array) -> NDArray[np.bool_]:
+    """Return which rows keep little, [meshes, rows]: within twice of the least."""
+    return np.asarray(activation <= 2 * activation.min(axis=1, keepdims=True))
 
 
 def _sums(counts: Array, values: Array) -> Array:

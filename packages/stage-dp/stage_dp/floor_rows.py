@@ -1,13 +1,12 @@
 """Floors of a menu as rows at one microbatch count, of which mixtures in any proportion are bounds.
 
-With B microbatches every way to run a layer has t >= t0, u >= u0, state >= s0 and, for prices p_j,
+With B microbatches every way to run a layer has t >= t0, u >= u0, state >= s0 and, for prices p_j
+and shares q_j,
 
-    B t + u + p_j state >= v_j
+    B t + q_j u + p_j state >= v_j
 
-(-> LayerFloor). Over the state, the least B t + u is then a falling convex line with corners; each
-corner (s, w) stands for the two ends of what t and u may be there: t = t0 and u = w - B t0, or
-u = u0 and t = (w - u0) / B. What bounds use of rows are least weighted sums of their columns, so
-corners are all they need.
+(-> LayerFloor). Of the polyhedron of such (t, u, state) the vertices are what bounds use of rows,
+which are least weighted sums of their columns.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ import numpy as np
 from alpa_interchange.menu import KeptFloor, LayerFloor
 from stage_dp.menu_table import Array
 
-FLOOR_COLUMNS = 4  # forward plus backward, step seconds, state, activations
+FLOOR_COLUMNS = 5  # forward plus backward, step seconds, state, activations, transients
 NOTHING_KEPT = (KeptFloor(),)
+FLAT = 1e-9  # determinant of floors that are as good as parallel
+NEAR = 1e-9  # of a floor, by which rounding may miss it
 
 
 def floor_rows(floors: Sequence[LayerFloor], samples: int, num_microbatches: int) -> Array:
@@ -31,30 +32,32 @@ def floor_rows(floors: Sequence[LayerFloor], samples: int, num_microbatches: int
 
 
 def _corner_rows(floor: LayerFloor, samples: int, count: int) -> list[tuple[float, ...]]:
-    seconds, update = floor.seconds.value(samples), floor.step_seconds
     rows: list[tuple[float, ...]] = []
-    for state, work in _corners(floor, samples, count):
-        ends = {(seconds, work - count * seconds), ((work - update) / count, update)}
+    for runs, update, state in _vertices(floor, samples, count):
         for kept in floor.kept or NOTHING_KEPT:
             again, held = kept.seconds.value(samples), kept.activation_bytes.value(samples)
-            rows += [(t + again, u, state, held) for t, u in sorted(ends)]
+            working = kept.transient_bytes.value(samples)
+            rows.append((runs / count + again, update, state, held, working))
     return rows
 
 
-def _corners(floor: LayerFloor, samples: int, count: int) -> list[tuple[float, float]]:
-    """Return the corners (state, B t + u) of the line below all ways, least state first."""
-    least = count * floor.seconds.value(samples) + floor.step_seconds
-    lines = [(0.0, least)] + [
-        (p.price, count * p.seconds.value(samples) + p.step_seconds) for p in floor.priced
-    ]
-
-    def work(state: float) -> float:
-        return max(value - price * state for price, value in lines)
-
-    crossings = {
-        (a[1] - b[1]) / (a[0] - b[0]) for a, b in itertools.combinations(lines, 2) if a[0] != b[0]
+def _vertices(floor: LayerFloor, samples: int, count: int) -> list[tuple[float, float, float]]:
+    """Return the vertices (B t, u, state) of what all ways reach at most: where three of the floors
+    meet that leave all others satisfied."""
+    least = (count * floor.seconds.value(samples), floor.step_seconds, floor.state_bytes)
+    values = [count * p.seconds.value(samples) + p.step_seconds for p in floor.priced]
+    # Bytes in units that weigh about as much as seconds.
+    dearest = max((p.price for p in floor.priced), default=0.0)
+    unit = 1 / dearest if dearest else max(floor.state_bytes, 1.0)
+    sides = np.array([*np.eye(3), *((1.0, p.step_share, p.price * unit) for p in floor.priced)])
+    above = np.array([*least[:2], least[2] / unit, *values])
+    sets = np.array(list(itertools.combinations(range(len(sides)), 3)))
+    sets = sets[np.abs(np.linalg.det(sides[sets])) > FLAT]
+    points = np.linalg.solve(sides[sets], above[sets][..., None])[..., 0]
+    slack = NEAR * np.maximum(np.abs(above), 1e-300)
+    points = points[(points @ sides.T >= above - slack).all(axis=1)]
+    found = {
+        tuple(np.round(point / np.maximum(np.abs(point).max(), 1e-300), 9)): point
+        for point in points
     }
-    states = [floor.state_bytes, *sorted(x for x in crossings if x > floor.state_bytes)]
-    corners = [(state, work(state)) for state in states]
-    flat = next(n for n, (_, value) in enumerate(corners) if value <= corners[-1][1] * (1 + 1e-12))
-    return corners[: flat + 1]
+    return [(float(t), float(u), float(s) * unit) for t, u, s in found.values()]

@@ -72,7 +72,7 @@ class InterleavedBounds:
     """Bounds of the pipelines on meshes like the one at `position` of `rows`."""
 
     def __init__(self, rows: RowArrays, position: int, layers: Sequence[int], count: int) -> None:
-        self.count, self.memory = count, float(rows.memory[position])
+        self.count = count
         self._whole: dict[int, tuple[float, Array, Array]] = {}  # by number of meshes
         own = [i for i, c in enumerate(rows.classes) if c in set(layers)]
         found = Counter(layers)
@@ -82,6 +82,14 @@ class InterleavedBounds:
         self.possible = bool(finite.any(axis=1).all())
         # [classes, rows], what there is no row of never pays
         self.seconds = np.where(finite, seconds, NEVER)
+        # Every mesh runs some layer, whose temporaries are in memory besides, and those that run
+        # layers of the most frequent class the temporaries of these.
+        temporaries = rows.transient[position, own].min(axis=1)
+        self.main = int(np.argmax(self.number))
+        memory, least = float(rows.memory[position]), float(temporaries.min())
+        self.memory = memory - (least if math.isfinite(least) else 0.0)
+        of_main = float(temporaries[self.main])
+        self.taken = of_main - least if math.isfinite(of_main) else 0.0
         self.step = np.where(finite, step, 0.0)
         self.state = np.where(finite, rows.state[position, own], 0.0)
         self.activation = np.where(finite, rows.activation[position, own], 0.0)
@@ -90,7 +98,6 @@ class InterleavedBounds:
         self.backward = rows.parts[position, own, 2]
         self.work = count * self.seconds + self.step
         self.least = self.work.min(axis=1)
-        self.main = int(np.argmax(self.number))
         self.place = [own.index(rows.classes.index(c)) for c in layers]
 
     def of_layers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -184,7 +191,7 @@ class InterleavedBounds:
         main = self.main
         held = [in_flight_least(num, self.count, j) - 1 for j in range(num)]
         prices, cost = (values[held] for values in self._by_held)
-        room = prices * self.memory
+        room, taken = prices * self.memory, prices * self.taken
         rare = [c for c in range(len(self.number)) if c != main for _ in range(int(self.number[c]))]
         rare = rare if len(rare) <= MAX_RARE else []
         # [sets of rare layers, meshes, prices]
@@ -195,7 +202,9 @@ class InterleavedBounds:
 
         def enough(step: float) -> bool:
             most = ((step + room - own) / each).min(axis=2)
-            fits = np.where(most < -1e-9, -np.inf, np.floor(most * (1 + 1e-12) + 1e-9))
+            some = ((step + room - taken - own) / each).min(axis=2)
+            whole = np.maximum(np.floor(some * (1 + 1e-12) + 1e-9), 0.0)
+            fits = np.where(most < -1e-9, -np.inf, whole)
             return bool(_most_placed(fits, disjoint) >= self.number[main])
 
         low, high = min(self.mean(num), target), target

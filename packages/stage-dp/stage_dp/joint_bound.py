@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from attrs import frozen
@@ -85,19 +86,20 @@ class Bounds:
         return np.where(np.isfinite(within), self.parts[:, :, :1], np.inf)
 
 
-def quick_bound(bounds: Bounds, rule: ScheduleRule) -> tuple[float, list[tuple[int, int, int]]]:
-    """Return the bound, seconds (inf: there is no pipeline), and a pipeline that takes no more by
-    it; of schedules that do not split the backward it is the same."""
-    sweep = _there_and_back(bounds, rule, math.inf)
-    value = sweep.best(bounds.final)
-    return value, sweep.chain(bounds.final) if math.isfinite(value) else []
+Chain = list[tuple[int, int, int]]  # (layer start, layer stop, kind) of each stage
+
+
+def quick_bound(bounds: Bounds, rule: ScheduleRule) -> tuple[float, list[Chain]]:
+    """Return the bound, seconds (inf: there is no pipeline), and for each way to count a pipeline
+    that takes no more by it; of schedules that do not split the backward it is the same."""
+    return _best_of(_there_and_back(bounds, rule, math.inf), bounds)
 
 
 def refined_bound(
     bounds: Bounds, rule: ScheduleRule, bound: float, target: float
-) -> tuple[float, list[tuple[int, int, int]]]:
-    """Return a bound at least as good as `bound`, and a pipeline that takes no more by it, if one
-    is known; stops where `target` is proven."""
+) -> tuple[float, list[Chain]]:
+    """Return a bound at least as good as `bound`, and pipelines that take no more by a way to
+    count, if some are known; stops where `target` is proven."""
     if bound >= target:
         return bound, []
     values = np.unique(bounds.seconds[np.isfinite(bounds.seconds)])
@@ -107,8 +109,8 @@ def refined_bound(
     values = values[near]
     if not len(values):
         return beyond, []
-    heap: list[tuple[float, float, float, Sweep | None]]
-    heap = [(bound, float(values[0]), float(values[-1]), None)]
+    heap: list[tuple[float, float, float, list[Sweep]]]
+    heap = [(bound, float(values[0]), float(values[-1]), [])]
     for _ in range(MAX_SPLITS):
         least, low, high, _ = heap[0]
         inside = values[(values >= low) & (values <= high)]
@@ -120,17 +122,23 @@ def refined_bound(
         cut = min(max(cut, 1), len(inside) - 1)
         for part in (inside[:cut], inside[cut:]):
             a, b = float(part[0]), float(part[-1])
-            sweep = _ranged(bounds, rule, a, b)
-            heapq.heappush(heap, (max(least, sweep.best(bounds.final)), a, b, sweep))
+            sweeps = _ranged(bounds, rule, a, b)
+            heapq.heappush(heap, (max(least, sweeps[0].best(bounds.final)), a, b, sweeps))
     least, _, _, lowest = heap[0]
-    if lowest is None or math.isinf(lowest.best(bounds.final)):
-        return min(least, beyond), []
-    return min(least, beyond), lowest.chain(bounds.final)
+    return min(least, beyond), _best_of(lowest, bounds)[1] if lowest else []
 
 
-def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
-    """Return the sweep of the larger of W, with the step seconds of the first stage, and of the way
-    there with the work and step seconds of the busiest."""
+def _best_of(sweeps: Sequence[Sweep], bounds: Bounds) -> tuple[float, list[Chain]]:
+    """Return the bound of sweeps, the best one first, and a pipeline of each."""
+    value = sweeps[0].best(bounds.final)
+    if math.isinf(value):
+        return value, []
+    return value, [sweep.chain(bounds.final) for sweep in sweeps]
+
+
+def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> list[Sweep]:
+    """Return the sweeps of W, with the step seconds of the first stage, and of the way there with
+    the work and step seconds of the busiest; the larger one first."""
     count = bounds.num_microbatches
     weight = _within(bounds.seconds, bounds.seconds, high)
     there_and_back, work = weight, count * bounds.seconds
@@ -160,17 +168,22 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> Sweep:
         first_floor=bounds.busy,
         window=bounds.window,
     )
-    return max(there, back, key=lambda sweep: sweep.best(bounds.final))
+    return _largest_first([there, back], bounds)
+
+
+def _largest_first(sweeps: Sequence[Sweep], bounds: Bounds) -> list[Sweep]:
+    return sorted(sweeps, key=lambda sweep: -sweep.best(bounds.final))
 
 
 def _within(weight: Array, seconds: Array, high: float) -> Array:
     return weight if math.isinf(high) else np.where(seconds <= high * (1 + 1e-12), weight, np.inf)
 
 
-def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> Sweep:
-    """Return the sweep of pipelines whose slowest stage takes from `low` to `high` seconds."""
+def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> list[Sweep]:
+    """Return the sweeps of pipelines whose slowest stage takes from `low` to `high` seconds, the
+    one that says most first."""
     base = _there_and_back(bounds, rule, high)
-    if math.isinf(base.best(bounds.final)):
+    if math.isinf(base[0].best(bounds.final)):
         return base
     count = bounds.num_microbatches
     seconds = _within(bounds.seconds, bounds.seconds, high)
@@ -202,7 +215,7 @@ def _ranged(bounds: Bounds, rule: ScheduleRule, low: float, high: float) -> Swee
         ),
         window=bounds.window,
     )
-    return max(base, with_idle, key=lambda sweep: sweep.best(bounds.final))
+    return _largest_first([*base, with_idle], bounds)
 
 
 def _gaps(

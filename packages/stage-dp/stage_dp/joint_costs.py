@@ -21,6 +21,7 @@ from stage_dp.cell_bounds import (
     row_arrays,
     within_memory,
 )
+from stage_dp.joint_bound import Chain
 from stage_dp.joint_chain import StageChoice
 from stage_dp.joint_sweep import Space
 from stage_dp.joint_window import DeviceSeconds
@@ -49,25 +50,24 @@ TOLERANCE = 1e-2  # of a stage's seconds, while pipelines are looked for; 3e-3 t
 MAX_TRANSIENTS = 3  # limits on transient bytes tried for one stage
 
 
-Chain = list[tuple[int, int, int]]  # (layer start, layer stop, kind) of each stage
-
-
 @frozen(eq=False)
 class StageBounds:
     """Bounds [sequences, kinds, levels]: of t, of B t + u, and of t + u. `parts` [sequences, kinds,
     3]: of the forward, the forward with backward by input, the backward. `delayed` [sequences,
-    kinds, levels]: the most backwards by weight that wait at once. `limit`: of pipelines of less
-    than so many seconds. `taken`: what they take of the devices of pools. `quick`: the bound
-    on pipelines that these give, a pipeline that takes no more, and the limit up to which they were
-    looked at, by whether the backward is split."""
+    kinds, levels]: the most backwards by weight that wait at once. `of_mesh` [sequences, meshes,
+    levels]: of t + u / B on each mesh. `limit`: of pipelines of less than so many seconds. `taken`:
+    what they take of the devices of pools. `quick`: the bound on pipelines that these give,
+    pipelines that take no more, and the limit up to which they were looked at, by whether the
+    backward is split."""
 
     seconds: Array
     busy: Array
     once: Array
     parts: Array
     delayed: Array
+    of_mesh: Array
     limit: float
-    quick: dict[bool, tuple[float, Chain, float]] = field(factory=dict)
+    quick: dict[bool, tuple[float, list[Chain], float]] = field(factory=dict)
     taken: dict[int, DeviceSeconds] = field(factory=dict)
 
     def device_seconds(self, space: Space) -> DeviceSeconds:
@@ -157,22 +157,24 @@ class CountCosts:
                     for q in weights[:2]
                 ]
                 if proof:
-                    values[1] += more[:, :, None]
+                    values = [one + more[:, :, None] for one in values]
+                of_mesh = values[1][:, :, level]
                 least = [self._by_kind(one)[:, :, level] for one in values]
                 # Only for the first stage, where this is nearly as good as a third priced bound.
                 least.append(np.maximum(least[0], self.bounds(proof).once))
             else:
                 fast = fastest(rows, sequences, weights)
                 if proof:
-                    fast[:, :, 1] += more
+                    fast += more[:, :, None]
                 else:
                     self._mesh_seconds = fast[:, :, 0]
+                of_mesh = fast[:, :, 1:2]
                 least = [self._by_kind(fast[:, :, n : n + 1]) for n in range(3)]
             parts = self._by_kind(least_parts(rows, sequences))
             waiting = most_delayed(rows, sequences, numbers)[:, :, level]
             delayed = np.maximum(-self._by_kind(-waiting), 0.0)
             self._made[key] = StageBounds(
-                least[0], count * least[1], least[2], parts, delayed, up_to
+                least[0], count * least[1], least[2], parts, delayed, of_mesh, up_to
             )
         return self._made[key]
 
@@ -185,23 +187,25 @@ class CountCosts:
         starts, stops, _ = window.stages
         return np.unique(self.space.sequences.number[starts, stops])
 
-    def ask(self, stages: Sequence[tuple[int, int, int]]) -> bool:
-        """Ask for sharper floors of what bounds these stages (layer start, layer stop, kind);
-        return whether there are any."""
+    def ask(
+        self, chains: Sequence[Chain], held: tuple[int, ...] = (), num_delayed: int = 0
+    ) -> bool:
+        """Ask for sharper floors of what bounds the stages of the first of these pipelines that has
+        any, the last of which is at the first level of `held`; return whether there are."""
         if self.same_proof:
             return False
-        rows, count = self._rows[True], self.table.num_microbatches
-        least = (count * rows.seconds + rows.step).min(axis=2)  # [meshes, classes]
-        counts = self.space.sequences.counts(rows.classes)
-        wanted = []
-        for sequence, kind in {
-            (int(self.space.sequences.number[start, stop]), kind) for start, stop, kind in stages
-        }:
-            own = np.flatnonzero(self.kind == kind)
-            has = np.flatnonzero(counts[sequence])
-            at = int(own[np.argmin((least[np.ix_(own, has)] * counts[sequence, has]).sum(axis=1))])
-            wanted += [(at, rows.classes[i]) for i in has]
-        return self._ask(list(dict.fromkeys(wanted)))
+        of_mesh = self._made[True, held, num_delayed].of_mesh
+        for stages in chains:
+            wanted = []
+            for place, (start, stop, kind) in enumerate(reversed(stages)):
+                sequence = int(self.space.sequences.number[start, stop])
+                own = np.flatnonzero(self.kind == kind)
+                level = min(place, of_mesh.shape[2] - 1)
+                at = int(own[np.argmin(of_mesh[sequence, own, level])])
+                wanted += [(at, c) for c in sorted(set(self.space.sequences.classes(sequence)))]
+            if self._ask(list(dict.fromkeys(wanted))):
+                return True
+        return False
 
     def ask_of(self, position: int, classes: Sequence[int]) -> bool:
         """Ask for sharper floors of classes on a mesh; return whether there are any."""

@@ -11,9 +11,9 @@ import math
 import numpy as np
 from attrs import define
 
-from stage_dp.joint_bound import CLOSE, Bounds, quick_bound, refined_bound
+from stage_dp.joint_bound import CLOSE, Bounds, Chain, quick_bound, refined_bound
 from stage_dp.joint_chain import Scored
-from stage_dp.joint_costs import LEVELS, Chain, CountCosts, held_by_place
+from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_interleaved import Interleaving
 from stage_dp.joint_links import Links
 from stage_dp.joint_sweep import Space
@@ -90,17 +90,17 @@ class SettingBounds:
 
     def quick(
         self, setting: Setting, held: tuple[int, ...], proof: bool, limit: float
-    ) -> tuple[float, Chain]:
-        """Return the quick bound, up to `limit`, and its pipeline where that takes less; worked out
-        once for all schedules that do not split the backward."""
+    ) -> tuple[float, list[Chain]]:
+        """Return the quick bound, up to `limit`, and its pipelines where that takes less; worked
+        out once for all schedules that do not split the backward."""
         costs, rule = setting.costs, setting.rule
         delayed = rule.least_delayed if held else 0
         known = costs.bounds(proof, held, limit, delayed).quick
-        value, chain, up_to = known.get(rule.splits_backward, (0.0, [], 0.0))
-        if not chain and up_to < limit:
-            value, chain = quick_bound(self.of(costs, held, proof, limit, delayed), rule)
-            known[rule.splits_backward] = value, chain, limit
-        return min(value, limit), chain
+        value, chains, up_to = known.get(rule.splits_backward, (0.0, [], 0.0))
+        if not chains and up_to < limit:
+            value, chains = quick_bound(self.of(costs, held, proof, limit, delayed), rule)
+            known[rule.splits_backward] = value, chains, limit
+        return min(value, limit), chains
 
     def refine(self, setting: Setting, target: float, limit: float) -> bool:
         """Raise the bound of a setting, up to `target`; return whether that is reached."""
@@ -111,19 +111,22 @@ class SettingBounds:
         near = target * (1 - CLOSE)
         while setting.bound < near:
             held = self.held(setting) if setting.with_memory else ()
-            value, chain = self.quick(setting, held, True, limit)
+            value, chains = self.quick(setting, held, True, limit)
             setting.bound = max(setting.bound, value)
             if setting.bound >= near:
                 break
             setting.asked += 1
-            if setting.asked <= MAX_ASKED and costs.ask(chain):
+            delayed = rule.least_delayed if held else 0
+            if setting.asked <= MAX_ASKED and costs.ask(chains, held, delayed):
                 continue
             if setting.with_memory:
-                bounds = self.of(costs, held, True, target, rule.least_delayed)
-                refined, chain = refined_bound(bounds, rule, setting.bound, target)
+                bounds = self.of(costs, held, True, target, delayed)
+                refined, chains = refined_bound(bounds, rule, setting.bound, target)
                 setting.bound = max(setting.bound, min(refined, target))
-                if setting.bound >= near or setting.asked > MAX_ASKED or not costs.ask(chain):
-                    return setting.bound >= near
+                if setting.bound >= near:
+                    return True
+                if setting.asked > MAX_ASKED or not costs.ask(chains, held, delayed):
+                    return False
                 continue
             setting.with_memory, setting.asked = True, 0
         return True

@@ -154,24 +154,34 @@ class EquationSeconds:
             seconds[position] += priced[size].min()
         return seconds
 
-    def problem_of(self, inside: np.ndarray, table: np.ndarray) -> ShardingProblem:
+    def problem_of(
+        self, inside: np.ndarray, table: np.ndarray, shares: np.ndarray | None = None
+    ) -> ShardingProblem:
         """Return what the equations `inside` [equations] choose among themselves, once each, with
-        seconds like one of the `tables`: what they read from others costs nothing."""
+        seconds like one of the `tables`, of which `shares` [equations] count (None: all): what they
+        read from others costs nothing."""
         problem = ProblemBuilder()
 
         def node(number: int, count: int) -> int:
             return problem.node(number, str(number), [""] * count)
 
+        def seconds(position: int, start: int, stop: int) -> np.ndarray:
+            own, share = table[start:stop], 1.0 if shares is None else shares[position]
+            if not share:  # what cannot be stays so
+                return np.where(np.isfinite(own), 0.0, own)
+            return own if share == 1 else share * own
+
         starts = self._start.tolist()
         for (position, number, priced), start in zip(self.costs, starts, strict=False):
             if inside[position]:
                 count = len(priced[0])
-                problem.add_cost(node(number, count), table[start : start + count])
+                problem.add_cost(node(number, count), seconds(position, start, start + count))
         for edge, start in zip(self.edges, starts[len(self.costs) :], strict=True):
             if inside[edge.position] and inside[edge.home]:
                 shape, size = edge.seconds[0].shape, edge.seconds[0].size
                 first, second = map(node, (edge.first, edge.second), shape)
-                problem.add_edge(first, second, table[start : start + size].reshape(shape))
+                own = seconds(edge.position, start, start + size)
+                problem.add_edge(first, second, own.reshape(shape))
         return problem.build("part")
 
     def between(

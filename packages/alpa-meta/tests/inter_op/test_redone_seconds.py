@@ -6,6 +6,7 @@ import pytest
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta import Options
 from alpa_meta.inter_op.layer_costs import LayerCosts
+from alpa_meta.inter_op.least_bytes import LeastBytes
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
@@ -37,7 +38,7 @@ def _step(weights, batch):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
-def _costs(kind):
+def _costs(kind, mesh=MESH):
     of = {
         "in": (3, HEADS, WIDTH, WIDTH // HEADS),
         "out": (HEADS, WIDTH // HEADS, WIDTH),
@@ -49,7 +50,7 @@ def _costs(kind):
     program = Step(_step, ([layer] * LAYERS, batch)).program(2)
     outlook, _ = outlook_of(program, Options(num_layers=LAYERS, recompute=kind), MODEL.cluster)
     scope = stage_scope(program, outlook.staging, 0, 1, apart=True)
-    selection = build(scope.eqns, MeshCosts(MESH, MODEL), "one device")
+    selection = build(scope.eqns, MeshCosts(mesh, MODEL), "one mesh")
     choice = (0,) * selection.problem.num_nodes
     kinds = ("none", "selective", "full")
     return LayerCosts(scope, selection, outlook.num_layers, kinds=kinds), choice
@@ -84,6 +85,22 @@ def test_the_least_of_all_kinds_and_what_a_kind_adds_are_below_what_it_takes(kin
         )
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_no_choice_holds_or_works_with_less_than_the_least_bytes(seed):
+    rng = np.random.default_rng(seed)
+    costs, _ = _costs(
+        "none", LogicalMesh(axes=(MeshAxis(name="x", size=4, bandwidth=1e9, latency=1e-6),))
+    )
+    least = LeastBytes(costs)
+    choice = [int(rng.integers(0, count)) for count in costs.selection.problem.num_strategies]
+    for kind in ("none", "selective", "full"):
+        taken = costs.under(choice, kind)
+        for layer in range(LAYERS):
+            assert 0 < least.transient(layer, kind) <= taken.transient[layer]
+            assert least.kept(layer, kind) <= taken.activations[layer]
+            assert least.delayed(layer) <= taken.delayed[layer]
+
+
 def test_floors_are_the_same_when_choices_are_forgotten():
     costs, _ = _costs("none")
     forgetful, _ = _costs("none")
@@ -92,7 +109,7 @@ def test_floors_are_the_same_when_choices_are_forgotten():
     for layer in range(LAYERS):
         assert forgetful.least(layer) == costs.least(layer)
         for kind in ("none", "selective", "full"):
-            assert forgetful.least_kept(layer, kind) == costs.least_kept(layer, kind)
+            assert LeastBytes(forgetful).kept(layer, kind) == LeastBytes(costs).kept(layer, kind)
             assert forgetful.least_again(layer, kind) == costs.least_again(layer, kind)
             problems = [
                 of.layer_problem(layer, of.seconds_of(kind).tables[0], kind=kind)

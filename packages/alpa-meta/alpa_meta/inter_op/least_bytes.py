@@ -1,0 +1,97 @@
+"""The least bytes that a layer holds on a mesh, whatever its strategies.
+
+Each value counts at the least of any of its strategies: bytes at one time are no less than their
+sum, and the most at any time no less than the most of these sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from alpa_meta.intra_op.liveness import KINDS, PHASES
+
+if TYPE_CHECKING:
+    from alpa_meta.inter_op.layer_costs import Gathered, LayerCosts
+
+
+class LeastBytes:
+    """The least bytes of the layers of `costs`, by layer and place of the size."""
+
+    def __init__(self, costs: LayerCosts) -> None:
+        self.costs = costs
+        self._spans: dict[tuple[str, int], np.ndarray] = {}
+        self._kept: dict[int, np.ndarray] = {}
+        self._transient: dict[tuple[str, int], np.ndarray] = {}
+
+    def kept(self, layer: int, kind: str, size: int = 0) -> float:
+        """Return the least bytes that one microbatch keeps of a layer."""
+        costs = self.costs
+        if kind == "none" and not costs.facts.scope.eqns.kept:
+            return float(self._alive(size)[layer])
+        held = costs.held_bytes("activations") if kind == "none" else costs.recomputed(kind)[2]
+        return self._least([held], layer, size)
+
+    def delayed(self, layer: int, size: int = 0) -> float:
+        """Return the least bytes that a microbatch keeps of a layer besides while its backward by
+        weight waits."""
+        return self._least([self.costs.held_bytes("delayed")], layer, size)
+
+    def transient(self, layer: int, kind: str, size: int = 0) -> float:
+        """Return the least temporaries of a layer at the time of most, of its passes."""
+        if (kind, size) not in self._transient:
+            self._transient[kind, size] = self._most_temporaries(kind, size)
+        return float(self._transient[kind, size][layer])
+
+    def _least(self, held: Sequence[Gathered], layer: int, size: int) -> float:
+        by_node, rest = self.costs.bytes_of(held, layer, size)
+        return rest + sum(float(one.min()) for one in by_node.values())
+
+    def _most_temporaries(self, kind: str, size: int) -> np.ndarray:
+        """Return [layers] the most temporaries at a time."""
+        costs, memory = self.costs, self.costs.selection.memory
+        facts, times = costs.facts, np.array(costs.selection.times)
+        start, stop, _, bytes = self._least_of("temporaries", size)
+        count = memory.num_times + 1
+        changes = np.bincount(start.astype(np.int64), bytes, count)
+        changes -= np.bincount(np.minimum(stop, count - 1).astype(np.int64), bytes, count)
+        working = np.maximum.reduceat(np.cumsum(changes)[:-1], times)
+        if kind != "none":
+            redone, made, _ = costs.recomputed(kind)
+            working = working + costs.alive(redone, costs.least_each(made, size))
+        found = np.zeros(costs.num_layers)
+        passes = facts.phases != PHASES.index("update")
+        np.maximum.at(found, facts.layers[passes], working[passes])
+        return found
+
+    def _alive(self, size: int) -> np.ndarray:
+        """Return [layers] the least bytes of activations that are in memory, where both passes are
+        one program, when most of them are."""
+        if size not in self._kept:
+            costs = self.costs
+            start, stop, count, least = self._least_of("activations", size)
+            alive = [float(least[(start <= t) & (t < stop)].sum()) for t in start]
+            at = start[int(np.argmax(alive))] if alive else 0.0
+            held = (start <= at) & (at < stop)
+            made = np.searchsorted(np.array(costs.selection.times), start[held], side="right") - 1
+            layers = costs.facts.layers[np.maximum(made, 0)]
+            each = least[held] / count[held]
+            self._kept[size] = np.bincount(layers, each, costs.num_layers)
+        return self._kept[size]
+
+    def _least_of(self, kind: str, size: int) -> np.ndarray:
+        """Return [4, values] of what is held as `kind`: when each begins and ends to live, how
+        often it is there, and its least bytes."""
+        if (kind, size) not in self._spans:
+            memory = self.costs.selection.memory
+            least = memory.least(size).tolist()
+            for name in ("activations", "temporaries"):
+                found = [
+                    (one.start, one.stop, one.count, bytes)
+                    for one, bytes in zip(memory.spans, least, strict=True)
+                    if one.kind == KINDS.index(name)
+                ]
+                self._spans[name, size] = np.array(found, dtype=float).reshape(-1, 4).T
+        return self._spans[kind, size]
