@@ -73,18 +73,22 @@ def microbatch_counts(batch_size: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, *(batch_size // p for p in powers)}))
 
 
-def solve_joint(problem: JointProblem, *known: Known | JointPlan) -> JointPlan:
+def solve_joint(
+    problem: JointProblem, *known: Known | JointPlan, enough: float = math.inf
+) -> JointPlan:
     """Return the pipeline with the least predicted step time, with its proven lower bound.
 
     It is no slower than the pipelines that are `known`, which make the search shorter: stages, or
     a plan from the same menu, perhaps of other memory or links. Those that do not fit, or whose
-    schedule interleaves, are passed over. Raises InfeasibleError where no pipeline fits.
+    schedule interleaves, are passed over. A bound of `enough` seconds is not raised further: it is
+    that of other plans, beside which a higher one would prove nothing more. Raises InfeasibleError
+    where no pipeline fits.
     """
-    return _Search(problem).run(known)
+    return _Search(problem, enough).run(known)
 
 
 class _Search:
-    def __init__(self, problem: JointProblem) -> None:
+    def __init__(self, problem: JointProblem, enough: float = math.inf) -> None:
         _check(problem)
         self.problem = problem
         self.started = time.monotonic()
@@ -99,6 +103,8 @@ class _Search:
         if problem.num_stages is not None:
             most = problem.num_stages
         self.most = most
+        # Of few layers, what the bounds leave open is enumerated.
+        self.enough = enough if self.layers > ENUMERATED_LAYERS else math.inf
         self.final = None if problem.num_stages is None else (problem.num_stages,)
         self.bounds = SettingBounds(self.links, self.proof_space, most, self.final)
         self.settings: list[Setting] = []
@@ -313,7 +319,7 @@ class _Search:
         plan or one that cannot be raised: no setting is refined beyond what that takes."""
         waiting = [(s.bound, n, s) for n, s in enumerate(self.settings)]
         heapq.heapify(waiting)
-        lowest = self.limit
+        lowest = min(self.limit, self.enough)
         while waiting and waiting[0][0] < lowest and not self.late():
             bound, n, setting = heapq.heappop(waiting)
             following = waiting[0][0] if waiting else math.inf

@@ -7,6 +7,7 @@ plan      the stages it chose, which `chosen_plan.finish` solves exactly
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from attrs import evolve, frozen
@@ -122,8 +123,10 @@ def search_menu(
     model: CostModel,
     options: Options,
     counts: Sequence[int] | None,
+    enough: float = math.inf,
 ) -> MenuSearch | None:
-    """Return the best pipeline for `step` by its menu; None where no mesh can be used.
+    """Return the best pipeline for `step` by its menu, with a bound that is not raised above
+    `enough` seconds; None where no mesh can be used.
 
     Raises stage_dp.InfeasibleError where no pipeline fits the memory.
     """
@@ -159,7 +162,7 @@ def search_menu(
     num_slices = 1 if slices is None else slices.count
     if num_slices > 1:
         problem = in_slices(problem, num_slices)
-    plan = stage_dp.solve_joint(problem)
+    plan = stage_dp.solve_joint(problem, enough=enough)
     return MenuSearch(builder, menu, crossing, problem, plan, options, num_slices)
 
 

@@ -119,13 +119,12 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     prospects: list[Prospect] = []
     bounds: list[float] = []
 
-    def consider(search: Callable[[], tuple[Prospect, float] | None]) -> None:
-        try:
-            found = search()
-        except InfeasibleError as error:
-            failed.append(error)
-            return
-        if found is not None:
+    def consider(found: tuple[Prospect, float] | PlanError | None) -> None:
+        if isinstance(found, InfeasibleError):
+            failed.append(found)
+        elif isinstance(found, PlanError):
+            raise found
+        elif found is not None:
             prospects.append(found[0])
             bounds.append(found[1])
 
@@ -135,21 +134,25 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     check_step_fits(step, model, options)
     searched = may_cut(max(counts), cluster, options)
     if searched:
-        consider(lambda: _from_menu(step, model, told))
-    if prospects and options.num_stages is None:
-        counts = [options.num_microbatches or 1]
-        options = evolve(options, num_stages=1)
-        if not may_hold(step, model, evolve(options, num_microbatches=counts[0])):
-            counts = []  # the menu has one stage with more microbatches
-    elif not searched:
+        alone, enough = None, math.inf
+        if options.num_stages is None:
+            alone = _found(lambda: _one_stage(step, model, told))
+            # Both bounds hold together, so that the menu's need not be above the other: of 24
+            # layers of 2048 on 16 H100 the joint search takes 0.3 instead of 2.7 CPU s.
+            enough = alone[1] if isinstance(alone, tuple) else math.inf
+        consider(_found(lambda: _from_menu(step, model, told, enough)))
+        if prospects and options.num_stages is None:
+            consider(alone)
+            counts, options = [], evolve(options, num_stages=1)
+    else:
         counts = counts[:1]  # on one device, or as one stage, fewer microbatches are never slower
     while counts and not (prospects and (options.num_stages or 0) > 1):
         known = len(prospects)
-        consider(functools.partial(plan_by_ranges, counts, step, cluster, options))
+        consider(_found(functools.partial(plan_by_ranges, counts, step, cluster, options)))
         if len(prospects) == known and not searched:
             searched = True  # the menu has all numbers of microbatches, and recomputation
-            alone = evolve(options, num_microbatches=1) if uncut or step.uncut else options
-            consider(functools.partial(_from_menu, step, model, alone))
+            whole = evolve(options, num_microbatches=1) if uncut or step.uncut else options
+            consider(_found(functools.partial(_from_menu, step, model, whole)))
         if len(prospects) > known:
             break
         counts = [] if prospects else larger_counts(max(counts), step, options)
@@ -163,6 +166,26 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         bound = stage_dp.bound_in_slices(bound, options.num_stages or cluster.num_devices)
     menu = next((one.menu for one in prospects if one.menu is not None), None)
     return evolve(best, menu=menu, plan=evolve(best.plan, program=program, lower_bound=bound))
+
+
+def _found(
+    search: Callable[[], tuple[Prospect, float] | None],
+) -> tuple[Prospect, float] | PlanError | None:
+    """Return what a search finds, or why it finds nothing."""
+    try:
+        return search()
+    except PlanError as error:
+        return error
+
+
+def _one_stage(step: Step, model: CostModel, options: Options) -> tuple[Prospect, float] | None:
+    """Return the best plan that runs the step as one stage in as few microbatches as may be, and
+    its bound; None where it is known not to fit: the menu has one stage with more microbatches."""
+    counts = [options.num_microbatches or 1]
+    options = evolve(options, num_stages=1)
+    if not may_hold(step, model, evolve(options, num_microbatches=counts[0])):
+        return None
+    return plan_by_ranges(counts, step, model.cluster, options)
 
 
 def _finished(prospects: list[Prospect], failed: list[InfeasibleError]) -> Planned | None:
@@ -182,9 +205,11 @@ def _finished(prospects: list[Prospect], failed: list[InfeasibleError]) -> Plann
     return best
 
 
-def _from_menu(step: Step, model: CostModel, options: Options) -> tuple[Prospect, float] | None:
-    """Return the plan that the joint search chooses and its bound, None for a step or cluster it
-    is not for."""
+def _from_menu(
+    step: Step, model: CostModel, options: Options, enough: float = math.inf
+) -> tuple[Prospect, float] | None:
+    """Return the plan that the joint search chooses and its bound, which is not raised above
+    `enough` seconds; None for a step or cluster it is not for."""
     cluster = model.cluster
     sized = sized_programs(step, cluster, options)
     if sized is None:
@@ -204,7 +229,7 @@ def _from_menu(step: Step, model: CostModel, options: Options) -> tuple[Prospect
     axes = pinned_axes(outlook.program, options.pins, [mesh for _, mesh in meshes])
     meshes = [one for one in meshes if axes <= set(one[1].axis_names)] or meshes
     try:
-        search = search_menu(step, sized, meshes, model, options, counts)
+        search = search_menu(step, sized, meshes, model, options, counts, enough)
     except stage_dp.InfeasibleError as error:
         raise InfeasibleError(str(error), error.missing_bytes, None) from None
     if search is None:
