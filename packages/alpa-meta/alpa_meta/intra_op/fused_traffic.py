@@ -65,16 +65,19 @@ def _add(
     fuses: bool,
     attends: bool,
 ) -> None:
-    stored = _stored(eqns, leaving)
+    forms = list(map(_form, eqns))
+    reads = list(map(_read, eqns))
+    size_of = _OwnBytes()
+    stored = _stored(eqns, forms, reads, leaving, size_of) if fuses else set[Var]()
     scores = _scores(eqns) if attends else set()
     supports: dict[Var, _Support] = {}
-    for eqn in eqns:
-        if is_region(eqn):
+    for eqn, form, read in zip(eqns, forms, reads, strict=True):
+        if form is None and is_region(eqn):
             for body in map(open_jaxpr, bodies(eqn)):
                 results = [atom for atom in body.outvars if not isinstance(atom, Literal)]
                 _add(found, body.eqns, results, others, fuses, attends)
             continue
-        form, twins = _form(eqn), others.eqns.get(id(eqn), ())
+        twins = others.eqns.get(id(eqn), ())
         if form is None or not fuses:
             found[id(eqn)] = tuple(map(traffic_bytes, (eqn, *twins)))
             if scores:
@@ -82,17 +85,31 @@ def _add(
                 pairs = zip(found[id(eqn)], inner, strict=True)
                 found[id(eqn)] = tuple(max(0.0, moved - kept) for moved, kept in pairs)
             continue
-        support = _support(eqn, supports)
-        supports.update({var: support for var in eqn.outvars if form != "reduced"})
+        support = _support(eqn, read, supports)
         made = eqn.outvars if form == "reduced" else stored.intersection(eqn.outvars)
-        supports.update({var: {var: 1.0} for var in made})
-        moved = (*support.items(), *((var, 1.0) for var in made)) if made else ()
-        sizes = [(share, *_sizes(var, others, len(twins))) for var, share in moved]
-        found[id(eqn)] = tuple(
-            [sum(share * size[k] for share, *size in sizes) for k in range(1 + len(twins))]
-        )
-        if scores and not scores.isdisjoint(_read(eqn)):
+        for var in eqn.outvars:
+            if form == "reduced" or var in made:
+                supports[var] = {var: 1.0}
+            else:
+                supports[var] = support
+        if made and (not scores or scores.isdisjoint(read)):
+            sizes = [
+                (share, size_of[var], *_twin_bytes(var, size_of[var], others, len(twins)))
+                for var, share in (*support.items(), *((var, 1.0) for var in made))
+            ]
+            found[id(eqn)] = tuple(
+                [sum(share * size[k] for share, *size in sizes) for k in range(1 + len(twins))]
+            )
+        else:
             found[id(eqn)] = (0.0,) * (1 + len(twins))
+
+
+class _OwnBytes(dict[Var, float]):
+    """The bytes of each value of a program, found once."""
+
+    def __missing__(self, var: Var) -> float:
+        self[var] = found = tensor_bytes(var)
+        return found
 
 
 def _scores(eqns: Sequence[JaxprEqn]) -> set[Var]:
@@ -125,54 +142,76 @@ def _inner_bytes(eqn: JaxprEqn, twins: Sequence[JaxprEqn], scores: Collection[Va
     )
 
 
-def _stored(eqns: Sequence[JaxprEqn], leaving: Collection[Var]) -> set[Var]:
+def _stored(
+    eqns: Sequence[JaxprEqn],
+    forms: Sequence[str | None],
+    reads: Sequence[Sequence[Var]],
+    leaving: Collection[Var],
+    size_of: Mapping[Var, float],
+) -> set[Var]:
     """Return the results of fused operators that are in memory."""
-    least = _read_at_least(eqns)
+    least = _read_at_least(eqns, forms, reads, size_of)
     needed = set(leaving)
     kernels: dict[Var, set[int]] = {}  # that read a value in their own way
     stored: set[Var] = set()
-    for eqn in reversed(eqns):
-        form, readers, held = _form(eqn), {id(eqn)}, False
+    for eqn, form, read in zip(reversed(eqns), reversed(forms), reversed(reads), strict=True):
+        readers, held = {id(eqn)}, False
         if form in ("fused", "alias"):
             readers = set().union(*(kernels.get(var, ()) for var in eqn.outvars))
             held = not needed.isdisjoint(eqn.outvars)
             if form == "fused":
-                size, support = sum(map(tensor_bytes, eqn.outvars)), least[eqn.outvars[0]]
+                size = sum([size_of[var] for var in eqn.outvars])
+                support = least[eqn.outvars[0]]
                 held = held or support + (1 + len(readers)) * size <= len(readers) * support
                 if held:
                     stored.update(eqn.outvars)
                     readers = {id(eqn)}
-        read = _read(eqn)
         if form == "alias" and held or form is None and not reads_windows(eqn):
             needed.update(read)
         for var in read:
-            kernels.setdefault(var, set()).update(readers)
+            known = kernels.get(var)
+            if known is None:
+                kernels[var] = set(readers)
+            else:
+                known.update(readers)
     return stored
 
 
-def _read_at_least(eqns: Sequence[JaxprEqn]) -> dict[Var, float]:
+def _read_at_least(
+    eqns: Sequence[JaxprEqn],
+    forms: Sequence[str | None],
+    reads: Sequence[Sequence[Var]],
+    size_of: Mapping[Var, float],
+) -> dict[Var, float]:
     """Return the bytes that each fused result is computed from, at most its operands.
 
     They depend on few operators before it, so that a layer's do not on how many layers there are.
     """
     supports: dict[Var, _Support] = {}
     found = {}
-    for eqn in eqns:
-        if _form(eqn) in ("fused", "alias"):
-            support = _support(eqn, supports)
-            size = sum(share * tensor_bytes(var) for var, share in support.items())
-            found.update(dict.fromkeys(eqn.outvars, size))
-            supports.update((var, support) for var in eqn.outvars if size <= tensor_bytes(var))
+    for eqn, form, read in zip(eqns, forms, reads, strict=True):
+        if form in ("fused", "alias"):
+            support = _support(eqn, read, supports)
+            size = sum([share * size_of[var] for var, share in support.items()])
+            for var in eqn.outvars:
+                found[var] = size
+                if size <= size_of[var]:
+                    supports[var] = support
     return found
 
 
-def _support(eqn: JaxprEqn, supports: Mapping[Var, _Support]) -> _Support:
-    """Return the stored values that a fused operator or a reduction is computed from."""
+def _support(eqn: JaxprEqn, read: Sequence[Var], supports: Mapping[Var, _Support]) -> _Support:
+    """Return the stored values that a fused operator or a reduction is computed from; it `read`s
+    these."""
     found: dict[Var, float] = {}
-    for atom in eqn.invars:
-        if not isinstance(atom, Literal):
-            for var, share in supports.get(atom, {atom: 1.0}).items():
-                found[var] = max(share, found.get(var, 0.0))
+    for var in read:
+        own = supports.get(var)
+        if own is None:
+            found[var] = 1.0  # shares are at most that
+            continue
+        for one, share in own.items():
+            if share > found.get(one, 0.0):
+                found[one] = share
     if reads_windows(eqn):
         part = min(1.0, tensor_bytes(eqn.outvars[0]) / max(tensor_bytes(eqn.invars[0]), 1.0))
         return {var: part * share for var, share in found.items()}
@@ -187,7 +226,7 @@ def _form(eqn: JaxprEqn) -> str | None:
     return form if form in ("fused", "alias", "reduced") else None
 
 
-def _sizes(var: Var, others: OtherSizes, num_others: int) -> Bytes:
-    own = tensor_bytes(var)
+def _twin_bytes(var: Var, own: float, others: OtherSizes, num_others: int) -> Bytes:
+    """Return the bytes of a value at the other sizes; its `own` where it is the same at all."""
     twins = tuple(map(tensor_bytes, others.values.get(var, ())))
-    return (own, *(twins if len(twins) == num_others else (own,) * num_others))
+    return twins if len(twins) == num_others else (own,) * num_others

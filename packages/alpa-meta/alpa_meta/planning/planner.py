@@ -183,7 +183,8 @@ def _one_stage(step: Step, model: CostModel, options: Options) -> tuple[Prospect
     its bound; None where it is known not to fit: the menu has one stage with more microbatches."""
     counts = [options.num_microbatches or 1]
     options = evolve(options, num_stages=1)
-    if not may_hold(step, model, evolve(options, num_microbatches=counts[0])):
+    kept = options.recompute or "none"  # such plans recompute what the options name only
+    if not may_hold(step, model, evolve(options, num_microbatches=counts[0], recompute=kept)):
         return None
     return plan_by_ranges(counts, step, model.cluster, options)
 
