@@ -1,4 +1,4 @@
-"""The least seconds of a layer's ways over the number of microbatches, solved for at a few.
+"""Lower bounds on a layer's seconds as curves over the number of microbatches, solved at a few.
 
 Of one way, B t(x) + u(x) + p state(x) is a line over B, so the least of all ways is concave: no
 lower than a straight line between two numbers it was solved at, and no higher than the ways found

@@ -26,10 +26,10 @@ from alpa_meta.intra_op.memory_profile import Peak
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.intra_op.sent_seconds import SentSeconds
 
-# Share of the update beside which bytes of state have a price in floors. With all of it, floors say
-# little of how few bytes go with fast microbatches: three layers of GPT-39B on 4 V100 were as good
-# as 0.82 of the step for microbatches and 0.12 for the update in a bound; without any, moments
-# would lie anywhere.
+# Share of the update's seconds that floors count beside a price on bytes. With all of them, a bound
+# took three layers of GPT-39B on 4 V100 for microbatches of 0.82 of the step beside an update of
+# 0.12, which nothing runs; with none, splitting the optimizer's moments over all devices would be
+# free. Other shares were not tried.
 LIGHT_STEP = 0.1
 
 
@@ -123,7 +123,7 @@ class LayerCosts:
         for phase, more in self._extra(choice).items():
             runs = 1.0 if phase == "update" else self._ratio(size)
             table[PHASES.index(phase)] += runs * more / count
-        working = self._working(usage[KINDS.index("temporaries")])
+        working = self.working(usage[KINDS.index("temporaries")])
         held = {name: self._summed(self._bytes[name], choice, size) for name in HELD}
         if kind != "none":
             redone, made, kept = self.recomputed(kind)
@@ -331,7 +331,7 @@ class LayerCosts:
                 by_node[node] = by_node[node] + own if node in by_node else own
         return by_node, rest
 
-    def _working(self, temporaries: np.ndarray) -> np.ndarray:
+    def working(self, temporaries: np.ndarray) -> np.ndarray:
         """Return [equations] the most temporaries while each runs."""
         times = self.selection.times
         return np.maximum.reduceat(temporaries, np.array(times)) if times else np.zeros(0)

@@ -22,7 +22,6 @@ class LeastBytes:
 
     def __init__(self, costs: LayerCosts) -> None:
         self.costs = costs
-        self._spans: dict[tuple[str, int], np.ndarray] = {}
         self._kept: dict[int, np.ndarray] = {}
         self._transient: dict[tuple[str, int], np.ndarray] = {}
 
@@ -51,13 +50,9 @@ class LeastBytes:
 
     def _most_temporaries(self, kind: str, size: int) -> np.ndarray:
         """Return [layers] the most temporaries at a time."""
-        costs, memory = self.costs, self.costs.selection.memory
-        facts, times = costs.facts, np.array(costs.selection.times)
-        start, stop, _, bytes = self._least_of("temporaries", size)
-        count = memory.num_times + 1
-        changes = np.bincount(start.astype(np.int64), bytes, count)
-        changes -= np.bincount(np.minimum(stop, count - 1).astype(np.int64), bytes, count)
-        working = np.maximum.reduceat(np.cumsum(changes)[:-1], times)
+        costs, facts = self.costs, self.costs.facts
+        usage = costs.selection.memory.least_usage(size)
+        working = costs.working(usage[KINDS.index("temporaries")])
         if kind != "none":
             redone, made, _ = costs.recomputed(kind)
             working = working + costs.alive(redone, costs.least_each(made, size))
@@ -70,8 +65,13 @@ class LeastBytes:
         """Return [layers] the least bytes of activations that are in memory, where both passes are
         one program, when most of them are."""
         if size not in self._kept:
-            costs = self.costs
-            start, stop, count, least = self._least_of("activations", size)
+            costs, memory = self.costs, self.costs.selection.memory
+            spans = [
+                (one.start, one.stop, one.count, least)
+                for one, least in zip(memory.spans, memory.least(size).tolist(), strict=True)
+                if one.kind == KINDS.index("activations")
+            ]
+            start, stop, count, least = np.array(spans, dtype=float).reshape(-1, 4).T
             alive = [float(least[(start <= t) & (t < stop)].sum()) for t in start]
             at = start[int(np.argmax(alive))] if alive else 0.0
             held = (start <= at) & (at < stop)
@@ -80,18 +80,3 @@ class LeastBytes:
             each = least[held] / count[held]
             self._kept[size] = np.bincount(layers, each, costs.num_layers)
         return self._kept[size]
-
-    def _least_of(self, kind: str, size: int) -> np.ndarray:
-        """Return [4, values] of what is held as `kind`: when each begins and ends to live, how
-        often it is there, and its least bytes."""
-        if (kind, size) not in self._spans:
-            memory = self.costs.selection.memory
-            least = memory.least(size).tolist()
-            for name in ("activations", "temporaries"):
-                found = [
-                    (one.start, one.stop, one.count, bytes)
-                    for one, bytes in zip(memory.spans, least, strict=True)
-                    if one.kind == KINDS.index(name)
-                ]
-                self._spans[name, size] = np.array(found, dtype=float).reshape(-1, 4).T
-        return self._spans[kind, size]

@@ -115,12 +115,22 @@ class MemoryProfile:
 
         `size`: 0 is that of the problem, then come the others.
         """
-        held, times = self._held(choice, size), self.num_times + 1
+        usage = self._over_time(self._held(choice, size))
+        usage[KINDS.index("temporaries")] += self._copied(choice, size)
+        return usage
+
+    def least_usage(self, size: int = 0) -> np.ndarray:
+        """Return [kinds, times] bytes per device that no choice takes less of: each value at its
+        least, without copies."""
+        return self._over_time(self.least(size))
+
+    def _over_time(self, held: np.ndarray) -> np.ndarray:
+        """Return [kinds, times] the sums of the bytes of spans."""
+        times = self.num_times + 1
         row = self._kind * times
         begins = np.bincount(row + self._start, held, len(KINDS) * times)
         ends = np.bincount(row + np.minimum(self._stop, times - 1), held, len(KINDS) * times)
         usage: np.ndarray = np.cumsum((begins - ends).reshape(len(KINDS), -1), axis=1)[:, :-1]
-        usage[KINDS.index("temporaries")] += self._copied(choice, size)
         return usage
 
     def least(self, size: int = 0) -> np.ndarray:
