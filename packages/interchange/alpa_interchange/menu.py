@@ -61,6 +61,9 @@ class LayerRow:
     forward: Affine
     backward_input: Affine
     backward_weight: Affine = NOTHING  # nothing: all of the backward is in `backward_input`
+    split_seconds: Affine = (
+        NOTHING  # more backward, where these two parts are programs of their own
+    )
     step_seconds: float = field(default=0.0, validator=non_negative)  # once per step: sync, update
     state_bytes: float = field(default=0.0, validator=non_negative)
     activation_bytes: Affine = NOTHING  # per microbatch in flight
@@ -95,11 +98,13 @@ class PricedFloor:
 @frozen(kw_only=True)
 class KeptFloor:
     """What a kind of recomputation needs at least: more backward seconds, bytes that it keeps, and
-    bytes while it runs."""
+    bytes while it runs; and what a split backward needs more, as in `LayerRow`."""
 
     seconds: Affine = NOTHING
     activation_bytes: Affine = NOTHING
     transient_bytes: Affine = NOTHING
+    split_seconds: Affine = NOTHING
+    delayed_bytes: Affine = NOTHING
 
 
 @frozen(kw_only=True)
@@ -118,7 +123,6 @@ class LayerFloor:
     backward: Affine = NOTHING
     step_seconds: float = field(default=0.0, validator=non_negative)
     state_bytes: float = field(default=0.0, validator=non_negative)
-    delayed_bytes: Affine = NOTHING  # per microbatch whose backward by weight waits
     priced: tuple[PricedFloor, ...] = ()
     kept: tuple[KeptFloor, ...] = ()
     follow_seconds: float = field(default=0.0, validator=non_negative)

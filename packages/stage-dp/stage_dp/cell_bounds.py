@@ -58,8 +58,8 @@ class RowArrays:
 
     `change[a, b]` [meshes, rows, rows]: seconds between consecutive layers of classes a and b;
     absent where nothing is to be converted. `parts` [meshes, classes, 3]: the least forward,
-    forward with backward by input, and backward. `delayed` [meshes, classes]: the least bytes, per
-    microbatch whose backward by weight waits.
+    forward with backward by input, and backward. `split` and `delayed`: seconds that a split
+    backward takes more, and the bytes, per microbatch whose backward by weight waits.
     """
 
     seconds: Array
@@ -67,8 +67,9 @@ class RowArrays:
     state: Array
     activation: Array
     transient: Array
-    parts: Array
+    split: Array
     delayed: Array
+    parts: Array
     memory: Array  # [meshes]
     change: dict[tuple[int, int], Array]
     classes: tuple[int, ...]
@@ -102,24 +103,28 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
         figures[STATE],
         figures[ACTIVATION],
         figures[TRANSIENT],
+        *_least_split(table, meshes, classes, shape),
         np.stack([part.min(axis=2) for part in parts], axis=2),
-        _least_delayed(table, meshes, classes),
         np.array([table.memory[m] for m in meshes]),
         change,
         classes,
     )
 
 
-def _least_delayed(table: MenuTable, meshes: Sequence[int], classes: Sequence[int]) -> Array:
-    """Return [meshes, classes] the least bytes for a delayed backward by weight, of rows that
-    others beat in all else, too."""
+def _least_split(
+    table: MenuTable, meshes: Sequence[int], classes: Sequence[int], shape: tuple[int, ...]
+) -> Array:
+    """Return [2, *shape] the least seconds and bytes more of a split backward, of rows that others
+    beat in all else, too."""
     menus = [table.problem.menu.meshes[m] for m in meshes]
     least = [
-        min((row.delayed_bytes.value(table.samples) for row in menu.rows[c]), default=np.inf)
+        min((getattr(row, name).value(table.samples) for row in menu.rows[c]), default=np.inf)
+        for name in ("split_seconds", "delayed_bytes")
         for menu in menus
         for c in classes
     ]
-    return np.array(least).reshape(len(meshes), len(classes))
+    of_class = np.array(least).reshape(2, len(meshes), len(classes), 1)
+    return np.broadcast_to(of_class, (2, *shape))
 
 
 def floor_arrays(
@@ -132,12 +137,12 @@ def floor_arrays(
     if not any(menu.floors for menu in menus):
         return None
     corners: dict[tuple[int, int], Array] = {}
-    parts, delayed = rows.parts.copy(), rows.delayed.copy()
+    parts = rows.parts.copy()
     for j, m in enumerate(meshes):
         for i, c in enumerate(rows.classes if menus[j].floors else ()):
             if (m, c) not in known:
                 known[m, c] = _corners(table, m, c)
-            corners[j, i], (*parts[j, i], delayed[j, i]) = known[m, c]
+            corners[j, i], parts[j, i] = known[m, c]
     shape = rows.seconds.shape
     width = max([shape[2], *(len(found) for found in corners.values())])
     padded = np.full((FLOOR_COLUMNS, shape[0], shape[1], width), np.inf)
@@ -149,29 +154,18 @@ def floor_arrays(
                 padded[:, j, i, : len(found)] = found.T
             continue
         own = (rows.seconds, rows.step, rows.state, rows.activation, rows.transient)
+        own = (*own, rows.split, rows.delayed)
         for figure, column in zip(padded, own, strict=True):
             figure[j, :, : shape[2]] = column[j]
         for key, matrix in rows.change.items():
             change[key][j, : shape[2], : shape[2]] = matrix[j]
     change = {key: matrix for key, matrix in change.items() if matrix.any()}
-    seconds, step, state, activation, transient = padded
-    return RowArrays(
-        seconds,
-        step,
-        state,
-        activation,
-        transient,
-        parts,
-        delayed,
-        rows.memory,
-        change,
-        rows.classes,
-    )
+    return RowArrays(*padded, parts, rows.memory, change, rows.classes)
 
 
 def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array]:
     floors = table.floors(mesh, number)
-    columns = ("forward", "forward_and_input", "backward", "delayed_bytes")
+    columns = ("forward", "forward_and_input", "backward")
     parts = [
         min((getattr(floor, name).value(table.samples) for floor in floors), default=np.inf)
         for name in columns
@@ -213,7 +207,7 @@ def most_delayed(rows: RowArrays, sequences: Sequences, in_flight: Index) -> Arr
         return _sums(counts, bytes.T)[:, :, None]
 
     state, activation = least(rows.state.min(axis=2)), least(rows.activation.min(axis=2))
-    delayed = least(rows.delayed)
+    delayed = least(rows.delayed.min(axis=2))
     each = np.maximum(activation + delayed, 1e-9)
     with np.errstate(invalid="ignore"):
         room = rows.memory[None, :, None] - state - in_flight * activation - delayed
@@ -221,10 +215,13 @@ def most_delayed(rows: RowArrays, sequences: Sequences, in_flight: Index) -> Arr
     return np.where(found > 0, found, 0.0)
 
 
-def fastest(rows: RowArrays, sequences: Sequences, weights: Sequence[float]) -> Array:
+def fastest(
+    rows: RowArrays, sequences: Sequences, weights: Sequence[float], split: bool = False
+) -> Array:
     """Return the bounds without memory for each weight on step seconds: [sequences, meshes,
-    weights]."""
-    own = np.stack([rows.seconds + q * rows.step if q else rows.seconds for q in weights], axis=1)
+    weights]; `split`: with a split backward."""
+    seconds = rows.seconds + rows.split if split else rows.seconds
+    own = np.stack([seconds + q * rows.step if q else seconds for q in weights], axis=1)
     return _path_minima(rows, sequences, own)
 
 
@@ -240,7 +237,8 @@ def within_memory(
     """Return the bounds at each number of microbatches in flight: [sequences, meshes, in_flight].
 
     `layers` counts the layers of each class. `some`: sequences that are looked at, of others the
-    bound is inf; None: all. `num_delayed`: of how many there is what the backward by weight reads.
+    bound is inf; None: all. `num_delayed`: of how many there is what the backward by weight reads,
+    which is split where that is any.
     """
     some = np.arange(len(sequences)) if some is None else some
     # With 36 rows of GPT-39B's layers the changes took 90 % of a search of minutes. Most rows take
@@ -250,6 +248,9 @@ def within_memory(
     seconds = rows.seconds + (weight * rows.step if weight else 0.0)
     held = in_flight.astype(np.float64)
     size = rows.state[:, None] + held[None, :, None, None] * rows.activation[:, None]
+    if num_delayed:
+        seconds = seconds + rows.split
+        size = size + num_delayed * rows.delayed[:, None]
     prices = _prices(rows, seconds, size, layers)  # [meshes, in_flight, prices]
     meshes, levels, count = prices.shape
     finite = np.where(np.isfinite(size), size, 0.0)
@@ -260,7 +261,6 @@ def within_memory(
     least = rows.transient.min(axis=2)
     transient = np.where(counts[:, None, :] > 0, least[None], 0.0).max(axis=2)
     room = rows.memory - np.where(np.isfinite(transient), transient, 0.0)  # [sequences, meshes]
-    room = room - num_delayed * _sums(counts, rows.delayed.T)
     if rows.change:
         priced = _path_minima(rows, sequences, own)[some]
     else:
@@ -271,8 +271,7 @@ def within_memory(
     bound[(need > room[:, :, None]) | ~np.isfinite(transient)[:, :, None]] = np.inf
     if not rows.change:
         parts = own.reshape(meshes, levels, count, *seconds.shape[1:])
-        delayed = num_delayed * _sums(counts, rows.delayed.T)
-        whole = _whole_layers(rows, counts, layers, parts, prices, size, delayed)
+        whole = _whole_layers(rows, counts, layers, parts, prices, size)
         if whole is not None:
             bound = np.maximum(bound, whole)
     result = np.full((len(sequences), *bound.shape[1:]), np.inf)
@@ -287,7 +286,6 @@ def _whole_layers(
     own: Array,
     prices: Array,
     size: Array,
-    delayed: Array,
 ) -> Array | None:
     """Return the bounds of `within_memory` where the layers of the most frequent class that keep
     little (`_lean`) are a whole number x of each stage's: [sequences, meshes, in_flight]; None
@@ -301,7 +299,7 @@ def _whole_layers(
     some = np.flatnonzero((used & lean).any(axis=1) & (used & ~lean).any(axis=1))
     if not len(some):
         return None
-    own, prices, size, delayed = own[some], prices[some], size[some], delayed[:, some]
+    own, prices, size = own[some], prices[some], size[some]
     lean, transient = lean[some], rows.transient[some]
     number = counts[:, main, None, None]  # [sequences, 1, 1]
     others = counts.copy()
@@ -327,7 +325,7 @@ def _whole_layers(
         most = np.broadcast_to(working[:, :, None], x.shape)
         for has, own_most in zip((x > 0, x < number), temporary, strict=True):
             most = np.where(has, np.maximum(most, own_most[:, None]), most)
-        room = rows.memory[some, None] - most - delayed[:, :, None]
+        room = rows.memory[some, None] - most
         y = number - x
         each = rest + x[..., None] * seconds[0] + y[..., None] * seconds[1]
         each = each - prices * room[..., None]

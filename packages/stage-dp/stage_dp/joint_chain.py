@@ -17,6 +17,7 @@ from stage_dp.menu_table import (
     BACKWARD,
     DELAYED,
     FORWARD,
+    SPLIT,
     STATE,
     STEP,
     TRANSIENT,
@@ -117,11 +118,14 @@ def score(
     best: Scored | None = None
     for held, members in groups.items():
         figures = np.array([[s.columns for s in stages] for stages, _ in members])
+        backward = figures[:, :, BACKWARD]
+        if rule.splits_backward:
+            backward = backward + figures[:, :, SPLIT]
         seconds = batched_step_seconds(
             held,
             table.num_microbatches,
             figures[:, :, FORWARD],
-            figures[:, :, BACKWARD],
+            backward,
             np.array([crossing for _, crossing in members]).reshape(len(members), -1),
             figures[:, :, STEP],
             figures[:, :, WEIGHT] if rule.splits_backward else None,

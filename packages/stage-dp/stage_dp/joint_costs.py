@@ -33,6 +33,7 @@ from stage_dp.menu_table import (
     COLUMNS,
     DELAYED,
     FORWARD,
+    SPLIT,
     STATE,
     STEP,
     TRANSIENT,
@@ -135,7 +136,7 @@ class CountCosts:
 
         `held`: microbatches in flight of each level; none: without memory, one level. With them
         stages that no pipeline of less than `limit` seconds has may be inf. `num_delayed`: of how
-        many there is besides what the backward by weight reads.
+        many there is besides what the backward by weight reads, which is split where that is any.
         """
         proof = proof and not self.same_proof
         key = (proof, held, num_delayed)
@@ -161,12 +162,13 @@ class CountCosts:
                 of_mesh = values[1][:, :, level]
                 least = [self._by_kind(one)[:, :, level] for one in values]
                 # Only for the first stage, where this is nearly as good as a third priced bound.
-                least.append(np.maximum(least[0], self.bounds(proof).once))
+                once = self.bounds(proof, num_delayed=num_delayed).once
+                least.append(np.maximum(least[0], once))
             else:
-                fast = fastest(rows, sequences, weights)
+                fast = fastest(rows, sequences, weights, split=num_delayed > 0)
                 if proof:
                     fast += more[:, :, None]
-                else:
+                elif not num_delayed:
                     self._mesh_seconds = fast[:, :, 0]
                 of_mesh = fast[:, :, 1:2]
                 least = [self._by_kind(fast[:, :, n : n + 1]) for n in range(3)]
@@ -383,8 +385,9 @@ class CountCosts:
         rows = self.table.rows[mesh][c]
         keep = np.flatnonzero(rows.columns[:, TRANSIENT] <= limit)
         columns = rows.columns[keep]
+        seconds = columns[:, FORWARD] + columns[:, BACKWARD] + weight * columns[:, STEP]
         return (
-            columns[:, FORWARD] + columns[:, BACKWARD] + weight * columns[:, STEP],
+            seconds + (columns[:, SPLIT] if num_delayed else 0.0),
             columns[:, STATE] + held * columns[:, ACTIVATION] + num_delayed * columns[:, DELAYED],
             keep,
             rows.layout_out[keep],

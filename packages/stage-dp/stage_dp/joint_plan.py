@@ -5,7 +5,7 @@ from __future__ import annotations
 from alpa_interchange.menu import JointPlan, JointProblem, JointStage, TriedCount
 from stage_dp.joint_chain import Scored
 from stage_dp.joint_links import Links
-from stage_dp.menu_table import BACKWARD, FORWARD, STEP, TRANSIENT, WEIGHT
+from stage_dp.menu_table import BACKWARD, FORWARD, SPLIT, STEP, TRANSIENT, WEIGHT
 
 
 def plan_of(
@@ -20,6 +20,7 @@ def plan_of(
     placed = links.placed([s.mesh for s in best.stages[:num_meshes]]) or ()
     devices = [placed[number % num_meshes] for number in range(len(best.stages))]
     crossing = (*best.crossing, 0.0)
+    backward = [BACKWARD, SPLIT] if best.rule.splits_backward else [BACKWARD]
     stages = tuple(
         JointStage(
             layer_start=s.layer_start,
@@ -28,7 +29,7 @@ def plan_of(
             rows=s.rows,
             device_ids=ids,
             forward_seconds=float(s.columns[FORWARD]),
-            backward_seconds=float(s.columns[BACKWARD]),
+            backward_seconds=float(s.columns[backward].sum()),
             weight_seconds=float(s.columns[WEIGHT]),
             step_seconds=float(s.columns[STEP]),
             boundary_seconds=c,

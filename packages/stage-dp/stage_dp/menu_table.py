@@ -15,8 +15,8 @@ EVEN = 1e-14  # of a sum: growths of it, layer by layer, that differ by less are
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
-COLUMNS = 8
-FORWARD, BACKWARD, WEIGHT, STEP, STATE, ACTIVATION, DELAYED, TRANSIENT = range(COLUMNS)  # of rows
+COLUMNS = 9  # of rows
+FORWARD, BACKWARD, WEIGHT, SPLIT, STEP, STATE, ACTIVATION, DELAYED, TRANSIENT = range(COLUMNS)
 ADDED = [n for n in range(COLUMNS) if n != TRANSIENT]  # columns that add up over layers
 
 AskedFloors = dict[tuple[int, int], dict[int, LayerFloor]]
@@ -31,8 +31,8 @@ class ClassRows:
     """The rows of a class on a mesh that the samples of a microbatch allow.
 
     `columns` [rows, COLUMNS]: seconds of one microbatch forward, backward (whole), of it by weight,
-    step seconds, bytes of state, of activations, of delayed cotangents, of temporaries. `number`:
-    positions in the menu.
+    more backward where it is split, step seconds, bytes of state, of activations, of delayed
+    cotangents, of temporaries. `number`: positions in the menu.
     """
 
     columns: Array
@@ -225,6 +225,7 @@ def _columns(row: LayerRow, samples: int) -> list[float]:
         row.forward.value(samples),
         row.backward_input.value(samples) + weight,
         weight,
+        row.split_seconds.value(samples),
         row.step_seconds,
         row.state_bytes,
         row.activation_bytes.value(samples),

@@ -94,7 +94,7 @@ class SettingBounds:
         """Return the quick bound, up to `limit`, and its pipelines where that takes less; worked
         out once for all schedules that do not split the backward."""
         costs, rule = setting.costs, setting.rule
-        delayed = rule.least_delayed if held else 0
+        delayed = rule.least_delayed
         known = costs.bounds(proof, held, limit, delayed).quick
         value, chains, up_to = known.get(rule.splits_backward, (0.0, [], 0.0))
         if not chains and up_to < limit:
@@ -116,7 +116,7 @@ class SettingBounds:
             if setting.bound >= near:
                 break
             setting.asked += 1
-            delayed = rule.least_delayed if held else 0
+            delayed = rule.least_delayed
             if setting.asked <= MAX_ASKED and costs.ask(chains, held, delayed):
                 continue
             if setting.with_memory:

@@ -44,7 +44,7 @@ def link_between(problem, before, after):
 
 def stage_options(problem, start, stop, mesh, samples):
     """Yield (f, b, u, state, activation, transient, layout in, layout out, b by weight, bytes
-    delayed) of all row choices."""
+    delayed, more b where it is split) of all row choices."""
     menu = problem.menu.meshes[mesh]
     rows = [menu.rows[c] for c in problem.menu.class_of_layer[start:stop]]
     for choice in itertools.product(*rows):
@@ -65,6 +65,7 @@ def stage_options(problem, start, stop, mesh, samples):
             choice[-1].layout_out,
             sum(r.backward_weight.value(samples) for r in choice),
             sum(r.delayed_bytes.value(samples) for r in choice),
+            sum(r.split_seconds.value(samples) for r in choice),
         )
 
 
@@ -134,7 +135,7 @@ def brute_force(problem):
                     held,
                     count,
                     figures[:, :, 0],
-                    figures[:, :, 1],
+                    figures[:, :, 1] + split * figures[:, :, 10],
                     np.array([c for _, c in members]).reshape(len(members), -1),
                     figures[:, :, 2],
                     figures[:, :, 8] if split else None,

@@ -24,6 +24,7 @@ def random_row(rng, scale, tight, layouts):
         forward=affine(0.2, 1.0),
         backward_input=affine(0.2, 1.0),
         backward_weight=affine(0.0, 1.0),
+        split_seconds=affine(0.0, 0.2),
         step_seconds=float(rng.choice([0.0, rng.uniform(0, 4.0)])),
         state_bytes=rng.uniform(0, 4) * tight,
         activation_bytes=Affine(0.0, rng.uniform(0, 1) * tight),

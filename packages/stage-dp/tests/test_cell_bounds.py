@@ -10,7 +10,9 @@ from stage_dp.cell_bounds import RowArrays, within_memory
 from stage_dp.menu_table import Sequences
 
 
-def rows_of(seconds, activation, transient, memory, state=None, step=None):
+def rows_of(
+    seconds, activation, transient, memory, state=None, step=None, split=None, delayed=None
+):
     """Return the rows of one mesh: [classes, rows] each."""
     seconds = np.array(seconds, dtype=float)[None]
     nothing = np.where(np.isfinite(seconds), 0.0, np.inf)
@@ -20,18 +22,20 @@ def rows_of(seconds, activation, transient, memory, state=None, step=None):
         nothing if state is None else np.array(state)[None],
         np.array(activation, dtype=float)[None],
         np.array(transient, dtype=float)[None],
+        nothing if split is None else np.array(split)[None],
+        nothing if delayed is None else np.array(delayed)[None],
         np.zeros((1, seconds.shape[1], 3)),
-        np.zeros((1, seconds.shape[1])),
         np.array([memory]),
         {},
         tuple(range(seconds.shape[1])),
     )
 
 
-def bound_of(rows, classes, held, weight=0.0):
+def bound_of(rows, classes, held, weight=0.0, delayed=0):
     """Return the bound of all of these layers with so many microbatches in flight."""
     sequences = Sequences(classes)
-    found = within_memory(rows, sequences, weight, np.array([held]), Counter(classes))
+    layers = Counter(classes)
+    found = within_memory(rows, sequences, weight, np.array([held]), layers, num_delayed=delayed)
     return found[sequences.number[0, len(classes)], 0, 0]
 
 
@@ -59,15 +63,21 @@ def test_no_choice_of_rows_that_fits_is_below_the_bound(seed):
         "transient": rng.uniform(0, 1, shape),
         "state": rng.uniform(0, 1, shape),
         "step": rng.uniform(0, 1, shape),
+        "split": rng.uniform(0, 0.3, shape),
+        "delayed": rng.uniform(0, 1, shape),
     }
     columns = {name: np.where(np.isfinite(seconds), x, np.inf) for name, x in columns.items()}
     classes = (1, 0, 0, 0, 0)[: int(rng.integers(2, 6))]
     held, weight = int(rng.integers(1, 4)), float(rng.choice([0.0, 0.5]))
+    delayed = int(rng.integers(2))
     rows = rows_of(seconds, memory=rng.uniform(2, 12), **columns)
     best = np.inf
     for picks in itertools.product(range(shape[1]), repeat=len(classes)):
         at = (0, list(classes), list(picks))
         bytes = (rows.state[at] + held * rows.activation[at]).sum() + rows.transient[at].max()
+        seconds = rows.seconds[at] + (weight * rows.step[at] if weight else 0.0)
+        if delayed:
+            bytes, seconds = bytes + rows.delayed[at].sum(), seconds + rows.split[at]
         if bytes <= rows.memory[0]:
-            best = min(best, float((rows.seconds[at] + weight * rows.step[at]).sum()))
-    assert bound_of(rows, classes, held, weight) <= best * (1 + 1e-9)
+            best = min(best, float(seconds.sum()))
+    assert bound_of(rows, classes, held, weight, delayed) <= best * (1 + 1e-9)

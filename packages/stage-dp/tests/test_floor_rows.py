@@ -8,11 +8,13 @@ from alpa_interchange.menu import Affine, KeptFloor, LayerFloor, PricedFloor
 from stage_dp.floor_rows import floor_rows
 
 SAMPLES, COUNT = 4, 8
+NOTHING_KEPT = [(0.0,) * 5]
 
 
 def floor_of(ways, prices, kinds, shares=None):
     """Return the floor of ways [n, 3]: seconds, step seconds, state; with shares of the step
-    seconds beside prices; and of kinds of recomputation [m, 3]: seconds, kept, temporaries."""
+    seconds beside prices; and of kinds of recomputation [m, 5]: seconds, kept, temporaries, more
+    seconds and bytes of a split backward."""
     seconds, step, state = ways.T
     return LayerFloor(
         seconds=Affine(0.0, seconds.min() / SAMPLES),
@@ -31,8 +33,10 @@ def floor_of(ways, prices, kinds, shares=None):
                 seconds=Affine(more),
                 activation_bytes=Affine(0.0, bytes),
                 transient_bytes=Affine(working),
+                split_seconds=Affine(split),
+                delayed_bytes=Affine(waiting),
             )
-            for more, bytes, working in kinds
+            for more, bytes, working, split, waiting in kinds
         ),
     )
 
@@ -44,16 +48,16 @@ def test_no_way_has_a_lower_weighted_sum_than_the_rows_of_its_floor(seed):
     ways = rng.uniform(0, [1, 5, 9], size=(rng.integers(1, 6), 3)).round(int(rng.integers(0, 3)))
     prices = rng.uniform(0, 4, size=rng.integers(0, 5))
     shares = rng.choice([0.0, 0.1, 1.0, 2.0], size=len(prices)).tolist()
-    kinds = np.array([[0.0, 1.0, 0.5], [0.3, 0.2, 0.7]])
+    kinds = np.array([[0.0, 1.0, 0.5, 0.1, 0.2], [0.3, 0.2, 0.7, 0.4, 0.6]])
     rows = floor_rows((floor_of(ways, prices, kinds, shares),), SAMPLES, COUNT)
     every = np.array(
         [
-            (t + more, u, state, SAMPLES * bytes, working)
+            (t + more, u, state, SAMPLES * bytes, *rest)
             for t, u, state in ways
-            for more, bytes, working in kinds
+            for more, bytes, *rest in kinds
         ]
     )
-    for weights in rng.uniform(0, 3, size=(20, 5)) * rng.integers(0, 2, size=(20, 5)):
+    for weights in rng.uniform(0, 3, size=(20, 7)) * rng.integers(0, 2, size=(20, 7)):
         assert (rows @ weights).min() <= (every @ weights).min() * (1 + 1e-9) + 1e-9
 
 
@@ -61,7 +65,7 @@ def test_rows_of_a_floor_keep_what_it_says():
     rng = np.random.default_rng(0)
     ways = rng.uniform(0.1, [1, 5, 9], size=(4, 3))
     prices, shares = (0.0, 0.4, 2.0, 0.0), [1.0, 0.1, 0.1, 0.1]
-    floor = floor_of(ways, prices, [[0.0, 0.0, 0.0]], shares)
+    floor = floor_of(ways, prices, NOTHING_KEPT, shares)
     rows = floor_rows((floor,), SAMPLES, COUNT)
     assert (rows[:, 0] >= floor.seconds.value(SAMPLES) * (1 - 1e-9)).all()
     assert (rows[:, 1] >= floor.step_seconds * (1 - 1e-9)).all()
@@ -73,7 +77,7 @@ def test_rows_of_a_floor_keep_what_it_says():
 def test_prices_at_the_corners_of_the_ways_leave_nothing_out():
     # B t + u of 8, 4 and 2 with 1, 2 and 4 bytes: corners tie at prices 4 and 1.
     ways = np.array([[1.0, 0.0, 1.0], [0.5, 0.0, 2.0], [0.25, 0.0, 4.0]])
-    rows = floor_rows((floor_of(ways, (0.0, 1.0, 4.0, 99.0), [[0.0, 0.0, 0.0]]),), SAMPLES, COUNT)
+    rows = floor_rows((floor_of(ways, (0.0, 1.0, 4.0, 99.0), NOTHING_KEPT),), SAMPLES, COUNT)
     work = COUNT * rows[:, 0] + rows[:, 1]
     for price in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
         best = min(8 * t + price * state for t, _, state in ways)

@@ -51,6 +51,19 @@ def test_floors_lower_the_bound_and_leave_the_plan(seed):
     assert half.lower_bound <= solve_joint(faster).step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.97, 2.0])
+def test_bounds_are_raised_no_further_than_what_is_enough(share, monkeypatch):
+    monkeypatch.setattr(joint_search, "ENUMERATED_LAYERS", 0)
+    for seed in range(4):
+        problem = loosened(random_problem(seed, num_stages=None, use_all_devices=False))
+        plan = solve_joint(problem)
+        enough = share * plan.lower_bound
+        early = solve_joint(problem, enough=enough)
+        assert early.step_seconds == plan.step_seconds
+        assert min(enough, plan.lower_bound) * (1 - 1e-9) <= early.lower_bound
+        assert early.lower_bound <= early.step_seconds
+
+
 def loosened(problem):
     """Return the problem with floors that say nothing yet."""
     meshes = tuple(
@@ -228,13 +241,14 @@ def floors_of_rows(rows, samples, problem):
             backward=Affine(min(map(sum, zip(inputs, weights, strict=True)))),
             step_seconds=min(r.step_seconds for r in rows),
             state_bytes=min(r.state_bytes for r in rows),
-            delayed_bytes=Affine(min(r.delayed_bytes.value(samples) for r in rows)),
             priced=tuple(
                 PricedFloor(price=price, step_seconds=least(price)) for price in (0.0, 0.1, 1.0)
             ),
             kept=(
                 KeptFloor(
-                    activation_bytes=Affine(min(r.activation_bytes.value(samples) for r in rows))
+                    activation_bytes=Affine(min(r.activation_bytes.value(samples) for r in rows)),
+                    split_seconds=Affine(min(r.split_seconds.value(samples) for r in rows)),
+                    delayed_bytes=Affine(min(r.delayed_bytes.value(samples) for r in rows)),
                 ),
             ),
         ),

@@ -51,6 +51,8 @@ def recomputed(problem, plan):
             sum(r.backward_input.value(samples) + r.backward_weight.value(samples) for r in rows)
             + change / 2
         )
+        if plan.schedule == "zero-bubble-h1":
+            backward[-1] += sum(r.split_seconds.value(samples) for r in rows)
         weight.append(sum(r.backward_weight.value(samples) for r in rows))
         tail.append(sum(r.step_seconds for r in rows))
         group = problem.device_groups[menu.submesh.host_group]

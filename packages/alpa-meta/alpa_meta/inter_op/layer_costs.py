@@ -15,8 +15,10 @@ import numpy as np
 from attrs import evolve, frozen
 
 from alpa_interchange import ShardingProblem
-from alpa_meta.inter_op.redone_seconds import RedoneSeconds, least_seconds
-from alpa_meta.inter_op.scope_facts import HELD, Held, Redone, facts_of_scope, redone_of
+from alpa_meta.inter_op.held_bytes import HeldBytes
+from alpa_meta.inter_op.redone_program import delayed_at
+from alpa_meta.inter_op.redone_seconds import RedoneSeconds, SplitSeconds, least_seconds
+from alpa_meta.inter_op.scope_facts import HELD, Redone, facts_of_scope, redone_of
 from alpa_meta.inter_op.stage_selection import StageScope
 from alpa_meta.inter_op.window import Window
 from alpa_meta.intra_op.bucketed_traffic import BucketedTraffic, Group
@@ -40,6 +42,7 @@ class StageCosts:
     forward: np.ndarray
     backward: np.ndarray
     by_weight: np.ndarray  # the part of `backward` that no other layer waits for
+    split: np.ndarray  # more of `backward` where that part is a program of its own
     update: np.ndarray
     state: np.ndarray
     gradients: np.ndarray
@@ -50,14 +53,21 @@ class StageCosts:
     peak: Peak  # of all layers together
 
 
-Gathered = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Of values, on one mesh: nodes, places in a table of fractions, [sizes, values] bytes, layers; and
-the table."""
+@frozen(eq=False)
+class Recomputed:
+    """What layers of one kind of recomputation run once more, make again and keep, and what a
+    split backward keeps besides for its part by weight."""
+
+    redone: Redone
+    made: HeldBytes
+    kept: HeldBytes
+    delayed: HeldBytes
 
 
 class LayerCosts:
     """The costs of a stage's layers on one mesh, under any choice, at its size and at those of
-    `others`; `kinds` are those of recomputation that layers may have.
+    `others`; `kinds` are those of recomputation that layers may have. `splits`: the backward pass
+    may be in two parts.
 
     Equations without a layer count for layer 0. Of a `window`, layers that it left out cost what
     those that stand for them do.
@@ -71,8 +81,9 @@ class LayerCosts:
         window: Window | None = None,
         others: Sequence[StageScope] = (),
         kinds: Sequence[str] = ("none",),
+        splits: bool = False,
     ) -> None:
-        self.kinds = kinds
+        self.kinds, self.splits = kinds, splits
         self.selection, self.num_layers = selection, num_layers
         self.facts = facts_of_scope(scope)
         self._sizes = (self.facts, *map(facts_of_scope, others))
@@ -88,11 +99,13 @@ class LayerCosts:
         self._last: tuple[tuple[int, ...], Mapping[str, float]] | None = None
         self._floors: dict[int, np.ndarray] = {}
         self._least: dict[int, np.ndarray] = {}
-        self._kinds: dict[str, tuple[Redone, Gathered, Gathered]] = {}
+        self._kinds: dict[str, Recomputed] = {}
         self._redone: dict[str, RedoneSeconds] = {}
+        self._split: dict[str, SplitSeconds] = {}
         self._least_more: dict[tuple[str, str, int], np.ndarray] = {}
-        self._bytes = {
-            name: self._gathered([facts.held[name] for facts in self._sizes]) for name in HELD
+        self.held = {
+            name: HeldBytes.of(selection, [facts.held[name] for facts in self._sizes])
+            for name in HELD
         }
 
     def under(self, choice: Sequence[int], kind: str = "none", size: int = 0) -> StageCosts:
@@ -124,20 +137,25 @@ class LayerCosts:
             runs = 1.0 if phase == "update" else self._ratio(size)
             table[PHASES.index(phase)] += runs * more / count
         working = self.working(usage[KINDS.index("temporaries")])
-        held = {name: self._summed(self._bytes[name], choice, size) for name in HELD}
+        held = {name: of.by_layer(choice, size, count) for name, of in self.held.items()}
         if kind != "none":
-            redone, made, kept = self.recomputed(kind)
-            held["activations"] = self._summed(kept, choice, size)
-            working = working + self.alive(redone, self._each(made, choice, size))
+            of_kind = self.recomputed(kind)
+            held["activations"] = of_kind.kept.by_layer(choice, size, count)
+            held["delayed"] = of_kind.delayed.by_layer(choice, size, count)
+            working = working + self.alive(of_kind.redone, of_kind.made.under(choice, size))
         back = self._back
         activations = held["activations"][back]
         if kind == "none" and not facts.scope.eqns.kept:
             activations = activations * _share_held(usage, activations)
         late = np.bincount(facts.layers[facts.delayed], seconds[facts.delayed], count)
+        split = np.zeros(count)
+        if self.splits:
+            split = self._split_seconds(kind).under(choice, size, count)
         return StageCosts(
             table[0][self._forth],
             table[1][back],
             late[back],
+            split[back],
             table[2][back],
             held["state"][back],
             held["gradients"][back],
@@ -154,6 +172,8 @@ class LayerCosts:
             self.seconds_of(kind)
             if kind != "none":
                 self.recomputed(kind)
+            if self.splits:
+                self._split_seconds(kind)
         costs = self.selection.costs.forgotten()
         self.selection = evolve(
             self.selection,
@@ -176,7 +196,7 @@ class LayerCosts:
         found = dict(zip(PHASES, table.reshape(len(PHASES), count, *parts.shape[1:]), strict=True))
         found["by_weight"] = _by_place(facts.layers[late], parts[late], count)
         if kind != "none":
-            again = self.recomputed(kind)[0].equations
+            again = self.recomputed(kind).redone.equations
             found["backward"] = found["backward"] + _by_place(
                 facts.layers[again], parts[again], count
             )
@@ -294,6 +314,13 @@ class LayerCosts:
             self._least_more[key] = found
         return float(self._least_more[key][layer])
 
+    def least_split(self, layer: int, kind: str, size: int = 0) -> float:
+        """Return the seconds per step that a layer takes more at least where its backward pass is
+        in two parts."""
+        if not self.splits:
+            return 0.0
+        return float(self._split_seconds(kind).least(size, self.num_layers)[layer])
+
     @functools.cached_property
     def _least_of_kinds(self) -> EquationSeconds:
         return least_seconds(self.selection, [self._redone_seconds(kind) for kind in self.kinds])
@@ -308,28 +335,14 @@ class LayerCosts:
     ) -> tuple[dict[int, np.ndarray], float]:
         """Return {node: [strategies] bytes} that a layer holds as `names`, and what no node
         decides."""
-        return self.bytes_of([self._bytes[name] for name in names], layer, size)
-
-    def held_bytes(self, name: str) -> Gathered:
-        """Return the values that layers hold as `name`."""
-        return self._bytes[name]
-
-    def bytes_of(
-        self, held: Sequence[Gathered], layer: int, size: int
-    ) -> tuple[dict[int, np.ndarray], float]:
-        """Return {node: [strategies] bytes} of the values of a layer, and what no node decides."""
-        by_node: dict[int, np.ndarray] = {}
+        found: dict[int, np.ndarray] = {}
         rest = 0.0
-        for nodes, places, sizes, layers, fractions in held:
-            for k in np.flatnonzero(layers == layer).tolist():
-                node, start, bytes = int(nodes[k]), int(places[k]), float(sizes[size][k])
-                if start < 0:
-                    rest += bytes
-                    continue
-                count = int(self.selection.problem.num_strategies[node])
-                own = bytes * fractions[start : start + count]
-                by_node[node] = by_node[node] + own if node in by_node else own
-        return by_node, rest
+        for name in names:
+            by_node, more = self.held[name].by_node(layer, size)
+            rest += more
+            for node, own in by_node.items():
+                found[node] = found[node] + own if node in found else own
+        return found, rest
 
     def working(self, temporaries: np.ndarray) -> np.ndarray:
         """Return [equations] the most temporaries while each runs."""
@@ -354,31 +367,6 @@ class LayerCosts:
         changes = np.bincount(begins, sizes, count) - np.bincount(ends + 1, sizes, count)
         alive: np.ndarray = np.cumsum(changes)[:-1]
         return alive
-
-    def _gathered(self, held: Sequence[Held]) -> Gathered:
-        """Return values, the same ones at every size, as they lie on the mesh."""
-        nodes, places, parts = [], [], [np.ones(1)]
-        starts: dict[int, int] = {}
-        length = 1
-        for var in held[0].values:
-            source = self.selection.sources.get(var)
-            if source is None or source.node is None:
-                nodes.append(0)
-                places.append(-1)  # whole, under every choice
-                continue
-            if id(source.specs) not in starts:
-                parts.append(1.0 / self.selection.costs.parts(source.specs))
-                starts[id(source.specs)] = length
-                length += len(source.specs)
-            nodes.append(source.node)
-            places.append(starts[id(source.specs)])
-        return (
-            np.array(nodes, dtype=np.int64),
-            np.array(places, dtype=np.int64),
-            np.array([one.sizes for one in held], dtype=float),
-            np.array(held[0].layers, dtype=np.int64),
-            np.concatenate(parts),
-        )
 
     def _priced(self, choice: tuple[int, ...], size: int) -> tuple[np.ndarray, np.ndarray]:
         """Return [equations] seconds and [kinds, times] bytes, remembered for the last choice."""
@@ -423,38 +411,22 @@ class LayerCosts:
             self._last = choice, self.selection.traffic.extra(choice)
         return self._last[1]
 
-    def _summed(self, gathered: Gathered, choice: Sequence[int], size: int) -> np.ndarray:
-        """Return [layers] bytes of values under a choice."""
-        return np.bincount(gathered[3], self._each(gathered, choice, size), self.num_layers)
-
-    def least_each(self, gathered: Gathered, size: int) -> np.ndarray:
-        """Return [values] the least bytes under any choice."""
-        nodes, places, sizes, _, fractions = gathered
-        counts = np.where(places < 0, 1, self.selection.problem.num_strategies[nodes])
-        starts = np.maximum(places, 0)
-        least = [
-            float(fractions[start : start + count].min())
-            for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
-        ]
-        return np.asarray(sizes[size] * np.array(least))
-
-    def _each(self, gathered: Gathered, choice: Sequence[int], size: int) -> np.ndarray:
-        """Return [values] bytes under a choice."""
-        nodes, places, sizes, _, fractions = gathered
-        chosen = np.array(choice, dtype=np.int64)
-        found: np.ndarray = sizes[size] * fractions[np.where(places < 0, 0, places + chosen[nodes])]
-        return found
-
-    def recomputed(self, kind: str) -> tuple[Redone, Gathered, Gathered]:
-        """Return what a kind of recomputation runs again, what that makes, and what is kept."""
+    def recomputed(self, kind: str) -> Recomputed:
+        """Return what layers run again and hold where they recompute as `kind` says."""
         if kind not in self._kinds:
             redone = redone_of(self.facts, kind)
-            made, kept = (
-                self._gathered([facts.held_at(places) for facts in self._sizes])
-                for places in (redone.made_again, redone.kept)
+            delayed = delayed_at(self.facts, kind)
+            made, kept, waiting = (
+                HeldBytes.of(self.selection, [facts.held_at(places) for facts in self._sizes])
+                for places in (redone.made_again, redone.kept, delayed)
             )
-            self._kinds[kind] = redone, made, kept
+            self._kinds[kind] = Recomputed(redone, made, kept, waiting)
         return self._kinds[kind]
+
+    def _split_seconds(self, kind: str) -> SplitSeconds:
+        if kind not in self._split:
+            self._split[kind] = SplitSeconds(self.selection, self._sizes, kind)
+        return self._split[kind]
 
 
 def _share_held(usage: np.ndarray, activations: np.ndarray) -> float:

@@ -190,13 +190,14 @@ class FloorSource:
             backward=column("backward"),
             step_seconds=least["update"],
             state_bytes=state,
-            delayed_bytes=self._line(functools.partial(self._bytes.delayed, layer)),
             priced=priced,
             kept=tuple(
                 KeptFloor(
                     seconds=Affine(0.0, more),
                     activation_bytes=self._line(functools.partial(self._bytes.kept, layer, kind)),
                     transient_bytes=self._temporaries(layer, kind, samples) if samples else NOTHING,
+                    split_seconds=Affine(0.0, costs.least_split(layer, kind, last) / self.batch),
+                    delayed_bytes=self._line(functools.partial(self._bytes.delayed, layer, kind)),
                 )
                 for kind, more in zip(self.kinds, again, strict=True)
             ),

@@ -23,9 +23,10 @@ from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.mesh_rows import MeshRows, StateSpecs
 from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
-from alpa_meta.options import Options
+from alpa_meta.options import SCHEDULES, Options
 from alpa_meta.pinning import Pin, UnfitPinError
 from cost_model import CostModel
+from stage_dp import SCHEDULE_RULES
 
 # Between the microbatch sizes that problems are built at: a host's devices, mostly. With half and
 # double, LLaMA-8B on 8 H100, 16 layers of 2560 on 8 V100 and 24 of 2048 on 16 H100 get plans within
@@ -82,6 +83,12 @@ class MenuBuilder:
         """The kinds of recomputation that floors tell apart; none: another program may keep
         nothing."""
         return self.derived or (("none",) if len(self.sizes) == 1 else ())
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a schedule may have the backward pass in two parts."""
+        schedules = SCHEDULES if self.options.schedule is None else (self.options.schedule,)
+        return any(SCHEDULE_RULES[name].splits_backward for name in schedules)
 
     def mesh_menu(
         self, submesh: SubmeshSpec, mesh: LogicalMesh, memory: float, share: float

@@ -6,7 +6,6 @@ sum, and the most at any time no less than the most of these sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,8 @@ import numpy as np
 from alpa_meta.intra_op.liveness import KINDS, PHASES
 
 if TYPE_CHECKING:
-    from alpa_meta.inter_op.layer_costs import Gathered, LayerCosts
+    from alpa_meta.inter_op.held_bytes import HeldBytes
+    from alpa_meta.inter_op.layer_costs import LayerCosts
 
 
 class LeastBytes:
@@ -30,13 +30,15 @@ class LeastBytes:
         costs = self.costs
         if kind == "none" and not costs.facts.scope.eqns.kept:
             return float(self._alive(size)[layer])
-        held = costs.held_bytes("activations") if kind == "none" else costs.recomputed(kind)[2]
-        return self._least([held], layer, size)
+        held = costs.held["activations"] if kind == "none" else costs.recomputed(kind).kept
+        return self._least(held, layer, size)
 
-    def delayed(self, layer: int, size: int = 0) -> float:
+    def delayed(self, layer: int, kind: str, size: int = 0) -> float:
         """Return the least bytes that a microbatch keeps of a layer besides while its backward by
         weight waits."""
-        return self._least([self.costs.held_bytes("delayed")], layer, size)
+        costs = self.costs
+        held = costs.held["delayed"] if kind == "none" else costs.recomputed(kind).delayed
+        return self._least(held, layer, size)
 
     def transient(self, layer: int, kind: str, size: int = 0) -> float:
         """Return the least temporaries of a layer at the time of most, of its passes."""
@@ -44,8 +46,8 @@ class LeastBytes:
             self._transient[kind, size] = self._most_temporaries(kind, size)
         return float(self._transient[kind, size][layer])
 
-    def _least(self, held: Sequence[Gathered], layer: int, size: int) -> float:
-        by_node, rest = self.costs.bytes_of(held, layer, size)
+    def _least(self, held: HeldBytes, layer: int, size: int) -> float:
+        by_node, rest = held.by_node(layer, size)
         return rest + sum(float(one.min()) for one in by_node.values())
 
     def _most_temporaries(self, kind: str, size: int) -> np.ndarray:
@@ -54,8 +56,8 @@ class LeastBytes:
         usage = costs.selection.memory.least_usage(size)
         working = costs.working(usage[KINDS.index("temporaries")])
         if kind != "none":
-            redone, made, _ = costs.recomputed(kind)
-            working = working + costs.alive(redone, costs.least_each(made, size))
+            of_kind = costs.recomputed(kind)
+            working = working + costs.alive(of_kind.redone, of_kind.made.least(size))
         found = np.zeros(costs.num_layers)
         passes = facts.phases != PHASES.index("update")
         np.maximum.at(found, facts.layers[passes], working[passes])

@@ -93,6 +93,7 @@ class MeshProblem:
             outlook.window,
             scopes[1:],
             builder.kept or ("none",),
+            apart and builder.splits_backward,
         )
 
     @property
@@ -315,6 +316,7 @@ class MeshRows:
                 step_seconds=float(costs[0].update[layer] + totals * costs[0].forward[layer]),
                 state_bytes=float(costs[0].state[layer] + costs[0].gradients[layer]),
                 activation_bytes=line.affine("activations"),
+                split_seconds=line.affine("split"),
                 delayed_bytes=line.affine("delayed"),
                 transient_bytes=line.affine("transient"),
                 batch_split=split,
@@ -481,6 +483,7 @@ def _values(row: LayerRow, *sizes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return seconds and bytes at microbatches of these sizes."""
     backward = [row.backward_input.value(s) + row.backward_weight.value(s) for s in sizes]
     seconds = [*(row.forward.value(s) for s in sizes), *backward, row.step_seconds]
+    seconds += [row.split_seconds.value(s) for s in sizes]
     lines = (row.activation_bytes, row.delayed_bytes, row.transient_bytes)
     bytes = [line.value(s) for line in lines for s in sizes]
     return np.array(seconds), np.array([row.state_bytes, *bytes])

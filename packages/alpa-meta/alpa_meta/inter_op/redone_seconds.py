@@ -8,92 +8,19 @@ a tenth less than of one that keeps them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from attrs import evolve, frozen
 
-from alpa_meta.compat import JaxprEqn, Literal, Var
-from alpa_meta.inter_op.recomputation import clones_of_layers
+from alpa_meta.inter_op.redone_program import redone_traffic
 from alpa_meta.inter_op.scope_facts import ScopeFacts, redone_of
-from alpa_meta.intra_op.equation_seconds import EquationSeconds, Priced
+from alpa_meta.intra_op.equation_seconds import EquationSeconds, Priced, PricedPairs
 from alpa_meta.intra_op.fused_traffic import Bytes, fused_traffic
 from alpa_meta.intra_op.operator_seconds import compute_seconds
-from alpa_meta.intra_op.other_sizes import OtherSizes, others_of
+from alpa_meta.intra_op.other_sizes import others_of
 from alpa_meta.intra_op.selection import Selection
-from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.operators import sharding_rule
 from alpa_meta.operators.regions import is_region
-
-
-@frozen(eq=False)
-class RedoneTraffic:
-    """The bytes that equations move through memory, by position, where layers recompute."""
-
-    first: Mapping[int, Bytes]
-    again: Mapping[int, Bytes]
-
-
-@functools.lru_cache(maxsize=64)  # scopes compare by identity, and are on many meshes
-def redone_traffic(
-    facts: ScopeFacts, kind: str, others: tuple[StageEqns, ...], platform: str, attends: bool
-) -> RedoneTraffic:
-    """Return what equations move where all layers recompute as `kind` says."""
-    stage = facts.scope.eqns
-    clones = clones_of_layers(stage.eqns, stage.phases, facts.scope.layers, kind)
-    twins = others_of(stage, others)
-    eqns: list[JaxprEqn] = []
-    phases: list[str] = []
-    first: dict[int, JaxprEqn] = {}
-    again: dict[int, JaxprEqn] = {}
-    for k, (eqn, phase, layer) in enumerate(
-        zip(stage.eqns, stage.phases, facts.scope.layers, strict=True)
-    ):
-        own = None
-        if phase == "backward" and layer is not None:
-            own = clones.get(layer)
-        found = [] if own is None else own.before(eqn)
-        first[k] = eqn if own is None else own.reading(eqn)
-        eqns += [*found, first[k]]
-        phases += [phase] * (1 + len(found))
-    values = dict(twins.values)
-    for one in clones.values():
-        again |= one.clones
-        values |= {new: twins.values[old] for old, new in one.renamed if old in twins.values}
-    pairs = [(eqn, stage.eqns[k]) for some in (first, again) for k, eqn in some.items()]
-    theirs = {id(eqn): twins.eqns[id(old)] for eqn, old in pairs if id(old) in twins.eqns}
-    for body in (one for one in twins.eqns if one not in theirs):  # of regions
-        theirs[body] = twins.eqns[body]
-    here = evolve(
-        stage,
-        eqns=eqns,
-        phases=phases,
-        keys=(None,) * len(eqns),
-        kept=_read_later(eqns, phases) if stage.kept else frozenset(),
-    )
-    moved = fused_traffic(here, OtherSizes(theirs, values), platform, attends)
-    return RedoneTraffic(
-        {k: moved[id(eqn)] for k, eqn in first.items() if id(eqn) in moved},
-        {k: moved[id(eqn)] for k, eqn in again.items() if id(eqn) in moved},
-    )
-
-
-def _read_later(eqns: Sequence[JaxprEqn], phases: Sequence[str]) -> frozenset[Var]:
-    """Return the forward results that the backward pass reads."""
-    made = {
-        var
-        for eqn, phase in zip(eqns, phases, strict=True)
-        if phase == "forward"
-        for var in eqn.outvars
-    }
-    return frozenset(
-        atom
-        for eqn, phase in zip(eqns, phases, strict=True)
-        if phase == "backward"
-        for atom in eqn.invars
-        if not isinstance(atom, Literal) and atom in made
-    )
 
 
 class RedoneSeconds:
@@ -125,6 +52,46 @@ class RedoneSeconds:
         entries = [(position, node, priced) for (position, node, _), priced in firsts]
         entries += [(count + position, node, priced) for position, node, priced in self.once_more]
         self.seconds = selection.seconds.with_again(entries, redone)
+
+
+class SplitSeconds:
+    """Seconds per step that a stage's layers take more where their backward pass is in two parts,
+    and they recompute as one `kind` says: what one part makes for the other is in memory."""
+
+    def __init__(self, selection: Selection, sizes: Sequence[ScopeFacts], kind: str) -> None:
+        facts, costs = sizes[0], selection.costs
+        others = tuple(one.scope.eqns for one in sizes[1:])
+        whole, parts = (
+            redone_traffic(facts, kind, others, costs.platform, costs.attends, split)
+            for split in (False, True)
+        )
+        moving = _Moving(selection, sizes)
+        self._layers: list[int] = []
+        self._entries: list[tuple[int, int, Priced]] = []
+        for position, node, priced in selection.seconds.costs:
+            for before, after in ((whole.first, parts.first), (whole.again, parts.again)):
+                if before.get(position) != after.get(position):
+                    of_both = (moving.seconds(position, priced, one) for one in (after, before))
+                    more = tuple(a - b for a, b in zip(*of_both, strict=True))
+                    self._layers.append(int(facts.layers[position]))
+                    self._entries.append((node, node, more))
+        self._pairs = PricedPairs(1 + len(others), self._entries)
+
+    def under(self, choice: Sequence[int], size: int, num_layers: int) -> np.ndarray:
+        """Return [layers] seconds under a choice."""
+        more = np.bincount(self._layers, self._pairs.under(choice, size), num_layers)
+        return np.asarray(np.maximum(more, 0.0))
+
+    def least(self, size: int, num_layers: int) -> np.ndarray:
+        """Return [layers] seconds under the best choice."""
+        by_node: dict[tuple[int, int], np.ndarray] = {}
+        for layer, (node, _, more) in zip(self._layers, self._entries, strict=True):
+            at = layer, node
+            by_node[at] = by_node[at] + more[size] if at in by_node else more[size]
+        found = np.zeros(num_layers)
+        for (layer, _), seconds in by_node.items():
+            found[layer] += seconds.min()
+        return np.maximum(found, 0.0)
 
 
 class _Moving:

@@ -35,7 +35,7 @@ class RowLine:
 
     def affine(self, what: str) -> Affine:
         """Return a quantity of one microbatch, as a line without negative parts."""
-        per_step = what in ("forward", "backward", "by_weight")
+        per_step = what in ("forward", "backward", "by_weight", "split")
         here, there = (
             float(getattr(costs, what)[self.layer]) / (sized.count if per_step else 1)
             for sized, costs in zip(self.sizes, self.costs, strict=True)

@@ -15,6 +15,7 @@ from attrs import evolve
 
 from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop
 from alpa_meta.inter_op.staging import Staging
+from alpa_meta.operators.elementwise import is_barrier
 
 
 def by_weight(
@@ -65,7 +66,29 @@ def kept_for_weights(
     return frozenset(made & read)
 
 
+def past_barriers(eqns: Sequence[JaxprEqn], delayed: Collection[int]) -> tuple[JaxprEqn, ...]:
+    """Return equations whose `delayed` ones read what barriers of others were given, not a copy.
+
+    Layers that recompute read from behind a barrier what they were given, which is there in any
+    case; a program of its own needs no barrier between it and the forward pass.
+    """
+    given: dict[Any, Any] = {
+        new: old
+        for k, eqn in enumerate(eqns)
+        if is_barrier(eqn) and k not in delayed
+        for old, new in zip(eqn.invars, eqn.outvars, strict=True)
+        if not isinstance(old, Literal)
+    }
+
+    def reading(eqn: JaxprEqn) -> JaxprEqn:
+        atoms = [a if isinstance(a, Literal) else given.get(a, a) for a in eqn.invars]
+        same = all(new is old for new, old in zip(atoms, eqn.invars, strict=True))
+        return eqn if same else eqn.replace(invars=atoms)
+
+    return tuple(reading(eqn) if k in delayed else eqn for k, eqn in enumerate(eqns))
+
+
 def with_split_backward(staging: Staging) -> Staging:
     """Return the staging with the backward pass of each stage in two parts."""
     delayed = by_weight(staging.eqns, staging.phases, staging.stages)
-    return evolve(staging, by_weight=delayed)
+    return evolve(staging, eqns=past_barriers(staging.eqns, delayed), by_weight=delayed)

@@ -48,6 +48,14 @@ _Support = Mapping[Var, float]
 def fused_traffic(
     stage: StageEqns, others: OtherSizes, platform: str = "gpu", attends: bool = False
 ) -> Mapping[int, Bytes]:
+    """Return the bytes of each operator of a stage and of its bodies, by the equation's id,
+    remembered."""
+    return traffic_of(stage, others, platform, attends)
+
+
+def traffic_of(
+    stage: StageEqns, others: OtherSizes, platform: str, attends: bool
+) -> Mapping[int, Bytes]:
     """Return the bytes of each operator of a stage and of its bodies, by the equation's id."""
     leaving = {*stage.kept, *stage.delayed, *stage.sent, *(new for new, _ in stage.carried)}
     if stage.num_microbatches > 1:

@@ -2,14 +2,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attrs import evolve
 
 from alpa_interchange import LogicalMesh, MeshAxis
 from alpa_meta import Options
 from alpa_meta.inter_op.layer_costs import LayerCosts
 from alpa_meta.inter_op.least_bytes import LeastBytes
+from alpa_meta.inter_op.split_backward import with_split_backward
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
+from alpa_meta.operators.elementwise import is_barrier
 from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
@@ -38,7 +41,7 @@ def _step(weights, batch):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
-def _costs(kind, mesh=MESH):
+def _costs(kind, mesh=MESH, split=False):
     of = {
         "in": (3, HEADS, WIDTH, WIDTH // HEADS),
         "out": (HEADS, WIDTH // HEADS, WIDTH),
@@ -49,11 +52,16 @@ def _costs(kind, mesh=MESH):
     batch = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.float32)
     program = Step(_step, ([layer] * LAYERS, batch)).program(2)
     outlook, _ = outlook_of(program, Options(num_layers=LAYERS, recompute=kind), MODEL.cluster)
-    scope = stage_scope(program, outlook.staging, 0, 1, apart=True)
+    staging = outlook.staging
+    if split:
+        layers = tuple(layer or 0 for layer in staging.layers)  # as if each were a stage
+        staging = with_split_backward(evolve(staging, stages=layers))
+        staging = evolve(staging, stages=(0,) * len(layers))
+    scope = stage_scope(program, staging, 0, 1, apart=True)
     selection = build(scope.eqns, MeshCosts(mesh, MODEL), "one mesh")
     choice = (0,) * selection.problem.num_nodes
     kinds = ("none", "selective", "full")
-    return LayerCosts(scope, selection, outlook.num_layers, kinds=kinds), choice
+    return LayerCosts(scope, selection, outlook.num_layers, kinds=kinds, splits=not split), choice
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
@@ -65,6 +73,21 @@ def test_layers_that_recompute_take_what_their_own_program_does(kind):
     np.testing.assert_allclose(derived.forward, exact.forward, rtol=1e-9)
     np.testing.assert_allclose(derived.backward, exact.backward, rtol=1e-9)
     assert (derived.forward < plain.forward).all()  # scores are not written for later
+
+
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_a_backward_in_two_parts_takes_and_keeps_what_its_own_program_does(kind):
+    costs, choice = _costs("none")
+    derived = costs.under(choice, kind)
+    own, its_choice = _costs(kind, split=True)
+    exact = own.under(its_choice)
+    np.testing.assert_allclose(derived.backward + derived.split, exact.backward, rtol=1e-9)
+    np.testing.assert_allclose(derived.delayed, exact.delayed, rtol=1e-9)
+    stage = own.facts.scope.eqns  # what layers were given is there in any case, not as a copy
+    copies = {var for eqn in stage.eqns if is_barrier(eqn) for var in eqn.outvars}
+    assert stage.delayed and copies.isdisjoint(stage.delayed)
+    for layer in range(1, LAYERS):  # all of the first layer's backward is by weight
+        assert 0 <= costs.least_split(layer, kind) <= derived.split[layer] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
@@ -98,7 +121,7 @@ def test_no_choice_holds_or_works_with_less_than_the_least_bytes(seed):
         for layer in range(LAYERS):
             assert 0 < least.transient(layer, kind) <= taken.transient[layer]
             assert least.kept(layer, kind) <= taken.activations[layer]
-            assert least.delayed(layer) <= taken.delayed[layer]
+            assert least.delayed(layer, kind) <= taken.delayed[layer]
 
 
 def test_floors_are_the_same_when_choices_are_forgotten():
