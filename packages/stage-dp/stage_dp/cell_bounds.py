@@ -97,13 +97,15 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
     seconds = figures[FORWARD] + figures[BACKWARD]
     weight = np.where(np.isfinite(seconds), figures[WEIGHT], 0.0)
     parts = (figures[FORWARD], seconds - weight, figures[BACKWARD])
+    split, delayed = _least_split(table, meshes, classes, shape)
     return RowArrays(
         seconds,
         figures[STEP],
         figures[STATE],
         figures[ACTIVATION],
         figures[TRANSIENT],
-        *_least_split(table, meshes, classes, shape),
+        split,
+        delayed,
         np.stack([part.min(axis=2) for part in parts], axis=2),
         np.array([table.memory[m] for m in meshes]),
         change,
@@ -154,13 +156,25 @@ def floor_arrays(
                 padded[:, j, i, : len(found)] = found.T
             continue
         own = (rows.seconds, rows.step, rows.state, rows.activation, rows.transient)
-        own = (*own, rows.split, rows.delayed)
-        for figure, column in zip(padded, own, strict=True):
+        for figure, column in zip(padded, (*own, rows.split, rows.delayed), strict=True):
             figure[j, :, : shape[2]] = column[j]
         for key, matrix in rows.change.items():
             change[key][j, : shape[2], : shape[2]] = matrix[j]
     change = {key: matrix for key, matrix in change.items() if matrix.any()}
-    return RowArrays(*padded, parts, rows.memory, change, rows.classes)
+    seconds, step, state, activation, transient, split, delayed = padded
+    return RowArrays(
+        seconds,
+        step,
+        state,
+        activation,
+        transient,
+        split,
+        delayed,
+        parts,
+        rows.memory,
+        change,
+        rows.classes,
+    )
 
 
 def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array]:
