@@ -229,8 +229,8 @@ class LayerCosts:
         once a step where stages divide the layers are left out.
 
         `part`: "all" of it, "light_step" with a share of the update, "seconds" of its microbatches,
-        without the update, whose nodes it has all the same, or of these "forward_and_input", with
-        what other layers wait for of the backward, or "backward".
+        without the update, whose nodes it has all the same, or of these "forward",
+        "forward_and_input", with what other layers wait for of the backward, or "backward".
         """
         facts = self.facts
         forward, update = (facts.phases == PHASES.index(name) for name in ("forward", "update"))
@@ -239,6 +239,8 @@ class LayerCosts:
         shares = np.where(update, {"light_step": LIGHT_STEP, "seconds": 0.0}.get(part, 1.0), 1.0)
         if part == "forward_and_input":
             found = found & ~update & ~facts.delayed
+        elif part == "forward":
+            found = found & forward
         elif part == "backward":
             found = found & ~forward & ~update
         of = self.seconds_of(kind)
