@@ -133,7 +133,10 @@ def undisturbed(plan):
 
 def surviving(tmp_path, program=step, **settings):
     options = alpa.RayOptions(
-        cpus_per_actor=2.0, step_timeout=120.0, replace_timeout=settings.pop("room", 60.0)
+        cpus_per_actor=2.0,
+        step_timeout=120.0,
+        replace_timeout=settings.pop("room", 60.0),
+        environment=settings.pop("environment", {}),
     )
     return alpa.parallelize(
         program, runtime=options, checkpoints=tmp_path / "saved", checkpoint_every=3, **settings
@@ -188,6 +191,57 @@ def test_killed_and_stopped_workers_are_replaced_and_the_run_is_as_undisturbed(
     assert_equal(far.gather(state), expected)
     far.close()
     assert alpa.read_checkpoint(tmp_path / "saved").step == 6
+
+
+STALLING = """
+import os
+from resharding.socket_link import SocketLink
+
+post = SocketLink.post
+
+def post_unless_told(self, peer, header, payload=None):
+    try:
+        os.unlink(os.environ["STALLS"] + self.name)  # one offer is kept back, and no other
+    except FileNotFoundError:
+        post(self, peer, header, payload)
+
+SocketLink.post = post_unless_told
+"""
+
+
+@pytest.mark.fault(
+    "transfer stalled: a peer that is alive but does not send",
+    "found within 10 s, named with the tensor, the instruction and both ends, then as above",
+)
+def test_a_peer_that_answers_but_does_not_send_is_named_and_the_run_goes_on(
+    nodes, plan, undisturbed, tmp_path, record_property
+):
+    (tmp_path / "sitecustomize.py").write_text(STALLING)
+    told = f"{tmp_path}/stalls "
+    far = surviving(tmp_path, plan=plan, environment={"PYTHONPATH": str(tmp_path), "STALLS": told})
+    state, losses = far.init(make, jax.random.key(0), batch=BATCH), []
+    named = (
+        r"the transfer of step \d+: .* from mesh 0 to mesh 1, message \d+ is stalled: "
+        r"mesh 1 host 0 is at mesh 1, instruction \d+ \(receive .*of .* from mesh 0\), and "
+        r"nothing has come for \d\.\d s from mesh 0 host 0, which has it ready"
+    )
+    for number in range(STEPS):
+        if number == 4:
+            far.supervisor.wait()
+            (tmp_path / "stalls mesh 0 host 0").touch()
+            begun = time.monotonic()
+            with pytest.warns(alpa.WorkersReplaced, match=f"{named}.*step-00000003 with 1 steps"):
+                state, found = far(state, batch(number))
+            seconds = time.monotonic() - begun
+            record_property("transfer stalled: a peer that is alive but does not send", seconds)
+        else:
+            state, found = far(state, batch(number))
+        losses.append(float(found["loss"]))
+    assert far.supervisor.num_recoveries == 1
+    expected, expected_losses = undisturbed
+    assert losses == expected_losses
+    assert_equal(far.gather(state), expected)
+    far.close()
 
 
 @pytest.mark.fault(

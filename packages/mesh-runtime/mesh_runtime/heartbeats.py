@@ -1,27 +1,33 @@
 """Which worker is alive, and what each is doing: asked beside the work, in a thread of its own.
 
 A worker that is stopped, or whose node hangs, answers nothing, while those that wait for it answer
-and say so. So the one that failed is told from those that only suffer.
+and say so. So the one that failed is told from those that only suffer. Where both ends of a
+transfer answer, and one has had it ready for as long as nothing of it came to the other, who waits,
+the transfer is stalled: a run that takes long is told from that by its message not being ready.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from attrs import define, field, frozen
 
 from alpa_interchange.schedule import Instruction
 from mesh_runtime.order import describe
+from mesh_runtime.transfers import Receiving, Sending
 
 
 @frozen(kw_only=True)
 class Progress:
     """What a worker is doing: an instruction of a step, or nothing (`position` is -1).
 
-    `peer` is the worker whose message it waits for, if it does; `seconds` since it began to.
-    `busy` says whether it is doing what it was called for.
+    `peers` are the workers it waits for, if it does; `seconds` since it began to, and `quiet` in
+    which nothing came of the `message` that they owe it. `offered` are the messages that others
+    could take here, and the seconds since one last did. `busy` says whether it is doing what it was
+    called for.
     """
 
     mesh: int
@@ -30,15 +36,30 @@ class Progress:
     position: int = -1
     instruction: str = ""
     microbatch: int | None = None
-    peer: str = ""
+    peers: tuple[str, ...] = ()
     seconds: float = 0.0
+    message: str = ""
+    quiet: float = 0.0
+    offered: Mapping[str, float] = field(factory=dict)
     busy: bool = False
 
     def __str__(self) -> str:
         if self.position < 0:
             return "is idle"
         what = f"is at {self.instruction} of step {self.step}"
-        return f"{what}, waiting for {self.peer} for {self.seconds:.1f} s" if self.peer else what
+        names = ", ".join(self.peers)
+        return f"{what}, waiting for {names} for {self.seconds:.1f} s" if names else what
+
+
+@frozen
+class _Wait:
+    """The transfer that a worker waits for, of which instruction, since when; `message` is owed."""
+
+    position: int
+    instruction: Instruction
+    transfer: Sending | Receiving
+    message: str
+    since: float
 
 
 @define
@@ -47,26 +68,49 @@ class Doing:
 
     mesh: int
     host: int
-    _now: tuple[int, int, Instruction | None, str, float] = (0, -1, None, "", 0.0)
+    _now: tuple[int, int, Instruction | None] = (0, -1, None)
+    _wait: _Wait | None = None
+    _sent: list[tuple[str, Sending]] = field(factory=list)
 
     def at(self, step: int, position: int, instruction: Instruction) -> None:
         """Note the instruction that begins."""
-        self._now = (step, position, instruction, "", 0.0)
+        self._now = (step, position, instruction)
 
-    def waiting(self, peer: str) -> None:
-        """Note that a message of `peer` is waited for; "": it is there."""
-        step, position, instruction, _, _ = self._now
-        self._now = (step, position, instruction, peer, time.monotonic() if peer else 0.0)
+    @contextmanager
+    def waiting(
+        self,
+        position: int,
+        instruction: Instruction,
+        transfer: Sending | Receiving,
+        message: str = "",
+    ) -> Iterator[None]:
+        """Note, meanwhile, that the transfer of an instruction is waited for, of a message that a
+        peer owes if one is named."""
+        self._wait = _Wait(position, instruction, transfer, message, time.monotonic())
+        yield
+        self._wait = None
+
+    def sent(self, message: str, sending: Sending) -> None:
+        """Note a message that was given to the transport."""
+        self._sent.append((message, sending))
 
     def nothing(self) -> None:
         """Note that no step is running."""
-        self._now = (0, -1, None, "", 0.0)
+        self._now, self._wait, self._sent = (0, -1, None), None, []
 
     def progress(self) -> Progress:
         """Return what is being done."""
-        step, position, instruction, peer, since = self._now
+        (step, position, instruction), wait = self._now, self._wait
         if instruction is None:
             return Progress(mesh=self.mesh, host=self.host)
+        peers: tuple[str, ...] = ()
+        message, quiet, seconds = "", 0.0, 0.0
+        if wait is not None:
+            position, instruction, message = wait.position, wait.instruction, wait.message
+            peers, quiet = wait.transfer.awaited()
+            peers = peers or (f"mesh {instruction.peer}",)
+            seconds = time.monotonic() - wait.since
+        offered = {key: one.awaited() for key, one in list(self._sent)}
         return Progress(
             mesh=self.mesh,
             host=self.host,
@@ -74,8 +118,11 @@ class Doing:
             position=position,
             instruction=describe(self.mesh, position, instruction),
             microbatch=instruction.microbatch,
-            peer=peer,
-            seconds=time.monotonic() - since if peer else 0.0,
+            peers=peers,
+            seconds=seconds,
+            message=message,
+            quiet=quiet,
+            offered={key: since for key, (takers, since) in offered.items() if takers},
         )
 
 
@@ -137,11 +184,36 @@ class Heartbeats:
         now = time.monotonic()
         return [name for name in self.names if now - self._heard[name] > self.timeout]
 
+    def stalled(self) -> str:
+        """Return which transfer has not moved for too long and between whom, for an error; "" if
+        none. It is found within `timeout`, as answers are an interval apart."""
+        patience = max(self.timeout - self.interval, self.timeout / 2)
+        for name, found in self.last.items():
+            if not found.message or found.quiet <= patience:
+                continue
+            for peer in found.peers:
+                other = self.last.get(peer)
+                if other is not None and _has_ready(other, name, found.message) > patience:
+                    return (
+                        f"the transfer of {found.message} is stalled: {name} is at "
+                        f"{found.instruction}, and nothing has come for {found.quiet:.1f} s from "
+                        f"{peer}, which has it ready"
+                    )
+        return ""
+
     def culprits(self, pending: Sequence[str]) -> list[str]:
         """Return, of workers that are not done, those that wait for no other; all if all wait."""
-        waiting = [name for name in pending if name in self.last and self.last[name].peer]
+        waiting = [name for name in pending if name in self.last and self.last[name].peers]
         return [name for name in pending if name not in waiting] or list(pending)
 
     def described(self, names: Sequence[str]) -> str:
         """Return what workers said last, for an error."""
         return "; ".join(f"{name} {self.last[name]}" for name in names if name in self.last)
+
+
+def _has_ready(found: Progress, receiver: str, message: str) -> float:
+    """Return for how many seconds a worker has had a message ready, its own or one that it passes
+    on: then each end waits for the other."""
+    if found.message == message and receiver in found.peers:
+        return found.quiet
+    return found.offered.get(message, 0.0)

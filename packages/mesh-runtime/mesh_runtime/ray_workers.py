@@ -397,6 +397,8 @@ class RayWorkers:
                 self._fail(_timed_out(what, silent, after, heartbeats))
             for reference in done:
                 if heartbeats.answered(reference, self.ray.get):
+                    if stalled := heartbeats.stalled():
+                        self._fail(WorkerError(f"{what}: {stalled}"))
                     continue
                 worker = pending.pop(reference)
                 try:

@@ -25,6 +25,11 @@ Moves: TypeAlias = dict[tuple[str, int, int], ReshardingPlan]
 """The plan of every value that goes from one mesh to another: (value, from, to)."""
 
 
+Awaited: TypeAlias = tuple[tuple[str, ...], float]
+"""The workers that a transfer waits for, and for how many seconds nothing of it has moved; none
+where it waits for none, or the transport does not know."""
+
+
 class Sending(Protocol):
     """A send under way."""
 
@@ -36,12 +41,21 @@ class Sending(Protocol):
         """Wait until all peers have what they need."""
         ...
 
+    def awaited(self) -> Awaited:
+        """Return the workers that have yet to take what is there, from any thread."""
+        ...
+
 
 class Receiving(Protocol):
     """A receive under way."""
 
     def result(self, timeout: float) -> Mapping[int, NDArray[np.uint8]]:
         """Wait for the tile of every target device here, as bytes."""
+        ...
+
+    def awaited(self) -> Awaited:
+        """Return the workers that have yet to send, where somebody waits for it, from any
+        thread."""
         ...
 
     def cancel(self) -> None:

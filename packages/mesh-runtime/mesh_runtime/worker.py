@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from attrs import define, field, frozen
 from jax.sharding import NamedSharding
 
 from alpa_interchange.document import from_json
@@ -32,11 +31,10 @@ from mesh_runtime.layout import HostTiles, Layout, Tiles, array_of
 from mesh_runtime.order import describe, value_name
 from mesh_runtime.pacing import Pace
 from mesh_runtime.pieces import box_of
+from mesh_runtime.running_step import Arriving, Departing, Loaded, RunningStep
 from mesh_runtime.runtime import StepError
 from mesh_runtime.task_programs import (
-    IssuedRuns,
     LoadedProgram,
-    TaskProgram,
     call,
     task_programs,
 )
@@ -60,48 +58,6 @@ from mesh_runtime.worker_types import (
 )
 
 _SAVED = 8  # folders written of which the answer is kept, as it may be asked for again
-
-
-@define
-class _Loaded:
-    """A program ready to run."""
-
-    program: WorkerProgram
-    instructions: tuple[Instruction, ...]
-    tasks: dict[str, TaskProgram]
-    moves: Moves = field(factory=dict)
-
-
-@define
-class _Step:
-    """The buffers of a running step, and what is under way."""
-
-    loaded: _Loaded
-    number: int
-    recorder: Recorder
-    held: dict[str, Any] = field(factory=dict)  # jax arrays, HostTiles, or _Arriving
-    sending: list[_Departing] = field(factory=list)
-    arriving: dict[tuple[int, str], _Arriving] = field(factory=dict)  # by position and buffer
-    issued: IssuedRuns = field(factory=IssuedRuns)
-    sent: dict[int, int] = field(factory=dict)  # messages so far, per peer mesh
-
-
-@frozen
-class _Arriving:
-    """A received buffer whose bytes have not been looked at yet."""
-
-    receiving: Receiving
-    peer: int
-    position: int
-
-
-@frozen
-class _Departing:
-    """A buffer on its way to another mesh."""
-
-    name: str
-    position: int
-    sending: Sending
 
 
 class MeshWorker:
@@ -143,7 +99,7 @@ class MeshWorker:
         self.most_held = 0  # buffers at a time, in the last step
         self._arrays: dict[int, jax.Array] = {}
         self._saving: dict[str, Future[FileSums]] = {}
-        self._loaded: dict[str, _Loaded] = {}
+        self._loaded: dict[str, Loaded] = {}
         self._made: dict[ExportedProgram, LoadedProgram] = {}
         self._shardings: dict[Layout, NamedSharding] = {}
         self._readers: dict[int, RowReader] = {}
@@ -166,7 +122,7 @@ class MeshWorker:
                 types[name] = types_of(task, self._grid)
             except Exception as error:
                 raise StepError(f"task {name!r} cannot be compiled: {error}") from error
-        self._loaded[program.plan] = _Loaded(program, instructions, tasks)
+        self._loaded[program.plan] = Loaded(program, instructions, tasks)
         return types
 
     def gpu_obstacle(self) -> str:
@@ -223,7 +179,7 @@ class MeshWorker:
         self.release(step.released)
         recorder, origin = Recorder(step.trace, self.mesh + 1), time.time()
         self.most_held = 0
-        state = _Step(loaded, step.number, recorder)
+        state = RunningStep(loaded, step.number, recorder)
         state.held = {name: self._array(number) for name, number in step.bound.items()}
         given = (*step.placed.items(), *zip(step.shared, shared, strict=True))
         for name, share in (*given, *self._read(loaded, step.reads)):
@@ -237,7 +193,7 @@ class MeshWorker:
             }
             kept = {number: self._value(state, name) for name, number in step.kept.items()}
             for each in state.sending:
-                self._waiting(state, each.position, each.sending.result)
+                self._result(state, each.position, each.sending)
             jax.block_until_ready(list(kept.values()))  # a step that returns was done
             self.release([k for k in step.bound.values() if self._arrays[k].is_deleted()])
             self._arrays.update(kept)
@@ -303,7 +259,7 @@ class MeshWorker:
         if self.transport is not None:
             self.transport.close()
 
-    def _program(self, plan: str) -> _Loaded:
+    def _program(self, plan: str) -> Loaded:
         if plan not in self._loaded:
             known = ", ".join(self._loaded) or "none"
             raise StepError(
@@ -318,7 +274,7 @@ class MeshWorker:
         return self._arrays[number]
 
     def _read(
-        self, loaded: _Loaded, reads: Mapping[str, HostRead]
+        self, loaded: Loaded, reads: Mapping[str, HostRead]
     ) -> Iterator[tuple[str, HostTiles]]:
         """Yield what this host reads of its batch, by name."""
         sources: dict[int, dict[str, HostRead]] = {}
@@ -342,11 +298,11 @@ class MeshWorker:
             self._shardings[layout] = layout.sharding(self.devices)
         return self._shardings[layout]
 
-    def _place(self, loaded: _Loaded, name: str, share: HostTiles) -> jax.Array:
+    def _place(self, loaded: Loaded, name: str, share: HostTiles) -> jax.Array:
         sharding = self._sharding(loaded.program.layouts[value_name(name)])
         return array_of(share.shape, sharding, dict(share.tiles))
 
-    def _execute(self, state: _Step, position: int, instruction: Instruction) -> None:
+    def _execute(self, state: RunningStep, position: int, instruction: Instruction) -> None:
         recorder = state.recorder
         start = recorder.now()
         self.doing.at(state.number, position, instruction)
@@ -375,30 +331,37 @@ class MeshWorker:
         else:
             for name in instruction.inputs:
                 arriving = state.held.pop(name)
-                if isinstance(arriving, _Arriving):
+                if isinstance(arriving, Arriving):
                     self._receive(state, name, arriving)
         self.most_held = max(self.most_held, len(state.held))
         if recorder.mode != "none":
             recorder.record(self.mesh, instruction, start, read, written)
 
-    def _value(self, state: _Step, name: str) -> jax.Array:
+    def _value(self, state: RunningStep, name: str) -> jax.Array:
         """Return a buffer, waiting for it if it has just been received; what came with the step is
         placed when it is first read, so that the first run does not wait for the last input."""
         value = state.held[name]
-        if isinstance(value, _Arriving):
+        if isinstance(value, Arriving):
             value = state.held[name] = self._receive(state, name, value)
         elif isinstance(value, HostTiles):
             value = state.held[name] = self._place(state.loaded, name, value)
         found: jax.Array = value
         return found
 
-    def _await_sends(self, state: _Step, name: str) -> None:
+    def _await_sends(self, state: RunningStep, name: str) -> None:
         """Wait until the transport has a buffer that is about to be overwritten."""
         for each in state.sending:
             if each.name == name:
-                self._waiting(state, each.position, each.sending.taken)
+                self._waited(state, each.position, each.sending.taken)
 
-    def _waiting(self, state: _Step, position: int, wait: Callable[[float], Any]) -> Any:
+    def _result(
+        self, state: RunningStep, position: int, transfer: Sending | Receiving, message: str = ""
+    ) -> Any:
+        """Return what a transfer ends with, noting that it is waited for, and for which message."""
+        with self.doing.waiting(position, state.loaded.instructions[position], transfer, message):
+            return self._waited(state, position, transfer.result)
+
+    def _waited(self, state: RunningStep, position: int, wait: Callable[[float], Any]) -> Any:
         """Return what the transport is waited for; its errors name the instruction."""
         try:
             return wait(state.loaded.program.timeout)
@@ -406,10 +369,10 @@ class MeshWorker:
             where = describe(self.mesh, position, state.loaded.instructions[position])
             raise StepError(f"{where} on host {self.host} failed: {error}") from error
 
-    def _key(self, state: _Step, source: int, target: int, count: int, name: str) -> str:
+    def _key(self, state: RunningStep, source: int, target: int, count: int, name: str) -> str:
         return f"step {state.number}: {name} from mesh {source} to mesh {target}, message {count}"
 
-    def _post_receives(self, state: _Step) -> None:
+    def _post_receives(self, state: RunningStep) -> None:
         counts: Counter[int] = Counter()
         program = state.loaded.program
         for position, instruction in enumerate(state.loaded.instructions):
@@ -421,9 +384,9 @@ class MeshWorker:
                 counts[peer] += 1
                 move = self._move(state, name, peer, self.mesh)
                 receiving = self._transport().receive(key, move, program.plan)
-                state.arriving[position, name] = _Arriving(receiving, peer, position)
+                state.arriving[position, name] = Arriving(receiving, peer, position, key)
 
-    def _send(self, state: _Step, position: int, name: str, array: jax.Array) -> None:
+    def _send(self, state: RunningStep, position: int, name: str, array: jax.Array) -> None:
         """Hand this host's tiles of `array` to the transport."""
         peer = state.loaded.instructions[position].peer
         assert peer is not None
@@ -436,9 +399,10 @@ class MeshWorker:
         ready = (lambda: tiles) if self.gpus.transport else lambda: jax.block_until_ready(tiles)
         key = self._key(state, self.mesh, peer, count, name)
         sending = self._transport().send(key, move, ready, state.loaded.program.plan)
-        state.sending.append(_Departing(name, position, sending))
+        self.doing.sent(key, sending)
+        state.sending.append(Departing(name, position, sending))
 
-    def _move(self, state: _Step, name: str, source: int, target: int) -> ReshardingPlan:
+    def _move(self, state: RunningStep, name: str, source: int, target: int) -> ReshardingPlan:
         found = state.loaded.moves.get((value_name(name), source, target))
         if found is None:
             raise StepError(
@@ -463,13 +427,10 @@ class MeshWorker:
         moved: jax.Array = jax.jit(lambda one: one, out_shardings=wanted)(array)
         return moved
 
-    def _receive(self, state: _Step, name: str, arriving: _Arriving) -> jax.Array:
+    def _receive(self, state: RunningStep, name: str, arriving: Arriving) -> jax.Array:
         """Return an array put together from the tiles that arrived; the trace has the waiting."""
         start = state.recorder.now()
-        hosts = range(self.meshes[arriving.peer].num_hosts)
-        self.doing.waiting(", ".join(worker_name(arriving.peer, host) for host in hosts))
-        tiles = self._waiting(state, arriving.position, arriving.receiving.result)
-        self.doing.waiting("")
+        tiles = self._result(state, arriving.position, arriving.receiving, arriving.key)
         tensor = self._move(state, name, arriving.peer, self.mesh).task.tensor
         dtype = jax.numpy.dtype(tensor.dtype)
         sharding = self._sharding(state.loaded.program.layouts[value_name(name)])

@@ -21,6 +21,7 @@ from resharding.nccl_transport import (
     NcclSending,
     NcclTransport,
 )
+from resharding.transport import Awaited
 
 AHEAD = 2
 """Receives of a pair of meshes that NCCL has been given and nobody has used yet: while one is
@@ -133,6 +134,10 @@ class GpuReceiving:
     def result(self, timeout: float) -> Mapping[int, Any]:
         """Return the tile of every target device here; programs that read them wait by events."""
         return self._owner.use(self).result(timeout)
+
+    def awaited(self) -> Awaited:
+        """Return nobody: as in `NcclSending`."""
+        return (), 0.0
 
     def cancel(self) -> None:
         """Give up, unless it has been used: then its memory is the user's."""

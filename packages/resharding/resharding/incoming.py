@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,8 +17,10 @@ from resharding.receive_memory import LEAST_SHARED, ReceiveMemory
 from resharding.regions import Bytes, Region, Runs, buffer_of, region_of
 from resharding.routes import Part
 from resharding.slices import Box
-from resharding.transport import TransportError
+from resharding.transport import Awaited, TransportError
 
+_LEAST_RATE = 10e6
+"""Bytes/s of a slow network: where a message has a whole box, nothing is heard of it meanwhile."""
 _READ_BYTES = 16 << 20
 """What one thread reads of another process at a time: 4 ms, so two threads end nearly together."""
 
@@ -37,7 +40,7 @@ class HostReceiving:
         self.missing = {number: sender for number, (sender, _) in part.received.items()}
         self.passing = {number: to for number, (_, to) in part.received.items() if to}
         self.waiting: dict[int, Callable[[], None]] = {}  # what fetches a box, once it may
-        self.wanted = False
+        self.wanted = 0.0  # since when somebody waits for it
         self.error: Exception | None = None
 
     def blocked(self, number: int) -> bool:
@@ -47,6 +50,10 @@ class HostReceiving:
     def result(self, timeout: float) -> Mapping[int, Bytes]:
         """Wait for the tile of every target device of this process, as bytes."""
         return self._owner.finish(self, timeout)
+
+    def awaited(self) -> Awaited:
+        """Return the peers that have yet to send or to fetch what is passed on."""
+        return self._owner.awaited(self)
 
     def cancel(self) -> None:
         """Give up."""
@@ -109,6 +116,7 @@ class Incoming:
         self._outgoing: Outgoing
         self._memory = ReceiveMemory()
         self._posted: dict[str, HostReceiving] = {}  # in order
+        self._moved: dict[str, float] = {}  # when something last came from a peer
         self._offers: dict[str, list[tuple[str, dict[str, Any], Bytes]]] = {}
         self._pullers: dict[str, ThreadPoolExecutor] = {}
         # What peers write into: kept until they say that they have, also if nobody wants it any
@@ -132,7 +140,7 @@ class Incoming:
     def finish(self, receiving: HostReceiving, timeout: float) -> Mapping[int, Bytes]:
         """Return what a receive made, once it is complete and passed on."""
         with self._changed:
-            receiving.wanted = True
+            receiving.wanted = time.monotonic()
         self._advance()
         with self._changed:
             self._changed.wait_for(lambda: self._over(receiving), timeout)
@@ -145,6 +153,20 @@ class Incoming:
             device: (receiving.tiles or {})[box] for device, box in receiving.part.target.items()
         }
 
+    def awaited(self, receiving: HostReceiving) -> Awaited:
+        """Return whom a receive waits for, and for how long nothing has come from them, also of
+        other receives, which may go before."""
+        with self._changed:
+            if not receiving.wanted:
+                return (), 0.0
+            waits = receiving.missing or receiving.passing
+            peers = tuple(dict.fromkeys(waits.values()))
+            moved = max([receiving.wanted, *(self._moved.get(peer, 0.0) for peer in peers)])
+        quiet = time.monotonic() - moved
+        if self._link.most_inline is None:
+            quiet = max(0.0, quiet - receiving.nbytes / _LEAST_RATE)
+        return peers, quiet
+
     def drop(self, receiving: HostReceiving) -> None:
         """Forget a receive that nobody wants any more."""
         self._end(receiving, TransportError(f"{self._name} gave up {receiving.key}"))
@@ -152,6 +174,7 @@ class Incoming:
     def arrived(self, sender: str, header: dict[str, Any], payload: Bytes) -> None:
         """Take in an offer; it waits for its receive to be started."""
         with self._changed:
+            self._moved[sender] = time.monotonic()
             receiving = self._posted.get(header["key"])
             if receiving is None or receiving.tiles is None:
                 self._offers.setdefault(header["key"], []).append((sender, header, payload))
@@ -444,6 +467,7 @@ class Incoming:
             return
         try:
             action()
+            self._moved[fetch.sender] = time.monotonic()
         except Exception as error:
             reason = str(error) or type(error).__name__
             gone = self._shared.gone

@@ -29,7 +29,7 @@ from resharding.device_order import Order, join_order
 from resharding.hops import Hop, steps_of
 from resharding.nccl_library import NcclRanks, Operation
 from resharding.slices import Box, device_tiles
-from resharding.transport import TransportError
+from resharding.transport import Awaited, TransportError
 
 _LOOK = 0.001  # seconds between looks at events while somebody waits for them
 
@@ -123,6 +123,10 @@ class NcclSending:
     def __init__(self, owner: NcclTransport, key: str, posted: _Posted) -> None:
         self._owner, self._key, self._posted = owner, key, posted
 
+    def awaited(self) -> Awaited:
+        """Return nobody: NCCL does not tell how far it is, and its transfers have their timeout."""
+        return (), 0.0
+
     def taken(self, timeout: float) -> None:
         """Return when the arrays may be given away: their memory is kept from then on."""
         self._owner.wait(self._key, lambda: self._posted.flight is not None, self._posted, timeout)
@@ -147,6 +151,10 @@ class NcclReceiving:
         """Return the tile of every target device here; programs that read them wait by events."""
         self._owner.wait(self._key, lambda: self._posted.flight is not None, self._posted, timeout)
         return self._posted.made
+
+    def awaited(self) -> Awaited:
+        """Return nobody: as in `NcclSending`."""
+        return (), 0.0
 
     def cancel(self) -> None:
         """Give up the pair of meshes: a receive that NCCL has been given cannot be taken back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from attrs import define, field
 from resharding.regions import Bytes, Region, buffer_of, region_of
 from resharding.routes import Part
 from resharding.slices import Box
-from resharding.transport import Link, Tiles, TransportError
+from resharding.transport import Awaited, Link, Tiles, TransportError
 
 CHUNK_BYTES = 4 << 20
 """What one request fetches over a connection: at 1 GB/s 4 ms, beside which a round trip is little,
@@ -54,6 +55,7 @@ class HostSending:
         self.go_on: Callable[[], None] = lambda: None  # offers those that may be sent now
         self._name, self._key = name, key
         self._taken = False
+        self._moved = 0.0  # when something of it last happened
         self._error: Exception | None = None
         self._changed = threading.Condition()
 
@@ -65,10 +67,17 @@ class HostSending:
         """Wait until all peers have what they need."""
         self._wait(lambda: self._taken and not self.waits_for, timeout)
 
+    def awaited(self) -> Awaited:
+        """Return the peers that have yet to fetch what is there."""
+        with self._changed:
+            if not self._taken:
+                return (), 0.0
+            return tuple(dict.fromkeys(self.waits_for.values())), time.monotonic() - self._moved
+
     def note_taken(self) -> None:
         """The tiles are in the transport's hands."""
         with self._changed:
-            self._taken = True
+            self._taken, self._moved = True, time.monotonic()
             self._changed.notify_all()
 
     def note_done(self, numbers: list[int]) -> bool:
@@ -76,6 +85,7 @@ class HostSending:
         with self._changed:
             for number in numbers:
                 self.waits_for.pop(number, None)
+            self._moved = time.monotonic()
             self._changed.notify_all()
             return not self.waits_for
 

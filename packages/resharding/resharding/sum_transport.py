@@ -27,7 +27,7 @@ from resharding.coverage import check_plan
 from resharding.outgoing import CHUNK_BYTES
 from resharding.slices import Box, all_tiles, split_box
 from resharding.sums import split_plan
-from resharding.transport import Receiving, Sending, Tiles, TransportError
+from resharding.transport import Awaited, Receiving, Sending, Tiles, TransportError
 
 _PATIENCE = 600.0
 """Seconds that a run waits for the one before it; a peer that goes away is noticed at once."""
@@ -135,6 +135,10 @@ class SumSending:
         for sending in (*self._hops, self._moving):
             if sending is not None:
                 sending.result(max(0.0, deadline - time.monotonic()))
+
+    def awaited(self) -> Awaited:
+        """Return the peers that have yet to fetch the sum."""
+        return ((), 0.0) if self._moving is None else self._moving.awaited()
 
     def _wait(self, over: Callable[[], bool], timeout: float) -> None:
         with self._changed:

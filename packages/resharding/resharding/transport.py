@@ -20,6 +20,11 @@ Tiles: TypeAlias = Callable[[], Mapping[int, NDArray[Any]]]
 are while something refers to them; it is called once, in a thread of the transport."""
 
 
+Awaited: TypeAlias = tuple[tuple[str, ...], float]
+"""The peers that a transfer waits for, and for how many seconds nothing of it has moved; no peers
+where it waits for none, or the transport does not know."""
+
+
 class TransportError(RuntimeError):
     """A transfer did not end; the message names the tensor (the key) and the peers."""
 
@@ -35,6 +40,10 @@ class Sending(Protocol):
         """Wait until all peers have what they need."""
         ...
 
+    def awaited(self) -> Awaited:
+        """Return the peers that have yet to take what is there, from any thread."""
+        ...
+
 
 class Receiving(Protocol):
     """A receive under way."""
@@ -44,6 +53,10 @@ class Receiving(Protocol):
 
         Devices with the same tile share the memory, which nobody else writes to.
         """
+        ...
+
+    def awaited(self) -> Awaited:
+        """Return the peers that have yet to send, where somebody waits for it, from any thread."""
         ...
 
     def cancel(self) -> None:
