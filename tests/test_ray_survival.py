@@ -199,11 +199,11 @@ from resharding.socket_link import SocketLink
 
 post = SocketLink.post
 
-def post_unless_told(self, peer, header, payload=None):
+def post_unless_told(self, *given, **when):
     try:
         os.unlink(os.environ["STALLS"] + self.name)  # one offer is kept back, and no other
     except FileNotFoundError:
-        post(self, peer, header, payload)
+        post(self, *given, **when)
 
 SocketLink.post = post_unless_told
 """

@@ -50,14 +50,23 @@ class ObjectStoreLink:
             self._last[sender] = number
             self._arrived(sender, header, payload)
 
-    def post(self, peer: str, header: dict[str, Any], payload: Bytes | None = None) -> None:
-        """Send a message behind the earlier ones to `peer`; a thread does that."""
+    def post(
+        self,
+        peer: str,
+        header: dict[str, Any],
+        payload: Bytes | None = None,
+        later: bool = False,
+    ) -> None:
+        """Send a message behind the earlier ones to `peer`; a thread does that at once."""
         if peer not in self._peers:
             raise RuntimeError(f"{self.name} knows no peer {peer!r}")
         if peer not in self._threads:
             self._threads[peer] = ThreadPoolExecutor(max_workers=1)
         if not self._closed:
             self._threads[peer].submit(self._call, peer, header, payload)
+
+    def flush(self) -> None:
+        """Do nothing: no message is kept."""
 
     def lanes(self, peer: str) -> int:
         """Return 1: one thread unpacks what arrives."""

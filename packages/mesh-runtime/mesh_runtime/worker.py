@@ -396,7 +396,7 @@ class MeshWorker:
         array = self._as_planned(array, move)
         tiles = {self._number_of[shard.device]: shard.data for shard in array.addressable_shards}
         # Elsewhere than on GPUs whoever touches what failed, instead of waiting for it, aborts.
-        ready = (lambda: tiles) if self.gpus.transport else lambda: jax.block_until_ready(tiles)
+        ready = (lambda: tiles) if self.gpus.transport else lambda: _computed(tiles)
         key = self._key(state, self.mesh, peer, count, name)
         sending = self._transport().send(key, move, ready, state.loaded.program.plan)
         self.doing.sent(key, sending)
@@ -458,3 +458,10 @@ class MeshWorker:
             for shard in array.addressable_shards
             if shard.replica_id == 0
         ]
+
+
+def _computed(tiles: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Return tiles when they are there."""
+    for tile in tiles.values():
+        tile.block_until_ready()
+    return tiles

@@ -232,6 +232,9 @@ class Incoming:
                     for number, peer in receiving.passing.items():
                         self._outgoing.withdraw(receiving.key, peer, number, str(error))
                 self._changed.notify_all()
+            last = not self._posted
+        if last:
+            self._link.flush()  # nothing else is to come, nor perhaps to be sent
         self._advance()
 
     def _over(self, receiving: HostReceiving) -> bool:
@@ -297,7 +300,7 @@ class Incoming:
             self._fail(receiving, f"{sender} offers boxes {fetch.numbers}, which it has not")
             return
         if header.get("inline"):
-            self._submit(fetch, lambda: self._unpack(fetch, payload))
+            self._submit(fetch, lambda: self._unpack(fetch, payload), at_once=True)
             return
         asked = []
         with self._changed:
@@ -368,6 +371,7 @@ class Incoming:
             memory = self._memory.lend(region.nbytes)
             region = buffer_of(memory, receiving.part.boxes[number], receiving.width)
         size, take_part = self._way(fetch, number, region, place)
+        near = place is not None and self._link.reads(sender) and region.nbytes < LEAST_SHARED
         begins = range(0, region.nbytes, size)
         left = [len(begins)]
 
@@ -380,7 +384,7 @@ class Incoming:
                 self._complete(fetch, number, region)
 
         for begin in begins:
-            self._submit(fetch, functools.partial(take_one, begin))
+            self._submit(fetch, functools.partial(take_one, begin), at_once=near)
 
     def _way(
         self, fetch: _Fetch, number: int, region: Region, place: Any
@@ -450,12 +454,17 @@ class Incoming:
             self._outgoing.fetched(self._name, key, numbers, 0)
             return
         header = {"kind": "fetched", "key": key, "numbers": numbers, "inline": fetch.inline}
-        self._link.post(fetch.sender, header)
+        self._link.post(fetch.sender, header, later=not fetch.receiving.part.ordered)
 
-    def _submit(self, fetch: _Fetch, action: Callable[[], None]) -> None:
+    def _submit(self, fetch: _Fetch, action: Callable[[], None], at_once: bool = False) -> None:
+        """Have a thread do a part of a fetch; what takes less than waking one is done `at_once`."""
         with self._changed:
             if self._shared.closed:
                 return
+        if at_once:
+            self._guarded(fetch, action)
+            return
+        with self._changed:
             if fetch.sender not in self._pullers:
                 lanes = 1 if fetch.sender == self._name else self._link.lanes(fetch.sender)
                 self._pullers[fetch.sender] = ThreadPoolExecutor(lanes)

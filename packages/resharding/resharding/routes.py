@@ -34,7 +34,7 @@ class Part:
 
     Box k is sent to `sent[k]`, or received from and passed on to `received[k]` (from whom, to whom
     or ""). What a process has itself it sends to itself. Box k waits until the boxes `waits[k]` are
-    sent, or received, here.
+    sent, or received, here; `ordered` says whether any waits anywhere.
     """
 
     boxes: tuple[Box, ...]
@@ -43,6 +43,7 @@ class Part:
     sent: Mapping[int, str]
     received: Mapping[int, tuple[str, str]]
     waits: Mapping[int, tuple[int, ...]]
+    ordered: bool = False
 
     @property
     def senders(self) -> tuple[str, ...]:
@@ -162,7 +163,8 @@ def part_of(name: str, plan: ReshardingPlan, owner_of: Mapping[int, str]) -> Par
     for box in dict.fromkeys(one for one in common if one is not None):
         sent[len(boxes)], received[len(boxes)] = name, (name, "")
         boxes.append(box)
-    return Part(tuple(boxes), source, target, sent, received, waits)
+    ordered = any(route.after for route in routes)
+    return Part(tuple(boxes), source, target, sent, received, waits, ordered)
 
 
 def _chains(plan: ReshardingPlan) -> Iterator[tuple[int, Box, Sequence[int]]]:

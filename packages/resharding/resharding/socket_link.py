@@ -8,18 +8,18 @@ other's random number) before anything else is read. A message is
     header       UTF-8 JSON object
     payload      raw bytes
 
-Every peer has a sending thread. A fetch is a message over a connection of its own, answered by the
-bytes asked for. Where the operating system lets a process map files of another, or read its memory
-(process_vm_readv), that is done instead.
+A message that the connection does not take at once is left to a thread. A fetch is a message over a
+connection of its own, answered by the bytes asked for. Where the operating system lets a process
+map files of another, or read its memory (process_vm_readv), that is done instead.
 """
 
 from __future__ import annotations
 
+import functools
 import hmac
 import json
 import mmap
 import os
-import queue
 import secrets
 import socket
 import struct
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
+from resharding.outbox import Outbox
 from resharding.regions import Bytes, Region, Runs, read, readable
 from resharding.transport import Arrived, Lost, Supply, TransportError
 
@@ -87,7 +88,7 @@ class SocketLink:
         self._reads: dict[str, bool] = {}
         self._shares: dict[str, bool] = {}
         self._mapped: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
-        self._posts: dict[str, queue.SimpleQueue[Any]] = {}
+        self._posts: dict[str, Outbox] = {}
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
@@ -135,15 +136,28 @@ class SocketLink:
         self._reads.clear()
         self._shares.clear()
 
-    def post(self, peer: str, header: dict[str, Any], payload: Bytes | None = None) -> None:
-        """Send a message behind the earlier ones; a thread does that."""
+    def post(
+        self,
+        peer: str,
+        header: dict[str, Any],
+        payload: Bytes | None = None,
+        later: bool = False,
+    ) -> None:
+        """Send a message behind the earlier ones; one that may go `later` goes with the next."""
         if peer not in self._peers:
             raise TransportError(f"{self.name} knows no peer {peer!r}")
         with self._lock:
             if peer not in self._posts:
-                self._posts[peer] = queue.SimpleQueue()
-                threading.Thread(target=self._send, args=(peer,), daemon=True).start()
-            self._posts[peer].put((header, payload))
+                self._posts[peer] = Outbox(
+                    functools.partial(self._connect_messages, peer),
+                    functools.partial(self._lose, peer),
+                )
+        self._posts[peer].post(_head(header, payload), payload, later)
+
+    def flush(self) -> None:
+        """Send what may go later."""
+        for outbox in list(self._posts.values()):
+            outbox.flush()
 
     def lanes(self, peer: str) -> int:
         """Return how many fetches from a peer pay off at a time."""
@@ -209,7 +223,7 @@ class SocketLink:
             kept[peer] = self._connect(peer, "fetch")
         opened = kept[peer]
         try:
-            _write(opened, header)
+            opened.sendall(_head(header))
             there, length, total = _ANSWER.unpack(_exactly(opened, _ANSWER.size))
             if not there:
                 raise TransportError(bytes(_exactly(opened, min(length, 1 << 16))).decode())
@@ -229,8 +243,8 @@ class SocketLink:
     def close(self) -> None:
         """Stop; the others learn of it."""
         self._closed = True
-        for waiting in self._posts.values():
-            waiting.put(None)
+        for outbox in self._posts.values():
+            outbox.close()
         with self._lock:  # closed twice at a time, the file might be another one by then
             opened, self._open = list(self._open), set()
             probe, self._probe_file = self._probe_file, -1
@@ -359,18 +373,11 @@ class SocketLink:
             for view in views:
                 opened.sendall(view)
 
-    def _send(self, peer: str) -> None:
-        """Send the messages for one peer, in order."""
-        opened: socket.socket | None = None
-        while (message := self._posts[peer].get()) is not None:
-            try:
-                if opened is None:
-                    opened = self._connect(peer, "messages")
-                    threading.Thread(target=self._watch, args=(peer, opened), daemon=True).start()
-                _write(opened, *message)
-            except OSError as error:
-                self._lose(peer, error)
-                return
+    def _connect_messages(self, peer: str) -> socket.socket:
+        """Return a connection for messages to a peer, whose end is noticed."""
+        opened = self._connect(peer, "messages")
+        threading.Thread(target=self._watch, args=(peer, opened), daemon=True).start()
+        return opened
 
     def _watch(self, peer: str, opened: socket.socket) -> None:
         """Notice that a peer, which never writes here, has gone."""
@@ -395,11 +402,10 @@ def new_token() -> bytes:
     return secrets.token_bytes(TOKEN_BYTES)
 
 
-def _write(opened: socket.socket, header: dict[str, Any], payload: Bytes | None = None) -> None:
+def _head(header: dict[str, Any], payload: Bytes | None = None) -> bytes:
+    """Return a message up to its payload."""
     text = json.dumps(header).encode()
-    opened.sendall(_LENGTHS.pack(len(text), 0 if payload is None else payload.nbytes) + text)
-    if payload is not None:
-        opened.sendall(payload.data)
+    return _LENGTHS.pack(len(text), 0 if payload is None else payload.nbytes) + text
 
 
 def _exactly(opened: socket.socket, size: int) -> bytearray:

@@ -110,8 +110,19 @@ class Link(Protocol):
         """Learn the addresses of the others."""
         ...
 
-    def post(self, peer: str, header: dict[str, Any], payload: Bytes | None = None) -> None:
-        """Send a message behind the earlier ones, without waiting for it; `lost` tells failures."""
+    def post(
+        self,
+        peer: str,
+        header: dict[str, Any],
+        payload: Bytes | None = None,
+        later: bool = False,
+    ) -> None:
+        """Send a message behind the earlier ones, without waiting for it; `lost` tells failures.
+        One that may go `later` may be kept for a moment, to go with the next one."""
+        ...
+
+    def flush(self) -> None:
+        """Send what may go later."""
         ...
 
     def lanes(self, peer: str) -> int:

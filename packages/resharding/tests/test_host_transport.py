@@ -84,10 +84,10 @@ def test_a_transfer_starts_when_those_it_comes_after_are_done(
     seen = []
     post, complete = SocketLink.post, incoming.Incoming._complete
 
-    def note_offer(self, peer, header, payload=None):
+    def note_offer(self, peer, header, *rest, **when):
         if header["kind"] == "offer":
             seen.extend(("offered", number) for number in header["numbers"])
-        post(self, peer, header, payload)
+        post(self, peer, header, *rest, **when)
 
     def note_end(self, fetch, number, region):
         seen.append(("done", number))
@@ -290,10 +290,10 @@ def test_a_box_that_changes_on_the_way_is_found_by_its_checksum(pair, monkeypatc
             written.append(found)
         return found
 
-    def posted(self, peer, header, payload=None):
+    def posted(self, peer, header, *rest, **when):
         if header["kind"] == "written":
             written[0].fill(1)
-        post(self, peer, header, payload)
+        post(self, peer, header, *rest, **when)
 
     monkeypatch.setattr(SocketLink, way, spoiled)
     monkeypatch.setattr(SocketLink, "post", posted)
