@@ -10,7 +10,13 @@ from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.order import ScheduleOrder
 
 
-def check_outputs(order: ScheduleOrder, outputs: Sequence[str], carry: Mapping[str, str]) -> None:
+def check_outputs(
+    order: ScheduleOrder,
+    outputs: Sequence[str],
+    carry: Mapping[str, str],
+    joined: Mapping[str, int],
+    num_microbatches: int,
+) -> None:
     """Refuse outputs and carried buffers that no mesh holds after a step."""
     remaining = {name for names in order.remaining for name in names}
     inputs = {name for names in order.inputs for name in names}
@@ -18,6 +24,12 @@ def check_outputs(order: ScheduleOrder, outputs: Sequence[str], carry: Mapping[s
         if name not in remaining:
             raise ValueError(
                 f"output {name!r} is on no mesh after the step; it is never written, or it is freed"
+            )
+    for name in joined:
+        parts = set(parts_of(name, num_microbatches))
+        if not any(parts <= set(names) for names in order.remaining):
+            raise ValueError(
+                f"joined output {name!r}: no mesh holds {', '.join(sorted(parts))} after the step"
             )
     for source, target in carry.items():
         if source not in remaining:
@@ -32,6 +44,11 @@ def check_outputs(order: ScheduleOrder, outputs: Sequence[str], carry: Mapping[s
     doubled = sorted({t for t in carry.values() if list(carry.values()).count(t) > 1})
     if doubled:
         raise ValueError(f"carry gives two outputs to the inputs {doubled}; each takes one")
+
+
+def parts_of(name: str, num_microbatches: int) -> list[str]:
+    """Return the buffers of a value of which every microbatch makes a part."""
+    return [f"{name}@{k}" for k in range(num_microbatches)]
 
 
 def with_carries(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from attrs import field, frozen
 from jax.sharding import Mesh, NamedSharding, Sharding
 
@@ -24,7 +25,7 @@ from mesh_runtime.boundary import (
     layout_on,
     listing,
 )
-from mesh_runtime.carry import check_outputs, with_carries
+from mesh_runtime.carry import check_outputs, parts_of, with_carries
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.order import ScheduleOrder, check_schedule, describe, value_name
 from mesh_runtime.pacing import Pace
@@ -53,6 +54,7 @@ class _Loaded:
     shardings: tuple[dict[str, NamedSharding], ...] = field(repr=False)
     outputs: tuple[str, ...]
     carry: dict[str, str]
+    joined: dict[str, int]
 
 
 class InProcessRuntime:
@@ -94,6 +96,7 @@ class InProcessRuntime:
         *,
         outputs: Iterable[str] = (),
         carry: Mapping[str, str] | None = None,
+        joined: Mapping[str, int] | None = None,
     ) -> None:
         """Check and install a schedule; see `Runtime.load`. Resident buffers stay."""
         if len(schedule.programs) != len(self.meshes):
@@ -106,9 +109,9 @@ class InProcessRuntime:
                 f"shardings must have one mapping per mesh ({len(self.meshes)}), got "
                 f"{len(shardings)}"
             )
-        outputs, carry = tuple(outputs), dict(carry or {})
+        outputs, carry, joined = tuple(outputs), dict(carry or {}), dict(joined or {})
         order = check_schedule(schedule)
-        check_outputs(order, outputs, carry)
+        check_outputs(order, outputs, carry, joined, schedule.num_microbatches)
         check_tasks(schedule.programs, executables)
         schedule = with_carries(schedule, order, carry)
         order = check_schedule(schedule)
@@ -128,6 +131,7 @@ class InProcessRuntime:
             shardings=placed,
             outputs=outputs,
             carry=carry,
+            joined=joined,
         )
 
     def init(
@@ -271,7 +275,12 @@ class InProcessRuntime:
         return received
 
     def _collect(self, loaded: _Loaded, buffers: list[Buffers]) -> dict[str, Any]:
-        return {name: _holder(buffers, name)[name] for name in loaded.outputs}
+        made: dict[str, Any] = {name: _holder(buffers, name)[name] for name in loaded.outputs}
+        for name, dim in loaded.joined.items():
+            parts = parts_of(name, loaded.schedule.num_microbatches)
+            held = _holder(buffers, *parts)
+            made[name] = jnp.concatenate([held[part] for part in parts], axis=dim)
+        return made
 
     def _keep_resident(
         self, loaded: _Loaded, buffers: list[Buffers], batch_names: set[str]
@@ -295,5 +304,5 @@ class InProcessRuntime:
         self._resident = kept
 
 
-def _holder(buffers: Sequence[Buffers], name: str) -> Buffers:
-    return next(held for held in buffers if name in held)
+def _holder(buffers: Sequence[Buffers], *names: str) -> Buffers:
+    return next(held for held in buffers if all(name in held for name in names))

@@ -114,7 +114,7 @@ def array_of(
     return made
 
 
-def joined(tiles: Tiles) -> NDArray[Any]:
+def whole_of(tiles: Tiles) -> NDArray[Any]:
     """Return the array that `tiles` cut up."""
     first, array = tiles[0]
     shape = tuple(max(box[dim][1] for box, _ in tiles) for dim in range(len(first)))

@@ -6,9 +6,10 @@ import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from alpa_interchange.schedule import Instruction, PipelineSchedule
+from mesh_runtime.carry import parts_of
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.layout import Layout
 from mesh_runtime.order import ScheduleOrder, value_name
@@ -30,6 +31,7 @@ class LoadedPlan:
     types: tuple[Mapping[str, ArrayType], ...]
     outputs: tuple[str, ...]
     carry: Mapping[str, str]
+    joined: Mapping[str, int]
     overwritten: frozenset[str]  # inputs that a program donates
     written: frozenset[str]  # buffers that a run or a receive writes
 
@@ -51,6 +53,22 @@ class LoadedPlan:
         if name in self.carry:
             return self.readers(self.carry[name])
         return self.order.holders[name][:1]
+
+    @functools.cached_property
+    def joined_on(self) -> Mapping[str, int]:
+        """The mesh that holds what every microbatch made of each joined output."""
+        count, kept = self.schedule.num_microbatches, self.order.remaining
+        wanted = {name: set(parts_of(name, count)) for name in self.joined}
+        return {
+            name: next(mesh for mesh, names in enumerate(kept) if parts <= set(names))
+            for name, parts in wanted.items()
+        }
+
+    def type_of_joined(self, name: str) -> ArrayType:
+        """Return the type of a joined output, laid out as its parts are."""
+        part, dim = self.type_of(self.joined_on[name], name), self.joined[name]
+        size = part.shape[dim] * self.schedule.num_microbatches
+        return evolve(part, shape=(*part.shape[:dim], size, *part.shape[dim + 1 :]))
 
     def remains(self, name: str) -> bool:
         """Return whether an input is still on all its meshes after the step."""

@@ -20,7 +20,7 @@ from alpa_interchange.schedule import PipelineSchedule
 from mesh_runtime.boundary import complete_layouts, destinations, listing
 from mesh_runtime.carry import check_outputs, with_carries
 from mesh_runtime.exported import ExportedProgram
-from mesh_runtime.layout import Layout, Tiles, joined, plain_spec
+from mesh_runtime.layout import Layout, Tiles, plain_spec, whole_of
 from mesh_runtime.loaded_plan import LoadedPlan, plan_hash, value_types
 from mesh_runtime.order import check_schedule, value_name
 from mesh_runtime.ray_placement import RayMesh
@@ -81,6 +81,7 @@ class RayRuntime:
         *,
         outputs: Iterable[str] = (),
         carry: Mapping[str, str] | None = None,
+        joined: Mapping[str, int] | None = None,
     ) -> None:
         """Check a schedule, ship it with its exported programs and compile them there."""
         self.workers.check_open()
@@ -95,9 +96,9 @@ class RayRuntime:
                 )
         exported = _all_exported(executables)
         self._check_handed_in(schedule)
-        outputs, carry = tuple(outputs), dict(carry or {})
+        outputs, carry, joined = tuple(outputs), dict(carry or {}), dict(joined or {})
         order = check_schedule(schedule)
-        check_outputs(order, outputs, carry)
+        check_outputs(order, outputs, carry, joined, schedule.num_microbatches)
         check_tasks(schedule.programs, executables)
         schedule = with_carries(schedule, order, carry)
         order = check_schedule(schedule)
@@ -130,6 +131,7 @@ class RayRuntime:
             types=tuple(value_types(program, tasks) for program in schedule.programs),
             outputs=outputs,
             carry=carry,
+            joined=joined,
             overwritten=frozenset(
                 name
                 for each in instructions
@@ -232,6 +234,11 @@ class RayRuntime:
                 placed=placed,
                 kept=keeping[mesh],
                 returned=tuple(name for name in returned if mesh == loaded.holders(name)[0]),
+                stacked={
+                    name: loaded.schedule.num_microbatches
+                    for name, holder in loaded.joined_on.items()
+                    if mesh == holder
+                },
                 reads=inputs.reads[mesh],
                 released=released,
                 trace=self.trace_mode,
@@ -245,7 +252,7 @@ class RayRuntime:
         made = self._outputs(loaded, kept, returned, results)
         self._keep_resident(loaded, resident, made)
         self._trace = self._events(loaded, results, origin)
-        return {name: made[name] for name in loaded.outputs}
+        return {name: made[name] for name in (*loaded.outputs, *loaded.joined)}
 
     def fetch(self, names: Iterable[str]) -> dict[str, NDArray[Any]]:
         """Return resident buffers as whole numpy arrays."""
@@ -337,8 +344,12 @@ class RayRuntime:
         for name in (*kept, *returned):
             meshes = self._meshes_of(loaded, name)
             found = loaded.type_of(meshes[0], name)
-            value = None if name in kept else joined(tiles[name])
+            value = None if name in kept else whole_of(tiles[name])
             made[name] = self._handle(kept.get(name, 0), meshes, found, value)
+        for name, dim in loaded.joined.items():
+            found, stack = loaded.type_of_joined(name), whole_of(tiles[name])
+            value = np.moveaxis(stack, 0, dim).reshape(found.shape)
+            made[name] = self._handle(0, [loaded.joined_on[name]], found, value)
         return made
 
     def _keep_resident(

@@ -26,7 +26,7 @@ from mesh_runtime.gpu_plane import GpuPair, GpuTransportMaker
 from mesh_runtime.handshake import disagreement
 from mesh_runtime.heartbeats import Heartbeats, Progress
 from mesh_runtime.host_batches import HostBatches
-from mesh_runtime.layout import Tiles, joined
+from mesh_runtime.layout import Tiles, whole_of
 from mesh_runtime.ray_connection import connect
 from mesh_runtime.ray_placement import PLACEMENTS, RayMesh, bundles_of, reserve
 from mesh_runtime.ray_processes import Processes
@@ -251,7 +251,7 @@ class RayWorkers:
         ):
             for number, parts in given.items():
                 found.setdefault(number, []).extend(parts)
-        return [joined(found[buffer.number]) for buffer in buffers]
+        return [whole_of(found[buffer.number]) for buffer in buffers]
 
     def work(
         self, method: str, calls: Sequence[tuple[Worker, tuple[Any, ...]]]

@@ -60,6 +60,7 @@ class Runtime(Protocol):
         *,
         outputs: Iterable[str] = (),
         carry: Mapping[str, str] | None = None,
+        joined: Mapping[str, int] | None = None,
     ) -> None:
         """Install a schedule: from now on `step` executes it.
 
@@ -67,7 +68,8 @@ class Runtime(Protocol):
         returns those of its `outputs`. `shardings[mesh][value]` is the layout of an input or
         received value there. For every `carry[k] = j` the buffer `k` is, after each step, where and
         as the input `j` is read, and takes the place of a resident `j`; `outputs` are handed back
-        by `step`.
+        by `step`, and so are values of which every microbatch makes a part, `joined[value]` being
+        the dim along which the parts follow each other.
         """
         ...
 

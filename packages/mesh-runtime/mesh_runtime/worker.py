@@ -23,6 +23,7 @@ from alpa_interchange.document import from_json
 from alpa_interchange.reshard import ReshardingPlan
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.array_store import ArrayReader, ArrayWriter, FileSums, Part, StoreError
+from mesh_runtime.carry import parts_of
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.gpu_plane import GpuPair, GpuPlane, GpuTransport, GpuTransportMaker
 from mesh_runtime.heartbeats import Doing
@@ -191,6 +192,9 @@ class MeshWorker:
             outputs = {
                 name: self._tiles_to_return(self._value(state, name)) for name in step.returned
             }
+            for name, count in step.stacked.items():
+                parts = [self._value(state, part) for part in parts_of(name, count)]
+                outputs[name] = _stacked([self._tiles_to_return(part) for part in parts])
             kept = {number: self._value(state, name) for name, number in step.kept.items()}
             for each in state.sending:
                 self._result(state, each.position, each.sending)
@@ -458,6 +462,14 @@ class MeshWorker:
             for shard in array.addressable_shards
             if shard.replica_id == 0
         ]
+
+
+def _stacked(parts: Sequence[Tiles]) -> Tiles:
+    """Return the tiles of arrays laid out alike with a first dim that counts the arrays."""
+    return [
+        (((0, len(parts)), *of_box[0][0]), np.stack([tile for _, tile in of_box]))
+        for of_box in zip(*parts, strict=True)
+    ]
 
 
 def _computed(tiles: dict[int, jax.Array]) -> dict[int, jax.Array]:

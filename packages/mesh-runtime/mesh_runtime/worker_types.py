@@ -40,7 +40,8 @@ class WorkerStep:
 
     `bound` and `kept` are numbers of arrays by buffer name, `placed` this host's share of arrays
     that come with the step, `reads` what this host reads of batches itself, `returned` the outputs
-    whose tiles go to the driver, `released` numbers of arrays that nobody refers to any more.
+    whose tiles go to the driver, `stacked` those whose parts of so many microbatches go there as
+    one, `released` numbers of arrays that nobody refers to any more.
     `shared` are the names of shares that several hosts are given, and that come beside this.
     """
 
@@ -50,6 +51,7 @@ class WorkerStep:
     placed: Mapping[str, HostTiles]
     kept: Mapping[str, int]
     returned: tuple[str, ...]
+    stacked: Mapping[str, int] = field(factory=dict)
     reads: Mapping[str, HostRead] = field(factory=dict)
     released: tuple[int, ...] = ()
     trace: str = "none"

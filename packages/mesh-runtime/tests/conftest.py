@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -93,6 +93,20 @@ class Pipeline:
             positions = tuple(i for i, n in enumerate(names) if n in self.donated.get(task, ()))
             made[task] = jax.jit(function, donate_argnums=positions)
         return made
+
+    def keeping(self, value: str) -> PipelineSchedule:
+        """Return the schedule without the instructions that free a value of the microbatches."""
+
+        def kept(instruction: Instruction) -> Instruction:
+            names = [name for name in instruction.inputs if not name.startswith(f"{value}@")]
+            return evolve(instruction, inputs=tuple(names))
+
+        programs = [
+            [kept(one) if one.kind == "free" else one for one in program]
+            for program in self.schedule.programs
+        ]
+        left = tuple(tuple(one for one in p if one.kind != "free" or one.inputs) for p in programs)
+        return evolve(self.schedule, programs=left)
 
     def exported(self, meshes) -> dict[str, ExportedProgram]:
         """Return every task as a serialised program for meshes shaped like `meshes`."""

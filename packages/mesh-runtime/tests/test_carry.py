@@ -29,10 +29,14 @@ def test_an_output_needed_on_another_mesh_is_sent_there_at_the_end(two):
 def test_carries_that_cannot_be_are_refused(two):
     order = check_schedule(two)
     with pytest.raises(ValueError, match="'x' .to become 'a'. is on no mesh after the step"):
-        check_outputs(order, (), {"x": "a"})
+        check_outputs(order, (), {"x": "a"}, {}, 1)
     with pytest.raises(ValueError, match="'y' .to be replaced by 'b'. is an input of no mesh"):
-        check_outputs(order, (), {"b": "y"})
+        check_outputs(order, (), {"b": "y"}, {}, 1)
     with pytest.raises(ValueError, match=r"two outputs to the inputs \['a'\]"):
-        check_outputs(order, (), {"b": "a", "d": "a"})
+        check_outputs(order, (), {"b": "a", "d": "a"}, {}, 1)
     with pytest.raises(ValueError, match="output 'z' is on no mesh"):
-        check_outputs(order, ("z",), {})
+        check_outputs(order, ("z",), {}, {}, 1)
+    with pytest.raises(
+        ValueError, match="joined output 'z': no mesh holds z@0, z@1 after the step"
+    ):
+        check_outputs(order, (), {}, {"z": 0}, 2)

@@ -262,3 +262,15 @@ def test_a_batch_given_whole_is_dealt_out_to_the_microbatches_in_order(pipeline,
         runtime.step(odd)
     with pytest.raises(ValueError, match="'x' is an input of no mesh"):
         runtime.put({"x": odd["x"]})  # what stays is named as it is read
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_every_microbatch_makes_a_part_of_is_joined_along_a_dim(pipeline, meshes, dim):
+    job, cut = pipeline(2, 3), meshes(2)
+    runtime = InProcessRuntime(cut)
+    contract = {"outputs": job.outputs, "carry": job.carry, "joined": {"h1": dim}}
+    runtime.load(job.keeping("h1"), job.jitted(), job.specs, **contract)
+    runtime.put(job.state())
+    parts = [np.tanh(job.batch(0)[f"x@{m}"] @ job.state()["w0"]) for m in range(3)]
+    found = runtime.step(job.batch(0))["h1"]
+    np.testing.assert_allclose(found, np.concatenate(parts, axis=dim), rtol=1e-5, atol=1e-6)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from mesh_runtime.layout import HostTiles, Layout, array_of, host_tiles, joined, plain_spec
+from mesh_runtime.layout import HostTiles, Layout, array_of, host_tiles, plain_spec, whole_of
 
 VALUE = np.arange(32, dtype=np.float32).reshape(4, 8)
 CUT = Layout((2, 2), ("data", "model"), ("data", "model"))
@@ -20,11 +20,11 @@ def test_each_host_gets_the_tiles_of_its_own_devices_and_each_tile_once():
 
 def test_tiles_are_joined_to_the_whole():
     tiles = [tile for host in host_tiles(VALUE, CUT, 2) for tile in host.tiles]
-    np.testing.assert_array_equal(joined(tiles), VALUE)
+    np.testing.assert_array_equal(whole_of(tiles), VALUE)
     scalar = np.float32(3)
-    assert joined([((), np.asarray(scalar))]) == scalar
+    assert whole_of([((), np.asarray(scalar))]) == scalar
     empty = np.zeros((0, 8), np.float32)
-    assert joined([(((0, 0), (0, 8)), empty)]).shape == (0, 8)
+    assert whole_of([(((0, 0), (0, 8)), empty)]).shape == (0, 8)
 
 
 def test_a_dim_that_does_not_divide_is_refused_before_anything_is_sent():

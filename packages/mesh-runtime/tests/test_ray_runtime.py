@@ -163,10 +163,14 @@ def test_the_driver_calls_as_many_functions_for_a_step_of_many_microbatches_as_f
     try:
         for num_microbatches in (2, 24):
             job = pipeline(2, num_microbatches)
-            contract = {"outputs": job.outputs, "carry": job.carry}
-            runtime.load(job.schedule, job.exported(local), job.specs, **contract)
+            contract = {"outputs": job.outputs, "carry": job.carry, "joined": {"h1": 0}}
+            runtime.load(job.keeping("h1"), job.exported(local), job.specs, **contract)
             runtime.put(job.state())
-            losses = [float(runtime.step(job.whole(step))[job.outputs[0]]) for step in range(2)]
+            made = runtime.step(job.whole(0))
+            hidden = np.tanh(job.whole(0)["x"] @ job.state()["w0"])
+            np.testing.assert_allclose(made["h1"], hidden, rtol=1e-5, atol=1e-6)
+            assert made["h1"].shape == hidden.shape
+            losses = [float(made[job.outputs[0]]), float(runtime.step(job.whole(1))["loss1"])]
             np.testing.assert_allclose(losses, job.reference(2)[0], rtol=1e-5)
             batch = job.whole(2)
             calls.append(_calls_of_this_package(lambda batch=batch: runtime.step(batch)))

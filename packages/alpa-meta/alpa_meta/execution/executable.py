@@ -95,7 +95,7 @@ class Executable:
         read = set(graph.inputs)
         with no_mesh():
             held = self._held()
-            names = self._output_names()
+            names, joined = self._output_names()
             self._contract: dict[str, Any] = {
                 "executables": {
                     **{
@@ -106,6 +106,7 @@ class Executable:
                 },
                 "shardings": self._shardings(),
                 "outputs": names if self._guard is None else [*names, VERDICT],
+                "joined": joined,
                 "carry": {name: carry[name] for name in names if carry.get(name) in read},
             }
             self._runtime.load(self.schedule, **self._contract)
@@ -368,21 +369,24 @@ class Executable:
             return (
                 inputs[output.input] if output.input is not None else jnp.asarray(output.constant)
             )
-        if output.concatenate is not None:
-            parts = [results[f"{output.name}@{k}"] for k in range(self.plan.num_microbatches)]
-            return jnp.concatenate([jnp.asarray(one) for one in parts], axis=output.concatenate)
         return results[output.name] if output.name in results else results[f"{output.name}@0"]
 
-    def _output_names(self) -> list[str]:
+    def _output_names(self) -> tuple[list[str], dict[str, int]]:
+        """Return the buffers that are results, and by name the dims along which values of which
+        every microbatch makes a part are joined."""
         graph = self.planned.tasks.graph
         per_step = set(graph.per_step)
-        names = []
-        for name in graph.outputs:
-            if name in per_step:
-                names.append(name)
-            else:
-                names += [f"{name}@{k}" for k in range(self.plan.num_microbatches)]
-        return names
+        joined = {
+            output.name: output.concatenate
+            for output in self.planned.tasks.outputs
+            if output.name is not None and output.concatenate is not None
+        }
+        names = [
+            name if name in per_step else f"{name}@0"
+            for name in graph.outputs
+            if name not in joined
+        ]
+        return names, joined
 
     # ------------------------------------------------------------------ where values live
 
