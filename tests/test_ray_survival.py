@@ -139,7 +139,11 @@ def surviving(tmp_path, program=step, **settings):
         environment=settings.pop("environment", {}),
     )
     return alpa.parallelize(
-        program, runtime=options, checkpoints=tmp_path / "saved", checkpoint_every=3, **settings
+        program,
+        runtime=options,
+        checkpoints=tmp_path / "saved",
+        checkpoint_every=settings.pop("every", 3),
+        **settings,
     )
 
 
@@ -288,6 +292,48 @@ def test_a_lost_node_is_replaced_or_the_step_is_planned_anew_for_those_left(
     np.testing.assert_allclose(losses, undisturbed[1], rtol=1e-5)
     far.close()
     nodes.working.append(nodes.add_node(num_cpus=2))
+
+
+@pytest.mark.fault(
+    "full disk, folder that cannot be written",
+    "a warning while training, refused at the start",
+)
+@pytest.mark.fault(
+    "checkpoint truncated, changed, hostile", "passed over for the one before, in bounded memory"
+)
+def test_a_run_goes_on_when_a_checkpoint_cannot_be_written_and_when_the_newest_is_damaged(
+    nodes, plan, undisturbed, tmp_path
+):
+    far, saved = surviving(tmp_path, plan=plan, every=2), tmp_path / "saved"
+    state, losses = far.init(make, jax.random.key(0), batch=BATCH), []
+
+    def go_on(stop):
+        nonlocal state
+        for number in range(len(losses), stop):
+            state, found = far(state, batch(number))
+            losses.append(float(found["loss"]))
+        far.supervisor.wait()
+
+    go_on(2)
+    away = saved.rename(tmp_path / "away")
+    saved.write_text("no folder")  # as a disk that refuses to write
+    with pytest.warns(RuntimeWarning, match="no checkpoint was saved: .*saved"):
+        go_on(4)
+    saved.unlink()
+    away.rename(saved)
+    go_on(6)
+    (newest,) = saved.glob("step-*6")
+    for path in newest.rglob("ocdbt*/d/*"):
+        os.truncate(path, path.stat().st_size // 2)
+    os.kill(processes(far)["mesh 1 host 0"], signal.SIGKILL)
+    with pytest.warns(alpa.WorkersReplaced) as said:
+        go_on(8)
+    texts = [str(one.message) for one in said if one.category is alpa.WorkersReplaced]
+    assert re.search("step-00000006 with 0 steps done again", texts[0])
+    assert re.search("step-00000006.*goes on from .*step-00000002 with 4 steps", texts[1])
+    assert losses == undisturbed[1]
+    assert_equal(far.gather(state), undisturbed[0])
+    far.close()
 
 
 PROGRAM = """

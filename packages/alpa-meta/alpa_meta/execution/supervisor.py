@@ -1,7 +1,8 @@
 """Steps on Ray that survive their workers: new workers, a checkpoint, and the steps since.
 
-The supervisor keeps the batches of the steps behind the newest checkpoint that is whole. When
-workers fail it has new ones started, restores that checkpoint on them and does these steps again.
+The supervisor keeps the batches of the steps behind the two newest checkpoints that are whole. When
+workers fail it has new ones started, restores the newest on them, or the one before it if that is
+damaged, and does the steps since again.
 The arrays that the user's handles stand for are then what they were, bit for bit under the same
 plan, and the step that failed is done again.
 """
@@ -223,21 +224,14 @@ class Supervisor:
         """Make the state after the last step anew on new workers, and the handles stand for it."""
         for attempt in range(ATTEMPTS):
             self._forget()
-            mark = next(mark for mark in reversed(self._marks) if mark.is_whole())
-            calls = self._log[mark.start :]
-            warnings.warn(
-                f"{error}; its workers are replaced, and the run goes on from {mark.name} with "
-                f"{len(calls)} steps done again",
-                WorkersReplaced,
-                stacklevel=2,
-            )
+            self._warn(f"{error}; its workers are replaced, and")
             try:
                 self._prepared = False
                 self.runs.restart()
                 self.num_recoveries += 1
                 assert self._latest is not None
                 templates = self.runs.templates(self._latest.key)
-                state = mark.restored([templates[k] for k in self._latest.held])
+                state, calls = self._restored([templates[k] for k in self._latest.held])
                 for call in calls:
                     state = self._after(call, state, self._done(call, state))
                 self._state = [_again(*pair) for pair in zip(self._state, state, strict=True)]
@@ -246,6 +240,30 @@ class Supervisor:
                 if attempt == ATTEMPTS - 1:
                     raise
                 error = again
+
+    def _newest(self) -> _Mark:
+        return next(mark for mark in reversed(self._marks) if mark.is_whole())
+
+    def _warn(self, why: str) -> None:
+        mark = self._newest()
+        warnings.warn(
+            f"{why} the run goes on from {mark.name} with {len(self._log) - mark.start} steps done "
+            "again",
+            WorkersReplaced,
+            stacklevel=3,
+        )
+
+    def _restored(self, templates: Sequence[Any]) -> tuple[list[Any], list[_Call]]:
+        """Return the state of the newest mark that can be read, and the calls since."""
+        while True:
+            mark = self._newest()
+            try:
+                return mark.restored(templates), self._log[mark.start :]
+            except CheckpointError as error:
+                self._marks.remove(mark)
+                if not any(one.is_whole() for one in self._marks):
+                    raise
+                self._warn(f"{error};")
 
     def _continues(self, state: Sequence[Any]) -> bool:
         """Return whether a step is given the state that the last one returned."""
@@ -264,8 +282,8 @@ class Supervisor:
             self._marks = [_Mark(0, leaves=tuple(map(_copied, state)))]
 
     def _forget(self) -> None:
-        """Forget what could not be saved, saying so, and what is before the newest mark that is
-        whole."""
+        """Forget what could not be saved, saying so, and what is before the last two marks that are
+        whole: the newest may turn out to be damaged when it is read."""
         for mark in list(self._marks):
             if (failure := mark.failure()) is not None:
                 warnings.warn(f"no checkpoint was saved: {failure}", RuntimeWarning, stacklevel=2)
@@ -273,9 +291,10 @@ class Supervisor:
         whole = [k for k, mark in enumerate(self._marks) if mark.is_whole()]
         if not whole:
             return
-        start = self._marks[whole[-1]].start
+        first = whole[-2:][0]
+        start = self._marks[first].start
         self._log = self._log[start:]
-        self._marks = [evolve(mark, start=mark.start - start) for mark in self._marks[whole[-1] :]]
+        self._marks = [evolve(mark, start=mark.start - start) for mark in self._marks[first:]]
 
     def _check_open(self) -> None:
         """Raise the reason for which the workers were closed since the last step, if they were."""
