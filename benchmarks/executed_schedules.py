@@ -1,7 +1,7 @@
 """Executed simulation: the workers of the runtime with sleeps for kernels, one process per mesh.
 
-    python benchmarks/executed_schedules.py [--meshes 4 16] [--forward 0.2] [--schedules 1f1b ...]
-        [--per-mesh 2]
+    python benchmarks/executed_schedules.py [--meshes 4 16 64] [--forward 0.2]
+        [--schedules 1f1b ...] [--per-mesh 2]
 
 Every mesh is a process with the worker and the transport that Ray workers have. A kernel is a sleep
 of its length, on the average, and values cross sockets that are no faster than a rate. So many
@@ -48,6 +48,9 @@ NUM_BYTES = 1 << 17  # of a value: above what offers carry, so that it is fetche
 FORWARD = 0.2
 """Seconds of a forward: a process that wakes up late on a busy machine is late by milliseconds, and
 the steps of 4 meshes by up to 9 % with forwards of 0.05 s, by up to 1.4 % with these."""
+MANY = 16
+"""Meshes above which each has one microbatch instead of two: the steps of 64 meshes take 60 to 90 s
+so, and the seven schedules 11 minutes."""
 CHUNKS = 2  # of a mesh, where a schedule interleaves
 
 
@@ -340,9 +343,10 @@ def executed(pipes: Sequence[Connection], case: Case) -> Outcome:
 
 
 def outcomes(
-    num_meshes: int, schedules: Sequence[str], forward: float, per_mesh: int = 2
+    num_meshes: int, schedules: Sequence[str], forward: float, per_mesh: int | None = None
 ) -> Iterator[Outcome]:
     """Give what schedules take on as many meshes; a crossing takes a fifth of a forward."""
+    per_mesh = per_mesh or (1 if num_meshes > MANY else 2)
     with processes(num_meshes) as pipes:
         for name in schedules:
             alone = name == "sequential"  # its step is as long as all its microbatches' runs
@@ -380,10 +384,12 @@ def report(found: Iterable[Outcome], console: Console) -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--meshes", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--meshes", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--forward", type=float, default=FORWARD, help="seconds of a forward")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
-    parser.add_argument("--per-mesh", type=int, default=2, help="microbatches for each mesh")
+    parser.add_argument(
+        "--per-mesh", type=int, help=f"microbatches for each mesh: 2, of more than {MANY} meshes 1"
+    )
     given = parser.parse_args()
     for num_meshes in given.meshes:
         found = outcomes(num_meshes, given.schedules, given.forward, given.per_mesh)

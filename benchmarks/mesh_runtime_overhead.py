@@ -1,6 +1,6 @@
 """What mesh-runtime adds: host time per instruction, whole steps, schedules on many meshes.
 
-    python benchmarks/mesh_runtime_overhead.py [--no-ray] [--meshes 4 16] [--forward 0.2]
+    python benchmarks/mesh_runtime_overhead.py [--no-ray] [--meshes 4 16 64] [--forward 0.2]
 
 Instructions are timed on a two-mesh schedule of empty programs (one device each), so that the time
 is that of the interpreter and jax dispatch. Whole steps of a four-layer perceptron are compared in
@@ -294,7 +294,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--no-ray", action="store_true")
-    parser.add_argument("--meshes", type=int, nargs="*", default=[4, 16])
+    parser.add_argument("--meshes", type=int, nargs="*", default=[4, 16, 64])
     parser.add_argument("--forward", type=float, default=0.2, help="seconds of a forward")
     given = parser.parse_args()
     console = Console(width=110)

@@ -15,6 +15,11 @@ def test_ten_thousand_changed_plans_are_refused_or_are_what_they_say():
     assert slowest < 10.0
 
 
+def test_a_changed_plan_with_the_hash_of_what_was_saved_is_refused_unless_it_says_the_same():
+    found, _ = outcomes(small_plan(), 2_000, sealed=True)
+    assert set(found) == {"refused", "the same"} and found["refused"] > 1_000
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -42,6 +47,7 @@ def test_large_hostile_documents_are_refused_in_bounded_time_and_memory(text):
 
 def test_a_plan_of_twelve_megabytes_is_read_in_seconds():
     document = json.loads(to_json(small_plan()))
+    del document["sha256"]
     (sharding,) = document["value"]["shardings"]
     group = sharding["operators"][0]
     sharding["operators"] = [

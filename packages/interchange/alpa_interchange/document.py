@@ -4,12 +4,17 @@ A *document* is `{"schema": <type name>, "version": "<major>.<minor>", "value": 
 accepts every document of its own major version whose fields it knows, and refuses anything else
 with a `DocumentError` that names the place. No pickle is ever read. Limits on size and nesting are
 checked before parsing.
+
+A document of a class that says `sealed` also has `"sha256"`, of its value as canonical JSON without
+spaces, arrays inline. A reader refuses one that does not match; without it a value is read as it
+is.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import json
 import math
 import os
@@ -142,11 +147,25 @@ def _dump(value: Any, side_car: _SideCar) -> str:
         "value": _unstructured(value, side_car),
     }
     try:
+        if is_sealed(type(value)):
+            document["sha256"] = _content_hash(value)
         return json.dumps(document, sort_keys=True, allow_nan=False, indent=1) + "\n"
     except ValueError as error:
         raise DocumentError(
             f"{type(value).__name__}: numbers must be finite, write None: {error}"
         ) from None
+
+
+def is_sealed(kind: type) -> bool:
+    """Return whether documents of a class have a hash of their content."""
+    return bool(getattr(kind, "sealed", False))
+
+
+def _content_hash(value: Any) -> str:
+    """Return the hash of what a value says, however its document is formatted."""
+    data = _unstructured(value, _SideCar())
+    text = json.dumps(data, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _parse(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
@@ -197,10 +216,16 @@ def _read(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
             "install the alpa-interchange that wrote it"
         )
     try:
-        return _structured(document["value"], kind, side_car)
+        value = _structured(document["value"], kind, side_car)
     except Exception as error:
         reasons = "; ".join(transform_error(error, "value", _reason)[:3])
         raise DocumentError(f"{source}: is not a valid {kind.__name__}: {reasons}") from None
+    if is_sealed(kind) and "sha256" in document and document["sha256"] != _content_hash(value):
+        raise DocumentError(
+            f"{source}: was edited or damaged after it was written: 'sha256' is not that of its "
+            "value; take the document as it was saved, or delete 'sha256' to have it read as it is"
+        )
+    return value
 
 
 def _reason(error: BaseException, kind: type | None) -> str:

@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from attrs import field, frozen
 
@@ -128,6 +129,8 @@ class ParallelPlan:
     microbatches and their number in flight determine them (`stage_dp.instruction_lists`). Only
     plans of schema 0.1 and 0.2 hold the lists, in `schedule`, and no tasks.
     """
+
+    sealed: ClassVar[bool] = True  # a saved plan that was edited is refused, whatever the place
 
     program: ProgramSummary
     cluster: ClusterSpec

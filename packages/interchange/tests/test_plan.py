@@ -221,9 +221,24 @@ def test_a_plan_with_an_impossible_part_is_refused(path: tuple[object, ...], val
 def test_a_plan_without_a_part_is_refused() -> None:
     for name in json.loads(GOLDEN.read_text())["value"]:
         document = json.loads(GOLDEN.read_text())
-        del document["value"][name]
+        del document["value"][name], document["sha256"]
         if name == "provenance":
             assert from_json(json.dumps(document), ParallelPlan).provenance == {}
             continue
         with pytest.raises(DocumentError, match="neither" if name == "tasks" else name):
             from_json(json.dumps(document), ParallelPlan)
+
+
+def test_a_plan_that_was_edited_anywhere_is_refused_and_one_that_was_formatted_is_not() -> None:
+    text = GOLDEN.read_text()
+    plan = from_json(text, ParallelPlan)
+    assert from_json(json.dumps(json.loads(text), indent=4), ParallelPlan) == plan
+    for name, value in (("lower_bound", 0.0), ("provenance", {"jax": "0.0.1"})):
+        document = json.loads(text)
+        document["value"][name] = value
+        with pytest.raises(DocumentError, match="was edited or damaged after it was written"):
+            from_json(json.dumps(document), ParallelPlan)
+        del document["sha256"]
+        changed = from_json(json.dumps(document), ParallelPlan)
+        assert changed != plan
+        assert from_json(to_json(changed), ParallelPlan) == changed  # saved by whoever means it
