@@ -5,9 +5,9 @@ accepts every document of its own major version whose fields it knows, and refus
 with a `DocumentError` that names the place. No pickle is ever read. Limits on size and nesting are
 checked before parsing.
 
-A document of a class that says `sealed` also has `"sha256"`, of its value as canonical JSON without
-spaces, arrays inline. A reader refuses one that does not match; without it a value is read as it
-is.
+A document of a class that says `has_content_hash` also has `"sha256"`, of its value as canonical
+JSON without spaces, arrays inline. A reader refuses one that does not match; without it a value is
+read as it is.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _dump(value: Any, side_car: _SideCar) -> str:
         "value": _unstructured(value, side_car),
     }
     try:
-        if is_sealed(type(value)):
+        if has_content_hash(type(value)):
             document["sha256"] = _content_hash(value)
         return json.dumps(document, sort_keys=True, allow_nan=False, indent=1) + "\n"
     except ValueError as error:
@@ -156,9 +156,9 @@ def _dump(value: Any, side_car: _SideCar) -> str:
         ) from None
 
 
-def is_sealed(kind: type) -> bool:
+def has_content_hash(kind: type) -> bool:
     """Return whether documents of a class have a hash of their content."""
-    return bool(getattr(kind, "sealed", False))
+    return bool(getattr(kind, "has_content_hash", False))
 
 
 def _content_hash(value: Any) -> str:
@@ -220,7 +220,8 @@ def _read(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
     except Exception as error:
         reasons = "; ".join(transform_error(error, "value", _reason)[:3])
         raise DocumentError(f"{source}: is not a valid {kind.__name__}: {reasons}") from None
-    if is_sealed(kind) and "sha256" in document and document["sha256"] != _content_hash(value):
+    said = document.get("sha256") if has_content_hash(kind) else None
+    if said is not None and said != _content_hash(value):
         raise DocumentError(
             f"{source}: was edited or damaged after it was written: 'sha256' is not that of its "
             "value; take the document as it was saved, or delete 'sha256' to have it read as it is"

@@ -130,7 +130,8 @@ class ParallelPlan:
     plans of schema 0.1 and 0.2 hold the lists, in `schedule`, and no tasks.
     """
 
-    sealed: ClassVar[bool] = True  # a saved plan that was edited is refused, whatever the place
+    # A saved plan that was edited is refused, whatever the place.
+    has_content_hash: ClassVar[bool] = True
 
     program: ProgramSummary
     cluster: ClusterSpec

@@ -25,7 +25,7 @@ import numpy as np
 
 import alpa_interchange
 from alpa_interchange import check
-from alpa_interchange.document import SCHEMA_VERSION, is_sealed
+from alpa_interchange.document import SCHEMA_VERSION, has_content_hash
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 FOLDER = Path(__file__).with_name("schemas")
@@ -74,7 +74,7 @@ def schema_of(kind: type) -> dict[str, Any]:
             "schema": {"const": kind.__name__},
             "version": {"type": "string", "pattern": rf"^{SCHEMA_VERSION[0]}\.[0-9]+$"},
             "value": {"$ref": f"#/$defs/{kind.__name__}"},
-            **({"sha256": {"type": "string"}} if is_sealed(kind) else {}),
+            **({"sha256": {"type": "string"}} if has_content_hash(kind) else {}),
         },
         "required": ["schema", "version", "value"],
         "$defs": found,

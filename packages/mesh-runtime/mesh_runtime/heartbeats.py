@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 
 from alpa_interchange.schedule import Instruction
 from mesh_runtime.order import describe
+from mesh_runtime.runtime import WorkerError
 from mesh_runtime.transfers import Receiving, Sending
 
 
@@ -200,6 +201,14 @@ class Heartbeats:
                         f"{peer}, which has it ready"
                     )
         return ""
+
+    def no_answer(self, what: str, late: Sequence[str], when: str) -> WorkerError:
+        """Return the error of workers that did not answer; it says what the others wait for."""
+        others = self.described([name for name in self.names if name not in late])
+        said = self.described(late)
+        last = f"; it said last that {said}" if said else ""
+        rest = f". Meanwhile {others}" if others else ""
+        return WorkerError(f"{what}: no answer from {', '.join(late)} {when}{last}{rest}")
 
     def culprits(self, pending: Sequence[str]) -> list[str]:
         """Return, of workers that are not done, those that wait for no other; all if all wait."""

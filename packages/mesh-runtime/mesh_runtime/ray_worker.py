@@ -60,6 +60,10 @@ class ActorWorker:
         """Return the number of this process."""
         return os.getpid()
 
+    def node_address(self) -> str:
+        """Return the address under which other nodes of the cluster reach this one."""
+        return str(_ray.util.get_node_ip_address())
+
     def progress(self) -> Progress:
         """Return what the worker is doing, also while it does it."""
         idle = Progress(mesh=self._mesh, host=self._host)
@@ -67,10 +71,11 @@ class ActorWorker:
         return evolve(found, busy=self._busy)
 
     def introduce(
-        self, mesh: int, host: int, token: bytes, gpus: str | None
+        self, mesh: int, host: int, token: bytes, gpus: str | None, address: str
     ) -> tuple[dict[str, str], str, str | None]:
-        """Become a host of a mesh, with `gpus` if another had them before. Return the versions
-        here, "host:port" of this node with a port nobody listens on, and which GPUs are ours."""
+        """Become a host of a mesh, with `gpus` if another had them before, that the others reach
+        at an address. Return the versions here, the address with a port that nobody listens on,
+        and which GPUs are ours."""
         if not self._address:  # Ray calls again where it lost the answer
             self._mesh, self._host = mesh, host
             if gpus is not None:
@@ -82,9 +87,9 @@ class ActorWorker:
             if self._make_transport is not None:
                 checksum = self._options.checksum
                 self._transport = self._make_transport(
-                    name, token, _node_address(), link=self._link, checksum=checksum
+                    name, token, address, link=self._link, checksum=checksum
                 )
-            with socket.create_server((_node_address(), 0)) as probe:
+            with socket.create_server((address, 0)) as probe:
                 self._address = ":".join(map(str, probe.getsockname()[:2]))
         return identity(), self._address, os.environ.get(_GPUS)
 
@@ -150,8 +155,3 @@ class ActorWorker:
             return getattr(self._worker, method)(*arguments), None
         except Exception as error:
             return None, error
-
-
-def _node_address() -> str:
-    """Return the address under which other nodes of the cluster reach this one."""
-    return str(_ray.util.get_node_ip_address())

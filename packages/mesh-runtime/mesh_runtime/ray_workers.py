@@ -45,6 +45,7 @@ _ALONE = ("load", "unload", "place", "add_batches")
 _STANDBY_SECONDS = 5.0
 """Within which what stands by must answer to take a failed worker's place, before others are
 started in the ordinary way: an idle process answers within 0.1 s."""
+_LOOPBACK = "127.0.0.1"
 DATA_PLANES = ("auto", "sockets", "object-store")
 _LOG = logging.getLogger("mesh_runtime")
 
@@ -320,8 +321,13 @@ class RayWorkers:
         self.workers += [Worker(mesh, host, actor) for (mesh, host), actor in found]
         self.workers.sort(key=lambda one: (one.mesh, one.host))
         timeout = self.options.start_timeout
+        nodes = dict(self._call("node_address", [(one, ()) for one in self.workers], None, timeout))
+        alone = len(set(nodes.values())) == 1  # then nobody else needs to reach them
         given = {
-            one.name: (one.mesh, one.host, token, processes.gpus.get((one.mesh, one.host)))
+            one.name: (
+                *(one.mesh, one.host, token, processes.gpus.get((one.mesh, one.host))),
+                _LOOPBACK if alone else nodes[one.name],
+            )
             for one in self.workers
         }
         met = dict(
@@ -391,10 +397,10 @@ class RayWorkers:
             done, _ = self.ray.wait([*pending, *asked], num_returns=1, timeout=max(0.0, left))
             if time.monotonic() > deadline:
                 late = heartbeats.culprits([worker.name for worker in pending.values()])
-                self._fail(_timed_out(what, late, f"within {timeout:g} s", heartbeats))
+                self._fail(heartbeats.no_answer(what, late, f"within {timeout:g} s"))
             if not done and (silent := heartbeats.late()):
                 after = f"nor a heartbeat for {heartbeats.timeout:g} s"
-                self._fail(_timed_out(what, silent, after, heartbeats))
+                self._fail(heartbeats.no_answer(what, silent, after))
             for reference in done:
                 if heartbeats.answered(reference, self.ray.get):
                     if stalled := heartbeats.stalled():
@@ -481,15 +487,6 @@ class RayWorkers:
 
 def _cause(error: Exception) -> Any:
     return getattr(error, "cause", None) or error
-
-
-def _timed_out(what: str, late: Sequence[str], when: str, heartbeats: Heartbeats) -> WorkerError:
-    """Return the error of workers that did not answer; it says what the others wait for."""
-    others = heartbeats.described([name for name in heartbeats.names if name not in late])
-    said = heartbeats.described(late)
-    last = f"; it said last that {said}" if said else ""
-    rest = f". Meanwhile {others}" if others else ""
-    return WorkerError(f"{what}: no answer from {', '.join(late)} {when}{last}{rest}")
 
 
 def _end(processes: Processes, workers: list[Worker]) -> None:

@@ -65,6 +65,19 @@ def test_workers_end_with_the_last_reference_to_them_and_give_back_their_cpus(no
 
 @pytest.mark.ray
 @needs_ray
+def test_workers_of_one_machine_listen_where_no_other_machine_reaches_them(node):
+    import ray
+
+    resharding = pytest.importorskip("resharding", reason="its transport is handed to the workers")
+    workers = RayWorkers([GRID], transport=resharding.HostTransport)
+    (worker,) = workers.workers
+    find = worker.actor.__ray_call__.remote(lambda actor: actor._transport.address.host)
+    assert ray.get(find) == "127.0.0.1"
+    workers.close()
+
+
+@pytest.mark.ray
+@needs_ray
 def test_what_stands_by_takes_the_place_and_the_gpus_of_a_worker_that_failed(node):
     import ray
 
@@ -84,7 +97,7 @@ def test_what_stands_by_takes_the_place_and_the_gpus_of_a_worker_that_failed(nod
     second = RayWorkers([grid], options, replacing=True, predecessor=first)
     assert second.process_ids == {"mesh 0 host 0": in_reserve}
     (worker,) = second.workers
-    _, _, gpus = ray.get(worker.actor.introduce.remote(0, 0, b"", None))
+    _, _, gpus = ray.get(worker.actor.introduce.remote(0, 0, b"", None, ""))
     assert gpus == "0,1"
     first.close()  # has nothing any more that it could end
     assert second.work("release", [(worker, ([],))]) == [(worker, None)]
