@@ -43,19 +43,19 @@ def latency_bound(moving: Iterable[Slice], links: Links) -> float:
     for piece in moving:
         holders = frozenset(piece.holders)
         holder_hosts = frozenset(host_of[device] for device in holders)
-        _add(by_holders.setdefault(holders, {}), len(piece.receivers), piece.num_bytes)
+        add(by_holders.setdefault(holders, {}), len(piece.receivers), piece.num_bytes)
         inside: dict[int, int] = {}
         for device in piece.receivers:
             host = host_of[device]
             if host not in holder_hosts:
                 inside[host] = inside.get(host, 0) + 1
         for host, count in inside.items():
-            _add(entering.setdefault(host, {}), count, piece.num_bytes)
+            add(entering.setdefault(host, {}), count, piece.num_bytes)
         if inside:
-            _add(by_hosts.setdefault(holder_hosts, {}), sum(inside.values()), piece.num_bytes)
+            add(by_hosts.setdefault(holder_hosts, {}), sum(inside.values()), piece.num_bytes)
             takers.setdefault(holder_hosts, set()).update(inside)
             for count in inside.values():
-                _add(into.setdefault(holder_hosts, {}), count, piece.num_bytes)
+                add(into.setdefault(holder_hosts, {}), count, piece.num_bytes)
     bound = max(
         (
             late_seconds(sorted(items.items()), links.host_rate[host], latency, doubles)
@@ -64,10 +64,10 @@ def latency_bound(moving: Iterable[Slice], links: Links) -> float:
         default=0.0,
     )
     for sent, rate in ((by_holders, links.device_rate), (by_hosts, links.host_rate)):
-        for holders, items in _with_union(sent):
+        for holders, items in with_union(sent):
             holding = sum(rate[each] for each in holders)
             bound = max(bound, late_seconds(sorted(items.items()), holding, latency, doubles))
-    for holders, items in _with_union(into):
+    for holders, items in with_union(into):
         holding = sum(links.host_rate[host] for host in holders)
         taking = {host for each, hosts in takers.items() if each <= holders for host in hosts}
         others = sum(links.host_rate[host] for host in taking - holders)
@@ -141,7 +141,7 @@ def _reach(window: int, doubles: bool) -> float:
     return 2.0**window if doubles else math.inf if window else 1.0
 
 
-def _with_union(
+def with_union(
     sent: Mapping[frozenset[int], Mapping[int, float]],
 ) -> Iterator[tuple[frozenset[int], Mapping[int, float]]]:
     """Yield the items of every set of holders, and of all together."""
@@ -150,9 +150,9 @@ def _with_union(
         every: dict[int, float] = {}
         for items in sent.values():
             for count, amount in items.items():
-                _add(every, count, amount)
+                add(every, count, amount)
         yield frozenset().union(*sent), every
 
 
-def _add(items: dict[int, float], count: int, amount: float) -> None:
+def add(items: dict[int, float], count: int, amount: float) -> None:
     items[count] = items.get(count, 0.0) + amount

@@ -27,7 +27,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from resharding.bound import send_seconds
+from resharding.minimum_cut import send_seconds
 
 _MOST_JOBS = 48  # more are bundled before they are ordered: a step takes 60 us and more
 

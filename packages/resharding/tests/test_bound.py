@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resharding import HostLinks, Network, PlanOptions, plan
-from resharding.bound import receive_seconds, send_seconds
+from resharding.bound import receive_seconds
 from resharding.cases import paper_cases, random_task
+from resharding.minimum_cut import send_seconds
 from resharding.strategies import STRATEGIES
 
 groups = st.dictionaries(

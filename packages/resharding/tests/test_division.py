@@ -2,8 +2,9 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resharding.bound import receive_seconds, send_seconds
+from resharding.bound import receive_seconds
 from resharding.division import Delivery, divided
+from resharding.minimum_cut import send_seconds
 from resharding.slices import Box, Slice
 
 LENGTH = 10_000  # elements of a slice along its one dim: cuts are exact to 1e-4

@@ -1,0 +1,132 @@
+r"""The time no plan beats where a lane, a host or a device, does one operation at a time.
+
+L is the latency. Each slice i has an operation of its own that takes it from a lane that holds it
+to one that lacks it: it occupies one of the former and one of the latter for e_i = D_i / rate + L
+at least, so sets of lanes share their e_i as they share bytes. In one L the devices that have a
+slice can double at most: a slice for n receivers that leaves its holders w L before the end leaves
+them n / 2^w times (`latency_bound`; a chain of H hops ends as a copy before H - 1 doublings does).
+Devices that share two slices or more need L more each, in which they get what others took in. Were
+there no bytes, operations would take L each, and a lane do a whole number.     -> _first_seconds()
+
+Where lanes are hosts, an operation that feeds b devices of a host takes b L at least, or follows
+others that brought its pieces: a host is occupied L for every device in it that needs something. If
+a tile has two slices or more, and one host does not feed it from inside, the first device of the
+host takes another L: on that host, or on the host whose device passes it the whole tile.
+                                                                                -> _host_seconds()
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from resharding.latency_bound import add, late_seconds, with_union
+from resharding.minimum_cut import send_seconds
+from resharding.network import Links
+from resharding.slices import Slice
+
+
+def blocked_bound(moving: Sequence[Slice], links: Links) -> float:
+    """Return seconds that plans for slices with receivers take at least; operations block."""
+    bound = _first_seconds(moving, links)
+    if links.network.issue == "host" and links.network.latency:
+        bound = max(bound, _host_seconds(moving, links))
+    return bound
+
+
+def _first_seconds(moving: Sequence[Slice], links: Links) -> float:
+    """Return the time of the busiest lanes by what takes slices out of those that hold them."""
+    latency, host_of = links.network.latency, links.host_of
+    by_host = links.network.issue == "host"
+    sending: list[_Operation] = []
+    taking: list[_Operation] = []
+    for piece in moving:
+        hosts = frozenset(host_of[device] for device in piece.holders)
+        lacking = tuple(d for d in piece.receivers if not by_host or host_of[d] not in hosts)
+        if not lacking:
+            continue
+        least = piece.num_bytes / _best_rate(hosts, {host_of[d] for d in lacking}, links)
+        holders, takers = frozenset(piece.holders), frozenset(lacking)
+        if by_host:
+            holders, takers = hosts, frozenset(host_of[device] for device in lacking)
+        alone = by_host and len(lacking) < len(piece.receivers) + len(piece.in_place)
+        # then a device beside a holder may send it along with other slices
+        sending.append((holders, len(lacking), least, 0.0 if alone else latency))
+        taking.append((takers, len(lacking), least, 0.0 if alone else latency))
+    shares: dict[frozenset[int], float] = {}  # where several share several slices
+    if not by_host:
+        counts = Counter(frozenset(piece.receivers) for piece in moving if not piece.in_place)
+        shares = {
+            devices: latency * len(devices)
+            for devices, count in counts.items()
+            if count > 1 and len(devices) > 1
+        }
+    return max(_busiest(sending, latency, {}), _busiest(taking, latency, shares))
+
+
+_Operation = tuple[frozenset[int], int, float, float]  # lanes, receivers, seconds of bytes, latency
+
+
+def _busiest(
+    operations: Sequence[_Operation], latency: float, more: Mapping[frozenset[int], float]
+) -> float:
+    """Return the time of the lanes that share `operations`, and `more` seconds by lanes."""
+    lanes = {lane for key, *_ in operations for lane in key}
+    bound, alike = 0.0, dict.fromkeys(lanes, 1.0)
+    for whole in (False, True):  # all that they take, or how many there are
+        if whole and not latency:
+            break
+        shared = dict(more)
+        items: dict[frozenset[int], dict[int, float]] = {}
+        for key, count, seconds, start in operations:
+            amount = start if whole else seconds + start
+            shared[key] = shared.get(key, 0.0) + amount
+            add(items.setdefault(key, {}), count, amount)
+        found = [send_seconds(shared, alike)]
+        for key, each in with_union(items) if latency else ():
+            late = late_seconds(sorted(each.items()), len(key), latency, doubles=True)
+            found.append(late - latency)
+        most = max(found)
+        bound = max(bound, math.ceil(most / latency - 1e-6) * latency if whole else most)
+    return bound
+
+
+def _best_rate(holders: frozenset[int], takers: set[int], links: Links) -> float:
+    """Return the rate of the fastest hop from a device of one set of hosts to one of another."""
+    if not holders.isdisjoint(takers):
+        return max(links.device_rate.values())
+
+    def port(host: int) -> float:
+        return links.host_rate[host] / links.num_cards[host]
+
+    return min(max(map(port, holders)), max(map(port, takers)))
+
+
+def _host_seconds(moving: Sequence[Slice], links: Links) -> float:
+    """Return the time of the busiest host, or of all that receive, by the devices they feed."""
+    latency, host_of = links.network.latency, links.host_of
+    entering: dict[int, float] = {}  # host -> seconds on its cards
+    wanted: dict[int, dict[int, list[int]]] = {}  # host -> device -> slices
+    inside: set[tuple[int, int]] = set()  # slices and hosts that hold them
+    for number, piece in enumerate(moving):
+        holding = {host_of[device] for device in piece.holders}
+        inside.update((number, host) for host in holding)
+        for device in piece.receivers:
+            wanted.setdefault(host_of[device], {}).setdefault(device, []).append(number)
+        for host in {host_of[device] for device in piece.receivers} - holding:
+            entering[host] = entering.get(host, 0.0) + piece.num_bytes / links.host_rate[host]
+    alone = {
+        host: entering.get(host, 0.0) + latency * len(devices) for host, devices in wanted.items()
+    }
+    again = sum(  # tiles of several slices, none of which the host holds
+        len(tile) > 1 and inside.isdisjoint((number, host) for number in tile)
+        for host, devices in wanted.items()
+        for tile in set(map(tuple, devices.values()))
+    )
+    starts = sum(map(len, wanted.values())) + again
+    return max(
+        *alone.values(),
+        (sum(entering.values()) + latency * starts) / len(wanted),
+        -(-starts // len(wanted)) * latency,
+    )

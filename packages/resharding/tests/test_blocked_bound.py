@@ -1,0 +1,75 @@
+import pytest
+
+from resharding import Network, cut_slices, plan
+from resharding.bound import lower_bound
+from resharding.slices import hosts_of
+
+
+def least_rounds(task, by_host):
+    """Return the fewest rounds that fill all tiles: in a round an operation brings two devices, or
+    hosts, to what both know and need. Chains and gathers of 1, 2 or 4 devices take as many."""
+    slices, host_of = cut_slices(task), hosts_of(task)
+    devices = sorted(host_of)
+    needed = {d: frozenset() for d in devices}
+    known = {d: frozenset() for d in devices}
+    for k, piece in enumerate(slices):
+        for d in (*piece.receivers, *piece.in_place):
+            needed[d] |= {k}
+        for d in piece.holders:
+            known[d] |= {k}
+
+    def rounds(state, open_devices, used):
+        """Yield what may be known after a round; operations that change nothing are left out."""
+        acted = False
+        for position, a in enumerate(open_devices):
+            for b in open_devices[position + 1 :]:
+                lanes = {host_of[a], host_of[b]} if by_host else {a, b}
+                gained = (state[b] & needed[a]) - state[a], (state[a] & needed[b]) - state[b]
+                if lanes & used or not any(gained):
+                    continue
+                acted = True
+                after = {**state, a: state[a] | gained[0], b: state[b] | gained[1]}
+                left = [d for d in open_devices if d not in (a, b)] if not by_host else devices
+                yield from rounds(after, left, used | lanes)
+        if not acted:
+            yield state
+
+    states, count = [known], 0
+    while not any(all(needed[d] <= state[d] for d in devices) for state in states):
+        count += 1
+        after = {
+            tuple(each[d] for d in devices) for s in states for each in rounds(s, devices, set())
+        }
+        best = [
+            one
+            for one in after
+            if not any(
+                one != other and all(a <= b for a, b in zip(one, other, strict=True))
+                for other in after
+            )
+        ]
+        states = [dict(zip(devices, one, strict=True)) for one in best]
+    return count
+
+
+@pytest.mark.parametrize("issue", ["host", "device"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (((1, 1), "R"), ((1, 4), "R")),
+        (((2, 1), "S0"), ((1, 2), "R")),
+        (((3, 1), "S0"), ((1, 2), "R")),
+        (((4, 1), "S0"), ((2, 1), "R")),
+        (((1, 4), "S1"), ((2, 1), "R")),
+        (((2, 1), "S0"), ((2, 2), "S1")),
+        (((2, 1), "S0"), ((2, 2), "R")),
+        (((2, 2), "S1"), ((2, 2), "S0")),
+        (((1, 2), "R"), ((1, 4), "S1")),
+    ],
+)
+def test_no_order_of_small_messages_beats_the_bound(make_task, issue, source, target):
+    task = make_task((12,), *source, *target)
+    rounds, network = least_rounds(task, issue == "host"), Network(issue=issue, latency=1.0)
+    bound = lower_bound(cut_slices(task), hosts_of(task), network)
+    assert 0.6 * rounds <= bound <= rounds * (1 + 1e-6)
+    assert bound <= plan(task, network).seconds
