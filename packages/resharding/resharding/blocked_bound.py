@@ -11,7 +11,8 @@ there no bytes, operations would take L each, and a lane do a whole number.     
 Where lanes are hosts, an operation that feeds b devices of a host takes b L at least, or follows
 others that brought its pieces: a host is occupied L for every device in it that needs something. If
 a tile has two slices or more, and one host does not feed it from inside, the first device of the
-host takes another L: on that host, or on the host whose device passes it the whole tile.
+host takes another L: on that host, or on the host whose device passes it the whole tile. If it has
+one slice, whoever passes that to the host is occupied as well.
                                                                                 -> _host_seconds()
 """
 
@@ -119,14 +120,17 @@ def _host_seconds(moving: Sequence[Slice], links: Links) -> float:
     alone = {
         host: entering.get(host, 0.0) + latency * len(devices) for host, devices in wanted.items()
     }
-    again = sum(  # tiles of several slices, none of which the host holds
-        len(tile) > 1 and inside.isdisjoint((number, host) for number in tile)
-        for host, devices in wanted.items()
-        for tile in set(map(tuple, devices.values()))
-    )
+    again = singles = 0  # tiles of several slices, or of one, none of which the host holds
+    for host, devices in wanted.items():
+        for tile in set(map(tuple, devices.values())):
+            if inside.isdisjoint((number, host) for number in tile):
+                again += len(tile) > 1
+                singles += len(tile) == 1
     starts = sum(map(len, wanted.values())) + again
+    hosts = wanted.keys() | {host for _, host in inside}
     return max(
         *alone.values(),
         (sum(entering.values()) + latency * starts) / len(wanted),
         -(-starts // len(wanted)) * latency,
+        -(-(starts + singles) // len(hosts)) * latency,
     )

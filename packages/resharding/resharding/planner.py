@@ -9,13 +9,12 @@ from alpa_interchange.reshard import ReshardingPlan, ReshardingTask
 from alpa_interchange.tensor import dtype_bytes
 from resharding.bound import lower_bound
 from resharding.course import Demand, course, demand_of, least_seconds, level_seconds
+from resharding.drafts import Draft, Setting
 from resharding.network import Links, Network
 from resharding.slices import cut_slices, hosts_of
 from resharding.strategies import (
     FANS,
     STRATEGIES,
-    Draft,
-    Setting,
     candidates,
     divided_broadcast,
     paced,
@@ -30,6 +29,9 @@ _MOST_SEARCHED = 8
 # Transfers of all drafts together, after which no other strategy is tried: about 10 ms. With four
 # times as many the mean ratio of 200 random pairs at 10 us is the same to 1 %.
 _MOST_WORK = 200
+# Latencies that a plan takes at least for transfers to wait for others, which costs one each time.
+# Of 1,000 random pairs at 10 us none with less gained by it, nor any where nothing blocks.
+_LEAST_FOR_WAITS = 50
 # What fans must gain, as each of their many transfers is an operation for whoever carries it out:
 # with 1 the mean ratio of 1,000 random pairs at 10 us is 1.019 as well.
 _LEAST_GAIN = 1.03
@@ -71,7 +73,7 @@ def plan(
     race = _Race(task, network, options)
     if strategy in ("auto", "broadcast"):
         race.enter_divided()
-    names = candidates(race.slices) if strategy == "auto" else (strategy,)
+    names = candidates(race.slices, race.links) if strategy == "auto" else (strategy,)
     if strategy == "auto" and race.fans_pay():
         race.enter_fans()
         names = tuple(name for name in names if name in _BESIDE_FANS)
@@ -108,10 +110,14 @@ class _Race:
         """Try slices divided over their holders in the order of an open shop."""
         draft = divided_broadcast(self.slices, self._setting(device_lanes=False, search=False))
         self._try("broadcast", False, draft, draft.lane_seconds)
-        # With latency each wait costs one: of 1,000 random pairs at 10 us none gained by it.
-        waits_pay = self.network.issue == "device" or not self.network.latency
-        if self.network.issue != "host" and waits_pay and not self._settled():
+        if self._waits_pay() and not self._settled():
             self._try("broadcast", False, paced(draft, self.links), draft.lane_seconds)
+
+    def _waits_pay(self) -> bool:
+        network = self.network
+        if network.issue == "host" or not network.latency:
+            return network.issue != "host"
+        return network.issue == "device" and self.bound >= _LEAST_FOR_WAITS * network.latency
 
     def enter(self, name: str, device_lanes: bool, *, search: bool) -> None:
         """Draft one strategy with lanes of hosts or devices; simulate it if it can still win."""
@@ -218,6 +224,7 @@ class _Race:
         return Setting(
             host_of=self.host_of,
             links=self.links,
+            element_bytes=self.element,
             device_lanes=device_lanes,
             seed=self.options.seed,
             num_restarts=self.options.num_restarts if search else 0,

@@ -127,7 +127,7 @@ def test_many_small_slices_of_one_tile_are_collected_before_they_are_spread(make
     # 16 slices to 16 devices: chains would take 16 x 16 latencies one after the other
     task = make_task((16, 4), (2, 8), "S01 R", (2, 8), "R R")
     made = plan(task, Network(latency=1e-5))
-    assert made.strategy == "tile_all_gather" and made.seconds < 50e-5
+    assert made.strategy == "tile_host_gather" and made.seconds < 20e-5
 
 
 def test_equal_layouts_on_the_same_devices_take_no_time(make_task):
