@@ -8,14 +8,16 @@ bring its sender what it sends, so transfers that may run side by side are start
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 from attrs import frozen
 
 from alpa_interchange.reshard import ReshardingPlan, Transfer
 from alpa_interchange.tensor import dtype_bytes
 from resharding.slices import Box
-from resharding.traffic import gathered_pieces
+from resharding.traffic import boxes_moved, gathered_pieces
 
 LEAST_CHUNK_BYTES = 4 << 20
 """A chunk is a kernel launch on two devices, some 10 us; at 50 GB/s 4 MiB take 80. Plans made for a
@@ -40,7 +42,8 @@ def steps_of(plan: ReshardingPlan) -> tuple[tuple[Hop, ...], ...]:
     steps: list[list[Hop]] = []
     behind: list[int] = []  # by transfer: the first step after it
     brought: dict[int, list[tuple[Box, int]]] = {}  # by device: what arrives there, before step
-    for index, transfer in enumerate(plan.transfers):
+    moved = zip(plan.transfers, boxes_moved(plan), strict=True)
+    for index, (transfer, boxes) in enumerate(moved):
         box = Box(transfer.start, transfer.stop)
         waits = [behind[earlier] for earlier in transfer.after]
         for device in transfer.receivers if transfer.method == "gather" else (transfer.sender,):
@@ -49,7 +52,7 @@ def steps_of(plan: ReshardingPlan) -> tuple[tuple[Hop, ...], ...]:
         first = max(waits, default=0)
         made = _ring(plan, index, transfer, width) if transfer.method == "gather" else []
         if transfer.method not in ("gather", "local"):
-            made = _chain(index, transfer, width)
+            made = _side_by_side([_chain(index, transfer, each, width) for each in boxes])
         steps += [[] for _ in range(first + len(made) - len(steps))]
         for number, hops in enumerate(made):
             steps[first + number] += hops
@@ -59,8 +62,13 @@ def steps_of(plan: ReshardingPlan) -> tuple[tuple[Hop, ...], ...]:
     return tuple(tuple(step) for step in steps if step)
 
 
-def _chain(index: int, transfer: Transfer, width: int) -> list[tuple[Hop, ...]]:
-    box = Box(transfer.start, transfer.stop)
+def _side_by_side(chains: Sequence[Sequence[tuple[Hop, ...]]]) -> list[tuple[Hop, ...]]:
+    """Return steps in which all `chains` go on."""
+    steps = itertools.zip_longest(*chains, fillvalue=())
+    return [tuple(itertools.chain.from_iterable(step)) for step in steps]
+
+
+def _chain(index: int, transfer: Transfer, box: Box, width: int) -> list[tuple[Hop, ...]]:
     size, chain = box.size * width, (transfer.sender, *transfer.receivers)
     count = max(1, min(transfer.num_chunks, size // LEAST_CHUNK_BYTES))
     cuts = [size * c // count for c in range(count + 1)]

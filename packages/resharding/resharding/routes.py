@@ -13,7 +13,7 @@ from attrs import frozen
 from alpa_interchange.reshard import ReshardingPlan
 from resharding.coverage import check_plan
 from resharding.slices import Box, device_tiles
-from resharding.traffic import gathered_pieces
+from resharding.traffic import boxes_moved, gathered_pieces
 
 
 @frozen
@@ -169,14 +169,15 @@ def part_of(name: str, plan: ReshardingPlan, owner_of: Mapping[int, str]) -> Par
 
 def _chains(plan: ReshardingPlan) -> Iterator[tuple[int, Box, Sequence[int]]]:
     """Yield (number of the transfer, box, devices it passes) of all transfers between devices."""
-    for number, transfer in enumerate(plan.transfers):
+    moved = zip(plan.transfers, boxes_moved(plan), strict=True)
+    for number, (transfer, boxes) in enumerate(moved):
         if transfer.method == "gather":
             for owner, piece in gathered_pieces(plan.transfers, transfer):
                 others = (one for one in transfer.receivers if one != owner)
                 yield number, piece, (owner, *others)
         elif transfer.method != "local":
-            box = Box(transfer.start, transfer.stop)
-            yield number, box, (transfer.sender, *transfer.receivers)
+            for box in boxes:
+                yield number, box, (transfer.sender, *transfer.receivers)
 
 
 def _given(plan: ReshardingPlan, owner_of: Mapping[int, str]) -> Iterator[tuple[str, Box]]:

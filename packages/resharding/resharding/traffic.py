@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from alpa_interchange.reshard import Transfer
-from resharding.slices import Box
+from alpa_interchange.reshard import ReshardingPlan, Transfer
+from resharding.slices import Box, all_tiles
 
 
 def edges(transfer: Transfer) -> tuple[tuple[int, int], ...]:
@@ -31,6 +31,27 @@ def gathered_pieces(
         for k in transfer.after
         if transfers[k].method == "copy"
     )
+
+
+def boxes_moved(plan: ReshardingPlan) -> Iterator[tuple[Box, ...]]:
+    """Yield, for each transfer of a plan, the boxes in which it moves its slice.
+
+    That is the slice itself, unless it came to the sender, or to the receivers of a gather, in
+    several boxes: those are passed on as they came, in one message.
+    """
+    tiles = all_tiles(plan.task.source, plan.task.tensor.shape)
+    arrived: dict[int, dict[Box, None]] = {}
+    for transfer in plan.transfers:
+        box, tile = Box(transfer.start, transfer.stop), tiles.get(transfer.sender)
+        came = arrived.get(transfer.sender, {})
+        boxes: tuple[Box, ...] = (box,)
+        if transfer.method == "gather":
+            boxes = tuple(piece for _, piece in gathered_pieces(plan.transfers, transfer))
+        elif box not in came and (tile is None or not tile.contains(box)):
+            boxes = tuple(piece for piece in came if box.contains(piece))
+        for receiver in transfer.receivers:
+            arrived.setdefault(receiver, {}).update(dict.fromkeys(boxes))
+        yield boxes
 
 
 def edge_bytes(transfer: Transfer, element_bytes: float) -> float:

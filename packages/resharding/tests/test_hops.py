@@ -1,6 +1,7 @@
+import numpy as np
 import pytest
 
-from resharding import Network, plan
+from resharding import Network, device_tiles, plan
 from resharding import hops as module
 from resharding.hops import steps_of
 from resharding.strategies import STRATEGIES
@@ -12,14 +13,22 @@ def test_a_rank_passes_on_only_what_it_had_before_the_step(make_task, monkeypatc
     monkeypatch.setattr(module, "LEAST_CHUNK_BYTES", 64)
     task = make_task((32, 8), (2, 2), "S0 R", (3, 2), "R S1")
     made = plan(task, Network(latency=1e-8, issue=issue), strategy)
-    held = {(device, None) for device in task.source.devices}
+    tiles, shape = device_tiles(task.source, task.tensor.shape, "source"), task.tensor.shape
+    held = {d: np.zeros((*shape, 4), bool) for d in (*task.source.devices, *task.target.devices)}
+    for device, tile in tiles.items():
+        held[device][tile.within((0, 0))] = True
     for step in steps_of(made):
-        arriving = set()
+        arrived = []
         for hop in step:
-            chunk = (hop.box, hop.begin, hop.end)
-            assert (hop.sender, None) in held or (hop.sender, chunk) in held
-            arriving.add((hop.receiver, chunk))
-        held |= arriving
+            chunk = np.zeros((*shape, 4), bool)
+            inside = np.arange(hop.box.size * 4).reshape(*hop.box.shape, 4)
+            chunk[hop.box.within((0, 0))] = (hop.begin <= inside) & (inside < hop.end)
+            assert held[hop.sender][chunk].all()
+            arrived.append((hop.receiver, chunk))
+        for receiver, chunk in arrived:
+            held[receiver] |= chunk
+    for device, tile in device_tiles(task.target, shape, "target").items():
+        assert held[device][tile.within((0, 0))].all()
 
 
 def test_transfers_that_wait_for_nothing_start_together(make_task):

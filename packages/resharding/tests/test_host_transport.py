@@ -110,7 +110,10 @@ def test_a_transfer_starts_when_those_it_comes_after_are_done(
 
 @pytest.mark.parametrize("inline", [0, 1 << 16])
 @pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("strategy", ["send_recv", "broadcast", "global_all_gather", "auto"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["send_recv", "broadcast", "global_all_gather", "tile_host_gather", "tile_tree", "auto"],
+)
 def test_processes_get_the_tiles_the_host_executor_gives(
     team, monkeypatch, make_shards, inline, elsewhere, strategy
 ):
