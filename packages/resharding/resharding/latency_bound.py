@@ -72,7 +72,8 @@ def latency_bound(moving: Iterable[Slice], links: Links) -> float:
         taking = {host for each, hosts in takers.items() if each <= holders for host in hosts}
         others = sum(links.host_rate[host] for host in taking - holders)
         pairs = sorted(items.items())
-        bound = max(bound, spread_seconds(pairs, holding, others, latency, doubles))
+        intake = sum(links.host_rate[host] for host in taking)
+        bound = max(bound, spread_seconds(pairs, (holding, others, intake), latency, doubles))
     return bound
 
 
@@ -106,15 +107,17 @@ def _sent(left: list[tuple[int, float]], room: float, reach: float) -> float:
 
 
 def spread_seconds(
-    items: Items, holding: float, receiving: float, latency: float, doubles: bool
+    items: Items, rates: tuple[float, float, float], latency: float, doubles: bool
 ) -> float:
-    """Return a time below the least in which `items` are sent by ports of `holding` bytes/s in all
-    from the beginning and by those of `receiving` bytes/s from one latency on, by at most 0.1 %."""
-    low = latency + sum(amount for _, amount in items) / (holding + receiving)
+    """Return a time below the least in which `items` are sent by ports of `rates[0]` bytes/s in all
+    from the beginning and of `rates[1]` from one latency on, into ports of `rates[2]` in all, by at
+    most 0.1 %."""
+    holding, receiving, intake = rates
+    low = latency + sum(amount for _, amount in items) / min(holding + receiving, intake)
     high = late_seconds(items, holding, latency, doubles) + latency
     while high > low * 1.001:
         middle = (low + high) / 2
-        if _spread_in(items, middle - latency, holding, receiving, latency, doubles):
+        if _spread_in(items, middle - latency, rates, latency, doubles):
             high = middle
         else:
             low = middle
@@ -122,15 +125,21 @@ def spread_seconds(
 
 
 def _spread_in(
-    items: Items, seconds: float, holding: float, receiving: float, latency: float, doubles: bool
+    items: Items,
+    seconds: float,
+    rates: tuple[float, float, float],
+    latency: float,
+    doubles: bool,
 ) -> bool:
     """Return whether sends of `seconds`, before the last latency, can carry `items`."""
+    holding, receiving, intake = rates
     left, window, end = list(items), 0, seconds
     while left and end > 0:
         reach = _reach(window, doubles)
         begin = 0.0 if left[-1][0] <= reach else max(0.0, end - latency)
-        room = holding * (end - begin)
-        room += receiving * max(0.0, end - max(begin, latency))
+        alone = max(0.0, min(end, latency) - begin)  # when only holders can send
+        both = end - begin - alone
+        room = alone * min(holding, intake) + both * min(holding + receiving, intake)
         _sent(left, room, reach)
         end, window = begin, window + 1
     return not left

@@ -21,7 +21,9 @@ def test_what_a_card_takes_in_last_goes_to_every_device():
 def test_receivers_help_to_send_from_one_latency_on():
     # 40 bytes for one device each: the holder sends 10/s from 0 s, receivers 10/s from 1 s, so
     # 10 s + 10 (s - 1) = 40 after s = 2.5 s, and a latency to arrive
-    assert spread_seconds([(1, 40.0)], 10.0, 10.0, 1.0, doubles=False) == pytest.approx(3.5, 2e-3)
+    assert spread_seconds([(1, 40.0)], (10.0, 10.0, 99.0), 1.0, doubles=False) == pytest.approx(
+        3.5, 2e-3
+    )
 
 
 def windows(items, rate, latency, reach, choice):
@@ -54,9 +56,11 @@ def test_no_choice_of_windows_is_earlier(items, latency, doubles, data):
 @given(amounts, st.integers(0, 5), st.booleans())
 def test_more_senders_never_take_longer(items, others, doubles):
     pairs = sorted(items)
-    alone = spread_seconds(pairs, 2.0, 0.0, 1.0, doubles)
+    alone = spread_seconds(pairs, (2.0, 0.0, 2.0), 1.0, doubles)
     assert alone == pytest.approx(late_seconds(pairs, 2.0, 1.0, doubles), rel=2e-3)
-    assert spread_seconds(pairs, 2.0, float(others), 1.0, doubles) <= alone * (1 + 2e-3)
+    assert spread_seconds(pairs, (2.0, float(others), 2.0 + others), 1.0, doubles) <= alone * (
+        1 + 2e-3
+    )
 
 
 def test_small_tensors_take_a_few_latencies_to_many_devices(make_task):
