@@ -31,7 +31,7 @@ _MOST_PARTS = 32
 # two or three latencies is searched on for.
 _FILL = 0.25
 
-Hosts = Sequence[tuple[int, ...]]  # the receivers of each host, the one that is fed first in front
+Hosts = Sequence[tuple[int, ...]]  # devices by host; of receivers, the one fed first in front
 
 
 def star(deliveries: Sequence[Delivery], links: Links) -> list[Transfer]:
@@ -41,7 +41,7 @@ def star(deliveries: Sequence[Delivery], links: Links) -> list[Transfer]:
     leaving: dict[frozenset[int], float] = {}
     for each in deliveries:
         if each.remote:
-            for devices in _by_host(each, links):
+            for devices in _by_host(each.receivers, links):
                 host, more = links.host_of[devices[0]], (len(devices) - 1) * each.piece.num_bytes
                 entering[host] = entering.get(host, 0.0) + more / links.host_rate[host]
                 holders = frozenset(links.host_of[device] for device in each.senders)
@@ -70,6 +70,7 @@ class _Fans:
     transfers: list[Transfer] = field(factory=list)
     sent: dict[int, float] = field(factory=dict)  # seconds by host
     sent_by: dict[int, float] = field(factory=dict)  # bytes by device
+    holders: dict[tuple[int, ...], Hosts] = field(factory=dict)  # by host, for each set of them
 
     def star(self, part: Delivery, hosts: Hosts, turn: int) -> None:
         """Feed every host from a holder."""
@@ -136,15 +137,14 @@ class _Fans:
 
     def sender_of(self, part: Delivery) -> int:
         """Return the holder whose host has the least to send so far."""
-        host_of, size = self.links.host_of, part.piece.num_bytes
-
-        def ends(device: int) -> tuple[float, float]:
-            host = host_of[device]
-            busy = self.sent.get(host, 0.0) + size / self.links.host_rate[host]
-            return busy, self.sent_by.get(device, 0.0)
-
-        sender = min(part.senders, key=ends)
-        self.sent[host_of[sender]], _ = ends(sender)
+        size, by_host = part.piece.num_bytes, self.holders.get(part.senders)
+        if by_host is None:
+            by_host = self.holders[part.senders] = _by_host(part.senders, self.links)
+        rate, host_of = self.links.host_rate, self.links.host_of
+        ends = [self.sent.get(h, 0.0) + size / rate[h] for h in (host_of[d[0]] for d in by_host)]
+        k = min(range(len(ends)), key=ends.__getitem__)
+        sender = min(by_host[k], key=lambda device: self.sent_by.get(device, 0.0))
+        self.sent[host_of[sender]] = ends[k]
         self.sent_by[sender] = self.sent_by.get(sender, 0.0) + size
         return sender
 
@@ -165,7 +165,7 @@ def _fanned(
             for receiver in delivery.receivers:
                 fans.copy(delivery, sender, receiver)
             continue
-        hosts = _by_host(delivery, links)
+        hosts = _by_host(delivery.receivers, links)
         count = _num_parts(delivery, hosts, links, fills(hosts), len(remote))
         if count > 1:  # as many for every holder, and every host, unless slices take turns
             unit = len(bounding_hosts(delivery.senders, links.host_of)) if len(remote) < 3 else 1
@@ -184,11 +184,11 @@ def _fanned(
     return fans.transfers
 
 
-def _by_host(delivery: Delivery, links: Links) -> Hosts:
-    return [
-        tuple(device for device in delivery.receivers if links.host_of[device] == host)
-        for host in bounding_hosts(delivery.receivers, links.host_of)
-    ]
+def _by_host(devices: Sequence[int], links: Links) -> Hosts:
+    found: dict[int, list[int]] = {}
+    for device in devices:
+        found.setdefault(links.host_of[device], []).append(device)
+    return [tuple(each) for each in found.values()]
 
 
 def _num_parts(delivery: Delivery, hosts: Hosts, links: Links, fills: int, num_slices: int) -> int:

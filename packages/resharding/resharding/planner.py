@@ -20,6 +20,7 @@ from resharding.strategies import (
     paced,
 )
 from resharding.sums import plan_sum
+from resharding.tiles import TILES
 from resharding.traffic import edge_bytes
 
 # Slices whose order is searched further: with latency, 16 slices took 20 ms and gained under 1 %.
@@ -75,7 +76,8 @@ def plan(
         race.enter_divided()
     names = candidates(race.slices, race.links) if strategy == "auto" else (strategy,)
     if strategy == "auto" and race.fans_pay():
-        race.enter_fans()
+        if race.best is None or race.best.seconds > race.bound * _LEAST_GAIN:
+            race.enter_fans()
         names = tuple(name for name in names if name in _BESIDE_FANS)
     lanes = (False, True) if race.network.issue == "device" else (False,)
     for name in names:
@@ -124,7 +126,7 @@ class _Race:
         if self._settled() or (self.best is not None and self.work > _MOST_WORK):
             return
         setting = self._setting(device_lanes, search)
-        if self.best is not None and name != self.best.strategy:
+        if self.best is not None and name not in (self.best.strategy, *TILES):
             # Without an order first: what the busiest takes hardly depends on it.
             rough = STRATEGIES[name](self.slices, evolve(setting, unordered=True))
             if self._least(rough) >= self.best.seconds:
