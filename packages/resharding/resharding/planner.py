@@ -190,6 +190,9 @@ class _Race:
         if len(draft.transfers) <= self.options.most_simulated:
             intervals = course(draft.transfers, demands, self.links)
             seconds = max((end for _, end in intervals), default=0.0)
+        else:
+            levels = level_seconds(draft.transfers, demands, self.links)
+            seconds = max(seconds, levels, self.bound)
         if self.best is not None and seconds * least_gain >= self.best.seconds:
             return False
         self.best_lanes = device_lanes

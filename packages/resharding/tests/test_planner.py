@@ -177,3 +177,12 @@ def test_long_plans_are_valid_and_estimated(make_task):
     assert len(made.transfers) == 1024
     simulated = plan(task, Network())
     assert made.seconds == pytest.approx(simulated.seconds, rel=0.1)
+
+
+def test_long_plans_take_no_less_than_the_bound_where_messages_have_a_latency(make_task):
+    # copies to a device of each host, and from there: two levels, the card and then the devices
+    task = make_task((256, 1 << 14), (2, 8), "S01 R", (2, 8), "R R")
+    network = Network(nic_bandwidth=1e11, device_bandwidth=2e11, latency=5e-6, issue="none")
+    made = plan(task, network, "star", PlanOptions(most_simulated=16))
+    simulated = simulate(task, made.transfers, network).seconds
+    assert made.lower_bound <= simulated <= made.seconds * (1 + 1e-9) <= 1.1 * simulated
