@@ -18,7 +18,7 @@ from cost_model.kernel_table import device_efficiency
 from cost_model.layer_prediction import layer_seconds
 from cost_model.profile import Profile, apply_profile, stored_profile
 from cost_model.program import program_of
-from cost_model.topology import host_group, logical_mesh, nic_bandwidth
+from cost_model.topology import TransferLinks, host_group, logical_mesh, nic_bandwidth
 
 _EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
 # log spread of measured steps around the analytic model at shapes that were not measured: the scale
@@ -136,14 +136,30 @@ class CostModel:
         Every byte leaves the source once, whose hosts and devices share the sending; a target host
         takes in `host_share` of the tensor (what its devices want; broadcast inside a host is
         pipelined), a target device `device_share`. Both are those of a tensor cut over all devices
-        unless given: the lower bound that a good resharding plan reaches (arXiv 2211.05322).
+        unless given: a lower bound of what `resharding.plan` predicts (arXiv 2211.05322).
         `link` says where the submeshes lie ("host": on one host; "hosts", "groups": not);
         without it two that fit into one host together are taken as neighbours on that host.
         """
-        sender = host_group(self.cluster, source)
-        receiver = host_group(self.cluster, target)
         host_share = 1 / target.num_hosts if host_share is None else host_share
         device_share = 1 / target.num_devices if device_share is None else device_share
+        links = self.transfer_links(source, target, link)
+        if links.hosts is None:
+            share = max(1 / source.devices_per_host, device_share)
+            return _move(bytes, links.latency, links.devices[0] / share)
+        sent, taken = links.hosts
+        slowest = max(
+            1 / (source.num_hosts * sent), host_share / taken, device_share / links.devices[1]
+        )
+        return _move(bytes, links.latency, 1 / slowest)
+
+    def transfer_links(
+        self, source: SubmeshSpec, target: SubmeshSpec, link: str | None = None
+    ) -> TransferLinks:
+        """Return what a transfer between submeshes passes through; `link` as in
+        `transfer_seconds`."""
+        sender = host_group(self.cluster, source)
+        receiver = host_group(self.cluster, target)
+        ports = (sender.intra_host.effective_bandwidth, receiver.intra_host.effective_bandwidth)
         same_host = (
             source.host_group == target.host_group
             and source.num_hosts == target.num_hosts == 1
@@ -151,18 +167,14 @@ class CostModel:
             and link in (None, "host")
         )
         if same_host:
-            inside = sender.intra_host
-            share = max(1 / source.devices_per_host, device_share)
-            return _move(bytes, inside.latency, inside.effective_bandwidth / share)
+            return TransferLinks(latency=sender.intra_host.latency, devices=ports)
         between = self.cluster.link_between(source.host_group, target.host_group)
         sent = nic_bandwidth(sender, source.devices_per_host)
         taken = nic_bandwidth(receiver, target.devices_per_host)
         if source.host_group != target.host_group:
             sent = min(sent, between.effective_bandwidth * sender.num_nics)
             taken = min(taken, between.effective_bandwidth * receiver.num_nics)
-        port = receiver.intra_host.effective_bandwidth
-        slowest = max(1 / (source.num_hosts * sent), host_share / taken, device_share / port)
-        return _move(bytes, between.latency, 1 / slowest)
+        return TransferLinks(latency=between.latency, devices=ports, hosts=(sent, taken))
 
     def interval(self, seconds: float) -> tuple[float, float]:
         """Return the bounds that 80 % of measurements of a step of `seconds` are expected within.

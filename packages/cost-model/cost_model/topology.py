@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import math
 
+from attrs import frozen
+
 from alpa_interchange.cluster import ClusterSpec, HostGroup
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from cost_model.link_table import link_rate
+
+
+@frozen(kw_only=True)
+class TransferLinks:
+    """What a transfer between two submeshes passes through, bytes/s in one direction: `devices` are
+    the ports of a device of source and target, `hosts` what a host of each shares to other hosts;
+    None on one host. `latency` is in seconds."""
+
+    latency: float
+    devices: tuple[float, float]
+    hosts: tuple[float, float] | None = None
 
 
 def nic_bandwidth(group: HostGroup, devices: int) -> float:

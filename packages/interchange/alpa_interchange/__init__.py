@@ -11,7 +11,14 @@ from alpa_interchange.document import (
     to_json,
 )
 from alpa_interchange.graph import Layer, LayerGraph, Op, OpGraph, Value
-from alpa_interchange.kept_menu import BoundaryLayout, KeptMenu, load_menu, menu_path, save_plan
+from alpa_interchange.kept_menu import (
+    BoundaryLayout,
+    BoundaryValue,
+    KeptMenu,
+    load_menu,
+    menu_path,
+    save_plan,
+)
 from alpa_interchange.mesh import DeviceMesh, LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.plan import (
     InputSummary,
@@ -37,6 +44,7 @@ from alpa_interchange.tensor import ShardingSpec, TensorType, dtype_bytes
 __all__ = [
     "SCHEMA_VERSION",
     "BoundaryLayout",
+    "BoundaryValue",
     "ClusterSpec",
     "DeviceGroup",
     "DeviceMesh",

@@ -15,7 +15,7 @@ from alpa_interchange.cluster import ClusterSpec
 from alpa_interchange.document import DocumentError, load, save
 from alpa_interchange.menu import LayerMenu
 from alpa_interchange.plan import ParallelPlan
-from alpa_interchange.tensor import ShardingSpec
+from alpa_interchange.tensor import ShardingSpec, TensorType
 
 
 @frozen(kw_only=True)
@@ -45,13 +45,22 @@ class RowSpecs:
 
 
 @frozen(kw_only=True)
+class BoundaryValue:
+    """A value of a microbatch that a stage sends forward, and how it lies on the stage's mesh."""
+
+    tensor: TensorType
+    spec: ShardingSpec
+
+
+@frozen(kw_only=True)
 class BoundaryLayout:
     """How the values that a stage sends forward lie on a mesh: bytes per sample in all, and which
-    share of them a host and a device hold at most."""
+    share of them a host and a device hold at most. `values` are all of them, or none if unknown."""
 
     bytes: float = field(validator=non_negative)
     host_share: float = field(default=1.0, validator=non_negative)
     device_share: float = field(default=1.0, validator=non_negative)
+    values: tuple[BoundaryValue, ...] = ()
 
 
 @frozen(kw_only=True)

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import frozen
 
-from alpa_interchange import BoundaryLayout, LogicalMesh, ShardingSpec, SubmeshSpec
+from alpa_interchange import (
+    BoundaryLayout,
+    BoundaryValue,
+    LogicalMesh,
+    ShardingSpec,
+    SubmeshSpec,
+    TensorType,
+)
 from alpa_meta.compat import Literal, Var, dtype_of, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.window import Window
@@ -31,18 +38,24 @@ class Boundary:
         def shares(spec: ShardingSpec) -> tuple[float, float]:
             return held_shares(spec, selection.costs.mesh, submesh.num_hosts)
 
-        sent = [
-            (tensor_bytes(var), shares(selection.spec(var, choice)))
-            for var, (forward, _, _) in zip(self.values, self.kinds, strict=True)
-            if forward
+        forward = [
+            (var, BoundaryValue(tensor=TensorType(shape, dtype), spec=selection.spec(var, choice)))
+            for var, (there, dtype, shape) in zip(self.values, self.kinds, strict=True)
+            if there
         ]
+        sent = [(tensor_bytes(var), shares(value.spec)) for var, value in forward]
         total = sum(size for size, _ in sent)
         if not total:
             return BoundaryLayout(bytes=0.0)
         on_host, on_device = (
             sum(size * shares[k] for size, shares in sent) / total for k in (0, 1)
         )
-        return BoundaryLayout(bytes=total / samples, host_share=on_host, device_share=on_device)
+        return BoundaryLayout(
+            bytes=total / samples,
+            host_share=on_host,
+            device_share=on_device,
+            values=tuple(value for _, value in forward),
+        )
 
     def layout(self, selection: Selection, choice: Sequence[int]) -> tuple[str, ...]:
         return tuple(str(selection.spec(var, choice)) for var in self.values)

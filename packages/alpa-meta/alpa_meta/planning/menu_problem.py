@@ -10,7 +10,7 @@ numbers of hosts and links. Devices must be the same: compute is not split furth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from attrs import evolve
 
@@ -27,6 +27,7 @@ from alpa_interchange.menu import (
 )
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import device_groups
+from alpa_meta.planning.boundary_seconds import prices
 from cost_model import CostModel, calibrated_model
 
 Crossing = Sequence[Sequence[BoundaryLayout]]
@@ -155,12 +156,11 @@ def boundary_of(menu: LayerMenu, crossing: Crossing, model: CostModel) -> Bounda
     It is the slower of the two ways: forward the receiver wants its `layout_in`, and gradients go
     back to the sender's `layout_out`.
     """
-    priced = _prices(model)
+    priced = prices(model)
 
     def seconds(mesh_a: int, layout_out: int, mesh_b: int, layout_in: int, link: str) -> Affine:
-        source, target = menu.meshes[mesh_a].submesh, menu.meshes[mesh_b].submesh
         out, into = crossing[mesh_a][layout_out], crossing[mesh_b][layout_in]
-        return priced(source, target, link, out, into)
+        return priced(menu.meshes[mesh_a], menu.meshes[mesh_b], link, out, into)
 
     return seconds
 
@@ -171,7 +171,7 @@ def boundary_floor_of(menu: LayerMenu, crossing: Crossing, model: CostModel) -> 
 
     No layout has a smaller share on its fullest host or device, and the price grows with these.
     """
-    priced = _prices(model)
+    priced = prices(model)
     sent = [
         min(
             crossing[m][row.layout_out].bytes
@@ -189,37 +189,8 @@ def boundary_floor_of(menu: LayerMenu, crossing: Crossing, model: CostModel) -> 
         )
 
     def seconds(number: int, mesh_a: int, mesh_b: int, link: str) -> Affine:
-        source, target = menu.meshes[mesh_a].submesh, menu.meshes[mesh_b].submesh
-        return priced(source, target, link, even(number, source), even(number, target))
+        source, target = menu.meshes[mesh_a], menu.meshes[mesh_b]
+        out, into = even(number, source.submesh), even(number, target.submesh)
+        return priced(source, target, link, out, into)
 
     return seconds
-
-
-Prices = Callable[[SubmeshSpec, SubmeshSpec, str, BoundaryLayout, BoundaryLayout], Affine]
-
-
-def _prices(model: CostModel) -> Prices:
-    """Return the seconds one way from a layout on one submesh to a layout on another."""
-    known: dict[tuple[SubmeshSpec, SubmeshSpec, str, BoundaryLayout, BoundaryLayout], Affine] = {}
-
-    def way(size: float, a: SubmeshSpec, b: SubmeshSpec, link: str, into: BoundaryLayout) -> float:
-        shares = (into.host_share, into.device_share) if into.bytes else (None, None)
-        return float(model.transfer_seconds(size, a, b, link, *shares))
-
-    def priced(
-        source: SubmeshSpec,
-        target: SubmeshSpec,
-        link: str,
-        out: BoundaryLayout,
-        into: BoundaryLayout,
-    ) -> Affine:
-        key = (source, target, link, out, into)
-        if key not in known:
-            one, two = (
-                max(way(size, source, target, link, into), way(size, target, source, link, out))
-                for size in (out.bytes, 2 * out.bytes)
-            )
-            known[key] = Affine(max(2 * one - two, 0.0), max(two - one, 0.0))
-        return known[key]
-
-    return priced
