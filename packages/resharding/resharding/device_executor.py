@@ -20,7 +20,7 @@ from alpa_interchange.reshard import ReshardingPlan
 from resharding.coverage import check_plan
 from resharding.device_order import Order, join_order
 from resharding.slices import Box, device_tiles
-from resharding.traffic import gathered_pieces
+from resharding.traffic import boxes_moved, gathered_pieces
 
 Corners: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop, in a tile
 
@@ -46,7 +46,7 @@ class DeviceExecutor:
         self._round_after: dict[tuple[int, Box], int] = {}
         self._parts: dict[int, dict[Box, None]] = {device: {} for device in self.target_tiles}
         self._cuts: dict[int, dict[Box, None]] = {device: {} for device in self.source_tiles}
-        for transfer in plan.transfers:
+        for transfer, boxes in zip(plan.transfers, boxes_moved(plan), strict=True):
             box = Box(transfer.start, transfer.stop)
             if transfer.method == "local":
                 self._cuts[transfer.sender][box] = None
@@ -56,7 +56,8 @@ class DeviceExecutor:
                     others = [device for device in transfer.receivers if device != owner]
                     self._spread(piece, owner, others)
             else:
-                self._spread(box, transfer.sender, transfer.receivers)
+                for piece in boxes:
+                    self._spread(piece, transfer.sender, transfer.receivers)
         self._joins = {
             device: (tuple(parts), join_order(self.target_tiles[device], tuple(parts)))
             for device, parts in self._parts.items()

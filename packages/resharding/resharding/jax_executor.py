@@ -4,7 +4,7 @@ Whole tiles that only change device are handed to `jax.device_put`. Other tiles 
 the copies of a plan: on host devices from zero-copy views of the source shards, into aligned memory
 that jax then uses without copying; on others by programs of the devices (`device_executor`), so
 that nothing passes through the memory of the host and nothing waits. No arithmetic touches the
-elements.
+elements, except of unreduced arrays.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def reshard(arrays: Any, shardings: Any, *, through: str = "auto") -> Any:
     `through` is where tiles are put together: "device" by programs of the devices, without waiting
     for the arrays; "host" in host memory; "auto" takes "host" where all devices are host devices,
     whose memory it is.
+    An array that is unreduced over axes of its mesh is summed up there by XLA first, onto a part of
+    the sum for each device where a dim can be cut so.
     """
     if through not in ("auto", "device", "host"):
         raise ValueError(f"through must be 'auto', 'device' or 'host', got {through!r}")
@@ -70,8 +72,8 @@ def placed_tensor(sharding: Sharding, rank: int) -> PlacedTensor:
         )
     if sharding.spec.unreduced:
         raise ValueError(
-            f"{sharding.spec} is unreduced over {sorted(sharding.spec.unreduced)}, but reshard "
-            "moves bytes and does not add; reduce the array on its own mesh first"
+            f"{sharding.spec} is unreduced over {sorted(sharding.spec.unreduced)}, but a value is "
+            "not taken apart into summands; give reshard a layout without them"
         )
     dims: list[tuple[str, ...]] = []
     for entry in sharding.spec:
@@ -95,6 +97,9 @@ def _reshard(array: Any, sharding: Sharding, through: str) -> Any:
         return jax.device_put(array, sharding)
     if array.sharding == sharding:
         return array
+    if isinstance(array.sharding, NamedSharding) and array.sharding.spec.unreduced:
+        placed_tensor(sharding, array.ndim)  # before it is summed up for nothing
+        array = _sum_to(_reduced(array.sharding, array.shape))(array)
     if any(kind not in (None, usual) for kind, usual in map(_memory, (array.sharding, sharding))):
         inside = jax.device_put(array, _usual(array.sharding))  # where programs reach it
         return jax.device_put(_reshard(inside, _usual(sharding), through), sharding)
@@ -107,6 +112,27 @@ def _reshard(array: Any, sharding: Sharding, through: str) -> Any:
     else:
         moved = _through_host(pair.host_executor, shards, devices)
     return jax.make_array_from_single_device_arrays(array.shape, sharding, moved)
+
+
+def _reduced(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Return the layout of the sum of what `sharding` leaves unreduced, cut over the same devices
+    if a dim can be cut evenly."""
+    mesh, spec = sharding.mesh, sharding.spec
+    summed = tuple(axis for axis in mesh.axis_names if axis in spec.unreduced)
+    dims = [
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for entry in (*spec.partitions, *(None,) * (len(shape) - len(spec.partitions)))
+    ]
+    for dim, extent in enumerate(shape):
+        if extent % math.prod(mesh.shape[axis] for axis in (*dims[dim], *summed)) == 0:
+            dims[dim] += summed
+            break
+    return NamedSharding(mesh, PartitionSpec(*dims))
+
+
+@functools.lru_cache(maxsize=1024)
+def _sum_to(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda array: jax.sharding.reshard(array, sharding))
 
 
 @functools.lru_cache(maxsize=1024)

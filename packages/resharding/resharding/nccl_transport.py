@@ -260,6 +260,12 @@ class NcclTransport:
         self, key: str, plan: ReshardingPlan, side: str, program: str, tiles: Any = None
     ) -> _Posted:
         """Note one side; give everything to the streams once all sides that are here are posted."""
+        if plan.task.source.spec.partial:
+            raise ValueError(
+                f"{key}: the source is an unreduced sum over {plan.task.source.spec.partial}, and "
+                "NCCL moves bytes; sum it up on its own mesh first (jax.sharding.reshard in "
+                "the program that makes it), or use a HostTransport"
+            )
         with self._order:
             posted = self._posted.get(key)
             if posted is None:

@@ -1,3 +1,4 @@
+import functools
 import random
 import sys
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ if find_spec("jax") is None:
     pytest.skip("needs the extra resharding[jax]", allow_module_level=True)
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -144,13 +146,13 @@ def test_a_sharding_stands_for_all_arrays_below_it():
     assert moved["n"].sharding.is_fully_replicated
 
 
-def test_unreduced_and_unconstrained_layouts_are_refused():
+def test_unreduced_targets_and_unconstrained_layouts_are_refused():
     a = mesh(0, (2, 2), ("x", "y"))
     array = jax.device_put(np.ones((8, 8)), NamedSharding(a, P("x")))
     with pytest.raises(ValueError, match="leaves a dim unconstrained"):
         reshard(array, NamedSharding(a, P(P.UNCONSTRAINED)))
     explicit = Mesh(a.devices, ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    with pytest.raises(ValueError, match="is unreduced over .*'y'.*, but reshard moves bytes"):
+    with pytest.raises(ValueError, match="is unreduced over .*'y'.* not taken apart"):
         reshard(array, NamedSharding(explicit, P(None, unreduced={"y"})))
 
 
@@ -165,3 +167,26 @@ def test_without_jax_reshard_says_what_is_missing(monkeypatch):
 def test_layouts_without_a_mesh_are_refused_with_advice():
     with pytest.raises(TypeError, match="needs a NamedSharding or SingleDeviceSharding"):
         placed_tensor(object(), 1)
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (3, 5)])
+@pytest.mark.parametrize("through", ["device", "host"])
+def test_an_unreduced_array_is_summed_up_and_moved(shape, through):
+    here, there = (
+        jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=devices)
+        for devices in (jax.devices()[:4], jax.devices()[4:])
+    )
+    left = jax.device_put(
+        np.arange(shape[0] * 4, dtype=np.float32).reshape(shape[0], 4),
+        NamedSharding(here, P(None, "x")),
+    )
+    right = jax.device_put(np.ones((4, shape[1]), np.float32), NamedSharding(here, P("x", None)))
+    product = functools.partial(
+        jnp.einsum, "ij,jk->ik", out_sharding=P(None, None, unreduced={"x"})
+    )
+    with jax.set_mesh(here):
+        summands = jax.jit(product)(left, right)
+    target = NamedSharding(there, P("y" if shape[0] % 2 == 0 else None, None))
+    found = reshard(summands, target, through=through)
+    assert found.sharding == target
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(left) @ np.asarray(right))

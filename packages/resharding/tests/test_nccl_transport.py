@@ -9,12 +9,14 @@ import pytest
 from attrs import evolve
 from nccl_claims import check_equal, pair_of, team_of
 
-from resharding import TransportError, plan
+from resharding import Network, TransportError, plan
 from resharding.cases import random_task
 from resharding.nccl_library import NcclRanks, as_cupy_id, unique_id
 
 
-@pytest.mark.parametrize("strategy", ["send_recv", "broadcast", "global_all_gather", "auto"])
+@pytest.mark.parametrize(
+    "strategy", ["send_recv", "broadcast", "global_all_gather", "tile_tree", "auto"]
+)
 def test_gpus_get_the_tiles_the_host_executor_gives(make_world, make_shards, monkeypatch, strategy):
     monkeypatch.setattr("resharding.hops.LEAST_CHUNK_BYTES", 16)
     for seed in range(12):
@@ -38,6 +40,16 @@ def test_a_pair_without_a_communicator_and_a_second_post_are_refused(make_world,
     ends["host 1"].receive("k", plan(task))
     with pytest.raises(ValueError, match="host 1 has no send of k to post"):
         ends["host 1"].send("k", plan(task), dict)
+
+
+def test_summands_are_refused_with_what_to_do_instead(make_world, make_task):
+    world, task = make_world(), pair_of(make_task)
+    ends = team_of(world, [task])
+    summands = evolve(task.source, spec=evolve(task.source.spec, dims=((), ()), partial=("host",)))
+    made = plan(evolve(task, source=summands), Network(issue="none"))
+    with pytest.raises(ValueError, match="an unreduced sum over .*sum it up on its own mesh first"):
+        ends["host 0"].send("k", made, dict)
+    ends["host 0"].close()
 
 
 def test_closing_fails_what_is_under_way(make_world, make_task):
