@@ -252,7 +252,16 @@ class Builder:
             read = self._read(shape.reads, scope, phase)
             one = operator_of(eqn)
             late = scope is self.sources and not self._keeps_order and self._waits(eqn)
-            self.timeline.compute(one.liveness, read, record.results, shape.zero, one.dear, late)
+            self.timeline.compute(
+                one.liveness,
+                read,
+                record.results,
+                reads_zero=shape.zero,
+                dear=one.dear,
+                late=late,
+                permutation=shape.permutation,
+                matrices=shape.matrices,
+            )
         if self._copy_of:
             for var in shape.reads:
                 if var in self._copy_of:

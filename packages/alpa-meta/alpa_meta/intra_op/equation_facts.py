@@ -10,6 +10,9 @@ from attrs import frozen
 
 from alpa_meta.compat import JaxprEqn, Literal, Var, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.dim_orders import Matrix
+from alpa_meta.operators.contraction import product_matrices
+from alpa_meta.operators.layout import permutation
 from alpa_meta.operators.regions import is_region
 
 
@@ -22,18 +25,23 @@ class EquationFacts:
     read_at: tuple[int, ...]  # the operand that each of them is
     zero: bool  # an operand is the number 0
     results: tuple[tuple[tuple[int, ...], float], ...]  # shape and bytes
+    permutation: tuple[int, ...] | None  # of a transposition
+    matrices: tuple[Matrix, ...]  # how a product takes each of `reads`
 
 
 @functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
 def facts_of(eqn: JaxprEqn) -> EquationFacts:
     """Return the facts of an equation, remembered."""
     reads = [(k, atom) for k, atom in enumerate(eqn.invars) if not isinstance(atom, Literal)]
+    matrices = product_matrices(eqn)
     return EquationFacts(
         region=is_region(eqn),
         reads=tuple(atom for _, atom in reads),
         read_at=tuple(k for k, _ in reads),
         zero=any(isinstance(atom, Literal) and _is_zero(atom.val) for atom in eqn.invars),
         results=tuple((shape_of(var), tensor_bytes(var)) for var in eqn.outvars),
+        permutation=permutation(eqn),
+        matrices=tuple(matrices[k] for k, _ in reads) if matrices else (),
     )
 
 

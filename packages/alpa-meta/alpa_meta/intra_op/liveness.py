@@ -39,6 +39,7 @@ from collections.abc import Sequence
 
 from attrs import define, field, frozen
 
+from alpa_meta.intra_op.dim_orders import DimOrders, Matrix, Order
 from alpa_meta.intra_op.stage_problem import Source
 
 PHASES = ("forward", "backward", "update")
@@ -92,6 +93,7 @@ class _Value:
     last_phase: int = 0
     dear: bool = False
     late: bool = False
+    put_off: bool = False  # until a kernel reads it that cannot compute it
     ready: int = 0  # when the update may read it
     kind: int | None = None  # in KINDS, where it does not follow from who reads it
 
@@ -127,6 +129,8 @@ class Timeline:
     _zeros: dict[tuple[object, ...], _Zeros] = field(factory=dict)
     _values: list[_Value] = field(factory=list)
     _of: dict[int, _Value] = field(factory=dict)  # by id of the source, which the value keeps
+    _orders: DimOrders = field(factory=DimOrders)
+    _copies: dict[tuple[int, Order | None], _Value] = field(factory=dict)  # by id of the copied
 
     def advance(self, phase: str) -> None:
         """Begin the next equation."""
@@ -172,6 +176,7 @@ class Timeline:
         """Note another name of the value `of`."""
         operand = self._of.get(id(of))
         if operand is not None and operand.source is not source:
+            self._orders.same(source, of)
             value = self._add(source, "alias", (operand,), self.now)
             operand.reads.append(_Read(self.now, self.phase, (value,), False))
 
@@ -205,22 +210,34 @@ class Timeline:
         reads_zero: bool = False,
         dear: bool = False,
         late: bool = False,
+        permutation: Order | None = None,
+        matrices: Sequence[Matrix] = (),
     ) -> None:
         """Note an operator, run now, of the `liveness` its record gives.
 
         `reads_zero`: an operand is the number 0. `dear`: it takes long. `late`: only the update
-        waits for its results.
+        waits for its results. `permutation`: it transposes. `matrices`: how it takes its operands.
         """
-        dear, late = dear and self.on_host, late and self.on_host and self.phase < 2
+        late = late and self.on_host and self.phase < 2
         read = [self._of[id(source)] for source in operands if id(source) in self._of]
+        dear = dear and self.on_host and not (len(read) == 2 and _is_repeated(read[1], results[0]))
         if form == "alias":
             read = read[:1]
+        if permutation is not None:
+            self._orders.transpose(results[0], operands[0], permutation)
+        elif form in ("fused", "alias"):
+            self._orders.follow(results, operands)
+        elif len(matrices) == len(read):
+            read = [self._as_read(*one, late) for one in zip(read, matrices, strict=True)]
         now = (
             self._ready(read) if self.on_host and self.whole_step and self.phase == 2 else self.now
         )
         made = tuple(self._add(source, form, tuple(read), now) for source in results)
         for value in made:
             value.dear, value.late = dear, late
+            wider = self._widening(value.source) if matrices else 1.0
+            if wider > 1.0:
+                value.source = value.source.times(wider)
         if reads_zero and form == "fused":
             self._read_zeros(results[0])
         if form == "windows":
@@ -239,6 +256,28 @@ class Timeline:
             inlined = made if form in ("fused", "alias") else ()
             put_off = made[0] if self.on_host and made else None
             value.reads.append(_Read(stop, self.phase, inlined, not fuses, put_off))
+
+    def _as_read(self, value: _Value, matrix: Matrix, late: bool) -> _Value:
+        """Return the value that a product reads: a copy where its dims lie in another order, or
+        where it is too narrow."""
+        order = self._orders.copied(value.source, matrix, as_given=self.on_host)
+        wider = self._widening(value.source)
+        if order is None and wider == 1.0:
+            return value
+        key = (id(value), order)
+        if key not in self._copies:
+            source = value.source if wider == 1.0 else value.source.times(wider)
+            copy = _Value(source, self.now, self.phase, "copied", self.count, (value,))
+            copy.late, copy.ready = late, value.ready
+            self._values.append(copy)
+            value.reads.append(_Read(self.now + 1, self.phase, (copy,), False, copy))
+            self._copies[key] = copy
+        return self._copies[key]
+
+    def _widening(self, source: Source) -> float:
+        """Return how many times as many bytes products take: CPUs multiply in four bytes each."""
+        size = 4.0 * math.prod(source.shape)
+        return size / source.bytes if self.on_host and 0 < source.bytes < size else 1.0
 
     def _ready(self, read: Sequence[_Value]) -> int:
         """Return when an operator of the update runs: as soon as it can, now at the latest. A late
@@ -269,7 +308,8 @@ class Timeline:
         for value in reversed(self._values):
             value.late = value.late or self.on_host and _waits(value)
             began = value.born
-            if value.late or value.form == "fused" and not value.operands:
+            free = value.form == "fused" and not value.operands
+            if value.late or value.put_off or free or value.form == "copied":
                 firsts = [_done(read) - 1 for read in value.reads]
                 latest = self.now if value.late else value.born
                 value.born = max(value.born, min(firsts, default=latest))
@@ -294,6 +334,7 @@ class Timeline:
         for value in self._values:
             value.reads.clear()
         self._values.clear()
+        self._copies.clear()
         self._of.clear()
         return found[::-1]
 
@@ -355,9 +396,36 @@ class Timeline:
             if value.form == "alias":
                 value.stored = False
             elif value.form == "fused":
-                again = len(value.reads) > 1 and sum(support.values()) > REREAD * size
+                costly = sum(support.values()) > REREAD * size
+                again = len(value.reads) > 1 and costly
                 value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
+                if self.on_host and value.stored and not (value.dear or costly):
+                    _compute_again(value)
             supports[id(value)] = {id(value): size} if value.stored else support
+
+
+def _compute_again(value: _Value) -> None:
+    """Let the kernels that may compute a value read its operands; it is stored for the others."""
+    kept = []
+    for read in value.reads:
+        fused = [result for result in read.results if result.form in ("fused", "copied")]
+        if not fused:
+            kept.append(read)
+            continue
+        for result in fused:
+            others = [one for one in result.operands if one is not value]
+            result.operands = (*others, *value.operands)
+        for operand in value.operands:
+            operand.reads.append(read)
+    value.reads, value.put_off = kept, True
+
+
+def _is_repeated(value: _Value, result: Source) -> bool:
+    """Return whether a value, or what it repeats, is smaller than a result: XLA multiplies by the
+    reciprocal of such a divisor."""
+    repeated = value.form == "fused" and len(value.operands) == 1
+    least = min(one.source.bytes for one in (value, *(value.operands if repeated else ())))
+    return least < result.bytes
 
 
 def _window_positions(gradient: Source) -> Source:

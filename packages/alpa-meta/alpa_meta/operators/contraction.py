@@ -33,6 +33,24 @@ def product_dims(eqn: JaxprEqn) -> DimPairs | None:
     return dims
 
 
+def product_matrices(eqn: JaxprEqn) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return how XLA takes the operands of a product of two arrays: dims of the batch, of rows and
+    of columns, which are summed over on the left, the others on the right; of any other operator
+    nothing."""
+    dims = product_dims(eqn)
+    if dims is None:
+        return ()
+    (left_summed, right_summed), (left_batch, right_batch) = dims
+    left, right = (
+        tuple(d for d in range(len(shape)) if d not in {*summed, *batch})
+        for shape, summed, batch in zip(operand_shapes(eqn), *dims, strict=True)
+    )
+    return (
+        (tuple(left_batch), left, tuple(left_summed)),
+        (tuple(right_batch), tuple(right_summed), right),
+    )
+
+
 def _dot_dims(
     factors: Factors, shapes: list[tuple[int, ...]], dimension_numbers: Any
 ) -> tuple[list[Dim], list[Dim], list[Dim]]:

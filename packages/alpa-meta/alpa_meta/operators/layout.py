@@ -225,6 +225,11 @@ OPERATORS = {
 }
 
 
+def permutation(eqn: JaxprEqn) -> tuple[int, ...] | None:
+    """Return the dims of the operand that those of a transposition are; None of other operators."""
+    return tuple(eqn.params["permutation"]) if eqn.primitive.name == "transpose" else None
+
+
 def counted_dim(eqn: JaxprEqn) -> int | None:
     """Return the dim that an equation counts the places of, from 0; None if it counts nothing."""
     return int(eqn.params["dimension"]) if eqn.primitive.name == "iota" else None
