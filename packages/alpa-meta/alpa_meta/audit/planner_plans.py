@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from alpa_interchange import LogicalMesh
 from alpa_meta.api import parallelize
 from alpa_meta.audit.executable import ExecutableAudit, audit_tasks
+from alpa_meta.audit.memory import TOLERANCE
 from alpa_meta.audit.numerics import Reference, single_device_reference
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.audit.target import CUBLAS, NO_TILES, parse_target, target_devices
@@ -25,8 +26,10 @@ from alpa_meta.planning.chosen_plan import Planned
 SCHEDULED_SHARE = 0.8 * 0.95
 """Of a GPU's memory, what XLA's scheduler keeps to (xla/service/gpu/gpu_hlo_schedule.cc). Below, it
 trades idle memory for overlap: of gpt-remat at small on H100s it keeps the operands of all weight
-gradients to the end. So a plan is compiled for a GPU with as much memory as the plan says it needs,
-at most what the device has or the options say: of a larger program XLA computes parts again.
+gradients to the end. So a plan is compiled for a GPU with as much memory as the plan says it needs
+and a check lets pass, at most what the device has or the options say: of a larger program XLA
+computes parts again. (Without the tolerance gpt at small, which needs 0.3 % more than its plan
+says, is compiled to 10 % less.)
 """
 
 
@@ -64,7 +67,7 @@ def audit_planned(
         return audit_on_host(model, step, reference if numerics else None, numerics=numerics)
     planned = step.lower(model.state, model.batch).planned
     target, num_devices = parse_target(cluster)
-    needed = 1.05 * max(planned.plan.stage_plan.peak_bytes) / SCHEDULED_SHARE
+    needed = (1 + TOLERANCE) * max(planned.plan.stage_plan.peak_bytes) / SCHEDULED_SHARE
     has = options.memory or target.memory_bytes
     target = evolve(target, memory_bytes=int(min(needed, has)))
     devices = target_devices(target, num_devices)

@@ -94,7 +94,9 @@ class _Value:
     dear: bool = False
     late: bool = False
     put_off: bool = False  # until a kernel reads it that cannot compute it
-    ready: int = 0  # when the update may read it
+    ready: int = 0  # when what runs as soon as it can may read it
+    early: bool = False  # of the forward pass, or computed again from it alone
+    paths: float = 1.0  # from what is given
     kind: int | None = None  # in KINDS, where it does not follow from who reads it
 
 
@@ -125,6 +127,7 @@ class Timeline:
     phase: int = 0
     _computation: int = 0  # of the body that is walked over
     _num_computations: int = 1
+    _again: bool = False  # parts of the forward pass are computed again
     _free: set[float] = field(factory=set)  # bytes of state that was copied
     _zeros: dict[tuple[object, ...], _Zeros] = field(factory=dict)
     _values: list[_Value] = field(factory=list)
@@ -145,6 +148,10 @@ class Timeline:
         """Note that a value which is there at all times is also held as a copy, from now on."""
         self._add(source, "stored", (), self.now).kind = KINDS.index("temporaries")
         self._free.add(source.bytes)
+
+    def compute_again(self) -> None:
+        """Note that operators from here on compute again what is not kept of the forward pass."""
+        self._again = self.phase == 1
 
     def enter(self) -> int:
         """Begin the body of a loop; return what `leave` takes to go back."""
@@ -178,6 +185,7 @@ class Timeline:
         if operand is not None and operand.source is not source:
             self._orders.same(source, of)
             value = self._add(source, "alias", (operand,), self.now)
+            value.early, value.ready, value.paths = operand.early, operand.ready, operand.paths
             operand.reads.append(_Read(self.now, self.phase, (value,), False))
 
     def hold(self, sources: Sequence[Source]) -> None:
@@ -229,12 +237,14 @@ class Timeline:
             self._orders.follow(results, operands)
         elif len(matrices) == len(read):
             read = [self._as_read(*one, late) for one in zip(read, matrices, strict=True)]
-        now = (
-            self._ready(read) if self.on_host and self.whole_step and self.phase == 2 else self.now
-        )
+        early = self._again and all(one.early for one in read)
+        paths = max(1.0, sum(one.paths for one in read))
+        ready = self._ready(read) if self.phase == 2 or early else self.now
+        now = ready if self.phase == 2 or paths > len(self._values) else self.now
         made = tuple(self._add(source, form, tuple(read), now) for source in results)
         for value in made:
-            value.dear, value.late = dear, late
+            value.dear, value.late, value.paths = dear, late, paths
+            value.early, value.ready = early or not self.phase, ready
             wider = self._widening(value.source) if matrices else 1.0
             if wider > 1.0:
                 value.source = value.source.times(wider)
@@ -259,16 +269,19 @@ class Timeline:
 
     def _as_read(self, value: _Value, matrix: Matrix, late: bool) -> _Value:
         """Return the value that a product reads: a copy where its dims lie in another order, or
-        where it is too narrow."""
+        where it is too narrow; on hosts a view of what a kernel may compute as a matrix."""
         order = self._orders.copied(value.source, matrix, as_given=self.on_host)
-        wider = self._widening(value.source)
+        wider, form = self._widening(value.source), "copied"
         if order is None and wider == 1.0:
-            return value
+            if not self.on_host or value.form != "fused" or max(map(len, matrix[1:])) < 2:
+                return value
+            form = "view"
         key = (id(value), order)
         if key not in self._copies:
             source = value.source if wider == 1.0 else value.source.times(wider)
-            copy = _Value(source, self.now, self.phase, "copied", self.count, (value,))
+            copy = _Value(source, self.now, self.phase, form, self.count, (value,))
             copy.late, copy.ready = late, value.ready
+            copy.early, copy.paths = value.early, value.paths
             self._values.append(copy)
             value.reads.append(_Read(self.now + 1, self.phase, (copy,), False, copy))
             self._copies[key] = copy
@@ -280,8 +293,10 @@ class Timeline:
         return size / source.bytes if self.on_host and 0 < source.bytes < size else 1.0
 
     def _ready(self, read: Sequence[_Value]) -> int:
-        """Return when an operator of the update runs: as soon as it can, now at the latest. A late
-        value is computed when the first operator asks for it."""
+        """Return when an operator runs that hosts run as soon as they can, now at the latest. A
+        late value is computed when the first operator asks for it."""
+        if not (self.on_host and self.whole_step):
+            return self.now
         for value in read:
             if value.late and not value.ready > value.born:
                 value.ready = self.now
@@ -309,7 +324,7 @@ class Timeline:
             value.late = value.late or self.on_host and _waits(value)
             began = value.born
             free = value.form == "fused" and not value.operands
-            if value.late or value.put_off or free or value.form == "copied":
+            if value.late or value.put_off or free or value.form in ("copied", "view"):
                 firsts = [_done(read) - 1 for read in value.reads]
                 latest = self.now if value.late else value.born
                 value.born = max(value.born, min(firsts, default=latest))
@@ -355,6 +370,7 @@ class Timeline:
 
     def _add(self, source: Source, form: str, operands: tuple[_Value, ...], born: int) -> _Value:
         value = _Value(source, born, self.phase, form, self.count, operands, ready=born)
+        value.early = not self.phase
         self._values.append(value)
         self._of[id(source)] = value
         return value
@@ -393,13 +409,14 @@ class Timeline:
             for operand in value.operands:
                 support.update(supports[id(operand)])
             size = value.source.bytes
-            if value.form == "alias":
+            if value.form == "alias" or value.form == "view" and value.operands[0].stored:
                 value.stored = False
             elif value.form == "fused":
                 costly = sum(support.values()) > REREAD * size
                 again = len(value.reads) > 1 and costly
                 value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
-                if self.on_host and value.stored and not (value.dear or costly):
+                free = self.on_host and not (value.dear or costly)
+                if value.stored and free and _is_unary(value):
                     _compute_again(value)
             supports[id(value)] = {id(value): size} if value.stored else support
 
@@ -408,7 +425,7 @@ def _compute_again(value: _Value) -> None:
     """Let the kernels that may compute a value read its operands; it is stored for the others."""
     kept = []
     for read in value.reads:
-        fused = [result for result in read.results if result.form in ("fused", "copied")]
+        fused = [result for result in read.results if result.form in ("copied", "view")]
         if not fused:
             kept.append(read)
             continue
@@ -418,6 +435,13 @@ def _compute_again(value: _Value) -> None:
         for operand in value.operands:
             operand.reads.append(read)
     value.reads, value.put_off = kept, True
+
+
+def _is_unary(value: _Value) -> bool:
+    """Return whether a value has at most one operand of its size that is not itself repeated."""
+    size = value.source.bytes
+    whole = [one for one in value.operands if one.source.bytes >= size]
+    return sum(not _is_repeated(one, value.source) for one in whole) <= 1
 
 
 def _is_repeated(value: _Value, result: Source) -> bool:

@@ -56,6 +56,7 @@ def barrier_record(builder: Builder, eqn: Any, scope: Mapping[Any, Source]) -> R
     """Return the record of a barrier of several values: each as it comes, and in memory."""
     sources = tuple(operand_source(atom, scope) for atom in eqn.invars)
     builder.timeline.hold(sources)
+    builder.timeline.compute_again()
     return Record(None, (), sources, sources, passes_on=True)
 
 
@@ -72,6 +73,7 @@ def _remat(
         [number for number, var in enumerate(eqn.outvars) if var in found]
         for found in (builder.partial, builder.late)
     )
+    builder.timeline.compute_again()
     inner = _body(builder, body, (key, "again"), weight, outer, phase, leaving, late)
     results = _completed(builder, eqn, inner.outputs, key, weight, phase)
     return Record(None, (), tuple(outer), results, (inner,))
