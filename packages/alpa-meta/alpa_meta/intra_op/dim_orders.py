@@ -56,20 +56,22 @@ class DimOrders:
     def copied(self, source: Source, matrix: Matrix, *, as_given: bool = False) -> Order | None:
         """Return the order in which a product reads a copy of a value; None: it reads the value.
 
-        `as_given`: where several dims become one, rows and columns do not change places.
+        A value may lie with rows and columns in each other's place, and so may a copy where each
+        are one dim. `as_given`: the value only there, a copy never.
         """
         batch, rows, columns = matrix
         order, wanted = self._order(source), (*batch, *rows, *columns)
         if order == wanted:
             return None
+        one_each = max(len(rows), len(columns)) < 2
         allowed = [wanted]
-        sizes = source.shape
-        if not as_given or max(len(rows), len(columns)) < 2:
+        if one_each or not as_given:
             allowed.append((*batch, *columns, *rows))
+        sizes = source.shape
         held = [dim for dim in order if sizes[dim] > 1]  # others are at any place
         if any(held == [dim for dim in one if sizes[dim] > 1] for one in allowed):
             return None
-        return wanted
+        return min(allowed) if one_each and not as_given else wanted
 
     def _order(self, source: Source) -> Order:
         return self._of.get(id(source)) or tuple(range(len(source.shape)))
