@@ -212,7 +212,7 @@ class Builder:
 
     def end_loop(self, began: int, read: Sequence[Source]) -> None:
         """Note that what a loop reads, and what was converted for it, lived until its end."""
-        self.timeline.hold(read)
+        self.timeline.hold_for_loop(read, began)
         for number in range(len(self._copies) - 1, -1, -1):
             if self._copies[number].start < began:
                 break

@@ -53,6 +53,10 @@ class DimOrders:
                     self.same(source, operand)
                 return
 
+    def numbered(self, source: Source) -> Order | None:
+        """Return the dims of a value as they are numbered, if it lies otherwise."""
+        return tuple(range(len(source.shape))) if id(source) in self._of else None
+
     def copied(self, source: Source, matrix: Matrix, *, as_given: bool = False) -> Order | None:
         """Return the order in which a product reads a copy of a value; None: it reads the value.
 

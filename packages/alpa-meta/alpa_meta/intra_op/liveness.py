@@ -194,6 +194,17 @@ class Timeline:
             if id(source) in self._of:
                 self._of[id(source)].reads.append(_Read(self.now + 1, self.phase))
 
+    def hold_for_loop(self, sources: Sequence[Source], began: int) -> None:
+        """Note that a loop has read values since then, copies of those that lie otherwise than
+        their dims are numbered."""
+        for source in sources:
+            value, order = self._of.get(id(source)), self._orders.numbered(source)
+            if value is not None and order is not None:
+                value = self._copy(value, order, "copied", source)
+                value.reads.append(_Read(began + 1, self.phase))
+            if value is not None:
+                value.reads.append(_Read(self.now + 1, self.phase))
+
     def leave_program(self, sources: Sequence[Source], began: int) -> None:
         """Note that values are results of a program that began at an earlier time: memory was set
         aside for them then, for each its own, other names of one value or not."""
@@ -276,9 +287,15 @@ class Timeline:
             if not self.on_host or value.form != "fused" or max(map(len, matrix[1:])) < 2:
                 return value
             form = "view"
+        source = value.source if wider == 1.0 else value.source.times(wider)
+        return self._copy(value, order, form, source, late)
+
+    def _copy(
+        self, value: _Value, order: Order | None, form: str, source: Source, late: bool = False
+    ) -> _Value:
+        """Return the copy of a value in another order, or the view of it; one for all readers."""
         key = (id(value), order)
         if key not in self._copies:
-            source = value.source if wider == 1.0 else value.source.times(wider)
             copy = _Value(source, self.now, self.phase, form, self.count, (value,))
             copy.late, copy.ready = late, value.ready
             copy.early, copy.paths = value.early, value.paths
