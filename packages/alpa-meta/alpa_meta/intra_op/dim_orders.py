@@ -79,4 +79,3 @@ class DimOrders:
 
     def _order(self, source: Source) -> Order:
         return self._of.get(id(source)) or tuple(range(len(source.shape)))
-

@@ -8,8 +8,11 @@
     written  stored, in the place of the first operand, which it is written into
     reduced  stored, and its operands are computed inside it
     windows  stored, beside the positions of what it scatters; begins as zeros
+    copied   an operand as a product or a loop reads it (`dim_orders`): stored, and what is fused
+             into it is computed inside it
+    view     the same on hosts, of one that lies as it should: a name of it where that is stored
 
-An operator's record says which of these its results are.
+An operator's record says which of the first six its results are.
 
 Time is counted in equations; the body of a loop is passed through once. A value that is last read
 by equation t lives at t; an elementwise result may take the place of one operand of its size.
@@ -18,13 +21,20 @@ by equation t lives at t; an elementwise result may take the place of one operan
 XLA for CPUs (`on_host`) differs in what follows; read off its buffers, which `benchmarks/
 memory_corpus.py` sums up:
 
-    dear     an exponential, a quotient and the like is never computed twice, but stored -> _dear()
+    dear     an exponential and the like is never computed twice, but stored; so is a quotient,
+             unless by what is repeated, which is a product with the reciprocal    -> _dear()
     late     what only the update or the result waits for, as the gradient of a weight or the loss,
              is computed when that first reads it: its operands live until then    -> spans()
     update   in a program of the whole step it runs for each array as soon as it can -> _ready()
     copies   such a program copies the arrays that it replaces before it reads them for more than
              their update; their gradients take the place of the arrays      -> store_copy()
     windows  positions are made of the operand too, and zeros are nobody's but the reader's
+    again    a cheap operand of a product is computed in each kernel that may do so, and stored for
+             the others from when the first of them reads it    -> held_values.compute_in_readers()
+    wider    products take and give four bytes for an element that has two    -> _widening()
+    early    what is computed again for the backward pass runs as soon as it can where more paths
+             lead to it than the program has values: XLA's order is depth first, by counts of users
+             along those paths that are cut off there (`DFSMemoryScheduler`)    -> compute()
 
 Buffers that begin as zeros (stacked results of scans, what a window's gradient is scattered into)
 are an exception: XLA keeps one zero broadcast of each shape, and copies it for everyone who writes
@@ -37,13 +47,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from alpa_meta.intra_op.dim_orders import DimOrders, Matrix, Order
+from alpa_meta.intra_op.held_values import (
+    KINDS,
+    Read,
+    Span,
+    Value,
+    Zeros,
+    compute_in_readers,
+    done,
+    is_repeated,
+    is_unary,
+    kind_of,
+    positions,
+    waits,
+    window_positions,
+)
 from alpa_meta.intra_op.stage_problem import Source
 
+__all__ = ["KINDS", "PHASES", "Span", "Timeline"]
+
 PHASES = ("forward", "backward", "update")
-KINDS = ("state", "gradients", "activations", "temporaries")
 REREAD = 1.5
 """Most bytes that are read again, in those of the value, where it is not stored.
 
@@ -52,61 +78,6 @@ At 1.0 a mean of a few bytes lets every centred tensor be stored that XLA comput
 of wide-resnet for an H100 was 77 % above the compiled program, of diffusion 68 %.
 """
 _MOST_OPERANDS = 8  # of one fused computation
-
-
-@frozen(eq=False)
-class Span:
-    """The half-open time [start, stop) for which `count` values like it are held, and as what."""
-
-    source: Source
-    start: int
-    stop: int
-    kind: int  # in KINDS
-    count: int = 1
-
-
-@define(eq=False)
-class _Read:
-    """One reader: when it is done with the value, and what it computes if it is fused.
-
-    One that is `put_off` is done when the value that it computes was made.
-    """
-
-    stop: int
-    phase: int
-    results: tuple[_Value, ...] = ()
-    heavy: bool = True
-    put_off: _Value | None = None
-
-
-@define(eq=False)
-class _Value:
-    source: Source
-    born: int
-    phase: int
-    form: str
-    count: int
-    operands: tuple[_Value, ...] = ()
-    reads: list[_Read] = field(factory=list)
-    stored: bool = True
-    stop: int = 0
-    last_phase: int = 0
-    dear: bool = False
-    late: bool = False
-    put_off: bool = False  # until a kernel reads it that cannot compute it
-    ready: int = 0  # when what runs as soon as it can may read it
-    early: bool = False  # of the forward pass, or computed again from it alone
-    paths: float = 1.0  # from what is given
-    kind: int | None = None  # in KINDS, where it does not follow from who reads it
-
-
-@define(eq=False)
-class _Zeros:
-    """The zeros of one shape in one computation: who writes into copies, who reads them."""
-
-    written: list[_Value] = field(factory=list)
-    times: list[int] = field(factory=list)  # at which elementwise operators read them
-    like: Source | None = None  # what such an operator makes
 
 
 @define(eq=False)
@@ -129,11 +100,11 @@ class Timeline:
     _num_computations: int = 1
     _again: bool = False  # parts of the forward pass are computed again
     _free: set[float] = field(factory=set)  # bytes of state that was copied
-    _zeros: dict[tuple[object, ...], _Zeros] = field(factory=dict)
-    _values: list[_Value] = field(factory=list)
-    _of: dict[int, _Value] = field(factory=dict)  # by id of the source, which the value keeps
+    _zeros: dict[tuple[object, ...], Zeros] = field(factory=dict)
+    _values: list[Value] = field(factory=list)
+    _of: dict[int, Value] = field(factory=dict)  # by id of the source, which the value keeps
     _orders: DimOrders = field(factory=DimOrders)
-    _copies: dict[tuple[int, Order | None], _Value] = field(factory=dict)  # by id of the copied
+    _copies: dict[tuple[int, Order | None], Value] = field(factory=dict)  # by id of the copied
 
     def advance(self, phase: str) -> None:
         """Begin the next equation."""
@@ -174,10 +145,10 @@ class Timeline:
         zeros.times.append(self.now)
         zeros.like = zeros.like or result
 
-    def _zeros_like(self, source: Source) -> _Zeros:
+    def _zeros_like(self, source: Source) -> Zeros:
         phase = self.phase if self.apart else 0
         key = (self._computation, phase, source.shape, source.bytes)
-        return self._zeros.setdefault(key, _Zeros())
+        return self._zeros.setdefault(key, Zeros())
 
     def alias(self, source: Source, of: Source) -> None:
         """Note another name of the value `of`."""
@@ -186,13 +157,13 @@ class Timeline:
             self._orders.same(source, of)
             value = self._add(source, "alias", (operand,), self.now)
             value.early, value.ready, value.paths = operand.early, operand.ready, operand.paths
-            operand.reads.append(_Read(self.now, self.phase, (value,), False))
+            operand.reads.append(Read(self.now, self.phase, (value,), False))
 
     def hold(self, sources: Sequence[Source]) -> None:
         """Note that values are read, by something that needs them in memory."""
         for source in sources:
             if id(source) in self._of:
-                self._of[id(source)].reads.append(_Read(self.now + 1, self.phase))
+                self._of[id(source)].reads.append(Read(self.now + 1, self.phase))
 
     def hold_for_loop(self, sources: Sequence[Source], began: int) -> None:
         """Note that a loop has read values since then, copies of those that lie otherwise than
@@ -201,9 +172,9 @@ class Timeline:
             value, order = self._of.get(id(source)), self._orders.numbered(source)
             if value is not None and order is not None:
                 value = self._copy(value, order, "copied", source)
-                value.reads.append(_Read(began + 1, self.phase))
+                value.reads.append(Read(began + 1, self.phase))
             if value is not None:
-                value.reads.append(_Read(self.now + 1, self.phase))
+                value.reads.append(Read(self.now + 1, self.phase))
 
     def leave_program(self, sources: Sequence[Source], began: int) -> None:
         """Note that values are results of a program that began at an earlier time: memory was set
@@ -239,7 +210,7 @@ class Timeline:
         """
         late = late and self.on_host and self.phase < 2
         read = [self._of[id(source)] for source in operands if id(source) in self._of]
-        dear = dear and self.on_host and not (len(read) == 2 and _is_repeated(read[1], results[0]))
+        dear = dear and self.on_host and not (len(read) == 2 and is_repeated(read[1], results[0]))
         if form == "alias":
             read = read[:1]
         if permutation is not None:
@@ -263,9 +234,9 @@ class Timeline:
             self._read_zeros(results[0])
         if form == "windows":
             self._zeros_like(results[0]).written += made
-            self._add(_window_positions(operands[0]), "stored", (), self.now)
+            self._add(window_positions(operands[0]), "stored", (), self.now)
             if self.on_host:
-                self._add(_positions(results[0]), "stored", (), self.now)
+                self._add(positions(results[0]), "stored", (), self.now)
         fuses = form in ("fused", "alias", "reduced")
         into = self._of.get(id(operands[0])) if form == "written" else None
         replaced = form == "fused" or into is not None
@@ -276,9 +247,9 @@ class Timeline:
             replaced = replaced and not inside
             inlined = made if form in ("fused", "alias") else ()
             put_off = made[0] if self.on_host and made else None
-            value.reads.append(_Read(stop, self.phase, inlined, not fuses, put_off))
+            value.reads.append(Read(stop, self.phase, inlined, not fuses, put_off))
 
-    def _as_read(self, value: _Value, matrix: Matrix, late: bool) -> _Value:
+    def _as_read(self, value: Value, matrix: Matrix, late: bool) -> Value:
         """Return the value that a product reads: a copy where its dims lie in another order, or
         where it is too narrow; on hosts a view of what a kernel may compute as a matrix."""
         order = self._orders.copied(value.source, matrix, as_given=self.on_host)
@@ -291,16 +262,16 @@ class Timeline:
         return self._copy(value, order, form, source, late)
 
     def _copy(
-        self, value: _Value, order: Order | None, form: str, source: Source, late: bool = False
-    ) -> _Value:
+        self, value: Value, order: Order | None, form: str, source: Source, late: bool = False
+    ) -> Value:
         """Return the copy of a value in another order, or the view of it; one for all readers."""
         key = (id(value), order)
         if key not in self._copies:
-            copy = _Value(source, self.now, self.phase, form, self.count, (value,))
+            copy = Value(source, self.now, self.phase, form, self.count, (value,))
             copy.late, copy.ready = late, value.ready
             copy.early, copy.paths = value.early, value.paths
             self._values.append(copy)
-            value.reads.append(_Read(self.now + 1, self.phase, (copy,), False, copy))
+            value.reads.append(Read(self.now + 1, self.phase, (copy,), False, copy))
             self._copies[key] = copy
         return self._copies[key]
 
@@ -309,7 +280,7 @@ class Timeline:
         size = 4.0 * math.prod(source.shape)
         return size / source.bytes if self.on_host and 0 < source.bytes < size else 1.0
 
-    def _ready(self, read: Sequence[_Value]) -> int:
+    def _ready(self, read: Sequence[Value]) -> int:
         """Return when an operator runs that hosts run as soon as they can, now at the latest. A
         late value is computed when the first operator asks for it."""
         if not (self.on_host and self.whole_step):
@@ -338,16 +309,16 @@ class Timeline:
         self._decide(needed)
         found = self._shared_zeros()
         for value in reversed(self._values):
-            value.late = value.late or self.on_host and _waits(value)
+            value.late = value.late or self.on_host and waits(value)
             began = value.born
             free = value.form == "fused" and not value.operands
             if value.late or value.put_off or free or value.form in ("copied", "view"):
-                firsts = [_done(read) - 1 for read in value.reads]
+                firsts = [done(read) - 1 for read in value.reads]
                 latest = self.now if value.late else value.born
                 value.born = max(value.born, min(firsts, default=latest))
             value.stop, value.last_phase = value.born + 1, value.phase
             for read in value.reads:
-                stop, phase = _done(read), read.phase
+                stop, phase = done(read), read.phase
                 for result in read.results:
                     if not result.stored:
                         stop = max(stop, result.stop)
@@ -355,7 +326,7 @@ class Timeline:
                 value.stop = max(value.stop, stop)
                 value.last_phase = max(value.last_phase, phase)
             if value.stored and value.source.bytes:
-                kind = _kind(value) if value.kind is None else value.kind
+                kind = kind_of(value) if value.kind is None else value.kind
                 if kind == KINDS.index("gradients") and value.source.bytes in self._free:
                     continue  # in the place of what was copied
                 count = 1 if kind == KINDS.index("temporaries") else value.count
@@ -378,15 +349,15 @@ class Timeline:
                 continue
             times = [*zeros.times, *(value.born for value in zeros.written)]
             for value in zeros.written:
-                value.reads.append(_Read(value.born + 1, value.phase))
+                value.reads.append(Read(value.born + 1, value.phase))
                 value.born = min(times)
             if zeros.like is not None:
                 kind = KINDS.index("temporaries")
                 found.append(Span(zeros.like, min(times), max(times) + 1, kind))
         return found
 
-    def _add(self, source: Source, form: str, operands: tuple[_Value, ...], born: int) -> _Value:
-        value = _Value(source, born, self.phase, form, self.count, operands, ready=born)
+    def _add(self, source: Source, form: str, operands: tuple[Value, ...], born: int) -> Value:
+        value = Value(source, born, self.phase, form, self.count, operands, ready=born)
         value.early = not self.phase
         self._values.append(value)
         self._of[id(source)] = value
@@ -433,72 +404,6 @@ class Timeline:
                 again = len(value.reads) > 1 and costly
                 value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
                 free = self.on_host and not (value.dear or costly)
-                if value.stored and free and _is_unary(value):
-                    _compute_again(value)
+                if value.stored and free and is_unary(value):
+                    compute_in_readers(value)
             supports[id(value)] = {id(value): size} if value.stored else support
-
-
-def _compute_again(value: _Value) -> None:
-    """Let the kernels that may compute a value read its operands; it is stored for the others."""
-    kept = []
-    for read in value.reads:
-        fused = [result for result in read.results if result.form in ("copied", "view")]
-        if not fused:
-            kept.append(read)
-            continue
-        for result in fused:
-            others = [one for one in result.operands if one is not value]
-            result.operands = (*others, *value.operands)
-        for operand in value.operands:
-            operand.reads.append(read)
-    value.reads, value.put_off = kept, True
-
-
-def _is_unary(value: _Value) -> bool:
-    """Return whether a value has at most one operand of its size that is not itself repeated."""
-    size = value.source.bytes
-    whole = [one for one in value.operands if one.source.bytes >= size]
-    return sum(not _is_repeated(one, value.source) for one in whole) <= 1
-
-
-def _is_repeated(value: _Value, result: Source) -> bool:
-    """Return whether a value, or what it repeats, is smaller than a result: XLA multiplies by the
-    reciprocal of such a divisor."""
-    repeated = value.form == "fused" and len(value.operands) == 1
-    least = min(one.source.bytes for one in (value, *(value.operands if repeated else ())))
-    return least < result.bytes
-
-
-def _window_positions(gradient: Source) -> Source:
-    """Return what XLA computes on GPUs before it scatters the gradient of a window's extreme: the
-    extremes and an int32 position per dim."""
-    positions = _positions(gradient)
-    return gradient.times(1.0 + positions.bytes / max(gradient.bytes, 1.0))
-
-
-def _positions(value: Source) -> Source:
-    """Return an int32 per dim for every element of a value."""
-    size = 4.0 * math.prod(value.shape) * len(value.shape)
-    return value.times(size / max(value.bytes, 1.0))
-
-
-def _waits(value: _Value) -> bool:
-    """Return whether only late values of the forward pass, as the loss, read a value."""
-    return bool(value.reads) and all(
-        read.phase == 0 and read.put_off is not None and read.put_off.late for read in value.reads
-    )
-
-
-def _done(read: _Read) -> int:
-    """Return when a reader is done with what it reads."""
-    if read.put_off is None or not read.put_off.late:
-        return read.stop
-    return max(read.stop, read.put_off.born + 1)
-
-
-def _kind(value: _Value) -> int:
-    if value.last_phase == 2 and value.phase < 2:
-        return KINDS.index("gradients")
-    if value.last_phase == 1 and value.phase == 0:
-        return KINDS.index("activations")
-    return KINDS.index("temporaries")
