@@ -171,7 +171,7 @@ class Timeline:
         for source in sources:
             value, order = self._of.get(id(source)), self._orders.numbered(source)
             if value is not None and order is not None:
-                value = self._copy(value, order, "copied", source)
+                value = self._copy(value, order, "copied", source, born=began)
                 value.reads.append(Read(began + 1, self.phase))
             if value is not None:
                 value.reads.append(Read(self.now + 1, self.phase))
@@ -262,16 +262,24 @@ class Timeline:
         return self._copy(value, order, form, source, late)
 
     def _copy(
-        self, value: Value, order: Order | None, form: str, source: Source, late: bool = False
+        self,
+        value: Value,
+        order: Order | None,
+        form: str,
+        source: Source,
+        late: bool = False,
+        born: int | None = None,
     ) -> Value:
-        """Return the copy of a value in another order, or the view of it; one for all readers."""
+        """Return the copy of a value in another order, or the view of it; one for all readers. It
+        is made now or at `born`."""
         key = (id(value), order)
         if key not in self._copies:
-            copy = Value(source, self.now, self.phase, form, self.count, (value,))
+            born = self.now if born is None else born
+            copy = Value(source, born, self.phase, form, self.count, (value,))
             copy.late, copy.ready = late, value.ready
             copy.early, copy.paths = value.early, value.paths
             self._values.append(copy)
-            value.reads.append(Read(self.now + 1, self.phase, (copy,), False, copy))
+            value.reads.append(Read(born + 1, self.phase, (copy,), False, copy))
             self._copies[key] = copy
         return self._copies[key]
 
