@@ -59,6 +59,7 @@ class Value:
     ready: int = 0  # when what runs as soon as it can may read it
     early: bool = False  # of the forward pass, or computed again from it alone
     paths: float = 1.0  # from what is given
+    replaced_by: list[Value] = field(factory=list)  # of its size, of kernels that read it
     kind: int | None = None  # in KINDS, where it does not follow from who reads it
 
 

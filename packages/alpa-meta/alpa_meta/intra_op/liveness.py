@@ -333,6 +333,8 @@ class Timeline:
                         phase = max(phase, result.last_phase)
                 value.stop = max(value.stop, stop)
                 value.last_phase = max(value.last_phase, phase)
+            if any(value.stop == one.born + 1 for one in value.replaced_by):
+                value.stop -= 1
             if value.stored and value.source.bytes:
                 kind = kind_of(value) if value.kind is None else value.kind
                 if kind == KINDS.index("gradients") and value.source.bytes in self._free:
@@ -344,6 +346,7 @@ class Timeline:
                 found.append(Span(value.source, start, stop, kind, count))
         for value in self._values:
             value.reads.clear()
+            value.replaced_by.clear()
         self._values.clear()
         self._copies.clear()
         self._of.clear()
@@ -399,19 +402,24 @@ class Timeline:
 
     def _decide(self, needed: set[int]) -> None:
         """Set which values are stored."""
-        supports: dict[int, dict[int, float]] = {}
+        supports: dict[int, dict[int, Value]] = {}
         for value in self._values:
-            support: dict[int, float] = {}
+            support: dict[int, Value] = {}
             for operand in value.operands:
                 support.update(supports[id(operand)])
             size = value.source.bytes
             if value.form == "alias" or value.form == "view" and value.operands[0].stored:
                 value.stored = False
             elif value.form == "fused":
-                costly = sum(support.values()) > REREAD * size
+                costly = sum([one.source.bytes for one in support.values()]) > REREAD * size
                 again = len(value.reads) > 1 and costly
                 value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
                 free = self.on_host and not (value.dear or costly)
                 if value.stored and free and is_unary(value):
                     compute_in_readers(value)
-            supports[id(value)] = {id(value): size} if value.stored else support
+                if value.stored and all(one.source.bytes != size for one in value.operands):
+                    for one in support.values():
+                        if one.source.bytes == size:
+                            one.replaced_by.append(value)
+                            break
+            supports[id(value)] = {id(value): value} if value.stored else support

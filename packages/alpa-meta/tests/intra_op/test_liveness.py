@@ -212,3 +212,17 @@ def test_zeros_that_are_read_live_beside_the_buffers_made_from_them():
     found = [(span.source.bytes, span.start, span.stop) for span in timeline.spans()]
     assert found.count((8.0, 2, 5)) == 3  # zeros, what is scattered into, and what max returns
     assert (4.0 + 4.0 * 4, 4, 5) in found  # extremes and one position each
+
+
+def test_a_value_takes_the_place_of_what_its_kernel_reads_though_what_is_between_is_wider():
+    timeline, narrow, wide, last = Timeline(), value(8.0), value(16.0), value(8.0)
+    timeline.advance("forward")
+    timeline.compute("stored", [], [narrow])
+    for operand, result in ((narrow, wide), (wide, last)):
+        timeline.advance("forward")
+        timeline.compute("fused", [operand], [result])
+    timeline.advance("forward")
+    timeline.compute("stored", [last], [value()])
+    found = spans(timeline)
+    assert found[id(narrow)] == (1, 3)
+    assert found[id(last)] == (3, 5)
