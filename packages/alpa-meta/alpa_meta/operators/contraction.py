@@ -33,7 +33,9 @@ def product_dims(eqn: JaxprEqn) -> DimPairs | None:
     return dims
 
 
-def product_matrices(eqn: JaxprEqn) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def product_matrices(
+    eqn: JaxprEqn,
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
     """Return how XLA takes the operands of a product of two arrays: dims of the batch, of rows and
     of columns, which are summed over on the left, the others on the right; of any other operator
     nothing."""
