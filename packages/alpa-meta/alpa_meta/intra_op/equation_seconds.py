@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
 
 from alpa_interchange import ShardingProblem
-from ilp_sharding.strategies import ProblemBuilder
 
 Priced = tuple[np.ndarray, ...]
 """Seconds per step at the size that a problem is built at, then at the others it is priced at."""
@@ -45,6 +45,7 @@ class PricedPairs:
             start.append(places[id(priced)])
         shapes = [priced[0].shape for _, _, priced in entries]
         self.length = length  # of each table
+        self._rows = np.array([s[0] for s in shapes], dtype=np.int64)
         self._stride = np.array([s[1] if len(s) > 1 else 1 for s in shapes], dtype=np.int64)
         self._paired = np.array([len(s) - 1 for s in shapes], dtype=np.int64)
         self.start = np.array(start, dtype=np.int64)
@@ -58,7 +59,7 @@ class PricedPairs:
         """Return the pairs with the entries of these `numbers` once more at their end; the tables
         are the same."""
         found = copy.copy(self)
-        for name in ("_first", "_second", "_stride", "_paired", "start"):
+        for name in ("_first", "_second", "_rows", "_stride", "_paired", "start"):
             own = getattr(self, name)
             setattr(found, name, np.concatenate([own, own[list(numbers)]]))
         return found
@@ -70,6 +71,12 @@ class PricedPairs:
         place += chosen[self._second] * self._paired
         found: np.ndarray = self.tables[size][place]
         return found
+
+    def shapes(self, numbers: np.ndarray) -> np.ndarray:
+        """Return [4, numbers] of these entries: first node, second node, strategies of the first,
+        of the second (of a pair; 1 where the seconds are one node's)."""
+        found = (self._first, self._second, self._rows, self._stride)
+        return np.array([one[numbers] for one in found])
 
 
 class Tables(Sequence[np.ndarray]):
@@ -119,6 +126,7 @@ class EquationSeconds:
         self._start = np.concatenate(
             [self._priced.start, self.priced_edges.start + self._priced.length]
         )
+        self._home = np.array([one.home for one in edges], dtype=np.int64)
         self.tables = Tables(self._priced, self.priced_edges)
 
     def with_costs(self, costs: Sequence[tuple[int, int, Priced]]) -> EquationSeconds:
@@ -149,10 +157,12 @@ class EquationSeconds:
 
     def least(self, size: int = 0) -> np.ndarray:
         """Return [equations] seconds that no choice can beat, without conversions."""
-        seconds = np.zeros(self.count)
-        for position, _, priced in self.costs:
-            seconds[position] += priced[size].min()
-        return seconds
+        known: dict[int, float] = {}  # operators alike share their seconds
+        for _, _, priced in self.costs:
+            if id(priced) not in known:
+                known[id(priced)] = priced[size].min()
+        least = [known[id(priced)] for _, _, priced in self.costs]
+        return np.bincount(self._at[: len(least)], least, self.count)
 
     def problem_of(
         self, inside: np.ndarray, table: np.ndarray, shares: np.ndarray | None = None
@@ -160,29 +170,47 @@ class EquationSeconds:
         """Return what the equations `inside` [equations] choose among themselves, once each, with
         seconds like one of the `tables`, of which `shares` [equations] count (None: all): what they
         read from others costs nothing."""
-        problem = ProblemBuilder()
-
-        def node(number: int, count: int) -> int:
-            return problem.node(number, str(number), [""] * count)
-
-        def seconds(position: int, start: int, stop: int) -> np.ndarray:
-            own, share = table[start:stop], 1.0 if shares is None else shares[position]
-            if not share:  # what cannot be stays so
-                return np.where(np.isfinite(own), 0.0, own)
-            return own if share == 1 else share * own
-
-        starts = self._start.tolist()
-        for (position, number, priced), start in zip(self.costs, starts, strict=False):
-            if inside[position]:
-                count = len(priced[0])
-                problem.add_cost(node(number, count), seconds(position, start, start + count))
-        for edge, start in zip(self.edges, starts[len(self.costs) :], strict=True):
-            if inside[edge.position] and inside[edge.home]:
-                shape, size = edge.seconds[0].shape, edge.seconds[0].size
-                first, second = map(node, (edge.first, edge.second), shape)
-                own = seconds(edge.position, start, start + size)
-                problem.add_edge(first, second, own.reshape(shape))
-        return problem.build("part")
+        num_costs = len(self.costs)
+        own = np.flatnonzero(inside[self._at[:num_costs]])
+        edges = np.flatnonzero(inside[self._at[num_costs:]] & inside[self._home])
+        entries = np.concatenate([own, num_costs + edges])
+        parts = (self._priced.shapes(own), self.priced_edges.shapes(edges))
+        first, second, rows, columns = np.concatenate(parts, axis=1)
+        nodes, first, second = _numbered(first, second, len(own))
+        # Of each number in the entries: its entry, row, column, and seconds.
+        sizes = rows * columns
+        entry = np.repeat(np.arange(len(entries)), sizes)
+        within = np.arange(len(entry)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        row, column = np.divmod(within, columns[entry])
+        seconds = table[self._start[entries][entry] + within]
+        if shares is not None:
+            share = shares[self._at[entries]][entry]
+            with np.errstate(invalid="ignore"):
+                seconds = np.where((share == 0) & np.isfinite(seconds), 0.0, share * seconds)
+            seconds[np.isnan(seconds)] = math.inf  # what cannot be stays so
+        alone = first == second
+        counts = np.zeros(len(nodes), dtype=np.int64)
+        counts[first] = rows
+        counts[second[~alone]] = columns[~alone]
+        offset = np.cumsum(counts) - counts
+        at_node = alone[entry] & ((entry < len(own)) | (row == column))
+        node_cost = np.bincount(
+            (offset[first[entry]] + row)[at_node], seconds[at_node], int(counts.sum())
+        )
+        pairs, edge_cost = _summed_pairs(
+            first, second, counts, (entry, row, column, seconds), ~alone
+        )
+        return ShardingProblem(
+            name="part",
+            num_strategies=counts,
+            node_cost=node_cost,
+            node_memory=np.zeros(len(node_cost)),
+            live=np.tile(np.array([[0, 1]], dtype=np.int64), (len(nodes), 1)),
+            edges=pairs,
+            edge_cost=edge_cost,
+            node_names=tuple(map(str, nodes.tolist())),
+            strategy_names=tuple(("",) * count for count in counts.tolist()),
+        )
 
     def between(
         self, before: np.ndarray, after: np.ndarray, table: np.ndarray
@@ -199,3 +227,50 @@ class EquationSeconds:
             elif after[edge.home] and before[edge.position]:
                 found.append((edge.second, edge.first, matrix.T))
         return found
+
+
+def _numbered(
+    first: np.ndarray, second: np.ndarray, num_alone: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the nodes of entries in the order in which these name them, and their places there:
+    [entries] of `first` and of `second`, the first `num_alone` entries being of one node each."""
+    named = np.concatenate([first[:num_alone], np.stack([first, second], 1)[num_alone:].ravel()])
+    nodes, where, place = np.unique(named, return_index=True, return_inverse=True)
+    order = np.argsort(where)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    places = rank[place]
+    pairs = places[num_alone:].reshape(-1, 2)
+    one, two = (np.concatenate([places[:num_alone], column]) for column in pairs.T)
+    return nodes[order], one, two
+
+
+def _summed_pairs(
+    first: np.ndarray,
+    second: np.ndarray,
+    counts: np.ndarray,
+    numbers: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    paired: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return [pairs, 2] of nodes, the lower one first, in the order in which entries come first
+    that are `paired`, and the sums of their seconds, one pair after the other.
+
+    `counts` [nodes] are of strategies; `numbers` are entry, row, column and seconds of each number
+    in the entries.
+    """
+    lower, upper = np.minimum(first, second), np.maximum(first, second)
+    mark = (lower * len(counts) + upper)[paired]
+    _, where, place = np.unique(mark, return_index=True, return_inverse=True)
+    order = np.argsort(where)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    pair = np.zeros(len(first), dtype=np.int64)
+    pair[paired] = rank[place]
+    pairs = np.stack([lower[paired], upper[paired]], 1)[where[order]]
+    sizes = counts[pairs[:, 0]] * counts[pairs[:, 1]]
+    offset = np.cumsum(sizes) - sizes
+    some = paired[numbers[0]]
+    entry, row, column, seconds = (one[some] for one in numbers)
+    turned = (first > second)[entry]
+    at = np.where(turned, column, row) * counts[upper[entry]] + np.where(turned, row, column)
+    return pairs, np.bincount(offset[pair[entry]] + at, seconds, int(sizes.sum()))

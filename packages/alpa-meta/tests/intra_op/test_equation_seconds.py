@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds
+from ilp_sharding.strategies import ProblemBuilder
 
 COUNT, SIZES, STRATEGIES = 6, 2, (1, 3, 2, 4)
 
@@ -15,7 +16,8 @@ def random_seconds(seed):
     def priced(*shape):
         return tuple(random.random(shape) for _ in range(SIZES))
 
-    alike = {(a, b): priced(STRATEGIES[a], STRATEGIES[b]) for a, b in [(1, 2), (2, 3), (1, 3)]}
+    pairs = [(1, 2), (3, 2), (1, 3), (2, 2)]
+    alike = {(a, b): priced(STRATEGIES[a], STRATEGIES[b]) for a, b in pairs}
     edges = []
     for position in range(COUNT):
         for (first, second), seconds in alike.items():
@@ -64,3 +66,46 @@ def test_conversions_run_once_more_where_their_equation_does(seed, again):
     ]
     own = EquationSeconds(2 * COUNT, SIZES, costs, [*seconds.edges, *more])
     assert_equal(seconds.with_again(costs, again), own)
+
+
+@pytest.mark.parametrize("shares", [None, (1.0, 0.0, 0.5, 1.0, 0.0, 0.25)])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_part_is_the_problem_of_its_equations_one_by_one(seed, shares):
+    seconds, _ = random_seconds(seed)
+    random = np.random.default_rng(seed)
+    table = seconds.tables[1].copy()
+    table[random.random(len(table)) < 0.1] = np.inf
+    inside = random.random(COUNT) < 0.7
+    known = {id(one[-1]): None for one in (*seconds.costs, *seconds.edges)}
+    start = 0
+    for group in (seconds.costs, seconds.edges):
+        for one in group:
+            priced = one[-1]
+            if known[id(priced)] is None:
+                known[id(priced)] = table[start : start + priced[0].size].reshape(priced[0].shape)
+                start += priced[0].size
+    problem = ProblemBuilder()
+
+    def node(number):
+        return problem.node(number, str(number), [""] * STRATEGIES[number])
+
+    def counted(position, priced):
+        share = 1.0 if shares is None else shares[position]
+        own = known[id(priced)]
+        return share * np.where(np.isinf(own), 0.0, own) + np.where(np.isinf(own), np.inf, 0.0)
+
+    for position, number, priced in seconds.costs:
+        if inside[position]:
+            problem.add_cost(node(number), counted(position, priced))
+    for one in seconds.edges:
+        if inside[one.position] and inside[one.home]:
+            first, second = node(one.first), node(one.second)
+            problem.add_edge(first, second, counted(one.position, one.seconds))
+    expected = problem.build("part")
+    found = seconds.problem_of(inside, table, None if shares is None else np.array(shares))
+    assert found.node_names == expected.node_names
+    assert found.strategy_names == expected.strategy_names
+    assert (found.num_strategies == expected.num_strategies).all()
+    assert (found.edges == expected.edges).all() and (found.live == expected.live).all()
+    assert (found.node_cost == expected.node_cost).all()
+    assert (found.edge_cost == expected.edge_cost).all()
