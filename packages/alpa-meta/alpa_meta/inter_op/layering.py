@@ -161,11 +161,13 @@ def _backward_layers(
             continue
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         ceiling = min((home[a] for a in read if a in cotangents), default=num_layers - 1)
-        candidates = set(range(ceiling + 1))
         residuals = [a for a in read if a not in cotangents and a in available]
-        for atom in residuals:
-            candidates &= available[atom]
-        if candidates:
+        # The last layer that has all of them, found in as little time however many layers there are
+        candidates = set.intersection(*(available[a] for a in residuals)) if residuals else set()
+        candidates = {q for q in candidates if q <= ceiling}
+        if not residuals:
+            layer = ceiling
+        elif candidates:
             layer = max(candidates)
         else:
             layer = max(

@@ -73,12 +73,10 @@ class Staging:
 def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Atom]) -> Staging:
     """Return the staging of layers [0, cuts[0]), [cuts[0], cuts[1]), ... up to the last layer."""
     bounds = [*cuts, layering.num_layers]
-
-    def stage_of(layer: int) -> int:
-        return next(stage for stage, stop in enumerate(bounds) if layer < stop)
-
+    starts = zip([0, *cuts], bounds, strict=True)
+    stage_of = [stage for stage, (start, stop) in enumerate(starts) for _ in range(start, stop)]
     eqns, layers = list(layering.eqns), list(layering.layers)
-    stages = [None if layer is None else stage_of(layer) for layer in layers]
+    stages = [None if layer is None else stage_of[layer] for layer in layers]
     phases = with_sunk_sums(eqns, layering.phases, stages)
     independent = _settle_scalars(eqns, stages)
     labels: list[Any] = [

@@ -3,6 +3,7 @@ all."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_name, is_drop, open_jaxpr, shape_of
@@ -51,6 +52,7 @@ def layer_classes(
     return found
 
 
+@functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
 def eqn_signature(eqn: JaxprEqn) -> Hashable:
     """Return what an equation does, up to the values it works on: primitive, rule, types, work."""
     if is_region(eqn):

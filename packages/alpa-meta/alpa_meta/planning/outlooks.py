@@ -74,11 +74,10 @@ def short_step_of(
 ) -> ShortStep | None:
     """Return `step` with `kept` copies of repeated layers, None if that leaves nothing out."""
     least = options.num_stages or 1  # layers
-    told = str((options.num_layers, least, options.pins, options.recompute))
-    key = (cluster, told, kept)
+    layering = layers_of(step.program(1), options, cluster)
+    chosen = chosen_recomputation(options.recompute, layering.num_layers)
+    key = (cluster, str((options.num_layers, least, options.pins, chosen)), kept)
     if key not in step.short:
-        layering = layers_of(step.program(1), options, cluster)
-        chosen = chosen_recomputation(options.recompute, layering.num_layers)
         step.short[key] = short_step(step, layering, options.pins, chosen, kept)
     found: ShortStep | None = step.short[key]
     return found
@@ -139,7 +138,7 @@ def _layer_of_value(program: Program, clustered: tuple[int, ...]) -> dict[Var, i
     return {var: layer for k, layer in pairs for var in eqns[k].outvars}
 
 
-@functools.lru_cache(maxsize=4)  # asked for every kind of recomputation of one program
+@functools.lru_cache(maxsize=16)  # asked for the whole program and microbatches of a few sizes
 def _layers(program: Program, clustered: tuple[int, ...]) -> Layering:
     return assign_layers(program, lambda eqns, inputs: clustered)
 
