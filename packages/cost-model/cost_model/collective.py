@@ -84,12 +84,13 @@ def collective_seconds(
 
 def bucketed_seconds(
     kind: str,
-    bytes: Sequence[float],
+    bytes: Sequence[float] | Mapping[float, int],
     axes: tuple[MeshAxis, ...],
     launch: float = 0.0,
     meeting: bool = False,
 ) -> float:
-    """Return the seconds of collectives of `bytes` each, sent together as far as buckets allow.
+    """Return the seconds of collectives of `bytes` each, or of how many there are of each number of
+    bytes, sent together as far as buckets allow.
 
     A tensor larger than a bucket goes alone; the rest fill buckets to the brim, as if cut. Each
     tensor takes `launch` seconds to put into a bucket and out of it. Sending all alone is the most.

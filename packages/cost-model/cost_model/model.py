@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,9 +103,14 @@ class CostModel:
         return (np.asarray(bytes) > 0) * np.maximum(alone + more, launch)
 
     def bucketed_seconds(
-        self, kind: str, bytes: Sequence[float], axes: tuple[MeshAxis, ...], host_group: int = 0
+        self,
+        kind: str,
+        bytes: Sequence[float] | Mapping[float, int],
+        axes: tuple[MeshAxis, ...],
+        host_group: int = 0,
     ) -> float:
-        """Return the seconds of independent collectives over `axes`, sent together in buckets."""
+        """Return the seconds of independent collectives over `axes`, sent together in buckets: of
+        `bytes` each, or of how many there are of each number of bytes."""
         packing = self._packing_seconds(host_group)
         return bucketed_seconds(kind, bytes, axes, packing, self._meeting)
 

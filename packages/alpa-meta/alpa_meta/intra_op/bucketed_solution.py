@@ -83,7 +83,10 @@ def _search(
     for _ in range(ROUNDS):
         assert best.choice is not None
         groups = traffic.groups(best.choice)
-        prices = {g: traffic.beyond_shares(g, sizes) / sum(sizes) for g, sizes in groups.items()}
+        prices = {
+            group: traffic.beyond_shares(group, sizes) / sum(size * n for size, n in sizes.items())
+            for group, sizes in groups.items()
+        }
         repriced = traffic.repriced(problem, prices)
         priced = solve(
             repriced,

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +37,9 @@ from ilp_sharding.strategies import FREE
 
 Sent = tuple[str, float, tuple[str, ...]]
 """A collective: kind, bytes of the larger side on one device, mesh axes."""
+
+Sizes = Mapping[float, int]
+"""How many tensors of each number of bytes."""
 
 
 @functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
@@ -328,20 +330,21 @@ class BucketedTraffic:
         assert natural.node is not None
         self.add(phase, times, natural.bytes, (natural.node, node), sent, count)
 
-    def groups(self, choice: Sequence[int]) -> Mapping[Group, list[float]]:
-        """Return the bytes of each tensor that a choice sends in buckets."""
-        found: dict[Group, list[float]] = {}
+    def groups(self, choice: Sequence[int]) -> Mapping[Group, Sizes]:
+        """Return how many tensors of each number of bytes a choice sends in buckets."""
+        found: dict[Group, dict[float, int]] = {}
         for entry in self._entries:
             for group, size in entry.groups(choice, self.costs.mesh):
-                found.setdefault(group, []).extend([size] * entry.count)
+                sizes = found.setdefault(group, {})
+                sizes[size] = sizes.get(size, 0) + entry.count
         return found
 
-    def beyond_shares(self, group: Group, sizes: Sequence[float]) -> float:
+    def beyond_shares(self, group: Group, sizes: Sizes) -> float:
         """Return the seconds by which the buckets of a group exceed the shares, each time."""
         kind, axes = group.kind, group.axes
         shares = math.fsum(
             count * self.costs.bucket_share_seconds(kind, size, axes)
-            for size, count in Counter(sizes).items()
+            for size, count in sizes.items()
         )
         return max(self.costs.bucketed_seconds(kind, sizes, axes) - shares, 0.0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import repeat
 
 import numpy as np
 from attrs import evolve
@@ -329,7 +330,7 @@ class Builder:
                 for one, times in zip(of, weights, strict=False)
             ]
             self.sent.operator(self._position, node, strategies, sends, found.seconds)
-        columns = self.costs.columns(strategies)
+        columns = found.columns
         num_copies = len(self._copies)
         for number, var in zip(shape.read_at, shape.reads, strict=True):
             if var in scope:
@@ -339,14 +340,9 @@ class Builder:
             if len(self._copies) > num_copies:
                 self._copy_of[eqn.outvars[0]] = num_copies
         twins = [facts_of(twin).results for twin in self.others.eqns.get(id(eqn), ())]
-        outputs = tuple(
-            [
-                Source(node, specs, dims, size, tuple([results[number][1] for results in twins]))
-                for number, (specs, (dims, size)) in enumerate(
-                    zip(columns.results, shape.results, strict=True)
-                )
-            ]
-        )
+        sizes = [[size for _, size in one] for one in zip(*twins, strict=True)] or repeat(())
+        results = zip(columns.results, shape.results, sizes, strict=False)
+        outputs = tuple([Source(node, x, *own, tuple(other)) for x, own, other in results])
         if leader is None and len(outputs) == 1 and found.partial:
             self.timeline.store(outputs[0])  # beside its sum, for as long as it takes
             completed = self.completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, overload
 
@@ -177,28 +176,42 @@ class EquationSeconds:
         parts = (self._priced.shapes(own), self.priced_edges.shapes(edges))
         first, second, rows, columns = np.concatenate(parts, axis=1)
         nodes, first, second = _numbered(first, second, len(own))
-        # Of each number in the entries: its entry, row, column, and seconds.
-        sizes = rows * columns
-        entry = np.repeat(np.arange(len(entries)), sizes)
-        within = np.arange(len(entry)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        row, column = np.divmod(within, columns[entry])
-        seconds = table[self._start[entries][entry] + within]
-        if shares is not None:
-            share = shares[self._at[entries]][entry]
-            with np.errstate(invalid="ignore"):
-                seconds = np.where((share == 0) & np.isfinite(seconds), 0.0, share * seconds)
-            seconds[np.isnan(seconds)] = math.inf  # what cannot be stays so
-        alone = first == second
+        start = self._start[entries]
+        share = np.ones(len(entries)) if shares is None else shares[self._at[entries]]
+
+        def counted(entry: np.ndarray, place: np.ndarray) -> np.ndarray:
+            seconds: np.ndarray = table[start[entry] + place]
+            if shares is not None:
+                with np.errstate(invalid="ignore"):  # what cannot be stays so
+                    shared = share[entry] * seconds
+                seconds = np.where(np.isinf(seconds), seconds, shared)
+            return seconds
+
+        alone = np.flatnonzero(first == second)  # of a pair of a node and itself the diagonal
+        paired = np.flatnonzero(first != second)
         counts = np.zeros(len(nodes), dtype=np.int64)
         counts[first] = rows
-        counts[second[~alone]] = columns[~alone]
+        counts[second[paired]] = columns[paired]
         offset = np.cumsum(counts) - counts
-        at_node = alone[entry] & ((entry < len(own)) | (row == column))
+        number, row = _ranges(rows[alone])
+        entry = alone[number]
+        step = np.where(entry < len(own), 1, columns[entry] + 1)
         node_cost = np.bincount(
-            (offset[first[entry]] + row)[at_node], seconds[at_node], int(counts.sum())
+            offset[first[entry]] + row, counted(entry, row * step), int(counts.sum())
         )
-        pairs, edge_cost = _summed_pairs(
-            first, second, counts, (entry, row, column, seconds), ~alone
+        lower, upper = np.minimum(first, second)[paired], np.maximum(first, second)[paired]
+        where, place = _first_places(lower * len(nodes) + upper)
+        pairs = np.stack([lower, upper], 1)[where]
+        sizes = counts[pairs[:, 0]] * counts[pairs[:, 1]]
+        number, within = _ranges(rows[paired] * columns[paired])
+        entry = paired[number]
+        at, turned = within.copy(), np.flatnonzero((first > second)[entry])
+        row, column = np.divmod(within[turned], columns[entry[turned]])
+        at[turned] = column * rows[entry[turned]] + row
+        edge_cost = np.bincount(
+            (np.cumsum(sizes) - sizes)[place][number] + at,
+            counted(entry, within),
+            int(sizes.sum()),
         )
         return ShardingProblem(
             name="part",
@@ -235,42 +248,24 @@ def _numbered(
     """Return the nodes of entries in the order in which these name them, and their places there:
     [entries] of `first` and of `second`, the first `num_alone` entries being of one node each."""
     named = np.concatenate([first[:num_alone], np.stack([first, second], 1)[num_alone:].ravel()])
-    nodes, where, place = np.unique(named, return_index=True, return_inverse=True)
-    order = np.argsort(where)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    places = rank[place]
+    where, places = _first_places(named)
     pairs = places[num_alone:].reshape(-1, 2)
     one, two = (np.concatenate([places[:num_alone], column]) for column in pairs.T)
-    return nodes[order], one, two
+    return named[where], one, two
 
 
-def _summed_pairs(
-    first: np.ndarray,
-    second: np.ndarray,
-    counts: np.ndarray,
-    numbers: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-    paired: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return [pairs, 2] of nodes, the lower one first, in the order in which entries come first
-    that are `paired`, and the sums of their seconds, one pair after the other.
-
-    `counts` [nodes] are of strategies; `numbers` are entry, row, column and seconds of each number
-    in the entries.
-    """
-    lower, upper = np.minimum(first, second), np.maximum(first, second)
-    mark = (lower * len(counts) + upper)[paired]
-    _, where, place = np.unique(mark, return_index=True, return_inverse=True)
+def _first_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each distinct value comes first, in order, and the number that each value has
+    among these."""
+    _, where, place = np.unique(values, return_index=True, return_inverse=True)
     order = np.argsort(where)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    pair = np.zeros(len(first), dtype=np.int64)
-    pair[paired] = rank[place]
-    pairs = np.stack([lower[paired], upper[paired]], 1)[where[order]]
-    sizes = counts[pairs[:, 0]] * counts[pairs[:, 1]]
-    offset = np.cumsum(sizes) - sizes
-    some = paired[numbers[0]]
-    entry, row, column, seconds = (one[some] for one in numbers)
-    turned = (first > second)[entry]
-    at = np.where(turned, column, row) * counts[upper[entry]] + np.where(turned, row, column)
-    return pairs, np.bincount(offset[pair[entry]] + at, seconds, int(sizes.sum()))
+    return where[order], rank[place]
+
+
+def _ranges(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for ranges of these sizes one after the other, the number of the range and the place
+    in it."""
+    number = np.repeat(np.arange(len(sizes)), sizes)
+    return number, np.arange(len(number)) - (np.cumsum(sizes) - sizes)[number]

@@ -4,7 +4,7 @@ remembered."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,8 +80,11 @@ class MeshCosts:
         """Return the seconds a tensor adds to a bucket of collectives along mesh axes."""
         return self.model.bucket_share_seconds(kind, bytes, self._axes(axes), self.host_group)
 
-    def bucketed_seconds(self, kind: str, bytes: Sequence[float], axes: tuple[str, ...]) -> float:
-        """Return the seconds of collectives along mesh axes that are sent in buckets."""
+    def bucketed_seconds(
+        self, kind: str, bytes: Sequence[float] | Mapping[float, int], axes: tuple[str, ...]
+    ) -> float:
+        """Return the seconds of collectives along mesh axes that are sent in buckets, as many of
+        each number of bytes as there are."""
         return self.model.bucketed_seconds(kind, bytes, self._axes(axes), self.host_group)
 
     def host_seconds(self, bytes: float, specs: Sequence[ShardingSpec]) -> np.ndarray:

@@ -11,6 +11,7 @@ from alpa_interchange import ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Atom, JaxprEqn, shape_of
 from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.equation_seconds import Priced
+from alpa_meta.intra_op.layouts import Columns
 from alpa_meta.intra_op.light_equations import leading_operand
 from alpa_meta.intra_op.operator_seconds import operator_seconds
 from alpa_meta.intra_op.stage_problem import Source
@@ -41,6 +42,7 @@ class OperatorChoice:
     partial: bool  # sums may be left to be completed
     together: int  # equations whose sums are sent with its own
     sends: bool  # there may be collectives inside it
+    columns: Columns  # the specs of its operands and results under its strategies
 
 
 def operator_choice(
@@ -85,7 +87,16 @@ def operator_choice(
         partial = builder.costs.layouts.leaves_sums(number(strategies))
         sends = rule is not None and any(f.kind in SENDING for f in rule.factors)
         known = OperatorChoice(
-            rule, leader, node, strategies, seconds, late, partial, together, sends
+            rule,
+            leader,
+            node,
+            strategies,
+            seconds,
+            late,
+            partial,
+            together,
+            sends,
+            builder.costs.columns(strategies),
         )
         builder.operators[alike] = known
     return known

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -22,7 +21,7 @@ from attrs import define, evolve, field
 from numpy.typing import NDArray
 
 from alpa_interchange import MeshAxis, ShardingSpec, Strategy
-from alpa_meta.intra_op.bucketed_traffic import Sent, completion_steps, conversion_steps
+from alpa_meta.intra_op.bucketed_traffic import Sent, Sizes, completion_steps, conversion_steps
 from alpa_meta.intra_op.equation_seconds import Priced, PricedPairs
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
@@ -63,7 +62,7 @@ class LinkParts:
             known = self._known[key] = self.of(seconds, names)
         return known
 
-    def buckets(self, sent: Sent, sizes: Sequence[float]) -> Array:
+    def buckets(self, sent: Sent, sizes: Sizes) -> Array:
         """Return the parts by which buckets of tensors of `sizes` exceed their shares: [axes, 2].
 
         Kind and axes are those of `sent`, whose size does not count.
@@ -74,7 +73,7 @@ class LinkParts:
         def beyond(axes: tuple[MeshAxis, ...]) -> float:
             shares = sum(
                 count * model.bucket_share_seconds(kind, size, axes, group)
-                for size, count in Counter(sizes).items()
+                for size, count in sizes.items()
             )
             return max(model.bucketed_seconds(kind, sizes, axes, group) - shares, 0.0)
 

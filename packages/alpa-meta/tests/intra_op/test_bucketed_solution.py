@@ -84,7 +84,8 @@ def test_prices_lie_between_the_share_of_a_bucket_and_sending_alone():
     for choice in _sampled(selection, 50):
         groups = selection.traffic.groups(choice)
         prices = {
-            group: selection.traffic.beyond_shares(group, sizes) / sum(sizes)
+            group: selection.traffic.beyond_shares(group, sizes)
+            / sum(size * count for size, count in sizes.items())
             for group, sizes in groups.items()
         }
         priced = selection.traffic.repriced(selection.problem, prices)
