@@ -194,15 +194,12 @@ def _update_layers(
 ) -> None:
     """Assign layers to the tensor equations of the update, following parameters and gradients."""
     update = [k for k, phase in enumerate(phases) if phase == "update" and k not in floating]
-
-    def rank(atom: Atom) -> int:
-        return len(shape_of(atom))
-
+    # By equation, the arrays that it reads and makes.
+    arrays = {k: (_arrays(eqns[k].invars), _arrays(eqns[k].outvars)) for k in update}
     touching: dict[Var, list[int]] = {}
-    for k in update:
-        for atom in (*eqns[k].invars, *eqns[k].outvars):
-            if not isinstance(atom, Literal) and rank(atom):
-                touching.setdefault(atom, []).append(k)
+    for k, (read, made) in arrays.items():
+        for var in (*read, *made):
+            touching.setdefault(var, []).append(k)
     pending = set(update)
 
     def settle(var: Var, layer: int) -> None:
@@ -214,9 +211,7 @@ def _update_layers(
             if k not in pending:
                 continue
             pending.discard(k)
-            eqn = eqns[k]
-            read = [atom for atom in eqn.invars if not isinstance(atom, Literal) and rank(atom)]
-            made = [var for var in eqn.outvars if not is_drop(var) and rank(var)]
+            read, made = arrays[k]
             known = [atom for atom in read if atom in home]
             if known:
                 layer = home[max(known, key=tensor_bytes)]
@@ -231,6 +226,11 @@ def _update_layers(
             for atom in read:
                 if atom not in home:
                     settle(atom, layer)  # so that what computes it, or what else reads it, follows
+
+
+def _arrays(atoms: Sequence[Atom]) -> list[Var]:
+    """Return the variables of one dim or more."""
+    return [a for a in atoms if not isinstance(a, Literal) and not is_drop(a) and shape_of(a)]
 
 
 def clone_into_readers(

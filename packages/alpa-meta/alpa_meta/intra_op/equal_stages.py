@@ -7,11 +7,13 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from attrs import evolve
 
+from alpa_interchange import LogicalMesh
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.operators import operator_signature
+from cost_model import CostModel
 
 _SETS = ("state", "kept", "accumulated", "received", "sent", "delayed", "offloaded")
 
@@ -21,6 +23,13 @@ class Stages:
 
     def __init__(self) -> None:
         self._built: list[Selection] = []
+        self._costs: dict[tuple[LogicalMesh, int], MeshCosts] = {}
+
+    def costs(self, mesh: LogicalMesh, model: CostModel, host_group: int) -> MeshCosts:
+        """Return the costs on a mesh, with what stages before remembered of them."""
+        if (mesh, host_group) not in self._costs:
+            self._costs[mesh, host_group] = MeshCosts(mesh, model, host_group)
+        return self._costs[mesh, host_group]
 
     def build(self, stage: StageEqns, costs: MeshCosts, name: str) -> Selection:
         """Return the selection problem of a stage on a mesh."""

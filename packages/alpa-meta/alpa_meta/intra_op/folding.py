@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 
-from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_name, is_drop, open_jaxpr, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_name, open_jaxpr, shape_of
 from alpa_meta.operators import rule_number
 from alpa_meta.operators.regions import bodies, is_region
 from alpa_meta.pinning import is_pin, pinned_spec
@@ -77,14 +77,16 @@ def _ordered(eqns: Sequence[JaxprEqn], phases: Sequence[str], members: Sequence[
     ranks: dict[int, int] = {}
     for k in update:
         read = tuple(
-            None if isinstance(atom, Literal) else origin.get(atom, shape_of(atom))
-            for atom in eqns[k].invars
+            [
+                None if isinstance(atom, Literal) else origin.get(atom) or shape_of(atom)
+                for atom in eqns[k].invars
+            ]
         )
         ranks[k] = hash((eqn_signature(eqns[k]), read))
         origin.update(((var, (ranks[k], n)) for n, var in enumerate(eqns[k].outvars)))
     readers: dict[Atom, list[int]] = {}
     for k in reversed(update):
-        read_by = tuple(tuple(sorted(readers.get(var, ()))) for var in eqns[k].outvars)
+        read_by = tuple([tuple(sorted(readers.get(var, ()))) for var in eqns[k].outvars])
         ranks[k] = hash((ranks[k], read_by))
         for atom in eqns[k].invars:
             if not isinstance(atom, Literal):
@@ -95,23 +97,23 @@ def _ordered(eqns: Sequence[JaxprEqn], phases: Sequence[str], members: Sequence[
 def _signature(
     eqns: Sequence[JaxprEqn], phases: Sequence[str], marks: Mapping[Var, Hashable]
 ) -> Hashable:
-    place: dict[Var, tuple[int, int]] = {}
+    place: dict[Var, tuple[Hashable, ...]] = {}
     outside: dict[Var, int] = {}
     parts = []
     for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True)):
-        origins: list[tuple[Hashable, ...]] = []
+        origins: list[Hashable] = []
         for atom in eqn.invars:
             if isinstance(atom, Literal):
-                origins.append(("literal", 0, 0))
-            elif atom in place:
-                origins.append(("inside", *place[atom]))
-            else:
+                origins.append("literal")
+                continue
+            inside = place.get(atom)
+            if inside is None:
                 number = outside.setdefault(atom, len(outside))
-                origins.append(("outside", number, marks.get(atom, 0)))
+                inside = ("outside", number, marks.get(atom, 0))
+            origins.append(inside)
         parts.append((phase, eqn_signature(eqn), tuple(origins)))
         for number, var in enumerate(eqn.outvars):
-            if not is_drop(var):
-                place[var] = (k, number)
+            place[var] = (k, number)
     return tuple(parts)
 
 

@@ -233,7 +233,7 @@ def operator_signature(eqn: JaxprEqn) -> Hashable:
 
     The equation itself where its parameters cannot be compared.
     """
-    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    params = tuple([(name, eqn.params[name]) for name in sorted(eqn.params)])
     key = (
         eqn.primitive.name,
         tuple((shape_of(a), getattr(a.aval, "dtype", None)) for a in eqn.invars),

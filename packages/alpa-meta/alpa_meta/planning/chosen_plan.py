@@ -33,7 +33,6 @@ from alpa_meta.inter_op.split_backward import with_split_backward
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
 from alpa_meta.inter_op.staging import Staging, assign_stages
 from alpa_meta.intra_op.equal_stages import Stages
-from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.operator_names import StageNames
@@ -102,7 +101,7 @@ def stage_selection(
     scope = stage_scope(
         program, staging, stage, in_flight, pins, num_delayed=num_delayed, slices=slices
     )
-    costs = MeshCosts(candidate.logical, model, candidate.submesh.host_group)
+    costs = built.costs(candidate.logical, model, candidate.submesh.host_group)
     return scope, built.build(scope.eqns, costs, f"stage {stage}")
 
 
