@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from attrs import frozen
 
-from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, is_drop, shape_of, subjaxprs
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop, shape_of, subjaxprs
 from alpa_meta.step.program import Program
 
 
@@ -51,7 +51,9 @@ class Layering:
 
 def tensor_bytes(atom: Atom) -> float:
     """Return the bytes of an array value; 8 for extended dtypes such as keys."""
-    return float(math.prod(shape_of(atom)) * getattr(dtype_of(atom), "itemsize", 8))
+    aval = atom.aval  # asked of every value, often: without the steps of `shape_of`, `dtype_of`
+    size = math.prod(getattr(aval, "shape", ()))
+    return float(size * getattr(getattr(aval, "dtype", None), "itemsize", 8))
 
 
 def clustered_positions(program: Program) -> list[int]:

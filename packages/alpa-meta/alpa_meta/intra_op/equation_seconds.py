@@ -35,14 +35,15 @@ class PricedPairs:
         places: dict[int, int] = {}
         distinct: list[Priced] = []
         length = 0
-        start = []
+        start, shapes = [], []
         for _, _, priced in entries:
-            if id(priced) not in places:
-                places[id(priced)] = length
+            place = places.get(id(priced))
+            if place is None:
+                place = places[id(priced)] = length
                 distinct.append(priced)
                 length += priced[0].size
-            start.append(places[id(priced)])
-        shapes = [priced[0].shape for _, _, priced in entries]
+            start.append(place)
+            shapes.append(priced[0].shape)
         self.length = length  # of each table
         self._rows = np.array([s[0] for s in shapes], dtype=np.int64)
         self._stride = np.array([s[1] if len(s) > 1 else 1 for s in shapes], dtype=np.int64)

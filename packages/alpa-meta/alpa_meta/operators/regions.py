@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 _SCAN, _WHILE, _COND = "scan", "while", "cond"
 _REMAT = ("remat", "remat2", "checkpoint")
+_REGIONS = frozenset((_SCAN, _WHILE, _COND, *_REMAT))
 _CALLS = frozenset(
     """
     jit pjit closed_call core_call call composite custom_vmap_call custom_jvp_call custom_vjp_call
@@ -138,7 +139,7 @@ def is_control_flow(eqn: JaxprEqn) -> bool:
 
 def is_region(eqn: JaxprEqn) -> bool:
     """Return whether the bodies of `eqn` are planned operator by operator."""
-    return is_control_flow(eqn) or is_remat(eqn)
+    return eqn.primitive.name in _REGIONS
 
 
 def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
