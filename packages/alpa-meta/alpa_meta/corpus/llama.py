@@ -6,6 +6,7 @@ The tiny size computes in float32, so that parallel and single-device runs can b
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -180,13 +181,19 @@ def _experts(params: Tree, y: jax.Array, shape: LlamaShape) -> jax.Array:
     return through_experts(y, gates, shape.num_experts, shape.capacity, run)
 
 
+@functools.partial(jax.jit, static_argnames="shape")
+def _block(params: Tree, x: jax.Array, shape: LlamaShape) -> jax.Array:
+    """Return what a block makes of `x`; equal blocks are traced once."""
+    x = x + _attention(params, _rms_norm(params["attention_norm"], x), shape)
+    y = _rms_norm(params["inner_norm"], x)
+    return x + (_experts(params, y, shape) if shape.num_experts else _feed_forward(params, y))
+
+
 def _logits(params: Tree, tokens: jax.Array, shape: LlamaShape) -> jax.Array:
     """Return [batch, length, vocab] in the compute dtype."""
     dtype = jnp.dtype(shape.dtype)
     x = params["embed"].astype(dtype)[tokens]
     for layer in params["layers"]:
-        x = x + _attention(layer, _rms_norm(layer["attention_norm"], x), shape)
-        y = _rms_norm(layer["inner_norm"], x)
-        x = x + (_experts(layer, y, shape) if shape.num_experts else _feed_forward(layer, y))
+        x = _block(layer, x, shape)
     logits: jax.Array = _rms_norm(params["norm"], x) @ params["head"].astype(dtype)
     return logits

@@ -6,6 +6,7 @@ block's network is a mixture of experts. Weights are float32 and cast to the com
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -141,13 +142,19 @@ def _experts(params: Tree, x: jax.Array, shape: TransformerShape) -> jax.Array:
     return through_experts(x, gates, shape.num_experts, shape.capacity, run)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "routed"))
+def _block(params: Tree, x: jax.Array, shape: TransformerShape, routed: bool) -> jax.Array:
+    """Return what a block makes of `x`; equal blocks are traced once."""
+    x = x + _attention(params, _norm(params["norm_1"], x), shape.causal)
+    y = _norm(params["norm_2"], x)
+    return x + (_experts(params, y, shape) if routed else _feed_forward(params, y))
+
+
 def _logits(params: Tree, tokens: jax.Array, shape: TransformerShape) -> jax.Array:
     """Return [batch, length, vocab] in the compute dtype."""
     dtype = jnp.dtype(shape.dtype)
     x = params["embed"].astype(dtype)[tokens] + params["position"].astype(dtype)
     for number, layer in enumerate(params["layers"]):
-        x = x + _attention(layer, _norm(layer["norm_1"], x), shape.causal)
-        y = _norm(layer["norm_2"], x)
-        x = x + (_experts(layer, y, shape) if shape.routed(number) else _feed_forward(layer, y))
+        x = _block(layer, x, shape, shape.routed(number))
     logits: jax.Array = _norm(params["norm"], x) @ params["head"].astype(dtype)
     return logits
