@@ -3,7 +3,8 @@
 * copy: one flow of D bytes.
 * broadcast: a chain; all hops run at one rate. After the D bytes it takes the fill time
   sum_h c/b_h - max_h c/b_h (c = D/K bytes per chunk, b_h the uncontended rate of hop h).
-* gather: a ring over n devices; every edge carries D (n-1)/n.
+* gather: a ring over n devices; every edge carries D less what the device that owns least of it
+  has, D (n-1)/n where all have as much.
 * local: nothing.
 * latency: (K + H - 1) per chain of H hops and K chunks, n - 1 per ring, 1 per copy.
 
@@ -63,12 +64,14 @@ class _Flow:
     rate: float = 0.0
 
 
-def demand_of(transfer: Transfer, element_bytes: float, links: Links) -> Demand:
-    """Return what `transfer` asks of the network."""
+def demand_of(
+    transfer: Transfer, element_bytes: float, links: Links, transfers: Sequence[Transfer]
+) -> Demand:
+    """Return what `transfer`, one of `transfers`, asks of the network."""
     pairs = edges(transfer)
     if not pairs:
         return Demand(0.0, (), (), 0.0, math.inf)
-    latency, amount = links.network.latency, edge_bytes(transfer, element_bytes)
+    latency, amount = links.network.latency, edge_bytes(transfer, element_bytes, transfers)
     if len(pairs) == 1:
         ports = links.ports(*pairs[0])
         alone = min([links.rate[port] for port in ports])

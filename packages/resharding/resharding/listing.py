@@ -25,7 +25,7 @@ def listed(transfers: Sequence[Transfer], setting: Setting) -> tuple[Transfer, .
     seconds: list[float] = []
     dependents: list[list[int]] = [[] for _ in transfers]
     for index, transfer in enumerate(transfers):
-        demand = demand_of(transfer, setting.element_bytes, links)
+        demand = demand_of(transfer, setting.element_bytes, links, transfers)
         seconds.append(demand.num_bytes / demand.alone + demand.tail)
         for earlier in transfer.after:
             dependents[earlier].append(index)

@@ -216,12 +216,12 @@ class _Race:
         made = []
         for transfer in draft.transfers:
             if transfer.method != "copy":
-                made.append(demand_of(transfer, self.element, self.links))
+                made.append(demand_of(transfer, self.element, self.links, draft.transfers))
                 continue
             pair = transfer.sender, transfer.receivers[0]
             known = self.copies.get(pair)
             if known is None:
-                known = self.copies[pair] = demand_of(transfer, self.element, self.links)
+                known = self.copies[pair] = demand_of(transfer, self.element, self.links, ())
             amount = edge_bytes(transfer, self.element)
             made.append(Demand(amount, known.ports, known.times, known.tail, known.alone))
         return made

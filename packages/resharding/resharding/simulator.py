@@ -34,13 +34,13 @@ def simulate(task: ReshardingTask, transfers: tuple[Transfer, ...], network: Net
     host_of, element = hosts_of(task), dtype_bytes(task.tensor.dtype)
     ledger = Ledger(task, transfers)
     links = Links(network, host_of)
-    demands = [demand_of(transfer, element, links) for transfer in transfers]
+    demands = [demand_of(transfer, element, links, transfers) for transfer in transfers]
     intervals = course(transfers, demands, links, ledger)
     ledger.check_end()
     bytes_out: dict[int, float] = {}
     bytes_in: dict[int, float] = {}
     for transfer in transfers:
-        amount = edge_bytes(transfer, element)
+        amount = edge_bytes(transfer, element, transfers)
         for sender, receiver in edges(transfer):
             source, target = host_of[sender], host_of[receiver]
             if source != target:

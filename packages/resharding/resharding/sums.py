@@ -41,7 +41,7 @@ def plan_sum(
     for between in _layouts_between(task):
         moved = plan_move(evolve(task, source=between))
         transfers = _with_sums(task, between, moved.transfers, links, element)
-        demands = [demand_of(transfer, element, links) for transfer in transfers]
+        demands = [demand_of(transfer, element, links, transfers) for transfer in transfers]
         seconds = max((end for _, end in course(transfers, demands, links)), default=0.0)
         if best is None or seconds < best.seconds:
             best = ReshardingPlan(

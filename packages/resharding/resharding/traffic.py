@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from alpa_interchange.reshard import ReshardingPlan, Transfer
@@ -54,10 +53,15 @@ def boxes_moved(plan: ReshardingPlan) -> Iterator[tuple[Box, ...]]:
         yield boxes
 
 
-def edge_bytes(transfer: Transfer, element_bytes: float) -> float:
-    """Return the bytes over each hop: the slice, or (n-1)/n of it in a ring of n."""
-    extents = [b - a for a, b in zip(transfer.start, transfer.stop, strict=True)]
-    size = math.prod(extents) * element_bytes
-    if transfer.method == "gather":
-        return size * (len(transfer.receivers) - 1) / len(transfer.receivers)
-    return size
+def edge_bytes(
+    transfer: Transfer, element_bytes: float, transfers: Sequence[Transfer] = ()
+) -> float:
+    """Return the bytes over each hop: the slice, or in a ring what the device that owns least of it
+    takes in, of the pieces that earlier ones of `transfers` brought."""
+    size = Box(transfer.start, transfer.stop).size * element_bytes
+    if transfer.method != "gather":
+        return size
+    owned = dict.fromkeys(transfer.receivers, 0.0)
+    for owner, piece in gathered_pieces(transfers, transfer):
+        owned[owner] += piece.size * element_bytes
+    return size - min(owned.values())

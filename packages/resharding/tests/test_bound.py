@@ -9,6 +9,7 @@ from resharding.bound import receive_seconds
 from resharding.cases import paper_cases, random_task
 from resharding.minimum_cut import send_seconds
 from resharding.strategies import STRATEGIES
+from resharding.tiles import TILES
 
 groups = st.dictionaries(
     st.frozensets(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 100), max_size=7
@@ -58,6 +59,14 @@ def test_no_simulated_plan_beats_the_bound(issue):
     network = Network(nic_bandwidth=1e3, device_bandwidth=2e4, issue=issue, latency=1e-4)
     for seed in range(40):
         made = plan(random_task(seed, overlap=seed % 2 == 0, longest=20), network)
+        assert made.seconds >= made.lower_bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", [818, 893])
+@pytest.mark.parametrize("strategy", TILES)
+def test_rings_of_unequal_pieces_carry_what_the_least_owner_takes_in(seed, strategy):
+    for overlap in (False, True):
+        made = plan(random_task(seed, overlap=overlap), Network(), strategy)
         assert made.seconds >= made.lower_bound * (1 - 1e-9)
 
 

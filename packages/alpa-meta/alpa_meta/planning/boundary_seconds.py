@@ -84,7 +84,7 @@ def predicted(
         made = resharding_plan(task, network, options=_QUICK)
         seconds += max(0.0, made.seconds - network.latency)
         total += there.tensor.bytes
-    return Affine(network.latency, seconds * size / total)
+    return Affine(network.latency, seconds * size / max(total, 1.0))
 
 
 def _predictable(
