@@ -220,8 +220,8 @@ def _read(text: str, kind: type[T], side_car: _SideCar, source: str) -> T:
     except Exception as error:
         reasons = "; ".join(transform_error(error, "value", _reason)[:3])
         raise DocumentError(f"{source}: is not a valid {kind.__name__}: {reasons}") from None
-    said = document.get("sha256") if has_content_hash(kind) else None
-    if said is not None and said != _content_hash(value):
+    hashed = has_content_hash(kind) and "sha256" in document
+    if hashed and document["sha256"] != _content_hash(value):
         raise DocumentError(
             f"{source}: was edited or damaged after it was written: 'sha256' is not that of its "
             "value; take the document as it was saved, or delete 'sha256' to have it read as it is"

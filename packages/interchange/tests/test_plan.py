@@ -238,6 +238,9 @@ def test_a_plan_that_was_edited_anywhere_is_refused_and_one_that_was_formatted_i
         document["value"][name] = value
         with pytest.raises(DocumentError, match="was edited or damaged after it was written"):
             from_json(json.dumps(document), ParallelPlan)
+        document["sha256"] = None
+        with pytest.raises(DocumentError, match="was edited or damaged after it was written"):
+            from_json(json.dumps(document), ParallelPlan)
         del document["sha256"]
         changed = from_json(json.dumps(document), ParallelPlan)
         assert changed != plan
