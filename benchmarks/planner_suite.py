@@ -10,8 +10,8 @@ A problem is planned as `alpa plan --model` plans it, with nothing given but the
 the cache of plans. Each plan and each grid (`megatron_grid.py`) runs in a process of its own: CPU
 seconds are that process's (imports are not counted), those in which jax traces the user's step, and
 those from the traced step to the plan; targets are of their sum. The peak is the process' resident
-memory. A target that is missed is printed as FAILED, and the exit status is 1; so is a step that
-the event simulator of the plan's own instructions and transfers finds otherwise.
+memory up to the plan. A target that is missed is printed as FAILED, and the exit status is 1; so is
+a step that the event simulator of the plan's own instructions and transfers finds otherwise.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ def plan_one(problem: Problem) -> dict[str, Any]:
     step = alpa.parallelize(model.train_step, cluster=devices, options=options)
     plan = step.plan_for(model.state, model.batch)
     stopped = time.process_time()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "step_seconds": plan.step_seconds,
         "simulated": predicted_simulation(plan).step_seconds,
@@ -163,7 +164,7 @@ def plan_one(problem: Problem) -> dict[str, Any]:
         f"{plan.stage_plan.schedule}",
         "cpu_seconds": stopped - started,
         "tracing_seconds": traced[0] - started,
-        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "resident_bytes": resident,
     }
 
 

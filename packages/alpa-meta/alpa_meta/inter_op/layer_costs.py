@@ -150,7 +150,7 @@ class LayerCosts:
         late = np.bincount(facts.layers[facts.delayed], seconds[facts.delayed], count)
         split = np.zeros(count)
         if self.splits:
-            split = self._split_seconds(kind).under(choice, size, count)
+            split = self._split_seconds(kind).under(choice, size)
         return StageCosts(
             table[0][self._forth],
             table[1][back],
@@ -173,7 +173,7 @@ class LayerCosts:
             if kind != "none":
                 self.recomputed(kind)
             if self.splits:
-                self._split_seconds(kind)
+                self._split_seconds(kind).forget_choices()
         costs = self.selection.costs.forgotten()
         self.selection = evolve(
             self.selection,
@@ -321,7 +321,7 @@ class LayerCosts:
         in two parts."""
         if not self.splits:
             return 0.0
-        return float(self._split_seconds(kind).least(size, self.num_layers)[layer])
+        return float(self._split_seconds(kind).least[size, layer])
 
     @functools.cached_property
     def _least_of_kinds(self) -> EquationSeconds:
@@ -427,7 +427,7 @@ class LayerCosts:
 
     def _split_seconds(self, kind: str) -> SplitSeconds:
         if kind not in self._split:
-            self._split[kind] = SplitSeconds(self.selection, self._sizes, kind)
+            self._split[kind] = SplitSeconds(self.selection, self._sizes, kind, self.num_layers)
         return self._split[kind]
 
 

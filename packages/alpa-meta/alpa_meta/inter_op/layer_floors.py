@@ -105,6 +105,11 @@ class FloorSource:
             self._known[number, samples] = self._exact(number, samples)
         return self._known[number, samples]
 
+    def forget_seconds(self) -> None:
+        """Free the seconds by kind and samples that floors were solved with; what is asked for
+        later makes its own again."""
+        self._tables.clear()
+
     def _exact(self, number: int, samples: int) -> tuple[LayerFloor, ...]:
         layer, count = self.layers[number], self.batch // samples
         allowed = {int(x) for one in self.problem.splits for x in one if samples % int(x) == 0}

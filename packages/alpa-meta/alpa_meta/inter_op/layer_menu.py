@@ -106,6 +106,11 @@ class MenuBuilder:
         solved for when they are asked for."""
         return self.floors[mesh].exact(number, samples)
 
+    def forget_seconds(self) -> None:
+        """Free what floors were solved with; a further search asks for few."""
+        for source in self.floors:
+            source.forget_seconds()
+
     def scope(self, outlook: Outlook, pins: Mapping[Var, Pin], apart: bool) -> StageScope:
         """Return the window of a program as one stage, the same for all meshes of equal `pins`.
 

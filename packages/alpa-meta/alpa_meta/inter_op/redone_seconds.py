@@ -56,9 +56,14 @@ class RedoneSeconds:
 
 class SplitSeconds:
     """Seconds per step that a stage's layers take more where their backward pass is in two parts,
-    and they recompute as one `kind` says: what one part makes for the other is in memory."""
+    and they recompute as one `kind` says: what one part makes for the other is in memory.
 
-    def __init__(self, selection: Selection, sizes: Sequence[ScopeFacts], kind: str) -> None:
+    `least` [sizes, layers] are the seconds under the best choice.
+    """
+
+    def __init__(
+        self, selection: Selection, sizes: Sequence[ScopeFacts], kind: str, num_layers: int
+    ) -> None:
         facts, costs = sizes[0], selection.costs
         others = tuple(one.scope.eqns for one in sizes[1:])
         whole, parts = (
@@ -66,32 +71,35 @@ class SplitSeconds:
             for split in (False, True)
         )
         moving = _Moving(selection, sizes)
-        self._layers: list[int] = []
-        self._entries: list[tuple[int, int, Priced]] = []
+        entries: list[tuple[int, int, Priced]] = []
+        layers: list[int] = []
         for position, node, priced in selection.seconds.costs:
             for before, after in ((whole.first, parts.first), (whole.again, parts.again)):
                 if before.get(position) != after.get(position):
                     of_both = (moving.seconds(position, priced, one) for one in (after, before))
                     more = tuple(a - b for a, b in zip(*of_both, strict=True))
-                    self._layers.append(int(facts.layers[position]))
-                    self._entries.append((node, node, more))
-        self._pairs = PricedPairs(1 + len(others), self._entries)
+                    layers.append(int(facts.layers[position]))
+                    entries.append((node, node, more))
+        self._num_layers, self._layers = num_layers, layers
+        self._pairs: PricedPairs | None = PricedPairs(len(sizes), entries)
+        by_node: dict[tuple[int, int], np.ndarray] = {}  # [sizes, strategies]
+        for layer, (node, _, more) in zip(layers, entries, strict=True):
+            at, own = (layer, node), np.array(more)
+            by_node[at] = by_node[at] + own if at in by_node else own
+        self.least = np.zeros((len(sizes), num_layers))
+        for (layer, _), seconds in by_node.items():
+            self.least[:, layer] += seconds.min(axis=1)
+        self.least = np.maximum(self.least, 0.0)
 
-    def under(self, choice: Sequence[int], size: int, num_layers: int) -> np.ndarray:
+    def under(self, choice: Sequence[int], size: int) -> np.ndarray:
         """Return [layers] seconds under a choice."""
-        more = np.bincount(self._layers, self._pairs.under(choice, size), num_layers)
+        assert self._pairs is not None
+        more = np.bincount(self._layers, self._pairs.under(choice, size), self._num_layers)
         return np.asarray(np.maximum(more, 0.0))
 
-    def least(self, size: int, num_layers: int) -> np.ndarray:
-        """Return [layers] seconds under the best choice."""
-        by_node: dict[tuple[int, int], np.ndarray] = {}
-        for layer, (node, _, more) in zip(self._layers, self._entries, strict=True):
-            at = layer, node
-            by_node[at] = by_node[at] + more[size] if at in by_node else more[size]
-        found = np.zeros(num_layers)
-        for (layer, _), seconds in by_node.items():
-            found[layer] += seconds.min()
-        return np.maximum(found, 0.0)
+    def forget_choices(self) -> None:
+        """Free what only choices are priced by."""
+        self._pairs, self._layers = None, []
 
 
 class _Moving:
