@@ -95,7 +95,7 @@ class Executable:
         read = set(graph.inputs)
         with no_mesh():
             held = self._held()
-            names, joined = self._output_names()
+            names, joined = self.planned.tasks.output_names()
             self._contract: dict[str, Any] = {
                 "executables": {
                     **{
@@ -370,23 +370,6 @@ class Executable:
                 inputs[output.input] if output.input is not None else jnp.asarray(output.constant)
             )
         return results[output.name] if output.name in results else results[f"{output.name}@0"]
-
-    def _output_names(self) -> tuple[list[str], dict[str, int]]:
-        """Return the buffers that are results, and by name the dims along which values of which
-        every microbatch makes a part are joined."""
-        graph = self.planned.tasks.graph
-        per_step = set(graph.per_step)
-        joined = {
-            output.name: output.concatenate
-            for output in self.planned.tasks.outputs
-            if output.name is not None and output.concatenate is not None
-        }
-        names = [
-            name if name in per_step else f"{name}@0"
-            for name in graph.outputs
-            if name not in joined
-        ]
-        return names, joined
 
     # ------------------------------------------------------------------ where values live
 

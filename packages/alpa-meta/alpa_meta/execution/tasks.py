@@ -89,6 +89,18 @@ class Tasks:
     accumulator_names: Mapping[Var, str]
     num_microbatches: int
 
+    def output_names(self) -> tuple[list[str], dict[str, int]]:
+        """Return the buffers that are results, and by name the dims along which values of which
+        every microbatch makes a part are joined."""
+        per_step = set(self.graph.per_step)
+        joined = {
+            output.name: output.concatenate
+            for output in self.outputs
+            if output.name is not None and output.concatenate is not None
+        }
+        single = [name for name in self.graph.outputs if name not in joined]
+        return [name if name in per_step else f"{name}@0" for name in single], joined
+
 
 def build_tasks(program: Program, staging: Staging, *, update_apart: bool = False) -> Tasks:
     """Return the tasks of `program` cut as `staging` says.

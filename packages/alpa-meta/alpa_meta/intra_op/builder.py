@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import repeat
 
 import numpy as np
 from attrs import evolve
@@ -330,19 +329,15 @@ class Builder:
                 for one, times in zip(of, weights, strict=False)
             ]
             self.sent.operator(self._position, node, strategies, sends, found.seconds)
-        columns = found.columns
-        num_copies = len(self._copies)
+        num_copies, wanted = len(self._copies), found.columns.operands
         for number, var in zip(shape.read_at, shape.reads, strict=True):
             if var in scope:
-                self.convert(scope[var], node, columns.operands[number], weight, var in self.late)
+                self.convert(scope[var], node, wanted[number], weight, var in self.late)
         if is_shared_read(eqn):
             self._copy_of.pop(eqn.outvars[0], None)  # a body may be walked over more than once
             if len(self._copies) > num_copies:
                 self._copy_of[eqn.outvars[0]] = num_copies
-        twins = [facts_of(twin).results for twin in self.others.eqns.get(id(eqn), ())]
-        sizes = [[size for _, size in one] for one in zip(*twins, strict=True)] or repeat(())
-        results = zip(columns.results, shape.results, sizes, strict=False)
-        outputs = tuple([Source(node, x, *own, tuple(other)) for x, own, other in results])
+        outputs = found.results(eqn, self.others.eqns.get(id(eqn), ()))
         if leader is None and len(outputs) == 1 and found.partial:
             self.timeline.store(outputs[0])  # beside its sum, for as long as it takes
             completed = self.completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)

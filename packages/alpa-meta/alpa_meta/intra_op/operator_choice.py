@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -43,6 +44,13 @@ class OperatorChoice:
     together: int  # equations whose sums are sent with its own
     sends: bool  # there may be collectives inside it
     columns: Columns  # the specs of its operands and results under its strategies
+
+    def results(self, eqn: JaxprEqn, twins: Sequence[JaxprEqn]) -> tuple[Source, ...]:
+        """Return the results of the equation, with their bytes in its `twins` at other sizes."""
+        others = [facts_of(twin).results for twin in twins]
+        sizes = [[size for _, size in one] for one in zip(*others, strict=True)] or repeat(())
+        results = zip(self.columns.results, facts_of(eqn).results, sizes, strict=False)
+        return tuple([Source(self.node, x, *own, tuple(other)) for x, own, other in results])
 
 
 def operator_choice(
