@@ -177,7 +177,6 @@ def test_the_commands_of_the_recipe_for_kubernetes_train_on_two_hosts(tmp_path, 
         "RAY_AUTH_MODE": "token",  # this machine, unlike a pod, may have a token in ~/.ray
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
-    pods = [head, *[hosts] * hosts["replicas"]]
     started = []
 
     def process(command, **more):
@@ -189,13 +188,19 @@ def test_the_commands_of_the_recipe_for_kubernetes_train_on_two_hosts(tmp_path, 
         return made
 
     try:
-        for group in pods:
-            process(start_command(group, address))
+        process(start_command(head, address))
+        health = ["ray", "health-check", f"--address={address}"]
+        latest = time.monotonic() + 300
+        while process(health).wait(60):  # what KubeRay's hosts wait for before they start
+            assert time.monotonic() < latest, output_of(tmp_path)
+        pods = [process(start_command(hosts, address)) for _ in range(hosts["replicas"])]
         job = process(entrypoint, shell=True)  # the shell of `ray job submit`
         metrics = out / "metrics.jsonl"
-        latest = time.monotonic() + 300
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
             assert job.poll() is None and time.monotonic() < latest, output_of(tmp_path)
+            for k, pod in enumerate(pods):
+                if pod.poll() is not None:  # a pod that has ended is started again
+                    pods[k] = process(start_command(hosts, address))
             time.sleep(0.1)
         os.killpg(job.pid, signal.SIGTERM)  # the shell and its program, as `ray job stop` does
         (patience,) = (
