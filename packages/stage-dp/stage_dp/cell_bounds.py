@@ -45,9 +45,9 @@ from stage_dp.menu_table import (
 # Swin (benchmarks/stage_dp_galvatron.py, 7 to 11 rows) are 1 % lower, those of GPTs, whose menus
 # have 14 to 46, the same; without limit 24 layers on 8 devices take 52 CPU s instead of 4.
 EXACT_ROWS = 12
-Corners = dict[tuple[int, int], tuple[Array, Array]]
-"""By mesh and class: rows that stand for floors, and the least parts of their seconds and delayed
-bytes."""
+Corners = dict[tuple[int, int], tuple[Array, Array, Array]]
+"""By mesh and class: rows that stand for floors, the least parts of their seconds, and what a layer
+after one of its class takes more and a run less."""
 
 MAX_PRICES = 10  # per mesh and in-flight count; more tighten ranges of mixed classes only
 
@@ -59,7 +59,8 @@ class RowArrays:
     `change[a, b]` [meshes, rows, rows]: seconds between consecutive layers of classes a and b;
     absent where nothing is to be converted. `parts` [meshes, classes, 3]: the least forward,
     forward with backward by input, and backward. `split` and `delayed`: seconds that a split
-    backward takes more, and the bytes, per microbatch whose backward by weight waits.
+    backward takes more, and the bytes, per microbatch whose backward by weight waits. `raised`: the
+    seconds per step that a layer after one of its class takes more, and a run of such layers less.
     """
 
     seconds: Array
@@ -73,6 +74,7 @@ class RowArrays:
     memory: Array  # [meshes]
     change: dict[tuple[int, int], Array]
     classes: tuple[int, ...]
+    raised: Array  # [2, meshes, classes]
 
 
 def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
@@ -110,6 +112,7 @@ def row_arrays(table: MenuTable, meshes: Sequence[int]) -> RowArrays:
         np.array([table.memory[m] for m in meshes]),
         change,
         classes,
+        np.zeros((2, *shape[:2])),
     )
 
 
@@ -139,12 +142,12 @@ def floor_arrays(
     if not any(menu.floors for menu in menus):
         return None
     corners: dict[tuple[int, int], Array] = {}
-    parts = rows.parts.copy()
+    parts, raised = rows.parts.copy(), rows.raised.copy()
     for j, m in enumerate(meshes):
         for i, c in enumerate(rows.classes if menus[j].floors else ()):
             if (m, c) not in known:
                 known[m, c] = _corners(table, m, c)
-            corners[j, i], parts[j, i] = known[m, c]
+            corners[j, i], parts[j, i], raised[:, j, i] = known[m, c]
     shape = rows.seconds.shape
     width = max([shape[2], *(len(found) for found in corners.values())])
     padded = np.full((FLOOR_COLUMNS, shape[0], shape[1], width), np.inf)
@@ -174,35 +177,31 @@ def floor_arrays(
         rows.memory,
         change,
         rows.classes,
+        raised,
     )
 
 
-def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array]:
+def _corners(table: MenuTable, mesh: int, number: int) -> tuple[Array, Array, Array]:
     floors = table.floors(mesh, number)
     columns = ("forward", "forward_and_input", "backward")
     parts = [
         min((getattr(floor, name).value(table.samples) for floor in floors), default=np.inf)
         for name in columns
     ]
-    return floor_rows(floors, table.samples, table.num_microbatches), np.array(parts)
+    raised = (  # of several, any may be the one that is met
+        min((floor.follow_seconds for floor in floors), default=0.0),
+        max((floor.run_seconds for floor in floors), default=0.0),
+    )
+    corners = floor_rows(floors, table.samples, table.num_microbatches)
+    return corners, np.array(parts), np.array(raised)
 
 
-def between_layers(table: MenuTable, meshes: Sequence[int], sequences: Sequences) -> Array:
+def between_layers(rows: RowArrays, sequences: Sequences) -> Array:
     """Return the seconds per step by which floors of layers that follow one another exceed the sums
     of the floors of each: [sequences, meshes]."""
-    classes = tuple(sorted(table.rows[meshes[0]]))
-    raised = np.zeros((2, len(meshes), len(classes)))
-    for j, m in enumerate(meshes):
-        for i, c in enumerate(classes if table.problem.menu.meshes[m].floors else ()):
-            floors = table.floors(m, c)
-            if floors:  # of several, any may be the one that is met
-                raised[:, j, i] = (
-                    min(one.follow_seconds for one in floors),
-                    max(one.run_seconds for one in floors),
-                )
-    follows = sequences.follows(classes)
-    runs = sequences.counts(classes) - follows
-    more = follows[:, None] * raised[0] - runs[:, None] * raised[1]
+    follows = sequences.follows(rows.classes)
+    runs = sequences.counts(rows.classes) - follows
+    more = follows[:, None] * rows.raised[0] - runs[:, None] * rows.raised[1]
     return np.asarray(np.maximum(more, 0.0).sum(axis=2))
 
 

@@ -99,6 +99,9 @@ class InterleavedBounds:
         self.work = count * self.seconds + self.step
         self.least = self.work.min(axis=1)
         self.place = [own.index(rows.classes.index(c)) for c in layers]
+        in_a_row = Counter(a for a, b in itertools.pairwise(self.place) if a == b)
+        together = np.array([in_a_row[c] == n - 1 for c, n in enumerate(self.number)])
+        self.follow = np.where(together, rows.raised[:, position, own], 0.0)  # [2, classes]
 
     def of_layers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the least B t + u and the least bytes of each layer."""
@@ -155,6 +158,7 @@ class InterleavedBounds:
             memory=self.memory,
             first=self.place[0],
             last=self.place[-1],
+            follow=self.follow / self.count,
         )
         bound = math.inf
         for v in sorted(chunks, reverse=True):  # more chunks have the lower bound

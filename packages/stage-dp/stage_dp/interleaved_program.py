@@ -8,13 +8,16 @@ rows; F_s and B_s, the seconds of stage s forward and back; e_k, when run k ends
     subject to  e_k >= e_i + (F or B of k)      for i before k on its mesh
                 e_k >= e_i + c + (F or B of k)  for i that it reads from, c seconds to cross
                 F_s >= sum f_c y_scr,  B_s >= sum b_c y_scr,  F_s + B_s >= sum t_cr y_scr
+                F_s + B_s >= sum t_cr y_scr + m_c (sum_r y_scr - 1) - l_c
                 T >= e_k + sum over the stages s of a mesh of u_cr y_scr        for its last run k
                 sum over the stages s of a mesh of (state_cr + k_s act_cr) y_scr <= M
                 sum_sr y_scr = layers of class c,  sum_cr y_scr >= 1
 
-with the least seconds f_c forward, b_c back, t_cr both, u_cr per step. The layers of a mesh, or of
-each stage, may be asked to be a whole number. Layers are in no order, but where a single layer has
-the first class it is on stage 0, and that of the last class on the last. -> least_step()
+with the least seconds f_c forward, b_c back, t_cr both, u_cr per step, and where all layers of a
+class are in a row the m_c that each takes more after another, and l_c that a row of them takes less
+(-> LayerFloor). The layers of a mesh, or of each stage, may be asked to be a whole number. Layers
+are in no order, but where a single layer has the first class it is on stage 0, and that of the last
+class on the last.                                                             -> least_step()
 
 Rows that are all sums of one of some parts (t, u, state) and one of others (t', act) have a y for
 each part in place of each sum: a mixture of sums is the sum of two mixtures of as many layers. Rows
@@ -60,6 +63,8 @@ class Layers:
 
     `seconds` t and `step` u (t of NEVER: no row), `state` and `activation` bytes, `forward` f and
     `backward` b, `number` of layers. `first` and `last`: classes of the first and last layer.
+    `follow`: the seconds per microbatch that every layer of a stage after the first takes more, and
+    those by which the stage takes less, of classes whose layers are all in a row.
     """
 
     seconds: Array
@@ -72,6 +77,7 @@ class Layers:
     memory: float
     first: int
     last: int
+    follow: Array  # [2, classes]
 
 
 def least_step(
@@ -293,6 +299,10 @@ class _Program:
         for number, count in enumerate(layers.number.tolist()):
             own = self.y[:, (parts.number == number) & parts.counts]
             others = self.y[:, (parts.number == number) & ~parts.counts]
+            more, less = (layers.follow[:, number] / self.scale).tolist()
+            if more > 0:
+                runs = self.seconds + more * ((parts.number == number) & parts.counts)
+                self._add((forward, 1.0), (backward, 1.0), (self.y, -runs), least=-more - less)
             self._add((own.reshape(1, -1), 1.0), least=count, most=count)
             if others.size:
                 self._add((own, 1.0), (others, -1.0), most=0.0)

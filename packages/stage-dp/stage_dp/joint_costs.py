@@ -147,7 +147,7 @@ class CountCosts:
             rows, sequences = self._rows[proof], self.space.sequences
             numbers, level = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
             if proof:
-                more = between_layers(self.table, self.meshes, sequences) / count
+                more = between_layers(rows, sequences) / count
             if held:
                 some, up_to = self._possible(proof, limit), limit
                 asked = _rounded(held)

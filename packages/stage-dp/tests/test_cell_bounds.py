@@ -28,6 +28,7 @@ def rows_of(
         np.array([memory]),
         {},
         tuple(range(seconds.shape[1])),
+        np.zeros((2, *seconds.shape[:2])),
     )
 
 

@@ -14,6 +14,13 @@ from stage_dp.interleaved_program import Layers, least_step
 NAME = "interleaved-1f1b"
 
 
+def follow_of(rng, sequence):
+    """Return what layers after one of their class take more, and rows of them less: [2, classes]."""
+    parted = [a for a, b in itertools.pairwise(sequence) if a != b]
+    together = [parted.count(c) + (c == sequence[-1]) == 1 for c in range(max(sequence) + 1)]
+    return rng.uniform(0, [[0.3], [0.2]], (2, len(together))) * together
+
+
 def random_layers(rng, sequence, rows):
     shape = (max(sequence) + 1, rows)
     forward, backward = rng.uniform(0.5, 1.5, shape), rng.uniform(0.5, 2.5, shape)
@@ -28,6 +35,7 @@ def random_layers(rng, sequence, rows):
         memory=float(rng.choice([math.inf, rng.uniform(8, 16)])),
         first=sequence[0],
         last=sequence[-1],
+        follow=follow_of(rng, sequence),
     )
 
 
@@ -50,6 +58,10 @@ def best_of_all(forward, layers, sequence, runs, crossing):
             ]
             if max(sum(size[m::meshes]) for m in range(meshes)) > layers.memory:
                 continue
+            for stage, (classes, _) in enumerate(own):
+                for c in set(classes):
+                    more = layers.follow[0, c] * (classes.count(c) - 1) - layers.follow[1, c]
+                    whole[stage] += max(more, 0.0)
             seconds = pipeline_time(
                 schedule,
                 ahead,
@@ -118,6 +130,7 @@ def test_whole_layers_of_meshes_count():
         memory=math.inf,
         first=0,
         last=0,
+        follow=np.zeros((2, 1)),
     )
     runs = interleaved_order(2, 2, 32)  # too many forwards for whole stages
     # One mesh has at least three of the five layers, for 32 microbatches.
@@ -154,6 +167,7 @@ def test_rows_that_are_sums_of_parts_bound_as_the_same_rows_with_one_that_never_
             memory=memory,
             first=0,
             last=1,
+            follow=np.zeros((2, classes)),
         )
         return least_step(layers, runs, [0.1] * runs.num_meshes, whole, count)
 

@@ -16,7 +16,14 @@ from attrs import evolve, frozen
 
 import ilp_sharding
 from alpa_interchange import ShardingProblem
-from alpa_meta.inter_op.layer_runs import Links, Potential, in_a_run, potential, span
+from alpa_meta.inter_op.layer_runs import (
+    Links,
+    Potential,
+    first_in_a_run,
+    in_a_run,
+    potential,
+    span,
+)
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.options import Options
 
@@ -70,12 +77,21 @@ class Ways:
         """Return a potential by which a run of layers takes more than the `least` of each."""
         return potential(self.problem, self.links, start, least, options, TOLERANCE)
 
-    def following(self, asked: Asked, least: float, numbers: Potential, options: Options) -> float:
-        """Return how much more than the `least` of a layer alone every further one of a run takes
-        at least."""
+    def following(self, asked: Asked, numbers: Potential, options: Options) -> float:
+        """Return what every layer of a run but the first and the last takes at least."""
         problem = in_a_run(self._of(asked), self.links, numbers)
+        return self._bound(problem, asked, options) - span(numbers)
+
+    def ends(self, asked: Asked, numbers: Potential, options: Options) -> tuple[float, float]:
+        """Return what the first and the last layer of a run take at least."""
+        first = first_in_a_run(self._of(asked), numbers)
+        last = in_a_run(self._of(asked), self.links, numbers, last=True)
+        ahead = self._bound(last, asked, options) - span(numbers)
+        return self._bound(first, asked, options), ahead
+
+    def _bound(self, problem: ShardingProblem, asked: Asked, options: Options) -> float:
         bound = solve(problem, options, tolerance=TOLERANCE).lower_bound
-        return 0.0 if bound is None else bound + self._fixed(asked) - span(numbers) - least
+        return (bound or 0.0) + self._fixed(asked)
 
     def of(self, asked: Asked, choice: tuple[int, ...]) -> float:
         """Return what is asked of a way."""
@@ -163,12 +179,20 @@ class Curves:
         if not numbers:
             return 0.0, 0.0
         self._potential = numbers
-        more = [
-            ways[kind].following(asked, bound, numbers, options)
+        sums = [
+            (asked, ways[kind], bound)
             for (kind, asked), bound in zip(self._asked, least, strict=True)
             if asked in self._sums
         ]
-        return max(min(more), 0.0), span(numbers)
+        more = min(way.following(one, numbers, options) - bound for one, way, bound in sums)
+        if more <= 0:
+            return 0.0, 0.0
+        # What the ends of a run take more than alone, each of any kind of recomputation.
+        above: dict[Asked, np.ndarray] = {}
+        for one, way, bound in sums:
+            here = np.array(way.ends(one, numbers, options)) - bound
+            above[one] = np.minimum(above.get(one, here), here)
+        return more, max(more - min(float(both.sum()) for both in above.values()), 0.0)
 
     @property
     def num_sums(self) -> int:

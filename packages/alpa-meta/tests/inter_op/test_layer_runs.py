@@ -7,7 +7,7 @@ import pytest
 
 from alpa_interchange import ShardingProblem
 from alpa_meta import Options
-from alpa_meta.inter_op.layer_runs import in_a_run, potential, span
+from alpa_meta.inter_op.layer_runs import first_in_a_run, in_a_run, potential, span
 from alpa_meta.intra_op.memory_limit import solve
 
 NODES, CHOICES = 3, 3
@@ -64,10 +64,16 @@ def test_no_run_of_layers_takes_less_than_its_bound(seed):
     numbers = potential(alone, links, {}, least, options, 1e-6)
     if not numbers:
         return
-    more = solve(in_a_run(alone, links, numbers), options).lower_bound - span(numbers) - least
-    assert more > 0
-    for count in range(1, 6):
-        bound = count * least + (count - 1) * more - span(numbers)
+
+    def bound_of(problem):
+        return solve(problem, options).lower_bound
+
+    inside = bound_of(in_a_run(alone, links, numbers)) - span(numbers)
+    assert inside > least
+    first = bound_of(first_in_a_run(alone, numbers))
+    last = bound_of(in_a_run(alone, links, numbers, last=True)) - span(numbers)
+    for count in range(2, 6):
+        bound = first + (count - 2) * inside + last
         assert bound <= least_of_run(alone, links, count) * (1 + 1e-9)
 
 
