@@ -283,6 +283,8 @@ def _most_placed(fits: Array, sets: Disjoint) -> float:
 
     `fits` [sets of rare layers, meshes]: the layers that fit beside a set, -inf if that does not.
     """
+    if np.isneginf(fits[0]).any():
+        return -math.inf
     before, own, starts = sets
     more, rare = fits - fits[0], len(fits).bit_length() - 1
     # Of as many meshes as there are rare layers, one is left for each set where it costs least.

@@ -255,21 +255,19 @@ class MeshRows:
         memory: float,
         share: float,
     ) -> float:
-        """Add the rows of a choice to every class, with recomputation where memory is tight; return
-        the bytes held without."""
+        """Add the rows of a choice to every class, with recomputation where memory is tight for the
+        largest microbatches; return the bytes held without, by ones of as many samples as parts."""
         choice = solution.choice
         assert choice is not None
-        first = 0.0
-        for number, kind in enumerate(self.builder.derived or (problem.kind,)):
+        most = max(one.samples for one in problem.sizes)
+        kinds = self.builder.derived or (problem.kind,)
+        for kind in kinds:
             if (kind, choice) not in self._added:
                 self._added.add((kind, choice))
                 self._add_rows(problem, choice, kind, f"{kind} {parts} {name}")
-            held = self._held(problem, choice, kind, parts, share)
-            if number == 0:
-                first = held
-            if held <= TIGHT * memory:
+            if self._held(problem, choice, kind, most, share) <= TIGHT * memory:
                 break
-        return first
+        return self._held(problem, choice, kinds[0], parts, share)
 
     def _held(
         self, problem: MeshProblem, choice: Sequence[int], kind: str, samples: int, share: float

@@ -115,6 +115,21 @@ def test_where_memory_is_short_the_menu_has_leaner_rows_and_recomputation():
     assert full.activation_bytes.value(8) < kept.activation_bytes.value(8)
 
 
+def test_what_is_short_for_large_microbatches_only_has_recomputation_too():
+    # Larger microbatches with some layers recomputed may be faster than small ones with none.
+    def rows(memory):
+        sizes = {"none": _sized((1, 32), tokens=(256,))}
+        (menu,) = _menu_of(MenuBuilder(sizes, MODEL, Options(), BATCH), memory, 1).meshes
+        return menu.rows[1]
+
+    row, *_ = rows(80e9)
+    few, many = (
+        LAYERS * (row.state_bytes + row.activation_bytes.value(samples)) for samples in (1, 32)
+    )
+    assert few < 0.5 * many
+    assert {one.recomputation for one in rows(many)} == {"none", "selective"}
+
+
 def test_floors_are_below_every_row():
     (menu,) = _menu((1, 8, 32)).meshes
     for rows, (floor,) in zip(menu.rows, menu.floors, strict=True):
