@@ -103,6 +103,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage look at what tests make, not at what was imported.
+
+    tests/test_parallel_models.py and test_microbatches.py: 2.5 of 47 CPU s in place of 5.9 of 49,
+    in the same memory.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 MOST_BYTES = 1.0e9
 """Of a process, before it forgets what it compiled. A worker has 0.6 to 0.9 GB after it imported
 every test and forgot all, and one file takes 0.6 GB at most (operators/rewrites/test_lookups.py).
