@@ -9,14 +9,21 @@ from hostile_plans import outcomes, small_plan
 from alpa_interchange import DocumentError, ParallelPlan, from_json, to_json
 
 
-def test_ten_thousand_changed_plans_are_refused_or_are_what_they_say():
-    found, slowest = outcomes(small_plan(), 10_000, runs=3)
-    assert found["refused"] > 5_000 and found["restored"] > 100
+@pytest.fixture(scope="module")
+def saved():
+    return small_plan()
+
+
+@pytest.mark.sample(seed=1)
+@pytest.mark.parametrize("seed", range(5))
+def test_two_thousand_changed_plans_are_refused_or_are_what_they_say(saved, seed):
+    found, slowest = outcomes(saved, 2_000, seed=seed, runs=3)
+    assert found["refused"] > 1_000 and found["restored"] > 20
     assert slowest < 10.0
 
 
-def test_a_changed_plan_with_the_hash_of_what_was_saved_is_refused_unless_it_says_the_same():
-    found, _ = outcomes(small_plan(), 2_000, sealed=True)
+def test_a_changed_plan_with_the_hash_of_what_was_saved_is_refused_unless_it_says_the_same(saved):
+    found, _ = outcomes(saved, 2_000, sealed=True)
     assert set(found) == {"refused", "the same"} and found["refused"] > 1_000
 
 
@@ -45,8 +52,8 @@ def test_large_hostile_documents_are_refused_in_bounded_time_and_memory(text):
     assert seconds < 5.0 and peak < 80 * len(text)  # 0.8 s at most on a core that others use too
 
 
-def test_a_plan_of_twelve_megabytes_is_read_in_seconds():
-    document = json.loads(to_json(small_plan()))
+def test_a_plan_of_twelve_megabytes_is_read_in_seconds(saved):
+    document = json.loads(to_json(saved))
     del document["sha256"]
     (sharding,) = document["value"]["shardings"]
     group = sharding["operators"][0]
