@@ -16,13 +16,17 @@ from alpa_interchange.plan import ParallelPlan
 from alpa_meta.cli import run
 
 SIZES = (
-    *("--layers", "4", "--hidden", "16", "--heads", "2", "--context", "32", "--batch", "16"),
+    *("--layers", "2", "--hidden", "16", "--heads", "2", "--context", "32", "--batch", "16"),
     *("--stages", "1", "--microbatches", "1"),  # quick to plan; a later --stages overrides it
 )
 
 
 def _train(folder, *arguments):
     assert run(["train", *SIZES, "--out", str(folder), *arguments]) == 0
+
+
+def _as_planned(run):
+    return "--compare", "0", "--plan", str(run / "plan.json")
 
 
 def _losses(folder):
@@ -71,7 +75,7 @@ def test_a_run_writes_all_its_files(whole):
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(whole, tmp_path):
     folder = tmp_path / "run"
-    _train(folder, "--steps", "5", "--schedule-steps", "12", "--compare", "0")
+    _train(folder, "--steps", "5", "--schedule-steps", "12", *_as_planned(whole))
     assert run(["train", "--resume", str(folder), "--steps", "12", "--compare", "0"]) == 0
     assert _losses(folder) == _losses(whole)
     expected, found = _state(whole), _state(folder)
@@ -116,7 +120,7 @@ def test_a_pipeline_trains_as_the_default_plan_does(whole, tmp_path):
 
 def test_another_plan_resumes_the_checkpoint(whole, tmp_path):
     folder = tmp_path / "run"
-    _train(folder, "--steps", "6", "--schedule-steps", "12", "--compare", "0")
+    _train(folder, "--steps", "6", "--schedule-steps", "12", *_as_planned(whole))
     arguments = ["--steps", "12", "--stages", "2", "--microbatches", "2", "--compare", "0"]
     assert run(["train", "--resume", str(folder), *arguments]) == 0
     assert load(folder / "plan.json", ParallelPlan).num_stages == 2
