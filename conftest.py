@@ -86,7 +86,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as `bulk` the cases beyond a test's sample; leave them out unless all are asked for."""
+    """Mark as `bulk` the cases beyond a test's sample; leave them out unless all are asked for.
+
+    Tests that wait for clusters come first: the worker that begins with them leaves its processor
+    to the others meanwhile, and no worker is left waiting at the end.
+    """
     kept, bulk = [], []
     for item in items:
         sizes = {}
@@ -101,6 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if bulk and not config.getoption("full"):
         config.hook.pytest_deselected(items=bulk)
         items[:] = kept
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -18,6 +18,7 @@ import alpa_meta as alpa
 from cost_model import cluster as named_cluster
 
 pytest.importorskip("ray", reason="needs the extra alpa-meta[ray]")
+pytestmark = pytest.mark.ray
 
 HOW_TO = (Path(__file__).parents[1] / "docs" / "how-to.md").read_text()
 PROGRAM = """

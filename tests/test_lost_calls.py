@@ -8,6 +8,7 @@ import sys
 import pytest
 
 pytest.importorskip("ray", reason="needs the extra alpa-meta[ray]")
+pytestmark = pytest.mark.ray
 
 LOSSES = {
     "CoreWorkerService.grpc_client.PushTask": {

@@ -29,7 +29,7 @@ from cost_model import cluster as named_cluster
 from mesh_runtime import StepError
 
 pytest.importorskip("ray", reason="needs the extra alpa-meta[ray]")
-pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")]
 
 ADAM = optax.adam(1e-2)
 BATCH = jax.ShapeDtypeStruct((8, 16), np.float32)

@@ -23,10 +23,6 @@ from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime import ExportedProgram
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "ray: starts a Ray cluster of real processes")
-
-
 @frozen(kw_only=True)
 class Pipeline:
     """A chain of `tanh(h @ w_i)` stages with squared loss and gradient descent, as a schedule."""
