@@ -5,6 +5,8 @@ In float32 up to the order of additions (conftest.FLOAT32_TOLERANCE), in float64
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -125,9 +127,11 @@ MODELS = {
 }
 
 
-def _training(name, seed=0):
-    """Return (step, state, three batches) of a model."""
+@cache
+def _training(name, dtype="float32"):
+    """Return (step, state, three batches) of a model; JAX traces and compiles equal steps once."""
     make, loss, make_batch = MODELS[name]
+    assert jnp.result_type(float) == dtype
 
     def step(state, batch):
         value, gradients = jax.value_and_grad(loss)(state["params"], batch)
@@ -135,9 +139,13 @@ def _training(name, seed=0):
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": optimizer}, {"loss": value}
 
-    params = make(jax.random.key(seed))
-    state = {"params": params, "optimizer": OPTIMIZER.init(params)}
-    return step, state, [make_batch(key) for key in jax.random.split(jax.random.key(1), 3)]
+    @jax.jit
+    def make_state(key):
+        params = make(key)
+        return {"params": params, "optimizer": OPTIMIZER.init(params)}
+
+    batches = map(jax.jit(make_batch), jax.random.split(jax.random.key(1), 3))
+    return step, make_state(jax.random.key(0)), list(batches)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -190,7 +198,7 @@ def test_runs_by_random_plans_equal_the_single_device_run(agrees, name, seed):
 @pytest.mark.parametrize("name", MODELS)
 def test_in_float64_a_random_plan_agrees_to_ten_digits(agrees, name):
     with jax.enable_x64(True):
-        step, state, batches = _training(name)
+        step, state, batches = _training(name, "float64")
         sampler = alpa.parallelize(step, num_stages=2, num_microbatches=2)
         plan = sampler.random_plan(state, batches[0], seed=7)
         agrees(step, state, batches, plan=plan, tolerance=1e-10)
