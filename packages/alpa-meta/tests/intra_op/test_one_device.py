@@ -17,12 +17,14 @@ from cost_model import CostModel, cluster
 MODEL = CostModel(cluster("h100:4"))
 
 
+@pytest.mark.sample(size=1)
+@pytest.mark.parametrize("size", ["tiny", "small"])
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [("gpt", None), ("gpt", "full"), ("moe-sort", "selective"), ("gpt-scan", None), ("unet", None)],
 )
-def test_memory_is_that_of_the_problem_on_one_device(name, recompute):
-    model = corpus_model(name, "small")
+def test_memory_is_that_of_the_problem_on_one_device(name, recompute, size):
+    model = corpus_model(name, size)
     program = Step(model.train_step, (model.state, model.batch)).program(2)
     outlook, _ = outlook_of(program, Options(recompute=recompute), MODEL.cluster)
     scope = stage_scope(outlook.program, outlook.staging, 0, 1)

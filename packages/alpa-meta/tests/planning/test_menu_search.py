@@ -1,5 +1,7 @@
 """The joint search: no plan with fixed stages or microbatches is faster than what it finds."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -35,6 +37,7 @@ STEP = Step(_step, ([LAYER] * LAYERS, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.f
 SLOW = "p3.16xlarge:16"  # two hosts with a slow link between them
 
 
+@cache
 def _plan(**options):
     return make_plan(STEP, cluster(SLOW), Options(cache=False, schedule=None, **options)).plan
 
@@ -63,8 +66,8 @@ def test_a_boundary_between_hosts_is_priced_on_the_link_between_them():
 def test_short_memory_is_met_by_recomputation_or_smaller_microbatches():
     roomy = _plan()
     peak = max(sharding.peak_bytes for sharding in roomy.shardings)
-    tight = _plan(memory=0.7 * peak)
-    assert max(sharding.peak_bytes for sharding in tight.shardings) <= 0.7 * peak
+    tight = _plan(memory=0.5 * peak)
+    assert max(sharding.peak_bytes for sharding in tight.shardings) <= 0.5 * peak
     assert tight.step_seconds >= roomy.step_seconds
 
 

@@ -1,18 +1,24 @@
 """Where a re-planned pipeline changes."""
 
+import pytest
 from layered_plan import CLUSTER, LAYERS, lowered
 
 from alpa_meta.planning.replanning import changed_cluster, replan
 from alpa_meta.planning.thresholds import is_used, link_thresholds, memory_thresholds
 from cost_model import cluster
 
-PLANNED = lowered()
-PLAN, MENU = PLANNED.plan, PLANNED.menu
 HERE = cluster(CLUSTER)
 
 
-def test_memory_thresholds_are_the_needs_of_the_plans_above_them():
-    found = memory_thresholds(replan(PLAN, MENU))
+@pytest.fixture(scope="module")
+def planned():
+    """Return the plan and its menu."""
+    made = lowered()
+    return made.plan, made.menu
+
+
+def test_memory_thresholds_are_the_needs_of_the_plans_above_them(planned):
+    found = memory_thresholds(replan(*planned))
     assert found
     for one in found:
         assert one.value == max(one.above.peak_bytes)
@@ -25,20 +31,20 @@ def test_memory_thresholds_are_the_needs_of_the_plans_above_them():
     assert values == sorted(values, reverse=True)
 
 
-def test_with_less_memory_the_next_threshold_up_is_among_them():
-    peak = max(replan(PLAN, MENU).plan.peak_bytes)
-    found = memory_thresholds(replan(PLAN, MENU, memory=peak * 0.95))
+def test_with_less_memory_the_next_threshold_up_is_among_them(planned):
+    peak = max(replan(*planned).plan.peak_bytes)
+    found = memory_thresholds(replan(*planned, memory=peak * 0.95))
     up = [one for one in found if one.value > peak * 0.95]
     assert len(up) == 1 and up[0].value <= peak * (1 + 1e-9)
     assert up[0].above.step_seconds < up[0].below.step_seconds
 
 
-def test_a_link_threshold_has_other_plans_on_its_sides():
+def test_a_link_threshold_has_other_plans_on_its_sides(planned):
     (wire,) = {group.inter_host.bandwidth for group in HERE.host_groups}
-    for one in link_thresholds(replan(PLAN, MENU), "inter-host"):
+    for one in link_thresholds(replan(*planned), "inter-host"):
         assert wire / 17 < one.value < wire * 17 and one.what == "inter-host"
         below, above = (
-            replan(PLAN, MENU, changed_cluster(HERE, links={"inter-host": one.value * scale})).plan
+            replan(*planned, changed_cluster(HERE, links={"inter-host": one.value * scale})).plan
             for scale in (0.97, 1.03)
         )
         places = [
@@ -48,7 +54,7 @@ def test_a_link_threshold_has_other_plans_on_its_sides():
         assert places[0] != places[1]
 
 
-def test_a_link_between_hosts_of_one_host_has_no_thresholds():
-    found = replan(PLAN, MENU, changed_cluster(HERE, hosts={0: 1}))
+def test_a_link_between_hosts_of_one_host_has_no_thresholds(planned):
+    found = replan(*planned, changed_cluster(HERE, hosts={0: 1}))
     assert not is_used(found, "inter-host") and is_used(found, "intra-host")
     assert list(link_thresholds(found, "inter-host")) == []
