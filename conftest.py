@@ -92,12 +92,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     to the others meanwhile, and no worker is left waiting at the end.
     """
     kept, bulk = [], []
+    values: dict[tuple[str, str], list[object]] = {}  # of (test, parameter), in their order
     for item in items:
         sizes = {}
         for mark in item.iter_markers("sample"):
             sizes |= mark.kwargs
-        place = item.callspec.indices if sizes else {}
-        if any(place[name] >= size for name, size in sizes.items()):
+        is_bulk = False
+        for name, size in sizes.items():
+            seen = values.setdefault((item.nodeid.partition("[")[0], name), [])
+            value = item.callspec.params[name]
+            if value not in seen:
+                seen.append(value)
+            is_bulk |= seen.index(value) >= size
+        if is_bulk:
             item.add_marker("bulk")
             bulk.append(item)
         else:

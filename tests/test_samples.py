@@ -3,16 +3,28 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = "packages/stage-dp/tests/test_layer_choice.py"
 
 
+STACKED = """
+import pytest
+
+@pytest.mark.parametrize("shape", "ab")
+@pytest.mark.sample(seed=2)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", "xy")
+def test_it(kind, seed, shape): ...
+"""
+
+
 def collected(*arguments):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q"]
-        + [FILE, *arguments],
+        + list(arguments),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -23,9 +35,20 @@ def collected(*arguments):
 
 
 def test_a_sample_and_the_cases_beyond_it_are_all_cases_of_every_test():
-    sample, everything, rest = collected(), collected("--full"), collected("--full", "-m", "bulk")
+    sample, everything = collected(FILE), collected(FILE, "--full")
+    rest = collected(FILE, "--full", "-m", "bulk")
     assert sample | rest == everything
     assert sample and rest and not sample & rest
     assert {name.partition("[")[0] for name in sample} == {
         name.partition("[")[0] for name in everything
     }
+
+
+def test_a_sample_has_every_value_of_the_parameters_that_it_does_not_name():
+    cache = ROOT / ".cache"  # below conftest.py
+    cache.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        file = Path(folder) / "test_stacked.py"
+        file.write_text(STACKED)
+        found = {line.partition("[")[2].rstrip("]") for line in collected(str(file))}
+    assert found == {f"{kind}-{seed}-{shape}" for kind in "xy" for seed in (0, 1) for shape in "ab"}
