@@ -205,6 +205,11 @@ def _elsewhere(part: str, problem: Problem, limit: float) -> dict[str, Any]:
     return result
 
 
+# By which the grid's steps may be off, whose layers are counted from a model with few of them: on
+# one device, where plan and grid are the same program, MoE-380M's differ by 1.4e-5.
+GRID_ERROR = 1e-4
+
+
 def failures(problem: Problem, plan: Mapping[str, Any], grid: Mapping[str, Any]) -> list[str]:
     """Return the targets that are missed."""
     if "error" in plan:
@@ -222,7 +227,7 @@ def failures(problem: Problem, plan: Mapping[str, Any], grid: Mapping[str, Any])
         found.append(f"the event simulator takes {plan['simulated']:.6g} s")
     if "step_seconds" in grid:
         ratio = grid["step_seconds"] / plan["step_seconds"]
-        if ratio < problem.ratio * (1 - 1e-9):
+        if ratio < problem.ratio * (1 - GRID_ERROR):
             most = ratio * (1 + plan["gap"])
             proof = f"; by the bound no plan has {most:.3f} x" if most < problem.ratio else ""
             found.append(f"{ratio:.3f} x the grid's speed, must be {problem.ratio}{proof}")
