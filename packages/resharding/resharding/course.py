@@ -20,17 +20,13 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-from attrs import define, frozen
-from numpy.typing import NDArray
+from attrs import frozen
 
 from alpa_interchange.reshard import Transfer
 from resharding.coverage import PlanError
+from resharding.fluid import Fluid
 from resharding.network import Links
 from resharding.traffic import edge_bytes, edges
-
-# Bundles of flows from which arrays share ports faster than loops do (measured: equal at 40 to 60).
-_MANY = 48
 
 
 class Watcher(Protocol):
@@ -54,14 +50,6 @@ class Demand:
     times: tuple[int, ...]  # how often it passes through each port
     tail: float  # seconds after its bytes have passed
     alone: float  # bytes/s with the network to itself
-
-
-@define
-class _Flow:
-    index: int
-    left: float
-    demand: Demand
-    rate: float = 0.0
 
 
 def demand_of(
@@ -181,41 +169,30 @@ class _Course:
         """Advance from event to event until every transfer is done."""
         now, count = 0.0, len(self.transfers)
         ready = [index for index, waits in enumerate(self.waits) if not waits]
-        flows: list[_Flow] = []
+        fluid = Fluid(self.demands, self.links.rate)
         tails: list[tuple[float, int]] = []  # (end, transfer), a heap
         begun, ended, left = [math.nan] * count, [math.nan] * count, count
         while left:
-            changed = bool(ready)
             for index in sorted(ready):
                 begun[index] = now
                 if self.watcher is not None:
                     self.watcher.check_start(index, self.transfers[index])
                 demand = self.demands[index]
                 if demand.num_bytes > 0:
-                    flows.append(_Flow(index, demand.num_bytes, demand))
+                    fluid.start(index)
                 else:
                     heapq.heappush(tails, (now + demand.tail, index))
-            if changed:
-                share(flows, self.links.rate)
-            if not flows and not tails:
+            horizon = min(tails[0][0] if tails else math.inf, now + fluid.horizon())
+            if horizon == math.inf:
                 stuck = [index for index in range(count) if math.isnan(begun[index])]
                 raise PlanError(
                     f"transfers {stuck} never start: they wait for each other or for transfers "
                     "behind them in the order of a shared host or device"
                 )
-            horizon = tails[0][0] if tails else math.inf
-            for flow in flows:
-                horizon = min(horizon, now + flow.left / flow.rate)
             elapsed, now = horizon - now, horizon
             tolerance = 1e-12 * max(now, 1e-9)
-            going: list[_Flow] = []
-            for flow in flows:
-                flow.left -= flow.rate * elapsed
-                if flow.left <= flow.rate * tolerance:
-                    heapq.heappush(tails, (now + flow.demand.tail, flow.index))
-                else:
-                    going.append(flow)
-            emptied, flows = len(going) < len(flows), going
+            for index in fluid.advance(elapsed, tolerance):
+                heapq.heappush(tails, (now + self.demands[index].tail, index))
             ready, finished = [], []
             while tails and tails[0][0] <= now + tolerance:
                 finished.append(heapq.heappop(tails)[1])
@@ -223,8 +200,6 @@ class _Course:
                 ended[index] = now
                 left -= 1
                 ready += self._finish(index)
-            if emptied and not ready:
-                share(flows, self.links.rate)
         return tuple(zip(begun, ended, strict=True))
 
     def _finish(self, index: int) -> list[int]:
@@ -238,78 +213,3 @@ class _Course:
         for other in unblocked:
             self.waits[other] -= 1
         return [other for other in dict.fromkeys(unblocked) if not self.waits[other]]
-
-
-def share(flows: Sequence[_Flow], rate: Sequence[float]) -> None:
-    """Set max-min fair rates: fill all flows evenly, freeze those at a port that runs full.
-
-    Flows through the same ports have the same rate: copies between two devices are a bundle.
-    """
-    bundles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Flow]] = {}
-    for flow in flows:
-        bundles.setdefault((flow.demand.ports, flow.demand.times), []).append(flow)
-    found = (_shares_by_arrays if len(bundles) >= _MANY else _shares)(list(bundles.values()), rate)
-    for bundle, value in zip(bundles.values(), found, strict=True):
-        for flow in bundle:
-            flow.rate = value
-
-
-def _shares(bundles: Sequence[Sequence[_Flow]], rate: Sequence[float]) -> list[float]:
-    """Return the rate of the flows of each bundle."""
-    users: dict[int, int] = {}
-    passes: list[list[tuple[int, int]]] = []  # (port, times) of each bundle
-    for bundle in bundles:
-        demand, count = bundle[0].demand, len(bundle)
-        passes.append(
-            [(port, times * count) for port, times in zip(demand.ports, demand.times, strict=True)]
-        )
-        for port, times in passes[-1]:
-            users[port] = users.get(port, 0) + times
-    room = {port: rate[port] for port in users}
-    found = [0.0] * len(bundles)
-    active, level = list(range(len(bundles))), 0.0
-    while active:
-        tightest = min(room[port] / count for port, count in users.items() if count)
-        level = max(level, tightest)  # rounding may not lower it
-        full = {
-            port
-            for port, count in users.items()
-            if count and room[port] / count <= level * (1 + 1e-12)
-        }
-        still = []
-        for k in active:
-            if full.isdisjoint(bundles[k][0].demand.ports):
-                still.append(k)
-                continue
-            found[k] = level
-            for port, times in passes[k]:
-                room[port] -= level * times
-                users[port] -= times
-        active = still
-    return found
-
-
-def _shares_by_arrays(bundles: Sequence[Sequence[_Flow]], rate: Sequence[float]) -> list[float]:
-    """Do what `_shares` does with one row of arrays per (bundle, port)."""
-    demands = [bundle[0].demand for bundle in bundles]
-    lengths = [len(demand.ports) for demand in demands]
-    row: NDArray[np.int64] = np.repeat(np.arange(len(bundles)), lengths)
-    port = np.array([p for demand in demands for p in demand.ports])
-    times = np.array([t for demand in demands for t in demand.times], dtype=float)
-    times *= np.repeat([len(bundle) for bundle in bundles], lengths)
-    room = np.array(rate, dtype=float)
-    found, level = np.zeros(len(bundles)), 0.0
-    while len(row):
-        users = np.bincount(port, weights=times, minlength=len(room))
-        quotient = np.full(len(room), np.inf)
-        np.divide(room, users, out=quotient, where=users > 0.5)
-        level = max(level, float(quotient.min()))
-        full = quotient <= level * (1 + 1e-12)
-        stopped = np.zeros(len(bundles), dtype=bool)
-        stopped[row[full[port]]] = True
-        found[stopped] = level
-        ends = stopped[row]
-        room -= level * np.bincount(port[ends], weights=times[ends], minlength=len(room))
-        row, port, times = row[~ends], port[~ends], times[~ends]
-    rates: list[float] = found.tolist()
-    return rates
