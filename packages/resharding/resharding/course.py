@@ -134,9 +134,13 @@ def course(
     demands: Sequence[Demand],
     links: Links,
     watcher: Watcher | None = None,
+    limit: float = math.inf,
 ) -> tuple[tuple[float, float], ...]:
-    """Return (start, end) of every transfer; PlanError if some wait for each other for ever."""
-    return _Course(transfers, demands, links, watcher).run()
+    """Return (start, end) of every transfer; PlanError if some wait for each other for ever.
+
+    What has not ended by `limit` seconds is not followed further: its end is inf.
+    """
+    return _Course(transfers, demands, links, watcher).run(limit)
 
 
 class _Course:
@@ -165,14 +169,14 @@ class _Course:
                 self.waits[index] += 1
         self.heads = dict.fromkeys(self.queues, 0)
 
-    def run(self) -> tuple[tuple[float, float], ...]:
+    def run(self, limit: float) -> tuple[tuple[float, float], ...]:
         """Advance from event to event until every transfer is done."""
         now, count = 0.0, len(self.transfers)
         ready = [index for index, waits in enumerate(self.waits) if not waits]
         fluid = Fluid(self.demands, self.links.rate)
         tails: list[tuple[float, int]] = []  # (end, transfer), a heap
-        begun, ended, left = [math.nan] * count, [math.nan] * count, count
-        while left:
+        begun, ended, left = [math.nan] * count, [math.inf] * count, count
+        while left and now < limit:
             for index in sorted(ready):
                 begun[index] = now
                 if self.watcher is not None:

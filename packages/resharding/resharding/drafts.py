@@ -123,7 +123,7 @@ def spread(
     one = delivery.piece.num_bytes / links.hop_rate(sender, receivers[0])
     latency, limit = links.network.latency, chain_seconds(chain, links, scattered=False)
     if issue == "none" and latency + len(receivers) * one < limit:
-        return [evolve(copy_of(box, sender, each), after=after) for each in receivers]
+        return [copy_of(box, sender, each, after) for each in receivers]
     lanes = {setting.host_of[each] for each in receivers} if issue == "host" else set(receivers)
     side_by_side = issue != "none" and len(lanes) == len(receivers)
     # as long as the chain is soon enough: each copy occupies two lanes, the chain all of them
@@ -133,8 +133,7 @@ def spread(
         for k in range(1, len(members)):
             feeder = k - (1 << (k.bit_length() - 1))
             brought[k] = (first + len(transfers),)
-            copy = copy_of(box, members[feeder], members[k])
-            transfers.append(evolve(copy, after=brought[feeder]))
+            transfers.append(copy_of(box, members[feeder], members[k], brought[feeder]))
         return transfers
     return [evolve(made, after=after) for made in chains([(chain, sender)], setting)]
 
@@ -166,8 +165,13 @@ def local_transfers(slices: Sequence[Slice]) -> list[Transfer]:
     ]
 
 
-def copy_of(box: Box, sender: int, receiver: int) -> Transfer:
+def copy_of(box: Box, sender: int, receiver: int, after: tuple[int, ...] = ()) -> Transfer:
     """Return the copy of a box from one device to another."""
     return Transfer(
-        method="copy", start=box.start, stop=box.stop, sender=sender, receivers=(receiver,)
+        method="copy",
+        start=box.start,
+        stop=box.stop,
+        sender=sender,
+        receivers=(receiver,),
+        after=after,
     )

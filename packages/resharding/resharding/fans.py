@@ -21,6 +21,7 @@ from attrs import define, field
 
 from alpa_interchange.reshard import Transfer
 from resharding.division import Delivery
+from resharding.drafts import copy_of
 from resharding.network import Links
 from resharding.slices import Box, Cutter, bounding_hosts, split_box
 
@@ -41,7 +42,7 @@ def star(deliveries: Sequence[Delivery], links: Links) -> list[Transfer]:
     leaving: dict[frozenset[int], float] = {}
     for each in deliveries:
         if each.remote:
-            for devices in _by_host(each.receivers, links):
+            for devices in by_host(each.receivers, links):
                 host, more = links.host_of[devices[0]], (len(devices) - 1) * each.piece.num_bytes
                 entering[host] = entering.get(host, 0.0) + more / links.host_rate[host]
                 holders = frozenset(links.host_of[device] for device in each.senders)
@@ -122,28 +123,19 @@ class _Fans:
 
     def copy(self, part: Delivery, sender: int, receiver: int, after: int | None = None) -> int:
         """Add a copy; return its number."""
-        box = part.piece.box
-        self.transfers.append(
-            Transfer(
-                method="copy",
-                start=box.start,
-                stop=box.stop,
-                sender=sender,
-                receivers=(receiver,),
-                after=() if after is None else (after,),
-            )
-        )
+        waits = () if after is None else (after,)
+        self.transfers.append(copy_of(part.piece.box, sender, receiver, waits))
         return len(self.transfers) - 1
 
     def sender_of(self, part: Delivery) -> int:
         """Return the holder whose host has the least to send so far."""
-        size, by_host = part.piece.num_bytes, self.holders.get(part.senders)
-        if by_host is None:
-            by_host = self.holders[part.senders] = _by_host(part.senders, self.links)
+        size, holding = part.piece.num_bytes, self.holders.get(part.senders)
+        if holding is None:
+            holding = self.holders[part.senders] = by_host(part.senders, self.links)
         rate, host_of = self.links.host_rate, self.links.host_of
-        ends = [self.sent.get(h, 0.0) + size / rate[h] for h in (host_of[d[0]] for d in by_host)]
+        ends = [self.sent.get(h, 0.0) + size / rate[h] for h in (host_of[d[0]] for d in holding)]
         k = min(range(len(ends)), key=ends.__getitem__)
-        sender = min(by_host[k], key=lambda device: self.sent_by.get(device, 0.0))
+        sender = min(holding[k], key=lambda device: self.sent_by.get(device, 0.0))
         self.sent[host_of[sender]] = ends[k]
         self.sent_by[sender] = self.sent_by.get(sender, 0.0) + size
         return sender
@@ -167,7 +159,7 @@ def _fanned(
             for receiver in delivery.receivers:
                 fans.copy(delivery, sender, receiver)
             continue
-        hosts = _by_host(delivery.receivers, links)
+        hosts = by_host(delivery.receivers, links)
         count = _num_parts(delivery, hosts, links, fills(hosts), len(remote))
         unit = 1
         if count > 1:  # as many for every holder, and every host, unless slices take turns
@@ -207,7 +199,8 @@ def _in_waves(box: Box, count: int, unit: int, grows: float) -> list[Box]:
     return [part for part in cuts if part is not None]
 
 
-def _by_host(devices: Sequence[int], links: Links) -> Hosts:
+def by_host(devices: Sequence[int], links: Links) -> Hosts:
+    """Return `devices` host by host."""
     found: dict[int, list[int]] = {}
     for device in devices:
         found.setdefault(links.host_of[device], []).append(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from attrs import evolve, field, frozen
 
 from alpa_interchange.check import non_negative
@@ -9,8 +11,9 @@ from alpa_interchange.reshard import ReshardingPlan, ReshardingTask
 from alpa_interchange.tensor import dtype_bytes
 from resharding.bound import lower_bound
 from resharding.course import Demand, course, demand_of, least_seconds, level_seconds
-from resharding.drafts import Draft, Setting
+from resharding.drafts import Draft, Setting, deliveries_of
 from resharding.network import Links, Network
+from resharding.relays import Shape, paces, shape_of, waves_of
 from resharding.slices import cut_slices, hosts_of
 from resharding.strategies import (
     FANS,
@@ -38,6 +41,8 @@ _LEAST_FOR_WAITS = 50
 _LEAST_GAIN = 1.03
 # Fans whose levels differ by less are both simulated, where a plan is further above the bound.
 _CLOSE = 1.15
+# Ratio to the bound above which paced waves are tried: below they seldom win.
+_PACED = 1.06
 # What is tried beside fans: without the others the mean ratio of those pairs is the same to 0.01 %.
 _BESIDE_FANS = ("broadcast", "send_recv", "tile_all_gather")
 
@@ -147,20 +152,39 @@ class _Race:
 
     def enter_fans(self) -> None:
         """Try the fan that is the fastest level by level, and the next one if it is close: levels
-        do not tell what goes on side by side. It must win by what pays for its many transfers."""
+        do not tell what goes on side by side. It must win by what pays for its many transfers.
+        Then relays in waves, where they may gain."""
         setting = self._setting(device_lanes=False, search=False)
-        drafts = [(name, STRATEGIES[name](self.slices, setting)) for name in FANS]
+        shape = shape_of(deliveries_of(self.slices, setting), self.links)
+        names = [name for name in FANS if shape is None or self._may_gain(shape.least(name))]
+        drafts = [(name, STRATEGIES[name](self.slices, setting)) for name in names]
         demands = [self._demands(draft) for _, draft in drafts]
         seconds = [
             level_seconds(draft.transfers, each, self.links)
             for (_, draft), each in zip(drafts, demands, strict=True)
         ]
-        first, second, *_ = sorted(range(len(FANS)), key=seconds.__getitem__)
-        self._try(FANS[first], False, drafts[first][1], 0.0, demands[first], _LEAST_GAIN)
+        for k in sorted(range(len(names)), key=seconds.__getitem__)[:2]:
+            assert self.best is not None
+            close = seconds[k] <= _CLOSE * min(*seconds, self.best.seconds)
+            if seconds[k] == min(seconds):
+                self._try(*drafts[k][:1], False, drafts[k][1], 0.0, demands[k], _LEAST_GAIN)
+            elif close and self.best.seconds > _CLOSE * self.bound:
+                self._try(*drafts[k][:1], False, drafts[k][1], 0.0, demands[k])
+        if shape is not None:
+            self._enter_waves(shape, setting)
+
+    def _enter_waves(self, shape: Shape, setting: Setting) -> None:
         assert self.best is not None
-        close = seconds[second] <= _CLOSE * min(seconds[first], self.best.seconds)
-        if close and self.best.seconds > _CLOSE * self.bound:
-            self._try(FANS[second], False, drafts[second][1], 0.0, demands[second])
+        made = waves_of(shape)
+        if made is not None and self._may_gain(made.seconds):
+            draft = STRATEGIES["waves"](self.slices, setting)
+            self._try("waves", False, draft, 0.0, least_gain=_LEAST_GAIN)
+        if self.best.seconds > _PACED * self.bound and paces(shape):
+            draft = STRATEGIES["paced_waves"](self.slices, setting)
+            self._try("paced_waves", False, draft, 0.0, least_gain=_LEAST_GAIN)
+
+    def _may_gain(self, seconds: float) -> bool:
+        return self.best is None or seconds * _LEAST_GAIN < self.best.seconds
 
     def _least(self, draft: Draft) -> float:
         self.work += len(draft.transfers)
@@ -194,7 +218,8 @@ class _Race:
             return False
         seconds = max(estimate, seconds)
         if len(draft.transfers) <= self.options.most_simulated:
-            intervals = course(draft.transfers, demands, self.links)
+            limit = self.best.seconds / least_gain if self.best is not None else math.inf
+            intervals = course(draft.transfers, demands, self.links, limit=limit)
             seconds = max((end for _, end in intervals), default=0.0)
         else:
             levels = level_seconds(draft.transfers, demands, self.links)

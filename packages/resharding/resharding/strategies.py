@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from attrs import evolve
 
 from alpa_interchange.reshard import Transfer
-from resharding import fans
+from resharding import fans, relays
 from resharding.division import Delivery, divided
 from resharding.drafts import (
     Draft,
@@ -205,8 +205,11 @@ STRATEGIES: dict[str, Strategy] = {  # those that win most often first
     "star": fan(fans.star),
     "exchange": fan(fans.exchange),
     "parallel_chains": fan(fans.parallel_chains),
+    "waves": fan(relays.waves),
+    "paced_waves": fan(relays.paced_waves),
 }
 FANS = ("star", "exchange", "parallel_chains")
+WAVES = ("waves", "paced_waves")
 
 
 def candidates(slices: Sequence[Slice], links: Links, most_receivers: int = 192) -> tuple[str, ...]:
@@ -224,7 +227,7 @@ def candidates(slices: Sequence[Slice], links: Links, most_receivers: int = 192)
         return (*few, "send_recv") if count <= 2 * most_receivers else few
     if len(tiles) > 1:
         return (*tiles[:2], "broadcast", "send_recv")  # what the rest gains is under 0.1 %
-    others = [name for name in STRATEGIES if name not in (*TILES, *FANS)]
+    others = [name for name in STRATEGIES if name not in (*TILES, *FANS, *WAVES)]
     return (*tiles, *others)
 
 

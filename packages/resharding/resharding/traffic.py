@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator, Sequence
 
 from alpa_interchange.reshard import ReshardingPlan, Transfer
@@ -58,7 +60,7 @@ def edge_bytes(
 ) -> float:
     """Return the bytes over each hop: the slice, or in a ring what the device that owns least of it
     takes in, of the pieces that earlier ones of `transfers` brought."""
-    size = Box(transfer.start, transfer.stop).size * element_bytes
+    size = math.prod(map(operator.sub, transfer.stop, transfer.start)) * element_bytes
     if transfer.method != "gather":
         return size
     owned = dict.fromkeys(transfer.receivers, 0.0)

@@ -68,9 +68,9 @@ def test_small_tensors_take_a_few_latencies_to_many_devices(make_task):
     # one more latency inside 25 us; a chain through 24 devices would take 240
     task = make_task((512,), (1, 1), "R", (3, 8), "R", dtype="float32")
     network = Network(latency=1e-5, issue="none")
-    made = plan(task, network)
-    assert made.strategy == "star" and made.seconds < 27e-6
-    assert made.seconds < 1.2 * made.lower_bound
+    star, best = plan(task, network, "star"), plan(task, network)
+    assert best.seconds <= star.seconds < 27e-6
+    assert best.seconds < 1.1 * best.lower_bound
 
 
 def test_a_tensor_of_some_latencies_goes_in_parallel_chains(make_task):
@@ -84,8 +84,8 @@ def test_the_parts_of_an_exchange_arrive_one_after_the_other(make_task):
     # 23 KB take 18.5 us on a card. Equal parts would all arrive after 28.5, and be passed on to two
     # others in 12.3 and 10 more; of uneven ones the last to arrive are a tenth of the tensor each
     task = make_task((5768,), (1, 1), "R", (3, 1), "R", dtype="float32")
-    made = plan(task, Network(latency=1e-5, issue="none"))
-    assert made.strategy == "exchange" and made.seconds < 44e-6
+    made = plan(task, Network(latency=1e-5, issue="none"), "exchange")
+    assert made.seconds < 44e-6
     leaving = [each for each in made.transfers if not each.after]
     sizes = {each.stop[0] - each.start[0] for each in leaving}
     assert max(sizes) > 3 * min(sizes)
