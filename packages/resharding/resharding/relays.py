@@ -57,6 +57,7 @@ class Shape:
     num_hosts: int  # to which a slice goes
     per_host: int  # devices there
     num_slices: int  # by host of holders
+    num_copies: int  # of slices to hosts, once
 
     @property
     def parts(self) -> int:
@@ -85,24 +86,45 @@ class Waves:
 
 
 def shape_of(deliveries: Sequence[Delivery], links: Links) -> Shape | None:
-    """Return the shape of what goes to other hosts; None where nothing goes to several devices."""
+    """Return the shape of what goes to other hosts; None where nothing goes to several devices.
+
+    Where at least as many hosts hold as take in, the card of the busiest one that takes in is what
+    all wait for: it stands for the card of a single holder that feeds a single host.
+    """
     host_of = links.host_of
     remote = [each for each in deliveries if each.remote]
     most = max((len(each.receivers) for each in remote), default=1)
     if most < 2:
         return None
-    num_hosts = max(len({host_of[device] for device in each.receivers}) for each in remote)
-    holding = [{host_of[device] for device in each.senders} for each in remote]
-    sources = set().union(*holding)
+    into: dict[int, float] = {}  # host -> seconds
+    number: dict[int, int] = {}  # host -> copies
+    sources: set[int] = set()
+    fed = parts = 0
+    for each in remote:
+        holding = {host_of[device] for device in each.senders}
+        taking = {host_of[device] for device in each.receivers}
+        sources |= holding
+        parts += len(holding)
+        fed = max(fed, len(taking))
+        for host in taking:
+            into[host] = into.get(host, 0.0) + each.piece.num_bytes / links.host_rate[host]
+            number[host] = number.get(host, 0) + len(holding)
     seconds = sum(each.piece.num_bytes for each in remote)
     seconds /= sum(links.host_rate[host] for host in sources)
-    return Shape(
+    shape = Shape(
         seconds=seconds,
         latency=links.network.latency,
         num_sources=len(sources),
-        num_hosts=num_hosts,
-        per_host=-(-most // num_hosts),
-        num_slices=max(1, sum(map(len, holding)) // len(sources)),
+        num_hosts=fed,
+        per_host=-(-most // fed),
+        num_slices=max(1, parts // len(sources)),
+        num_copies=parts * fed,
+    )
+    if len(sources) < fed or fed == 1 and max(into.values()) <= seconds:
+        return shape
+    busiest = max(into, key=into.__getitem__)
+    return evolve(
+        shape, seconds=into[busiest], num_sources=1, num_hosts=1, num_slices=number[busiest]
     )
 
 
@@ -110,11 +132,11 @@ def shape_of(deliveries: Sequence[Delivery], links: Links) -> Shape | None:
 def waves_of(shape: Shape) -> Waves | None:
     """Return the groups that are done first; None if none are within the transfers of a draft."""
     best: Waves | None = None
-    several = shape.per_host > 1
-    tails = [(), ("each",), ("direct",), ("direct", "each")] if several else [(), ("each",)]
+    several, relays = shape.per_host > 1, shape.num_hosts > 1
+    tails = [(), ("each",)] + ([("direct",), ("direct", "each")] if several and relays else [])
     for count in _GROUPS:
-        relayed = [("straight",) * count]
-        if several:
+        relayed = [("straight" if relays else "direct",) * count]
+        if several and relays:
             relayed += [("inside",) * count, ("inside",) * (count - 1) + ("straight",)]
         for ways in dict.fromkeys((*each, *tail) for each in relayed for tail in tails):
             sizes = _sizes(shape, ways) if _transfers(shape, ways) <= _MOST_TRANSFERS else None
@@ -128,14 +150,13 @@ def waves_of(shape: Shape) -> Waves | None:
 
 
 def _transfers(shape: Shape, ways: Sequence[str]) -> int:
-    inside, everywhere = shape.per_host - 1, shape.num_hosts * shape.per_host
     each = {
-        "inside": (shape.parts + inside) * shape.num_hosts,
-        "straight": shape.parts * everywhere,
-        "direct": everywhere,
-        "each": everywhere,
+        "inside": shape.parts + shape.per_host - 1,
+        "straight": shape.parts * shape.per_host,
+        "direct": shape.per_host,
+        "each": shape.per_host,
     }
-    return sum(each[way] for way in ways) * shape.num_slices * shape.num_sources
+    return sum(each[way] for way in ways) * shape.num_copies
 
 
 def _group(shape: Shape, way: str, size: float) -> tuple[str, float, int]:
@@ -174,7 +195,7 @@ def _sizes(shape: Shape, ways: Sequence[str]) -> list[float] | None:
     right[count] = shape.seconds
     found = np.linalg.solve(matrix, right)
     sizes = found[:count]
-    if sizes[0] <= 0 or (np.diff(sizes) < 0).any():
+    if sizes[0] <= 0 or (np.diff(sizes) < -1e-9 * sizes[-1]).any():
         return None
     return [float(found[count]), *sizes.tolist()]
 
