@@ -13,8 +13,8 @@ For a task with slices i of D_i bytes, held by the devices H_i and needed elsewh
     operation at a time, each slice needs an operation of its own.          -> blocked_bound
     What is sent last is passed on by nobody, so it is sent to each receiver.  -> latency_bound
 
-The bounds with latency are those of plans whose devices take in nothing that they do not need: a
-slice is passed on by those who hold it and those who want it. Without latency they hold for all.
+A slice is passed on by those who hold it and those who want it, since a device takes in nothing but
+parts of its tiles (`coverage` refuses other plans).
 """
 
 from __future__ import annotations

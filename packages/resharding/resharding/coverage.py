@@ -1,7 +1,9 @@
 """What every device holds while a plan runs, on the grid of all its cuts: the validity check.
 
 `Ledger` follows a plan element-exactly without touching data: each device is a boolean array over
-the cells between neighbouring cuts (tile borders and transfer borders).
+the cells between neighbouring cuts (tile borders and transfer borders). A device takes in only what
+belongs to a tile of its own, as transports have no other memory to receive into; lower bounds rest
+on that.
 """
 
 from __future__ import annotations
@@ -54,15 +56,24 @@ class Ledger:
 
     def check_start(self, index: int, transfer: Transfer) -> None:
         """Refuse a transfer whose bytes are not there when it starts."""
-        where = self.cells(Box(transfer.start, transfer.stop))
+        box = Box(transfer.start, transfer.stop)
+        where = self.cells(box)
         for device in (transfer.sender, *transfer.receivers):
             if device not in self.held:
                 raise PlanError(
                     f"transfer {index} ({transfer.method}) names device {device}, which is in "
                     "neither mesh"
                 )
+        for device in transfer.receivers:
+            tiles = (self.source.get(device), self.target.get(device))
+            if not any(tile is not None and tile.contains(box) for tile in tiles):
+                raise PlanError(
+                    f"transfer {index} ({transfer.method}) brings {transfer.start}..{transfer.stop} "
+                    f"to device {device}, which has no tile with all of it: transports receive into "
+                    "tiles only"
+                )
         if transfer.method == "reduce":
-            chain, box = (transfer.sender, *transfer.receivers), Box(transfer.start, transfer.stop)
+            chain = (transfer.sender, *transfer.receivers)
             whole = frozenset(chain) in self.groups and len(set(chain)) == len(chain)
             if not whole or not all(self.source[device].contains(box) for device in chain):
                 raise PlanError(

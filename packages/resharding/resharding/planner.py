@@ -7,10 +7,11 @@ import math
 from attrs import evolve, field, frozen
 
 from alpa_interchange.check import non_negative
-from alpa_interchange.reshard import ReshardingPlan, ReshardingTask
+from alpa_interchange.reshard import ReshardingPlan, ReshardingTask, Transfer
 from alpa_interchange.tensor import dtype_bytes
 from resharding.bound import lower_bound
 from resharding.course import Demand, course, demand_of, least_seconds, level_seconds
+from resharding.dispatch import dispatched
 from resharding.drafts import Draft, Setting, deliveries_of
 from resharding.network import Links, Network
 from resharding.relays import Shape, paces, shape_of, waves_of
@@ -41,6 +42,8 @@ _LEAST_FOR_WAITS = 50
 _LEAST_GAIN = 1.03
 # Fans whose levels differ by less are both simulated, where a plan is further above the bound.
 _CLOSE = 1.15
+# Transfers up to which they are dispatched; more are bundled and ordered (`order`).
+_MOST_DISPATCHED = 256
 # Ratio to the bound above which paced waves are tried: below they seldom win.
 _PACED = 1.06
 # What is tried beside fans: without the others the mean ratio of those pairs is the same to 0.01 %.
@@ -133,6 +136,8 @@ class _Race:
         if self._settled() or (self.best is not None and self.work > _MOST_WORK):
             return
         setting = self._setting(device_lanes, search)
+        if self.network.issue != "none" and not search and self._dispatch(name, setting):
+            return
         if self.best is not None and name not in (self.best.strategy, *TILES):
             # Without an order first: what the busiest takes hardly depends on it.
             rough = STRATEGIES[name](self.slices, evolve(setting, unordered=True))
@@ -144,6 +149,22 @@ class _Race:
             return
         if self._try(name, device_lanes, draft, draft.lane_seconds):
             self.ordered = True
+
+    def _dispatch(self, name: str, setting: Setting) -> bool:
+        """Try a strategy in the order in which lanes get free; False if it is too long for that."""
+        draft = STRATEGIES[name](self.slices, evolve(setting, unordered=True))
+        if len(draft.transfers) > _MOST_DISPATCHED:
+            return False
+        demands = self._demands(draft)
+        self.work += len(draft.transfers)
+        limit = self.best.seconds if self.best is not None else math.inf
+        if least_seconds(draft.transfers, demands, self.links) >= limit:
+            return True
+        transfers, seconds = dispatched(draft.transfers, demands, self.links, limit)
+        if seconds < limit:
+            self._keep(name, setting.device_lanes, transfers, seconds)
+            self.ordered = True
+        return True
 
     def fans_pay(self) -> bool:
         """Return whether few latencies and many parts at once may be worth their many transfers."""
@@ -226,15 +247,20 @@ class _Race:
             seconds = max(seconds, levels, self.bound)
         if self.best is not None and seconds * least_gain >= self.best.seconds:
             return False
+        self._keep(name, device_lanes, draft.transfers, seconds)
+        return True
+
+    def _keep(
+        self, name: str, device_lanes: bool, transfers: tuple[Transfer, ...], seconds: float
+    ) -> None:
         self.best_lanes = device_lanes
         self.best = ReshardingPlan(
             task=self.task,
-            transfers=draft.transfers,
+            transfers=transfers,
             strategy=name,
             seconds=seconds,
             lower_bound=self.bound,
         )
-        return True
 
     def _demands(self, draft: Draft) -> list[Demand]:
         """Return what transfers ask for; copies between the same devices differ in bytes only."""

@@ -226,7 +226,7 @@ def candidates(slices: Sequence[Slice], links: Links, most_receivers: int = 192)
         few = (*tiles, "two_level_broadcast", "broadcast")
         return (*few, "send_recv") if count <= 2 * most_receivers else few
     if len(tiles) > 1:
-        return (*tiles[:2], "broadcast", "send_recv")  # what the rest gains is under 0.1 %
+        return (*tiles[:2], "broadcast", "send_recv", "two_level_broadcast")
     others = [name for name in STRATEGIES if name not in (*TILES, *FANS, *WAVES)]
     return (*tiles, *others)
 

@@ -90,7 +90,7 @@ def _from_heads(slices: Sequence[Slice], setting: Setting, *, gather: bool) -> D
             if len(devices) > 1:
                 fed = _whole(pieces, devices[0], devices[1:])
                 transfers += spread(fed, devices[0], brought[devices[0]], setting, len(transfers))
-    return Draft(listed(transfers, setting), 0.0)
+    return Draft(tuple(transfers) if setting.unordered else listed(transfers, setting), 0.0)
 
 
 def tiles_by_rounds(slices: Sequence[Slice], links: Links) -> tuple[str, ...]:

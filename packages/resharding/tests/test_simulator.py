@@ -136,6 +136,14 @@ def test_relaying_before_the_bytes_arrived_is_rejected(make_task):
     assert simulate(task, good, Network(issue="none")).seconds > 0
 
 
+def test_what_belongs_to_no_tile_of_a_receiver_is_rejected(make_task):
+    # a source device that collected all would send it to the target in one message
+    task = make_task((8,), (1, 2), "S1", (1, 1), "R", dtype="int8")
+    collected = (copy((4,), (8,), 1, 0), copy((0,), (8,), 0, 100, after=(0,)))
+    with pytest.raises(PlanError, match=r"brings \(4,\)\.\.\(8,\) to device 0, which has no tile"):
+        simulate(task, collected, Network(issue="none"))
+
+
 def test_transfers_that_wait_for_each_other_are_rejected(make_task):
     task = make_task((8,), (1, 1), "R", (1, 1), "R", dtype="int8")
     with pytest.raises(PlanError, match="never start"):
