@@ -68,8 +68,8 @@ class Ledger:
             tiles = (self.source.get(device), self.target.get(device))
             if not any(tile is not None and tile.contains(box) for tile in tiles):
                 raise PlanError(
-                    f"transfer {index} ({transfer.method}) brings {transfer.start}..{transfer.stop} "
-                    f"to device {device}, which has no tile with all of it: transports receive into "
+                    f"transfer {index} ({transfer.method}) brings {box.start}..{box.stop} to "
+                    f"device {device}, which has no tile with all of it: transports receive into "
                     "tiles only"
                 )
         if transfer.method == "reduce":

@@ -4,7 +4,6 @@ A slice goes to one device of each of A hosts, and from there to the others of t
 each. D bytes, t = D / card rate, L latency, P parts that run side by side:
 
     star              a copy from the holder to every host                  A t + L
-    exchange          a part to each host, which copies it to the others    t (2 - 1/A) + 2 L
     parallel_chains   a chain through the hosts for every part              t (1 + (A-1)/P) + A L
 
 and one latency inside the hosts. Chunks of one chain come one latency apart, parts do not: with
@@ -23,7 +22,7 @@ from alpa_interchange.reshard import Transfer
 from resharding.division import Delivery
 from resharding.drafts import copy_of
 from resharding.network import Links
-from resharding.slices import Box, Cutter, bounding_hosts, split_box
+from resharding.slices import bounding_hosts, split_box
 
 # Transfers of one draft: it takes 10 us to draft and simulate each of them.
 _MOST_TRANSFERS = 256
@@ -53,11 +52,6 @@ def star(deliveries: Sequence[Delivery], links: Links) -> list[Transfer]:
     return _fanned(deliveries, links, feed, lambda hosts: 0)
 
 
-def exchange(deliveries: Sequence[Delivery], links: Links) -> list[Transfer]:
-    """Return parts that go to one host each, and from there to the others."""
-    return _fanned(deliveries, links, _Fans.exchange, len, in_waves=True)
-
-
 def parallel_chains(deliveries: Sequence[Delivery], links: Links) -> list[Transfer]:
     """Return chains through the hosts, one for each part."""
     return _fanned(deliveries, links, _Fans.chain, lambda hosts: len(hosts) - 1)
@@ -84,14 +78,6 @@ class _Fans:
         for devices in hosts:
             for device in devices:
                 self.copy(part, self.sender_of(part), device)
-
-    def exchange(self, part: Delivery, hosts: Hosts, turn: int) -> None:
-        """Feed one host from a holder, and the others from there."""
-        first, *others = (*hosts[turn % len(hosts) :], *hosts[: turn % len(hosts)])
-        brought = self.copy(part, self.sender_of(part), first[0])
-        self.inside(part, first, brought)
-        for devices in others:
-            self.inside(part, devices, self.copy(part, first[0], devices[0], brought))
 
     def chain(self, part: Delivery, hosts: Hosts, turn: int) -> None:
         """Feed the hosts one after the other."""
@@ -146,8 +132,6 @@ def _fanned(
     links: Links,
     feed: Callable[[_Fans, Delivery, Hosts, int], None],
     fills: Callable[[Hosts], int],
-    *,
-    in_waves: bool = False,
 ) -> list[Transfer]:
     """Return what feeds all deliveries; `fills(hosts)` is how many times a part is waited for."""
     fans, turn, first = _Fans(links), 0, 0
@@ -166,8 +150,7 @@ def _fanned(
             unit = len(bounding_hosts(delivery.senders, links.host_of)) if len(remote) < 3 else 1
             unit = math.lcm(unit, len(hosts)) if fills(hosts) and len(remote) < 4 else unit
             count = max(1, min(count, most, _MOST_PARTS) // unit) * unit
-        grows = (len(hosts) - 1) / len(hosts) if in_waves else 0.0
-        parts = [delivery.part(box) for box in _in_waves(delivery.piece.box, count, unit, grows)]
+        parts = [delivery.part(box) for box in split_box(delivery.piece.box, count)]
         for number, part in enumerate(parts):
             rotated = [
                 (*devices[turn % len(devices) :], *devices[: turn % len(devices)])
@@ -178,25 +161,6 @@ def _fanned(
             turn += 1
         first += 1
     return fans.transfers
-
-
-def _in_waves(box: Box, count: int, unit: int, grows: float) -> list[Box]:
-    """Return `count` parts of a box: `unit` rows, one after the other, of a part for each wave.
-
-    All parts share the card they leave by from the beginning, so equal ones would arrive together.
-    Of W waves, wave k + 1 arrives later than wave k by W - k times what its parts have more; that
-    is made `grows` times a part of wave k, which is what passing those on takes. Seed 229 of the
-    random pairs takes 43.7 us in place of 51.0 at 10 us.
-    """
-    num_waves = count // max(1, unit)
-    if num_waves < 2 or not grows:
-        return split_box(box, count)
-    sizes = [1.0]
-    for k in range(1, num_waves):
-        sizes.append(sizes[-1] * (1 + grows / (num_waves - k)))
-    cutter, whole = Cutter(box), sum(sizes) * unit
-    cuts = (cutter.next(size / whole) for _ in range(unit) for size in sizes)
-    return [part for part in cuts if part is not None]
 
 
 def by_host(devices: Sequence[int], links: Links) -> Hosts:

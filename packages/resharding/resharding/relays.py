@@ -65,14 +65,10 @@ class Shape:
         return max(1, round(self.num_hosts / self.num_slices))
 
     def least(self, fan: str) -> float:
-        """Return seconds that one of `resharding.fans` takes at least; inf where another is the
-        same."""
+        """Return seconds that one of `resharding.fans` takes at least."""
         inner = self.latency if self.per_host > 1 else 0.0
-        if self.num_hosts == 1:  # all bring parts to the host
-            return math.inf if fan == "parallel_chains" else self.seconds + self.latency
         return {
             "star": self.seconds * self.num_hosts + self.latency,
-            "exchange": self.seconds + 2 * self.latency + inner,
             "parallel_chains": self.seconds + self.num_hosts * self.latency + inner,
         }[fan]
 

@@ -203,12 +203,11 @@ STRATEGIES: dict[str, Strategy] = {  # those that win most often first
     "local_all_gather": local_all_gather,
     "global_all_gather": global_all_gather,
     "star": fan(fans.star),
-    "exchange": fan(fans.exchange),
     "parallel_chains": fan(fans.parallel_chains),
     "waves": fan(relays.waves),
     "paced_waves": fan(relays.paced_waves),
 }
-FANS = ("star", "exchange", "parallel_chains")
+FANS = ("star", "parallel_chains")
 WAVES = ("waves", "paced_waves")
 
 

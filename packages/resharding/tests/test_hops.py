@@ -32,8 +32,8 @@ def test_a_rank_passes_on_only_what_it_had_before_the_step(make_task, monkeypatc
 
 
 def test_transfers_that_wait_for_nothing_start_together(make_task):
-    task = make_task((64, 8), (2, 2), "S0 S1", (3, 2), "R R")
-    made = plan(task, Network(latency=1e-5, issue="none"), "exchange")
+    task = make_task((640, 80), (2, 2), "S0 S1", (3, 2), "R R")
+    made = plan(task, Network(latency=1e-5, issue="none"), "waves")
     steps = steps_of(made)  # to a host, to the other hosts, to the other devices of each
     assert len(made.transfers) > 20 and len(steps) == 3
     assert {hop.sender for hop in steps[0]} <= set(task.source.devices)

@@ -80,12 +80,12 @@ def test_a_tensor_of_some_latencies_goes_in_parallel_chains(make_task):
     assert made.strategy == "parallel_chains" and made.seconds < 1.15 * made.lower_bound
 
 
-def test_the_parts_of_an_exchange_arrive_one_after_the_other(make_task):
+def test_parts_that_are_relayed_arrive_one_after_the_other(make_task):
     # 23 KB take 18.5 us on a card. Equal parts would all arrive after 28.5, and be passed on to two
-    # others in 12.3 and 10 more; of uneven ones the last to arrive are a tenth of the tensor each
+    # others in 12.3 and 10 more
     task = make_task((5768,), (1, 1), "R", (3, 1), "R", dtype="float32")
-    made = plan(task, Network(latency=1e-5, issue="none"), "exchange")
-    assert made.seconds < 44e-6
+    made = plan(task, Network(latency=1e-5, issue="none"))
+    assert made.strategy in ("waves", "paced_waves") and made.seconds < 44e-6
     leaving = [each for each in made.transfers if not each.after]
     sizes = {each.stop[0] - each.start[0] for each in leaving}
     assert max(sizes) > 3 * min(sizes)

@@ -22,7 +22,7 @@ def cells(box):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("strategy", ["broadcast", "send_recv", "exchange", "star", "auto"])
+@pytest.mark.parametrize("strategy", ["broadcast", "send_recv", "waves", "star", "auto"])
 def test_every_process_gets_each_element_it_lacks_once(strategy, overlap):
     for seed in range(25):
         task = random_task(seed, longest=8, overlap=overlap)
