@@ -1,8 +1,7 @@
 """Transfers in the order in which lanes that do one at a time get free, cards shared as they are.
 
 A list schedule in the fluid model of `course`: whenever a transfer ends, those that may start now,
-and whose hosts or devices are free, do so, the most pressing first. What presses is how long its
-lanes have to work yet, and the row of transfers that waits for it.
+and whose hosts or devices are free, do so, the most pressing first.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from attrs import evolve
+from attrs import define, evolve, field
 
 from alpa_interchange.reshard import Transfer
 from resharding.course import Demand, lanes_of
@@ -25,69 +24,99 @@ def dispatched(
     links: Links,
     limit: float = math.inf,
 ) -> tuple[tuple[Transfer, ...], float]:
-    """Return `transfers` in another order, and the seconds they take in it; inf from `limit` on."""
-    count = len(transfers)
-    lanes = [lanes_of(transfer, links) for transfer in transfers]
-    alone = [demand.num_bytes / demand.alone + demand.tail for demand in demands]
-    load: dict[int, float] = {}  # by lane: seconds of what has not started
-    dependents: list[list[int]] = [[] for _ in transfers]
-    waits = [len(transfer.after) for transfer in transfers]
+    """Return `transfers` in the order in which they start, and the seconds that `course` has for
+    it; inf where they take `limit` or more."""
+    work = _Work(
+        lanes=[lanes_of(transfer, links) for transfer in transfers],
+        seconds=[demand.num_bytes / demand.alone + demand.tail for demand in demands],
+        waits=[len(transfer.after) for transfer in transfers],
+        dependents=[[] for _ in transfers],
+    )
     for index, transfer in enumerate(transfers):
-        for lane in lanes[index]:
-            load[lane] = load.get(lane, 0.0) + alone[index]
         for earlier in transfer.after:
-            dependents[earlier].append(index)
-    behind = [0.0] * count
-    for index in range(count - 1, -1, -1):
-        behind[index] = alone[index] + max((behind[k] for k in dependents[index]), default=0.0)
-    ready = [index for index in range(count) if not waits[index]]
-    busy: set[int] = set()
-    fluid, tails, now = Fluid(demands, links.rate), [], 0.0
+            work.dependents[earlier].append(index)
+    work.weigh()
+    fluid, now, left = Fluid(demands, links.rate), 0.0, len(transfers)
+    tails: list[tuple[float, int]] = []  # (end, transfer), a heap
     order: list[int] = []
-    number = [0] * count
-    left = count
-
-    def urgency(index: int) -> float:
-        own = [load[lane] for lane in lanes[index]]
-        # lanes do their own work, and the one with the most of it is half of what counts
-        return 2 * max(own, default=0.0) + sum(own) + 3 * (behind[index] - alone[index])
-
     while left and now < limit:
-        pressing = {k: urgency(k) for k in ready}
-        waiting = []
-        for index in sorted(ready, key=lambda k: (-pressing[k], k)):
-            if not busy.isdisjoint(lanes[index]):
-                waiting.append(index)
-                continue
-            busy.update(lanes[index])
-            number[index] = len(order)
+        for index in work.starts():
             order.append(index)
-            for lane in lanes[index]:
-                load[lane] -= alone[index]
             if demands[index].num_bytes > 0:
                 fluid.start(index)
             else:
                 heapq.heappush(tails, (now + demands[index].tail, index))
-        ready = waiting
         horizon = min(tails[0][0] if tails else math.inf, now + fluid.horizon())
         elapsed, now = horizon - now, horizon
         tolerance = 1e-12 * max(now, 1e-9)
         for index in fluid.advance(elapsed, tolerance):
             heapq.heappush(tails, (now + demands[index].tail, index))
         while tails and tails[0][0] <= now + tolerance:
-            _, index = heapq.heappop(tails)
+            work.end(heapq.heappop(tails)[1])
             left -= 1
-            busy.difference_update(lanes[index])
-            for other in dependents[index]:
-                waits[other] -= 1
-                if not waits[other]:
-                    ready.append(other)
     if left:
         return tuple(transfers), math.inf
-    made = tuple(
-        evolve(transfers[k], after=tuple(sorted(number[other] for other in transfers[k].after)))
-        if transfers[k].after
-        else transfers[k]
-        for k in order
-    )
-    return made, now
+    number = {index: k for k, index in enumerate(order)}
+    return tuple(_renumbered(transfers[index], number) for index in order), now
+
+
+def _renumbered(transfer: Transfer, number: dict[int, int]) -> Transfer:
+    if not transfer.after:
+        return transfer
+    return evolve(transfer, after=tuple(sorted(number[k] for k in transfer.after)))
+
+
+@define
+class _Work:
+    """What has not started, and what blocks it."""
+
+    lanes: list[tuple[int, ...]]  # by transfer
+    seconds: list[float]  # with the network to itself
+    waits: list[int]
+    dependents: list[list[int]]
+    ready: list[int] = field(factory=list)
+    busy: set[int] = field(factory=set)
+    load: dict[int, float] = field(factory=dict)  # seconds of a lane
+    behind: list[float] = field(factory=list)  # seconds of the longest row that waits for it
+
+    def weigh(self) -> None:
+        """Add up loads and rows."""
+        self.ready = [index for index, waits in enumerate(self.waits) if not waits]
+        self.behind = [0.0] * len(self.waits)
+        for index in range(len(self.waits) - 1, -1, -1):
+            rows = [self.seconds[k] + self.behind[k] for k in self.dependents[index]]
+            self.behind[index] = max(rows, default=0.0)
+            for lane in self.lanes[index]:
+                self.load[lane] = self.load.get(lane, 0.0) + self.seconds[index]
+
+    def starts(self) -> list[int]:
+        """Return what starts now, and block its lanes."""
+        free = [index for index in self.ready if self.busy.isdisjoint(self.lanes[index])]
+        pressing = {index: self._pressing(index) for index in free}
+        made = []
+        for index in sorted(free, key=lambda k: (-pressing[k], k)):
+            if self.busy.isdisjoint(self.lanes[index]):
+                made.append(index)
+                self.busy.update(self.lanes[index])
+                for lane in self.lanes[index]:
+                    self.load[lane] -= self.seconds[index]
+        started = set(made)
+        self.ready = [index for index in self.ready if index not in started]
+        return made
+
+    def end(self, index: int) -> None:
+        """Free the lanes of a transfer, and what waits for it."""
+        self.busy.difference_update(self.lanes[index])
+        for other in self.dependents[index]:
+            self.waits[other] -= 1
+            if not self.waits[other]:
+                self.ready.append(other)
+
+    def _pressing(self, index: int) -> float:
+        """Return how soon a transfer should start: by the work of its lanes, and what waits for it.
+
+        Means of 1,000 random pairs at 10 us with a stream per device: 1.107 by this, 1.109 by the
+        busiest lane alone, 1.110 by all lanes and the row behind, 1.122 by the row behind alone.
+        """
+        own = [self.load[lane] for lane in self.lanes[index]]
+        return 2 * max(own, default=0.0) + sum(own) + 3 * self.behind[index]

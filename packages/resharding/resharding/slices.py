@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping
 
 from attrs import frozen
@@ -25,11 +26,11 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
-        return math.prod([max(0, b - a) for a, b in zip(self.start, self.stop, strict=True)])
+        return math.prod([max(0, length) for length in self.shape])
 
     def contains(self, other: Box) -> bool:
         """Return whether every element of `other` is in this box."""
@@ -39,11 +40,11 @@ class Box:
 
     def common(self, other: Box) -> Box | None:
         """Return what is in both, None if nothing is."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
-            return None
-        return Box(start, stop)
+        start, stop = (
+            tuple(map(max, self.start, other.start)),
+            tuple(map(min, self.stop, other.stop)),
+        )
+        return None if any(map(operator.ge, start, stop)) else Box(start, stop)
 
     def joined(self, other: Box) -> Box | None:
         """Return the box of both if `other` begins where this one ends, along one dim; else
@@ -169,8 +170,9 @@ def split_box(box: Box, count: int) -> list[Box]:
     """
     if count <= 1 or box.size <= 1:
         return [box]
-    dim = max(range(len(box.shape)), key=lambda d: box.shape[d])
-    extent = box.shape[dim]
+    shape = box.shape
+    dim = max(range(len(shape)), key=shape.__getitem__)
+    extent = shape[dim]
     if extent >= count:
         cuts = [box.start[dim] + extent * k // count for k in range(count + 1)]
         return [_replace(box, dim, a, b) for a, b in itertools.pairwise(cuts)]
@@ -204,8 +206,8 @@ class Cutter:
     """Cuts a box along its longest dim into consecutive parts of about the asked sizes."""
 
     def __init__(self, box: Box) -> None:
-        self._box, self._share, self._at = box, 0.0, 0
-        self._dim = max(range(len(box.shape)), key=lambda d: box.shape[d], default=None)
+        self._box, self._share, self._at, self._shape = box, 0.0, 0, box.shape
+        self._dim = max(range(len(self._shape)), key=self._shape.__getitem__, default=None)
 
     def next(self, share: float) -> Box | None:
         """Return the next `share` of the elements; None when that is less than half an index.
@@ -216,7 +218,7 @@ class Cutter:
         if self._dim is None:
             after, extent = round(self._share), 1
         else:
-            extent = self._box.shape[self._dim]
+            extent = self._shape[self._dim]
             after = round(min(1.0, self._share) * extent)
         before, self._at = self._at, max(self._at, after)
         if before == self._at:

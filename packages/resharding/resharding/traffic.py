@@ -60,7 +60,7 @@ def edge_bytes(
 ) -> float:
     """Return the bytes over each hop: the slice, or in a ring what the device that owns least of it
     takes in, of the pieces that earlier ones of `transfers` brought."""
-    size = math.prod(map(operator.sub, transfer.stop, transfer.start)) * element_bytes
+    size: float = math.prod(map(operator.sub, transfer.stop, transfer.start)) * element_bytes
     if transfer.method != "gather":
         return size
     owned = dict.fromkeys(transfer.receivers, 0.0)
