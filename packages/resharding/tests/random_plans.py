@@ -41,9 +41,8 @@ class RandomPlan:
             self.draw.choice(moves)()
         return tuple(self.transfers)
 
-    def _add(self, method: str, box: Box, sender: int, receivers, parts, **more) -> int:
+    def _add(self, method, box, sender, receivers, parts, **more) -> None:
         waits = {self.brought[sender][part] for part in parts} - {None}
-        waits |= set(more.pop("after", ()))
         self.transfers.append(
             Transfer(
                 method=method,
@@ -61,7 +60,6 @@ class RandomPlan:
                 if part in self.lacks.get(device, ()):
                     self.lacks[device].discard(part)
                     self.brought[device][part] = index
-        return index
 
     def _part(self) -> tuple[int, list[int], list[int]]:
         """Return a part, who has it and who lacks it, in any order."""
@@ -103,10 +101,9 @@ class RandomPlan:
         owned: dict[int, int] = {}  # part -> transfer
         for device in ring:
             for number, index in self.brought[device].items():
-                if index is None or self.transfers[index].method != "copy":
-                    continue
-                if self.transfers[index].start == self.parts[number].box.start:
-                    if self.transfers[index].stop == self.parts[number].box.stop:
+                transfer = None if index is None else self.transfers[index]
+                if transfer is not None and transfer.method == "copy":
+                    if Box(transfer.start, transfer.stop) == self.parts[number].box:
                         owned.setdefault(number, index)
         box = self._box(list(owned))
         if len(ring) < 2 or box is None:
