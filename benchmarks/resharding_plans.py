@@ -1,6 +1,7 @@
 """Plans for cross-mesh resharding, side by side under one referee: time over the lower bound.
 
-    python benchmarks/resharding_plans.py [--issue host|device|none] [--random N] [--pairs N]
+    python benchmarks/resharding_plans.py [--issue host|device|none] [--random N]
+    python benchmarks/resharding_plans.py --pairs N [--cards N]
 
 The 16 cases of arXiv 2211.05322 on p3.8xlarge hosts (card 10 Gbit/s) and N random tasks. `naive`
 is the paper's broadcast with the first holder in tile order, `load` with the least-loaded host;
@@ -8,7 +9,7 @@ both, and the strategies without broadcast, are what the planner is compared wit
 processor time of one plan.
 
 `--pairs N` is about the planner alone: N random pairs of meshes up to 4 hosts x 8 devices with 1 KB
-to 1 GB, by issue model and latency.
+to 1 GB, by issue model and latency; hosts have one network card, or `--cards`.
 """
 
 from __future__ import annotations
@@ -99,16 +100,16 @@ def report(name: str, tasks: dict[str, ReshardingTask], network: Network) -> Non
     Console(width=150).print(table)
 
 
-def report_pairs(count: int) -> None:
+def report_pairs(count: int, num_cards: int) -> None:
     """Print ratios to the bound and planning time of random pairs of meshes."""
     tasks = [random_pair(seed) for seed in range(count)]
-    table = Table(title=f"{count} random pairs of meshes, 1 KB to 1 GB")
+    table = Table(title=f"{count} random pairs of meshes, 1 KB to 1 GB, cards: {num_cards} a host")
     for title in ("issue", "latency us", "1 MB on", "mean", "95 %", "worst", "> 1.15"):
         table.add_column(title, justify="right")
     for title in ("ms mean", "ms 95 %", "ms worst"):
         table.add_column(title, justify="right")
     for latency, issue in itertools.product((0.0, 10e-6), ("host", "device", "none")):
-        network = Network(issue=issue, latency=latency)
+        network = Network(issue=issue, latency=latency, num_nics=num_cards)
         ratios, elapsed, large = [], [], []
         for task in track(tasks, description=f"{issue} {latency}", transient=True):
             begin = time.process_time()
@@ -136,9 +137,10 @@ def main() -> None:
     parser.add_argument("--issue", choices=("host", "device", "none"), default="host")
     parser.add_argument("--random", type=int, default=20, help="number of random tasks")
     parser.add_argument("--pairs", type=int, default=0, help="number of random pairs of meshes")
+    parser.add_argument("--cards", type=int, default=1, help="network cards of a host, for pairs")
     given = parser.parse_args()
     if given.pairs:
-        report_pairs(given.pairs)
+        report_pairs(given.pairs, given.cards)
         return
     network = Network(issue=given.issue)
     report(f"paper cases, issue={given.issue}", paper_cases(), network)

@@ -11,7 +11,7 @@ from alpa_interchange.reshard import Transfer
 from resharding.division import Delivery
 from resharding.network import Links
 from resharding.order import Job, find_order
-from resharding.slices import Box, Slice, bounding_hosts
+from resharding.slices import Box, Slice, by_host
 
 
 @frozen(kw_only=True)
@@ -42,20 +42,15 @@ def deliveries_of(slices: Sequence[Slice], setting: Setting) -> list[Delivery]:
     host_of, found = setting.host_of, []
     for piece in slices:
         holder_hosts = {host_of[device] for device in piece.holders}
-        for host in bounding_hosts(piece.receivers, host_of):
+        far: list[int] = []
+        for host, inside in by_host(piece.receivers, host_of).items():
             if host in holder_hosts:
-                inside = tuple(d for d in piece.receivers if host_of[d] == host)
                 beside = tuple(d for d in piece.holders if host_of[d] == host)
-                found.append(Delivery(piece, beside, inside, remote=False))
-        far = tuple(
-            device
-            for host in bounding_hosts(piece.receivers, host_of)
-            if host not in holder_hosts
-            for device in piece.receivers
-            if host_of[device] == host
-        )
+                found.append(Delivery(piece, beside, tuple(inside), remote=False))
+            else:
+                far += inside
         if far:
-            found.append(Delivery(piece, piece.holders, far, remote=True))
+            found.append(Delivery(piece, piece.holders, tuple(far), remote=True))
     return found
 
 

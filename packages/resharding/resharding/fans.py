@@ -22,7 +22,7 @@ from alpa_interchange.reshard import Transfer
 from resharding.division import Delivery
 from resharding.drafts import copy_of
 from resharding.network import Links
-from resharding.slices import bounding_hosts, split_box
+from resharding.slices import bounding_hosts, by_host, split_box
 
 # Transfers of one draft: with 256 the mean ratio of 1,000 random pairs at 10 us is 0.06 % less, and
 # 95 % are planned in a fifth more time.
@@ -42,7 +42,7 @@ def star(deliveries: Sequence[Delivery], links: Links) -> list[Transfer]:
     leaving: dict[frozenset[int], float] = {}
     for each in deliveries:
         if each.remote:
-            for devices in by_host(each.receivers, links):
+            for devices in host_groups(each.receivers, links):
                 host, more = links.host_of[devices[0]], (len(devices) - 1) * each.piece.num_bytes
                 entering[host] = entering.get(host, 0.0) + more / links.host_rate[host]
                 holders = frozenset(links.host_of[device] for device in each.senders)
@@ -118,7 +118,7 @@ class _Fans:
         """Return the holder whose host has the least to send so far."""
         size, holding = part.piece.num_bytes, self.holders.get(part.senders)
         if holding is None:
-            holding = self.holders[part.senders] = by_host(part.senders, self.links)
+            holding = self.holders[part.senders] = host_groups(part.senders, self.links)
         rate, host_of = self.links.host_rate, self.links.host_of
         ends = [self.sent.get(h, 0.0) + size / rate[h] for h in (host_of[d[0]] for d in holding)]
         k = min(range(len(ends)), key=ends.__getitem__)
@@ -144,7 +144,7 @@ def _fanned(
             for receiver in delivery.receivers:
                 fans.copy(delivery, sender, receiver)
             continue
-        hosts = by_host(delivery.receivers, links)
+        hosts = host_groups(delivery.receivers, links)
         count = _num_parts(delivery, hosts, links, fills(hosts), len(remote))
         unit = 1
         if count > 1:  # as many for every holder, and every host, unless slices take turns
@@ -164,12 +164,9 @@ def _fanned(
     return fans.transfers
 
 
-def by_host(devices: Sequence[int], links: Links) -> Hosts:
+def host_groups(devices: Sequence[int], links: Links) -> Hosts:
     """Return `devices` host by host."""
-    found: dict[int, list[int]] = {}
-    for device in devices:
-        found.setdefault(links.host_of[device], []).append(device)
-    return [tuple(each) for each in found.values()]
+    return [tuple(each) for each in by_host(devices, links.host_of).values()]
 
 
 def _num_parts(delivery: Delivery, hosts: Hosts, links: Links, fills: int, num_slices: int) -> int:

@@ -34,7 +34,7 @@ from attrs import define, evolve, field, frozen
 from alpa_interchange.reshard import Transfer
 from resharding.division import Delivery
 from resharding.drafts import copy_of
-from resharding.fans import Hosts, by_host
+from resharding.fans import Hosts, host_groups
 from resharding.network import Links
 from resharding.slices import Box, Cutter, split_box
 
@@ -314,8 +314,8 @@ def _relayed(
                 relays.sent_by[sender] = relays.sent_by.get(sender, 0.0) + each.piece.num_bytes
                 relays.add(each, sender, receiver, ())
             continue
-        hosts = by_host(each.receivers, links)
-        holding = by_host(each.senders, links)
+        hosts = host_groups(each.receivers, links)
+        holding = host_groups(each.senders, links)
         boxes = split_box(each.piece.box, len(holding))  # a part for the card of every holder
         for box, senders in zip(boxes, holding, strict=False):
             lines.append((evolve(each.part(box), senders=senders), Cutter(box), hosts))

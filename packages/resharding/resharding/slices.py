@@ -189,6 +189,14 @@ def bounding_hosts(devices: Iterable[int], host_of: Mapping[int, int]) -> tuple[
     return tuple(dict.fromkeys(host_of[device] for device in devices))
 
 
+def by_host(devices: Iterable[int], host_of: Mapping[int, int]) -> dict[int, list[int]]:
+    """Return `devices` by host, in order of first appearance."""
+    found: dict[int, list[int]] = {}
+    for device in devices:
+        found.setdefault(host_of[device], []).append(device)
+    return found
+
+
 def hosts_of(task: ReshardingTask) -> dict[int, int]:
     """Return the host of every device of `task`; refuse a device that sits on two hosts."""
     found: dict[int, int] = {}
