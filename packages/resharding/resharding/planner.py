@@ -134,7 +134,9 @@ class _Race:
 
     def enter(self, name: str, device_lanes: bool, *, search: bool) -> None:
         """Draft one strategy with lanes of hosts or devices; simulate it if it can still win."""
-        if self._settled() or (self.best is not None and self.work > _MOST_WORK):
+        # Whole slices are tried in any case that is quick: divided ones may be a flood of parts.
+        quick = name == "broadcast" and len(self.slices) <= _MOST_DISPATCHED
+        if self._settled() or (self.best is not None and self.work > _MOST_WORK and not quick):
             return
         setting = self._setting(device_lanes, search)
         if self.network.issue != "none" and not search and self._dispatch(name, setting):
