@@ -56,5 +56,5 @@ class StepConstants:
     # back and asks for others; 0 where no such run was measured
     reclaim: float = 0.0
     # seconds that every receive of a pipeline takes longer where the network between hosts stalls,
-    # which no configuration tells; used to fit, and to predict on very many hosts
+    # which few configurations tell (`step_terms.stalls`); used to fit, and to predict those
     stall: float = 0.0

@@ -39,7 +39,7 @@ from cost_model.prediction import (
 )
 from cost_model.run_memory import MemoryConstants, peak_memory
 from cost_model.step_constants import StepConstants
-from cost_model.step_terms import device_lead, predict_terms, stall_seconds
+from cost_model.step_terms import device_lead, predict_terms, stall_seconds, stalls
 from cost_model.training_run import TrainingRun
 
 SEED = 2026
@@ -183,7 +183,10 @@ def _nearest_log_seconds(
     a fit to the mean of both would describe neither.
     """
     plain = [sum(predict_terms(run, constants).values()) for run in runs]
-    stalled = [one + stall_seconds(run, constants) for one, run in zip(plain, runs, strict=True)]
+    stalled = [
+        one + (0.0 if stalls(run) else stall_seconds(run, constants))
+        for one, run in zip(plain, runs, strict=True)
+    ]
     both: np.ndarray = np.log([plain, stalled])
     nearest = np.argmin(np.abs(both - np.log(measured)), axis=0)
     found: np.ndarray = np.take_along_axis(both, nearest[None], axis=0)[0]

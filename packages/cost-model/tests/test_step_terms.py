@@ -4,7 +4,7 @@ from attrs import evolve
 from alpa_interchange.cluster import ClusterSpec
 from cost_model import TrainingRun, TransformerSpec, cluster
 from cost_model.step_constants import StepConstants
-from cost_model.step_terms import predict_terms, stall_seconds
+from cost_model.step_terms import predict_terms, stall_seconds, stalls
 from cost_model.training_run import StagePlacement, stage_layers
 
 MODEL = TransformerSpec(hidden=4096, layers=32, heads=32, seq=2048)
@@ -147,12 +147,15 @@ def test_the_loss_is_in_the_stage_that_the_output_matrix_leaves_over():
 def test_a_network_that_stalls_delays_every_microbatch_of_stages_on_several_hosts():
     c = evolve(C, stall=0.5)
     two, four = (run(16, tensor=16 // p, pipeline=p, global_batch=32) for p in (2, 4))
-    assert stall_seconds(two, c) == 0.5 * (16 + 1)
-    assert stall_seconds(four, c) == 2 * 0.5 * (16 + 3)
+    assert stall_seconds(two, c) == 0.5 * (16 + 1 / 2)
+    assert stall_seconds(four, c) == 2 * 0.5 * (16 + 3 / 2)
     assert stall_seconds(run(8, tensor=4, pipeline=2), c) == stall_seconds(two, C) == 0
     assert step(two, c) == step(two)
     many = run(512, tensor=8, pipeline=2, data=32)
     assert step(many, c) == pytest.approx(step(many) + stall_seconds(many, c))
+    wide = run(64, tensor=32, pipeline=2)
+    assert stalls(wide) and not stalls(run(32, tensor=16, pipeline=2))
+    assert step(wide, c) == pytest.approx(step(wide) + stall_seconds(wide, c))
 
 
 def test_kernels_made_for_experts_are_quicker_in_block_scaled_eight_bits_only():
