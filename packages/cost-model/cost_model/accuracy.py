@@ -14,12 +14,12 @@ from cost_model.prediction import (
     predict,
     step_model,
 )
-from cost_model.run_memory import fit_probability, run_memory
+from cost_model.run_memory import run_memory
 from cost_model.training_run import TrainingRun, start_problem
 
-# that a run fits, below which it is flagged: of 0.65 to 0.9 the highest that flags at most 2 % of
-# the nanotron runs that ran (1.9 %; 0.75 flags 2.0 %)
-LEAST_ODDS = 0.7
+# that a run fits, below which it is flagged: of 0.65 to 0.9 in steps of 0.01 the highest that flags
+# at most 2 % of the nanotron runs that ran (1.9 %; 0.83 flags 2.02 %)
+LEAST_ODDS = 0.82
 
 
 @frozen(kw_only=True)
@@ -178,13 +178,10 @@ def peak_rows(
             if run is None:
                 continue
             fitted = unseen_model(row, model)
-            factor = fitted.memory_factor(run)
             if row.peak_bytes is not None:
-                needed = fitted.peak(run, row.measured_stage).total * factor
+                needed = fitted.peak(run, row.measured_stage).total * fitted.memory_factor(run)
                 errors.append(needed / row.peak_bytes - 1)
-            device = run.cluster.host_groups[0].device
-            highest = fitted.peak(run).total * factor
-            fits = fit_probability(highest, device.memory, fitted.memory_deviation)
+            fits = fitted.fit_probability(run)
             flags[row.failed][0] += fits < LEAST_ODDS or start_problem(run) != ""
             flags[row.failed][1] += 1
         found.append(

@@ -7,8 +7,10 @@ layers, f the microbatches in flight, T the tokens of one, h hidden and v vocabu
     parameters, gradients    (2 + g + extra) P            g: what the executor accumulates in
     optimiser                12 P / z
     activations              slack f A                    A: `activation_bytes` (Korthikanti et al.)
-    temporaries              [last stage] logits T v / t + buffers T h
-    communication            [pipeline] staged f T h / t + gathered L f T h a
+    temporaries              [last stage] (logits + [several microbatches] held) T v / t
+                             + buffers T h
+    communication            [pipeline] staged f T h / t + filling L f T h (1 - 2 / f)
+                             + gathered L f T h a
     runtime                  constant
 
 `slack` is what the allocator and saved views keep beside the counted tensors. The constants are
@@ -18,7 +20,9 @@ Where collectives of tensor parallelism have a stream of their own, the allocato
 input only when the device is done with it, and the host runs ahead: what it has asked for beyond
 that grows with the layers L of the stage, by the share a of it that the host is ahead  -> _ahead().
 This memory is given back where it would not fit, at a price in time, and is not needed
-(`demanded_bytes`).
+(`demanded_bytes`). While a pipeline fills, the sends of all microbatches but the first and the last
+wait for their receivers, and what the host asks for meanwhile is needed. Where every receive
+stalls the host waits with it, and nothing waits for a stream.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import math
 from attrs import evolve, frozen
 
 from cost_model.memory import MemoryBreakdown, breakdown, in_flight
+from cost_model.step_terms import stalls
 from cost_model.training_run import (
     TrainingRun,
     held_parameters,
@@ -45,9 +50,13 @@ class MemoryConstants:
     extra: float = 0.01  # bytes per parameter beside weight, gradient and optimiser
     slack: float = 1.03  # multiple of the activations
     logits: float = 6.0  # bytes per logit
+    # the same that the loss of the microbatch before still has where collectives have a stream of
+    # their own; 1.9 to 2.7 in every fold of nanotron's rows, what it consists of is not known
+    held: float = 2.5
     buffers: float = 2.0  # bytes per element of the hidden state, whole on every device
     staged: float = 4.0  # the same per microbatch in flight, in pipelines, cut where it is sent cut
     gathered: float = 3.0  # the same per layer, of inputs that wait for their stream
+    filling: float = 2.0  # the same, of inputs gathered while a pipeline fills
     runtime: float = 1.0e9
 
 
@@ -105,9 +114,16 @@ def _needed_and_spare(
     rebuilt = _layer_bytes(run, "none") if run.recompute == "full" else 0.0
     # what stages with asynchronous collectives receive is whole on every device
     staged = c.staged * waiting * hidden / (1 if executor.overlapped_tensor else run.tensor)
-    spare = 0.0
-    if executor.overlapped_tensor and run.tensor > 1:
-        spare = c.gathered * layers[stage] * waiting * hidden * _ahead(run, waiting, lead)
+    filled = spare = 0.0
+    logits = c.logits
+    if executor.overlapped_tensor:
+        logits += c.held if run.num_microbatches > 1 else 0.0
+        if stalls(run):
+            staged = 0.0
+        elif run.tensor > 1:
+            inputs = layers[stage] * waiting * hidden
+            filled = c.filling * inputs * max(0.0, 1 - 2 / waiting)
+            spare = max(0.0, c.gathered * inputs * _ahead(run, waiting, lead) - filled)
     needed = breakdown(
         parameter_bytes=2.0 * held[0],
         gradient_bytes=executor.accumulated_bytes * held[1] + c.extra * held[1],
@@ -119,9 +135,9 @@ def _needed_and_spare(
         num_microbatches=run.num_microbatches,
         num_chunks=run.chunks,
         recomputation_bytes=rebuilt,
-        temporary_bytes=(c.logits * tokens * model.vocab / run.tensor if last else 0.0)
+        temporary_bytes=(logits * tokens * model.vocab / run.tensor if last else 0.0)
         + c.buffers * hidden,
-        communication_bytes=staged if run.pipeline > 1 else 0.0,
+        communication_bytes=staged + filled if run.pipeline > 1 else 0.0,
         fragmentation_bytes=(c.slack - 1) * waiting * kept,
         runtime_bytes=c.runtime,
     )

@@ -127,7 +127,7 @@ def stalls(run: TrainingRun) -> bool:
     """Return whether nearly all measured pipelines like `run` stalled (`stall_seconds`)."""
     hosts = run.cluster.host_groups[0]
     spanned = run.tensor / hosts.devices_per_host
-    return hosts.num_hosts >= _STALLED_HOSTS or spanned >= _STALLED_TENSOR
+    return run.pipeline > 1 and (hosts.num_hosts >= _STALLED_HOSTS or spanned >= _STALLED_TENSOR)
 
 
 def stall_seconds(run: TrainingRun, c: StepConstants) -> float:

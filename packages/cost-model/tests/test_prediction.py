@@ -116,3 +116,20 @@ def test_pipelines_with_nearly_full_memory_wait_for_the_allocator():
     terms = [predict(staged(size), fitted).terms["allocator"] for size in (1, 4, 8)]
     assert terms[:2] == [0.0, 0.0]
     assert terms[2] == pytest.approx(8 * fitted.constants.reclaim)
+
+
+def test_a_pipeline_that_wants_far_more_than_it_needs_does_not_fit():
+    model = TransformerSpec(
+        hidden=4096, layers=32, heads=32, seq=4096, feedforward=14336, vocab=131072, gated=True,
+        tied=False,
+    )  # fmt: skip
+    fitted = step_model("nanotron").whole
+    # a published run that failed
+    wide = TrainingRun(
+        model=model, cluster=cluster("p5.48xlarge:32"), global_batch=256, tensor=16, pipeline=2,
+        micro_batch=32, sequence_parallel=True, fused_attention=True, fused_elementwise=True,
+        executor="nanotron", dtype="bfloat16",
+    )  # fmt: skip
+    capacity = wide.cluster.host_groups[0].device.memory
+    assert fitted.peak(wide).total * fitted.memory_factor(wide) < 0.9 * capacity
+    assert fitted.fit_probability(wide) < 0.1

@@ -9,6 +9,7 @@ from cost_model.run_memory import (
     peak_memory,
     run_memory,
 )
+from cost_model.training_run import stage_layers
 
 MODEL = TransformerSpec(hidden=2048, layers=16, heads=16, seq=2048)
 RUN = TrainingRun(
@@ -73,3 +74,26 @@ def test_what_could_be_given_back_is_no_need_where_it_does_not_fit():
     assert most > 0.75 * 80 * 2**30
     assert run_memory(large, 0, c, 10.0) == run_memory(large, 0, c, 0.0)
     assert most > run_memory(large, 0, c, 10.0).total
+
+
+def test_inputs_gathered_while_a_pipeline_fills_are_needed():
+    c, tokens = MemoryConstants(), 2 * 2048
+    staged = nanotron(cluster=cluster("h100:16"), tensor=4, pipeline=4)
+    more = run_memory(staged, 0, evolve(c, filling=c.filling + 1)).total - run_memory(staged).total
+    # of four microbatches in flight all but the first and the last wait for their receivers
+    assert more == pytest.approx(stage_layers(staged)[0] * tokens * MODEL.hidden * (4 - 2))
+    two = nanotron(tensor=4, pipeline=2)
+    assert run_memory(two, 0, evolve(c, filling=9.0)) == run_memory(two, 0, c)
+
+
+def test_nothing_waits_for_a_stream_in_pipelines_that_stall():
+    stalled = nanotron(cluster=cluster("h100:128"), tensor=32, pipeline=4)
+    assert run_memory(stalled, 0, None, 10.0).communication == 0
+    assert run_memory(evolve(stalled, tensor=8, data=4), 0, None, 10.0).communication > 0
+
+
+def test_the_loss_of_the_microbatch_before_holds_logits():
+    c = MemoryConstants()
+    one = nanotron(global_batch=2)
+    logits = 2 * 2048 * MODEL.vocab / 8
+    assert run_memory(nanotron()).temporaries - run_memory(one).temporaries == c.held * logits
