@@ -121,7 +121,7 @@ class Builder:
                 self._position = defined.get(new, 0)
                 self._count(self._position)
                 self.convert(self.sources[new], source.node, source.specs, 1.0)
-                self.timeline.replace(self.sources[new])
+                self.timeline.replace(self.sources[new], source)
         return records
 
     def _count(self, position: int) -> None:

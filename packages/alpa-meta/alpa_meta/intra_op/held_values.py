@@ -110,10 +110,10 @@ def window_positions(gradient: Source) -> Source:
     return gradient.times(1.0 + size / max(gradient.bytes, 1.0))
 
 
-def positions(value: Source) -> Source:
-    """Return an int32 per dim for every element of a value."""
+def positions(value: Source, less: float = 0.0) -> Source:
+    """Return an int32 per dim for every element of a value, `less` so many times the value."""
     size = 4.0 * math.prod(value.shape) * len(value.shape)
-    return value.times(size / max(value.bytes, 1.0))
+    return value.times(max(size / max(value.bytes, 1.0) - less, 0.0))
 
 
 def waits(value: Value) -> bool:

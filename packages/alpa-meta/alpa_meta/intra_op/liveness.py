@@ -7,7 +7,8 @@
     alias    a reshape or the like: another name of its operand
     written  stored, in the place of the first operand, which it is written into
     reduced  stored, and its operands are computed inside it
-    windows  stored, beside the positions of what it scatters; begins as zeros
+    windows  stored, beside the positions of what it scatters; begins as zeros; the positions, and
+             what they are found in, are computed in one kernel
     copied   an operand as a product or a loop reads it (`dim_orders`): stored, and what is fused
              into it is computed inside it
     view     the same on hosts, of one that lies as it should: a name of it where that is stored
@@ -23,12 +24,15 @@ memory_corpus.py` sums up:
 
     dear     an exponential and the like is never computed twice, but stored; so is a quotient,
              unless by what is repeated, which is a product with the reciprocal    -> _dear()
+    cheap    another result of one operand of its size is computed in all its readers, however
+             much they read for it (`InstructionFusion::ComputeGloballyUnfusible`) -> _decide()
     late     what only the update or the result waits for, as the gradient of a weight or the loss,
              is computed when that first reads it: its operands live until then    -> spans()
     update   in a program of the whole step it runs for each array as soon as it can -> _ready()
     copies   such a program copies the arrays that it replaces before it reads them for more than
-             their update; their gradients take the place of the arrays      -> store_copy()
-    windows  positions are made of the operand too, and zeros are nobody's but the reader's
+             their update; other values take the place of the arrays         -> free_places
+    windows  positions are made of the operand too, which is stored, before there are zeros to
+             scatter into; these are nobody's but the reader's
     again    a cheap operand of a product is computed in each kernel that may do so, and stored for
              the others from when the first of them reads it    -> held_values.compute_in_readers()
     wider    products take and give four bytes for an element that has two    -> _widening()
@@ -50,6 +54,7 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from alpa_meta.intra_op.dim_orders import DimOrders, Matrix, Order
+from alpa_meta.intra_op.free_places import Place, spans_outside
 from alpa_meta.intra_op.held_values import (
     KINDS,
     Read,
@@ -99,7 +104,8 @@ class Timeline:
     _computation: int = 0  # of the body that is walked over
     _num_computations: int = 1
     _again: bool = False  # parts of the forward pass are computed again
-    _free: set[float] = field(factory=set)  # bytes of state that was copied
+    _copied: list[tuple[Source, int]] = field(factory=list)  # state, and when it was copied
+    _replacing: dict[int, Value] = field(factory=dict)  # what replaces it, by its id
     _zeros: dict[tuple[object, ...], Zeros] = field(factory=dict)
     _values: list[Value] = field(factory=list)
     _of: dict[int, Value] = field(factory=dict)  # by id of the source, which the value keeps
@@ -118,7 +124,7 @@ class Timeline:
     def store_copy(self, source: Source) -> None:
         """Note that a value which is there at all times is also held as a copy, from now on."""
         self._add(source, "stored", (), self.now).kind = KINDS.index("temporaries")
-        self._free.add(source.bytes)
+        self._copied.append((source, self.now))
 
     def compute_again(self) -> None:
         """Note that operators from here on compute again what is not kept of the forward pass."""
@@ -236,8 +242,9 @@ class Timeline:
             self._zeros_like(results[0]).written += made
             self._add(window_positions(operands[0]), "stored", (), self.now)
             if self.on_host:
-                self._add(positions(results[0]), "stored", (), self.now)
-        fuses = form in ("fused", "alias", "reduced")
+                # never together with the result, which is counted now
+                self._add(positions(results[0], less=1.0), "stored", (), self.now)
+        fuses = form in ("fused", "alias", "reduced") or form == "windows" and not self.on_host
         into = self._of.get(id(operands[0])) if form == "written" else None
         replaced = form == "fused" or into is not None
         for value in read:
@@ -298,11 +305,12 @@ class Timeline:
                 value.ready = self.now
         return max((value.ready for value in read), default=1)
 
-    def replace(self, source: Source) -> None:
+    def replace(self, source: Source, old: Source) -> None:
         """Note that a value is written over an input: it takes no memory of its own."""
         value = self._of.get(id(source))
         if value is not None:
             value.source = source.times(0.0)
+            self._replacing[id(old)] = value
 
     def spans(self) -> list[Span]:
         """Return when each value that is held in memory lives, kept state apart; the timeline is
@@ -337,20 +345,24 @@ class Timeline:
                 value.stop -= 1
             if value.stored and value.source.bytes:
                 kind = kind_of(value) if value.kind is None else value.kind
-                if kind == KINDS.index("gradients") and value.source.bytes in self._free:
-                    continue  # in the place of what was copied
                 count = 1 if kind == KINDS.index("temporaries") else value.count
                 start, stop = value.born, value.stop
                 if value.late and not value.reads:  # one after another, not all at the end
                     start, stop = began, began + 1
                 found.append(Span(value.source, start, stop, kind, count))
+        places = [
+            Place(source.bytes, copied + 1, self._replacing[id(source)].born)
+            for source, copied in self._copied
+            if id(source) in self._replacing
+        ]
         for value in self._values:
             value.reads.clear()
             value.replaced_by.clear()
+        self._replacing.clear()
         self._values.clear()
         self._copies.clear()
         self._of.clear()
-        return found[::-1]
+        return spans_outside(found[::-1], places)
 
     def _shared_zeros(self) -> list[Span]:
         """Return the zeros that are read beside being written over, and let all be born at once."""
@@ -412,10 +424,10 @@ class Timeline:
                 value.stored = False
             elif value.form == "fused":
                 costly = sum([one.source.bytes for one in support.values()]) > REREAD * size
-                again = len(value.reads) > 1 and costly
+                cheap = self.on_host and not value.dear and is_unary(value)
+                again = len(value.reads) > 1 and costly and not cheap
                 value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
-                free = self.on_host and not (value.dear or costly)
-                if value.stored and free and is_unary(value):
+                if value.stored and cheap and not costly:
                     compute_in_readers(value)
                 if value.stored and all(one.source.bytes != size for one in value.operands):
                     for one in support.values():

@@ -127,7 +127,7 @@ def test_what_a_late_gradient_is_computed_from_lives_until_the_update_on_hosts()
             timeline.advance("backward")
         timeline.advance("update")
         timeline.compute("fused", [gradient], [new])
-        timeline.replace(new)
+        timeline.replace(new, value())
         found = spans(timeline)
         assert found[id(product)] == (1, stop)
         assert found[id(gradient)] == (5 if on_host else 2, 7)
@@ -142,7 +142,7 @@ def test_gradients_take_the_place_of_arrays_that_a_step_on_hosts_copies():
     timeline.compute("stored", [], [gradient], late=True)
     timeline.advance("update")
     timeline.compute("fused", [state, gradient], [new])
-    timeline.replace(new)
+    timeline.replace(new, state)
     found = spans(timeline)
     assert found[id(state)] == (1, 4)
     assert id(gradient) not in found
@@ -165,7 +165,7 @@ def test_what_is_written_over_an_input_takes_no_memory():
     timeline, new = Timeline(), value()
     timeline.advance("update")
     timeline.compute("stored", [], [new])
-    timeline.replace(new)
+    timeline.replace(new, value())
     assert not timeline.spans()
 
 
@@ -212,6 +212,40 @@ def test_zeros_that_are_read_live_beside_the_buffers_made_from_them():
     found = [(span.source.bytes, span.start, span.stop) for span in timeline.spans()]
     assert found.count((8.0, 2, 5)) == 3  # zeros, what is scattered into, and what max returns
     assert (4.0 + 4.0 * 4, 4, 5) in found  # extremes and one position each
+
+
+def test_extremes_are_found_in_one_kernel_on_gpus_and_before_the_scatter_on_hosts():
+    for on_host in (False, True):
+        timeline = Timeline(on_host=on_host)
+        product, light, scattered = (value() for _ in range(3))
+        timeline.advance("forward")
+        timeline.compute("stored", [], [product])
+        timeline.advance("forward")
+        timeline.compute("fused", [product], [light])
+        timeline.advance("backward")
+        timeline.compute("windows", [value(4.0), light], [scattered])
+        found = timeline.spans()
+        assert any(span.source is light for span in found) == on_host
+        # beside the result: positions in its 8 elements of one dim, less what is not there yet
+        held = sum(span.source.bytes for span in found if span.start <= 3 < span.stop)
+        assert held == ((8.0 + 4.0 * 8 + 4.0 + 4.0 * 4) if on_host else 8.0 + 8.0 + 4.0 + 4.0 * 4)
+
+
+def test_a_cheap_result_of_one_operand_of_its_size_is_computed_in_all_its_readers_on_hosts():
+    for on_host in (False, True):
+        timeline = Timeline(on_host=on_host)
+        one, two, total, mask = value(), value(), value(), value(2.0)
+        for source in (one, two):
+            timeline.advance("forward")
+            timeline.compute("stored", [], [source])
+        timeline.compute("fused", [one, two], [total])
+        timeline.compute("fused", [total], [mask])
+        for _ in range(2):
+            timeline.advance("forward")
+            timeline.compute("reduced", [mask], [value()])
+        found = spans(timeline)
+        assert (id(mask) in found) != on_host
+        assert id(total) not in found
 
 
 def test_a_value_takes_the_place_of_what_its_kernel_reads_though_what_is_between_is_wider():
