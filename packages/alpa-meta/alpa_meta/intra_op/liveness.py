@@ -24,8 +24,6 @@ memory_corpus.py` sums up:
 
     dear     an exponential and the like is never computed twice, but stored; so is a quotient,
              unless by what is repeated, which is a product with the reciprocal    -> _dear()
-    cheap    another result of one operand of its size is computed in all its readers, however
-             much they read for it (`InstructionFusion::ComputeGloballyUnfusible`) -> _decide()
     late     what only the update or the result waits for, as the gradient of a weight or the loss,
              is computed when that first reads it: its operands live until then    -> spans()
     update   in a program of the whole step it runs for each array as soon as it can -> _ready()
@@ -424,10 +422,10 @@ class Timeline:
                 value.stored = False
             elif value.form == "fused":
                 costly = sum([one.source.bytes for one in support.values()]) > REREAD * size
-                cheap = self.on_host and not value.dear and is_unary(value)
-                again = len(value.reads) > 1 and costly and not cheap
+                again = len(value.reads) > 1 and costly
                 value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
-                if value.stored and cheap and not costly:
+                free = self.on_host and not (value.dear or costly)
+                if value.stored and free and is_unary(value):
                     compute_in_readers(value)
                 if value.stored and all(one.source.bytes != size for one in value.operands):
                     for one in support.values():

@@ -231,23 +231,6 @@ def test_extremes_are_found_in_one_kernel_on_gpus_and_before_the_scatter_on_host
         assert held == ((8.0 + 4.0 * 8 + 4.0 + 4.0 * 4) if on_host else 8.0 + 8.0 + 4.0 + 4.0 * 4)
 
 
-def test_a_cheap_result_of_one_operand_of_its_size_is_computed_in_all_its_readers_on_hosts():
-    for on_host in (False, True):
-        timeline = Timeline(on_host=on_host)
-        one, two, total, mask = value(), value(), value(), value(2.0)
-        for source in (one, two):
-            timeline.advance("forward")
-            timeline.compute("stored", [], [source])
-        timeline.compute("fused", [one, two], [total])
-        timeline.compute("fused", [total], [mask])
-        for _ in range(2):
-            timeline.advance("forward")
-            timeline.compute("reduced", [mask], [value()])
-        found = spans(timeline)
-        assert (id(mask) in found) != on_host
-        assert id(total) not in found
-
-
 def test_a_value_takes_the_place_of_what_its_kernel_reads_though_what_is_between_is_wider():
     timeline, narrow, wide, last = Timeline(), value(8.0), value(16.0), value(8.0)
     timeline.advance("forward")
