@@ -115,7 +115,7 @@ device_description_str: "{self.name}"
 
 TARGETS: Mapping[str, GpuTarget] = MappingProxyType(
     {
-        "a100": GpuTarget(
+        "a100-80gb": GpuTarget(
             name="NVIDIA A100-SXM4-80GB",
             compute_capability=(8, 0),
             num_cores=108,
@@ -145,14 +145,15 @@ TARGETS: Mapping[str, GpuTarget] = MappingProxyType(
 
 
 def parse_target(text: str) -> tuple[GpuTarget, int]:
-    """Return the GPU and the number of devices that "h100:8" names."""
+    """Return the GPU and the number of devices that "h100:8" names; "a100" is the one of 80 GB."""
     name, _, number = text.partition(":")
-    if name.lower() not in TARGETS:
+    found = [one for one in TARGETS if name.lower() in (one, one.partition("-")[0])]
+    if not found:
         raise PlanError(
             f"--target must name one of {', '.join(TARGETS)} and a number of devices, "
             f"such as h100:8, got {text!r}"
         )
-    target = TARGETS[name.lower()]
+    target = TARGETS[found[0]]
     if not number.isdecimal() or int(number) < 1:
         raise PlanError(
             f"--target {name} needs a number of devices, such as {name}:8, got {text!r}"

@@ -20,19 +20,20 @@ from alpa_meta.audit.target import TARGETS, compile_for, parse_target, target_de
 from alpa_meta.corpus.model import deterministic_model
 from alpa_meta.errors import PlanError
 from alpa_meta.options import Options
+from cost_model import cluster
 
 HAS_CUDA_COMPILER = find_spec("jax_cuda12_plugin") is not None
 
 
 def test_a_target_is_a_gpu_and_a_number_of_devices():
     assert parse_target("h100:8") == (TARGETS["h100"], 8)
-    assert parse_target("A100:32") == (TARGETS["a100"], 32)
+    assert parse_target("A100:32") == parse_target("a100-80gb:32") == (TARGETS["a100-80gb"], 32)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("b300:8", "must name one of a100, h100 and a number of devices"),
+        ("b300:8", "must name one of a100-80gb, h100 and a number of devices"),
         ("h100", "needs a number of devices, such as h100:8"),
         ("h100:0", "needs a number of devices"),
         ("h100:12", "whole hosts of 8 devices, got 12"),
@@ -56,6 +57,11 @@ def test_a_description_states_the_published_figures():
 
 
 @pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra audit-gpu")
+def test_every_target_is_a_cluster_preset_that_can_be_planned_for():
+    for name in TARGETS:
+        assert cluster(f"{name}:8").host_groups[0].device.name == name
+
+
 @pytest.mark.parametrize("name", ["h100:8", "a100:16"])
 def test_a_gpu_program_is_compiled_and_audited_without_a_gpu(name):
     target, count = parse_target(name)
