@@ -56,12 +56,12 @@ def test_a_description_states_the_published_figures():
     assert text.count("{") == text.count("}")
 
 
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra audit-gpu")
 def test_every_target_is_a_cluster_preset_that_can_be_planned_for():
     for name in TARGETS:
         assert cluster(f"{name}:8").host_groups[0].device.name == name
 
 
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs the extra audit-gpu")
 @pytest.mark.parametrize("name", ["h100:8", "a100:16"])
 def test_a_gpu_program_is_compiled_and_audited_without_a_gpu(name):
     target, count = parse_target(name)
