@@ -254,6 +254,11 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _NAMES
 
 
+def is_sum(eqn: JaxprEqn) -> bool:
+    """Return whether an equation adds its operands."""
+    return eqn.primitive.name in ("add", "add_any")
+
+
 def is_masking_sum(eqn: JaxprEqn) -> bool:
     """Return whether an equation adds its operands, or takes one from the other."""
     return eqn.primitive.name in ("add", "add_any", "sub")

@@ -14,6 +14,7 @@ operator that cannot run, or a mask that does not hide what comes after.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -44,7 +45,8 @@ from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import rest_of
 from alpa_meta.token_slices.moves import moved, moved_dim
 from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, whole
-from alpa_meta.token_slices.reading import UnreadableError, cut_to, reading_of
+from alpa_meta.token_slices.reading import UnreadableError, cut_to, keys_of, reading_of
+from alpa_meta.token_slices.recurrences import runs_again, token_loop
 from alpa_meta.token_slices.values import (
     AFTER,
     BEFORE,
@@ -62,7 +64,7 @@ from alpa_meta.token_slices.values import (
     is_joinable,
     joined_carry,
 )
-from alpa_meta.token_slices.windows import results_of_window, window_of
+from alpa_meta.token_slices.windows import layout_of_window, window_of
 
 _MOST_TRIES = 256
 _ROWS: Layout = (Place(ROW),)
@@ -134,6 +136,14 @@ class _Walk:
             layout = whole(len(shape_of(var)))
             self.found.values[var] = Value("known", layout, of_batch=True)
 
+    @functools.cached_property
+    def _read(self) -> set[Atom]:
+        """All that the equations read or the body returns."""
+        atoms = itertools.chain(
+            open_jaxpr(self.found.closed).outvars, *(e.invars for e in self.eqns)
+        )
+        return {atom for atom in atoms if isinstance(atom, Var)}
+
     def run(self, inputs: Sequence[Value]) -> Analysis:
         """Walk all equations, given what is known of the inputs."""
         values, pairs = self.found.values, zip(open_jaxpr(self.found.closed).invars, inputs)
@@ -187,7 +197,7 @@ class _Walk:
             return self._region(eqn, operands, sweep)
         running = running_dim(eqn)
         if running is not None and in_parts and operands[0].layout[running] is not None:
-            return self._running(eqn, operands[0], running, sweep)
+            return self._running(eqn, operands, running, sweep)
         dim = moved_dim(eqn, self._layouts(operands)) if in_parts else None
         if dim is not None:
             return moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
@@ -350,31 +360,41 @@ class _Walk:
         raise UnreadableError("needs a value of all tokens inside a loop or recomputation")
 
     def _running(
-        self, eqn: JaxprEqn, value: Value, dim: int, sweep: int
+        self, eqn: JaxprEqn, operands: Sequence[Value], dim: int, sweep: int
     ) -> tuple[Decision, list[Value]]:
-        place = value.layout[dim]
-        if value.layout.count(None) < len(value.layout) - 1 or place != Place(ROW):
+        layout = operands[0].layout
+        if layout.count(None) < len(layout) - 1 or layout[dim] != Place(ROW):
             raise UnreadableError("runs along tokens that are merged with another dim, or keys")
-        self._check_direction(bool(eqn.params["reverse"]), sweep)
-        return Running(value.layout), [Value("sliced", value.layout, sweep)]
+        again = runs_again(bool(eqn.params["reverse"]), sweep)
+        found = Running(layout, again), [Value("sliced", layout, sweep)]
+        return self._again(eqn, operands, *found, sweep)
 
     def _window(
         self, eqn: JaxprEqn, operands: Sequence[Value], window: Window, sweep: int
     ) -> tuple[Decision, list[Value]]:
-        if self.inside and (window.high or window.sums):
-            raise UnreadableError("convolves along the tokens inside a loop or recomputation")
         if window.high and operands[0].state != "sliced":
             raise UnreadableError("convolves from later tokens of what is no gradient")
         if window.low:
-            layout = tuple(place and Place(KEY) for place in operands[0].layout)
-            self._check_read(eqn.invars[0], operands[0], layout, sweep)
-        return window, results_of_window(eqn, window, sweep)
+            self._check_read(eqn.invars[0], operands[0], keys_of(operands[0].layout), sweep)
+        if window.sums:
+            return window, [self._sum(eqn.outvars[0], sweep)]
+        return window, [Value("sliced", layout_of_window(eqn, window), sweep)]
 
-    def _check_direction(self, reverse: bool, sweep: int) -> None:
-        if reverse and sweep == BEFORE:
-            raise UnreadableError("runs from the last token to the first")
-        if not reverse and sweep != BEFORE:
-            raise UnreadableError("runs from the first token to the last in the backward pass")
+    def _again(
+        self,
+        eqn: JaxprEqn,
+        operands: Sequence[Value],
+        decision: TokenLoop | Running,
+        results: list[Value],
+        sweep: int,
+    ) -> tuple[Decision, list[Value]]:
+        """Return a decision, if a slice may be given all tokens up to its own where it needs
+        them."""
+        if decision.again:
+            layouts = decision.operands if isinstance(decision, TokenLoop) else [decision.layout]
+            for atom, value, layout in zip(eqn.invars, operands, layouts, strict=True):
+                self._check_read(atom, value, keys_of(layout), sweep)
+        return decision, results
 
     def _region(
         self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
@@ -429,7 +449,9 @@ class _Walk:
         scanned = operands[first:]
         layouts = self._layouts(operands)
         if any(layout[0] is not None for layout in layouts[first:]):
-            return self._token_loop(eqn, operands, layouts, sweep)
+            read = self._read if self.inside else None
+            found = token_loop(eqn, layouts, self.slices, sweep, read)
+            return self._again(eqn, operands, *found, sweep)
         (body,) = bodies(eqn)
         jaxpr = open_jaxpr(body)
         outer = dict(zip(jaxpr.invars[:num_consts], eqn.invars[:num_consts], strict=True))
@@ -459,35 +481,6 @@ class _Walk:
         ]
         stacked = [evolve(value, layout=(None, *value.layout)) for value in results[num_carry:]]
         return Region(found, num_consts, num_carry, True), [*results[:num_carry], *stacked]
-
-    def _token_loop(
-        self,
-        eqn: JaxprEqn,
-        operands: Sequence[Value],
-        layouts: Sequence[Layout],
-        sweep: int,
-    ) -> tuple[Decision, list[Value]]:
-        num_consts, num_carry, _ = scan_counts(eqn)
-        first = num_consts + num_carry
-        if eqn.params["length"] != self.slices.tokens:
-            raise UnreadableError("scans over tokens merged with another dim")
-        if self.inside:
-            raise UnreadableError("scans over tokens inside another loop or recomputation")
-        self._check_direction(bool(eqn.params["reverse"]), sweep)
-        wanted = []
-        for k, layout in enumerate(layouts):
-            inner = layout if k < first else layout[1:]
-            if any(inner):
-                raise UnreadableError("scans over tokens with a state that holds tokens")
-            wanted.append(layout if k < first else (*_ROWS, *inner))
-        results: list[Value] = []
-        for k, var in enumerate(eqn.outvars):
-            rank = len(shape_of(var))
-            if k < num_carry:
-                results.append(Value("known", whole(rank), sweep + 1))
-            else:
-                results.append(Value("sliced", (*_ROWS, *whole(rank - 1)), sweep))
-        return TokenLoop(tuple(wanted), tuple(one.layout for one in results)), results
 
 
 def _place(eqn: JaxprEqn) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from alpa_meta.compat import Atom, Literal
 from alpa_meta.token_slices.bounds import Scope
 from alpa_meta.token_slices.places import KEY
-from alpa_meta.token_slices.values import BEFORE, Analysis, Sliced
+from alpa_meta.token_slices.values import BEFORE, Analysis, Running, Sliced, TokenLoop, Window
 
 
 def looks_back(found: Analysis, scope: Scope, atom: Atom) -> bool:
@@ -25,10 +25,19 @@ def looks_back(found: Analysis, scope: Scope, atom: Atom) -> bool:
         if eqn is None or value.state == "addend":
             return False
         decision = found.decisions[position[id(eqn)]]
-        if not isinstance(decision, Sliced) or decision.reading.combined:
-            return False
-        for layout in decision.reading.operands:
-            if any(place and (place.kind == KEY or place.cuts) for place in layout):
+        if isinstance(decision, Sliced):
+            if not _keeps_rows(decision):
                 return False
+        elif isinstance(decision, Running | TokenLoop):
+            if not decision.again:
+                return False
+        elif not isinstance(decision, Window) or decision.high or decision.sums:
+            return False
         pending += eqn.invars
     return True
+
+
+def _keeps_rows(decision: Sliced) -> bool:
+    """Return whether an operator makes each row of the same row of its operands."""
+    places = (place for layout in decision.reading.operands for place in layout if place)
+    return not decision.reading.combined and not any(p.kind == KEY or p.cuts for p in places)

@@ -1,23 +1,103 @@
-"""What runs along the tokens, handed on from slice to slice: running sums, and scans."""
+"""What runs along the tokens, handed on from slice to slice: running sums, and scans.
+
+Where the backward pass recomputes one, it starts with the last slice, which no state was handed to:
+each slice then runs it from the first token to its own last, as it recomputes the keys it looks
+back on.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 from jax import lax
 
-from alpa_meta.compat import Atom, JaxprEqn, Var, array_type, is_drop, scan_counts, shape_of
+from alpa_meta.compat import (
+    Atom,
+    JaxprEqn,
+    Var,
+    array_type,
+    is_drop,
+    open_jaxpr,
+    scan_counts,
+    shape_of,
+)
+from alpa_meta.operators.elementwise import is_sum
 from alpa_meta.operators.ordering import joined
-from alpa_meta.token_slices.places import ROW, Layout
-from alpa_meta.token_slices.values import TokenLoop
+from alpa_meta.operators.regions import bodies
+from alpa_meta.token_slices.parts import cut_out
+from alpa_meta.token_slices.places import ROW, Layout, Place, Slices, whole
+from alpa_meta.token_slices.reading import UnreadableError, keys_of
+from alpa_meta.token_slices.values import BEFORE, Running, TokenLoop, Value
 
 if TYPE_CHECKING:
     from alpa_meta.token_slices.writer import Writer
 
+_ROWS: Layout = (Place(ROW),)
 
-def write_running(writer: Writer, eqn: JaxprEqn, layout: Layout, number: int) -> None:
+
+def runs_again(reverse: bool, sweep: int) -> bool:
+    """Return whether what runs along the tokens is recomputed in a sweep that runs against it."""
+    if reverse and sweep == BEFORE:
+        raise UnreadableError("runs from the last token to the first")
+    return not reverse and sweep != BEFORE
+
+
+def token_loop(
+    eqn: JaxprEqn, layouts: Sequence[Layout], slices: Slices, sweep: int, read: Set[Atom] | None
+) -> tuple[TokenLoop, list[Value]]:
+    """Return how a scan over the tokens runs and what is known of its results.
+
+    `read`: of one inside another loop or a recomputation, all that anything there reads.
+    """
+    num_consts, num_carry, _ = scan_counts(eqn)
+    first = num_consts + num_carry
+    if eqn.params["length"] != slices.tokens:
+        raise UnreadableError("scans over tokens merged with another dim")
+    again = runs_again(bool(eqn.params["reverse"]), sweep)
+    wanted = []
+    for k, layout in enumerate(layouts):
+        inner = layout if k < first else layout[1:]
+        if any(inner):
+            raise UnreadableError("scans over tokens with a state that holds tokens")
+        wanted.append(layout if k < first else (*_ROWS, *inner))
+    sums = frozenset(k for k in range(num_carry) if read is not None and _only_adds(eqn, k))
+    results: list[Value] = []
+    for k, var in enumerate(eqn.outvars):
+        layout = whole(len(shape_of(var)))
+        if k in sums:
+            results.append(Value("addend", layout, sweep))
+        elif k < num_carry:
+            if var in (read or ()):
+                raise UnreadableError(
+                    "hands on its last state inside another loop or a recomputation"
+                )
+            results.append(Value("known", layout, sweep + 1))
+        else:
+            results.append(Value("sliced", (*_ROWS, *layout[1:]), sweep))
+    made = tuple(one.layout for one in results)
+    return TokenLoop(tuple(wanted), made, sums, again), results
+
+
+def _only_adds(eqn: JaxprEqn, number: int) -> bool:
+    """Return whether a scan only adds to a carry, as to the gradients of what each iteration
+    reads."""
+    jaxpr = open_jaxpr(bodies(eqn)[0])
+    held, made = jaxpr.invars[scan_counts(eqn)[0] + number], jaxpr.outvars[number]
+    readers = [one for one in jaxpr.eqns if any(atom is held for atom in one.invars)]
+    if len(readers) != 1 or any(atom is held for atom in jaxpr.outvars):
+        return False
+    (reader,) = readers
+    others = [atom for atom in reader.invars if atom is not held]
+    return is_sum(reader) and len(others) == 1 and reader.outvars[0] is made
+
+
+def write_running(writer: Writer, eqn: JaxprEqn, decision: Running, number: int) -> None:
     """Write a running sum of a slice, which goes on from the slice before."""
-    (var,) = eqn.outvars
+    if decision.again:
+        _write_again(writer, eqn, (decision.layout,), number)
+        return
+    (var,), layout = eqn.outvars, decision.layout
     held = writer.operand(eqn.invars[0], layout, number)
     local = writer.result(var, layout, number)
     writer.emit(eqn.replace(invars=[held], outvars=[local]), number)
@@ -51,19 +131,27 @@ def write_running(writer: Writer, eqn: JaxprEqn, layout: Layout, number: int) ->
 
 def write_token_loop(writer: Writer, eqn: JaxprEqn, decision: TokenLoop, number: int) -> None:
     """Write a scan over the tokens of a slice, from the state that the slice before left."""
+    if decision.again:
+        _write_again(writer, eqn, decision.results, number)
+        return
     num_consts, num_carry, _ = scan_counts(eqn)
     operands = [
         writer.operand(atom, layout, number)
         for atom, layout in zip(eqn.invars, decision.operands, strict=True)
     ]
     order = writer.order(writer.sweep)
-    if number != order[0]:
-        handed = eqn.outvars[:num_carry]
-        operands[num_consts : num_consts + num_carry] = [writer.carries[v] for v in handed]
+    for k, var in enumerate(eqn.outvars[:num_carry]):
+        if k in decision.sums:
+            operands[num_consts + k] = writer.addend(eqn.invars[num_consts + k], number)
+        elif number != order[0]:
+            operands[num_consts + k] = writer.carries[var]
     last = number == order[-1]
     results: list[Var] = []
     for k, (var, layout) in enumerate(zip(eqn.outvars, decision.results, strict=True)):
-        if k < num_carry:
+        if k in decision.sums:
+            made = Var(array_type(var))
+            writer.parts[var, number] = made
+        elif k < num_carry:
             made = var if last and not is_drop(var) else Var(array_type(var))
             writer.carries[var] = made
             if last and not is_drop(var):
@@ -72,6 +160,57 @@ def write_token_loop(writer: Writer, eqn: JaxprEqn, decision: TokenLoop, number:
             made = writer.result(var, layout, number)
             writer.parts[var, number] = made
         results.append(made)
-    start, stop = writer.slices.span(ROW, number)
-    params = {**eqn.params, "length": stop - start}
-    writer.emit(eqn.replace(invars=operands, outvars=results, params=params), number)
+    _emit_loop(writer, eqn, operands, results, number, writer.slices.span(ROW, number)[0])
+
+
+def _emit_loop(
+    writer: Writer,
+    eqn: JaxprEqn,
+    operands: Sequence[Atom],
+    results: Sequence[Var],
+    number: int,
+    start: int,
+) -> None:
+    """Write a scan from the token `start` to the last of a slice."""
+    params = {**eqn.params, "length": writer.slices.span(ROW, number)[1] - start}
+    changed = eqn.replace(invars=list(operands), outvars=list(results), params=params)
+    writer.emit(changed, number)
+
+
+def _write_again(writer: Writer, eqn: JaxprEqn, layouts: Sequence[Layout], number: int) -> None:
+    """Write a slice's rows of what is recomputed from the first token on."""
+    for var, layout in zip(eqn.outvars, layouts, strict=True):
+        if not is_drop(var) and any(layout):
+            writer.parts[var, number] = _own_rows(writer, var, layout, number)
+
+
+def _own_rows(writer: Writer, var: Var, layout: Layout, number: int) -> Atom:
+    found = writer.recomputed(var, keys_of(layout), number)
+    if number == 0:
+        return found
+    rows, slices = writer.result(var, layout, number), writer.slices
+
+    def cut(value: Any) -> Any:
+        return cut_out(value, layout, slices, number)
+
+    writer.compute(("cut", layout, number), cut, [found], [rows], number)
+    return rows
+
+
+def write_from_first(
+    writer: Writer,
+    eqn: JaxprEqn,
+    decision: Running | TokenLoop,
+    results: Sequence[Var],
+    number: int,
+) -> None:
+    """Write what runs along the tokens from the first token to the last of a slice."""
+    layouts = decision.operands if isinstance(decision, TokenLoop) else (decision.layout,)
+    operands = [
+        writer.operand(atom, keys_of(layout), number)
+        for atom, layout in zip(eqn.invars, layouts, strict=True)
+    ]
+    if isinstance(decision, TokenLoop):
+        _emit_loop(writer, eqn, operands, results, number, 0)
+    else:
+        writer.emit(eqn.replace(invars=operands, outvars=list(results)), number)

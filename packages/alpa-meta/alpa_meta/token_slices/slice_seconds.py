@@ -115,7 +115,8 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
             trips = int(eqn.params["length"]) if decision.is_scan else 1
             yield from _work(decision.body, platform, times * trips)
         elif isinstance(decision, TokenLoop | Running | Window | Moved):
-            yield _scaled(eqn, platform, frozenset({ROW})), times
+            again = isinstance(decision, TokenLoop | Running) and decision.again
+            yield _scaled(eqn, platform, frozenset({KEY if again else ROW})), times
         elif isinstance(decision, Added):
             yield _scaled(eqn, platform, frozenset()), times
         elif isinstance(decision, Sliced):

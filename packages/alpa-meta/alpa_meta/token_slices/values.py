@@ -58,17 +58,28 @@ class Added:
 
 @frozen(eq=False)
 class Running:
-    """A running sum along the tokens, handed from slice to slice."""
+    """A running sum along the tokens, handed from slice to slice.
+
+    `again`: it is recomputed in the backward pass, whose first slice is the last: by each slice
+    from the first token on.
+    """
 
     layout: Layout
+    again: bool
 
 
 @frozen(eq=False)
 class TokenLoop:
-    """A scan over the tokens, whose carry is handed from slice to slice."""
+    """A scan over the tokens, whose carry is handed from slice to slice.
+
+    `sums` are the carries that it only adds to, of which each slice has a part. `again`: see
+    `Running`.
+    """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
+    sums: frozenset[int]
+    again: bool
 
 
 @frozen(eq=False)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from jax import lax
 
 from alpa_meta import compat
-from alpa_meta.compat import Atom, JaxprEqn, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, Var, array_type, shape_of
 from alpa_meta.operators.convolution import spatial_places
-from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, whole
-from alpa_meta.token_slices.reading import UnreadableError
-from alpa_meta.token_slices.values import BEFORE, Value, Window
+from alpa_meta.token_slices.places import ROW, Layout, Place
+from alpa_meta.token_slices.reading import UnreadableError, keys_of
+from alpa_meta.token_slices.values import BEFORE, Window
 
 if TYPE_CHECKING:
     from alpa_meta.token_slices.writer import Writer
@@ -51,55 +51,69 @@ def window_of(eqn: JaxprEqn, layouts: Sequence[Layout], sweep: int) -> Window | 
             raise UnreadableError("convolves along the tokens to another number of them")
         if high and (sums or sweep == BEFORE):
             raise UnreadableError("convolves with a window that reaches later tokens")
-        if low and sweep != BEFORE and not sums:
-            raise UnreadableError("convolves from earlier tokens in the backward pass")
         return Window(k, left, right, out, low, high, sums)
     return None
 
 
-def results_of_window(eqn: JaxprEqn, window: Window, sweep: int) -> list[Value]:
-    """Return what is known of the result."""
+def layout_of_window(eqn: JaxprEqn, window: Window) -> Layout:
+    """Return where the tokens lie in the result."""
     rank = len(shape_of(eqn.outvars[0]))
-    if window.sums:
-        return [Value("known", whole(rank), sweep + 1)]
-    layout = tuple(_ROW if d == window.out else None for d in range(rank))
-    return [Value("sliced", layout, sweep)]
+    return tuple(_ROW if d == window.out else None for d in range(rank))
 
 
 def write_window(writer: Writer, eqn: JaxprEqn, window: Window, number: int) -> None:
     """Write a slice's part of a convolution along the tokens."""
     (var,) = eqn.outvars
-    start, stop = writer.slices.span(ROW, number)
-    ranks = [len(shape_of(atom)) for atom in eqn.invars]
-    place = KEY if window.low else ROW
-    layout = tuple(Place(place) if d == window.left else None for d in range(ranks[0]))
-    there = tuple(_ROW if window.sums and d == window.right else None for d in range(ranks[1]))
-    values = [writer.operand(eqn.invars[1], there, number)]
-    if window.high:
-        values += _parts_behind(writer, eqn.invars[0], number, window.high)
-    else:
-        values.append(writer.operand(eqn.invars[0], layout, number))
-    back = min(start, window.low)
-    forth = min(writer.slices.tokens - stop, window.high)
-
-    def run(right: Any, *parts: Any) -> list[Any]:
-        left = parts[0] if len(parts) == 1 else lax.concatenate(parts, window.left)
-        first = start - back if window.low else 0
-        left = lax.slice_in_dim(left, first, first + back + stop - start + forth, axis=window.left)
-        padding = list(eqn.params["padding"])
-        padding[window.dim] = (window.low - back, window.high - forth)
-        params = {**eqn.params, "padding": tuple(padding)}
-        return list(compat.bind(eqn.replace(params=params), [left, right]))
-
+    start, _ = writer.slices.span(ROW, number)
     if window.sums:
-        made = type(var)(var.aval)
+        made = Var(array_type(var))
     else:
-        made = writer.result(var, writer.analysis.value(var).layout, number)
-    writer.compute(object(), run, values, [made], number, eqn)
+        made = writer.result(var, layout_of_window(eqn, window), number)
+    write_window_from(writer, eqn, window, made, number, start)
     if window.sums:
         writer.add_part(var, made, number)
     else:
         writer.parts[var, number] = made
+
+
+def write_window_from(
+    writer: Writer, eqn: JaxprEqn, window: Window, made: Var, number: int, start: int
+) -> None:
+    """Write a convolution's results from the token `start` to the last of a slice."""
+    _, stop = writer.slices.span(ROW, number)
+    source, kernel = eqn.invars
+    there = tuple(
+        _ROW if window.sums and d == window.right else None for d in range(len(shape_of(kernel)))
+    )
+    back = min(start, window.low)
+    forth = min(writer.slices.tokens - stop, window.high)
+    if window.high:
+        left = _parts_behind(writer, source, number, window.high)
+        first = 0
+    elif _is_recomputed(writer, source):
+        left = [writer.operand(source, keys_of(writer.analysis.value(source).layout), number)]
+        first = start - back
+    else:
+        left = [writer.stretch_of(source, window.left, start - back, stop, number)]
+        first = 0
+    values = [writer.operand(kernel, there, number), *left]
+
+    def run(right: Any, *parts: Any) -> list[Any]:
+        whole = parts[0] if len(parts) == 1 else lax.concatenate(parts, window.left)
+        size = back + stop - start + forth
+        cut = lax.slice_in_dim(whole, first, first + size, axis=window.left)
+        padding = list(eqn.params["padding"])
+        padding[window.dim] = (window.low - back, window.high - forth)
+        params = {**eqn.params, "padding": tuple(padding)}
+        return list(compat.bind(eqn.replace(params=params), [cut, right]))
+
+    writer.compute(object(), run, values, [made], number, eqn)
+
+
+def _is_recomputed(writer: Writer, atom: Atom) -> bool:
+    """Return whether earlier slices have not yet made a value of the sweep."""
+    value = writer.analysis.value(atom)
+    return value.in_parts and value.when == writer.sweep != BEFORE and atom not in writer.given
 
 
 def _parts_behind(writer: Writer, atom: Atom, number: int, reach: int) -> list[Atom]:

@@ -46,7 +46,8 @@ from alpa_meta.token_slices.parts import (
     run_local,
 )
 from alpa_meta.token_slices.places import KEY, Layout, whole
-from alpa_meta.token_slices.reading import Reading, as_keys, keys_of
+from alpa_meta.token_slices.reading import Reading
+from alpa_meta.token_slices.recomputed_keys import write_recomputed
 from alpa_meta.token_slices.recurrences import write_running, write_token_loop
 from alpa_meta.token_slices.scattering import write_scattered
 from alpa_meta.token_slices.values import (
@@ -135,7 +136,7 @@ class Writer:
         elif isinstance(decision, Added):
             self._of_parts(eqn, decision.group, number)
         elif isinstance(decision, Running):
-            write_running(self, eqn, decision.layout, number)
+            write_running(self, eqn, decision, number)
         elif isinstance(decision, TokenLoop):
             write_token_loop(self, eqn, decision, number)
         elif isinstance(decision, Window):
@@ -237,10 +238,7 @@ class Writer:
         """Return the rows of all slices up to this one, joined."""
         if value.when == BEFORE or var in self.given or number == 0:
             return self._joined_parts(var, value, layout, number)
-        key = "recomputed", var, layout, number
-        if key not in self._converted:
-            self._converted[key] = self._recomputed(var, layout, number)
-        return self._converted[key]
+        return self.recomputed(var, layout, number)
 
     def _joined_parts(self, var: Var, value: Value, layout: Layout, number: int) -> Atom:
         key = "keys", var, layout, number, self.sweep
@@ -274,20 +272,15 @@ class Writer:
         )
         return result
 
-    def _recomputed(self, var: Var, layout: Layout, number: int) -> Atom:
-        """Return the keys of a value made row by row, made of the keys of what it is made of."""
-        eqn, position = self.producer[var]
-        decision = self.analysis.decisions[position]
-        assert isinstance(decision, Sliced)
-        reading = as_keys(decision.reading)
-        results = [self.result(out, one, number) for out, one in zip(eqn.outvars, reading.results)]
-        self._local(eqn, reading, number, results)
-        for out, made in zip(eqn.outvars, results, strict=True):
-            if not is_drop(out):
-                self._converted[
-                    "recomputed", out, keys_of(self.analysis.value(out).layout), number
-                ] = made
-        return self._converted["recomputed", var, layout, number]
+    def recomputed(self, var: Var, layout: Layout, number: int) -> Atom:
+        """Return the keys of a recomputed value, made of the keys of what it is made of."""
+        key = "recomputed", var, layout, number
+        if key not in self._converted:
+            eqn, position = self.producer[var]
+            decision = self.analysis.decisions[position]
+            for out, held, made in write_recomputed(self, eqn, decision, number):
+                self._converted["recomputed", out, held, number] = made
+        return self._converted[key]
 
     def full(self, atom: Atom) -> Atom:
         """Return all of a value, once every slice has made its own."""
@@ -392,7 +385,7 @@ class Writer:
             reading = Reading(tuple(layouts), (layout,))
             result = self.result(var, layout, number)
             try:
-                self._local(eqn, reading, number, [result])
+                self.run_operator(eqn, reading, number, [result])
             except UnsupportedError:
                 pass
             else:
@@ -406,7 +399,7 @@ class Writer:
             self.result(var, layout, number)
             for var, layout in zip(eqn.outvars, reading.results, strict=True)
         ]
-        self._local(eqn, reading, number, results)
+        self.run_operator(eqn, reading, number, results)
         for var, layout, made in zip(eqn.outvars, reading.results, results, strict=True):
             if is_drop(var):
                 continue
@@ -417,7 +410,9 @@ class Writer:
             else:
                 self.parts[var, number] = made
 
-    def _local(self, eqn: JaxprEqn, reading: Reading, number: int, results: Sequence[Var]) -> None:
+    def run_operator(
+        self, eqn: JaxprEqn, reading: Reading, number: int, results: Sequence[Var]
+    ) -> None:
         """Write what a slice runs for an operator."""
         operands = [
             self.operand(atom, layout, number)

@@ -82,6 +82,10 @@ MODELS = [
     Model(remat=True),
     Model(scan=True, num_layers=2),
     Model("tril -1e30", scan=True, remat=True, num_layers=2),
+    Model("recurrence", scan=True, num_layers=2),
+    Model("recurrence", scan=True, remat=True, num_layers=2),
+    Model("convolution", scan=True, remat=True, num_layers=2),
+    Model("cumsum", remat=True),
 ]
 
 
