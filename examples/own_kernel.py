@@ -1,5 +1,5 @@
 """Flash attention as Pallas kernels, forward and backward: without rules they run on whole arrays,
-with rules they are cut over devices, microbatches and stages like jax's own operators.
+with rules they are cut over devices, microbatches, stages and tokens like jax's own.
 
 Run with: python examples/own_kernel.py
 """
@@ -23,9 +23,9 @@ def scores(queries, keys, first_query, first_key):
     return jnp.where(place(0) + first_query >= place(1) + first_key, found, -1e30)
 
 
-def forward_kernel(q_ref, k_ref, v_ref, out_ref, logsum_ref):
+def forward_kernel(q_ref, k_ref, v_ref, out_ref, logsum_ref, *, before):
     """Keep a running maximum and sum, so that no [query, key] matrix is stored."""
-    queries, first = q_ref[0, 0], pl.program_id(2) * BLOCK
+    queries, first = q_ref[0, 0], before + pl.program_id(2) * BLOCK
 
     def block(number, carry):
         top, total, mixed = carry
@@ -42,7 +42,9 @@ def forward_kernel(q_ref, k_ref, v_ref, out_ref, logsum_ref):
     logsum_ref[0, 0] = top + jnp.log(total)
 
 
-def backward_kernel(q_ref, k_ref, v_ref, out_ref, logsum_ref, slope_ref, dq_ref, dk_ref, dv_ref):
+def backward_kernel(
+    q_ref, k_ref, v_ref, out_ref, logsum_ref, slope_ref, dq_ref, dk_ref, dv_ref, *, before
+):
     """Compute the weights again, a block of queries at a time."""
     keys, values = k_ref[0, 0], v_ref[0, 0]
 
@@ -50,7 +52,7 @@ def backward_kernel(q_ref, k_ref, v_ref, out_ref, logsum_ref, slope_ref, dq_ref,
         dk, dv = carry
         rows = pl.ds(number * BLOCK, BLOCK)
         queries, slope = q_ref[0, 0, rows, :], slope_ref[0, 0, rows, :]
-        found = scores(queries, keys, number * BLOCK, 0)
+        found = scores(queries, keys, before + number * BLOCK, 0)
         weights = jnp.exp(found - logsum_ref[0, 0, rows][:, None])
         own = (slope * out_ref[0, 0, rows, :]).sum(1, keepdims=True)
         change = weights * (slope @ values.T - own) / jnp.sqrt(queries.shape[-1])
@@ -58,17 +60,18 @@ def backward_kernel(q_ref, k_ref, v_ref, out_ref, logsum_ref, slope_ref, dq_ref,
         return dk + change.T @ queries, dv + weights.T @ slope
 
     start = (jnp.zeros_like(keys), jnp.zeros_like(values))
-    dk, dv = jax.lax.fori_loop(0, keys.shape[0] // BLOCK, block, start)
+    dk, dv = jax.lax.fori_loop(0, q_ref.shape[2] // BLOCK, block, start)
     dk_ref[0, 0], dv_ref[0, 0] = dk, dv
 
 
 def flash_forward(q, k, v):
+    """Return attention and its log-sums; fewer queries than keys are those of the last ones."""
     batch, heads, length, width = q.shape
-    whole = pl.BlockSpec((1, 1, length, width), lambda b, h, i: (b, h, 0, 0))
+    whole = pl.BlockSpec((1, 1, *k.shape[2:]), lambda b, h, i: (b, h, 0, 0))
     part = pl.BlockSpec((1, 1, BLOCK, width), lambda b, h, i: (b, h, i, 0))
     sums = pl.BlockSpec((1, 1, BLOCK), lambda b, h, i: (b, h, i))
     return pl.pallas_call(
-        forward_kernel,
+        functools.partial(forward_kernel, before=k.shape[2] - length),
         (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], q.dtype)),
         grid=(batch, heads, length // BLOCK),
         in_specs=[part, whole, whole],
@@ -80,14 +83,15 @@ def flash_forward(q, k, v):
 
 def flash_backward(q, k, v, out, logsum, slope):
     batch, heads, length, width = q.shape
-    whole = pl.BlockSpec((1, 1, length, width), lambda b, h: (b, h, 0, 0))
+    rows = pl.BlockSpec((1, 1, length, width), lambda b, h: (b, h, 0, 0))
+    keys = pl.BlockSpec((1, 1, *k.shape[2:]), lambda b, h: (b, h, 0, 0))
     sums = pl.BlockSpec((1, 1, length), lambda b, h: (b, h, 0))
     return pl.pallas_call(
-        backward_kernel,
+        functools.partial(backward_kernel, before=k.shape[2] - length),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)),
         grid=(batch, heads),
-        in_specs=[whole, whole, whole, whole, sums, whole],
-        out_specs=(whole, whole, whole),
+        in_specs=[rows, keys, keys, rows, sums, rows],
+        out_specs=(rows, keys, keys),
         interpret=True,
         name="flash_backward",
     )(q, k, v, out, logsum, slope)
@@ -112,7 +116,8 @@ def rule(text):
 
     def of(eqn):
         batch, heads, length, width = eqn.invars[0].aval.shape
-        sizes = {"b": batch, "h": heads, "q": length, "k": length, "d": width}
+        keys = eqn.invars[1].aval.shape[2]
+        sizes = {"b": batch, "h": heads, "q": length, "k": keys, "d": width}
         return ShardingRule.parse(text, sizes, replicated=("q", "k", "d"))
 
     return of
@@ -120,7 +125,7 @@ def rule(text):
 
 def products(count):
     """Return the operations of so many products of [queries, keys, width] per head."""
-    return lambda eqn: 2.0 * count * eqn.invars[0].aval.size * eqn.invars[0].aval.shape[2]
+    return lambda eqn: 2.0 * count * eqn.invars[0].aval.size * eqn.invars[1].aval.shape[2]
 
 
 # kernels are told apart by the name they are called with
@@ -129,6 +134,7 @@ alpa.sharding_rule(
     rule("b h q d, b h k d, b h k d -> b h q d, b h q"),
     lambda call: list(flash_forward(*call.operands)),
     flops=products(2),
+    causal=("q", "k"),  # queries look at no later keys: it runs in slices of the tokens
 )
 alpa.sharding_rule(
     "pallas_call:flash_backward",
@@ -136,6 +142,7 @@ alpa.sharding_rule(
     lambda call: list(flash_backward(*call.operands)),
     linear_in=(5,),  # in the gradient of the output: parts of a sum of gradients may pass
     flops=products(5),
+    causal=("q", "k"),
 )
 
 

@@ -153,3 +153,23 @@ def test_flash_attention_is_cut_into_microbatches_and_stages(flash, agrees, opti
         max_mesh_axes=1,
     )
     assert not any(one.replicated_ops for one in step.plan.shardings)
+
+
+@pytest.mark.parametrize("slices", [(4, 12), (8, 4, 4)])
+def test_flash_attention_is_cut_into_token_slices(flash, slices):
+    with jax.enable_x64(True):
+        layers, batch = jax.tree.map(
+            lambda leaf: leaf.astype("float64"), (flash.make_layers(), flash.make_batch(2, 16))
+        )
+        step = alpa.parallelize(
+            flash.train_step,
+            cluster="host:4",
+            donate=False,
+            num_stages=2,
+            num_microbatches=len(slices) - 1,
+            token_slices=slices,
+        )
+        expected, found = jax.jit(flash.train_step)(layers, batch), step.gather(step(layers, batch))
+        for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            assert jnp.allclose(two, one, rtol=1e-10, atol=1e-12)
+        assert step.executable.audit().ok

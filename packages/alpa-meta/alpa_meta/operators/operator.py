@@ -239,6 +239,9 @@ class Operator:
     piece_params its parameters on a piece of so many layers along dim 0; None: the same, if it runs
                  unchanged on parts
     reorders     whether what its "add" factors sum may be read from the other end
+    causal       of an attention: its factors (rows, keys). A row reads the keys up to its own, and
+                 `local` takes fewer rows than keys, which are the last ones; what results lack of
+                 the rows is added up
     """
 
     rule: RuleFunction
@@ -263,6 +266,7 @@ class Operator:
     dear: bool = False
     piece_params: Callable[[JaxprEqn, int], dict[str, Any]] | None = None
     reorders: bool = False
+    causal: tuple[str, str] | None = None
 
     def linear_groups(self, eqn: JaxprEqn) -> Groups:
         """Return the groups of operands that `eqn` is multilinear in."""

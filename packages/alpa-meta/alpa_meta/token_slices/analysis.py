@@ -307,15 +307,17 @@ class _Walk:
                 "excluded, which would then look at later ones; mask with -inf, or so that each "
                 "token may look at itself"
             )
-        if reading.combined and not reading.scatters:
-            return Sliced(reading), [self._sum(var, sweep) for var in eqn.outvars]
         results = []
-        for layout in reading.results:
-            if reading.scatters:
+        for k, (var, layout) in enumerate(zip(eqn.outvars, reading.results, strict=True)):
+            if reading.is_sum(k):
+                results.append(self._sum(var, sweep))
+            elif reading.scatters(k):
                 if sweep == BEFORE:
                     raise UnreadableError("gives later tokens a part in earlier ones")
                 layout = tuple(place and evolve(place, kind=ROW) for place in layout)
-            results.append(Value("sliced", layout, sweep, rest=None if reading.scatters else rest))
+                results.append(Value("sliced", layout, sweep))
+            else:
+                results.append(Value("sliced", layout, sweep, rest=rest))
         return Sliced(reading), results
 
     def _sum(self, var: Var, sweep: int) -> Value:

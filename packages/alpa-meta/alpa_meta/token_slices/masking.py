@@ -56,6 +56,8 @@ def rest_of(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> f
     The rest of an operand without keys is its value, if that is one known number. Raises
     UnreadableError if keys are reduced whose rest matters.
     """
+    if operator_of(eqn).causal is not None:
+        return None
     found = _rest_of(eqn, reading, rests)
     if reading.reduced_keys:
         needed = UNITS.get(reading.reduced_keys)
@@ -67,7 +69,7 @@ def rest_of(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> f
                 f"{_word(needed)} there, and finds {_word(held)})"
             )
         return None
-    if reading.scatters and found != 0.0:
+    if any(map(reading.scatters, range(len(reading.results)))) and found != 0.0:
         raise UnreadableError(
             "adds to the gradients of tokens after its own, which no mask was proved to leave out"
         )

@@ -8,6 +8,7 @@ other the keys.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from attrs import evolve, frozen
@@ -36,9 +37,9 @@ Chooser = Callable[[Sequence[str]], str]
 class Reading:
     """The layouts of operands and results of an operator in a slice.
 
-    `combined` is how the rows are reduced ("add", empty: they are not): the results of the slices
-    are combined to the result, for the keys of a result at the keys' own slice. `reduced_keys` is
-    how keys are reduced.
+    `combined` is how the rows are reduced ("add", empty: they are not): results without rows are
+    combined of those of the slices, for the keys of a result at the keys' own slice. `reduced_keys`
+    is how keys are reduced.
     """
 
     operands: tuple[Layout, ...]
@@ -46,10 +47,13 @@ class Reading:
     combined: str = ""
     reduced_keys: str = ""
 
-    @property
-    def scatters(self) -> bool:
-        """Whether each slice adds to results of the slices before it."""
-        return bool(self.combined) and any(KEY in kinds(layout) for layout in self.results)
+    def is_sum(self, result: int) -> bool:
+        """Return whether a result is added up over the slices."""
+        return bool(self.combined) and kinds(self.results[result]) == set()
+
+    def scatters(self, result: int) -> bool:
+        """Return whether each slice adds to what a result is in the slices before it."""
+        return bool(self.combined) and kinds(self.results[result]) == {KEY}
 
 
 class UnreadableError(Exception):
@@ -72,10 +76,15 @@ def reading_of(
     if rule is None:
         raise UnreadableError("has no sharding rule to slice it by")
     places = _factor_places(rule, layouts, cutting)
+    if operator.causal is not None:
+        places = _of_attention(places, *operator.causal)
     places = _one_of_each(places, choose)
-    for name in places:
-        _check_factor(eqn, rule, name)
     combined = reduced_keys = ""
+    if operator.causal is None:
+        for name in places:
+            _check_factor(eqn, rule, name)
+    elif not all(operator.causal[0] in itertools.chain(*dims) for dims in rule.results):
+        combined = "add"
     for name, place in places.items():
         factor = rule.factor(name)
         if factor.kind == "reduction":
@@ -140,6 +149,19 @@ def _of_short_dim(eqn: JaxprEqn, layouts: Sequence[Layout], cutting: Cutting) ->
     shape = shape_of(eqn.outvars[0])
     operands = tuple(layout if shape_of(atom) == shape else () for atom in eqn.invars)
     return Reading(operands, (layout,) * len(eqn.outvars))
+
+
+def _of_attention(places: dict[str, Place], rows: str, keys: str) -> dict[str, Place]:
+    """Return the places of what an attention reads, which says where its keys are."""
+    if not places or not {*places} <= {rows, keys}:
+        raise UnreadableError(f"reads tokens elsewhere than in its factors {rows!r} and {keys!r}")
+    if any(place.cuts for place in places.values()):
+        raise UnreadableError("looks back on what is made of later tokens")
+    if rows in places and places[rows].kind == KEY:
+        raise UnreadableError("reads the keys of a slice as its rows")
+    (either, *_) = places.values()
+    found = {ROW: places.get(rows, either), KEY: places.get(keys, either)}
+    return {rows: evolve(found[ROW], kind=ROW), keys: evolve(found[KEY], kind=KEY)}
 
 
 def _one_of_each(places: dict[str, Place], choose: Chooser) -> dict[str, Place]:

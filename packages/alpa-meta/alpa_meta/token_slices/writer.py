@@ -400,12 +400,12 @@ class Writer:
             for var, layout in zip(eqn.outvars, reading.results, strict=True)
         ]
         self.run_operator(eqn, reading, number, results)
-        for var, layout, made in zip(eqn.outvars, reading.results, results, strict=True):
+        for k, (var, made) in enumerate(zip(eqn.outvars, results, strict=True)):
             if is_drop(var):
                 continue
-            if reading.scatters:
-                write_scattered(self, var, layout, made, number)
-            elif reading.combined:
+            if reading.scatters(k):
+                write_scattered(self, var, reading.results[k], made, number)
+            elif reading.is_sum(k):
                 self.add_part(var, made, number)
             else:
                 self.parts[var, number] = made
