@@ -24,6 +24,7 @@ from alpa_interchange import (
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.compiled_task import AnyMesh, CompiledTask
 from alpa_meta.execution.exported_function import exported
+from alpa_meta.inter_op.meshes import host_of
 from alpa_meta.spmd import abstract_mesh
 from mesh_runtime import Executable as Program
 from mesh_runtime import RayMesh, RayOptions, RayRuntime, RayWorkers, Runtime, WorkerError
@@ -150,7 +151,7 @@ def planner_for(cluster: ClusterSpec) -> Callable[[ReshardingTask], ReshardingPl
 
 def ray_mesh(cluster: ClusterSpec, mesh: DeviceMesh, platform: str, options: RayOptions) -> RayMesh:
     """Return where a mesh of a plan stands: on which hosts of the cluster, with how many GPUs."""
-    hosts = [_host_of(cluster, device)[0] for device in mesh.device_ids]
+    hosts = [host_of(cluster, device)[0] for device in mesh.device_ids]
     runs = [(host, len(list(members))) for host, members in itertools.groupby(hosts)]
     names, counts = [host for host, _ in runs], {count for _, count in runs}
     if len(set(names)) != len(names) or len(counts) != 1:
@@ -173,21 +174,10 @@ def _platform(cluster: ClusterSpec, mesh: DeviceMesh, options: RayOptions) -> st
     """Return "cpu" or "gpu": what the options say, else the devices of the cluster."""
     named = options.platform
     if named is None:
-        named = cluster.host_groups[_host_of(cluster, mesh.device_ids[0])[1]].device.platform
+        named = cluster.host_groups[host_of(cluster, mesh.device_ids[0])[1]].device.platform
     if named not in _PLATFORMS:
         raise PlanError(
             f"runtime='ray' runs on CPUs and GPUs, but cluster {cluster.name!r} has {named!r}; "
             "RayOptions(platform='cpu') tries the plan on host devices"
         )
     return _PLATFORMS[named]
-
-
-def _host_of(cluster: ClusterSpec, device: int) -> tuple[int, int]:
-    """Return (host, host group) of a device, hosts numbered group by group."""
-    host = 0
-    for number, group in enumerate(cluster.host_groups):
-        if device < group.num_devices:
-            return host + device // group.devices_per_host, number
-        device -= group.num_devices
-        host += group.num_hosts
-    raise PlanError(f"cluster {cluster.name!r} has no device {device + cluster.num_devices}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from alpa_interchange import ClusterSpec, DeviceGroup, LogicalMesh, SubmeshSpec
+from alpa_meta.errors import PlanError
 from cost_model import CostModel
 
 AXIS_NAMES = ("x", "y", "z", "w")
@@ -121,3 +122,14 @@ def device_groups(cluster: ClusterSpec, memory: float | None) -> tuple[DeviceGro
         )
         for number, group in enumerate(cluster.host_groups)
     )
+
+
+def host_of(cluster: ClusterSpec, device: int) -> tuple[int, int]:
+    """Return (host, host group) of a device, hosts numbered group by group."""
+    host = 0
+    for number, group in enumerate(cluster.host_groups):
+        if device < group.num_devices:
+            return host + device // group.devices_per_host, number
+        device -= group.num_devices
+        host += group.num_hosts
+    raise PlanError(f"cluster {cluster.name!r} has no device {device + cluster.num_devices}")

@@ -123,8 +123,7 @@ def finish(
     cluster = model.cluster
     cuts = [stage.candidate.layer_start for stage in stage_plan.stages[1:]]
     if outlook.program.slices is not None:
-        count = outlook.program.slices.count
-        check_budget(len(stage_plan.stages), stage_plan.schedule, count)
+        check_budget(stage_plan, cluster, outlook.program.slices.count)
     if not cuts and outlook.uncut is not None:
         outlook, layering = outlook.uncut
         stage_plan = _over_all_layers(stage_plan, outlook.num_layers)

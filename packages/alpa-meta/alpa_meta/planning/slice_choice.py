@@ -22,7 +22,7 @@ from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.step.program import Step
 from alpa_meta.token_slices.analysis import analysed
-from alpa_meta.token_slices.budget import MAX_PROGRAMS
+from alpa_meta.token_slices.budget import MAX_PROGRAMS, num_programs
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.program import check_work
 from alpa_meta.token_slices.slice_seconds import Array, slice_seconds
@@ -116,20 +116,20 @@ def _lengths(
         cells = min(CELLS, slices.tokens)
         table = slice_seconds(analysis, one_device(cluster), cells)
         if table[0, -1] > 0:
-            return _best(table, slices, pipeline)
+            return _best(table, slices, pipeline, cluster)
     return None
 
 
 def _best(
-    table: Array, slices: Slices, pipeline: _Pipeline
+    table: Array, slices: Slices, pipeline: _Pipeline, cluster: ClusterSpec
 ) -> tuple[tuple[int, ...], float] | None:
     """Return the lengths and the step of the coarsest slices that are about as fast as any."""
     cells = len(table) - 1
-    found = []
+    found, most = [], _most_slices(pipeline, cluster)
     for grain in (one for one in range(cells // 2, 0, -1) if cells % one == 0):
         plan = _sliced(table[::grain, ::grain], pipeline)
         cut = max((one for _, one in plan.groups), key=len)
-        if 1 < len(cut) <= _most_slices(pipeline):
+        if 1 < len(cut) <= most:
             found.append((plan.step_seconds, tuple(grain * one for one in cut)))
     if not found:
         return None
@@ -153,6 +153,8 @@ def _sliced(table: Array, pipeline: _Pipeline) -> stage_dp.TokenPlan:
     return stage_dp.slice_tokens(problem)
 
 
-def _most_slices(pipeline: _Pipeline) -> int:
-    rule = stage_dp.SCHEDULE_RULES[pipeline.schedule or "1f1b"]
-    return MAX_PROGRAMS // (len(pipeline.seconds) * (2 + rule.splits_backward))
+def _most_slices(pipeline: _Pipeline, cluster: ClusterSpec) -> int:
+    """Return the slices whose programs a host compiles, of its share of the stages."""
+    hosts = sum(group.num_hosts for group in cluster.host_groups)
+    share = -(-len(pipeline.seconds) // hosts)
+    return MAX_PROGRAMS // num_programs(share, pipeline.schedule or "1f1b", 1)

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import stage_dp
+from alpa_interchange import ClusterSpec, StagePlan
+from alpa_meta.inter_op.meshes import host_of
 from alpa_meta.token_slices.values import SlicingError
 
 MAX_PROGRAMS = 128
-"""Compiling one takes XLA 1 to 1.5 CPU seconds for two layers of a GPT on host devices
-(`examples/long_context.py`), so that many take minutes, and more hardly fill a pipeline better."""
+"""Of the stages of one host, which compiles its own. Compiling one takes XLA 1 to 1.5 CPU seconds
+for two layers of a GPT on host devices (`examples/long_context.py`), so that many take minutes, and
+more hardly fill a pipeline better."""
 
 
 def num_programs(num_stages: int, schedule: str, num_slices: int) -> int:
-    """Return the programs of a sliced pipeline's passes."""
+    """Return the programs of the passes of some stages of a sliced pipeline."""
     rule = stage_dp.SCHEDULE_RULES[schedule]
-    passes = 1 + rule.has_backward + rule.splits_backward
-    return num_stages * passes * num_slices if num_stages > 1 else 1
+    return num_stages * (1 + rule.has_backward + rule.splits_backward) * num_slices
 
 
-def check_budget(num_stages: int, schedule: str, num_slices: int) -> None:
-    """Raise SlicingError for a pipeline of more programs than are compiled."""
-    count = num_programs(num_stages, schedule, num_slices)
+def check_budget(plan: StagePlan, cluster: ClusterSpec, num_slices: int) -> None:
+    """Raise SlicingError for a pipeline of more programs than a host compiles."""
+    if len(plan.stages) == 1:  # which runs all slices as one program
+        return
+    hosts = Counter(
+        host
+        for stage in plan.stages
+        for host in {host_of(cluster, device)[0] for device in stage.device_ids}
+    )
+    count = num_programs(max(hosts.values()), plan.schedule, num_slices)
     if count > MAX_PROGRAMS:
         each = count // num_slices
         raise SlicingError(
-            f"{num_slices} token slices in {num_stages} stages under {schedule!r} are {count} "
-            f"programs to compile, {each} for each slice; at most {MAX_PROGRAMS} are compiled: use "
+            f"{num_slices} token slices under {plan.schedule!r} are {count} programs to compile on "
+            f"one host, {each} for each slice; at most {MAX_PROGRAMS} are compiled: use "
             f"num_token_slices={MAX_PROGRAMS // each} or fewer stages"
         )
