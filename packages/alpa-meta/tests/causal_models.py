@@ -114,7 +114,8 @@ def _mixed(model, params, x, tokens):
             return state, state
 
         by_time = jnp.moveaxis(x @ params["q"], 1, 0)
-        _, states = lax.scan(advance, jnp.zeros((BATCH, WIDTH)), by_time)
+        start = jnp.broadcast_to(params["b"][0], (BATCH, WIDTH))
+        _, states = lax.scan(advance, start, by_time)
         return jnp.moveaxis(states, 0, 1) @ params["o"]
     if model.mask == "associative scan":
         decay = jax.nn.sigmoid(x @ params["k"])

@@ -452,8 +452,8 @@ class _Walk:
         layouts = self._layouts(operands)
         if any(layout[0] is not None for layout in layouts[first:]):
             read = self._read if self.inside else None
-            found = token_loop(eqn, layouts, self.slices, sweep, read)
-            return self._again(eqn, operands, *found, sweep)
+            loop, after = token_loop(eqn, layouts, self.slices, sweep, read)
+            return self._again(eqn, operands, loop, after, sweep)
         (body,) = bodies(eqn)
         jaxpr = open_jaxpr(body)
         outer = dict(zip(jaxpr.invars[:num_consts], eqn.invars[:num_consts], strict=True))

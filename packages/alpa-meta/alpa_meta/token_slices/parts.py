@@ -19,6 +19,9 @@ from alpa_meta.operators import LocalCall, operator_of, sharding_rule
 from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, factor_place
 from alpa_meta.token_slices.reading import Reading
 
+_AXES = {ROW: ROW, KEY: KEY, "earlier rows": KEY}
+"""What is cut along each axis that stands for the slices; rows may be recomputed from the first."""
+
 
 class UnsupportedError(Exception):
     """A local form that cannot make the part of one slice."""
@@ -61,7 +64,7 @@ class SliceCall(LocalCall):
     def first(self, axes: tuple[str, ...], size: int) -> Any:
         slices, number, reading = self._of  # type: ignore[attr-defined]
         places = itertools.chain(*reading.operands, *reading.results)
-        place = next(one for one in places if one is not None and one.kind == axes[0])
+        place = next(one for one in places if one is not None and one.kind == _AXES[axes[0]])
         return np.int32(slices.held(place, number)[0])
 
     def shards(self, axes: tuple[str, ...]) -> int:
@@ -125,27 +128,28 @@ def run_local(
     rule = sharding_rule(eqn)
     assert rule is not None
     strategy = _strategy(rule, reading, slices.tokens)
-    mesh = LogicalMesh(axes=tuple(MeshAxis(name=kind, size=2) for kind in (ROW, KEY)))
+    mesh = LogicalMesh(axes=tuple(MeshAxis(name=axis, size=2) for axis in _AXES))
     places: Any = _SlicePlaces(place)
     call = SliceCall(slices, number, reading, eqn, list(values), rule, strategy, mesh, places)
     return operator_of(eqn).local(call)
 
 
 def _strategy(rule: ShardingRule, reading: Reading, tokens: int) -> Strategy:
-    """Return the slices as a strategy over two axes, for the operator's local form."""
-    assignment: dict[str, tuple[str, ...]] = {}
-    pairs = [*zip(rule.operands, reading.operands), *zip(rule.results, reading.results)]
-    for dims, layout in pairs:
-        for dim, place in zip(dims, layout, strict=True):
+    """Return the slices as a strategy over axes of their own, for the operator's local form."""
+    axes: dict[str, str] = {}
+
+    def spec(dims: Sequence[Sequence[str]], layout: Layout) -> ShardingSpec:
+        held: list[tuple[str, ...]] = [()] * len(layout)
+        for d, (dim, place) in enumerate(zip(dims, layout, strict=True)):
             if place is not None:
                 name, _ = factor_place(rule, dim, place, tokens)
-                assignment[name] = (place.kind,)
-    return Strategy(
-        assignment=tuple(sorted(assignment.items())),
-        operands=tuple(map(_spec, reading.operands)),
-        results=tuple(map(_spec, reading.results)),
-    )
+                free = (a for a, kind in _AXES.items() if kind == place.kind)
+                known = axes.values()
+                axes[name] = axes.get(name) or next(axis for axis in free if axis not in known)
+                held[d] = (axes[name],)
+        return ShardingSpec(tuple(held))
 
-
-def _spec(layout: Layout) -> ShardingSpec:
-    return ShardingSpec(tuple((place.kind,) if place else () for place in layout))
+    operands = tuple(map(spec, rule.operands, reading.operands))
+    results = tuple(map(spec, rule.results, reading.results))
+    assignment = tuple(sorted((name, (axis,)) for name, axis in axes.items()))
+    return Strategy(assignment=assignment, operands=operands, results=results)

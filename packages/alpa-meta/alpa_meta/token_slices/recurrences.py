@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from alpa_meta.compat import (
@@ -61,22 +62,22 @@ def token_loop(
         if any(inner):
             raise UnreadableError("scans over tokens with a state that holds tokens")
         wanted.append(layout if k < first else (*_ROWS, *inner))
-    sums = frozenset(k for k in range(num_carry) if read is not None and _only_adds(eqn, k))
+    handed_on = {k for k in range(num_carry) if eqn.outvars[k] in (read or ())}
+    sums = frozenset(k for k in handed_on if _only_adds(eqn, k))
+    last = frozenset(handed_on - sums)
+    if again and handed_on:
+        raise UnreadableError("hands on its last state in what the backward pass recomputes")
     results: list[Value] = []
     for k, var in enumerate(eqn.outvars):
         layout = whole(len(shape_of(var)))
-        if k in sums:
+        if k in sums or k in last:
             results.append(Value("addend", layout, sweep))
         elif k < num_carry:
-            if var in (read or ()):
-                raise UnreadableError(
-                    "hands on its last state inside another loop or a recomputation"
-                )
             results.append(Value("known", layout, sweep + 1))
         else:
             results.append(Value("sliced", (*_ROWS, *layout[1:]), sweep))
     made = tuple(one.layout for one in results)
-    return TokenLoop(tuple(wanted), made, sums, again), results
+    return TokenLoop(tuple(wanted), made, sums, last, again), results
 
 
 def _only_adds(eqn: JaxprEqn, number: int) -> bool:
@@ -152,15 +153,22 @@ def write_token_loop(writer: Writer, eqn: JaxprEqn, decision: TokenLoop, number:
             made = Var(array_type(var))
             writer.parts[var, number] = made
         elif k < num_carry:
-            made = var if last and not is_drop(var) else Var(array_type(var))
+            own = last and k not in decision.last and not is_drop(var)
+            made = var if own else Var(array_type(var))
             writer.carries[var] = made
-            if last and not is_drop(var):
+            if own:
                 writer.made.add(var)
         else:
             made = writer.result(var, layout, number)
             writer.parts[var, number] = made
         results.append(made)
     _emit_loop(writer, eqn, operands, results, number, writer.slices.span(ROW, number)[0])
+    for k in decision.last:
+        made = results[k]
+        if not last:
+            made = Var(array_type(made))
+            writer.compute("zeros", jnp.zeros_like, [results[k]], [made], number)
+        writer.parts[eqn.outvars[k], number] = made
 
 
 def _emit_loop(

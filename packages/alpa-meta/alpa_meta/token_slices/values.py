@@ -72,13 +72,15 @@ class Running:
 class TokenLoop:
     """A scan over the tokens, whose carry is handed from slice to slice.
 
-    `sums` are the carries that it only adds to, of which each slice has a part. `again`: see
-    `Running`.
+    Inside another loop or a recomputation, `sums` are the carries that it only adds to, of which
+    each slice has a part, and `last` others that are read behind it: the last slice has all of
+    those. `again`: see `Running`.
     """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     sums: frozenset[int]
+    last: frozenset[int]
     again: bool
 
 

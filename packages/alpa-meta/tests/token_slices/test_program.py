@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from causal_models import TOKENS, Model, batch, loss, parameters
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from alpa_meta.compat import open_jaxpr
@@ -92,6 +94,22 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_loss_and_gradients_of_uneven_slices_are_those_of_the_step(model):
     check(*gradients(model), (5, 1, 6))
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@given(
+    model=st.sampled_from(
+        [
+            Model("window", remat=True),
+            Model("recurrence", scan=True, remat=True, num_layers=2),
+            Model("convolution", scan=True, num_layers=2),
+            Model("additive with alibi", scan=True, num_layers=2),
+        ]
+    ),
+    cuts=st.sets(st.integers(1, TOKENS - 1), min_size=1, max_size=4),
+)
+def test_loss_and_gradients_of_random_slices_are_those_of_the_step(model, cuts):
+    check(*gradients(model), tuple(np.diff([0, *sorted(cuts), TOKENS]).tolist()))
 
 
 @pytest.mark.parametrize("lengths", [(3, 9), (4, 4, 2, 2)])

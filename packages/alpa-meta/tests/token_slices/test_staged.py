@@ -131,6 +131,7 @@ RANDOM = [
     (Model("associative scan", num_layers=2), (7, 5)),  # two devices and one
     (Model("by hand", positions="rotary", longer=True, num_layers=2), (3, 4, 5)),
     (Model(scan=True, remat=True, num_layers=2), (2, 10)),
+    (Model("recurrence", scan=True, remat=True, num_layers=2), (5, 7)),
 ]
 
 
