@@ -27,7 +27,7 @@ from alpa_meta.inter_op.candidates import (
     totals_share,
 )
 from alpa_meta.inter_op.layering import Layering
-from alpa_meta.inter_op.meshes import usable_memory
+from alpa_meta.inter_op.meshes import host_of, usable_memory
 from alpa_meta.inter_op.scan_stages import staged_program
 from alpa_meta.inter_op.split_backward import with_split_backward
 from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
@@ -123,7 +123,11 @@ def finish(
     cluster = model.cluster
     cuts = [stage.candidate.layer_start for stage in stage_plan.stages[1:]]
     if outlook.program.slices is not None:
-        check_budget(stage_plan, cluster, outlook.program.slices.count)
+        hosts = [
+            {host_of(cluster, device)[0] for device in stage.device_ids}
+            for stage in stage_plan.stages
+        ]
+        check_budget(hosts, stage_plan.schedule, outlook.program.slices.count)
     if not cuts and outlook.uncut is not None:
         outlook, layering = outlook.uncut
         stage_plan = _over_all_layers(stage_plan, outlook.num_layers)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import stage_dp
-from alpa_interchange import ClusterSpec, StagePlan
-from alpa_meta.inter_op.meshes import host_of
 from alpa_meta.token_slices.values import SlicingError
 
 MAX_PROGRAMS = 128
@@ -21,20 +20,17 @@ def num_programs(num_stages: int, schedule: str, num_slices: int) -> int:
     return num_stages * (1 + rule.has_backward + rule.splits_backward) * num_slices
 
 
-def check_budget(plan: StagePlan, cluster: ClusterSpec, num_slices: int) -> None:
-    """Raise SlicingError for a pipeline of more programs than a host compiles."""
-    if len(plan.stages) == 1:  # which runs all slices as one program
+def check_budget(hosts: Sequence[Collection[int]], schedule: str, num_slices: int) -> None:
+    """Raise SlicingError for a pipeline of more programs than a host compiles; `hosts` are those of
+    each stage."""
+    if len(hosts) == 1:  # a stage alone runs all slices as one program
         return
-    hosts = Counter(
-        host
-        for stage in plan.stages
-        for host in {host_of(cluster, device)[0] for device in stage.device_ids}
-    )
-    count = num_programs(max(hosts.values()), plan.schedule, num_slices)
+    stages = Counter(host for each in hosts for host in each)
+    count = num_programs(max(stages.values()), schedule, num_slices)
     if count > MAX_PROGRAMS:
         each = count // num_slices
         raise SlicingError(
-            f"{num_slices} token slices under {plan.schedule!r} are {count} programs to compile on "
+            f"{num_slices} token slices under {schedule!r} are {count} programs to compile on "
             f"one host, {each} for each slice; at most {MAX_PROGRAMS} are compiled: use "
             f"num_token_slices={MAX_PROGRAMS // each} or fewer stages"
         )
