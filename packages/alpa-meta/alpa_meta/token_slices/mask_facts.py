@@ -24,6 +24,8 @@ class MaskFacts:
 
     def __init__(self, found: Analysis, scope: Scope) -> None:
         self.found, self.scope = found, scope
+        # By the ids of scope and value, and the layout: values are read by several.
+        self._rests: dict[tuple[int, int, Layout], float | None] = {}
 
     def operand_rest(self, atom: Atom, value: Value, layout: Layout) -> float | None:
         """Return what an operand holds behind the last row of every slice."""
@@ -34,7 +36,14 @@ class MaskFacts:
         return self._rest_of_known(self.scope, atom, layout)
 
     def _rest_of_known(self, scope: Scope, atom: Atom, layout: Layout) -> float | None:
-        """Return what a value made of weights and a mask holds behind the rows of every slice."""
+        """Return what a value made of weights and a mask holds behind the rows of every slice,
+        remembered."""
+        key = (id(scope), id(atom), layout)
+        if key not in self._rests:
+            self._rests[key] = self._made_rest(scope, atom, layout)
+        return self._rests[key]
+
+    def _made_rest(self, scope: Scope, atom: Atom, layout: Layout) -> float | None:
         found = {
             scope.bounds(atom, layout, After(number)).constant
             for number in range(self.found.slices.count - 1)
