@@ -15,7 +15,7 @@ NAME = "interleaved-1f1b"
 
 
 def follow_of(rng, sequence):
-    """Return what layers after one of their class take more, and rows of them less: [2, classes]."""
+    """Return what layers after one of their class take more, and rows of them less."""
     parted = [a for a, b in itertools.pairwise(sequence) if a != b]
     together = [parted.count(c) + (c == sequence[-1]) == 1 for c in range(max(sequence) + 1)]
     return rng.uniform(0, [[0.3], [0.2]], (2, len(together))) * together
