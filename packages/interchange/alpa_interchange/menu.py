@@ -83,10 +83,12 @@ class LayerRow:
 
 @frozen(kw_only=True)
 class PricedFloor:
-    """The least of `price` * state bytes + the seconds of a step, in seconds.
+    """The least of `price` * bytes + the seconds of a step, in seconds.
 
-    With B microbatches every way needs price * state_bytes + B * (forward + backward) +
-    step_share * step_seconds >= B * `seconds` + `step_seconds` of this floor.
+    With B microbatches every way needs price * bytes + B * (forward + backward) +
+    step_share * step_seconds >= B * `seconds` + `step_seconds` of this floor, with what it needs
+    more than one of `LayerFloor.kept` does: its bytes are those of state, and what it keeps of one
+    microbatch beyond those of `kept`.
     """
 
     price: float = field(default=0.0, validator=non_negative)  # seconds per byte

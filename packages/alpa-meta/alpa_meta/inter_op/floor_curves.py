@@ -41,30 +41,36 @@ lower for 0.3 CPU s less, that of GPT-39B the same. Of rare classes only the fir
 all of them raise GPT-39B's bound by 0.14 % for a fifth more of the seconds of floors."""
 
 Asked = tuple[str, float]
-"""The seconds of "all" or of one of PARTS, with bytes of state at a price."""
+"""The seconds of "all" or of one of PARTS, with bytes at a price; of BARE those of state alone."""
+BARE = "bare_step"
 
 
 @frozen(eq=False, slots=False)
 class Ways:
     """A layer's problem with a number of microbatches. `state` are the bytes of each node's
-    strategies, `bytes` those that no node decides. `links`: to another such layer after it."""
+    strategies, `bytes` those that no node decides; `held` and `held_bytes` the same with what a
+    microbatch keeps beyond the least. `links`: to another such layer after it."""
 
     problem: ShardingProblem
     parts: Mapping[str, ShardingProblem]  # by PARTS
     state: np.ndarray
     bytes: float
+    held: np.ndarray
+    held_bytes: float
     links: Links = ()
 
     @functools.cached_property
-    def _least_state(self) -> np.ndarray:
-        """Return the least bytes of each node."""
+    def _least(self) -> Mapping[bool, np.ndarray]:
+        """Return the least bytes of each node, by whether they are those of state only."""
         counts = self.problem.num_strategies
-        return np.asarray(np.minimum.reduceat(self.state, np.cumsum(counts) - counts))
+        starts = np.cumsum(counts) - counts
+        both = {True: self.state, False: self.held}
+        return {bare: np.minimum.reduceat(bytes, starts) for bare, bytes in both.items()}
 
     @property
     def fewest(self) -> float:
-        """Return the least bytes."""
-        return self.bytes + float(self._least_state.sum())
+        """Return the least bytes of state."""
+        return self.bytes + float(self._least[True].sum())
 
     def least(self, asked: Asked, options: Options) -> tuple[float, tuple[int, ...] | None]:
         """Return a bound on what is asked and the way found; inf where there is none."""
@@ -98,30 +104,38 @@ class Ways:
         return ilp_sharding.check(self._of(asked), choice).cost + self._fixed(asked)
 
     def _fixed(self, asked: Asked) -> float:
-        return asked[1] * self.fewest
+        bare = asked[0] == BARE
+        bytes = self.bytes if bare else self.held_bytes
+        return asked[1] * (bytes + float(self._least[bare].sum()))
 
     def _of(self, asked: Asked) -> ShardingProblem:
         """Return the problem with the bytes beyond the fewest at a price, which leaves to the
         solver's tolerance what is to be chosen."""
         part, price = asked
-        problem = self.problem if part == "all" else self.parts[part]
+        bare = part == BARE
+        problem = self.problem if part == "all" else self.parts["light_step" if bare else part]
         if not price:
             return problem
-        more = self.state - np.repeat(self._least_state, problem.num_strategies)
+        bytes = self.state if bare else self.held
+        more = bytes - np.repeat(self._least[bare], problem.num_strategies)
         return evolve(problem, node_cost=problem.node_cost + price * more)
 
 
 class Curves:
     """What a class takes at least over the number of microbatches, for sizes that allow the same
-    ways: the seconds of a step, with a light update at `prices` of state, and `parts`; all for each
-    of `kinds` of recomputation."""
+    ways: the seconds of a step, with a light update at `prices` of bytes, and `parts`; all for each
+    of `kinds` of recomputation. `bare`: that at prices of state only as well, for the last kind."""
 
-    def __init__(self, prices: Sequence[float], kinds: Sequence[str], parts: Sequence[str]) -> None:
+    def __init__(
+        self, prices: Sequence[float], kinds: Sequence[str], parts: Sequence[str], bare: bool
+    ) -> None:
         self.prices, self.kinds, self.parts = prices, kinds, parts
         self._sums: list[Asked] = [("all", 0.0), *(("light_step", price) for price in prices)]
         self._sums.append((parts[0], 0.0))
         asked = [*self._sums, *((part, 0.0) for part in parts[1:])]
         self._asked = [(kind, one) for kind in kinds for one in asked]
+        self.num_by_kind = len(self._asked)
+        self._asked += [(kinds[-1], (BARE, price)) for price in prices if bare]
         self.fewest = 0.0  # bytes of state
         # By number of microbatches, by how much more than `_least` every further layer of a run
         # takes, and by how much less the run may take.
@@ -201,7 +215,15 @@ class Curves:
 
     def by_kind(self, least: Sequence[float]) -> np.ndarray:
         """Return [kinds, what is asked] the bounds of `solve`."""
-        return np.array(least).reshape(len(self.kinds), -1)
+        return np.array(least[: self.num_by_kind]).reshape(len(self.kinds), -1)
+
+    def of_others(self, least: Sequence[float]) -> np.ndarray:
+        """Return [sums] what is less than the bounds of any other kind of recomputation by what
+        that takes at least more than the last one."""
+        found = self.by_kind(least)[-1, : self.num_sums].copy()
+        bare = least[self.num_by_kind :]
+        found[1 : 1 + len(bare)] = np.minimum(found[1 : 1 + len(bare)], bare)
+        return found
 
     def follow(self, count: int) -> tuple[float, float]:
         """Return the seconds by which every further layer of a run takes more than `at` says, and

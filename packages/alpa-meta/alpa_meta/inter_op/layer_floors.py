@@ -3,10 +3,12 @@
 For the ways x to run one layer alone, whose neighbours hand over and take whatever it likes, with
 B microbatches and seconds t(x) of each and u(x) per step, the least
 
-    L(p) = min over x of B t(x) + q u(x) + p state(x)
+    L(p) = min over x of B t(x) + q u(x) + p (state(x) + more(x))
 
 are selection problems of one layer, without the strategies that split the batch into more parts
-than the samples of a microbatch allow. Prices p are those at which two of the menu's rows tie: the
+than the samples of a microbatch allow. What x keeps of a microbatch beyond the least of its kind of
+recomputation is more(x), where samples are those of a size of the menu: every stage holds one
+microbatch at least. Prices p are those at which two of the menu's rows tie: the
 rows that are the best at some price are near the corners of what all ways reach. -> _prices()
 
 What a strategy costs at a number of microbatches lies on a line through two sizes of the menu, and
@@ -43,7 +45,7 @@ from alpa_interchange.menu import (
 from alpa_meta.inter_op.floor_curves import PARTS, Curves, Ways
 from alpa_meta.inter_op.layer_costs import LIGHT_STEP
 from alpa_meta.inter_op.layer_runs import Links
-from alpa_meta.inter_op.least_bytes import LeastBytes
+from alpa_meta.inter_op.least_bytes import ByNode, LeastBytes
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.options import Options
 
@@ -96,7 +98,10 @@ class FloorSource:
         seconds = self.problem.costs.seconds_of("least").tables[size]
         found = solve(self.problem.costs.layer_problem(layer, seconds), self.options)
         each = (found.lower_bound or 0.0) / self.batch
-        return self._floor(layer, (PricedFloor(seconds=Affine(0.0, each)),), 0.0, {"least": 0.0})
+        above = {
+            kind: self.problem.costs.least_again(layer, kind, size, "least") for kind in self.kinds
+        }
+        return self._floor(layer, (PricedFloor(seconds=Affine(0.0, each)),), 0.0, above)
 
     def exact(self, number: int, samples: int) -> tuple[LayerFloor, ...]:
         """Return the floors of a class for microbatches of so many samples, none where there are
@@ -119,10 +124,10 @@ class FloorSource:
         key = (number, alone, frozenset(allowed), between, at_size)
         if key not in self._curves:
             often = self.often[number]
-            prices = self._prices(number, samples) if self.tight and often else []
-            self._curves[key] = Curves(
-                prices, self.kinds[:SOLVED_KINDS] or ("least",), PARTS if often else PARTS[:1]
-            )
+            prices = self._prices(number, samples, at_size) if self.tight and often else []
+            kinds = self.kinds[:SOLVED_KINDS] or ("least",)
+            bare = at_size and len(self.kinds) > len(kinds)
+            self._curves[key] = Curves(prices, kinds, PARTS if often else PARTS[:1], bare)
         curves = self._curves[key]
         if curves.beyond(count) and not at_size:
             fewest = self._fewest(samples, between, math.lcm(*allowed))
@@ -135,11 +140,16 @@ class FloorSource:
             least = curves.solve(count, ways, self.options)
         if math.isinf(least[0]):
             return ()
-        by_kind, num_sums = curves.by_kind(least), curves.num_sums
-        step, *light = by_kind.min(axis=0).tolist()
+        by_kind, num_sums, others = curves.by_kind(least), curves.num_sums, curves.of_others(least)
+        again = min((self._again(layer, kind) for kind in self._unsolved), default=math.inf)
+        least_of_all = by_kind.min(axis=0)
+        least_of_all[:num_sums] = np.minimum(least_of_all[:num_sums], others + again)
+        step, *light = least_of_all.tolist()
         # beside each of what is said of the sums of seconds
-        above = (by_kind - by_kind.min(axis=0))[:, :num_sums].min(axis=1).tolist()
+        above = (by_kind - least_of_all)[:, :num_sums].min(axis=1).tolist()
         by_name = dict(zip(curves.kinds, above, strict=True))
+        beside = float((others - least_of_all[:num_sums]).min())
+        by_name |= {kind: beside + self._again(layer, kind) for kind in self._unsolved}
         priced = [PricedFloor(step_seconds=max(step, 0.0))]
         for price, one in zip(curves.prices, light, strict=False):
             priced.append(
@@ -172,18 +182,10 @@ class FloorSource:
         samples: int | None = None,
     ) -> LayerFloor:
         """Return the floor of a layer; `above`: by kind, how much more than `priced` it takes per
-        step at least. Other kinds are counted beside the last of these. `samples` of a microbatch;
-        None: any, without temporaries."""
+        step at least. `samples` of a microbatch; None: any, without temporaries."""
         costs, last = self.problem.costs, self.problem.sizes.index(self._sizes[-1])
         least = costs.least(layer, last)
-        beside = list(above)[-1]
-
-        def more(kind: str) -> float:
-            if kind in above:
-                return above[kind]
-            return max(above[beside] + costs.least_again(layer, kind, last, beside), 0.0)
-
-        again = [more(kind) / self.batch for kind in self.kinds]
+        again = [max(above[kind], 0.0) / self.batch for kind in self.kinds]
 
         def column(*names: str) -> Affine:
             return Affine(0.0, sum(least[name] for name in names) / self.batch)
@@ -238,14 +240,23 @@ class FloorSource:
         steepest = most - max(slopes) * (last.samples - samples) if slopes else 0.0
         return Affine(max(through, steepest, 0.0))
 
-    def _prices(self, number: int, samples: int) -> list[float]:
-        """Return the least prices of state at which two rows of a class tie, of those that are the
+    def _prices(self, number: int, samples: int, at_size: bool) -> list[float]:
+        """Return the least prices of bytes at which two rows of a class tie, of those that are the
         best at some price."""
-        count = self.batch // samples
+        count, layer = self.batch // samples, self.layers[number]
+        kept = {kind: self._kept(layer, kind, samples) for kind in self.kinds if at_size}
+
+        def more(row: LayerRow) -> float:
+            """Return the bytes of state, and of activations beyond the least of the kind."""
+            if row.recomputation not in kept:
+                return row.state_bytes
+            least = kept[row.recomputation]
+            return row.state_bytes + max(row.activation_bytes.value(samples) - least, 0.0)
+
         points = [
             (
                 count * sum(line.value(samples) for line in _lines(row)) + row.step_seconds,
-                row.state_bytes,
+                more(row),
             )
             for row in self.rows[number]
             if samples % row.batch_split == 0
@@ -277,10 +288,22 @@ class FloorSource:
         alone = problem.costs.layer_problem(layer, table, kind=kind)
         numbers = [int(name) for name in alone.node_names]
         # of a single microbatch, gradients come where activations go
-        held = ("state", "gradients") if samples < self.batch else ("state",)
-        state, rest = problem.costs.layer_bytes(layer, held)
-        counts = alone.num_strategies.tolist()
-        by_node = [state.pop(n, np.zeros(k)) for n, k in zip(numbers, counts, strict=True)]
+        names = ("state", "gradients") if samples < self.batch else ("state",)
+        state = problem.costs.layer_bytes(layer, names)
+        held = state
+        if any(one.samples == samples for one in self._sizes):
+            kept, whole = self._bytes.kept_by_node(layer, kind, self._place(samples))
+            both = dict(state[0])
+            for node, bytes in kept.items():
+                both[node] = both[node] + bytes if node in both else bytes
+            held = both, state[1] + whole - self._kept(layer, kind, samples)
+
+        def by_strategy(bytes: ByNode) -> tuple[np.ndarray, float]:
+            """Return the bytes by the problem's strategies, and those that it does not decide."""
+            left, counts = dict(bytes[0]), alone.num_strategies.tolist()
+            own = [left.pop(n, np.zeros(k)) for n, k in zip(numbers, counts, strict=True)]
+            return np.concatenate(own), bytes[1] + sum(float(one.min()) for one in left.values())
+
         return Ways(
             self._splitting(alone, samples),
             {
@@ -289,10 +312,29 @@ class FloorSource:
                 )
                 for part in parts
             },
-            np.concatenate(by_node),
-            rest + sum(float(one.min()) for one in state.values()),
+            *by_strategy(state),
+            *by_strategy(held),
             self._links(number, numbers, table, kind),
         )
+
+    @property
+    def _unsolved(self) -> Sequence[str]:
+        """The kinds of recomputation that are not solved for."""
+        return self.kinds[SOLVED_KINDS:]
+
+    def _again(self, layer: int, kind: str) -> float:
+        """Return the seconds per step that a kind takes at least more than the last solved one."""
+        last = self.problem.sizes.index(self._sizes[-1])
+        return self.problem.costs.least_again(layer, kind, last, self.kinds[SOLVED_KINDS - 1])
+
+    def _place(self, samples: int) -> int:
+        """Return the place of the size of so many samples."""
+        return next(k for k, one in enumerate(self.problem.sizes) if one.samples == samples)
+
+    def _kept(self, layer: int, kind: str, samples: int) -> float:
+        """Return what is counted of a microbatch of one of the sizes in any way of a kind."""
+        line = self._line(functools.partial(self._bytes.kept, layer, kind))
+        return max(line.value(samples), self._bytes.kept(layer, kind, self._place(samples)))
 
     def _splitting(self, alone: ShardingProblem, samples: int) -> ShardingProblem:
         """Return the problem without strategies that split the batch into parts that do not divide

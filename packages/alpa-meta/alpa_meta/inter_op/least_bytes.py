@@ -13,8 +13,11 @@ import numpy as np
 from alpa_meta.intra_op.liveness import KINDS, PHASES
 
 if TYPE_CHECKING:
-    from alpa_meta.inter_op.held_bytes import HeldBytes
     from alpa_meta.inter_op.layer_costs import LayerCosts
+
+
+ByNode = tuple[dict[int, np.ndarray], float]
+"""{node: [strategies] bytes}, and what no node decides."""
 
 
 class LeastBytes:
@@ -22,33 +25,34 @@ class LeastBytes:
 
     def __init__(self, costs: LayerCosts) -> None:
         self.costs = costs
-        self._kept: dict[int, np.ndarray] = {}
+        self._kept: dict[int, dict[int, ByNode]] = {}  # by size and layer
         self._transient: dict[tuple[str, int], np.ndarray] = {}
 
     def kept(self, layer: int, kind: str, size: int = 0) -> float:
         """Return the least bytes that one microbatch keeps of a layer."""
+        return _least(self.kept_by_node(layer, kind, size))
+
+    def kept_by_node(self, layer: int, kind: str, size: int = 0) -> ByNode:
+        """Return {node: [strategies] bytes} that one microbatch keeps of a layer, and what no node
+        decides."""
         costs = self.costs
         if kind == "none" and not costs.facts.scope.eqns.kept:
-            return float(self._alive(size)[layer])
+            return self._alive(size).get(layer, ({}, 0.0))
         held = costs.held["activations"] if kind == "none" else costs.recomputed(kind).kept
-        return self._least(held, layer, size)
+        return held.by_node(layer, size)
 
     def delayed(self, layer: int, kind: str, size: int = 0) -> float:
         """Return the least bytes that a microbatch keeps of a layer besides while its backward by
         weight waits."""
         costs = self.costs
         held = costs.held["delayed"] if kind == "none" else costs.recomputed(kind).delayed
-        return self._least(held, layer, size)
+        return _least(held.by_node(layer, size))
 
     def transient(self, layer: int, kind: str, size: int = 0) -> float:
         """Return the least temporaries of a layer at the time of most, of its passes."""
         if (kind, size) not in self._transient:
             self._transient[kind, size] = self._most_temporaries(kind, size)
         return float(self._transient[kind, size][layer])
-
-    def _least(self, held: HeldBytes, layer: int, size: int) -> float:
-        by_node, rest = held.by_node(layer, size)
-        return rest + sum(float(one.min()) for one in by_node.values())
 
     def _most_temporaries(self, kind: str, size: int) -> np.ndarray:
         """Return [layers] the most temporaries at a time."""
@@ -63,22 +67,40 @@ class LeastBytes:
         np.maximum.at(found, facts.layers[passes], working[passes])
         return found
 
-    def _alive(self, size: int) -> np.ndarray:
-        """Return [layers] the least bytes of activations that are in memory, where both passes are
-        one program, when most of them are."""
+    def _alive(self, size: int) -> dict[int, ByNode]:
+        """Return by layer the bytes of activations that are in memory, where both passes are one
+        program, when most of them are at least."""
         if size not in self._kept:
             costs, memory = self.costs, self.costs.selection.memory
             spans = [
-                (one.start, one.stop, one.count, least)
-                for one, least in zip(memory.spans, memory.least(size).tolist(), strict=True)
+                (number, one.start, one.stop, one.count, least)
+                for number, (one, least) in enumerate(
+                    zip(memory.spans, memory.least(size).tolist(), strict=True)
+                )
                 if one.kind == KINDS.index("activations")
             ]
-            start, stop, count, least = np.array(spans, dtype=float).reshape(-1, 4).T
+            number, start, stop, count, least = np.array(spans, dtype=float).reshape(-1, 5).T
             alive = [float(least[(start <= t) & (t < stop)].sum()) for t in start]
             at = start[int(np.argmax(alive))] if alive else 0.0
             held = (start <= at) & (at < stop)
             made = np.searchsorted(np.array(costs.selection.times), start[held], side="right") - 1
-            layers = costs.facts.layers[np.maximum(made, 0)]
-            each = least[held] / count[held]
-            self._kept[size] = np.bincount(layers, each, costs.num_layers)
+            found: dict[int, ByNode] = {}
+            layers = costs.facts.layers[np.maximum(made, 0)].tolist()
+            for layer, span, times in zip(
+                layers, number[held].tolist(), count[held].tolist(), strict=True
+            ):
+                by_node, rest = found.get(layer, ({}, 0.0))
+                node, bytes = memory.of_span(int(span), size)
+                each = bytes / times
+                if node is None:
+                    rest += float(each[0])
+                else:
+                    by_node[node] = by_node[node] + each if node in by_node else each
+                found[layer] = by_node, rest
+            self._kept[size] = found
         return self._kept[size]
+
+
+def _least(held: ByNode) -> float:
+    by_node, rest = held
+    return rest + sum(float(one.min()) for one in by_node.values())

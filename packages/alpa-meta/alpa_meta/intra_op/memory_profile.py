@@ -144,6 +144,13 @@ class MemoryProfile:
         )
         return found
 
+    def of_span(self, number: int, size: int = 0) -> tuple[int | None, np.ndarray]:
+        """Return the node that decides the bytes of a span, None if none does, and these bytes per
+        device: [strategies]."""
+        node, start = int(self._node[number]), int(self._offset[number])
+        bytes = self._tables[size][start : start + int(self._counts[node])]
+        return (node if node < len(self._counts) - 1 else None), bytes
+
     def peak(self, choice: Sequence[int]) -> Peak:
         """Return where and what the most memory is under a choice."""
         return self.peak_of(self.usage(choice))

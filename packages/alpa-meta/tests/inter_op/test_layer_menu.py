@@ -4,7 +4,9 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from attrs import evolve
 
 import ilp_sharding
 from alpa_meta.inter_op.layer_boundaries import boundaries
@@ -168,8 +170,10 @@ def test_floors_of_a_microbatch_are_below_its_rows_in_seconds_and_memory(sizes, 
                 assert kept.activation_bytes.value(samples) <= (
                     row.activation_bytes.value(samples) * (1 + 1e-9)
                 )
+                more = row.activation_bytes.value(samples) - kept.activation_bytes.value(samples)
                 for one in floor.priced:
-                    need = count * seconds + row.step_seconds + one.price * row.state_bytes
+                    bytes = row.state_bytes + max(more, 0.0)
+                    need = count * seconds + one.step_share * row.step_seconds + one.price * bytes
                     assert one.step_seconds <= need * (1 + 1e-9)
     assert tight == (memory < 1e9)
 
@@ -228,14 +232,35 @@ def test_floors_between_two_sizes_are_below_what_a_layer_takes_there(samples):
         assert 0.5 * least <= floor.priced[0].step_seconds + more <= least * (1 + 1e-9)
 
 
+def least_priced(source, layer, kind, problem, price):
+    """Return the least seconds of a layer with its bytes at a price: of state, and of what 32
+    samples keep beyond the least of the kind."""
+    costs, size = source.problem.costs, source.problem.sizes.index(source._sizes[-1])
+    state, rest = costs.layer_bytes(layer, ("state", "gradients"))
+    kept, whole = source._bytes.kept_by_node(layer, kind, size)
+    found, starts = problem.node_cost.copy(), np.cumsum([0, *problem.num_strategies])
+    fixed = rest + whole - source._kept(layer, kind, 32)
+    for bytes in (state, kept):
+        for node, own in bytes.items():
+            if str(node) in problem.node_names:
+                at = problem.node_names.index(str(node))
+                found[starts[at] : starts[at + 1]] += price * own
+            else:
+                fixed += own.min()
+    priced = evolve(problem, node_cost=found)
+    return ilp_sharding.solve(priced).objective + price * fixed
+
+
 @pytest.mark.parametrize("memory", [80e9, 3e7])
 def test_floors_are_below_what_layers_of_every_kind_of_recomputation_take(memory):
     builder = MenuBuilder({"none": _sized((4, 32), tokens=(64,))}, MODEL, Options(), BATCH)
     assert _menu_of(builder, memory) is not None
+    tight = False
     for source in builder.floors:
         costs, size = source.problem.costs, source.problem.sizes.index(source._sizes[-1])
         for number, layer in enumerate(source.layers):
             (floor,) = source.exact(number, 32)
+            tight |= len(floor.priced) > 1
             for kind, kept in zip(source.kinds, floor.kept, strict=True):
                 table = costs.seconds_of(kind).tables[size]
                 whole, alone = (
@@ -245,8 +270,13 @@ def test_floors_are_below_what_layers_of_every_kind_of_recomputation_take(memory
                 more = kept.seconds.value(32) * BATCH / 32
                 assert floor.priced[0].step_seconds + more <= whole * (1 + 1e-9)
                 assert floor.seconds.value(32) * BATCH / 32 + more <= alone * (1 + 1e-9)
+                for one in floor.priced[1:]:
+                    light = costs.layer_problem(layer, table, "light_step", kind)
+                    least = least_priced(source, layer, kind, light, one.price)
+                    assert one.step_seconds + more <= least * (1 + 1e-9)
                 for part in ("forward_and_input", "backward"):
                     problem = costs.layer_problem(layer, table, part, kind)
                     least = ilp_sharding.solve(problem).objective * 32 / BATCH
                     assert getattr(floor, part).value(32) <= least * (1 + 1e-9)
             assert floor.forward.value(32) <= floor.forward_and_input.value(32)
+    assert tight == (memory < 1e9)
