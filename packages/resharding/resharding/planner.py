@@ -43,7 +43,8 @@ _LEAST_GAIN = 1.03
 # Fans whose levels differ by less are both simulated, where a plan is further above the bound.
 _CLOSE = 1.15
 # Transfers up to which they are dispatched, which looks at all that are ready at every event; more
-# are bundled and ordered (`order`).
+# are bundled and ordered (`order`). Without limit one of 1,000 random pairs whose devices block
+# takes 314 in place of 415 us, and 186 ms to plan.
 _MOST_DISPATCHED = 256
 # Ratio to the bound above which paced waves are tried: with 1.06 the mean is 0.005 % less.
 _PACED = 1.1
