@@ -471,9 +471,9 @@ def _use_one_cpu() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def console() -> Console:
+def console(stderr: bool = False) -> Console:
     """Return where commands print."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else WIDTH
-    return Console(width=width, highlight=False)
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else WIDTH
+    return Console(width=width, highlight=False, stderr=stderr)

@@ -3,6 +3,8 @@ without their programs."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,9 +38,11 @@ def explain_command(
     """Say of each decision of a saved plan what the next best alternative would cost."""
     from alpa_meta.planning.explanation import explain
     from alpa_meta.report import plan_changes
+    from alpa_meta.report.progress import stages_progress
 
     loaded, kept = _loaded(plan, menu)
-    found = explain(loaded, kept)
+    with stages_progress(_console(stderr=json)) as progress:
+        found = explain(loaded, kept, progress)
     if json:
         typer.echo(plan_changes.as_json(found))
     else:
@@ -78,19 +82,27 @@ def what_if_command(
     from alpa_meta.planning.state_moves import state_moves
     from alpa_meta.planning.thresholds import Threshold, is_used, link_thresholds, memory_thresholds
     from alpa_meta.report import plan_changes
+    from alpa_meta.report.progress import stages_progress
 
     loaded, kept = _loaded(plan, menu)
     limit = _amount("--memory", memory) if memory is not None else None
     links = dict(_links(link or []))
     cluster = replanning.changed_cluster(loaded.cluster, _hosts(hosts or []), links)
-    found = replanning.replan(loaded, kept, cluster, limit)
-    moves = state_moves(loaded, kept, found) if hosts else None
     changes: list[Threshold] = []
-    if thresholds:
+    with stages_progress(_console(stderr=json)) as progress:
+        progress("replan", 0, 1)
+        found = replanning.replan(loaded, kept, cluster, limit)
+        progress("replan", 1, 1)
+        asked: list[Callable[[], Iterable[Threshold]]] = [
+            functools.partial(link_thresholds, found, name) for name in links
+        ]
         if memory is not None:
-            changes += memory_thresholds(found)
-        for name in links:
-            changes += link_thresholds(found, name)
+            asked.insert(0, functools.partial(memory_thresholds, found))
+        for number, look in enumerate(asked if thresholds else []):
+            progress("thresholds", number, len(asked))
+            changes += look()
+            progress("thresholds", number + 1, len(asked))
+    moves = state_moves(loaded, kept, found) if hosts else None
     if json:
         typer.echo(plan_changes.replanned_json(found, changes, moves))
         return
@@ -160,7 +172,7 @@ def _amount(option: str, text: str) -> float:
         raise PlanError(f"{option}: {error}") from None
 
 
-def _console() -> Console:
+def _console(stderr: bool = False) -> Console:
     from alpa_meta.commands import console
 
-    return console()
+    return console(stderr)

@@ -308,6 +308,18 @@ class JointPlan:
         return len({stage.device_ids for stage in self.stages})
 
     @property
+    def device_bytes(self) -> tuple[float, ...]:
+        """Return, per stage, what its devices need: more than `peak_bytes` where they run several
+        stages, of which the transients are not there together."""
+        lasting: dict[tuple[int, ...], float] = {}
+        transient: dict[tuple[int, ...], float] = {}
+        for stage, peak in zip(self.stages, self.peak_bytes, strict=True):
+            ids, passing = stage.device_ids, stage.transient_bytes
+            lasting[ids] = lasting.get(ids, 0.0) + peak - passing
+            transient[ids] = max(transient.get(ids, 0.0), passing)
+        return tuple(lasting[s.device_ids] + transient[s.device_ids] for s in self.stages)
+
+    @property
     def gap(self) -> float:
         """Return the share of the step time that is not proven necessary (0.0: proven optimal)."""
         return 1.0 - self.lower_bound / self.step_seconds if self.step_seconds > 0 else 0.0

@@ -14,18 +14,30 @@ from stage_dp.joint_chain import Scored, StageChoice, score
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
 from stage_dp.menu_table import MenuTable
-from stage_dp.schedules import ScheduleRule
+from stage_dp.schedules import SCHEDULE_RULES, ScheduleRule
 
 FEW_CHAINS = 64  # of rows of all stages that are tried at once; more are improved stage by stage
 
 
 @frozen
 class Known:
-    """A pipeline to start from: its stages as (first layer, stop, mesh); rows are chosen."""
+    """A pipeline to start from: its stages as (first layer, stop, mesh); rows are chosen.
+
+    `num_meshes`: submeshes that run several stages each, in turn; None: one per stage.
+    """
 
     stages: tuple[tuple[int, int, int], ...]
     num_microbatches: int
     schedule: str
+    num_meshes: int | None = None
+
+    @classmethod
+    def of(cls, plan: JointPlan) -> Known:
+        """Return the stages, microbatches and schedule of a plan."""
+        stages = tuple((s.layer_start, s.layer_stop, s.mesh) for s in plan.stages)
+        interleaves = SCHEDULE_RULES[plan.schedule].interleaves
+        num_meshes = plan.num_meshes if interleaves else None
+        return cls(stages, plan.num_microbatches, plan.schedule, num_meshes)
 
 
 def with_rows(

@@ -4,9 +4,9 @@ Bounds: -> interleaved_bound.py.
 
 Combinations of B, mesh, p and v are tried in the order of that bound with the bubble (p - 1) t / v
 of Megatron-LM (Narayanan et al. 2021, section 2.2) in place of its last term. The layers are cut
-where the slowest stage is fastest, cuts are moved while that evens out the meshes, and the rows of
-all chunks of a mesh are chosen together within its memory. Cuts of the best are then moved while
-the step gets faster: a heuristic, with a proven bound. -> best_interleaved()
+where the slowest stage is fastest, cuts are moved while that evens out the meshes, and rows are
+chosen for them (-> interleaved_chain.py). Cuts of the best are then moved while the step gets
+faster: a heuristic, with a proven bound. -> best_interleaved()
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from attrs import evolve, frozen
+from numpy.typing import NDArray
 
-from stage_dp.interleaved_bound import FULL, InterleavedBounds, shorter
-from stage_dp.interleaved_order import interleaved_order
-from stage_dp.joint_chain import Scored, StageChoice
+from stage_dp.interleaved_bound import FULL, InterleavedBounds
+from stage_dp.interleaved_chain import InterleavedChains, busiest
+from stage_dp.joint_chain import Scored
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
-from stage_dp.menu_table import BACKWARD, FEW_LAYERS, FORWARD, STEP, Array
-from stage_dp.pipeline_time import pipeline_time
-from stage_dp.schedules import SCHEDULE_RULES, Schedule, order
+from stage_dp.menu_table import FEW_LAYERS
 
-INTERLEAVED = next(rule for rule in SCHEDULE_RULES.values() if rule.interleaves)
 MAX_CHUNKS = 4  # from 4 to 8 chunks (p-1)/v falls by 1/8 of a microbatch, transfers double
 WORK = 60_000  # runs of stages simulated per search, some 1 s
 NEAR = 1.1  # of the best, beyond which cuts of a pipeline are not moved
@@ -61,6 +59,7 @@ class Interleaving:
 
     def __init__(self, costs: CountCosts, links: Links) -> None:
         self.costs, self.links = costs, links
+        self.chains = InterleavedChains(costs, links)
         self.problem = costs.table.problem
         self.classes = self.problem.menu.class_of_layer
         self.count = costs.table.num_microbatches
@@ -124,39 +123,11 @@ class Interleaving:
     ) -> Scored | None:
         """Return the pipeline with these borders of stages if it takes less than `limit`."""
         found = self._combinations[combination]
-        num, num_meshes = found.num_meshes * chunks, found.num_meshes
-        mesh = self.costs.meshes[found.mesh]
-        links = self.links.ring(mesh, num_meshes)
-        if links is None:
-            return None
         least = np.add.reduceat(np.array(found.seconds), cuts[:-1])
-        if _busiest(least, num_meshes) >= limit:
+        if busiest(least, found.num_meshes) >= limit:
             return None
-        held = self._held(num, num_meshes)
-        stages = self._stages(mesh, cuts, held, num_meshes)
-        if stages is None:
-            return None
-        work = [self.count * s.seconds + float(s.columns[STEP]) for s in stages]
-        if _busiest(np.array(work), num_meshes) >= limit:
-            return None
-        samples = self.costs.table.samples
-        crossing = tuple(
-            self.links.seconds(mesh, a.layout_out, mesh, b.layout_in, link, samples)
-            for a, b, link in zip(stages, stages[1:], links * chunks, strict=False)
-        )
-        if not all(map(math.isfinite, crossing)):
-            return None
-        seconds = self._seconds(stages, crossing, num_meshes)
-        if seconds >= limit:
-            return None
-        return Scored(stages, INTERLEAVED, self.count, crossing, held, seconds, num_meshes)
-
-    def exact(self, found: Scored) -> Scored:
-        """Return the pipeline with its exact step time."""
-        num_meshes = found.num_meshes or 1
-        schedule = order(INTERLEAVED.name, len(found.stages), self.count, num_meshes=num_meshes)
-        seconds = _seconds(schedule, found.stages, found.crossing)
-        return evolve(found, step_seconds=seconds)
+        mesh = self.costs.meshes[found.mesh]
+        return self.chains.pipeline(mesh, found.num_meshes, cuts, limit)
 
     def _chunks(self, num_meshes: int) -> list[int]:
         most = min(MAX_CHUNKS, len(self.classes) // num_meshes)
@@ -238,53 +209,6 @@ class Interleaving:
             and self._chunks(num)
         ]
 
-    def _held(self, num: int, num_meshes: int) -> tuple[int, ...]:
-        """Return the microbatches in flight of each stage."""
-        count = shorter(self.count, num_meshes)
-        return interleaved_order(num_meshes, num // num_meshes, count).in_flight
-
-    def _stages(
-        self, mesh: int, cuts: Sequence[int], held: Sequence[int], num_meshes: int
-    ) -> tuple[StageChoice, ...] | None:
-        """Return the stages with the rows of each mesh's chunks chosen within its memory."""
-        result: dict[int, StageChoice] = {}
-        known: dict[tuple[object, ...], tuple[int, ...] | None] = {}
-        for first in range(num_meshes):
-            own = range(first, len(cuts) - 1, num_meshes)
-            parts = [self.classes[cuts[s] : cuts[s + 1]] for s in own]
-            classes = tuple(c for part in parts for c in part)
-            counts = tuple(held[s] for s, part in zip(own, parts, strict=True) for _ in part)
-            starts = tuple(np.cumsum([len(part) for part in parts])[:-1].tolist())
-            key = (classes, counts, starts)
-            if key not in known:
-                known[key] = self.costs.best_rows(mesh, classes, counts, 1 / self.count, starts)
-            picks = known[key]
-            if picks is None:
-                return None
-            for s, part, at in zip(own, parts, (0, *starts), strict=True):
-                stage = self.costs.stage(mesh, part, picks[at : at + len(part)])
-                result[s] = stage.at(cuts[s], cuts[s + 1])
-        return tuple(result[s] for s in range(len(cuts) - 1))
-
-    def _seconds(
-        self, stages: Sequence[StageChoice], crossing: Sequence[float], num_meshes: int
-    ) -> float:
-        """Return the step time, by two short runs where there are many microbatches: a mesh that is
-        slower by a little may take over late."""
-        short = FULL * num_meshes + self.count % num_meshes
-        counts = [short, short + num_meshes] if self.count > short + num_meshes else [self.count]
-        runs = []
-        for count in counts:
-            schedule = order(INTERLEAVED.name, len(stages), count, num_meshes=num_meshes)
-            runs.append(_seconds(schedule, stages, crossing))
-        groups = (self.count - counts[0]) / num_meshes
-        return runs[0] + groups * (runs[-1] - runs[0])
-
-
-def _busiest(work: Array, num_meshes: int) -> float:
-    """Return the work of the busiest mesh from that of each stage."""
-    return float(work.reshape(-1, num_meshes).sum(axis=0).max())
-
 
 def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | None:
     """Return the best pipeline met that takes less than `limit` seconds."""
@@ -332,7 +256,7 @@ def best_interleaved(some: Sequence[Interleaving], limit: float) -> Scored | Non
     if not found:
         return None
     _, number, scored = min(found, key=lambda one: one[:2])
-    return some[tries[number][-1]].exact(scored)
+    return some[tries[number][-1]].chains.exact(scored)
 
 
 def _moved(borders: Sequence[int]) -> Iterator[list[int]]:
@@ -345,14 +269,6 @@ def _moved(borders: Sequence[int]) -> Iterator[list[int]]:
                     trial[at] += step
                 if all(a < b for a, b in itertools.pairwise(trial)):
                     yield trial
-
-
-def _seconds(schedule: Schedule, stages: Sequence[StageChoice], crossing: Sequence[float]) -> float:
-    figures = np.array([stage.columns for stage in stages])
-    num = schedule.num_meshes
-    tail = [float(figures[mesh::num, STEP].sum()) for mesh in range(num)]
-    forward, backward = figures[:, FORWARD], figures[:, BACKWARD]
-    return pipeline_time(schedule, forward, backward, crossing, tail).step_seconds
 
 
 def _cut(seconds: Sequence[float], num_stages: int) -> list[int]:
@@ -379,7 +295,7 @@ def _evened(seconds: Sequence[float], borders: list[int], num_meshes: int) -> li
     total = np.concatenate([[0.0], np.cumsum(seconds)])
 
     def load(cuts: Sequence[int]) -> tuple[float, float]:
-        stages: Array = np.diff(total[list(cuts)])
+        stages: NDArray[np.float64] = np.diff(total[list(cuts)])
         meshes = [float(stages[mesh::num_meshes].sum()) for mesh in range(num_meshes)]
         return max(meshes), float(np.square(meshes).sum())
 

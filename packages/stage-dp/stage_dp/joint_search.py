@@ -79,10 +79,9 @@ def solve_joint(
     """Return the pipeline with the least predicted step time, with its proven lower bound.
 
     It is no slower than the pipelines that are `known`, which make the search shorter: stages, or
-    a plan from the same menu, perhaps of other memory or links. Those that do not fit, or whose
-    schedule interleaves, are passed over. A bound of `enough` seconds is not raised further: it is
-    that of other plans, beside which a higher one would prove nothing more. Raises InfeasibleError
-    where no pipeline fits.
+    a plan from the same menu, perhaps of other memory or links. Those that do not fit are passed
+    over. A bound of `enough` seconds is not raised further: it is that of other plans, beside which
+    a higher one would prove nothing more. Raises InfeasibleError where no pipeline fits.
     """
     return _Search(problem, enough).run(known)
 
@@ -172,16 +171,15 @@ class _Search:
 
     def _start_from(self, known: Sequence[Known | JointPlan]) -> None:
         """Take the known pipelines that fit in hand."""
-        settings = {
-            (s.costs.table.num_microbatches, s.rule.name): s
-            for s in self.settings
-            if s.interleaving is None
-        }
+        settings = {(s.costs.table.num_microbatches, s.rule.name): s for s in self.settings}
         for one in known:
             setting = settings.get((one.num_microbatches, one.schedule))
             if setting is None:
                 continue
-            if isinstance(one, Known):
+            if setting.interleaving is not None:
+                of = one if isinstance(one, Known) else Known.of(one)
+                found = setting.interleaving.chains.of_stages(of.stages, of.num_meshes)
+            elif isinstance(one, Known):
                 found = fixed_stages(one.stages, setting.costs, setting.rule, self.links)
             else:
                 found = with_rows(one, setting.costs, setting.rule, self.links)

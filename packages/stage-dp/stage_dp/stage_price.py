@@ -10,6 +10,7 @@ from alpa_interchange.menu import JointPlan, JointProblem
 from stage_dp.device_pool import DevicePool
 from stage_dp.fixed_stages import fixed_stages
 from stage_dp.infeasibility import InfeasibleError
+from stage_dp.interleaved_chain import InterleavedChains
 from stage_dp.joint_costs import CountCosts
 from stage_dp.joint_links import Links
 from stage_dp.joint_plan import plan_of
@@ -26,12 +27,14 @@ def price_stages(
     num_microbatches: int,
     schedule: str,
     *,
+    num_meshes: int | None = None,
     any_memory: bool = False,
 ) -> JointPlan:
     """Return the pipeline of these stages (first layer, stop, mesh) with the best rows found.
 
-    Its bound is 0: nothing is proven. `any_memory`: devices have as much as it takes. Raises
-    InfeasibleError where no rows fit, or the stages do not fit on the devices.
+    Its bound is 0: nothing is proven. `num_meshes`: submeshes of an interleaved schedule, each of
+    which runs several stages on one mesh of the menu. `any_memory`: devices have as much as it
+    takes. Raises InfeasibleError where no rows fit, or the stages do not fit on the devices.
     """
     if any_memory:
         free = tuple(evolve(group, memory=FREE_MEMORY) for group in problem.device_groups)
@@ -41,7 +44,10 @@ def price_stages(
     pool = DevicePool(problem.device_groups, list(dict.fromkeys(links.submeshes)))
     sequences = Sequences(problem.menu.class_of_layer)
     costs = CountCosts(table, Space.of(sequences, problem.menu.num_layers, pool, False))
-    best = fixed_stages(stages, costs, rule, links)
+    if rule.interleaves:
+        best = InterleavedChains(costs, links).of_stages(stages, num_meshes)
+    else:
+        best = fixed_stages(stages, costs, rule, links)
     if best is None:
         raise InfeasibleError(
             f"no rows of the menu run the {len(stages)} given stages with {num_microbatches} "

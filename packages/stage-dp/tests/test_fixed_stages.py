@@ -89,5 +89,21 @@ def test_a_search_from_a_known_pipeline_is_no_slower_and_proves_as_much():
     assert quick.lower_bound <= found.step_seconds <= quick.step_seconds
 
 
+def test_an_interleaved_pipeline_is_priced_and_started_from_as_others_are():
+    problem = evolve(_problem(memory=50.0), schedules=("interleaved-1f1b",), counts=(8,))
+    found = solve_joint(problem)
+    assert found.num_meshes == 2 and len(found.stages) == 4
+    known = Known.of(found)
+    priced = price_stages(problem, *_of(known), num_meshes=known.num_meshes)
+    assert priced.step_seconds == pytest.approx(found.step_seconds)
+    assert priced.peak_bytes == found.peak_bytes
+    first = priced.peak_bytes[0] + priced.peak_bytes[2]  # of the same device
+    assert priced.device_bytes[0] == first <= 50.0 < sum(priced.peak_bytes)
+    quick = solve_joint(evolve(problem, proof=False), known)
+    assert quick.step_seconds <= found.step_seconds * (1 + 1e-9)
+    with pytest.raises(InfeasibleError, match="within the memory"):
+        price_stages(problem, *_of(known), num_meshes=3)  # 4 stages
+
+
 def _of(known):
     return known.stages, known.num_microbatches, known.schedule

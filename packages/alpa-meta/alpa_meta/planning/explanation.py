@@ -4,8 +4,8 @@ All prices are those of the plan's menu (`kept_menu`), as is the plan's own, whi
 are compared with. Decisions about the pipeline are searched again with the choice forbidden; those
 about single stages are priced with everything else kept, or all but the rows of their stage:
 
-    schedule, microbatches, stages, mesh     a joint search without the choice   -> _searched()
-    boundary                                 one layer more or less before it    -> _boundaries()
+    schedule, microbatches, stages, mesh     a joint search without the choice   -> _best()
+    boundary                                 one layer more or less before it    -> _boundary()
     recomputation, sharding, state           rows of the layers the other way    -> _of_run()
 
 To another sharding the other layers of the stage may adapt theirs, lest conversions be its price.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import eq
 
 from attrs import evolve, frozen
@@ -98,17 +98,23 @@ class Explanation:
         return "\n".join(map(str, self.alternatives))
 
 
-def explain(plan: ParallelPlan, menu: KeptMenu) -> Explanation:
+def explain(
+    plan: ParallelPlan,
+    menu: KeptMenu,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Explanation:
     """Return the decisions of `plan`, each with the price of its next best alternative.
 
     `menu` is what the plan was chosen from: `step.menu`, or `load_menu(plan, "plan.menu.json")`.
+    `progress(stage, done, total)` is called as that of `Options`.
     """
     base = _with_room(priced(plan, menu, problem_of(menu, num_microbatches=plan.num_microbatches)))
-    found = (
-        *_searched(base),
-        *_boundaries(base),
-        *itertools.chain.from_iterable(_of_run(base, run) for run in _runs(base)),
-    )
+    decisions = _decisions(base)
+    found: list[Alternative] = []
+    for number, alternatives in enumerate(decisions):
+        progress("explain", number, len(decisions))
+        found += alternatives()
+    progress("explain", len(decisions), len(decisions))
     return Explanation(
         step_seconds=plan.step_seconds,
         menu_seconds=base.plan.step_seconds,
@@ -133,9 +139,9 @@ def _with_room(base: Priced) -> Priced:
     """Return a plan that fits: its stages were solved exactly, and do, where the menu's estimates
     of them may not."""
     groups = list(base.problem.device_groups)
-    for stage, peak in zip(base.plan.stages, base.plan.peak_bytes, strict=True):
+    for stage, held in zip(base.plan.stages, base.plan.device_bytes, strict=True):
         number = base.problem.menu.meshes[stage.mesh].submesh.host_group
-        groups[number] = evolve(groups[number], memory=max(groups[number].memory, peak))
+        groups[number] = evolve(groups[number], memory=max(groups[number].memory, held))
     return evolve(base, problem=evolve(base.problem, device_groups=tuple(groups)))
 
 
@@ -144,29 +150,55 @@ def described(plan: JointPlan) -> str:
     return f"{counted(len(plan.stages), 'stage')}, {count}, {plan.schedule}"
 
 
-def _searched(base: Priced) -> Iterator[Alternative]:
-    """Yield the alternatives of the decisions about the whole pipeline, each searched anew."""
-    problem, plan = base.problem, base.plan
-    count, num_stages = plan.num_microbatches, len(plan.stages)
-    problem = evolve(near_counts(problem, count), proof=False)
-    near = problem.counts or ()
-    schedules = tuple(name for name in SEARCHED if name != plan.schedule)
-    if num_stages > 1 and count > 1:
-        starts = [Known(base.stages, count, name) for name in schedules]
+def _decisions(base: Priced) -> list[Callable[[], Iterable[Alternative]]]:
+    """Return what prices the alternatives of each decision, of few at a time."""
+    near = evolve(near_counts(base.problem, base.plan.num_microbatches), proof=False)
+    searched = (_schedule, _microbatches, _stages)
+    return [
+        *(functools.partial(decision, base, near) for decision in searched),
+        *(functools.partial(_meshes, base, near, m) for m in dict.fromkeys(base.meshes)),
+        *(functools.partial(_boundary, base, place) for place in range(len(base.stages) - 1)),
+        *(functools.partial(_of_run, base, run) for run in _runs(base)),
+    ]
+
+
+def _schedule(base: Priced, problem: JointProblem) -> Iterator[Alternative]:
+    count, chosen = base.plan.num_microbatches, base.plan.schedule
+    if len(base.stages) > 1 and count > 1:
+        schedules = tuple(name for name in SEARCHED if name != chosen)
+        starts = [Known(_one_per_mesh(base.known), count, name) for name in schedules]
         others = [(evolve(problem, schedules=schedules), starts)]
-        yield _best(base, "schedule", "", plan.schedule, others)
-    if len(near) > 1:
-        left = tuple(other for other in near if other != count)
-        starts = [Known(base.stages, other, plan.schedule) for other in left]
+        yield _best(base, "schedule", "", chosen, others)
+
+
+def _microbatches(base: Priced, problem: JointProblem) -> Iterator[Alternative]:
+    count = base.plan.num_microbatches
+    left = tuple(other for other in problem.counts or () if other != count)
+    if left:
+        starts = [evolve(base.known, num_microbatches=other) for other in left]
         chosen = counted(count, "microbatch", "microbatches")
         yield _best(base, "microbatches", "", chosen, [(evolve(problem, counts=left), starts)])
-    numbers = {num_stages - 1, num_stages + 1, num_stages // 2, 2 * num_stages}
+
+
+def _stages(base: Priced, problem: JointProblem) -> Iterator[Alternative]:
+    count = len(base.stages)
+    numbers = {count - 1, count + 1, count // 2, 2 * count}
     numbers &= set(range(1, problem.menu.num_layers + 1))
     if numbers:
-        others = [(evolve(problem, num_stages=number), []) for number in sorted(numbers)]
-        yield _best(base, "stages", "", counted(num_stages, "stage"), others)
-    for number in dict.fromkeys(mesh for _, _, mesh in base.stages):
-        yield from _meshes(base, problem, number)
+        merged = _one_per_mesh(base.known)
+        starts = {len(merged): [Known(merged, base.plan.num_microbatches, s) for s in SEARCHED]}
+        others = [
+            (evolve(problem, num_stages=number), starts.get(number, []))
+            for number in sorted(numbers)
+        ]
+        yield _best(base, "stages", "", counted(count, "stage"), others)
+
+
+def _one_per_mesh(known: Known) -> tuple[tuple[int, int, int], ...]:
+    """Return the stages of a pipeline with those of each mesh, where it runs several, as one."""
+    each = len(known.stages) // (known.num_meshes or len(known.stages))
+    runs = [known.stages[at : at + each] for at in range(0, len(known.stages), each)]
+    return tuple((run[0][0], run[-1][1], run[0][2]) for run in runs)
 
 
 def _meshes(base: Priced, problem: JointProblem, number: int) -> Iterator[Alternative]:
@@ -180,10 +212,9 @@ def _meshes(base: Priced, problem: JointProblem, number: int) -> Iterator[Altern
     if len(same) > 1:
         left = [k for k in range(len(menu.meshes)) if k != number]
         starts = [
-            Known(
-                tuple((start, stop, other if m == number else m) for start, stop, m in base.stages),
-                base.plan.num_microbatches,
-                base.plan.schedule,
+            evolve(
+                base.known,
+                stages=tuple((a, b, other if m == number else m) for a, b, m in base.stages),
             )
             for other in same
             if other != number
@@ -243,23 +274,22 @@ def _best(
     )
 
 
-def _boundaries(base: Priced) -> Iterator[Alternative]:
-    """Yield what each boundary one layer earlier or later costs, all else kept."""
-    for place in range(len(base.stages) - 1):
-        (start, cut, before), (_, stop, after) = base.stages[place : place + 2]
-        moved = {
-            f"layer {other}": (
-                *base.stages[:place],
-                (start, other, before),
-                (other, stop, after),
-                *base.stages[place + 2 :],
-            )
-            for other in (cut - 1, cut + 1)
-            if start < other < stop
-        }
-        where = f"stages {place} and {place + 1}"
-        tried = [_priced(base, base.problem.menu, stages) for stages in moved.values()]
-        yield _least(base, "boundary", where, f"layer {cut}", list(zip(moved, tried, strict=True)))
+def _boundary(base: Priced, place: int) -> Iterator[Alternative]:
+    """Yield what the boundary after a stage costs one layer earlier or later, all else kept."""
+    (start, cut, before), (_, stop, after) = base.stages[place : place + 2]
+    moved = {
+        f"layer {other}": (
+            *base.stages[:place],
+            (start, other, before),
+            (other, stop, after),
+            *base.stages[place + 2 :],
+        )
+        for other in (cut - 1, cut + 1)
+        if start < other < stop
+    }
+    where = f"stages {place} and {place + 1}"
+    tried = [_priced(base, base.problem.menu, stages) for stages in moved.values()]
+    yield _least(base, "boundary", where, f"layer {cut}", list(zip(moved, tried, strict=True)))
 
 
 def _runs(base: Priced) -> Iterator[range]:
@@ -359,7 +389,12 @@ def _priced(
     for any_memory in (False, True):
         try:
             found = stage_dp.price_stages(
-                problem, stages, count, plan.schedule, any_memory=any_memory
+                problem,
+                stages,
+                count,
+                plan.schedule,
+                num_meshes=base.known.num_meshes,
+                any_memory=any_memory,
             )
         except stage_dp.InfeasibleError:
             continue

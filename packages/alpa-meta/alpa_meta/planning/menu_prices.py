@@ -11,8 +11,13 @@ from alpa_interchange import KeptMenu, ParallelPlan
 from alpa_interchange.menu import JointPlan, JointProblem, LayerMenu, LayerRow, MeshMenu
 from alpa_interchange.plan_text import mesh_text
 from alpa_meta.errors import PlanError
+from stage_dp import Known
 
-SEARCHED = tuple(name for name, rule in stage_dp.SCHEDULE_RULES.items() if rule.pace is not None)
+SEARCHED = tuple(
+    name
+    for name, rule in stage_dp.SCHEDULE_RULES.items()
+    if rule.pace is not None or rule.interleaves
+)
 NEAR = 4  # a search over all counts of a batch of 1,024 takes twice as long, mostly for nothing
 
 Allowed = Callable[[LayerRow], bool]
@@ -26,6 +31,16 @@ class Priced:
     stages: tuple[tuple[int, int, int], ...]
     plan: JointPlan
     rows: tuple[LayerRow, ...]
+
+    @property
+    def meshes(self) -> tuple[int, ...]:
+        """The mesh of the menu that each stage runs on."""
+        return tuple(mesh for _, _, mesh in self.stages)
+
+    @property
+    def known(self) -> Known:
+        """The plan as a pipeline that searches may start from."""
+        return Known.of(self.plan)
 
     def mesh(self, layer: int) -> MeshMenu:
         """Return the mesh of a layer's stage."""
@@ -47,12 +62,16 @@ def priced(plan: ParallelPlan, menu: KeptMenu, problem: JointProblem) -> Priced:
     stages = menu_stages(plan, problem.menu)
     kinds = [layer.recomputation for layer in plan.layers]
     count, schedule = plan.num_microbatches, plan.stage_plan.schedule
+    interleaves = stage_dp.SCHEDULE_RULES[schedule].interleaves
+    num_meshes = plan.stage_plan.num_meshes if interleaves else None
     told = problem
     if len(kinds) == problem.menu.num_layers:
         told = evolve(problem, menu=_with_kinds(problem.menu, kinds))
     for any_memory in (False, True):
         try:
-            found = stage_dp.price_stages(told, stages, count, schedule, any_memory=any_memory)
+            found = stage_dp.price_stages(
+                told, stages, count, schedule, num_meshes=num_meshes, any_memory=any_memory
+            )
         except stage_dp.InfeasibleError:
             continue
         return Priced(problem, stages, found, rows_of(told.menu, found))
@@ -64,11 +83,6 @@ def priced(plan: ParallelPlan, menu: KeptMenu, problem: JointProblem) -> Priced:
 
 def menu_stages(plan: ParallelPlan, menu: LayerMenu) -> tuple[tuple[int, int, int], ...]:
     """Return the stages of a plan as (first layer, stop, mesh of the menu)."""
-    if plan.stage_plan.schedule not in SEARCHED:
-        raise PlanError(
-            f"a plan under {plan.stage_plan.schedule!r}, where a mesh runs several stages, is not "
-            f"explained or changed; only those under {', '.join(SEARCHED)} are"
-        )
     places = {(mesh.submesh, mesh.logical.shape): number for number, mesh in enumerate(menu.meshes)}
     found: list[tuple[int, int, int]] = []
     for stage in plan.stage_plan.stages:
@@ -144,6 +158,6 @@ def lacking_bytes(problem: JointProblem, plan: JointPlan) -> tuple[float, ...]:
     """Return by how many bytes each stage exceeds the memory of its devices; below 0 it does
     not."""
     return tuple(
-        peak - problem.device_groups[problem.menu.meshes[stage.mesh].submesh.host_group].memory
-        for stage, peak in zip(plan.stages, plan.peak_bytes, strict=True)
+        held - problem.device_groups[problem.menu.meshes[stage.mesh].submesh.host_group].memory
+        for stage, held in zip(plan.stages, plan.device_bytes, strict=True)
     )

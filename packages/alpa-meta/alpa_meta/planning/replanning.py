@@ -180,28 +180,31 @@ def _with(link: LinkSpec, bandwidth: float) -> LinkSpec:
 def _starts(problem: JointProblem, plan: ParallelPlan) -> list[Known]:
     """Return pipelines to start a search from where the old one cannot be: equal stages on all
     devices, for each mesh, with the microbatches that the plan had, or more that fill the pipeline.
+    Where meshes ran several stages, they run as many.
     """
+    old = plan.stage_plan
+    chunks = len(old.stages) // old.num_meshes
     layers = problem.menu.num_layers
     devices = sum(group.num_hosts * group.devices_per_host for group in problem.device_groups)
     found = []
     for number, mesh in enumerate(problem.menu.meshes):
-        stages = min(max(devices // mesh.submesh.num_devices, 1), layers)
+        meshes = min(max(devices // mesh.submesh.num_devices, 1), layers // chunks)
+        stages = chunks * meshes
         if problem.num_stages not in (None, stages):
             continue
         cuts = [round(k * layers / stages) for k in range(stages + 1)]
         chain = tuple((a, b, number) for a, b in itertools.pairwise(cuts))
         enough = [n for n in problem.counts or () if n >= FULL * stages]
         count = max(plan.num_microbatches, min(enough, default=1))
-        found.append(Known(chain, count, plan.stage_plan.schedule))
+        found.append(Known(chain, count, old.schedule, meshes if chunks > 1 else None))
     return found
 
 
 def again(plan: JointPlan, problem: JointProblem) -> list[Known]:
     """Return a pipeline of a problem with its own microbatches, and with half and twice as many."""
-    stages = tuple((s.layer_start, s.layer_stop, s.mesh) for s in plan.stages)
-    count = plan.num_microbatches
+    known, count = Known.of(plan), plan.num_microbatches
     counts = [n for n in problem.counts or () if n in (count // 2, count, 2 * count)]
-    return [Known(stages, n, plan.schedule) for n in counts]
+    return [evolve(known, num_microbatches=n) for n in counts]
 
 
 def solved(problem: JointProblem, known: Sequence[Known]) -> JointPlan | None:
@@ -218,6 +221,7 @@ def choices(problem: JointProblem, plan: JointPlan) -> Any:
     return (
         plan.num_microbatches,
         plan.schedule if len(plan.stages) > 1 else "",
+        plan.num_meshes,
         tuple(
             (s.layer_start, s.layer_stop, menus[s.mesh].submesh, menus[s.mesh].logical.shape)
             for s in plan.stages

@@ -72,13 +72,11 @@ class _Met:
     """The pipelines met so far."""
 
     def __init__(self, found: Replanned) -> None:
-        plan, base = found.plan, found.base
-        self.known = [Known(base.stages, base.plan.num_microbatches, base.plan.schedule)]
-        self._add(plan)
+        self.known = [found.base.known]
+        self._add(found.plan)
 
     def _add(self, plan: JointPlan) -> None:
-        stages = tuple((s.layer_start, s.layer_stop, s.mesh) for s in plan.stages)
-        one = Known(stages, plan.num_microbatches, plan.schedule)
+        one = Known.of(plan)
         if one not in self.known:
             self.known.append(one)
 
@@ -88,7 +86,11 @@ class _Met:
         for one in self.known:
             try:
                 plan = stage_dp.price_stages(
-                    problem, one.stages, one.num_microbatches, one.schedule
+                    problem,
+                    one.stages,
+                    one.num_microbatches,
+                    one.schedule,
+                    num_meshes=one.num_meshes,
                 )
             except stage_dp.InfeasibleError:
                 continue
@@ -115,7 +117,7 @@ def memory_thresholds(found: Replanned) -> list[Threshold]:
     down = _downwards(found, met)
     if down and down[-1].below is not None:
         least = down[-1].below
-        there = met.searched(_with_memory(found.problem, max(least.peak_bytes)))
+        there = met.searched(_with_memory(found.problem, max(least.device_bytes)))
         if there is not None and there.step_seconds < least.step_seconds * (1 - BETTER):
             down = _downwards(found, met)
     return [*_upwards(found, met), *down]
@@ -127,7 +129,7 @@ def _downwards(found: Replanned, met: _Met) -> list[Threshold]:
     for _ in range(MAX_STEPS):
         if above is None or len(result) == MAX_THRESHOLDS:
             break
-        value = max(above.peak_bytes)
+        value = max(above.device_bytes)
         less = _with_memory(found.problem, value * (1 - 1e-6))
         below = met.best(less) or met.searched(less)
         if below is not None and below.step_seconds < above.step_seconds:
@@ -161,7 +163,7 @@ def _upwards(found: Replanned, met: _Met) -> Iterator[Threshold]:
         else:
             far, above = middle, there
     if above.step_seconds < found.plan.step_seconds:
-        yield _threshold(found, "memory", max(above.peak_bytes), found.plan, above)
+        yield _threshold(found, "memory", max(above.device_bytes), found.plan, above)
 
 
 def _with_memory(problem: JointProblem, most: float) -> JointProblem:

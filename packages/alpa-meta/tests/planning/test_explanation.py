@@ -42,6 +42,19 @@ def test_the_alternative_of_the_boundary_is_the_better_of_its_neighbours(found):
     assert one.seconds > 0
 
 
+def test_decisions_of_meshes_that_run_several_stages_are_priced():
+    made = lowered(schedule="interleaved-1f1b")
+    found = explain(made.plan, made.menu)
+    base = priced(made.plan, made.menu, problem_of(made.menu))
+    assert base.plan.num_meshes == 2 and len(base.stages) == LAYERS
+    by_decision = {one.decision: one for one in found.alternatives}
+    other = by_decision["schedule"]
+    plain = evolve(base.problem, schedules=("1f1b", "eager-1f1b", "gpipe", "adaptive"))
+    assert found.menu_seconds + other.seconds <= stage_dp.solve_joint(plain).step_seconds * 1.001
+    assert other.chosen == "interleaved-1f1b" and "1f1b" in other.instead
+    assert {"stages", "submesh", "boundary"} <= set(by_decision)
+
+
 def test_another_number_of_stages_is_searched(found):
     (one,) = [one for one in found.alternatives if one.decision == "stages"]
     problem = problem_of(planned().menu)

@@ -1,7 +1,6 @@
 """Re-planning from a kept menu: as a search of the changed problem, and where it changes."""
 
 import pytest
-from attrs import evolve
 from layered_plan import CLUSTER, LAYERS, lowered
 
 import stage_dp
@@ -77,7 +76,14 @@ def test_other_names_and_groups_are_refused():
     assert changed_cluster(HERE) == HERE
 
 
-def test_a_plan_under_an_interleaved_schedule_is_refused(plan, menu):
-    stage_plan = evolve(plan.stage_plan, schedule="interleaved-1f1b")
-    with pytest.raises(PlanError, match="interleaved-1f1b"):
-        replan(evolve(plan, stage_plan=stage_plan), menu)
+def test_a_plan_whose_meshes_run_several_stages_is_planned_again():
+    made = lowered(schedule="interleaved-1f1b")
+    here = replan(made.plan, made.menu)
+    assert not here.changed and here.plan.num_meshes == 2 and len(here.plan.stages) == 4
+    assert here.plan.step_seconds == here.kept_seconds == here.before_seconds
+    slow = replan(made.plan, made.menu, changed_cluster(HERE, links={"intra-host": 20e9}))
+    assert slow.plan.step_seconds <= slow.kept_seconds and here.kept_seconds < slow.kept_seconds
+    most = max(here.plan.device_bytes)
+    less = replan(made.plan, made.menu, memory=0.95 * most)
+    assert less.changed and max(less.plan.device_bytes) <= 0.95 * most
+    assert less.lacking_bytes == pytest.approx(0.05 * most)
