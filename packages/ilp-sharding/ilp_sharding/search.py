@@ -21,7 +21,8 @@ class Search:
     `until` is a `time.perf_counter()` value; `report(phase)` is called after every improvement.
     `programs` says whether integer programs may be solved, whose time nobody can foresee, and
     `max_nodes` how far their trees may grow where work is counted instead of seconds.
-    `narrowed_entries` is the size of the tables in which messages alone settled nothing.
+    `narrowed_entries` is the size of the tables in which messages alone settled nothing, `branched`
+    whether branching on what they left settled nothing either.
     """
 
     instance: Instance
@@ -36,6 +37,7 @@ class Search:
     programs: bool = True
     max_nodes: int | None = None
     narrowed_entries: float = math.inf
+    branched: bool = False
     report: Callable[[str], None] = field(default=lambda phase: None)
 
     def offer(self, choice: np.ndarray, phase: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from attrs import cmp_using, field, frozen
+from attrs.converters import optional
 
 _same = cmp_using(eq=np.array_equal)
 
@@ -32,7 +33,8 @@ class ShardingProblem:
     Costs are float64 (seconds; `inf` forbids) or int64; memory is int64 or float64 (bytes). Edge
     cost tables are row-major `[strategies of the first node, strategies of the second]`; parallel
     edges and self-edges (diagonal used) are allowed. A node holds memory at times
-    `live[i, 0] <= t < live[i, 1]`; an empty interval holds none.
+    `live[i, 0] <= t < live[i, 1]`; an empty interval holds none. `axis_bits` has a bit for each
+    mesh axis that a strategy shards over: solvers look for choices that use few of them, too.
     """
 
     name: str = ""
@@ -42,6 +44,9 @@ class ShardingProblem:
     live: np.ndarray = field(converter=_integers, eq=_same)  # [nodes, 2], half-open
     edges: np.ndarray = field(converter=_integers, eq=_same)  # [edges, 2]
     edge_cost: np.ndarray = field(converter=_costs, eq=_same)  # [sum over edges of |s_i| |s_j|]
+    axis_bits: np.ndarray | None = field(  # [sum of num_strategies]; None: not known
+        default=None, converter=optional(_integers), eq=_same
+    )
     memory_limit: float | None = None  # bytes; None: unlimited
     node_names: tuple[str, ...] = ()
     strategy_names: tuple[tuple[str, ...], ...] = ()
@@ -53,8 +58,10 @@ class ShardingProblem:
                 "ShardingProblem.num_strategies: every node needs at least one strategy"
             )
         total = int(count.sum())
-        for name in ("node_cost", "node_memory"):
+        for name in ("node_cost", "node_memory", "axis_bits"):
             values = getattr(self, name)
+            if values is None:
+                continue
             if values.shape != (total,):
                 raise ValueError(
                     f"ShardingProblem.{name} must have {total} entries (one per strategy of each "

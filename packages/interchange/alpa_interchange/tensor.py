@@ -52,6 +52,11 @@ class ShardingSpec:
         if len(set(used)) != len(used):
             raise ValueError(f"ShardingSpec uses a mesh axis twice: {self}")
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the mesh axes that it uses."""
+        return (*(axis for dim in self.dims for axis in dim), *self.partial)
+
     def __str__(self) -> str:
         text = ", ".join("+".join(axes) if axes else "·" for axes in self.dims)
         return f"[{text}]" + (f" partial({'+'.join(self.partial)})" if self.partial else "")

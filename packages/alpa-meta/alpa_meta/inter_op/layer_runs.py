@@ -68,12 +68,16 @@ def in_a_run(
     ]
     sizes = counts[list(potential)]
     edges = [(copy[before], after) for before, after, _ in links]
+    bits = alone.axis_bits
+    if bits is not None:
+        bits = np.concatenate([bits, *(bits[_own(alone, node)] for node in potential)])
     return evolve(
         alone,
         num_strategies=np.concatenate([counts, sizes]),
         node_cost=np.concatenate([node_cost, *copied]),
         node_memory=np.concatenate([alone.node_memory, np.zeros(int(sizes.sum()))]),
         live=np.concatenate([alone.live, np.zeros((len(sizes), 2), dtype=np.int64)]),
+        axis_bits=bits,
         edges=np.concatenate([alone.edges.reshape(-1, 2), edges]),
         edge_cost=np.concatenate([alone.edge_cost, *(seconds.ravel() for *_, seconds in links)]),
         node_names=(),

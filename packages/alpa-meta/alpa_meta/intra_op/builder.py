@@ -1,8 +1,7 @@
 """The walk over a stage's equations that fills its selection problem (see `selection`).
 
-What an equation is given is elsewhere: what it chooses from (`operator_choice`), an operand to
-follow (`light_equations`), what it costs (`operator_seconds`), the completion of its sums
-(`partial_sums`).
+What an equation is given is elsewhere: its choices (`operator_choice`), an operand to follow
+(`light_equations`), its cost (`operator_seconds`), the completion of its sums (`partial_sums`).
 """
 
 from __future__ import annotations
@@ -191,8 +190,8 @@ class Builder:
         self, key: Hashable, name: str, choices: tuple[ShardingSpec, ...] | tuple[Strategy, ...]
     ) -> int:
         """Return the node of `key`, which chooses one of these."""
-        names = self.costs.layouts.names(self.costs.number(choices))
-        node = self.problem.node(key, name, names)
+        layouts, of = self.costs.layouts, self.costs.number(choices)
+        node = self.problem.node(key, name, layouts.names(of), layouts.axis_bits(of))
         self._choices.setdefault(node, choices)
         return node
 
@@ -497,4 +496,5 @@ class Builder:
 
     def equation_seconds(self, count: int) -> EquationSeconds:
         """Return the seconds of the `count` equations walked over, under any choice."""
-        return EquationSeconds(count, 1 + len(self._ratios), self._eqn_costs, self._eqn_edges)
+        priced, bits = (self._eqn_costs, self._eqn_edges), self.problem.axis_bits()
+        return EquationSeconds(count, 1 + len(self._ratios), *priced, bits)

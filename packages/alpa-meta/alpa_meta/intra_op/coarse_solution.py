@@ -150,6 +150,7 @@ def _with(
         node_cost=np.concatenate(node_cost),
         node_memory=np.zeros(int(counts.sum())),
         edge_cost=np.concatenate(edge_cost) if edge_cost else np.zeros(0),
+        axis_bits=None,
         memory_limit=None,
         node_names=(),
         strategy_names=(),

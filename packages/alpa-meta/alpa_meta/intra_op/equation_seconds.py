@@ -103,7 +103,8 @@ class EquationSeconds:
     """Seconds per step of `count` equations at `num_sizes` sizes, the first of which the problem
     was built at: a cost per strategy, and per pair of strategies.
 
-    `costs` are (position of the equation, node, [strategies] seconds). `priced_edges` are those of
+    `costs` are (position of the equation, node, [strategies] seconds), `axis_bits` the mesh axes
+    that strategies use, by node. `priced_edges` are those of
     the `edges`, if known: most of the bytes, and the same however layers recompute.
     """
 
@@ -113,9 +114,11 @@ class EquationSeconds:
         num_sizes: int,
         costs: Sequence[tuple[int, int, Priced]],
         edges: Sequence[Edge],
+        axis_bits: Sequence[np.ndarray],
         priced_edges: PricedPairs | None = None,
     ) -> None:
         self.count, self.num_sizes, self.costs, self.edges = count, num_sizes, costs, edges
+        self.axis_bits = axis_bits
         self._at = np.array(
             [*(one[0] for one in costs), *(one.position for one in edges)], dtype=np.int64
         )
@@ -131,7 +134,8 @@ class EquationSeconds:
 
     def with_costs(self, costs: Sequence[tuple[int, int, Priced]]) -> EquationSeconds:
         """Return the seconds of equations that cost otherwise and convert as these do."""
-        return EquationSeconds(self.count, self.num_sizes, costs, self.edges, self.priced_edges)
+        bits, priced = self.axis_bits, self.priced_edges
+        return EquationSeconds(self.count, self.num_sizes, costs, self.edges, bits, priced)
 
     def with_again(
         self, costs: Sequence[tuple[int, int, Priced]], positions: Collection[int]
@@ -148,7 +152,8 @@ class EquationSeconds:
         ]
         priced = self.priced_edges.with_again(numbers)
         edges = [*self.edges, *again]
-        return EquationSeconds(2 * self.count, self.num_sizes, costs, edges, priced)
+        bits = self.axis_bits
+        return EquationSeconds(2 * self.count, self.num_sizes, costs, edges, bits, priced)
 
     def under(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
         """Return [equations] seconds under a choice."""
@@ -222,6 +227,7 @@ class EquationSeconds:
             live=np.tile(np.array([[0, 1]], dtype=np.int64), (len(nodes), 1)),
             edges=pairs,
             edge_cost=edge_cost,
+            axis_bits=np.concatenate([self.axis_bits[n] for n in nodes.tolist()]),
             node_names=tuple(map(str, nodes.tolist())),
             strategy_names=tuple(("",) * count for count in counts.tolist()),
         )

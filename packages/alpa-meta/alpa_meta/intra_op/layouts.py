@@ -129,6 +129,10 @@ class Layouts:
         like = self.like(rule)
         return self.once(("strategies", like), lambda: natural_strategies(like, self.mesh))
 
+    def axis_bits(self, number: int) -> np.ndarray:
+        """Return [choices] which mesh axes specs or strategies use, by their number: a bit each."""
+        return self.once(("axis bits", number), lambda: axis_bits(self._values[number], self.mesh))
+
     def names(self, number: int) -> tuple[str, ...]:
         """Return specs or strategies, by their number, as text."""
         return self.once(("names", number), lambda: tuple(map(str, self._values[number])))
@@ -266,6 +270,21 @@ class Layouts:
         left = tuple(a for a in natural.partial if a not in scattered and a not in final.partial)
         if left:
             yield "all-reduce", parts, left
+
+
+def axis_bits(choices: Sequence[ShardingSpec | Strategy], mesh: LogicalMesh) -> np.ndarray:
+    """Return [choices] which mesh axes each uses: bit k for the k-th axis."""
+    bit = {axis.name: 1 << number for number, axis in enumerate(mesh.axes)}
+
+    def of(choice: ShardingSpec | Strategy) -> int:
+        if isinstance(choice, ShardingSpec):
+            return sum(bit[name] for name in choice.axes)
+        names = {name for _, assigned in choice.assignment for name in assigned}
+        for spec in (*choice.operands, *choice.results):
+            names.update(spec.axes)
+        return sum(bit[name] for name in names)
+
+    return np.array([of(choice) for choice in choices], dtype=np.int64)
 
 
 def layouts_of(mesh: LogicalMesh) -> Layouts:

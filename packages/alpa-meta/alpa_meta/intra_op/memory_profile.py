@@ -236,6 +236,7 @@ def limited_problem(
         live=np.concatenate([always_live, live]),
         edges=np.concatenate([problem.edges.reshape(-1, 2), np.reshape(edges, (-1, 2))]),
         edge_cost=np.concatenate([problem.edge_cost, *edge_cost]),
+        axis_bits=None,  # looked at without a limit only
         memory_limit=limit,
         node_names=(),
         strategy_names=(),

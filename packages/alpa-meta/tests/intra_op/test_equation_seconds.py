@@ -7,6 +7,7 @@ from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds
 from ilp_sharding.strategies import ProblemBuilder
 
 COUNT, SIZES, STRATEGIES = 6, 2, (1, 3, 2, 4)
+BITS = [np.arange(count) for count in STRATEGIES]  # axes that strategies use
 
 
 def random_seconds(seed):
@@ -27,7 +28,7 @@ def random_seconds(seed):
     nodes = [int(random.integers(len(STRATEGIES))) for _ in range(COUNT)]
     costs = [(k, node, priced(STRATEGIES[node])) for k, node in enumerate(nodes)]
     others = [(k, node, priced(STRATEGIES[node])) for k, node in enumerate(nodes)]
-    return EquationSeconds(COUNT, SIZES, costs, edges), others
+    return EquationSeconds(COUNT, SIZES, costs, edges, BITS), others
 
 
 def assert_equal(found, expected):
@@ -50,7 +51,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("seed", range(6))
 def test_seconds_that_share_conversions_are_those_of_their_own(seed):
     seconds, others = random_seconds(seed)
-    own = EquationSeconds(COUNT, SIZES, others, seconds.edges)
+    own = EquationSeconds(COUNT, SIZES, others, seconds.edges, BITS)
     assert_equal(seconds.with_costs(others), own)
 
 
@@ -64,7 +65,7 @@ def test_conversions_run_once_more_where_their_equation_does(seed, again):
         for one in seconds.edges
         if one.position in again
     ]
-    own = EquationSeconds(2 * COUNT, SIZES, costs, [*seconds.edges, *more])
+    own = EquationSeconds(2 * COUNT, SIZES, costs, [*seconds.edges, *more], BITS)
     assert_equal(seconds.with_again(costs, again), own)
 
 

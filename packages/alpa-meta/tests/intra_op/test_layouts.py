@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec
+from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
 from alpa_meta.intra_op.layouts import layouts_of
 from ilp_sharding.strategies import completed_specs, natural_strategies, sharding_specs
 
@@ -74,3 +74,21 @@ def test_a_follower_takes_the_axes_of_its_operand_as_far_as_they_divide():
     found = layouts.following(rule, 0, layouts.number(specs), False, False)
     assert [one.assignment for one in found] == [(), (("a", ("a0",)),), (("a", ("a0",)),)]
     assert found[1].results == (ShardingSpec((("a0",), ())),)
+
+
+def test_axis_bits_name_the_axes_of_specs_and_of_all_that_a_strategy_touches():
+    mesh = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=4)))
+    layouts = layouts_of(mesh)
+    specs = (
+        ShardingSpec(((), ())),
+        ShardingSpec((("x",), ())),
+        ShardingSpec(((), ()), ("y",)),
+        ShardingSpec((("x", "y"), ())),
+    )
+    assert layouts.axis_bits(layouts.number(specs)).tolist() == [0, 1, 2, 3]
+    scattered = Strategy(
+        assignment=(("k", ("x",)),),
+        operands=(ShardingSpec((("x",),)),),
+        results=(ShardingSpec((("y",),)),),
+    )
+    assert layouts.axis_bits(layouts.number((scattered,))).tolist() == [3]

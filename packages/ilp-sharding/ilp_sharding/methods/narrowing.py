@@ -135,7 +135,7 @@ def solve_unreduced(instance: Instance, search: Search) -> bool:
     until = search.until
     search.until = min(until, time.perf_counter() + _UNREDUCED_SHARE * search.seconds)
     try:
-        return narrow_graph(graph, lambda labels: labels, search)
+        return narrow_graph(graph, lambda labels: labels, search, instance.axis_bits)
     except OutOfTime:
         return False
     finally:
@@ -213,13 +213,16 @@ def expansion(network: Network) -> Expand:
     return lambda labels: network.expand(dict(zip(nodes, labels.tolist(), strict=True)))
 
 
-def narrow_graph(graph: TableGraph, expand: Expand, search: Search) -> bool:
-    """Return whether messages left so little of `graph` that the problem is solved."""
+def narrow_graph(
+    graph: TableGraph, expand: Expand, search: Search, axis_bits: np.ndarray | None = None
+) -> bool:
+    """Return whether messages left so little of `graph` that the problem is solved. `axis_bits`
+    [strategies]: the mesh axes that each uses."""
     # importing them takes a moment: not for problems that never come here
     if not graph.num_times:
         from ilp_sharding.methods.pruned import solve_pruned
 
-        rest = solve_pruned(graph, expand, search)
+        rest = solve_pruned(graph, expand, search, axis_bits)
         if rest is None:
             return True
         if search.late or not solve_rest(expand, search, rest, search.cutoff()):

@@ -33,7 +33,7 @@ class Instance:
     `cost` [strategies], `memory` [strategies], `start`, `stop` [nodes] half-open, `edges` [edges,
     2], `table` [entries] row-major; `limit` bytes or inf. `integral`: every finite cost is an
     integer and no sum of them leaves the exact range of float64. `memory_integral`: likewise for
-    memory.
+    memory. `axis_bits`: as in `ShardingProblem`.
     """
 
     offset: np.ndarray
@@ -47,6 +47,7 @@ class Instance:
     limit: float
     integral: bool
     huge_floor: float
+    axis_bits: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -78,6 +79,7 @@ class Instance:
             limit=limit,
             integral=_exact_integers(cost, table, len(count) + len(edges)),
             huge_floor=floor,
+            axis_bits=problem.axis_bits,
         )
 
     @property

@@ -21,6 +21,7 @@ class _Node:
     strategies: tuple[str, ...]
     cost: np.ndarray
     memory: np.ndarray
+    axis_bits: np.ndarray
 
 
 @define
@@ -31,12 +32,20 @@ class ProblemBuilder:
     _number: dict[Hashable, int] = field(factory=dict)
     _edges: dict[tuple[int, int], np.ndarray] = field(factory=dict)
 
-    def node(self, key: Hashable, name: str, strategies: Sequence[str]) -> int:
-        """Return the number of the node with `key`, made on first use with these strategies."""
+    def node(
+        self,
+        key: Hashable,
+        name: str,
+        strategies: Sequence[str],
+        axis_bits: np.ndarray | None = None,
+    ) -> int:
+        """Return the number of the node with `key`, made on first use with these strategies, which
+        use the mesh axes of `axis_bits` [strategies] (None: none)."""
         if key not in self._number:
             self._number[key] = len(self._nodes)
             zeros = np.zeros(len(strategies))
-            self._nodes.append(_Node(name, tuple(strategies), zeros, zeros.copy()))
+            bits = zeros.astype(np.int64) if axis_bits is None else axis_bits
+            self._nodes.append(_Node(name, tuple(strategies), zeros, zeros.copy(), bits))
         number = self._number[key]
         if len(self._nodes[number].strategies) != len(strategies):
             raise ValueError(
@@ -64,6 +73,10 @@ class ProblemBuilder:
         else:
             self._edges[first, second] = cost
 
+    def axis_bits(self) -> list[np.ndarray]:
+        """Return, by node, the mesh axes that its strategies use."""
+        return [node.axis_bits for node in self._nodes]
+
     def build(self, name: str, memory_limit: float | None = None) -> ShardingProblem:
         """Return the problem so far; memory of all nodes counts at the same time."""
         count = len(self._nodes)
@@ -76,6 +89,7 @@ class ProblemBuilder:
             live=np.tile(np.array([[0, 1]], dtype=np.int64), (count, 1)),
             edges=np.array(pairs, dtype=np.int64).reshape(-1, 2),
             edge_cost=_joined([self._edges[pair].ravel() for pair in pairs]),
+            axis_bits=_joined(self.axis_bits()),
             memory_limit=memory_limit,
             node_names=tuple(node.name for node in self._nodes),
             strategy_names=tuple(node.strategies for node in self._nodes),
