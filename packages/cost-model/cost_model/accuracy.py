@@ -15,11 +15,7 @@ from cost_model.prediction import (
     step_model,
 )
 from cost_model.run_memory import run_memory
-from cost_model.training_run import TrainingRun, start_problem
-
-# that a run fits, below which it is flagged: of 0.65 to 0.9 in steps of 0.01 the highest that flags
-# at most 2 % of the nanotron runs that ran (1.9 %; 0.83 flags 2.02 %)
-LEAST_ODDS = 0.82
+from cost_model.training_run import TrainingRun
 
 
 @frozen(kw_only=True)
@@ -164,7 +160,7 @@ def peak_rows(
 ) -> tuple[PeakMemory, ...]:
     """Return the accuracy of predicted memory by source, and whether failed runs were foreseen.
 
-    A run is predicted to fail where it fits with odds below `LEAST_ODDS` or has a `start_problem`.
+    Which runs are predicted to fail: `FittedModel.fails`.
     """
     by_source: dict[str, list[MeasuredRun]] = {}
     for row in rows:
@@ -181,8 +177,7 @@ def peak_rows(
             if row.peak_bytes is not None:
                 needed = fitted.peak(run, row.measured_stage).total * fitted.memory_factor(run)
                 errors.append(needed / row.peak_bytes - 1)
-            fits = fitted.fit_probability(run)
-            flags[row.failed][0] += fits < LEAST_ODDS or start_problem(run) != ""
+            flags[row.failed][0] += fitted.fails(run)
             flags[row.failed][1] += 1
         found.append(
             PeakMemory(

@@ -50,6 +50,9 @@ class FittedModel:
     memory: MemoryConstants = field(factory=MemoryConstants)
     memory_correction: Correction = field(factory=Correction)
     memory_deviation: float = 0.1  # log error of the memory of unseen runs
+    # odds of fitting below which a run is taken to fail: where enough runs were measured, so that
+    # at most 2 % of those that ran would have been (`step_fit`)
+    least_odds: float = 0.5
     sources: tuple[str, ...] = ()  # where the rows came from
     num_rows: int = 0
     fitted_on: str = ""  # which part of the rows
@@ -69,14 +72,23 @@ class FittedModel:
         """Return the memory of a device of `stage`, or of the stage that needs most."""
         return peak_memory(run, self.memory, stage, device_lead(run, self.constants))
 
-    def fit_probability(self, run: TrainingRun) -> float:
-        """Return the probability that a device of every stage has the memory that it needs."""
+    def room(self, run: TrainingRun) -> float:
+        """Return the logarithm of a device's memory over what the fullest stage needs of it."""
         needed = self.peak(run).total
         if run.program.overlapped_tensor and run.pipeline > 1:
             wanted = demanded_bytes(run, self.memory, device_lead(run, self.constants))
             needed = max(needed, wanted / _WANTED)
         capacity = min(group.device.memory for group in run.cluster.host_groups)
-        return fit_probability(needed * self.memory_factor(run), capacity, self.memory_deviation)
+        return math.log(capacity / (needed * self.memory_factor(run)))
+
+    def fit_probability(self, run: TrainingRun) -> float:
+        """Return the probability that a device of every stage has the memory that it needs."""
+        return fit_probability(self.room(run), self.memory_deviation)
+
+    def fails(self, run: TrainingRun) -> bool:
+        """Return whether to expect that `run` fails: it fits with too low odds, or has a
+        `start_problem`."""
+        return start_problem(run) != "" or self.fit_probability(run) < self.least_odds
 
     def memory_factor(self, run: TrainingRun) -> float:
         """Return what measured runs nearby needed over what was predicted for them."""

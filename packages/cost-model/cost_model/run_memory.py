@@ -178,9 +178,12 @@ def peak_memory(
     )
 
 
-def fit_probability(needed: float, capacity: float, deviation: float) -> float:
-    """Return the probability that `needed` bytes fit, predicted with a log-normal error."""
-    return 0.5 * (1 + math.erf(math.log(capacity / needed) / (deviation * math.sqrt(2))))
+def fit_probability(room: float, deviation: float) -> float:
+    """Return the probability that what is needed fits, predicted with a log-normal error.
+
+    `room` is the logarithm of the memory over what is needed of it.
+    """
+    return 0.5 * (1 + math.erf(room / (deviation * math.sqrt(2))))
 
 
 def _schedule(run: TrainingRun) -> str:

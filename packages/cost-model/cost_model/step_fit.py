@@ -37,14 +37,15 @@ from cost_model.prediction import (
     model_file,
     run_kind,
 )
-from cost_model.run_memory import MemoryConstants, peak_memory
+from cost_model.run_memory import MemoryConstants, fit_probability, peak_memory
 from cost_model.step_constants import StepConstants
 from cost_model.step_terms import device_lead, predict_terms, stall_seconds, stalls
-from cost_model.training_run import TrainingRun
+from cost_model.training_run import TrainingRun, start_problem
 
 SEED = 2026
 _ITERATIONS = 14  # later ones change no source's error by 0.1 points
 FOLDS = 4
+FALSE_ALARMS = 0.02  # share of the runs that run which may be predicted to fail
 _FEWEST = 3  # rows that a median is taken of
 LARGEST = 256  # devices: the published runs on 512 H100 are slow throughout, for no stated reason
 
@@ -101,6 +102,7 @@ class _Score:
     kind: str
     deviations: float  # log(measured / predicted) in predicted standard deviations
     memory: float | None  # log(measured / predicted) of its memory
+    room: float  # `FittedModel.room`; none where the run has a start problem
 
 
 def fold_of_groups(rows: Iterable[MeasuredRun], seed: int = SEED) -> dict[tuple[str, str], int]:
@@ -332,7 +334,11 @@ def _with_intervals(model: FittedModel, scores: list[_Score]) -> FittedModel:
             intervals[kind] = found
     memory = [abs(score.memory) for score in scores if score.memory is not None]
     deviation = max(0.01, _deviation(memory)) if memory else model.memory_deviation
-    return evolve(model, intervals=intervals, memory_deviation=deviation)
+    rooms = sorted(score.room for score in scores if score.memory is not None)
+    # with k of n runs that ran below, the next one is with odds of (k + 1) / (n + 2) (Laplace)
+    allowed = math.floor(FALSE_ALARMS * (len(rooms) + 2)) - 1
+    least = fit_probability(rooms[allowed], deviation) if allowed >= 0 else model.least_odds
+    return evolve(model, intervals=intervals, memory_deviation=deviation, least_odds=least)
 
 
 def _interval(scores: Sequence[_Score]) -> tuple[float, float] | None:
@@ -377,6 +383,7 @@ def _score(row: MeasuredRun, model: FittedModel, fold: int) -> _Score:
         kind=run_kind(run),
         deviations=(math.log(row.step_seconds / predicted) - mean) / deviation,
         memory=memory,
+        room=-math.inf if start_problem(run) else model.room(run),
     )
 
 

@@ -98,6 +98,21 @@ def test_memory_comes_with_the_odds_that_it_fits():
     assert predict(run).fit_probability < 0.01 < 0.9 < predict(RUN).fit_probability
 
 
+def test_runs_that_fit_with_too_low_odds_or_cannot_start_are_expected_to_fail():
+    run = TrainingRun(model=RUN.model, cluster=SELENE, global_batch=64, micro_batch=1, tensor=8)
+    fitted = FittedModel()
+    odds = fitted.fit_probability(run)
+    assert not evolve(fitted, least_odds=odds * 0.999).fails(run)
+    assert evolve(fitted, least_odds=odds * 1.001).fails(run)
+    small = evolve(RUN.model, hidden=512, heads=8, layers=2, vocab=400_000)
+    idle = evolve(run, model=small, tensor=1, pipeline=8, executor="nanotron")
+    assert fitted.fit_probability(idle) > 0.9 and fitted.fails(idle)
+
+
+def test_only_many_measured_runs_move_the_odds_of_failing_from_even():
+    assert step_model("nanotron").whole.least_odds > 0.5 == step_model("sailor").whole.least_odds
+
+
 def test_pipelines_with_nearly_full_memory_wait_for_the_allocator():
     model = TransformerSpec(
         hidden=4096, layers=32, heads=32, kv_heads=8, seq=4096, feedforward=14336, vocab=131072,

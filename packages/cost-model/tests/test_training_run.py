@@ -52,6 +52,7 @@ def test_replicas_with_whole_gradients_of_a_shared_embedding_do_not_start():
         {"executor": "megatron"},
         {"model": evolve(MODEL, tied=False)},
         {"pipeline": 1, "data": 4},
+        {"cluster": cluster("a100-80gb:256"), "data": 32},
         {"global_batch": 4},
     ):
         assert start_problem(evolve(staged, **other)) == ""
