@@ -76,6 +76,9 @@ _STARTS: Mapping[str, Mapping[str, float]] = {
     # tensor parallelism over hosts, which one group of Megatron's rows has: what nanotron (0.36)
     # and Sailor (0.39) reach of the fabric
     DEFAULT_EXECUTOR: {"fabric_tensor": 0.4},
+    # grouped products as SimuMax measured them; the embedding as nanotron's on H100, by bandwidth:
+    # at the default it takes as long as three layers, and the fit halves the output matrix for it
+    "megatron": {"grouped_rows": 300.0, "embedding": 7e-11},
     "nanotron": {
         "launch": 4e-3, "launch_staged": 2.5e-3, "pipeline_latency": 1e-3, "fabric_latency": 30.0,
         "stall": 0.5, "step_layer": 3e-4, "sharded_calls": 9.0,

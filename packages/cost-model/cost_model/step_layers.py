@@ -164,7 +164,9 @@ def _matmul_seconds(work: LayerWork, run: TrainingRun, c: StepConstants) -> tupl
         if product.kind == "attention":
             continue
         grouped = product.kind == "grouped"
-        share = c.matmul_share * (c.grouped_share if grouped else 1.0)
+        share = c.matmul_share
+        if grouped:
+            share *= c.grouped_share * product.m / (product.m + c.grouped_rows)
         compute = product.flops / (peak * share * _shape_share(product, device.num_units, c))
         read = 2.0 * product.batch * product.k * product.n / bandwidth if grouped else 0.0
         matmul += max(compute, read)

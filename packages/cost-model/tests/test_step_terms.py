@@ -178,3 +178,22 @@ def test_parts_of_the_hidden_state_are_sent_where_the_next_stage_gathers_them():
     parts = evolve(whole, executor="megatron-deepspeed")
     sent = [predict_terms(one, slow)["pipeline"] for one in (whole, parts)]
     assert sent[0] == pytest.approx(8 * sent[1], rel=1e-3)
+
+
+def test_products_of_experts_with_few_rows_run_at_less_of_the_rate():
+    sparse = evolve(MODEL, experts=8, experts_per_token=2, expert_width=2048)
+    one = TrainingRun(
+        model=sparse, cluster=cluster("b200:8"), global_batch=64, data=8, expert=8,
+        executor="megatron", fused_attention=True,
+    )  # fmt: skip
+
+    def added(given, rows):
+        c = evolve(C, grouped_rows=float(rows))
+        return predict_terms(given, c)["compute"] - predict_terms(given, C)["compute"]
+
+    # 2048 tokens x 2 experts each, of 8 devices, over 8 experts of which a device has one
+    alone = added(one, 4096)
+    assert added(one, 2048) == pytest.approx(alone / 2)
+    # larger products fill their last wave better, too
+    assert added(evolve(one, micro_batch=2), 4096) == pytest.approx(alone / 2, rel=0.1)
+    assert added(evolve(one, model=MODEL, expert=1), 4096) == 0
