@@ -95,6 +95,11 @@ def is_unary(value: Value) -> bool:
     return sum(not is_repeated(one, value.source) for one in whole) <= 1
 
 
+def is_mask(value: Value) -> bool:
+    """Return whether a value has one byte an element, found from one operand of its shape."""
+    return value.source.bytes <= math.prod(value.source.shape) and is_unary(value)
+
+
 def is_repeated(value: Value, result: Source) -> bool:
     """Return whether a value, or what it repeats, is smaller than a result: XLA multiplies by the
     reciprocal of such a divisor."""

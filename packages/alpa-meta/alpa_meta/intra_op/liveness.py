@@ -24,6 +24,7 @@ memory_corpus.py` sums up:
 
     dear     an exponential and the like is never computed twice, but stored; so is a quotient,
              unless by what is repeated, which is a product with the reciprocal    -> _dear()
+    mask     one byte for each element of one operand is found again in all its readers
     late     what only the update or the result waits for, as the gradient of a weight or the loss,
              is computed when that first reads it: its operands live until then    -> spans()
     update   in a program of the whole step it runs for each array as soon as it can -> _ready()
@@ -61,6 +62,7 @@ from alpa_meta.intra_op.held_values import (
     Zeros,
     compute_in_readers,
     done,
+    is_mask,
     is_repeated,
     is_unary,
     kind_of,
@@ -422,7 +424,7 @@ class Timeline:
                 value.stored = False
             elif value.form == "fused":
                 costly = sum([one.source.bytes for one in support.values()]) > REREAD * size
-                again = len(value.reads) > 1 and costly
+                again = len(value.reads) > 1 and costly and not (self.on_host and is_mask(value))
                 value.stored = id(value) in needed or again or len(support) > _MOST_OPERANDS
                 free = self.on_host and not (value.dear or costly)
                 if value.stored and free and is_unary(value):

@@ -111,6 +111,22 @@ def test_a_dear_value_is_stored_on_hosts_if_several_kernels_would_compute_it():
         assert (id(light) in spans(timeline)) is stored
 
 
+def test_a_mask_is_found_again_by_all_its_readers_on_hosts():
+    for on_host in (True, False):
+        bits, mask = Source(0, (ShardingSpec(((),)),), (8,), 32.0), value()
+        timeline = Timeline(on_host=on_host)
+        timeline.advance("forward")
+        timeline.compute("stored", [], [bits])
+        timeline.advance("forward")
+        timeline.compute("fused", [bits], [mask])
+        for phase in ("forward", "backward"):
+            timeline.advance(phase)
+            timeline.compute("reduced", [mask], [value(1.0)])
+        found = spans(timeline)
+        assert found[id(bits)] == ((1, 5) if on_host else (1, 3))
+        assert (id(mask) in found) is not on_host
+
+
 def test_what_a_late_gradient_is_computed_from_lives_until_the_update_on_hosts():
     for on_host, stop in ((True, 6), (False, 3)):
         timeline, product, gradient, new = (
