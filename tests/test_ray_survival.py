@@ -361,10 +361,11 @@ def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_p
     fixed = ["--compare", "0", "--checkpoint-every", "5"]
     begin = ["--step", "killed_run:program", "--cluster", "host:2", "--microbatches", "2"]
     paths = os.pathsep.join([str(tmp_path), os.path.dirname(__file__)])
+    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # of Ray's agents; 60 otherwise
     driver = subprocess.Popen(
         [sys.executable, "-c", "from alpa_meta.cli import main; main()", "train", "--ray"]
         + [*begin, *fixed, "--steps", "1000000", "--out", "run"],
-        env={**os.environ, "PYTHONPATH": paths, "RAY_ADDRESS": "local"},
+        env={**os.environ, "PYTHONPATH": paths, "RAY_ADDRESS": "local", **patience},
         stdout=subprocess.DEVNULL,
     )
     try:
@@ -375,10 +376,6 @@ def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_p
     finally:
         driver.kill()
         driver.wait()
-    latest = time.monotonic() + 150  # our workers are gone in 3 s, agents of Ray within 65
-    while any(map(alive, started)) and time.monotonic() < latest:
-        time.sleep(0.1)
-    assert len(started) >= 4 and not any(map(alive, started))  # Ray's own, and two workers
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
     done = alpa.read_checkpoint("run/checkpoint").step
     assert run(["train", "--resume", "run", "--ray", *fixed, "--steps", str(done + 7)]) == 0
@@ -388,6 +385,10 @@ def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_p
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "near")
     found, expected = (alpa.restore(f"{one}/checkpoint") for one in ("run", "near"))
     assert_equal(found, expected)
+    latest = time.monotonic() + 300  # ours are gone in 3 s, Ray's agents 5 s after their patience
+    while any(map(alive, started)) and time.monotonic() < latest:
+        time.sleep(0.1)
+    assert len(started) >= 4 and not any(map(alive, started))  # Ray's own, and two workers
 
 
 def heavy(weights, x):
@@ -426,7 +427,7 @@ def test_a_slow_worker_is_named_with_its_share_of_the_step(nodes, tmp_path):
     pid = processes(far)["mesh 1 host 0"]
     thread = threading.Thread(target=slowed, args=(pid, ended))
     try:
-        latest = time.monotonic() + 120
+        latest = time.monotonic() + 300
         for number in itertools.count():
             if number == 20:
                 said.clear()

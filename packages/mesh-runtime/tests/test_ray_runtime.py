@@ -95,7 +95,7 @@ def test_meshes_in_other_processes_train_like_one_process_and_a_dead_one_is_name
         with pytest.raises(WorkerError, match="the worker of mesh 1 host 0 died during step"):
             for number in range(2, 500):
                 runtime.step(job.batch(number))
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < 100  # `step_timeout` is 120
         with pytest.raises(RuntimeError, match="cannot be used any more: the worker of mesh 1"):
             runtime.step(job.batch(0))
     finally:
@@ -143,7 +143,7 @@ def test_the_object_store_carries_values_and_a_hanging_worker_is_named(pipeline,
             r"waiting for mesh 1 host 0 for",
         ):
             runtime.step(job.batch(2))
-        assert time.monotonic() - begin < 12
+        assert time.monotonic() - begin < 100  # `step_timeout` is 120
     finally:
         runtime.close()
     _await_end(processes)
@@ -265,7 +265,7 @@ def _check_handles(runtime, job, local):
 
 
 def _await_end(processes):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while any(_alive(pid) for pid in processes.values()):
         assert time.monotonic() < deadline, "workers outlived their runtime"
         time.sleep(0.1)

@@ -59,7 +59,7 @@ def test_workers_end_with_the_last_reference_to_them_and_give_back_their_cpus(no
     assert workers.take_released() == ()
     del workers
     jax.clear_caches()
-    RayWorkers([GRID], RayOptions(start_timeout=60.0)).close()  # there is one CPU
+    RayWorkers([GRID], RayOptions(start_timeout=200.0)).close()  # there is one CPU
     assert ray.is_initialized()
 
 

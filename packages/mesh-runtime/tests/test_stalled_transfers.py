@@ -52,7 +52,7 @@ def fails(worker, message):
     begun = time.monotonic()
     with pytest.raises(StepError, match=message):
         stalling_mesh.run(worker, 1)
-    assert TIMEOUT <= time.monotonic() - begun < TIMEOUT + 3
+    assert TIMEOUT <= time.monotonic() - begun < TIMEOUT + 30  # a busy machine is late
 
 
 def is_stopped(process):
@@ -93,7 +93,7 @@ def test_a_peer_that_stops_before_it_fetches_is_named_by_the_one_that_sends():
 
 
 def test_a_peer_that_goes_on_in_time_is_waited_for():
-    with beside(1, stops_in_task=False, timeout=30.0) as (worker, other, pipe):
+    with beside(1, stops_in_task=False, timeout=100.0) as (worker, other, pipe):
         link = worker.transport._link
 
         def pause():

@@ -41,7 +41,7 @@ def workers(meshes):
         worker.close()
 
 
-def programs(job, meshes, timeout=30.0):
+def programs(job, meshes, timeout=100.0):
     exported = job.exported(meshes)
     layouts = tuple(
         {value: Layout(mesh.axis_sizes, mesh.axis_names, tuple(spec)) for value, spec in of.items()}
@@ -183,7 +183,7 @@ def test_a_worker_whose_peer_goes_away_fails_at_once(pipeline, meshes, workers):
 )
 def test_a_plan_that_is_not_loaded_is_refused_with_both_sides_named(pipeline, meshes, workers):
     job, cut = pipeline(2, 2), meshes(2, (1, 1))
-    team, loaded = workers(2, (1, 1)), programs(job, cut, timeout=5.0)
+    team, loaded = workers(2, (1, 1)), programs(job, cut, timeout=100.0)
     for worker, program in zip(team, loaded, strict=True):
         install(worker, program)
         place(worker, program, job)

@@ -65,10 +65,10 @@ def run(ends, made, shards, key="k"):
     dtype = next(iter(shards.values())).dtype
     found = {}
     for each in receivings:
-        for device, tile in each.result(30).items():
+        for device, tile in each.result(100).items():
             found[device] = tile.view(dtype)
     for sending in sendings:
-        sending.result(30)
+        sending.result(100)
     return found
 
 
@@ -185,24 +185,24 @@ def test_receives_and_sends_meet_by_key_in_any_order(pair):
     a, b, made = pair()
     sendings = [a.send(f"k{k}", made, matrix(k)) for k in range(3)]
     for k in (2, 0, 1):
-        (tile,) = b.receive(f"k{k}", made).result(10).values()
+        (tile,) = b.receive(f"k{k}", made).result(100).values()
         assert np.all(tile.view(np.float32) == k)
     for sending in sendings:
-        sending.result(10)
+        sending.result(100)
 
 
 def test_nothing_is_fetched_beyond_the_window_unless_somebody_waits_for_it(pair):
     a, b, made = pair(window=1 << 20)
     sendings = [a.send(f"k{k}", made, matrix(k)) for k in range(3)]
     receivings = [b.receive(f"k{k}", made) for k in range(3)]
-    sendings[0].result(10)
+    sendings[0].result(100)
     with pytest.raises(TransportError, match="host 0 waited 0.2 s for host 1 to fetch k1"):
         sendings[1].result(0.2)
-    (tile,) = receivings[2].result(10).values()  # beyond the window, but asked for
+    (tile,) = receivings[2].result(100).values()  # beyond the window, but asked for
     assert np.all(tile.view(np.float32) == 2)
-    receivings[0].result(10)
-    sendings[1].result(10)  # there is room now
-    receivings[1].result(10)
+    receivings[0].result(100)
+    sendings[1].result(100)  # there is room now
+    receivings[1].result(100)
 
 
 def test_a_receive_that_was_given_up_makes_room(pair):
@@ -210,19 +210,19 @@ def test_a_receive_that_was_given_up_makes_room(pair):
     a.send("k0", made, matrix(0))
     first, second = b.receive("k0", made), b.receive("k1", made)
     first.cancel()
-    a.send("k1", made, matrix(1)).result(10)
-    (tile,) = second.result(10).values()
+    a.send("k1", made, matrix(1)).result(100)
+    (tile,) = second.result(100).values()
     assert np.all(tile.view(np.float32) == 1)
 
 
 def test_tiles_are_taken_before_anybody_fetches_them(pair):
     a, b, made = pair()
     sending = a.send("k", made, matrix(7))
-    sending.taken(10)
+    sending.taken(100)
     with pytest.raises(TransportError, match="waited 0.1 s for host 1 to fetch k"):
         sending.result(0.1)
-    b.receive("k", made).result(10)
-    sending.result(10)
+    b.receive("k", made).result(100)
+    sending.result(100)
 
 
 def test_waiting_in_vain_names_tensor_and_peer(pair):
@@ -236,23 +236,23 @@ def test_waiting_in_vain_names_tensor_and_peer(pair):
 def test_a_peer_that_goes_away_fails_those_who_wait_for_it(pair):
     a, b, made = pair()
     a.send("first", made, matrix(0))
-    b.receive("first", made).result(10)
+    b.receive("first", made).result(100)
     waiting = b.receive("second", made)
     threading.Timer(0.1, a.close).start()
     with pytest.raises(TransportError, match="second from host 0, but its connection ended"):
-        waiting.result(10)
+        waiting.result(100)
     with pytest.raises(TransportError, match="was closed"):
-        a.send("third", made, matrix(0)).result(10)
+        a.send("third", made, matrix(0)).result(100)
 
 
 def test_a_peer_that_goes_away_fails_those_who_send_to_it(pair):
     a, b, made = pair()
     sending = a.send("k", made, matrix(0))
-    sending.taken(10)
+    sending.taken(100)
     time.sleep(0.1)
     b.close()
     with pytest.raises(TransportError, match="host 0 cannot send to host 1"):
-        sending.result(10)
+        sending.result(100)
 
 
 def test_a_sender_without_tiles_tells_the_receiver_why(pair):
@@ -263,19 +263,19 @@ def test_a_sender_without_tiles_tells_the_receiver_why(pair):
 
     sending = a.send("k", made, broken)
     with pytest.raises(TransportError, match="host 1, k: host 0 failed to send it: boom"):
-        b.receive("k", made).result(10)
+        b.receive("k", made).result(100)
     with pytest.raises(RuntimeError, match="boom"):
-        sending.result(10)
+        sending.result(100)
     wrong = a.send("l", made, lambda: {0: np.zeros(3, np.float32)})
     with pytest.raises(ValueError, match=r"device 0 must have the shape \(1024, 256\), got \(3,\)"):
-        wrong.result(10)
+        wrong.result(100)
 
 
 def test_programs_that_differ_are_refused_with_both_named(pair):
     a, b, made = pair()
     a.send("k", made, matrix(0), program="two")
     with pytest.raises(TransportError, match="is of plan one, but host 0 runs plan two"):
-        b.receive("k", made, program="one").result(10)
+        b.receive("k", made, program="one").result(100)
 
 
 @pytest.mark.parametrize("way", ["mapped", "read", "fetch"])
@@ -304,7 +304,7 @@ def test_a_box_that_changes_on_the_way_is_found_by_its_checksum(pair, monkeypatc
         monkeypatch.setattr(SocketLink, "shares", lambda self, peer: False)
     a.send("k", made, matrix(3))
     with pytest.raises(TransportError, match="the checksum of box 0 is wrong"):
-        b.receive("k", made).result(10)
+        b.receive("k", made).result(100)
 
 
 def test_a_sender_that_cannot_map_the_tile_has_it_read(pair, monkeypatch):
@@ -314,7 +314,7 @@ def test_a_sender_that_cannot_map_the_tile_has_it_read(pair, monkeypatch):
     monkeypatch.setattr(SocketLink, "mapped", refuse)
     a, b, made = pair()
     a.send("k", made, matrix(3))
-    (tile,) = b.receive("k", made).result(10).values()
+    (tile,) = b.receive("k", made).result(100).values()
     assert np.all(tile.view(np.float32) == 3)
 
 
@@ -323,7 +323,7 @@ def test_memory_that_a_peer_may_still_write_to_is_not_used_again(pair, monkeypat
     let_go, real = threading.Event(), SocketLink.mapped
 
     def slow(*arguments):
-        let_go.wait(10)
+        let_go.wait(100)
         return real(*arguments)
 
     monkeypatch.setattr(SocketLink, "mapped", slow)
@@ -337,8 +337,8 @@ def test_memory_that_a_peer_may_still_write_to_is_not_used_again(pair, monkeypat
         other[:] = 0
     let_go.set()
     monkeypatch.undo()
-    a.send("l", made, matrix(4)).taken(10)
-    b.receive("l", made).result(10)
+    a.send("l", made, matrix(4)).taken(100)
+    b.receive("l", made).result(100)
     assert not any(other.any() for other in others)
 
 
@@ -358,10 +358,10 @@ def test_many_transfers_cross_in_both_directions(team, make_task):
             ends[name].send(f"{name} {k}", out, lambda k=k: {device: tile + k}) for k in range(50)
         ]
         for k, each in enumerate(receivings):
-            (got,) = each.result(20).values()
+            (got,) = each.result(100).values()
             np.testing.assert_array_equal(got.view(np.float32), tile.reshape(-1) + k)
         for each in sendings:
-            each.result(20)
+            each.result(100)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, plans))

@@ -1,5 +1,6 @@
 import os
 import socket
+import statistics
 import threading
 import time
 
@@ -43,7 +44,7 @@ def links():
 
         def wait(found, count=1):
             with changed:
-                assert changed.wait_for(lambda: len(found) >= count, 10)
+                assert changed.wait_for(lambda: len(found) >= count, 100)
             return found
 
         return a, b, arrived, lost, wait
@@ -78,10 +79,14 @@ def test_fetches_are_answered_with_the_bytes_or_the_reason_why_not(links, elsewh
 
 def test_answers_over_tcp_do_not_wait_to_be_acknowledged(links):
     a, b, *_ = links(elsewhere=True)
-    begin = time.perf_counter()
-    for _ in range(20):
+    seconds = []
+    for _ in range(50):
+        begin = time.perf_counter()
         b.fetch("a", "k", 0, 0, [memoryview(bytearray(10))])
-    assert time.perf_counter() - begin < 20 * 0.02  # a delayed acknowledgement takes 0.04 s
+        seconds.append(time.perf_counter() - begin)
+    # a delayed acknowledgement takes 0.04 s, and nearly every answer waits for one; others wait
+    # for a processor now and then
+    assert statistics.median(seconds) < 0.02
 
 
 def test_the_memory_of_the_same_machine_is_read_and_that_of_others_is_not(links):
@@ -130,7 +135,7 @@ def test_strangers_are_few_and_cannot_stay(links, monkeypatch):
     a, b, arrived, _, wait = links()
     strangers = [socket.create_connection((b.address.host, b.address.port)) for _ in range(70)]
     for one in strangers:
-        one.settimeout(5)
+        one.settimeout(60)
         while one.recv(64):
             pass
         one.close()

@@ -83,10 +83,10 @@ def test_processes_get_the_sums_the_host_executor_gives_bit_for_bit(team, monkey
         crossing += any(step.before is not None for step in steps)
         shards = fractions(task, seed)
         sendings, receivings = post(team(owner_of), made, shards)
-        found = {device: tile for each in receivings for device, tile in each.result(30).items()}
+        found = {device: tile for each in receivings for device, tile in each.result(100).items()}
         for sending in sendings:
-            sending.taken(30)
-            sending.result(30)
+            sending.taken(100)
+            sending.result(100)
         for device, expected in HostExecutor(made).run(shards).items():
             np.testing.assert_array_equal(found[device].view(np.float32), expected.reshape(-1))
     assert count > 20 and crossing > 10
@@ -126,9 +126,9 @@ def test_a_process_without_tiles_fails_the_receivers_of_the_sum(team):
     other = ends["host 1"].send("k", made, lambda: {100: np.ones(64, np.float32)})
     receiving = ends["host 4"].receive("k", made)
     with pytest.raises(RuntimeError, match="the step was given up"):
-        failed.result(10)
+        failed.result(100)
     with pytest.raises(TransportError, match="host 4, k: .*host 0 failed to send it"):
-        receiving.result(10)
+        receiving.result(100)
     del other
 
 
@@ -148,7 +148,7 @@ def test_who_waits_for_a_summand_that_fails_is_told(team):
         tiles = nothing if name == broken else lambda d=device: {d: np.ones(8, np.float32)}
         sendings.append(ends[name].send("k", made, tiles))
     with pytest.raises(TransportError, match="failed to send it"):
-        ends["host 4"].receive("k", made).result(10)
+        ends["host 4"].receive("k", made).result(100)
 
 
 def test_reductions_that_leave_no_layout_are_refused():
@@ -175,7 +175,7 @@ def summand_process(pipe, token, name, made, value):
     end.connect(pipe.recv(), owners(made.task))
     (device,) = (device for device, owner in owners(made.task).items() if owner == name)
     tile = np.arange(made.task.tensor.size, dtype=np.float32) * value
-    end.send("k", made, lambda: {device: tile}).result(30)
+    end.send("k", made, lambda: {device: tile}).result(100)
     pipe.recv()
     end.close()
 
@@ -194,10 +194,10 @@ def test_processes_of_their_own_sum_up_in_each_others_memory():
     for name, pipe in pipes.items():
         pipe.send({other: at for other, at in addresses.items() if other != name})
     end.connect(addresses, owners(task))
-    (tile,) = end.receive("k", made).result(30).values()
+    (tile,) = end.receive("k", made).result(100).values()
     for pipe, process in zip(pipes.values(), processes, strict=True):
         pipe.send("end")
-        process.join(30)
+        process.join(100)
         assert process.exitcode == 0
     end.close()
     size = np.arange(3_000_000, dtype=np.float32)
