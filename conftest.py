@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as `bulk` the cases beyond a test's sample; leave them out unless all are asked for.
+    """Mark as `bulk` the cases beyond a test's sample; leave out `bulk` unless all are asked for.
 
     Tests that wait for clusters come first: the worker that begins with them leaves its processor
     to the others meanwhile, and no worker is left waiting at the end.
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sizes = {}
         for mark in item.iter_markers("sample"):
             sizes |= mark.kwargs
-        is_bulk = False
+        is_bulk = item.get_closest_marker("bulk") is not None
         for name, size in sizes.items():
             seen = values.setdefault((item.nodeid.partition("[")[0], name), [])
             value = item.callspec.params[name]

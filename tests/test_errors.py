@@ -26,7 +26,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 def finished_run(tmp_path_factory):
     """Return the folder of a finished run, not to be written to."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    assert run(["train", *FAST, "--out", str(folder)]) == 0
+    assert run(["train", *FAST, "--cluster", "host:2", "--out", str(folder)]) == 0
     return folder
 
 

@@ -148,8 +148,17 @@ def _training(name, dtype="float32"):
     return step, make_state(jax.random.key(0)), list(batches)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (2, 4), (4, 8)])
+def _cases(sample, others):
+    return [*sample, *(pytest.param(*one, marks=pytest.mark.bulk) for one in others)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_microbatches"),
+    _cases(
+        [("mlp", 1, 1), ("conv-net", 1, 1), ("mlp", 2, 4), ("gpt", 2, 4), ("conv-net", 4, 8)],
+        [("gpt", 1, 1), ("conv-net", 2, 4), ("mlp", 4, 8), ("gpt", 4, 8)],
+    ),
+)
 def test_planned_runs_equal_the_single_device_run(agrees, name, num_stages, num_microbatches):
     step = agrees(
         *_training(name),
@@ -186,7 +195,10 @@ def test_bounds_hold_for_tied_weights_whatever_the_speeds(speeds):
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("mlp", 0), ("mlp", 1), ("mlp", 4), ("conv-net", 1), ("conv-net", 3), ("gpt", 0), ("gpt", 3)],
+    _cases(
+        [("mlp", 0), ("conv-net", 1), ("gpt", 0)],
+        [("mlp", 1), ("mlp", 4), ("conv-net", 3), ("gpt", 3)],
+    ),
 )
 def test_runs_by_random_plans_equal_the_single_device_run(agrees, name, seed):
     step, state, batches = _training(name)

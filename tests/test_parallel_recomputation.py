@@ -77,11 +77,11 @@ MIXED = ("full", "none", "selective", "full")
     ("loss", "kind", "plan"),
     [
         (_dropped, "full", PARTS),
-        (_dropped, "selective", WHOLE),
         (_dropped, MIXED, PIPELINE),
         (_scanned, "full", WHOLE),
-        (_scanned, "full", PIPELINE),
         (_scanned, "selective", PARTS),
+        pytest.param(_dropped, "selective", WHOLE, marks=pytest.mark.bulk),
+        pytest.param(_scanned, "full", PIPELINE, marks=pytest.mark.bulk),
     ],
 )
 def test_recomputed_layers_give_the_results_of_one_device(agrees, loss, kind, plan):

@@ -14,15 +14,18 @@ from resharding.cases import random_task
 from resharding.nccl_library import NcclRanks, as_cupy_id, unique_id
 
 
+@pytest.mark.sample(seed=5)
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(
     "strategy", ["send_recv", "broadcast", "global_all_gather", "tile_tree", "auto"]
 )
-def test_gpus_get_the_tiles_the_host_executor_gives(make_world, make_shards, monkeypatch, strategy):
+def test_gpus_get_the_tiles_the_host_executor_gives(
+    make_world, make_shards, monkeypatch, strategy, seed
+):
     monkeypatch.setattr("resharding.hops.LEAST_CHUNK_BYTES", 16)
-    for seed in range(12):
-        task = random_task(seed, longest=16)
-        task = evolve(task, tensor=evolve(task.tensor, dtype="uint16"))
-        check_equal(make_world(seed), task, strategy, make_shards(task)[0])
+    task = random_task(seed, longest=16)
+    task = evolve(task, tensor=evolve(task.tensor, dtype="uint16"))
+    check_equal(make_world(seed), task, strategy, make_shards(task)[0])
 
 
 def test_ids_have_a_fixed_length():

@@ -54,7 +54,7 @@ TRANSFORMER = {"num_layers": 2, "hidden": 16, "num_heads": 2, "inner": 32, **SIZ
 @pytest.mark.parametrize(
     "model",
     [
-        transformer("t", TransformerShape(**TRANSFORMER)),
+        pytest.param(transformer("t", TransformerShape(**TRANSFORMER)), marks=pytest.mark.bulk),
         transformer(
             "e", TransformerShape(**TRANSFORMER, num_experts=4, capacity=4, optimiser="adafactor")
         ),

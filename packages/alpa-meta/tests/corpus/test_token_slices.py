@@ -34,7 +34,7 @@ def sliced(name, request):
     if name in NEEDS and find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     model = build(name)
-    program = Step(model.train_step, model.arguments()).program(1)
+    program = Step(model.train_step, (model.state, model.batch)).program(1)
     holds = [leaf.role == "batch" for leaf in program.inputs]
     return in_wanted_slices(program.closed, program.phases.of_eqn, holds, request)
 

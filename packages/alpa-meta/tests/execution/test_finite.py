@@ -61,9 +61,9 @@ def assert_equal(found, expected):
     [
         (1, 1, None),
         (1, 4, None),
-        (2, 1, "1f1b"),
-        (2, 4, "1f1b"),
         (2, 4, "zero-bubble-h1"),
+        pytest.param(2, 1, "1f1b", marks=pytest.mark.bulk),
+        pytest.param(2, 4, "1f1b", marks=pytest.mark.bulk),
     ],
 )
 def test_a_spoilt_microbatch_is_named_and_the_state_is_as_it_was(stages, microbatches, schedule):
