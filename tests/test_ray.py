@@ -14,6 +14,7 @@ import optax
 import pytest
 from attrs import evolve
 from equal_trees import assert_equal, words
+from ray_nodes import started
 
 import alpa_meta as alpa
 from alpa_interchange import load
@@ -63,10 +64,9 @@ def nodes():
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
-    )
-    cluster.add_node(num_cpus=2)
+    head = {"num_cpus": 2, "include_dashboard": False}
+    cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
+    started(lambda: cluster.add_node(num_cpus=2))
     ray.init(address=cluster.address, log_to_driver=False)
     yield
     ray.shutdown()

@@ -13,7 +13,6 @@ from contextlib import suppress
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # not behind other tests
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # other programs' memory is not ours
-os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # on a busy machine
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ import optax
 import pytest
 from attrs import evolve
 from equal_trees import assert_equal
+from ray_nodes import started
 
 import alpa_meta as alpa
 from alpa_meta.cli import run
@@ -104,11 +104,9 @@ def nodes():
         "health_check_timeout_ms": 1000,
         "health_check_failure_threshold": 3,
     }
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": quick},
-    )
-    cluster.working = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quick}
+    cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
+    cluster.working = [started(lambda: cluster.add_node(num_cpus=2)) for _ in range(2)]
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()
@@ -262,7 +260,7 @@ def test_a_lost_node_is_replaced_or_the_step_is_planned_anew_for_those_left(
         state, _ = far(state, batch(number))
     far.supervisor.wait()
     nodes.remove_node(nodes.working.pop(0), allow_graceful=False)
-    nodes.working.append(nodes.add_node(num_cpus=2))
+    nodes.working.append(started(lambda: nodes.add_node(num_cpus=2)))
     begun = time.monotonic()
     with pytest.warns(alpa.WorkersReplaced, match="step-00000003 with 1 steps done again"):
         state, _ = far(state, batch(4))
@@ -292,7 +290,7 @@ def test_a_lost_node_is_replaced_or_the_step_is_planned_anew_for_those_left(
     assert [group.num_hosts for group in far.plan.cluster.host_groups] == [1]
     np.testing.assert_allclose(losses, undisturbed[1], rtol=1e-5)
     far.close()
-    nodes.working.append(nodes.add_node(num_cpus=2))
+    nodes.working.append(started(lambda: nodes.add_node(num_cpus=2)))
 
 
 @pytest.mark.fault(
@@ -337,6 +335,17 @@ def test_a_run_goes_on_when_a_checkpoint_cannot_be_written_and_when_the_newest_i
     far.close()
 
 
+@pytest.fixture(scope="module")
+def left_behind():
+    """Take processes whose driver was killed; all must end, while other tests run."""
+    processes = []
+    yield processes
+    latest = time.monotonic() + 300  # our workers are gone in 3 s, agents of Ray within 65
+    while any(map(alive, processes)) and time.monotonic() < latest:
+        time.sleep(0.1)
+    assert not any(map(alive, processes))
+
+
 PROGRAM = """
 import jax, numpy as np
 from test_ray_survival import batch, make, step
@@ -355,17 +364,18 @@ def losses_of(folder):
     "calling process killed",
     "its processes end; `--resume` (or `train_step.resume`) goes on; parameters bit-equal",
 )
-def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_path, monkeypatch):
+def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(
+    nodes, left_behind, tmp_path, monkeypatch
+):
     (tmp_path / "killed_run.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     fixed = ["--compare", "0", "--checkpoint-every", "5"]
     begin = ["--step", "killed_run:program", "--cluster", "host:2", "--microbatches", "2"]
     paths = os.pathsep.join([str(tmp_path), os.path.dirname(__file__)])
-    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # of Ray's agents; 60 otherwise
     driver = subprocess.Popen(
         [sys.executable, "-c", "from alpa_meta.cli import main; main()", "train", "--ray"]
         + [*begin, *fixed, "--steps", "1000000", "--out", "run"],
-        env={**os.environ, "PYTHONPATH": paths, "RAY_ADDRESS": "local", **patience},
+        env={**os.environ, "PYTHONPATH": paths, "RAY_ADDRESS": "local"},
         stdout=subprocess.DEVNULL,
     )
     try:
@@ -373,6 +383,7 @@ def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_p
             assert driver.poll() is None
             time.sleep(0.05)
         started = descendants(driver.pid)
+        left_behind.extend(started)
     finally:
         driver.kill()
         driver.wait()
@@ -385,10 +396,7 @@ def test_a_run_whose_driver_is_killed_resumes_as_if_it_had_not_been(nodes, tmp_p
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "near")
     found, expected = (alpa.restore(f"{one}/checkpoint") for one in ("run", "near"))
     assert_equal(found, expected)
-    latest = time.monotonic() + 300  # ours are gone in 3 s, Ray's agents 5 s after their patience
-    while any(map(alive, started)) and time.monotonic() < latest:
-        time.sleep(0.1)
-    assert len(started) >= 4 and not any(map(alive, started))  # Ray's own, and two workers
+    assert len(started) >= 4  # Ray's own, and two workers
 
 
 def heavy(weights, x):

@@ -13,6 +13,7 @@ import pytest
 from attrs import evolve
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ray_nodes import started
 
 from mesh_runtime import (
     ExportedProgram,
@@ -37,10 +38,9 @@ def nodes():
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
-    )
-    cluster.add_node(num_cpus=2)
+    head = {"num_cpus": 2, "include_dashboard": False}
+    cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
+    started(lambda: cluster.add_node(num_cpus=2))
     ray.init(address=cluster.address, log_to_driver=False)
     yield
     ray.shutdown()
