@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ilp_sharding import warm_up
-from ilp_sharding.compiled_loops import load, ready
+from ilp_sharding.compiled_loops import HALVES, load, ready
 
 GROUPS = (
     "exact.elimination_loops",
@@ -73,3 +73,7 @@ def test_loaded_loops_are_ready_at_any_time():
     load("bound.messages")
     assert ready(0.0, "bound.messages")
     load("bound.messages")  # at once
+
+
+def test_the_halves_that_two_processes_compile_are_all_there_is():
+    assert sorted(sum(HALVES, ())) == sorted(GROUPS)
