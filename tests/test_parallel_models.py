@@ -196,8 +196,8 @@ def test_bounds_hold_for_tied_weights_whatever_the_speeds(speeds):
 @pytest.mark.parametrize(
     ("name", "seed"),
     _cases(
-        [("mlp", 0), ("conv-net", 1), ("gpt", 0)],
-        [("mlp", 1), ("mlp", 4), ("conv-net", 3), ("gpt", 3)],
+        [("mlp", 0), ("conv-net", 1)],  # and all models in float64, below
+        [("mlp", 1), ("mlp", 4), ("conv-net", 3), ("gpt", 0), ("gpt", 3)],
     ),
 )
 def test_runs_by_random_plans_equal_the_single_device_run(agrees, name, seed):

@@ -17,14 +17,14 @@ CUT = {"cluster": "host:4", "num_stages": 1, "num_microbatches": 2}
 @pytest.mark.parametrize(
     "name",
     [
-        "flax_linen:mixture_of_experts",
         "flax_nnx:images_with_metrics",
         "haiku_modules:vector_quantised_autoencoder",
         "optax_transforms:differential_privacy",
         "optax_transforms:ranking",
-        "diffrax_equations:backsolved_equation",
         "graph_networks:graphs_of_one_size",
         "bayesian:amortised_inference",
+        pytest.param("flax_linen:mixture_of_experts", marks=pytest.mark.bulk),
+        pytest.param("diffrax_equations:backsolved_equation", marks=pytest.mark.bulk),
     ],
 )
 def test_programs_agree_with_one_device_in_microbatches(agrees, name):

@@ -18,6 +18,9 @@ import pytest
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", "xy")
 def test_it(kind, seed, shape): ...
+
+@pytest.mark.parametrize("case", ["kept", pytest.param("left out", marks=pytest.mark.bulk)])
+def test_marked(case): ...
 """
 
 
@@ -44,11 +47,12 @@ def test_a_sample_and_the_cases_beyond_it_are_all_cases_of_every_test():
     }
 
 
-def test_a_sample_has_every_value_of_the_parameters_that_it_does_not_name():
+def test_a_sample_has_every_value_of_what_it_does_not_name_and_no_case_that_is_marked():
     cache = ROOT / ".cache"  # below conftest.py
     cache.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         file = Path(folder) / "test_stacked.py"
         file.write_text(STACKED)
         found = {line.partition("[")[2].rstrip("]") for line in collected(str(file))}
-    assert found == {f"{kind}-{seed}-{shape}" for kind in "xy" for seed in (0, 1) for shape in "ab"}
+    sample = {f"{kind}-{seed}-{shape}" for kind in "xy" for seed in (0, 1) for shape in "ab"}
+    assert found == {*sample, "kept"}

@@ -35,9 +35,12 @@ def _training(num_layers=4, batch=8):
 
 
 CASES = [
-    (schedule, *counts)
+    pytest.param(schedule, *counts, marks=marks)
     for schedule in SCHEDULES
-    for counts in ([(4, 4), (4, 8)] if "interleaved" in schedule else [(2, 4), (4, 8)])
+    for counts, marks in (
+        ((4, 8), ()),
+        ((4, 4) if "interleaved" in schedule else (2, 4), pytest.mark.bulk),
+    )
 ]
 
 

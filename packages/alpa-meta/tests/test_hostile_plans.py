@@ -33,7 +33,7 @@ def test_a_changed_plan_with_the_hash_of_what_was_saved_is_refused_unless_it_say
         "[" * 10_000_000,
         '{"a":' * 2_000_000,
         '"' + "x" * 20_000_000,
-        "[" + "[]," * 5_000_000 + "[]]",
+        "[" + "[]," * 1_500_000 + "[]]",
     ],
     ids=["deep lists", "deep objects", "an open string", "many lists"],
 )
@@ -49,7 +49,8 @@ def test_large_hostile_documents_are_refused_in_bounded_time_and_memory(text):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert seconds < 5.0 and peak < 80 * len(text)  # 0.8 s at most on a core that others use too
+    # 0.8 s for 15 MB at most on a core that others use too
+    assert seconds < min(5.0, len(text) / 3e6) and peak < 80 * len(text)
 
 
 def test_a_plan_of_twelve_megabytes_is_read_in_seconds(saved):

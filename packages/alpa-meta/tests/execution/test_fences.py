@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -35,12 +36,13 @@ def checkpointed(weights, batch):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
+@cache
 def _task(step, **options):
-    """Return the training task of `step` as it is for accelerators."""
+    """Return the training task of `step`, as it is for accelerators, and the program it is of."""
     fixed = {"num_stages": 1, "num_microbatches": 1, "mesh_shape": (8,), "preset": "dp"}
     lowered = alpa.parallelize(step, cluster="host:8", **{**fixed, **options}).lower(WEIGHTS, BATCH)
     (task,) = (t for t in lowered.planned.tasks.tasks if t.spec.name == "train.0")
-    return task, compile_task(lowered.planned, task, None)
+    return task, compile_task(lowered.planned, task, None), lowered.planned.program
 
 
 STEPS = [(perceptron.step, {"recompute": "full", "num_layers": 4}), (checkpointed, {})]
@@ -48,7 +50,7 @@ STEPS = [(perceptron.step, {"recompute": "full", "num_layers": 4}), (checkpointe
 
 @pytest.mark.parametrize(("step", "options"), STEPS)
 def test_recomputation_waits_for_the_weight_gradients_behind_it(step, options):
-    _, compiled = _task(step, **options)
+    _, compiled, _ = _task(step, **options)
     eqns = compiled.closed.jaxpr.eqns
     barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
     made = {var: eqn for eqn in eqns for var in eqn.outvars}
@@ -66,7 +68,7 @@ def test_recomputation_waits_for_the_weight_gradients_behind_it(step, options):
 
 @pytest.mark.parametrize(("step", "options"), STEPS)
 def test_gradients_are_summed_over_devices_behind_the_barrier(step, options):
-    _, compiled = _task(step, **options)
+    _, compiled, _ = _task(step, **options)
     barriers = [
         strategy
         for eqn, strategy in zip(compiled.closed.jaxpr.eqns, compiled.plan.strategies, strict=True)
@@ -80,18 +82,17 @@ def test_gradients_are_summed_over_devices_behind_the_barrier(step, options):
 
 @pytest.mark.parametrize(("step", "options"), STEPS)
 def test_the_program_is_that_of_the_task(step, options):
-    task, compiled = _task(step, **options)
+    task, compiled, program = _task(step, **options)
     inputs = [
         jax.random.normal(jax.random.key(k), var.aval.shape) for k, var in enumerate(task.invars)
     ]
-    lowered = alpa.parallelize(step, cluster="host:8").lower(WEIGHTS, BATCH)
-    expected = jaxpr_as_fun(task.closed(lowered.planned.program))(*inputs)
+    expected = jaxpr_as_fun(task.closed(program))(*inputs)
     for one, other in zip(jaxpr_as_fun(compiled.closed)(*inputs), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 def test_what_recomputes_nothing_has_no_barrier():
-    _, compiled = _task(perceptron.step, recompute="none")
+    _, compiled, _ = _task(perceptron.step, recompute="none")
     names = [eqn.primitive.name for eqn in compiled.closed.jaxpr.eqns]
     assert "optimization_barrier" not in names
 

@@ -31,8 +31,17 @@ def test_the_layers_that_stand_for_others_are_the_ends_of_a_run():
     assert (run.first(5), run.last(2), run.unit(4)) == (1, 6, 1)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "moe-einsum"])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("gpt", (2, 2)),
+        ("moe-einsum", (4,)),
+        *(
+            pytest.param(*case, marks=pytest.mark.bulk)
+            for case in [("llama", (4,)), ("llama", (2, 2)), ("gpt", (4,)), ("moe-einsum", (2, 2))]
+        ),
+    ],
+)
 def test_a_window_costs_layer_by_layer_what_the_whole_program_costs(name, shape):
     model = corpus_model(name, "small")
     program = Step(model.train_step, (model.state, model.batch)).program(2)
