@@ -117,11 +117,18 @@ def test_the_output_says_everything_in_order(whole_and_output):
     assert places == sorted(places)
 
 
-def test_a_pipeline_trains_as_the_default_plan_does(whole, tmp_path):
-    folder = tmp_path / "run"
-    _train(folder, "--steps", "12", "--compare", "0", "--stages", "4", "--microbatches", "4")
-    plan = load(folder / "plan.json", ParallelPlan)
-    assert plan.num_stages == 4
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    """Return a saved plan of four stages and the folder of a run of 12 steps by it."""
+    saved, folder = (tmp_path_factory.mktemp("pipeline") / name for name in ("plan.json", "run"))
+    assert run(["plan", *SIZES, "--stages", "4", "--microbatches", "4", "--out", str(saved)]) == 0
+    _train(folder, "--steps", "12", "--compare", "0", "--plan", str(saved))
+    return saved, folder
+
+
+def test_a_pipeline_trains_as_the_default_plan_does(whole, pipeline):
+    _, folder = pipeline
+    assert load(folder / "plan.json", ParallelPlan).num_stages == 4
     # float32 sums in another order; Adam divides by small second moments, which amplifies it
     np.testing.assert_allclose(_losses(folder), _losses(whole), rtol=2e-3)
 
@@ -134,11 +141,8 @@ def test_another_plan_resumes_the_checkpoint(whole, half, tmp_path):
     np.testing.assert_allclose(_losses(folder), _losses(whole), rtol=2e-3)
 
 
-def test_a_saved_plan_is_run_as_it_is(tmp_path):
-    saved = tmp_path / "plan.json"
-    assert run(["plan", *SIZES, "--stages", "2", "--microbatches", "2", "--out", str(saved)]) == 0
-    folder = tmp_path / "run"
-    _train(folder, "--steps", "2", "--compare", "0", "--plan", str(saved))
+def test_a_saved_plan_is_run_as_it_is(pipeline):
+    saved, folder = pipeline
     wanted, used = load(saved, ParallelPlan), load(folder / "plan.json", ParallelPlan)
     assert used.stage_plan == wanted.stage_plan
     assert [used.state_specs for used in used.shardings] == [

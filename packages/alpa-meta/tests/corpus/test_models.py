@@ -13,11 +13,6 @@ from alpa_meta.corpus import NAMES, build
 QUICK = {"xla_backend_optimization_level": 0}
 PARTS = ("convnet", "dlrm", "dropout-mlp", "gpt-tied", "llama", "mamba", "moe-sort", "equinox-mlp")
 """Of the models those that run by default: one of each family, of layers unlike the others'."""
-
-every_model = pytest.mark.parametrize(
-    "name",
-    [name if name in PARTS else pytest.param(name, marks=pytest.mark.bulk) for name in NAMES],
-)
 NEEDS = {"equinox-mlp": "equinox"}
 
 
@@ -28,7 +23,10 @@ def model(name: str, size: str = "tiny"):
     return build(name, size)
 
 
-@every_model
+@pytest.mark.parametrize(
+    "name",
+    [name if name in PARTS else pytest.param(name, marks=pytest.mark.bulk) for name in NAMES],
+)
 def test_two_steps_on_a_fixed_batch_lower_a_finite_loss_and_keep_the_state_s_types(name):
     tiny = model(name)
     step = jax.jit(tiny.train_step, compiler_options=QUICK)
@@ -46,7 +44,8 @@ def test_two_steps_on_a_fixed_batch_lower_a_finite_loss_and_keep_the_state_s_typ
             assert (leaf.shape, leaf.dtype) == (described.shape, described.dtype)
 
 
-@every_model
+@pytest.mark.sample(name=4)
+@pytest.mark.parametrize("name", NAMES)
 def test_small_sizes_trace_without_being_allocated(name):
     small = model(name, "small")
     _, metrics = jax.eval_shape(small.train_step, small.state, small.batch)
