@@ -148,7 +148,7 @@ def test_the_command_itself_ends_with_status_two():
         [sys.executable, "-c", "from alpa_meta.cli import main; main()", "show", "absent.json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert found.returncode == 2
