@@ -19,6 +19,7 @@ from attrs.validators import in_
 
 from alpa_meta.operators.rewrites import (
     BATCHED_LOOKUPS,
+    KNOWN_PLACES,
     MAPPED_REDUCTIONS,
     MERGED_SHIFTS,
     WHOLE_SLICES,
@@ -68,6 +69,11 @@ PASSES: tuple[Pass, ...] = (
         "inlined",
         _pattern(BATCHED_LOOKUPS),
         "after whole dims left the indices that lookups match",
+    ),
+    Pass(
+        "inlined",
+        _pattern(KNOWN_PLACES),
+        "after whole dims left the indices that matter; before shifts, which cuts and joins may be",
     ),
     Pass(
         "inlined",

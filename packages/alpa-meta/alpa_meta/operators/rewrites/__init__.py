@@ -5,6 +5,7 @@ them, in an order of its own, and knows no primitive. `former_axes` is no patter
 collectives over an axis of one member are, which inlining leaves out.
 """
 
+from alpa_meta.operators.rewrites.known_places import KNOWN_PLACES
 from alpa_meta.operators.rewrites.lookups import BATCHED_LOOKUPS
 from alpa_meta.operators.rewrites.mapped_reductions import MAPPED_REDUCTIONS
 from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite
@@ -13,6 +14,7 @@ from alpa_meta.operators.rewrites.whole_slices import WHOLE_SLICES
 
 __all__ = [
     "BATCHED_LOOKUPS",
+    "KNOWN_PLACES",
     "MAPPED_REDUCTIONS",
     "MERGED_SHIFTS",
     "WHOLE_SLICES",
