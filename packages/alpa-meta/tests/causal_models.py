@@ -86,6 +86,8 @@ def _mean_loss(model, logits, targets):
     elif model.loss == "flat":
         flat = log.reshape(BATCH * TOKENS, VOCAB)
         each = -jnp.take_along_axis(flat, targets.reshape(-1, 1), -1).reshape(BATCH, TOKENS)
+    elif model.loss == "last":
+        return -log[:, -1, 3].mean() + 0.01 * lax.stop_gradient(jnp.abs(logits).max())
     elif model.loss == "by place":
         rows = jnp.arange(BATCH)[:, None]
         each = -log[rows, jnp.arange(TOKENS), targets]
@@ -126,6 +128,10 @@ def _mixed(model, params, x, tokens):
     if model.mask == "token shift":
         before = jnp.concatenate([jnp.zeros_like(x[:, :2]), x[:, :-2]], 1)
         return jnp.tanh(before @ params["q"] + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1])
+    if model.mask == "first set":
+        return jnp.tanh(jnp.roll(x, 1, 1).at[:, 0].set(params["v"][0])) @ params["q"]
+    if model.mask == "chunks":
+        return _by_chunks(params, x) @ params["o"]
     if model.mask == "shift back":
         return jnp.tanh(jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0))) @ params["q"])
     if model.mask in ("convolution", "convolution ahead"):
@@ -155,6 +161,23 @@ def _mixed(model, params, x, tokens):
     return jnp.einsum("bhts,bshd->bthd", weights, values).reshape(x.shape) @ params["o"]
 
 
+def _by_chunks(params, x, chunk=3):
+    """Return linear attention by chunks: inside each at once, from one to the next by a scan."""
+    queries, keys, values = (
+        (x @ params[name]).reshape(BATCH, TOKENS // chunk, chunk, WIDTH) for name in "qkv"
+    )
+    scores = jnp.tril(jnp.einsum("bntd,bnsd->bnts", queries, keys))
+
+    def advance(state, one):
+        keys, values = one
+        return state + jnp.einsum("btd,bte->bde", keys, values), state
+
+    by_chunk = jnp.moveaxis(keys, 1, 0), jnp.moveaxis(values, 1, 0)
+    _, states = lax.scan(advance, jnp.zeros((BATCH, WIDTH, WIDTH)), by_chunk)
+    before = jnp.einsum("bntd,nbde->bnte", queries, states)
+    return (before + jnp.einsum("bnts,bnsd->bntd", scores, values)).reshape(x.shape)
+
+
 def _weights(model, params, scores, tokens):
     here, there = jnp.arange(TOKENS)[:, None], jnp.arange(TOKENS)[None]
     causal = here >= there
@@ -168,9 +191,9 @@ def _weights(model, params, scores, tokens):
         scores = jnp.where(causal & (here - there < 5), scores, -jnp.inf)
     elif model.mask == "tril -1e30":
         scores = jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS), bool)), scores, -1e30)
-    elif model.mask == "segments":
+    elif model.mask in ("segments", "segments -1e30"):
         alike = tokens[:, None, :, None] // 4 == tokens[:, None, None, :] // 4
-        scores = jnp.where(causal & alike, scores, -jnp.inf)
+        scores = jnp.where(causal & alike, scores, -1e30 if "-1e30" in model.mask else -jnp.inf)
     elif model.mask in ("learned bias", "learned bias of earlier tokens"):
         bias = params["b"][jnp.clip(here - there, 0, 15)][..., 0]
         masked = jnp.where(causal if model.mask == "learned bias" else here > there, 0.0, -1e9)

@@ -51,6 +51,14 @@ def results_of(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     return found if found != UNKNOWN else of_type(dtype_of(eqn.outvars[0]))
 
 
+def of_equals(eqn: JaxprEqn) -> Interval | None:
+    """Return the first result of `eqn` of two equal operands, where that is the same for all."""
+    whole = not jnp.issubdtype(dtype_of(eqn.invars[0]), jnp.inexact)  # nan is unequal to itself
+    if whole and eqn.primitive.name in _OF_DIFFERENCES:
+        return results_of(eqn, [Interval(0.0, 0.0)] * 2)
+    return None
+
+
 def of_type(dtype: np.dtype[np.generic]) -> Interval:
     """Return the bounds of every value of a type."""
     return _EITHER if dtype == np.bool_ else UNKNOWN
@@ -219,6 +227,8 @@ def _converted(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
 
 _at_least = _compared(lambda low: low >= 0, lambda high: high < 0)
 _above = _compared(lambda low: low > 0, lambda high: high <= 0)
+
+_OF_DIFFERENCES = ("sub", "eq", "ne", "ge", "gt", "le", "lt")
 
 _FUNCTIONS: dict[str, Callable[[JaxprEqn, Sequence[Interval]], Interval]] = {
     **dict.fromkeys(

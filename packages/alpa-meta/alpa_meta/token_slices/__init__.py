@@ -6,6 +6,7 @@ slice after another (TeraPipe, ICML 2021).
     masking    the proof that later tokens do not matter to a slice
     reading    how one operator runs on a slice
     analysis   how a whole program runs in slices, or why it cannot
+    moves      slices, paddings and joins along the tokens
     windows    convolutions along the tokens
     writer     the program of the slices
 """

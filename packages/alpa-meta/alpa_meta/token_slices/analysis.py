@@ -40,12 +40,13 @@ from alpa_meta.operators.regions import bodies, fold, is_region
 from alpa_meta.token_slices.bounds import Scope
 from alpa_meta.token_slices.choices import Choices, Refusal
 from alpa_meta.token_slices.cuts import Cutting
+from alpa_meta.token_slices.hints import longer_dim, token_hints
 from alpa_meta.token_slices.looking_back import looks_back
 from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import rest_of
-from alpa_meta.token_slices.moves import moved, moved_dim
+from alpa_meta.token_slices.moves import moved, moved_dim, one_token
 from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, whole
-from alpa_meta.token_slices.reading import UnreadableError, cut_to, keys_of, reading_of
+from alpa_meta.token_slices.reading import UnreadableError, keys_of, reading_of
 from alpa_meta.token_slices.recurrences import runs_again, token_loop
 from alpa_meta.token_slices.values import (
     AFTER,
@@ -182,7 +183,8 @@ class _Walk:
         if max((one.when for one in operands if not one.in_parts), default=BEFORE) > sweep:
             if not in_parts:
                 return self._known(eqn, operands, sweep)
-            why = next((f": {value.why}" for value in operands if value.why), "")
+            late = (one for one in operands if not one.in_parts and one.when > sweep)
+            why = next((f": {value.why}" for value in late if value.why), "")
             return self._whole_after(
                 eqn,
                 operands,
@@ -198,9 +200,13 @@ class _Walk:
         running = running_dim(eqn)
         if running is not None and in_parts and operands[0].layout[running] is not None:
             return self._running(eqn, operands, running, sweep)
+        if in_parts and (taken := one_token(eqn, operands[0])) is not None:
+            if self.inside:
+                raise UnreadableError("takes one token inside a loop or recomputation")
+            return taken, [Value("known", whole(len(shape_of(eqn.outvars[0]))), sweep + 1)]
         dim = moved_dim(eqn, self._layouts(operands)) if in_parts else None
         if dim is not None:
-            return moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
+            return self._moved(eqn, dim, operands, sweep)
         try:
             window = window_of(eqn, [value.layout for value in operands], sweep)
             if window is not None:
@@ -232,14 +238,16 @@ class _Walk:
             raise UnreadableError("needs all tokens at once")
         when = max((self._done(value) for value in operands), default=BEFORE)
         of_batch = all(value.of_batch for value in operands) and not eqn.effects
-        layouts = self._hints(eqn, operands) if of_batch else None
+        layouts = token_hints(eqn, operands, self.slices) if of_batch else None
+        why = next((value.why for value in operands if value.why and self._done(value) == when), "")
         results = [
             Value(
                 "known",
                 whole(len(shape_of(var))) if layouts is None else layouts[k],
                 when,
                 of_batch,
-                longer=self._longer(eqn, operands, layouts) if of_batch else None,
+                longer=longer_dim(eqn, operands, layouts) if of_batch else None,
+                why=why,
             )
             for k, var in enumerate(eqn.outvars)
         ]
@@ -248,35 +256,6 @@ class _Walk:
     def _done(self, value: Value) -> int:
         """Return when all of a value is known."""
         return value.when + value.in_parts
-
-    def _hints(self, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Layout] | None:
-        """Return where the tokens lie in the results of an equation on the batch alone."""
-        for value in operands:
-            if value.longer is not None and cut_to(eqn, value.longer, self.slices.tokens):
-                rank = len(value.layout)
-                return [(None,) * value.longer + _ROWS + (None,) * (rank - value.longer - 1)]
-        if is_region(eqn) or not any(any(value.layout) for value in operands):
-            return None
-        layouts = [value.layout for value in operands]
-        dim = moved_dim(eqn, layouts)
-        if dim is not None:
-            sizes = [shape_of(var) for var in eqn.outvars]
-            kept = all(size[dim] == self.slices.tokens for size in sizes)
-            rows = ((None,) * dim + _ROWS + (None,) * (len(size) - dim - 1) for size in sizes)
-            return list(rows) if kept else None
-        try:
-            reading = reading_of(eqn, layouts, Cutting(self.slices, True), _no_choice)
-        except UnreadableError:
-            return None
-        return None if reading.combined else list(reading.results)
-
-    def _longer(
-        self, eqn: JaxprEqn, operands: Sequence[Value], layouts: list[Layout] | None
-    ) -> int | None:
-        """Return the dim of one token more, where an operator keeps it."""
-        same = [value.longer for value in operands if value.longer is not None]
-        shapes = {shape_of(atom) for atom in (*eqn.invars, *eqn.outvars) if shape_of(atom)}
-        return same[0] if same and layouts is None and len(shapes) == 1 else None
 
     def _layouts(self, operands: Sequence[Value]) -> list[Layout]:
         """Return the layouts that count: of known values only where there are no others."""
@@ -310,7 +289,7 @@ class _Walk:
         results = []
         for k, (var, layout) in enumerate(zip(eqn.outvars, reading.results, strict=True)):
             if reading.is_sum(k):
-                results.append(self._sum(var, sweep))
+                results.append(self._sum(eqn, var, sweep, reading.combined))
             elif reading.scatters(k):
                 if sweep == BEFORE:
                     raise UnreadableError("gives later tokens a part in earlier ones")
@@ -320,10 +299,14 @@ class _Walk:
                 results.append(Value("sliced", layout, sweep, rest=rest))
         return Sliced(reading), results
 
-    def _sum(self, var: Var, sweep: int) -> Value:
-        """Return the value of a sum over the slices."""
+    def _sum(self, eqn: JaxprEqn, var: Var, sweep: int, combined: str = "add") -> Value:
+        """Return the value of a sum over the slices, or of another combination of their parts."""
         layout = whole(len(shape_of(var)))
-        return Value("addend", layout, sweep) if self.inside else Value("known", layout, sweep + 1)
+        if not self.inside:
+            return Value("known", layout, sweep + 1, why=f"{_place(eqn)} reduces the tokens")
+        if combined != "add":
+            raise UnreadableError(f"takes the {combined} over all tokens")
+        return Value("addend", layout, sweep)
 
     def _check_read(self, atom: Atom, value: Value, layout: Layout, sweep: int) -> None:
         """Raise UnreadableError unless a slice can be given an operand in a layout."""
@@ -361,6 +344,17 @@ class _Walk:
             return Added(tuple(sorted(parts))), list(operands)
         raise UnreadableError("needs a value of all tokens inside a loop or recomputation")
 
+    def _moved(
+        self, eqn: JaxprEqn, dim: int, operands: Sequence[Value], sweep: int
+    ) -> tuple[Decision, list[Value]]:
+        atoms = zip(eqn.invars, operands, strict=True)
+        if sweep != BEFORE and all(
+            not value.in_parts or looks_back(self.found, self.scope, atom) for atom, value in atoms
+        ):
+            decision, results = moved(eqn, dim, operands, Cutting(self.slices, True), sweep)
+            return evolve(decision, again=True), results
+        return moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
+
     def _running(
         self, eqn: JaxprEqn, operands: Sequence[Value], dim: int, sweep: int
     ) -> tuple[Decision, list[Value]]:
@@ -379,7 +373,7 @@ class _Walk:
         if window.low:
             self._check_read(eqn.invars[0], operands[0], keys_of(operands[0].layout), sweep)
         if window.sums:
-            return window, [self._sum(eqn.outvars[0], sweep)]
+            return window, [self._sum(eqn, eqn.outvars[0], sweep)]
         return window, [Value("sliced", layout_of_window(eqn, window), sweep)]
 
     def _again(
@@ -488,7 +482,3 @@ class _Walk:
 def _place(eqn: JaxprEqn) -> str:
     line = source_line(eqn)
     return f"{eqn.primitive.name} at {line}" if line else str(eqn.primitive.name)
-
-
-def _no_choice(_: Sequence[str]) -> str:
-    raise UnreadableError("meets tokens twice")

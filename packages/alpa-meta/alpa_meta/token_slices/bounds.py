@@ -13,8 +13,16 @@ import numpy as np
 from attrs import frozen
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, is_drop, shape_of
-from alpa_meta.operators import counted_dim, sharding_rule
-from alpa_meta.operators.intervals import Interval, holds_exactly, hull, of_type, results_of
+from alpa_meta.operators import counted_dim, operator_of, sharding_rule
+from alpa_meta.operators.elementwise import is_elementwise
+from alpa_meta.operators.intervals import (
+    Interval,
+    holds_exactly,
+    hull,
+    of_equals,
+    of_type,
+    results_of,
+)
 from alpa_meta.token_slices.places import (
     KEY,
     ROW,
@@ -91,7 +99,7 @@ class Scope:
         eqn = self.producer.get(atom)
         if eqn is None or eqn.outvars[0] is not atom:
             return None
-        layouts = operand_layouts(eqn, 0, layout, self.slices.tokens)
+        layouts = operand_layouts(eqn, 0, layout, self.slices)
         return None if layouts is None else (self, eqn, layouts)
 
     def _bounds(self, var: Var, layout: Layout, where: After | Diagonal) -> Interval:
@@ -107,11 +115,23 @@ class Scope:
             found = self._counted(layout[counted], shape_of(var)[counted], where)
             exact = holds_exactly(dtype_of(var), float(shape_of(var)[counted]))
             return found if exact else of_type(dtype_of(var))
-        layouts = operand_layouts(eqn, 0, layout, self.slices.tokens)
+        layouts = operand_layouts(eqn, 0, layout, self.slices)
         if layouts is None:
             return of_type(dtype_of(var))
+        if isinstance(where, Diagonal) and (found := self._of_itself(eqn, layout)) is not None:
+            return found
         pairs = zip(eqn.invars, layouts, strict=True)
         return results_of(eqn, [self.bounds(atom, one, where) for atom, one in pairs])
+
+    def _of_itself(self, eqn: JaxprEqn, layout: Layout) -> Interval | None:
+        """Return what an equation makes of a token and itself, such as whether both are of one
+        segment; None if that cannot be said."""
+        found = of_equals(eqn)
+        if found is None:
+            return None
+        labels = tuple(d if place is None else -1 for d, place in enumerate(layout))
+        sides = [(self, atom, _operand_labels(eqn, k, labels)) for k, atom in enumerate(eqn.invars)]
+        return found if _alike(*sides) else None
 
     def _counted(self, place: Place | None, size: int, where: After | Diagonal) -> Interval:
         """Return the bounds of what counts the places along a dim."""
@@ -148,7 +168,9 @@ class Scope:
         return _of_values(value)
 
 
-def operand_layouts(eqn: JaxprEqn, result: int, layout: Layout, tokens: int) -> list[Layout] | None:
+def operand_layouts(
+    eqn: JaxprEqn, result: int, layout: Layout, slices: Slices
+) -> list[Layout] | None:
     """Return what of its operands an operator reads for a part of a result; None if that cannot be
     said, or if a part would not do."""
     rule = sharding_rule(eqn)
@@ -159,7 +181,7 @@ def operand_layouts(eqn: JaxprEqn, result: int, layout: Layout, tokens: int) -> 
         if place is None:
             continue
         try:
-            name, found = factor_place(rule, dim, place, tokens)
+            name, found = factor_place(rule, dim, place, slices)
         except StraddlingError:
             return None
         if rule.factor(name).kind != "parallel":
@@ -172,9 +194,71 @@ def operand_layouts(eqn: JaxprEqn, result: int, layout: Layout, tokens: int) -> 
             names = [name for name in dim if name in places]
             if len(names) > 1:
                 return None
-            held.append(dim_place(rule, dim, names[0], places[names[0]]) if names else None)
+            held.append(
+                slices.settled(dim_place(rule, dim, names[0], places[names[0]])) if names else None
+            )
         layouts.append(tuple(held))
     return layouts
+
+
+_Labels = tuple[int | None, ...]
+"""Which dim of a mask each dim of a value is along: -1 along the tokens, None along none."""
+
+
+def _alike(one: tuple[Scope, Atom, _Labels], two: tuple[Scope, Atom, _Labels]) -> bool:
+    """Return whether two values are one where row and key are the same token."""
+    sides = [_source(*side) for side in (one, two)]
+    if any(side is None for side in sides):
+        return False
+    (scope, first, labels), (other, second, others) = (side for side in sides if side is not None)
+    if isinstance(first, Literal) or isinstance(second, Literal):
+        both = isinstance(first, Literal) and isinstance(second, Literal)
+        return both and np.array_equal(first.val, second.val)
+    if first is second:
+        return labels == others
+    made = scope.producer.get(first), other.producer.get(second)
+    if made[0] is None or made[1] is None or not all(map(is_elementwise, made)):
+        return False
+    if max(len(eqn.outvars) for eqn in made) > 1:
+        return False
+    kinds_of = [(eqn.primitive, str(eqn.params), [*map(dtype_of, eqn.invars)]) for eqn in made]
+    if kinds_of[0] != kinds_of[1]:
+        return False
+    pairs = enumerate(zip(made[0].invars, made[1].invars, strict=True))
+    return all(
+        _alike(
+            (scope, one, _operand_labels(made[0], k, labels)),
+            (other, two, _operand_labels(made[1], k, others)),
+        )
+        for k, (one, two) in pairs
+    )
+
+
+def _source(scope: Scope, atom: Atom, labels: _Labels) -> tuple[Scope, Atom, _Labels] | None:
+    """Return the value that one is laid out of, and its labels."""
+    while len(labels) == len(shape_of(atom)):
+        if isinstance(atom, Literal):
+            return scope, atom, labels
+        eqn = scope.producer.get(atom)
+        if atom in scope.outer and scope.parent is not None:
+            scope, atom = scope.parent, scope.outer[atom]
+        elif eqn is not None and operator_of(eqn).layout and len(eqn.invars) == 1:
+            labels, atom = _operand_labels(eqn, 0, labels), eqn.invars[0]
+        else:
+            return scope, atom, labels
+    return None
+
+
+def _operand_labels(eqn: JaxprEqn, operand: int, labels: _Labels) -> _Labels:
+    """Return the labels of an operand, given those of the result; none if they are mixed."""
+    rule = sharding_rule(eqn)
+    if rule is None:
+        return ()
+    known = {dim: label for dim, label in zip(rule.results[0], labels, strict=True) if dim}
+    held = tuple(known.get(dim) for dim in rule.operands[operand])
+    sizes = shape_of(eqn.invars[operand])
+    mixed = any(size > 1 and label is None for size, label in zip(sizes, held, strict=True))
+    return () if mixed else held
 
 
 def _of_values(value: np.ndarray) -> Interval:

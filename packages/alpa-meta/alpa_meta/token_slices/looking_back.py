@@ -5,7 +5,15 @@ from __future__ import annotations
 from alpa_meta.compat import Atom, Literal
 from alpa_meta.token_slices.bounds import Scope
 from alpa_meta.token_slices.places import KEY, kinds
-from alpa_meta.token_slices.values import BEFORE, Analysis, Running, Sliced, TokenLoop, Window
+from alpa_meta.token_slices.values import (
+    BEFORE,
+    Analysis,
+    Moved,
+    Running,
+    Sliced,
+    TokenLoop,
+    Window,
+)
 
 
 def looks_back(found: Analysis, scope: Scope, atom: Atom) -> bool:
@@ -33,7 +41,7 @@ def looks_back(found: Analysis, scope: Scope, atom: Atom) -> bool:
             cuts = (p.cuts for one in decision.reading.operands for p in one if p)
             if decision.reading.combined or any(cuts):
                 return False
-        elif isinstance(decision, Running | TokenLoop):
+        elif isinstance(decision, Running | TokenLoop | Moved):
             if not decision.again:
                 return False
         elif not isinstance(decision, Window) or decision.high or decision.sums:

@@ -9,18 +9,19 @@ shift by one token or a convolution by hand: which elements a slice makes, and o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax import lax
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, array_type, is_drop, shape_of
+from alpa_meta.operators import operator_of
 from alpa_meta.operators.cutting import rearrangement
 from alpa_meta.token_slices.cuts import Cutting, Owners, cuts_of, owners_of
 from alpa_meta.token_slices.places import ROW, Layout, Place, whole
-from alpa_meta.token_slices.reading import UnreadableError
-from alpa_meta.token_slices.values import Moved, Value
+from alpa_meta.token_slices.reading import UnreadableError, keys_of
+from alpa_meta.token_slices.values import Moved, OneToken, Value
 
 if TYPE_CHECKING:
     from alpa_meta.token_slices.writer import Writer
@@ -107,25 +108,74 @@ def _padding(eqn: JaxprEqn, dim: int) -> tuple[int, int, int]:
     return low, high, interior + 1
 
 
+def one_token(eqn: JaxprEqn, value: Value) -> OneToken | None:
+    """Return which slice has the only element of a dim of tokens that an equation leaves out."""
+    places = [place for place in value.layout if place is not None]
+    dropped = len(shape_of(eqn.outvars[0])) < len(value.layout)
+    if not (dropped and operator_of(eqn).layout and len(places) == 1):
+        return None
+    (place,) = places
+    alone = place.kind == ROW and place.cuts and place.cuts[-1] == place.outer == place.inner == 1
+    return OneToken(place.cuts.index(1) - 1) if alone else None
+
+
 # ---------------------------------------------------------------------------- writing
+
+
+_Taker = Callable[[Atom, int, int], Atom]
+"""Returns elements [start, stop) of an operand."""
 
 
 def write_moved(writer: Writer, eqn: JaxprEqn, decision: Moved, number: int) -> None:
     """Write a slice's part of an equation that moves tokens along a dim."""
-    dim, kind, first = decision.dim, rearrangement(eqn), 0
-    write = {"padded": _write_pad, "joined": _write_concatenate}.get(kind or "", _write_slice)
-    for var, place in zip(eqn.outvars, decision.places, strict=True):
+    for k, (var, place) in enumerate(zip(eqn.outvars, decision.places, strict=True)):
         if not is_drop(var):
-            start, stop = writer.slices.held(place, number)
-            layout = tuple(place if d == dim else None for d in range(len(shape_of(var))))
+            layout = layout_of_moved(var, decision.dim, place)
             result = writer.result(var, layout, number)
-            write(writer, eqn, dim, (first + start, first + stop), result, number)
+            start, _ = writer.slices.held(place, number)
+            write_moved_from(writer, eqn, decision, k, result, number, start)
             writer.parts[var, number] = result
-        first += shape_of(var)[dim]
+
+
+def layout_of_moved(var: Var, dim: int, place: Place) -> Layout:
+    """Return the layout of a result with a place along the dim of tokens."""
+    return tuple(place if d == dim else None for d in range(len(shape_of(var))))
+
+
+def write_moved_from(
+    writer: Writer,
+    eqn: JaxprEqn,
+    decision: Moved,
+    position: int,
+    result: Var,
+    number: int,
+    start: int,
+) -> None:
+    """Write a result of an equation that moves tokens, from the element `start` to a slice's
+    last."""
+    dim, kind = decision.dim, rearrangement(eqn)
+    first = sum(shape_of(var)[dim] for var in eqn.outvars[:position])
+    _, stop = writer.slices.held(decision.places[position], number)
+
+    def taken(atom: Atom, start: int, stop: int) -> Atom:
+        if decision.again and isinstance(atom, Var) and writer.is_recomputed(atom):
+            layout = keys_of(writer.analysis.value(atom).layout)
+            keys = writer.operand(atom, layout, number)
+            return _stretch(writer, [keys], dim, (start, stop), 0, number)
+        return writer.stretch_of(atom, dim, start, stop, number)
+
+    write = {"padded": _write_pad, "joined": _write_concatenate}.get(kind or "", _write_slice)
+    write(writer, eqn, dim, (first + start, first + stop), result, number, taken)
 
 
 def _write_slice(
-    writer: Writer, eqn: JaxprEqn, dim: int, part: tuple[int, int], result: Var, number: int
+    writer: Writer,
+    eqn: JaxprEqn,
+    dim: int,
+    part: tuple[int, int],
+    result: Var,
+    number: int,
+    taken: _Taker,
 ) -> None:
     """Write some elements of a slice, or of all results of a split together."""
     (source,) = eqn.invars
@@ -136,7 +186,7 @@ def _write_slice(
         steps = [_stride(eqn, d) for d in range(len(starts))]
     start = min(starts[dim] + part[0] * steps[dim], stops[dim])
     stop = starts[dim] + (part[1] - 1) * steps[dim] + 1
-    held = writer.stretch_of(source, dim, start, max(start, stop), number)
+    held = taken(source, start, max(start, stop))
     starts[dim], stops[dim] = 0, shape_of(held)[dim]
 
     def run(value: Any) -> Any:
@@ -147,7 +197,13 @@ def _write_slice(
 
 
 def _write_pad(
-    writer: Writer, eqn: JaxprEqn, dim: int, part: tuple[int, int], result: Var, number: int
+    writer: Writer,
+    eqn: JaxprEqn,
+    dim: int,
+    part: tuple[int, int],
+    result: Var,
+    number: int,
+    taken: _Taker,
 ) -> None:
     source, value = eqn.invars
     (start, stop), size = part, shape_of(source)[dim]
@@ -165,21 +221,27 @@ def _write_pad(
     def run(padded: Any, by: Any) -> Any:
         return lax.pad(padded, by, config)
 
-    held = [writer.stretch_of(source, dim, first, last, number), writer.operand(value, (), number)]
+    held = [taken(source, first, last), writer.operand(value, (), number)]
     writer.compute(("padded", tuple(config)), run, held, [result], number, eqn)
 
 
 def _write_concatenate(
-    writer: Writer, eqn: JaxprEqn, dim: int, part: tuple[int, int], result: Var, number: int
+    writer: Writer,
+    eqn: JaxprEqn,
+    dim: int,
+    part: tuple[int, int],
+    result: Var,
+    number: int,
+    taken: _Taker,
 ) -> None:
     held, offset = [], 0
     for atom in eqn.invars:
         size = shape_of(atom)[dim]
         start, stop = max(part[0] - offset, 0), min(part[1] - offset, size)
         if start < stop:
-            held.append(writer.stretch_of(atom, dim, start, stop, number))
+            held.append(taken(atom, start, stop))
         offset += size
-    held = held or [writer.stretch_of(eqn.invars[0], dim, 0, 0, number)]
+    held = held or [taken(eqn.invars[0], 0, 0)]
 
     def run(*values: Any) -> Any:
         return lax.concatenate(values, dim)
@@ -200,16 +262,30 @@ def stretch_of(writer: Writer, atom: Atom, dim: int, start: int, stop: int, numb
         some = [k for k, (one, two) in spans if max(one, start) < min(two, stop)] or [number]
         parts = [writer.part(atom, k) for k in some]
         first, last = cuts[some[0]], cuts[some[-1] + 1]
-    start, stop = (first, first) if start == stop else (start, stop)
+    if start == stop:
+        return _stretch(writer, parts, dim, (first, first), first, number)
     if len(parts) == 1 and (start, stop) == (first, last):
         return parts[0]
+    return _stretch(writer, parts, dim, (start, stop), first, number)
+
+
+def _stretch(
+    writer: Writer,
+    parts: Sequence[Atom],
+    dim: int,
+    span: tuple[int, int],
+    first: int,
+    number: int,
+) -> Atom:
+    """Return elements [start, stop) of parts that begin with the element `first`."""
+    start, stop = span[0] - first, span[1] - first
     shape = list(shape_of(parts[0]))
     shape[dim] = stop - start
     result = Var(array_type(parts[0]).update(shape=tuple(shape)))
 
     def run(*values: Any) -> Any:
         joined = values[0] if len(values) == 1 else lax.concatenate(values, dim)
-        return lax.slice_in_dim(joined, start - first, stop - first, axis=dim)
+        return lax.slice_in_dim(joined, start, stop, axis=dim)
 
-    writer.compute(("stretch of", dim, start - first, stop - first), run, parts, [result], number)
+    writer.compute(("stretch of", dim, start, stop), run, parts, [result], number)
     return result

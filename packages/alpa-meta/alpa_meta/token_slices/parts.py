@@ -127,14 +127,14 @@ def run_local(
     """Return what slice `number`, at a `place` in the order of its sweep, makes of an operator."""
     rule = sharding_rule(eqn)
     assert rule is not None
-    strategy = _strategy(rule, reading, slices.tokens)
+    strategy = _strategy(rule, reading, slices)
     mesh = LogicalMesh(axes=tuple(MeshAxis(name=axis, size=2) for axis in _AXES))
     places: Any = _SlicePlaces(place)
     call = SliceCall(slices, number, reading, eqn, list(values), rule, strategy, mesh, places)
     return operator_of(eqn).local(call)
 
 
-def _strategy(rule: ShardingRule, reading: Reading, tokens: int) -> Strategy:
+def _strategy(rule: ShardingRule, reading: Reading, slices: Slices) -> Strategy:
     """Return the slices as a strategy over axes of their own, for the operator's local form."""
     axes: dict[str, str] = {}
 
@@ -142,7 +142,7 @@ def _strategy(rule: ShardingRule, reading: Reading, tokens: int) -> Strategy:
         held: list[tuple[str, ...]] = [()] * len(layout)
         for d, (dim, place) in enumerate(zip(dims, layout, strict=True)):
             if place is not None:
-                name, _ = factor_place(rule, dim, place, tokens)
+                name, _ = factor_place(rule, dim, place, slices)
                 free = (a for a, kind in _AXES.items() if kind == place.kind)
                 known = axes.values()
                 axes[name] = axes.get(name) or next(axis for axis in free if axis not in known)

@@ -78,6 +78,12 @@ class Slices:
         """Return where the slices begin among what has a place, and where the last one stops."""
         return place.cuts or self.cuts
 
+    def settled(self, place: Place) -> Place:
+        """Return a place without cuts of its own if its elements are tokens."""
+        if place.cuts and tuple(cut * place.inner for cut in place.cuts) == self.cuts:
+            return Place(place.kind, place.outer)
+        return place
+
     def held(self, place: Place, number: int) -> tuple[int, int]:
         """Return the elements [start, stop) that slice `number` holds at a place."""
         start, stop = self.cuts_of(place)[number : number + 2]
@@ -122,23 +128,42 @@ class SliceRequest:
 
 
 class StraddlingError(Exception):
-    """The tokens of a dim are cut by an operator."""
+    """The tokens of a dim are cut by an operator; `reason` reads on after its line and name."""
+
+    def __init__(self, reason: str = "cuts, joins or reorders the dim of tokens") -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def factor_place(
-    rule: ShardingRule, dim: Sequence[str], place: Place, tokens: int
+    rule: ShardingRule, dim: Sequence[str], place: Place, slices: Slices
 ) -> tuple[str, Place]:
-    """Return the factor of a rule's dim that the tokens are in, and their place in it."""
+    """Return the factor of a rule's dim that the tokens are in, and their place in it.
+
+    Where they are cut into chunks, the place is that of the chunks, if each is of one slice.
+    """
     minor = 1
-    tokens = place.cuts[-1] if place.cuts else tokens
+    cuts = slices.cuts_of(place)
+    tokens = cuts[-1]
     for name in reversed(dim):
         size = rule.factor(name).size
         if place.inner % minor == 0:
             inner = place.inner // minor
             if inner * tokens <= size and size % (inner * tokens) == 0:
                 return name, evolve(place, outer=size // (inner * tokens), inner=inner)
+        elif minor % place.inner == 0 and minor // place.inner * size == tokens:
+            return name, _of_chunks(place, minor // place.inner, cuts)
         minor *= size
     raise StraddlingError
+
+
+def _of_chunks(place: Place, chunk: int, cuts: Sequence[int]) -> Place:
+    if any(cut % chunk for cut in cuts):
+        raise StraddlingError(
+            f"cuts the tokens into chunks of {chunk}, and some slice ends inside one: use "
+            f"token_slices that are multiples of {chunk}"
+        )
+    return Place(place.kind, cuts=tuple(cut // chunk for cut in cuts))
 
 
 def dim_place(rule: ShardingRule, dim: Sequence[str], name: str, place: Place) -> Place:

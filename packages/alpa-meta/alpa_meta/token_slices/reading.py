@@ -23,6 +23,7 @@ from alpa_meta.token_slices.places import (
     ROW,
     Layout,
     Place,
+    Slices,
     StraddlingError,
     dim_place,
     factor_place,
@@ -32,14 +33,17 @@ from alpa_meta.token_slices.places import (
 Chooser = Callable[[Sequence[str]], str]
 """Says which of two factors of rows is that of the keys."""
 
+COMBINED = ("add", "max", "min", "or", "and")
+"""How the parts of a result of all rows may be combined."""
+
 
 @frozen
 class Reading:
     """The layouts of operands and results of an operator in a slice.
 
-    `combined` is how the rows are reduced ("add", empty: they are not): results without rows are
-    combined of those of the slices, for the keys of a result at the keys' own slice. `reduced_keys`
-    is how keys are reduced.
+    `combined` is how the rows are reduced ("add", "max"; empty: they are not): results without rows
+    are combined of those of the slices, for the keys of a result at the keys' own slice.
+    `reduced_keys` is how keys are reduced.
     """
 
     operands: tuple[Layout, ...]
@@ -92,10 +96,12 @@ def reading_of(
                 combined = factor.reduction
             else:
                 reduced_keys = factor.reduction
-    if combined not in ("", "add"):
+    slices = cutting.slices
+    operands = tuple(_layout(rule, dims, places, slices) for dims in rule.operands)
+    results = tuple(_layout(rule, dims, places, slices) for dims in rule.results)
+    of_tokens = any(map(any, results))
+    if combined and (combined not in COMBINED or combined != "add" and of_tokens):
         raise UnreadableError(f"takes the {combined} over all tokens")
-    operands = tuple(_layout(rule, dims, places) for dims in rule.operands)
-    results = tuple(_layout(rule, dims, places) for dims in rule.results)
     if not combined and any(ROW in kinds(one) for one in operands):
         if any(ROW not in kinds(one) for one in results):
             raise UnreadableError("mixes tokens")
@@ -113,9 +119,9 @@ def _factor_places(
             if place is None:
                 continue
             try:
-                name, found = factor_place(rule, dim, place, cutting.slices.tokens)
-            except StraddlingError:
-                raise UnreadableError("cuts, joins or reorders the dim of tokens") from None
+                name, found = factor_place(rule, dim, place, cutting.slices)
+            except StraddlingError as error:
+                raise UnreadableError(error.reason) from None
             known = places.setdefault(name, found)
             if evolve(known, kind=found.kind, cuts=found.cuts) != found:
                 raise UnreadableError("meets tokens at different places of a dim")
@@ -135,20 +141,24 @@ def _factor_places(
 def _of_short_dim(eqn: JaxprEqn, layouts: Sequence[Layout], cutting: Cutting) -> Reading:
     """Return how an elementwise operator runs on dims of one element or none, which have no
     factor."""
-    joined: list[Place | None] = [None] * len(shape_of(eqn.outvars[0]))
+    shape = shape_of(eqn.outvars[0])
+    joined: list[Place | None] = [None] * len(shape)
     free = cutting.free or (False,) * len(layouts)
     for k in sorted(range(len(layouts)), key=lambda k: free[k]):
         for d, place in enumerate(layouts[k]):
             known = joined[d]
             if place is None or known is not None and free[k]:
                 continue
+            if shape_of(eqn.invars[k])[d] != shape[d]:
+                raise UnreadableError("gives all tokens a part of one of them")
             if place.kind == KEY:
                 raise UnreadableError("looks back on what is made of later tokens")
             joined[d] = place if known is None else cutting.joined(known, place)
-    layout = tuple(joined)
-    shape = shape_of(eqn.outvars[0])
-    operands = tuple(layout if shape_of(atom) == shape else () for atom in eqn.invars)
-    return Reading(operands, (layout,) * len(eqn.outvars))
+    operands = tuple(
+        tuple(p if size == whole else None for p, size, whole in zip(joined, sizes, shape))
+        for sizes in map(shape_of, eqn.invars)
+    )
+    return Reading(operands, (tuple(joined),) * len(eqn.outvars))
 
 
 def _of_attention(places: dict[str, Place], rows: str, keys: str) -> dict[str, Place]:
@@ -190,27 +200,16 @@ def _check_factor(eqn: JaxprEqn, rule: ShardingRule, name: str) -> None:
 
 
 def _layout(
-    rule: ShardingRule, dims: Sequence[tuple[str, ...]], places: dict[str, Place]
+    rule: ShardingRule, dims: Sequence[tuple[str, ...]], places: dict[str, Place], slices: Slices
 ) -> Layout:
     held: list[Place | None] = []
     for dim in dims:
         names = [name for name in dim if name in places]
         if len(names) > 1:
             raise UnreadableError("joins two dims of tokens")
-        held.append(dim_place(rule, dim, names[0], places[names[0]]) if names else None)
+        place = dim_place(rule, dim, names[0], places[names[0]]) if names else None
+        held.append(place and slices.settled(place))
     return tuple(held)
-
-
-def cut_to(eqn: JaxprEqn, dim: int, tokens: int) -> bool:
-    """Return whether the result of `eqn` is its operand with one of `tokens` + 1 elements of a dim
-    left out, as the inputs and the targets of a row of tokens are."""
-    if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
-        return False
-    before, after = list(shape_of(eqn.invars[0])), list(shape_of(eqn.outvars[0]))
-    if before[dim : dim + 1] != [tokens + 1]:
-        return False
-    before[dim] = tokens
-    return before == after
 
 
 def keys_of(layout: Layout) -> Layout:

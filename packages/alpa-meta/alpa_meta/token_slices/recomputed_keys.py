@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from alpa_meta.compat import JaxprEqn, Var, array_type, is_drop
+from alpa_meta.token_slices.moves import layout_of_moved, write_moved_from
 from alpa_meta.token_slices.places import Layout
 from alpa_meta.token_slices.reading import as_keys, keys_of
 from alpa_meta.token_slices.recurrences import write_from_first
-from alpa_meta.token_slices.values import Decision, Running, Sliced, TokenLoop, Window
+from alpa_meta.token_slices.values import Decision, Moved, Running, Sliced, TokenLoop, Window
 from alpa_meta.token_slices.windows import layout_of_window, write_window_from
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ def write_recomputed(
     ]
     if isinstance(decision, Sliced):
         writer.run_operator(eqn, as_keys(decision.reading), number, made)
+    elif isinstance(decision, Moved):
+        for k, one in enumerate(made):
+            write_moved_from(writer, eqn, decision, k, one, number, 0)
     elif isinstance(decision, Window):
         write_window_from(writer, eqn, decision, made[0], number, 0)
     else:
@@ -45,6 +49,9 @@ def _layouts(eqn: JaxprEqn, decision: Decision) -> tuple[Layout, ...]:
     """Return the layouts of the results of an equation that a slice may look back on."""
     if isinstance(decision, Window):
         return (layout_of_window(eqn, decision),)
+    if isinstance(decision, Moved):
+        pairs = zip(eqn.outvars, decision.places, strict=True)
+        return tuple(layout_of_moved(var, decision.dim, place) for var, place in pairs)
     if isinstance(decision, Running):
         return (decision.layout,)
     if isinstance(decision, TokenLoop):

@@ -11,6 +11,7 @@ from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from attrs import evolve
 from jax import lax
 
 from alpa_meta.compat import (
@@ -27,14 +28,13 @@ from alpa_meta.operators.elementwise import is_sum
 from alpa_meta.operators.ordering import joined
 from alpa_meta.operators.regions import bodies
 from alpa_meta.token_slices.parts import cut_out
-from alpa_meta.token_slices.places import ROW, Layout, Place, Slices, whole
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Slices, whole
 from alpa_meta.token_slices.reading import UnreadableError, keys_of
+from alpa_meta.token_slices.sums import addend
 from alpa_meta.token_slices.values import BEFORE, Running, TokenLoop, Value
 
 if TYPE_CHECKING:
     from alpa_meta.token_slices.writer import Writer
-
-_ROWS: Layout = (Place(ROW),)
 
 
 def runs_again(reverse: bool, sweep: int) -> bool:
@@ -53,7 +53,9 @@ def token_loop(
     """
     num_consts, num_carry, _ = scan_counts(eqn)
     first = num_consts + num_carry
-    if eqn.params["length"] != slices.tokens:
+    places = {layout[0] for layout in layouts[first:] if layout[0] is not None}
+    (place, *others) = places
+    if others or eqn.params["length"] != slices.cuts_of(place)[-1] or place.kind != ROW:
         raise UnreadableError("scans over tokens merged with another dim")
     again = runs_again(bool(eqn.params["reverse"]), sweep)
     wanted = []
@@ -61,7 +63,7 @@ def token_loop(
         inner = layout if k < first else layout[1:]
         if any(inner):
             raise UnreadableError("scans over tokens with a state that holds tokens")
-        wanted.append(layout if k < first else (*_ROWS, *inner))
+        wanted.append(layout if k < first else (place, *inner))
     handed_on = {k for k in range(num_carry) if eqn.outvars[k] in (read or ())}
     sums = frozenset(k for k in handed_on if _only_adds(eqn, k))
     last = frozenset(handed_on - sums)
@@ -75,9 +77,9 @@ def token_loop(
         elif k < num_carry:
             results.append(Value("known", layout, sweep + 1))
         else:
-            results.append(Value("sliced", (*_ROWS, *layout[1:]), sweep))
+            results.append(Value("sliced", (place, *layout[1:]), sweep))
     made = tuple(one.layout for one in results)
-    return TokenLoop(tuple(wanted), made, sums, last, again), results
+    return TokenLoop(place, tuple(wanted), made, sums, last, again), results
 
 
 def _only_adds(eqn: JaxprEqn, number: int) -> bool:
@@ -143,7 +145,7 @@ def write_token_loop(writer: Writer, eqn: JaxprEqn, decision: TokenLoop, number:
     order = writer.order(writer.sweep)
     for k, var in enumerate(eqn.outvars[:num_carry]):
         if k in decision.sums:
-            operands[num_consts + k] = writer.addend(eqn.invars[num_consts + k], number)
+            operands[num_consts + k] = addend(writer, eqn.invars[num_consts + k], number)
         elif number != order[0]:
             operands[num_consts + k] = writer.carries[var]
     last = number == order[-1]
@@ -162,7 +164,7 @@ def write_token_loop(writer: Writer, eqn: JaxprEqn, decision: TokenLoop, number:
             made = writer.result(var, layout, number)
             writer.parts[var, number] = made
         results.append(made)
-    _emit_loop(writer, eqn, operands, results, number, writer.slices.span(ROW, number)[0])
+    _emit_loop(writer, eqn, operands, results, number, writer.slices.held(decision.place, number))
     for k in decision.last:
         made = results[k]
         if not last:
@@ -177,10 +179,10 @@ def _emit_loop(
     operands: Sequence[Atom],
     results: Sequence[Var],
     number: int,
-    start: int,
+    part: tuple[int, int],
 ) -> None:
-    """Write a scan from the token `start` to the last of a slice."""
-    params = {**eqn.params, "length": writer.slices.span(ROW, number)[1] - start}
+    """Write a scan over a part [start, stop) of what the whole one scans over."""
+    params = {**eqn.params, "length": part[1] - part[0]}
     changed = eqn.replace(invars=list(operands), outvars=list(results), params=params)
     writer.emit(changed, number)
 
@@ -219,6 +221,7 @@ def write_from_first(
         for atom, layout in zip(eqn.invars, layouts, strict=True)
     ]
     if isinstance(decision, TokenLoop):
-        _emit_loop(writer, eqn, operands, results, number, 0)
+        part = writer.slices.held(evolve(decision.place, kind=KEY), number)
+        _emit_loop(writer, eqn, operands, results, number, part)
     else:
         writer.emit(eqn.replace(invars=operands, outvars=list(results)), number)

@@ -24,6 +24,7 @@ from alpa_meta.operators.regions import scan_of, with_bodies
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
 from alpa_meta.token_slices.places import Layout, whole
+from alpa_meta.token_slices.sums import add_part, addend
 from alpa_meta.token_slices.values import Region, Value
 from alpa_meta.token_slices.writer import Writer
 
@@ -169,7 +170,7 @@ class BodyWriter(Writer):
             stacked = self.region.is_scan and not carry
             layout = (None, *value.layout) if stacked else value.layout
             if value.state == "addend":
-                inner, made = self.addend(atom, number), Var(var.aval)
+                inner, made = addend(self, atom, number), Var(var.aval)
             elif value.state == "sliced":
                 inner = self.operand(atom, value.layout, number)
                 made = self.parent.result(var, layout, number)
@@ -247,14 +248,14 @@ class BodyWriter(Writer):
             self.parent.emit(changed.replace(invars=operands, outvars=made), number)
         for var, held, of in self._sums:
             if of == number:
-                self.parent.add_part(var, held, number)
+                add_part(self.parent, var, held, number)
 
     def _carry_in(self, k: int, number: int) -> Atom:
         """Return what a slice's scan starts a carry from."""
         atom = self.eqn.invars[self.region.num_consts + k]
         value = self.analysis.value(self.carries_in[k])
         if value.state == "addend":
-            return self.parent.addend(atom, number)
+            return addend(self.parent, atom, number)
         return self.parent.operand(atom, value.layout, number)
 
     def _scan(

@@ -29,7 +29,7 @@ class Value:
     of_batch: bool = False
     rest: float | None = None
     longer: int | None = None  # the dim with one token more than the slices have
-    why: str = ""  # it is no more than known after the backward sweep
+    why: str = ""  # what made it known no earlier
 
     @property
     def in_parts(self) -> bool:
@@ -70,13 +70,15 @@ class Running:
 
 @frozen(eq=False)
 class TokenLoop:
-    """A scan over the tokens, whose carry is handed from slice to slice.
+    """A scan over the tokens, or chunks of them, at `place`, whose carry is handed from slice to
+    slice.
 
     Inside another loop or a recomputation, `sums` are the carries that it only adds to, of which
     each slice has a part, and `last` others that are read behind it: the last slice has all of
     those. `again`: see `Running`.
     """
 
+    place: Place
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     sums: frozenset[int]
@@ -111,13 +113,21 @@ class Window:
 @frozen(eq=False)
 class Moved:
     """A slice, padding, concatenation or split along the dim of tokens, and the places of its
-    results there (`moves`)."""
+    results there (`moves`). `again`: see `Running`."""
 
     dim: int
     places: tuple[Place, ...]
+    again: bool = False
 
 
-Decision = Known | Sliced | Added | Running | TokenLoop | Window | Moved | Region
+@frozen(eq=False)
+class OneToken:
+    """A layout operator that drops a dim of tokens, of which one slice has the only element."""
+
+    slice_number: int
+
+
+Decision = Known | OneToken | Sliced | Added | Running | TokenLoop | Window | Moved | Region
 
 
 @define(eq=False)
@@ -165,8 +175,13 @@ def joined_carry(before: Value, after: Value) -> Value:
         return evolve(before, when=max(before.when, after.when))
     if not before.in_parts:
         return after
-    if not after.in_parts or before.state != after.state or before.layout != after.layout:
-        if not after.in_parts:
-            return before
+    if not after.in_parts:
+        return before
+    if before.state != after.state or before.layout != after.layout:
+        if any(place and place.cuts for place in after.layout):
+            raise UnreadableError(
+                "carries to the next iteration what waits for tokens of another slice, as where "
+                "`jax.checkpoint` recomputes an associative scan"
+            )
         raise UnreadableError("carries tokens from one iteration to the next in another dim")
     return evolve(before, when=max(before.when, after.when))

@@ -20,6 +20,7 @@ from alpa_meta.compat import Atom, JaxprEqn, Var, array_type, shape_of
 from alpa_meta.operators.convolution import spatial_places
 from alpa_meta.token_slices.places import ROW, Layout, Place
 from alpa_meta.token_slices.reading import UnreadableError, keys_of
+from alpa_meta.token_slices.sums import add_part
 from alpa_meta.token_slices.values import BEFORE, Window
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def write_window(writer: Writer, eqn: JaxprEqn, window: Window, number: int) -> 
         made = writer.result(var, layout_of_window(eqn, window), number)
     write_window_from(writer, eqn, window, made, number, start)
     if window.sums:
-        writer.add_part(var, made, number)
+        add_part(writer, var, made, number)
     else:
         writer.parts[var, number] = made
 
@@ -90,7 +91,7 @@ def write_window_from(
     if window.high:
         left = _parts_behind(writer, source, number, window.high)
         first = 0
-    elif _is_recomputed(writer, source):
+    elif isinstance(source, Var) and writer.is_recomputed(source):
         left = [writer.operand(source, keys_of(writer.analysis.value(source).layout), number)]
         first = start - back
     else:
@@ -108,12 +109,6 @@ def write_window_from(
         return list(compat.bind(eqn.replace(params=params), [cut, right]))
 
     writer.compute(object(), run, values, [made], number, eqn)
-
-
-def _is_recomputed(writer: Writer, atom: Atom) -> bool:
-    """Return whether earlier slices have not yet made a value of the sweep."""
-    value = writer.analysis.value(atom)
-    return value.in_parts and value.when == writer.sweep != BEFORE and atom not in writer.given
 
 
 def _parts_behind(writer: Writer, atom: Atom, number: int, reach: int) -> list[Atom]:

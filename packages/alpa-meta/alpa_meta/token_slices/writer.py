@@ -18,7 +18,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from attrs import frozen
 
 from alpa_meta.compat import (
@@ -46,10 +45,11 @@ from alpa_meta.token_slices.parts import (
     run_local,
 )
 from alpa_meta.token_slices.places import KEY, Layout, whole
-from alpa_meta.token_slices.reading import Reading
+from alpa_meta.token_slices.reading import Reading, keys_of
 from alpa_meta.token_slices.recomputed_keys import write_recomputed
 from alpa_meta.token_slices.recurrences import write_running, write_token_loop
 from alpa_meta.token_slices.scattering import write_scattered
+from alpa_meta.token_slices.sums import add_part, write_of_parts
 from alpa_meta.token_slices.values import (
     AFTER,
     BEFORE,
@@ -57,6 +57,7 @@ from alpa_meta.token_slices.values import (
     Analysis,
     Known,
     Moved,
+    OneToken,
     Region,
     Running,
     Sliced,
@@ -134,7 +135,7 @@ class Writer:
         if isinstance(decision, Sliced):
             self._operator(eqn, decision.reading, number)
         elif isinstance(decision, Added):
-            self._of_parts(eqn, decision.group, number)
+            write_of_parts(self, eqn, decision.group, number)
         elif isinstance(decision, Running):
             write_running(self, eqn, decision, number)
         elif isinstance(decision, TokenLoop):
@@ -143,6 +144,10 @@ class Writer:
             write_window(self, eqn, decision, number)
         elif isinstance(decision, Moved):
             write_moved(self, eqn, decision, number)
+        elif isinstance(decision, OneToken):
+            if number == decision.slice_number:
+                self.emit(eqn.replace(invars=[self.part(eqn.invars[0], number)]), number)
+                self.made.update(eqn.outvars)
         else:
             assert isinstance(decision, Region)
             if number == self.order(self.sweep)[0]:
@@ -178,6 +183,12 @@ class Writer:
         """Return a variable for what a slice holds of a value."""
         shape = self.slices.shape(shape_of(var), layout, number)
         return Var(array_type(var).update(shape=shape))
+
+    def once(self, key: Hashable, make: Callable[[], Atom]) -> Atom:
+        """Return what `make` writes the first time that a key is asked for."""
+        if key not in self._converted:
+            self._converted[key] = make()
+        return self._converted[key]
 
     # ------------------------------------------------------------------ operands
 
@@ -236,9 +247,15 @@ class Writer:
 
     def _keys(self, var: Var, value: Value, layout: Layout, number: int) -> Atom:
         """Return the rows of all slices up to this one, joined."""
-        if value.when == BEFORE or var in self.given or number == 0:
+        if not self.is_recomputed(var) or number == 0:
             return self._joined_parts(var, value, layout, number)
-        return self.recomputed(var, layout, number)
+        have = keys_of(value.layout)
+        return self._cut_further(self.recomputed(var, have, number), have, layout, number)
+
+    def is_recomputed(self, var: Var) -> bool:
+        """Return whether the backward sweep makes a value, for earlier slices after this one."""
+        value = self.analysis.value(var)
+        return value.in_parts and value.when == self.sweep != BEFORE and var not in self.given
 
     def _joined_parts(self, var: Var, value: Value, layout: Layout, number: int) -> Atom:
         key = "keys", var, layout, number, self.sweep
@@ -380,7 +397,7 @@ class Writer:
             return self._convert(self.known_whole(var, number), layout, number)
         eqn, position = self.producer[var]
         plain = isinstance(self.analysis.decisions[position], Known) and len(eqn.outvars) == 1
-        layouts = operand_layouts(eqn, 0, layout, self.slices.tokens) if plain else None
+        layouts = operand_layouts(eqn, 0, layout, self.slices) if plain else None
         if layouts is not None and not eqn.effects:
             reading = Reading(tuple(layouts), (layout,))
             result = self.result(var, layout, number)
@@ -406,7 +423,7 @@ class Writer:
             if reading.scatters(k):
                 write_scattered(self, var, reading.results[k], made, number)
             elif reading.is_sum(k):
-                self.add_part(var, made, number)
+                add_part(self, var, made, number, reading.combined)
             else:
                 self.parts[var, number] = made
 
@@ -431,62 +448,6 @@ class Writer:
 
         key = operator_signature(eqn), reading, number, place
         self.compute(key, run, operands, results, number, eqn)
-
-    def add_part(self, var: Var, made: Atom, number: int) -> None:
-        """Add a slice's part to a sum over the slices, or keep it where sums stay in parts."""
-        if self.analysis.value(var).state == "addend":
-            self.parts[var, number] = made
-            return
-        if var not in self.sums:
-            self.sums[var] = made
-            if self.slices.count == 1:
-                self._rename(var, made, number)
-            return
-        last = number == self.order(self.sweep)[-1]
-        total = var if last else Var(var.aval)
-        self.compute("add", jnp.add, [self.sums[var], made], [total], number)
-        self.sums[var] = total
-        if last:
-            self.made.add(var)
-
-    def _rename(self, var: Var, made: Atom, number: int) -> None:
-        self.compute("same", lambda value: value, [made], [var], number)
-        self.made.add(var)
-
-    # ------------------------------------------------------------------ sums in parts
-
-    def addend(self, atom: Atom, number: int) -> Atom:
-        """Return a slice's part of a sum: of a known one the first slice has it, others zeros."""
-        value = self.analysis.value(atom)
-        if value.state == "addend":
-            assert isinstance(atom, Var)
-            return self.part(atom, number)
-        held = (
-            atom
-            if isinstance(atom, Literal)
-            else self.known(atom, whole(len(value.layout)), number)
-        )
-        if number == self.order(self.sweep)[0]:
-            return held
-        key = "zero", id(atom), self.sweep, number
-        if key not in self._converted:
-            zero = Var(array_type(atom))
-            self.compute("zeros", jnp.zeros_like, [held], [zero], number)
-            self._converted[key] = zero
-        return self._converted[key]
-
-    def _of_parts(self, eqn: JaxprEqn, group: Sequence[int], number: int) -> None:
-        operands = [
-            self.addend(atom, number)
-            if k in group
-            else self.operand(atom, whole(len(shape_of(atom))), number)
-            for k, atom in enumerate(eqn.invars)
-        ]
-        results = [var if is_drop(var) else Var(var.aval) for var in eqn.outvars]
-        self.emit(eqn.replace(invars=operands, outvars=results), number)
-        for var, made in zip(eqn.outvars, results, strict=True):
-            if not is_drop(var):
-                self.parts[var, number] = made
 
 
 def _abstract(atom: Atom) -> jax.ShapeDtypeStruct:

@@ -71,9 +71,10 @@ MODELS = [
     Model("additive with alibi", loss="one-hot"),
     Model("window", loss="by place"),
     Model("tril -1e30", merged=True),
-    Model("segments"),
+    Model("segments -1e30"),
+    Model("first set", loss="last"),
     Model("grouped", dropout=True),
-    Model("token shift", merged=True),
+    Model("token shift", merged=True, scan=True, remat=True, num_layers=2),
     Model("shift back"),
     Model("learned bias"),
     Model("cumsum", remat=True),
@@ -92,7 +93,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.sample(model=15)
+@pytest.mark.sample(model=16)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_loss_and_gradients_of_uneven_slices_are_those_of_the_step(model):
     check(*gradients(model), (5, 1, 6))
@@ -119,13 +120,21 @@ def test_updated_parameters_of_uneven_slices_are_those_of_the_step(lengths):
     check(*update(Model()), lengths)
 
 
+def test_chunks_of_tokens_run_in_slices_of_whole_chunks():
+    step, args = gradients(Model("chunks"))
+    check(step, args, (3, 9))
+    traced = program(step, args)
+    with pytest.raises(SlicingError, match="use token_slices that are multiples of 3"):
+        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((5, 7)))
+
+
 REFUSED = [
     (Model("bidirectional"), "reads tokens after its own"),
     (Model("anti-causal"), "reads tokens after its own"),
     (Model("padding -1e30"), "masks with a finite constant"),
     (Model("learned bias of earlier tokens"), "masks with a finite constant"),
     (Model("convolution ahead"), "a window that reaches later tokens"),
-    (Model("normalised over tokens"), "needs a value of all tokens"),
+    (Model("normalised over tokens"), "all tokens.*: reduce_sum at .*reduces the tokens"),
 ]
 
 
