@@ -134,6 +134,13 @@ def _mixed(model, params, x, tokens):
         return _by_chunks(params, x) @ params["o"]
     if model.mask == "shift back":
         return jnp.tanh(jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0))) @ params["q"])
+    if model.mask == "padded convolution":  # with holes
+        inner = jnp.pad(jax.nn.silu(x @ params["q"]), ((0, 0), (4, 0), (0, 0)))
+        numbers = ("NHC", "HIO", "NHC")
+        kernel = params["k"][:3, :, None] * params["v"][0]
+        return lax.conv_general_dilated(
+            inner, kernel, (1,), [(0, 0)], rhs_dilation=(2,), dimension_numbers=numbers
+        )
     if model.mask in ("convolution", "convolution ahead"):
         inner = jax.nn.silu(x @ params["q"])
         mixed = lax.conv_general_dilated(

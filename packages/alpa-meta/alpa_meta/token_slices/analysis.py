@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 from attrs import evolve
@@ -39,8 +40,9 @@ from alpa_meta.operators.ordering import running_dim
 from alpa_meta.operators.regions import bodies, fold, is_region
 from alpa_meta.token_slices.bounds import Scope
 from alpa_meta.token_slices.choices import Choices, Refusal
+from alpa_meta.token_slices.convolved import met_elements
 from alpa_meta.token_slices.cuts import Cutting
-from alpa_meta.token_slices.hints import longer_dim, token_hints
+from alpa_meta.token_slices.hints import input_value, longer_dim, token_hints
 from alpa_meta.token_slices.looking_back import looks_back
 from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import rest_of
@@ -62,13 +64,13 @@ from alpa_meta.token_slices.values import (
     TokenLoop,
     Value,
     Window,
+    WindowSum,
     is_joinable,
     joined_carry,
 )
 from alpa_meta.token_slices.windows import layout_of_window, window_of
 
 _MOST_TRIES = 256
-_ROWS: Layout = (Place(ROW),)
 
 
 def analysed(
@@ -79,7 +81,9 @@ def analysed(
     `tokens` says which inputs hold the tokens of the batch.
     """
     jaxpr = open_jaxpr(closed)
-    inputs = [_input(var, held, slices) for var, held in zip(jaxpr.invars, tokens, strict=True)]
+    inputs = [
+        input_value(var, held, slices) for var, held in zip(jaxpr.invars, tokens, strict=True)
+    ]
     sweeps = tuple(("forward", "backward", "update").index(phase) for phase in phases)
     choices, first = Choices(), ""
     for _ in range(_MOST_TRIES):
@@ -94,20 +98,6 @@ def analysed(
         else:
             return walk.found
     raise SlicingError(first)
-
-
-def _input(var: Var, holds_tokens: bool, slices: Slices) -> Value:
-    rank = len(shape_of(var))
-    if not holds_tokens:
-        return Value("known", whole(rank))
-    sizes = shape_of(var)
-    for dim in range(1, rank):
-        if sizes[dim] == slices.tokens:
-            layout = (None,) * dim + _ROWS + (None,) * (rank - dim - 1)
-            return Value("known", layout, of_batch=True)
-        if sizes[dim] == slices.tokens + 1:
-            return Value("known", whole(rank), of_batch=True, longer=dim)
-    return Value("known", whole(rank), of_batch=True)
 
 
 class _Walk:
@@ -347,13 +337,15 @@ class _Walk:
     def _moved(
         self, eqn: JaxprEqn, dim: int, operands: Sequence[Value], sweep: int
     ) -> tuple[Decision, list[Value]]:
+        decision, results = moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
         atoms = zip(eqn.invars, operands, strict=True)
-        if sweep != BEFORE and all(
-            not value.in_parts or looks_back(self.found, self.scope, atom) for atom, value in atoms
-        ):
-            decision, results = moved(eqn, dim, operands, Cutting(self.slices, True), sweep)
-            return evolve(decision, again=True), results
-        return moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
+        if sweep == BEFORE or not any(place.cuts for place in decision.places):
+            return decision, results
+        if all(not one.in_parts or looks_back(self.found, self.scope, atom) for atom, one in atoms):
+            again, remade = moved(eqn, dim, operands, Cutting(self.slices, True), sweep)
+            if again == decision or not any(place.cuts for place in again.places):
+                return evolve(again, again=True), remade
+        return decision, results
 
     def _running(
         self, eqn: JaxprEqn, operands: Sequence[Value], dim: int, sweep: int
@@ -366,15 +358,27 @@ class _Walk:
         return self._again(eqn, operands, *found, sweep)
 
     def _window(
-        self, eqn: JaxprEqn, operands: Sequence[Value], window: Window, sweep: int
+        self, eqn: JaxprEqn, operands: Sequence[Value], window: Window | WindowSum, sweep: int
     ) -> tuple[Decision, list[Value]]:
+        if isinstance(window, WindowSum):
+            self._check_met(eqn, operands[0], window, sweep)
+            return window, [self._sum(eqn, eqn.outvars[0], sweep)]
         if window.high and operands[0].state != "sliced":
             raise UnreadableError("convolves from later tokens of what is no gradient")
         if window.low:
             self._check_read(eqn.invars[0], operands[0], keys_of(operands[0].layout), sweep)
-        if window.sums:
-            return window, [self._sum(eqn, eqn.outvars[0], sweep)]
         return window, [Value("sliced", layout_of_window(eqn, window), sweep)]
+
+    def _check_met(self, eqn: JaxprEqn, met: Value, window: WindowSum, sweep: int) -> None:
+        """Raise UnreadableError unless each slice has what its rows meet of the left operand."""
+        if not met.in_parts or met.when < sweep:
+            return
+        there = looks_back(self.found, self.scope, eqn.invars[0])
+        for number in range(self.slices.count):
+            rows = self.slices.held(window.rows, number)
+            last = met_elements(eqn, window.dim, rows)[1]
+            if not there or last > self.slices.cuts_of(window.met)[number + 1]:
+                raise UnreadableError("convolves tokens of the backward pass with others")
 
     def _again(
         self,
@@ -395,8 +399,10 @@ class _Walk:
     def _region(
         self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
     ) -> tuple[Decision, list[Value]]:
-        def refuse() -> tuple[Decision, list[Value]]:
-            raise UnreadableError("is a loop or a condition that is not sliced")
+        def refuse() -> NoReturn:
+            raise UnreadableError(
+                "runs tokens through a loop or a branch: scan, or use `jnp.where`"
+            )
 
         return fold(
             eqn,
@@ -477,6 +483,10 @@ class _Walk:
         ]
         stacked = [evolve(value, layout=(None, *value.layout)) for value in results[num_carry:]]
         return Region(found, num_consts, num_carry, True), [*results[:num_carry], *stacked]
+
+
+def _refuse_branches() -> NoReturn:
+    raise UnreadableError("runs tokens through a loop or a branch: scan, or use `jnp.where`")
 
 
 def _place(eqn: JaxprEqn) -> str:

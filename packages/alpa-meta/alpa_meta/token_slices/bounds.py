@@ -118,8 +118,9 @@ class Scope:
         layouts = operand_layouts(eqn, 0, layout, self.slices)
         if layouts is None:
             return of_type(dtype_of(var))
-        if isinstance(where, Diagonal) and (found := self._of_itself(eqn, layout)) is not None:
-            return found
+        own = self._of_itself(eqn, layout) if isinstance(where, Diagonal) else None
+        if own is not None:
+            return own
         pairs = zip(eqn.invars, layouts, strict=True)
         return results_of(eqn, [self.bounds(atom, one, where) for atom, one in pairs])
 
@@ -211,15 +212,14 @@ def _alike(one: tuple[Scope, Atom, _Labels], two: tuple[Scope, Atom, _Labels]) -
     if any(side is None for side in sides):
         return False
     (scope, first, labels), (other, second, others) = (side for side in sides if side is not None)
+    if isinstance(first, Literal) and isinstance(second, Literal):
+        return np.array_equal(first.val, second.val)
     if isinstance(first, Literal) or isinstance(second, Literal):
-        both = isinstance(first, Literal) and isinstance(second, Literal)
-        return both and np.array_equal(first.val, second.val)
+        return False
     if first is second:
         return labels == others
-    made = scope.producer.get(first), other.producer.get(second)
-    if made[0] is None or made[1] is None or not all(map(is_elementwise, made)):
-        return False
-    if max(len(eqn.outvars) for eqn in made) > 1:
+    made = [eqn for eqn in (scope.producer.get(first), other.producer.get(second)) if eqn]
+    if len(made) < 2 or not all(is_elementwise(eqn) and len(eqn.outvars) == 1 for eqn in made):
         return False
     kinds_of = [(eqn.primitive, str(eqn.params), [*map(dtype_of, eqn.invars)]) for eqn in made]
     if kinds_of[0] != kinds_of[1]:

@@ -1,18 +1,33 @@
-"""Where the tokens lie in values of the batch alone, such as targets and masks of segments."""
+"""Where the tokens lie in the inputs and values of the batch alone, such as targets and segments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alpa_meta.compat import JaxprEqn, shape_of
+from alpa_meta.compat import JaxprEqn, Var, shape_of
 from alpa_meta.operators.regions import is_region
 from alpa_meta.token_slices.cuts import Cutting
 from alpa_meta.token_slices.moves import moved_dim
-from alpa_meta.token_slices.places import ROW, Layout, Place, Slices
+from alpa_meta.token_slices.places import ROW, Layout, Place, Slices, whole
 from alpa_meta.token_slices.reading import UnreadableError, reading_of
 from alpa_meta.token_slices.values import Value
 
 _ROWS: Layout = (Place(ROW),)
+
+
+def input_value(var: Var, holds_tokens: bool, slices: Slices) -> Value:
+    """Return what is known of an input of the program."""
+    rank = len(shape_of(var))
+    if not holds_tokens:
+        return Value("known", whole(rank))
+    sizes = shape_of(var)
+    for dim in range(1, rank):
+        if sizes[dim] == slices.tokens:
+            layout = (None,) * dim + _ROWS + (None,) * (rank - dim - 1)
+            return Value("known", layout, of_batch=True)
+        if sizes[dim] == slices.tokens + 1:
+            return Value("known", whole(rank), of_batch=True, longer=dim)
+    return Value("known", whole(rank), of_batch=True)
 
 
 def token_hints(eqn: JaxprEqn, operands: Sequence[Value], slices: Slices) -> list[Layout] | None:

@@ -38,13 +38,16 @@ def looks_back(found: Analysis, scope: Scope, atom: Atom) -> bool:
             return False
         decision = found.decisions[position[id(eqn)]]
         if isinstance(decision, Sliced):
-            cuts = (p.cuts for one in decision.reading.operands for p in one if p)
-            if decision.reading.combined or any(cuts):
+            reading = decision.reading
+            held = [found.value(atom) for atom in eqn.invars]
+            layouts = [*reading.results, *(value.layout for value in held if value.in_parts)]
+            cuts = {place.cuts for layout in layouts for place in layout if place}
+            if reading.combined or len(cuts) > 1:
                 return False
         elif isinstance(decision, Running | TokenLoop | Moved):
             if not decision.again:
                 return False
-        elif not isinstance(decision, Window) or decision.high or decision.sums:
+        elif not isinstance(decision, Window) or decision.high:
             return False
         pending += eqn.invars
     return True

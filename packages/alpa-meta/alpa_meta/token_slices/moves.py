@@ -1,5 +1,6 @@
 """Slices, paddings, concatenations and splits along the tokens, as in an associative scan's tree, a
-shift by one token or a convolution by hand: which elements a slice makes, and of what.
+shift by one token or a convolution by hand: which elements a slice makes, and of what. So do
+convolutions of other elements than tokens (`convolved`).
 
     slice        out[j] = in[start + stride j]
     pad          out[low + (1 + interior) j] = in[j], the padding elsewhere
@@ -18,6 +19,7 @@ from jax import lax
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, array_type, is_drop, shape_of
 from alpa_meta.operators import operator_of
 from alpa_meta.operators.cutting import rearrangement
+from alpa_meta.token_slices.convolved import convolved_dim, convolved_owners, write_convolved
 from alpa_meta.token_slices.cuts import Cutting, Owners, cuts_of, owners_of
 from alpa_meta.token_slices.places import ROW, Layout, Place, whole
 from alpa_meta.token_slices.reading import UnreadableError, keys_of
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 def moved_dim(eqn: JaxprEqn, layouts: Sequence[Layout]) -> int | None:
     """Return the dim of tokens that an equation moves them along; None if it moves none."""
     if rearrangement(eqn) is None:
-        return None
+        return convolved_dim(eqn, layouts)
     dims = {d for layout in layouts for d, place in enumerate(layout) if place is not None}
     moved = [d for d in dims if _is_moved(eqn, d)]
     return moved[0] if moved else None
@@ -67,10 +69,14 @@ def moved(
     if not all(one for one, value in zip(free, operands) if value.in_parts):
         pieces = [np.full_like(p, -1) if f else p for p, f in zip(pieces, free, strict=True)]
     places, results = [], []
-    for owners, var in zip(_moved_owners(eqn, dim, pieces), eqn.outvars, strict=True):
+    moved_owners = _moved_owners(eqn, dim, pieces, cutting.forward)
+    for owners, var in zip(moved_owners, eqn.outvars, strict=True):
         cuts = cuts_of(owners, cutting.forward, cutting.slices.count)
         place = cutting.settled(Place(ROW, cuts=cuts))
-        layout = tuple(place if d == dim else None for d in range(len(shape_of(var))))
+        if rearrangement(eqn) is None and cutting.forward and len(owners) == cutting.slices.tokens:
+            if place.cuts:
+                raise UnreadableError("convolves with a window that reaches later tokens")
+        layout = layout_of_moved(var, dim, place)
         places.append(place)
         results.append(Value("sliced", layout, sweep))
     return Moved(dim, tuple(places)), results
@@ -84,7 +90,7 @@ def _owners(atom: Atom, value: Value, dim: int, cutting: Cutting) -> Owners:
     return owners_of(cutting.slices.cuts_of(place))
 
 
-def _moved_owners(eqn: JaxprEqn, dim: int, pieces: Sequence[Owners]) -> list[Owners]:
+def _moved_owners(eqn: JaxprEqn, dim: int, pieces: Sequence[Owners], forward: bool) -> list[Owners]:
     """Return the slice of each element of the results, given those of the operands."""
     kind, params = rearrangement(eqn), eqn.params
     if kind == "part":
@@ -99,6 +105,8 @@ def _moved_owners(eqn: JaxprEqn, dim: int, pieces: Sequence[Owners]) -> list[Own
         return [owners]
     if kind == "joined":
         return [np.concatenate(pieces)]
+    if kind is None:
+        return [convolved_owners(eqn, dim, pieces[0], forward)]
     return np.split(pieces[0], np.cumsum(params["sizes"])[:-1])
 
 
@@ -161,10 +169,12 @@ def write_moved_from(
         if decision.again and isinstance(atom, Var) and writer.is_recomputed(atom):
             layout = keys_of(writer.analysis.value(atom).layout)
             keys = writer.operand(atom, layout, number)
-            return _stretch(writer, [keys], dim, (start, stop), 0, number)
+            span = (start, stop) if start < stop else (0, 0)
+            return cut_along(writer, [keys], dim, span, 0, number)
         return writer.stretch_of(atom, dim, start, stop, number)
 
-    write = {"padded": _write_pad, "joined": _write_concatenate}.get(kind or "", _write_slice)
+    others = {"padded": _write_pad, "joined": _write_concatenate, None: write_convolved}
+    write = others.get(kind, _write_slice)
     write(writer, eqn, dim, (first + start, first + stop), result, number, taken)
 
 
@@ -263,13 +273,13 @@ def stretch_of(writer: Writer, atom: Atom, dim: int, start: int, stop: int, numb
         parts = [writer.part(atom, k) for k in some]
         first, last = cuts[some[0]], cuts[some[-1] + 1]
     if start == stop:
-        return _stretch(writer, parts, dim, (first, first), first, number)
+        return cut_along(writer, parts, dim, (first, first), first, number)
     if len(parts) == 1 and (start, stop) == (first, last):
         return parts[0]
-    return _stretch(writer, parts, dim, (start, stop), first, number)
+    return cut_along(writer, parts, dim, (start, stop), first, number)
 
 
-def _stretch(
+def cut_along(
     writer: Writer,
     parts: Sequence[Atom],
     dim: int,

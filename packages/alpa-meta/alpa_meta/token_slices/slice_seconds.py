@@ -35,6 +35,7 @@ from alpa_meta.token_slices.values import (
     Sliced,
     TokenLoop,
     Window,
+    WindowSum,
 )
 
 Array = NDArray[np.float64]
@@ -114,7 +115,7 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
         if isinstance(decision, Region):
             trips = int(eqn.params["length"]) if decision.is_scan else 1
             yield from _work(decision.body, platform, times * trips)
-        elif isinstance(decision, TokenLoop | Running | Window | Moved):
+        elif isinstance(decision, TokenLoop | Running | Window | WindowSum | Moved):
             again = isinstance(decision, TokenLoop | Running) and decision.again
             yield _scaled(eqn, platform, frozenset({KEY if again else ROW})), times
         elif isinstance(decision, Added):

@@ -98,19 +98,29 @@ class Region:
 
 @frozen
 class Window:
-    """A convolution along the tokens (`windows`): the number of its spatial dim, that dim of both
-    operands and of the result, its padding, and whether it sums over the tokens."""
+    """A convolution along the tokens (`windows`): the number of its spatial dim, that dim of the
+    left operand and of the result, and its padding."""
+
+    dim: int
+    left: int
+    out: int
+    low: int
+    high: int
+
+
+@frozen
+class WindowSum:
+    """A convolution of tokens with tokens, the gradient of a kernel (`convolved`): the number of
+    its spatial dim, that dim of both operands, and the places of the tokens there."""
 
     dim: int
     left: int
     right: int
-    out: int
-    low: int
-    high: int
-    sums: bool
+    met: Place
+    rows: Place
 
 
-@frozen(eq=False)
+@frozen
 class Moved:
     """A slice, padding, concatenation or split along the dim of tokens, and the places of its
     results there (`moves`). `again`: see `Running`."""
@@ -127,7 +137,9 @@ class OneToken:
     slice_number: int
 
 
-Decision = Known | OneToken | Sliced | Added | Running | TokenLoop | Window | Moved | Region
+Decision = (
+    Known | OneToken | Sliced | Added | Running | TokenLoop | Window | WindowSum | Moved | Region
+)
 
 
 @define(eq=False)

@@ -64,8 +64,9 @@ from alpa_meta.token_slices.values import (
     TokenLoop,
     Value,
     Window,
+    WindowSum,
 )
-from alpa_meta.token_slices.windows import write_window
+from alpa_meta.token_slices.windows import write_window, write_window_sum
 
 PHASES = ("forward", "backward", "update")
 
@@ -142,11 +143,14 @@ class Writer:
             write_token_loop(self, eqn, decision, number)
         elif isinstance(decision, Window):
             write_window(self, eqn, decision, number)
+        elif isinstance(decision, WindowSum):
+            write_window_sum(self, eqn, decision, number)
         elif isinstance(decision, Moved):
             write_moved(self, eqn, decision, number)
         elif isinstance(decision, OneToken):
             if number == decision.slice_number:
-                self.emit(eqn.replace(invars=[self.part(eqn.invars[0], number)]), number)
+                (source,) = (atom for atom in eqn.invars if isinstance(atom, Var))
+                self.emit(eqn.replace(invars=[self.part(source, number)]), number)
                 self.made.update(eqn.outvars)
         else:
             assert isinstance(decision, Region)
@@ -250,6 +254,7 @@ class Writer:
         if not self.is_recomputed(var) or number == 0:
             return self._joined_parts(var, value, layout, number)
         have = keys_of(value.layout)
+        assert all(h is None or w is None or h.cuts == w.cuts for h, w in zip(have, layout)), var
         return self._cut_further(self.recomputed(var, have, number), have, layout, number)
 
     def is_recomputed(self, var: Var) -> bool:

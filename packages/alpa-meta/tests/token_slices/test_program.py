@@ -81,6 +81,7 @@ MODELS = [
     Model("associative scan", scan=True, num_layers=2),
     Model("recurrence", scan=True, remat=True, num_layers=2),
     Model("convolution", scan=True, remat=True, num_layers=2),
+    Model("padded convolution", scan=True, remat=True, num_layers=2),
     # parts that stand above, alone or together with others
     Model("cumsum"),
     Model("recurrence"),
@@ -93,7 +94,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.sample(model=16)
+@pytest.mark.sample(model=17)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_loss_and_gradients_of_uneven_slices_are_those_of_the_step(model):
     check(*gradients(model), (5, 1, 6))
