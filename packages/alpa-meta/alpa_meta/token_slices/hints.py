@@ -1,4 +1,4 @@
-"""Where the tokens lie in the inputs and values of the batch alone, such as targets and segments."""
+"""Where the tokens lie in inputs and values of the batch alone, such as targets and segments."""
 
 from __future__ import annotations
 
