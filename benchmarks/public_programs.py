@@ -3,6 +3,7 @@
     uv pip install --python .venv/bin/python --group programs
     .venv/bin/python benchmarks/public_programs.py
     .venv/bin/python benchmarks/public_programs.py --program haiku --way "4 parts"
+    .venv/bin/python benchmarks/public_programs.py --program rlax --way Ray --way "Ray, 2 stages"
     .venv/bin/python benchmarks/public_programs.py --summary --out programs.jsonl
 
 Each program (tests/public_programs) takes a step on one device and then, on 8 host devices, another
@@ -14,6 +15,10 @@ in each way: whole, in 2 and in 4 microbatches, and in 2 microbatches on two sta
     unproven  equal, but the collectives were XLA's to choose
     WRONG     another result or other collectives
     BROKEN    any other exception
+
+The ways on Ray, run where they are named, are of a local cluster with a worker process for each
+stage: two steps, of which the results and the state must have every bit of the same plan's in one
+process.
 
 With --out, findings are appended as they are made, and what the file already holds is not run
 again. Exit status 0 if nothing is wrong or broken.
@@ -41,6 +46,7 @@ import jax
 import jax.numpy as jnp
 import typer
 from attrs import asdict, frozen
+from equal_trees import assert_equal
 from public_programs import PROGRAMS, build
 from rich.console import Console
 from rich.table import Table
@@ -53,6 +59,10 @@ WAYS = {
     "2 parts": {"num_stages": 1, "num_microbatches": 2},
     "4 parts": {"num_stages": 1, "num_microbatches": 4},
     "2 stages": {"num_stages": 2, "num_microbatches": 2},
+}
+RAY_WAYS = {
+    "Ray": WAYS["2 parts"],
+    "Ray, 2 stages": WAYS["2 stages"],
 }
 
 
@@ -83,10 +93,13 @@ class Runner:
         self._reference: Any = None
 
     def run(self, way: str) -> Found:
-        """Return what comes of the program in one of `WAYS`."""
+        """Return what comes of the program in one of `WAYS` or `RAY_WAYS`."""
         start = time.process_time()
         try:
-            verdict, note = self._audited(WAYS[way])
+            if way in RAY_WAYS:
+                verdict, note = self._on_ray(RAY_WAYS[way])
+            else:
+                verdict, note = self._audited(WAYS[way])
         except alpa_meta.PlanError as error:
             verdict, note = "refused", str(error)
         except Exception as error:  # a finding, not the end of the run
@@ -110,6 +123,30 @@ class Runner:
         free = any(report.chosen_by_xla for report in audit.tasks.values())
         return "unproven" if free else "equal", note
 
+    def _on_ray(self, options: dict[str, Any]) -> tuple[str, str]:
+        import ray
+
+        if not ray.is_initialized():  # one cluster for all programs
+            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        near = alpa_meta.parallelize(self._step, cluster="host:8", **options)
+        expected, batch = jax.tree.map(jnp.copy, (self._state, self._batch))
+        near.lower(expected, batch)
+        far = alpa_meta.parallelize(
+            self._step, plan=near.plan, runtime=alpa_meta.RayOptions(stand_by=False)
+        )
+        state = jax.tree.map(jnp.copy, expected)
+        try:
+            for _ in range(2):
+                expected, wanted = near(expected, batch)
+                state, found = far(state, batch)
+                assert_equal(far.gather(found), near.gather(wanted))
+            assert_equal(far.gather(state), near.gather(expected))
+        except AssertionError as error:
+            return "WRONG", str(error)
+        finally:
+            far.close()
+        return "equal", "every bit of two steps"
+
 
 def _read(path: Path | None) -> list[Found]:
     """Return what an earlier run found; of a program run twice in one way, the later."""
@@ -123,30 +160,31 @@ def _print_table(found: list[Found], console: Console) -> None:
     """Print a row per program and a row of totals, then each different reason once."""
     by_place = {(one.program, one.way): one for one in found}
     names = dict.fromkeys(one.program for one in found)
-    table = Table("program", *WAYS)
+    ways = [way for way in (*WAYS, *RAY_WAYS) if any(one.way == way for one in found)]
+    table = Table("program", *ways)
     for name in names:
-        cells = (by_place.get((name, way)) for way in WAYS)
+        cells = (by_place.get((name, way)) for way in ways)
         table.add_row(name, *("" if one is None else one.verdict for one in cells))
     table.add_section()
-    totals = [Counter(one.verdict for one in found if one.way == way) for way in WAYS]
+    totals = [Counter(one.verdict for one in found if one.way == way) for way in ways]
     shown = (", ".join(f"{count} {verdict}" for verdict, count in one.items()) for one in totals)
     table.add_row(f"{len(names)} programs", *shown)
     console.print(table)
     for name in names:
         notes: dict[str, list[str]] = {}
-        for way in WAYS:
+        for way in ways:
             one = by_place.get((name, way))
             if one is not None and one.verdict != "equal":
                 notes.setdefault(f"{one.verdict}: {one.note}", []).append(way)
-        for note, ways in notes.items():
-            console.print(f"{name}, {', '.join(ways)}: {note}", markup=False)
+        for note, places in notes.items():
+            console.print(f"{name}, {', '.join(places)}: {note}", markup=False)
 
 
 def main(
     program: Annotated[
         list[str] | None, typer.Option(help="Part of a program's name; repeatable.")
     ] = None,
-    way: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(WAYS)}.")] = None,
+    way: Annotated[list[str] | None, typer.Option(help=f"Of {'; '.join((*WAYS, *RAY_WAYS))}.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Findings so far, as JSON lines: read, and appended to.")
     ] = None,

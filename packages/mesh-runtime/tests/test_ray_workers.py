@@ -5,7 +5,9 @@ from importlib.util import find_spec
 import jax
 import pytest
 
-from mesh_runtime import RayMesh, RayOptions, RayWorkers, WorkerError
+from alpa_interchange.schedule import PipelineSchedule
+from mesh_runtime import RayMesh, RayOptions, RayWorkers, StepError, WorkerError
+from mesh_runtime.worker_types import WorkerProgram, own_list
 
 GRID = RayMesh(shape=(1,), axis_names=("x",))
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra mesh-runtime[ray]")
@@ -16,7 +18,9 @@ def node():
     """Make a cluster of one node with one CPU, which says that it has two GPUs."""
     import ray
 
-    ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False
+    )
     yield
     ray.shutdown()
 
@@ -45,6 +49,30 @@ def test_workers_of_another_version_are_refused_with_both_sides_named(node, tmp_
         WorkerError, match="mesh 0 host 0 has mesh-runtime 9.9, this process .*Install the same"
     ):
         RayWorkers([GRID], options)
+
+
+@pytest.mark.ray
+@needs_ray
+@pytest.mark.fault(
+    "workers of other versions or another plan", "refused at the start, with both sides named"
+)
+def test_workers_that_hold_different_plans_are_refused_before_a_step_with_both_plans_named(node):
+    grid = RayMesh(shape=(1,), axis_names=("x",), num_cpus=0.5)
+    workers = RayWorkers([grid, grid])
+    nothing = PipelineSchedule(name="none", num_stages=2, num_microbatches=1, programs=((), ()))
+    programs = [
+        WorkerProgram(
+            plan=plan, schedule=own_list(nothing, mesh), executables={}, layouts={}, timeout=60.0
+        )
+        for mesh, plan in enumerate(("one", "two"))
+    ]
+    workers.load("one", programs)
+    with pytest.raises(
+        StepError, match="mesh 1 host 0 is asked for the plan one, but has loaded two; load the"
+    ):
+        workers.route("one", {})
+    with pytest.raises(RuntimeError, match="cannot be used any more: .* has loaded two"):
+        workers.check_open()
 
 
 @pytest.mark.ray
