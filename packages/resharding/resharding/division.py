@@ -1,11 +1,13 @@
 r"""Dividing slices over their holders, and ordering the parts so that no busiest lane waits.
 
 A lane is what cannot do two operations at once: a host whose worker blocks, or one direction of a
-network card. Deliveries with the same sending and receiving lanes are one class c of D_c bytes; a
+network card. Deliveries that the same lanes can send equally fast are one class c of D_c bytes; a
 part of x_cs bytes sent from lane s takes x_cs t_cs seconds on s and on every receiving lane.
 
     shares: min over x of sum over lanes l of load_l^2, sum_s x_cs = D_c: loads as even as holders
         allow, so the largest is the smallest possible                          -> _shares()
+    parts: the deliveries of a class stand in a line that is cut where a lane's share ends: of n
+        deliveries from m lanes at most n + m - 1                               -> _cut_class()
     order: T = largest load. Always run disjoint parts that cover every lane whose remaining load
         equals the remaining time, until a part ends or another lane becomes such a lane. Where each
         part has one sending and one receiving lane such parts always exist (preemptive open shop,
@@ -19,7 +21,7 @@ whole elements, cut along the longest dim.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from attrs import evolve, frozen
 
@@ -69,18 +71,29 @@ class _Group:
     parts: tuple[_Part, ...]
 
 
+@frozen
+class _Class:
+    """Deliveries that the same lanes can send, `cost[lanes]` seconds per byte; `taking` are the
+    other lanes of each, whoever sends it."""
+
+    cost: Mapping[frozenset[int], float]
+    line: tuple[Delivery, ...]
+    taking: Mapping[int, frozenset[int]]  # by id of the delivery
+    total: float  # bytes
+
+
 LanesOf = Callable[[Delivery, int], frozenset[int]]
-SecondsOf = Callable[[Delivery, int], float]
+RateOf = Callable[[Delivery, int], float]
 
 
 def divided(
-    deliveries: Sequence[Delivery], lanes_of: LanesOf, seconds_of: SecondsOf
+    deliveries: Sequence[Delivery], lanes_of: LanesOf, rate_of: RateOf
 ) -> list[tuple[Delivery, int]]:
     """Return parts of `deliveries` in issue order, each with the device that sends it.
 
-    `lanes_of(delivery, sender)` are the lanes a delivery occupies, `seconds_of` for how long.
+    `lanes_of(delivery, sender)` are the lanes a delivery occupies, at `rate_of` bytes/s.
     """
-    groups = _shares(deliveries, lanes_of, seconds_of)
+    groups = _shares(_classes(deliveries, lanes_of, rate_of))
     queues = [list(group.parts) for group in groups]
     cutters = {id(delivery): Cutter(delivery.piece.box) for delivery in deliveries}
     sent: dict[int, float] = {}
@@ -114,58 +127,68 @@ def _next_parts(queue: list[_Part], room: float) -> Iterator[tuple[Delivery, flo
             return
 
 
-def _shares(
-    deliveries: Sequence[Delivery], lanes_of: LanesOf, seconds_of: SecondsOf
-) -> list[_Group]:
-    """Return what each lane sends, with the loads of lanes as even as the holders allow."""
-    classes: dict[frozenset[frozenset[int]], list[Delivery]] = {}
-    options: dict[frozenset[frozenset[int]], dict[frozenset[int], int]] = {}
+def _classes(
+    deliveries: Sequence[Delivery], lanes_of: LanesOf, rate_of: RateOf
+) -> list[_Class]:
+    """Return the deliveries by the lanes that can send them, those with the fewest first."""
+    found: dict[frozenset[tuple[frozenset[int], float]], list[Delivery]] = {}
+    taking: dict[int, frozenset[int]] = {}
     for delivery in deliveries:
-        by_lanes: dict[frozenset[int], int] = {}
+        rates: dict[frozenset[int], float] = {}
         for sender in delivery.senders:
-            by_lanes.setdefault(lanes_of(delivery, sender), sender)
-        key = frozenset(by_lanes)
-        classes.setdefault(key, []).append(delivery)
-        options.setdefault(key, by_lanes)
-    order = sorted(classes, key=lambda key: (len(key), sorted(map(sorted, key))))
+            lanes = lanes_of(delivery, sender)
+            if lanes not in rates:
+                rates[lanes] = rate_of(delivery, sender)
+        shared = frozenset.intersection(*rates) if len(rates) > 1 else frozenset()
+        taking[id(delivery)] = shared
+        key = frozenset((lanes - shared, rate) for lanes, rate in rates.items())
+        found.setdefault(key, []).append(delivery)
+    made = []
+    for key, members in found.items():
+        ways = sorted(key, key=lambda way: sorted(way[0]))
+        made.append(
+            _Class(
+                cost={lanes: 1 / rate for lanes, rate in ways},
+                line=tuple(_interleaved(members)),
+                taking=taking,
+                total=sum(each.piece.num_bytes for each in members),
+            )
+        )
+    return sorted(made, key=lambda one: (len(one.cost), [sorted(lanes) for lanes in one.cost]))
+
+
+def _shares(classes: Sequence[_Class]) -> list[_Group]:
+    """Return what each lane sends, with the loads of lanes as even as the holders allow."""
     load: dict[int, float] = {}
-    amounts: dict[frozenset[frozenset[int]], dict[frozenset[int], float]] = {}
-    ways = {key: sorted(key, key=sorted) for key in order}
-    cost = {  # seconds per byte
-        key: {
-            lanes: seconds_of(classes[key][0], options[key][lanes])
-            / max(classes[key][0].piece.num_bytes, 1e-30)
-            for lanes in key
-        }
-        for key in order
-    }
-    total = {key: sum(each.piece.num_bytes for each in classes[key]) for key in order}
-    for key in order:
-        amounts[key] = dict.fromkeys(ways[key], 0.0)
+    for each in classes:
+        mean = sum(each.cost.values()) / len(each.cost)
+        for delivery in each.line:
+            for lane in each.taking[id(delivery)]:
+                load[lane] = load.get(lane, 0.0) + delivery.piece.num_bytes * mean
+    amounts = [dict.fromkeys(each.cost, 0.0) for each in classes]
     for _ in range(_PASSES):
         moved = 0.0
-        for key in order:
-            moved += _level(amounts[key], cost[key], total[key], load)
-        if moved <= _EVEN * max(load.values(), default=0.0) or len(order) == 1:
+        for each, amount in zip(classes, amounts, strict=True):
+            moved += _level(amount, each.cost, each.total, load)
+        if moved <= _EVEN * max(load.values(), default=0.0) or len(classes) == 1:
             break
     groups = []
-    for key in order:
-        groups += _cut_class(classes[key], amounts[key], cost[key])
+    for each, amount in zip(classes, amounts, strict=True):
+        groups += _cut_class(each, amount)
     return groups
 
 
 def _level(
     amount: dict[frozenset[int], float],
-    cost: dict[frozenset[int], float],
+    cost: Mapping[frozenset[int], float],
     total: float,
     load: dict[int, float],
 ) -> float:
     """Share `total` bytes out so that the sending lanes end level; return the seconds moved."""
-    shared = frozenset.intersection(*amount)
     for lanes, given in amount.items():
         for lane in lanes:
             load[lane] = load.get(lane, 0.0) - given * cost[lanes]
-    base = {lanes: max((load[lane] for lane in lanes - shared), default=0.0) for lanes in amount}
+    base = {lanes: max((load[lane] for lane in lanes), default=0.0) for lanes in amount}
     by_base = sorted(amount, key=lambda lanes: base[lanes])
     level, capacity = 0.0, 0.0
     for k in range(len(by_base)):
@@ -183,18 +206,14 @@ def _level(
     return moved
 
 
-def _cut_class(
-    deliveries: Sequence[Delivery],
-    amount: dict[frozenset[int], float],
-    cost: dict[frozenset[int], float],
-) -> list[_Group]:
+def _cut_class(one: _Class, amount: Mapping[frozenset[int], float]) -> list[_Group]:
     """Return the groups of one class: its deliveries in order, cut where a lane's share ends."""
-    groups, line = [], _interleaved(deliveries)
+    parts: dict[frozenset[int], list[_Part]] = {}
+    line = one.line
     at, left = 0, line[0].piece.num_bytes if line else 0.0
     ways = [lanes for lanes in amount if amount[lanes] > 0]
     for k, lanes in enumerate(ways):
-        room = amount[lanes]
-        parts: list[_Part] = []
+        room, cost = amount[lanes], one.cost[lanes]
         while at < len(line):
             whole = line[at].piece.num_bytes
             last = k + 1 == len(ways)
@@ -202,16 +221,18 @@ def _cut_class(
             if not last and abs(left - take) <= 1e-6 * whole:
                 take = left  # no sliver of a slice
             if take > 0:
-                parts.append(_Part(line[at], take * cost[lanes], whole * cost[lanes]))
+                used = lanes | one.taking[id(line[at])]
+                parts.setdefault(used, []).append(_Part(line[at], take * cost, whole * cost))
             left, room = left - take, room - take
             if left <= 0:
                 at += 1
                 left = line[at].piece.num_bytes if at < len(line) else 0.0
             if not last and room <= 1e-6 * whole:
                 break
-        seconds = sum(part.seconds for part in parts)
-        groups.append(_Group(lanes, seconds, tuple(parts)))
-    return groups
+    return [
+        _Group(lanes, sum(part.seconds for part in held), tuple(held))
+        for lanes, held in parts.items()
+    ]
 
 
 def _interleaved(deliveries: Sequence[Delivery]) -> list[Delivery]:

@@ -64,12 +64,11 @@ def divided_broadcast(slices: Sequence[Slice], setting: Setting) -> Draft:
     def lanes_of(delivery: Delivery, sender: int) -> frozenset[int]:
         return _lanes((sender, *delivery.receivers), links)
 
-    def seconds_of(delivery: Delivery, sender: int) -> float:
+    def rate_of(delivery: Delivery, sender: int) -> float:
         chain = (sender, *delivery.receivers)
-        slowest = min(links.hop_rate(a, b) for a, b in itertools.pairwise(chain))
-        return delivery.piece.num_bytes / slowest
+        return min(links.hop_rate(a, b) for a, b in itertools.pairwise(chain))
 
-    chosen = divided(deliveries, lanes_of, seconds_of)
+    chosen = divided(deliveries, lanes_of, rate_of)
     return Draft((*local_transfers(slices), *chains(chosen, setting)), 0.0)
 
 

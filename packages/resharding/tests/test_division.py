@@ -32,8 +32,8 @@ def lanes_of(delivery, sender):
     return frozenset((sender, *delivery.receivers))
 
 
-def seconds_of(delivery, sender):
-    return delivery.piece.num_bytes
+def rate_of(delivery, sender):
+    return 1.0
 
 
 def makespan(chosen):
@@ -56,7 +56,7 @@ def test_parts_with_one_sender_and_one_receiver_end_at_the_bound(deliveries):
         incoming[to] = incoming.get(to, 0.0) + each.piece.num_bytes
     ones = dict.fromkeys(range(20), 1.0)
     bound = max(send_seconds(outgoing, ones), receive_seconds(incoming, ones))
-    seconds = makespan(divided(deliveries, lanes_of, seconds_of))
+    seconds = makespan(divided(deliveries, lanes_of, rate_of))
     assert bound * (1 - 2e-3) <= seconds <= bound * (1 + 5e-3)
 
 
@@ -64,7 +64,7 @@ def test_parts_with_one_sender_and_one_receiver_end_at_the_bound(deliveries):
 @given(delivery_lists())
 def test_the_parts_of_a_slice_are_the_slice(deliveries):
     parts = {}
-    for part, sender in divided(deliveries, lanes_of, seconds_of):
+    for part, sender in divided(deliveries, lanes_of, rate_of):
         assert sender in part.senders
         start, stop = part.piece.box.start[0], part.piece.box.stop[0]
         parts.setdefault(start // LENGTH, []).append((start, stop))
@@ -82,7 +82,7 @@ def test_wide_deliveries_that_share_a_receiver_run_one_after_the_other():
 
     # three pairs of three receivers: no two are disjoint, so 3 s though each lane works 2 s
     pairs = [wide(0, 0, (10, 11)), wide(1, 1, (11, 12)), wide(2, 2, (10, 12))]
-    assert makespan(divided(pairs, lanes_of, seconds_of)) == 3.0
+    assert makespan(divided(pairs, lanes_of, rate_of)) == 3.0
 
 
 def test_a_scalar_is_sent_whole():
@@ -91,5 +91,5 @@ def test_a_scalar_is_sent_whole():
         Delivery(piece, (0, 1), (10,), remote=True),
         Delivery(evolve(piece, num_bytes=1.0), (0, 1), (11,), remote=True),
     ]
-    chosen = divided(deliveries, lanes_of, seconds_of)
+    chosen = divided(deliveries, lanes_of, rate_of)
     assert sorted(part.receivers[0] for part, _ in chosen) == [10, 11]
