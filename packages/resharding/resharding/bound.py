@@ -2,13 +2,15 @@ r"""A time no plan can beat, from what must pass through each port.
 
 For a task with slices i of D_i bytes, held by the devices H_i and needed elsewhere by R_i:
 
-    every host h takes in what its devices need and none of them holds:
-        T >= sum {D_i : h in hosts(R_i) \ hosts(H_i)} / nic                   -> receive_seconds()
-    every slice wanted by a host that lacks it leaves the hosts of H_i at least once; with x_ih
-    bytes of it leaving host h, sum_h x_ih = D_i, the busiest card is at least
-        T >= min_x max_h sum_i x_ih / nic = max over host sets S of
-             sum {D_i : hosts(H_i) inside S} / (|S| nic)                      -> send_seconds()
-    the same two for devices and their ports.                                 -> lower_bound()
+    every slice wanted by a host h that holds none of it comes in by the cards of those who want it
+    there; with x_ic bytes of it through card c, sum_c x_ic = D_i, the busiest card takes at least
+        T >= min_x max_c sum_i x_ic / nic = max over sets S of cards of
+             sum {D_i : cards(R_i in h) inside S} / (|S| nic)                 -> send_seconds()
+    every slice wanted by a host that lacks it leaves the hosts of H_i at least once, by the cards
+    of those who hold it or want it there:
+        T >= max over S of sum {D_i : cards(H_i + R_i in hosts(H_i)) inside S} / (|S| nic)
+    every device takes in what it needs, and every slice leaves those who hold it, by the ports of
+    devices.                                                                  -> receive_seconds()
     Every operation has one latency at least. Where a participant (a host or a device) does one
     operation at a time, each slice needs an operation of its own.          -> blocked_bound
     What is sent last is passed on by nobody, so it is sent to each receiver.  -> latency_bound
@@ -31,26 +33,33 @@ from resharding.slices import Slice
 def lower_bound(slices: Iterable[Slice], host_of: Mapping[int, int], network: Network) -> float:
     """Return seconds that every plan for `slices` takes at least in the model of `network`."""
     links = Links(network, host_of)
-    into_host: dict[int, float] = {}
+    into_cards: dict[frozenset[int], float] = {}
     into_device: dict[int, float] = {}
-    from_hosts: dict[frozenset[int], float] = {}
+    from_cards: dict[frozenset[int], float] = {}
     from_devices: dict[frozenset[int], float] = {}
     quantum, moving = 0.0, [piece for piece in slices if piece.receivers]
     for piece in moving:
         quantum = piece.num_bytes / piece.box.size
         holders = frozenset(piece.holders)
         holder_hosts = frozenset(host_of[device] for device in piece.holders)
-        lacking = {host_of[device] for device in piece.receivers} - holder_hosts
-        for host in lacking:
-            into_host[host] = into_host.get(host, 0.0) + piece.num_bytes
-        if lacking:
-            from_hosts[holder_hosts] = from_hosts.get(holder_hosts, 0.0) + piece.num_bytes
+        lacking: dict[int, set[int]] = {}  # the cards of those who want it, by host
+        leaving = {links.cards_out[device] for device in piece.holders}
         for device in piece.receivers:
+            host = host_of[device]
+            if host in holder_hosts:
+                leaving.add(links.cards_out[device])
+            else:
+                lacking.setdefault(host, set()).add(links.cards_in[device])
             into_device[device] = into_device.get(device, 0.0) + piece.num_bytes
-        from_devices[holders] = from_devices.get(holders, 0.0) + piece.num_bytes
+        for cards in lacking.values():
+            _add(into_cards, frozenset(cards), piece.num_bytes)
+        if lacking:
+            _add(from_cards, frozenset(leaving), piece.num_bytes)
+        _add(from_devices, holders, piece.num_bytes)
+    rates = dict(enumerate(links.rate))
     bound = max(
-        receive_seconds(into_host, links.host_rate),
-        send_seconds(from_hosts, links.host_rate, quantum),
+        send_seconds(into_cards, rates, quantum),
+        send_seconds(from_cards, rates, quantum),
         receive_seconds(into_device, links.device_rate),
         send_seconds(from_devices, links.device_rate, quantum),
     )
@@ -58,6 +67,10 @@ def lower_bound(slices: Iterable[Slice], host_of: Mapping[int, int], network: Ne
         return 0.0
     blocked = blocked_bound(moving, links) if network.issue != "none" else 0.0
     return max(bound + network.latency, latency_bound(moving, links), blocked)
+
+
+def _add(amounts: dict[frozenset[int], float], ports: frozenset[int], amount: float) -> None:
+    amounts[ports] = amounts.get(ports, 0.0) + amount
 
 
 def receive_seconds(incoming: Mapping[int, float], rate: Mapping[int, float]) -> float:

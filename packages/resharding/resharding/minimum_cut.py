@@ -34,10 +34,10 @@ def send_seconds(
             )
             for group, amount in outgoing.items()
         )
-    amount = sum(outgoing.values())
+    everyone, amount = crowd, sum(outgoing.values())
     level = amount / sum(rate[sender] for sender in crowd)
     while True:
-        capacity = {sender: level * rate[sender] for sender in rate}
+        capacity = {sender: level * rate[sender] for sender in everyone}
         blocked = _overloaded(groups, [outgoing[group] for group in groups], capacity)
         if not blocked:
             break

@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alpa_interchange.reshard import PlacedTensor, ReshardingTask
+from alpa_interchange.tensor import ShardingSpec, TensorType
 from resharding import HostLinks, Network, PlanOptions, plan
 from resharding.bound import receive_seconds
 from resharding.cases import paper_cases, random_task
@@ -91,3 +93,28 @@ def test_no_strategy_beats_the_bound(seed, overlap, strategy, issue, latency):
 def test_the_bound_of_one_tensor_to_many_hosts_is_one_card_time():
     made = plan(paper_cases()["1 to 4x2"])
     assert made.lower_bound == pytest.approx(2**30 / 1.25e9)
+
+
+def test_what_only_one_device_holds_or_wants_passes_through_its_card():
+    def side(first, count, spec):
+        return PlacedTensor(
+            spec=ShardingSpec((spec,)),
+            axis_names=("device",),
+            mesh_shape=(count,),
+            devices=tuple(range(first, first + count)),
+            hosts=(first,) * count,
+        )
+
+    # tiles of 2 and 1 of 3 elements on two devices of a host, each with a card of 1 byte/s
+    network = Network(
+        nic_bandwidth=1.0,
+        device_bandwidth=100.0,
+        num_nics=2,
+        hosts=(HostLinks(host=2, nic_bandwidth=2.0),),
+        issue="none",
+    )
+    cut, whole, tensor = side(0, 2, ("device",)), side(2, 1, ()), TensorType((3,), "int8")
+    for source, target in ((cut, whole), (whole, cut)):
+        made = plan(ReshardingTask(tensor=tensor, source=source, target=target), network)
+        assert made.lower_bound == 2.0
+        assert made.seconds == pytest.approx(2.0)

@@ -188,8 +188,8 @@ def test_long_plans_take_no_less_than_the_bound_where_messages_have_a_latency(ma
     assert made.lower_bound <= simulated <= made.seconds * (1 + 1e-9) <= 1.1 * simulated
 
 
-def test_slices_go_whole_where_devices_block_and_hosts_have_many_cards():
-    # divided over eight cards they were 445 messages of a latency each, 908 x the bound
+def test_every_card_has_a_part_of_its_own_where_devices_block_and_hosts_have_many_cards():
+    # each slice divided over all cards that hold it, they were 445 messages, 908 x the bound
     network = Network(issue="device", latency=1e-5, num_nics=8)
     made = plan(random_pair(58), network)
-    assert len(made.transfers) == 4 and made.seconds < 10 * made.lower_bound
+    assert len(made.transfers) == 32 and made.seconds < 1.5 * made.lower_bound
