@@ -184,7 +184,9 @@ def main(
     program: Annotated[
         list[str] | None, typer.Option(help="Part of a program's name; repeatable.")
     ] = None,
-    way: Annotated[list[str] | None, typer.Option(help=f"Of {'; '.join((*WAYS, *RAY_WAYS))}.")] = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help=f"Of {'; '.join((*WAYS, *RAY_WAYS))}.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Findings so far, as JSON lines: read, and appended to.")
     ] = None,

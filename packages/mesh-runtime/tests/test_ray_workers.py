@@ -18,9 +18,7 @@ def node():
     """Make a cluster of one node with one CPU, which says that it has two GPUs."""
     import ray
 
-    ray.init(
-        address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False
-    )
+    ray.init(address="local", num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

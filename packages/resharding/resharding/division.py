@@ -127,9 +127,7 @@ def _next_parts(queue: list[_Part], room: float) -> Iterator[tuple[Delivery, flo
             return
 
 
-def _classes(
-    deliveries: Sequence[Delivery], lanes_of: LanesOf, rate_of: RateOf
-) -> list[_Class]:
+def _classes(deliveries: Sequence[Delivery], lanes_of: LanesOf, rate_of: RateOf) -> list[_Class]:
     """Return the deliveries by the lanes that can send them, those with the fewest first."""
     found: dict[frozenset[tuple[frozenset[int], float]], list[Delivery]] = {}
     taking: dict[int, frozenset[int]] = {}

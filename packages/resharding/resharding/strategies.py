@@ -235,9 +235,13 @@ def _scattered(slices: Sequence[Slice], deliveries: Sequence[Delivery], setting:
     chosen, seconds = in_order(deliveries, setting, scattered=True)
     for delivery, sender in chosen:
         box, receivers = delivery.piece.box, delivery.receivers
-        first = len(transfers)
-        for receiver, part in zip(receivers, split_box(box, len(receivers)), strict=False):
-            transfers.append(copy_of(part, sender, receiver))
+        first, host_of = len(transfers), setting.host_of
+        beside = [d for d in delivery.senders if host_of[d] == host_of[sender]]
+        k = beside.index(sender)
+        turns = itertools.cycle((*beside[k:], *beside[:k]))  # devices, and cards, of the sender
+        parts = split_box(box, len(receivers))
+        for one, receiver, part in zip(turns, receivers, parts, strict=False):
+            transfers.append(copy_of(part, one, receiver))
         if len(receivers) > 1:
             transfers.append(
                 Transfer(

@@ -193,3 +193,10 @@ def test_every_card_has_a_part_of_its_own_where_devices_block_and_hosts_have_man
     network = Network(issue="device", latency=1e-5, num_nics=8)
     made = plan(random_pair(58), network)
     assert len(made.transfers) == 32 and made.seconds < 1.5 * made.lower_bound
+
+
+def test_where_devices_block_the_cards_of_a_host_are_used_at_once():
+    # chains through all devices of a host, each from another card, follow each other: 4 x the bound
+    made = plan(random_pair(0), Network(issue="device", num_nics=8))
+    assert made.seconds < 1.2 * made.lower_bound
+    assert len({transfer.sender for transfer in made.transfers if transfer.method == "copy"}) == 8
