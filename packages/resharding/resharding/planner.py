@@ -52,7 +52,7 @@ _PACED = 1.1
 # pairs is the same to 0.01 %.
 _BESIDE_FANS = ("send_recv",)
 # What is tried however much was drafted where devices block and hosts have several cards: without,
-# 60 random pairs with 8 cards take 1.54 x the bound in place of 1.09, the worst 8.1 in place of 2.5.
+# 60 random pairs with 8 cards take 1.54 x the bound in place of 1.09, the worst 8.1, not 2.5.
 _BY_CARDS = ("tile_all_gather", "two_level_broadcast", "star", "parallel_chains")
 
 
