@@ -57,7 +57,9 @@ def layers_of(
 ) -> Layering:
     """Return the program in layers, without what they recompute (`like`: `outlook_of`).
 
-    They are clustered from the whole batch, so that any number of microbatches has the same.
+    They are clustered from the whole batch, so that any number of microbatches has the same; where
+    a microbatch has nothing of the last one, as that is made of the whole batch at once, from the
+    microbatch.
     """
     source = program.whole or program
     wanted = num_layers or options.num_layers
@@ -65,7 +67,10 @@ def layers_of(
     known = source if like is None else like.whole or like
     clustered = _clustered(known, cluster, wanted, stages or 1)
     if program is not source:
-        clustered = _of_part(program, source, clustered)
+        part = _of_part(program, source, clustered)
+        last = max(clustered, default=0)
+        alike = max(part, default=0) == last
+        clustered = part if alike else _clustered(program, cluster, last + 1, 1)
     return _layers(program, clustered)
 
 
