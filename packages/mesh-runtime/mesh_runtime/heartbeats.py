@@ -18,17 +18,17 @@ from attrs import define, field, frozen
 from alpa_interchange.schedule import Instruction
 from mesh_runtime.order import describe
 from mesh_runtime.runtime import WorkerError
-from mesh_runtime.transfers import Receiving, Sending
+from mesh_runtime.transfers import Awaited, Receiving, Sending
 
 
 @frozen(kw_only=True)
 class Progress:
     """What a worker is doing: an instruction of a step, or nothing (`position` is -1).
 
-    `peers` are the workers it waits for, if it does; `seconds` since it began to, and `quiet` in
-    which nothing came of the `message` that they owe it. `offered` are the messages that others
-    could take here, and the seconds since one last did. `busy` says whether it is doing what it was
-    called for.
+    `peers` are the workers it waits for, if it does, `seconds` since it began to. `owed` are the
+    messages that could come here, the workers that owe them, and the seconds in which nothing came;
+    `offered` those that others could take here, and the seconds since one last did. `busy` says
+    whether it is doing what it was called for.
     """
 
     mesh: int
@@ -39,8 +39,7 @@ class Progress:
     microbatch: int | None = None
     peers: tuple[str, ...] = ()
     seconds: float = 0.0
-    message: str = ""
-    quiet: float = 0.0
+    owed: Mapping[str, Awaited] = field(factory=dict)
     offered: Mapping[str, float] = field(factory=dict)
     busy: bool = False
 
@@ -54,12 +53,11 @@ class Progress:
 
 @frozen
 class _Wait:
-    """The transfer that a worker waits for, of which instruction, since when; `message` is owed."""
+    """The transfer that a worker waits for, of which instruction, since when."""
 
     position: int
     instruction: Instruction
     transfer: Sending | Receiving
-    message: str
     since: float
 
 
@@ -72,6 +70,7 @@ class Doing:
     _now: tuple[int, int, Instruction | None] = (0, -1, None)
     _wait: _Wait | None = None
     _sent: list[tuple[str, Sending]] = field(factory=list)
+    _received: list[tuple[str, Receiving]] = field(factory=list)
 
     def at(self, step: int, position: int, instruction: Instruction) -> None:
         """Note the instruction that begins."""
@@ -83,11 +82,9 @@ class Doing:
         position: int,
         instruction: Instruction,
         transfer: Sending | Receiving,
-        message: str = "",
     ) -> Iterator[None]:
-        """Note, meanwhile, that the transfer of an instruction is waited for, of a message that a
-        peer owes if one is named."""
-        self._wait = _Wait(position, instruction, transfer, message, time.monotonic())
+        """Note, meanwhile, that the transfer of an instruction is waited for."""
+        self._wait = _Wait(position, instruction, transfer, time.monotonic())
         yield
         self._wait = None
 
@@ -95,9 +92,13 @@ class Doing:
         """Note a message that was given to the transport."""
         self._sent.append((message, sending))
 
+    def receives(self, message: str, receiving: Receiving) -> None:
+        """Note a message that the transport was asked for."""
+        self._received.append((message, receiving))
+
     def nothing(self) -> None:
         """Note that no step is running."""
-        self._now, self._wait, self._sent = (0, -1, None), None, []
+        self._now, self._wait, self._sent, self._received = (0, -1, None), None, [], []
 
     def progress(self) -> Progress:
         """Return what is being done."""
@@ -105,12 +106,12 @@ class Doing:
         if instruction is None:
             return Progress(mesh=self.mesh, host=self.host)
         peers: tuple[str, ...] = ()
-        message, quiet, seconds = "", 0.0, 0.0
+        seconds = 0.0
         if wait is not None:
-            position, instruction, message = wait.position, wait.instruction, wait.message
-            peers, quiet = wait.transfer.awaited()
-            peers = peers or (f"mesh {instruction.peer}",)
+            position, instruction = wait.position, wait.instruction
+            peers = wait.transfer.awaited()[0] or (f"mesh {instruction.peer}",)
             seconds = time.monotonic() - wait.since
+        owed = {key: one.awaited() for key, one in list(self._received)}
         offered = {key: one.awaited() for key, one in list(self._sent)}
         return Progress(
             mesh=self.mesh,
@@ -121,8 +122,7 @@ class Doing:
             microbatch=instruction.microbatch,
             peers=peers,
             seconds=seconds,
-            message=message,
-            quiet=quiet,
+            owed={key: found for key, found in owed.items() if found[0]},
             offered={key: since for key, (takers, since) in offered.items() if takers},
         )
 
@@ -190,16 +190,15 @@ class Heartbeats:
         none. It is found within `timeout`, as answers are an interval apart."""
         patience = max(self.timeout - self.interval, self.timeout / 2)
         for name, found in self.last.items():
-            if not found.message or found.quiet <= patience:
-                continue
-            for peer in found.peers:
-                other = self.last.get(peer)
-                if other is not None and _has_ready(other, name, found.message) > patience:
-                    return (
-                        f"the transfer of {found.message} is stalled: {name} is at "
-                        f"{found.instruction}, and nothing has come for {found.quiet:.1f} s from "
-                        f"{peer}, which has it ready"
-                    )
+            for message, (peers, quiet) in found.owed.items():
+                others = [one for one in peers if one in self.last and quiet > patience]
+                for peer in others:
+                    if _has_ready(self.last[peer], name, message) > patience:
+                        return (
+                            f"the transfer of {message} is stalled: {name} is at "
+                            f"{found.instruction}, and nothing has come for {quiet:.1f} s from "
+                            f"{peer}, which has it ready"
+                        )
         return ""
 
     def no_answer(self, what: str, late: Sequence[str], when: str) -> WorkerError:
@@ -223,6 +222,5 @@ class Heartbeats:
 def _has_ready(found: Progress, receiver: str, message: str) -> float:
     """Return for how many seconds a worker has had a message ready, its own or one that it passes
     on: then each end waits for the other."""
-    if found.message == message and receiver in found.peers:
-        return found.quiet
-    return found.offered.get(message, 0.0)
+    peers, quiet = found.owed.get(message, ((), 0.0))
+    return quiet if receiver in peers else found.offered.get(message, 0.0)

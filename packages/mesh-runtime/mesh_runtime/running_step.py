@@ -25,12 +25,11 @@ class Loaded:
 
 @frozen
 class Arriving:
-    """A received buffer whose bytes have not been looked at yet; `key` names its message."""
+    """A received buffer whose bytes have not been looked at yet."""
 
     receiving: Receiving
     peer: int
     position: int
-    key: str
 
 
 @frozen

@@ -358,11 +358,9 @@ class MeshWorker:
             if each.name == name:
                 self._waited(state, each.position, each.sending.taken)
 
-    def _result(
-        self, state: RunningStep, position: int, transfer: Sending | Receiving, message: str = ""
-    ) -> Any:
-        """Return what a transfer ends with, noting that it is waited for, and for which message."""
-        with self.doing.waiting(position, state.loaded.instructions[position], transfer, message):
+    def _result(self, state: RunningStep, position: int, transfer: Sending | Receiving) -> Any:
+        """Return what a transfer ends with, noting that it is waited for."""
+        with self.doing.waiting(position, state.loaded.instructions[position], transfer):
             return self._waited(state, position, transfer.result)
 
     def _waited(self, state: RunningStep, position: int, wait: Callable[[float], Any]) -> Any:
@@ -388,7 +386,8 @@ class MeshWorker:
                 counts[peer] += 1
                 move = self._move(state, name, peer, self.mesh)
                 receiving = self._transport().receive(key, move, program.plan)
-                state.arriving[position, name] = Arriving(receiving, peer, position, key)
+                self.doing.receives(key, receiving)
+                state.arriving[position, name] = Arriving(receiving, peer, position)
 
     def _send(self, state: RunningStep, position: int, name: str, array: jax.Array) -> None:
         """Hand this host's tiles of `array` to the transport."""
@@ -434,7 +433,7 @@ class MeshWorker:
     def _receive(self, state: RunningStep, name: str, arriving: Arriving) -> jax.Array:
         """Return an array put together from the tiles that arrived; the trace has the waiting."""
         start = state.recorder.now()
-        tiles = self._result(state, arriving.position, arriving.receiving, arriving.key)
+        tiles = self._result(state, arriving.position, arriving.receiving)
         tensor = self._move(state, name, arriving.peer, self.mesh).task.tensor
         dtype = jax.numpy.dtype(tensor.dtype)
         sharding = self._sharding(state.loaded.program.layouts[value_name(name)])

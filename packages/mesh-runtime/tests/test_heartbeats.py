@@ -22,7 +22,7 @@ def test_a_worker_says_what_it_is_at_and_whom_it_waits_for():
     assert (said.step, said.position, said.microbatch, said.peers) == (7, 4, 2, ())
     expected = "is at mesh 1, instruction 3 (receive of microbatch 2 of h@2 from mesh 0) of step 7"
     for peers, named in ((("mesh 0 host 0",), "mesh 0 host 0"), ((), "mesh 0")):
-        with doing.waiting(3, RECEIVE, Transfer(peers, 0.0), MESSAGE):
+        with doing.waiting(3, RECEIVE, Transfer(peers, 0.0)):
             assert str(doing.progress()).startswith(f"{expected}, waiting for {named} for 0.")
     assert doing.progress() == said
     doing.nothing()
@@ -57,7 +57,9 @@ def between(quiet, ready, others=()):
     sender.at(7, 9, RUN)
     sender.sent(MESSAGE, Transfer(("mesh 1 host 0",) if ready else (), ready))
     heartbeats = Heartbeats(["mesh 1 host 0", "mesh 0 host 0"], lambda name: name, 0.0, 8.0)
-    with receiver.waiting(3, RECEIVE, Transfer(("mesh 0 host 0",), quiet), MESSAGE):
+    owed = Transfer(("mesh 0 host 0",), quiet)
+    receiver.receives(MESSAGE, owed)
+    with receiver.waiting(3, RECEIVE, owed):
         said = {"mesh 1 host 0": receiver.progress(), "mesh 0 host 0": sender.progress()}
     for reference in heartbeats.references():
         heartbeats.answered(reference, {**said, **dict(others)}.__getitem__)
@@ -81,6 +83,6 @@ def test_a_transfer_is_not_stalled_while_bytes_come_or_the_sender_computes():
 def test_a_message_that_is_passed_on_is_stalled_where_both_ends_wait_for_each_other():
     passing_on = Doing(0, 0)
     passing_on.at(7, 9, RUN)
-    with passing_on.waiting(8, RECEIVE, Transfer(("mesh 1 host 0",), 8.5), MESSAGE):
-        said = {"mesh 0 host 0": passing_on.progress()}
+    passing_on.receives(MESSAGE, Transfer(("mesh 1 host 0",), 8.5))
+    said = {"mesh 0 host 0": passing_on.progress()}
     assert between(9.1, 0.0, said).stalled()

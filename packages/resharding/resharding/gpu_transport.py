@@ -136,8 +136,8 @@ class GpuReceiving:
         return self._owner.use(self).result(timeout)
 
     def awaited(self) -> Awaited:
-        """Return nobody: as in `NcclSending`."""
-        return (), 0.0
+        """Return the peers that have yet to send, once NCCL has been given the receive."""
+        return ((), 0.0) if self.begun is None else self.begun.awaited()
 
     def cancel(self) -> None:
         """Give up, unless it has been used: then its memory is the user's."""

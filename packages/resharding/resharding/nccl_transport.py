@@ -100,6 +100,9 @@ class _Flight:
     peers: tuple[str, ...]
     issued: bool = False
     marks: list[tuple[tuple[str, ...], Any]] = field(factory=list)  # peers of a transfer, event
+    givers: tuple[str, ...] = ()  # peers that send to devices here
+    starts: list[Any] = field(factory=list)  # events before the first step of devices here
+    started: float = 0.0  # when all of these were seen to be done
     keep: list[Any] = field(factory=list)
     done: bool = False
     error: TransportError | None = None
@@ -124,8 +127,8 @@ class NcclSending:
         self._owner, self._key, self._posted = owner, key, posted
 
     def awaited(self) -> Awaited:
-        """Return nobody: NCCL does not tell how far it is, and its transfers have their timeout."""
-        return (), 0.0
+        """Return the peers that have yet to take what is computed, and for how long it has been."""
+        return self._owner.awaited(self._posted)
 
     def taken(self, timeout: float) -> None:
         """Return when the arrays may be given away: their memory is kept from then on."""
@@ -153,8 +156,8 @@ class NcclReceiving:
         return self._posted.made
 
     def awaited(self) -> Awaited:
-        """Return nobody: as in `NcclSending`."""
-        return (), 0.0
+        """Return the peers that have yet to send, and for how long there has been room for it."""
+        return self._owner.awaited(self._posted)
 
     def cancel(self) -> None:
         """Give up the pair of meshes: a receive that NCCL has been given cannot be taken back."""
@@ -249,6 +252,17 @@ class NcclTransport:
         if not found:
             raise TransportError(f"{self.name} waited {timeout:g} s for {key}")
 
+    def awaited(self, posted: _Posted) -> Awaited:
+        """Return whom what was posted waits for, and the seconds since streams here have come to
+        it: NCCL does not tell how far it is."""
+        flight = posted.flight
+        if flight is None or flight.done or not flight.started:
+            return (), 0.0
+        waits = dict.fromkeys(
+            name for names, event in flight.marks if not event.done for name in names
+        )
+        return (flight.givers or tuple(waits)), time.monotonic() - flight.started
+
     def cancel(self, posted: _Posted) -> None:
         """Give up a receive, and with it all that goes the same way."""
         if posted.flight is not None and not posted.flight.done:
@@ -314,6 +328,7 @@ class NcclTransport:
                     array = held[device, hop.box]
                     exported[device, hop.box] = self._memory.export(array, stream)
         flight.keep = [one.keep for one in exported.values()]
+        flight.starts = [ranks.event(rank_of[device]) for device in {one for one, _ in exported}]
         try:
             for number, step in enumerate(steps):
                 operations = self._operations(step, exported, rank_of)
@@ -413,11 +428,15 @@ class NcclTransport:
     ) -> None:
         """Note an event behind the last step of every device here, with the peers it waits for."""
         peers: dict[int, dict[str, None]] = {}
+        givers: list[str] = []
         for step in steps:
             for hop in step:
+                if hop.receiver in self._devices and hop.sender not in self._devices:
+                    givers.append(self._owner_of[hop.sender])
                 for device, other in ((hop.sender, hop.receiver), (hop.receiver, hop.sender)):
                     if device in self._devices:
                         peers.setdefault(device, {})[self._owner_of[other]] = None
+        flight.givers = tuple(dict.fromkeys(givers))
         for device, names in peers.items():
             event = flight.ranks.event(rank_of[device])
             flight.marks.append((tuple(one for one in names if one != self.name), event))
@@ -442,6 +461,8 @@ class NcclTransport:
             flights = list(self._flights)
         for flight in flights:
             waits = [peers for peers, event in flight.marks if not event.done]
+            if flight.issued and not flight.started and all(one.done for one in flight.starts):
+                flight.started = time.monotonic()
             if flight.issued and not waits:
                 with self._changed:
                     flight.done = True

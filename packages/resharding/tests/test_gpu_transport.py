@@ -21,7 +21,11 @@ def end(monkeypatch):
 
     def receive(key, *_):
         made.begun.append(key)
-        return SimpleNamespace(result=lambda _: key, cancel=lambda: made.cancelled.append(key))
+        return SimpleNamespace(
+            result=lambda _: key,
+            cancel=lambda: made.cancelled.append(key),
+            awaited=lambda: (("b",), 3.0),
+        )
 
     monkeypatch.setattr(made._nccl, "receive", receive)
     return made
@@ -34,6 +38,11 @@ def test_few_receives_of_a_step_take_memory_at_a_time(end):
     assert end.begun == ["0", "1", "2"]
     assert posted[3].result(1.0) == "3"  # behind others that nobody has asked for
     assert end.begun == ["0", "1", "2", "3"]
+
+
+def test_a_receive_waits_for_nobody_before_nccl_has_been_given_it(end):
+    posted = [end.receive(f"{k}", PLAN) for k in range(3)]
+    assert [one.awaited() for one in posted] == [(("b",), 3.0), (("b",), 3.0), ((), 0.0)]
 
 
 def test_what_a_step_has_used_is_not_given_up_at_its_end(end):

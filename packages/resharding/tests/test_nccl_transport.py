@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 from attrs import evolve
-from nccl_claims import check_equal, pair_of, team_of
+from fake_cuda import Hang
+from nccl_claims import check_equal, pair_of, post, team_of
 
 from resharding import Network, TransportError, plan
 from resharding.cases import random_task
@@ -53,6 +54,49 @@ def test_summands_are_refused_with_what_to_do_instead(make_world, make_task):
     with pytest.raises(ValueError, match="an unreduced sum over .*sum it up on its own mesh first"):
         ends["host 0"].send("k", made, dict)
     ends["host 0"].close()
+
+
+def test_a_transfer_names_those_it_waits_for_from_when_its_streams_have_come_to_it(
+    make_world, make_task, make_shards
+):
+    world, task = make_world(), pair_of(make_task)
+    ends, made = team_of(world, [task]), plan(task, Network(), "broadcast")
+    shards = make_shards(task)[0]
+
+    def posted(name):
+        return post(world, {name: ends[name]}, made, shards)
+
+    (sending,), _ = posted("host 0")
+    ends["host 0"].look()
+    assert sending.awaited() == ((), 0.0)  # what it sends is not computed
+    with pytest.raises(Hang):
+        world.run()
+    ends["host 0"].look()
+    ((first,), quiet) = sending.awaited()
+    assert first in ("host 1", "host 2") and quiet >= 0
+    other = {"host 1": "host 2", "host 2": "host 1"}[first]
+    receivings = [receiving for name in (first, other) for receiving in posted(name)[1].values()]
+    assert [one.awaited() for one in receivings] == [((), 0.0)] * 2
+    world.run()
+    for end in ends.values():
+        end.look()
+    assert [one.awaited() for one in (sending, *receivings)] == [((), 0.0)] * 3
+
+
+def test_a_receive_names_its_sender_and_not_those_it_passes_on_to(
+    make_world, make_task, make_shards
+):
+    world, task = make_world(), pair_of(make_task)
+    ends, made = team_of(world, [task]), plan(task, Network(), "broadcast")
+    waiting = {}
+    for name in ("host 1", "host 2"):
+        waiting.update(post(world, {name: ends[name]}, made, make_shards(task)[0])[1])
+    with pytest.raises(Hang):
+        world.run()
+    for end in ends.values():
+        end.look()
+    givers = {name: receiving.awaited()[0] for name, receiving in waiting.items()}
+    assert sorted(givers.values()) in ([("host 0",), ("host 1",)], [("host 0",), ("host 2",)])
 
 
 def test_closing_fails_what_is_under_way(make_world, make_task):
