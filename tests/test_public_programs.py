@@ -58,3 +58,12 @@ def test_what_is_over_all_examples_is_refused_with_the_line_or_what_to_do(name, 
     shapes = jax.eval_shape(lambda: (state, batch))
     with pytest.raises(alpa.PlanError, match=reason):
         alpa.parallelize(step, **CUT).plan_for(*shapes)
+
+
+def test_a_plan_says_how_arrays_that_the_step_closes_over_are_sharded():
+    step, state, batch = build("diffrax_equations:backsolved_equation")
+    shapes = jax.eval_shape(lambda: (state, batch))
+    plan = alpa.parallelize(step, **{**CUT, "num_stages": 2}).plan_for(*shapes)
+    assert any(name.startswith("constant.") for name in plan.shardings[1].received_specs)
+    again = alpa.parallelize(step, plan=plan).plan_for(*shapes)
+    assert again.shardings == plan.shardings

@@ -75,8 +75,9 @@ class StageSharding:
 
     `operators` are all operators of the stage; `state_specs` are the layouts of the step's inputs
     that it reads, `received_specs` of the values that other stages compute, named by the operator
-    and the number of its result (`jvp(mlp)/tanh.0:0`). They are the plan: `solution.choice` holds
-    what they came from, as numbers of one version's strategies, which mean nothing to another.
+    and the number of its result (`jvp(mlp)/tanh.0:0`), and of arrays that the step closes over
+    (`constant.0`). They are the plan: `solution.choice` holds what they came from, as numbers of
+    one version's strategies, which mean nothing to another.
     `executor` says whether the plan is run to the letter ("shard_map") or given to the compiler as
     sharding constraints, between which it chooses the collectives ("constraint").
     """

@@ -132,7 +132,7 @@ def finish(
         outlook, layering = outlook.uncut
         stage_plan = _over_all_layers(stage_plan, outlook.num_layers)
     program, staging = chosen_stages(outlook, layering, cuts, stage_plan)
-    names = StageNames(staging)
+    names = StageNames(staging, program.jaxpr.constvars)
     selections, shardings, stages = [], [], []
     peaks: list[float] = []
     solved: dict[str, ShardingSolution] = {}

@@ -34,9 +34,11 @@ def names_in_body(region: str, number: int, eqns: Sequence[JaxprEqn]) -> list[st
 
 
 class StageNames:
-    """The names of the operators of every stage, and of the values that cross between stages."""
+    """The names of the operators of every stage, of the values that cross between stages, and of
+    the arrays that the step closes over."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: Staging, constants: Sequence[Var]) -> None:
+        self.of_constant = {var: f"constant.{number}" for number, var in enumerate(constants)}
         names = operator_names(staging.eqns)
         self._of_stage: list[list[str]] = [[] for _ in range(staging.num_stages)]
         self.of_value: dict[Var, str] = {}

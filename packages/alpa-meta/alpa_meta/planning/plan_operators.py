@@ -48,12 +48,15 @@ def stage_operators(
 def received_specs(
     selection: Selection, names: StageNames, choice: Sequence[int]
 ) -> dict[str, ShardingSpec]:
-    """Return the spec of every value that a stage receives from others, by name."""
-    return {
-        names.of_value[var]: selection.spec(var, choice)
-        for var in selection.sources
-        if var in selection.stage.received
-    }
+    """Return the spec of every value that a stage receives from others, and of every array that the
+    step closes over, by name."""
+    found = {}
+    for var in selection.sources:
+        if var in selection.stage.received:
+            found[names.of_value[var]] = selection.spec(var, choice)
+        elif var in names.of_constant:
+            found[names.of_constant[var]] = selection.spec(var, choice)
+    return found
 
 
 def restored_choice(
@@ -68,8 +71,8 @@ def restored_choice(
     tensors: dict[Atom, tuple[str, ShardingSpec | None]] = {
         var: (leaf.path, sharding.state_specs.get(leaf.path)) for var, leaf in inputs
     }
-    for var in selection.stage.received:
-        name = names.of_value[var]
+    received = {var: names.of_value[var] for var in selection.stage.received}
+    for var, name in {**names.of_constant, **received}.items():
         tensors[var] = (name, sharding.received_specs.get(name))
     for value, source in selection.sources.items():
         if value in tensors:

@@ -318,7 +318,7 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     program, staging = chosen_stages(outlook, layering, plan.layer_cuts, plan.stage_plan)
     check_program(plan, program, step)
     model = calibrated_model(plan.cluster)
-    names = StageNames(staging)
+    names = StageNames(staging, program.jaxpr.constvars)
     selections, shardings, stages = [], [], []
     built = Stages()
     for stage, sharding in enumerate(plan.shardings):
