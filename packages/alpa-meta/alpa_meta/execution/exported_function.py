@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from alpa_meta.compat import no_mesh
+from alpa_meta.errors import PlanError
 from mesh_runtime import ExportedProgram, RemoteArray
 
 _EXPORT_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
@@ -76,7 +77,14 @@ def exported(
         for one, sharding in zip(shapes, in_shardings, strict=True)
     ]
     with no_mesh():
-        program = jax.export.export(jitted, platforms=[_EXPORT_PLATFORMS[platform]])(*taken)
+        try:
+            program = jax.export.export(jitted, platforms=[_EXPORT_PLATFORMS[platform]])(*taken)
+        except (ValueError, NotImplementedError) as error:
+            raise PlanError(
+                f"a program of the step cannot be sent to workers on Ray: {error} Host callbacks "
+                "(jax.debug.print, jax.pure_callback, checks of values while a step runs) stay in "
+                "their process: take them out of the step, or use runtime='in-process'"
+            ) from error
     mesh: AbstractMesh = [*in_shardings, *out_shardings][0].mesh.abstract_mesh
     return ExportedProgram(
         program=bytes(program.serialize()),

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from alpa_meta.errors import PlanError
 from alpa_meta.execution.exported_function import as_host_array, exported, key_impl, words
 from mesh_runtime import InProcessRuntime
 
@@ -42,3 +43,14 @@ def test_an_exported_function_runs_on_devices_it_was_not_exported_with():
     twice, drawn = InProcessRuntime([mesh]).init({0: program}, given)[0]
     assert twice.sharding == NamedSharding(mesh, P("x", "y")) and np.all(twice == 2)
     np.testing.assert_array_equal(drawn, jax.random.key_data(jax.random.split(key)[0]))
+
+
+def test_a_callback_of_this_process_is_refused_with_what_to_do():
+    whole = NamedSharding(AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,)), P())
+    taken = jax.ShapeDtypeStruct((4,), np.float32)
+
+    def calls_back(value):
+        return [jax.pure_callback(np.sin, taken, value)]
+
+    with pytest.raises(PlanError, match="cannot be sent to workers on Ray: .*take them out of the"):
+        exported(calls_back, [taken], [whole], [whole], "cpu")
