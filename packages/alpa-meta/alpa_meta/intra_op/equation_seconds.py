@@ -227,7 +227,7 @@ class EquationSeconds:
             live=np.tile(np.array([[0, 1]], dtype=np.int64), (len(nodes), 1)),
             edges=pairs,
             edge_cost=edge_cost,
-            axis_bits=np.concatenate([self.axis_bits[n] for n in nodes.tolist()]),
+            axis_bits=np.concatenate([nodes[:0], *(self.axis_bits[n] for n in nodes.tolist())]),
             node_names=tuple(map(str, nodes.tolist())),
             strategy_names=tuple(("",) * count for count in counts.tolist()),
         )
