@@ -355,7 +355,7 @@ class _Search:
             stages = self.problem.num_stages or "a multiple of the meshes as number of"
             return InfeasibleError(
                 f"no interleaved pipeline of {self.layers} layers with {counts} microbatches fits: "
-                "it takes at least two equal submeshes with two to four stages each, and "
+                "it takes at least two equal submeshes with two or more stages each, and "
                 f"{stages} stages; name another schedule"
             )
         if not any(self.bounds.covers(s) for s in self.settings):

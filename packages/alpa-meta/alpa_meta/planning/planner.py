@@ -142,6 +142,7 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
             enough = alone[1] if isinstance(alone, tuple) else math.inf
         consider(_found(lambda: _from_menu(step, model, told, enough)))
         if prospects and options.num_stages is None:
+            prospects += _without_recomputation(prospects[0], step, model, told)
             consider(alone)
             counts, options = [], evolve(options, num_stages=1)
     else:
@@ -187,6 +188,19 @@ def _one_stage(step: Step, model: CostModel, options: Options) -> tuple[Prospect
     if not may_hold(step, model, evolve(options, num_microbatches=counts[0], recompute=kept)):
         return None
     return plan_by_ranges(counts, step, model.cluster, options)
+
+
+def _without_recomputation(
+    found: Prospect, step: Step, model: CostModel, options: Options
+) -> list[Prospect]:
+    """Return the plan with one stage in as many microbatches that recomputes nothing, where the
+    menu's recomputes for memory: rows hold a little more than exact solutions under a limit, which
+    may just fit. GPT of 16 layers of 2560 on 8 V100 takes 4.57 s so, not 4.80."""
+    if found.short_of_memory is None or options.recompute is not None:
+        return []
+    told = evolve(options, num_microbatches=found.short_of_memory, recompute="none")
+    exact = _found(lambda: _one_stage(step, model, told))
+    return [exact[0]] if isinstance(exact, tuple) else []
 
 
 def _finished(prospects: list[Prospect], failed: list[InfeasibleError]) -> Planned | None:
@@ -242,7 +256,9 @@ def _from_menu(
 
     sliced = search.num_slices > 1
     menu = None if sliced else keep(search, outlook, step, cluster, options)
-    return Prospect(plan.step_seconds, finished, menu), plan.lower_bound
+    recomputes = set(search.recomputation()) != {"none"}
+    short = plan.num_microbatches if len(plan.stages) == 1 and recomputes else None
+    return Prospect(plan.step_seconds, finished, menu, short), plan.lower_bound
 
 
 def _finish_menu(

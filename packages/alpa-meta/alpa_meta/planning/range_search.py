@@ -72,12 +72,13 @@ class Prospect:
     """A plan before its stages are solved exactly: its predicted seconds, and what does so.
 
     `finish` raises InfeasibleError where the stages turn out not to fit; `menu` is what it was
-    chosen from.
+    chosen from. `short_of_memory`: the microbatches of one stage that recomputes; None: another.
     """
 
     seconds: float
     finish: Callable[[], Planned]
     menu: KeptMenu | None = None
+    short_of_memory: int | None = None
 
 
 def plan_by_ranges(
