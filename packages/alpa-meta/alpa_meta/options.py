@@ -151,8 +151,8 @@ _TRUTH = _must("True or False", lambda value: isinstance(value, bool))
 class Options:
     """Options of `parallelize`. None means: the planner chooses.
 
-    `schedule` is chosen of gpipe, 1f1b, eager-1f1b and adaptive. `memory` is bytes per device that
-    the plan may use, a number or "16GiB" (default: what the cluster says).
+    `schedule` is chosen of all `SCHEDULES`. `memory` is bytes per device that the plan may use, a
+    number or "16GiB" (default: what the cluster says).
     `batch_argnums` are the arguments that microbatches split along their first dim (default: array
     arguments that are not returned as new state); `static_argnums` are not traced. `plan` runs a
     given plan.
