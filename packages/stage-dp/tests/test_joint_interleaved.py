@@ -227,3 +227,22 @@ def test_floors_asked_for_at_one_count_serve_its_multiples():
     assert (taken.priced[0].step_seconds, taken.state_bytes) == (12.0, 2.0)
     assert taken.kept == sharp.kept
     assert six.ask(0, 0) and six.floors(0, 0) == (sharp,)
+
+
+@pytest.mark.parametrize(("crossing", "num_stages"), [(0.0, 12), (1.0, 4)])
+def test_six_stages_per_mesh_are_found_where_transfers_cost_little(crossing, num_stages):
+    row = LayerRow(forward=Affine(0.0, 1.0), backward_input=Affine(0.0, 2.0))
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
+        logical=LogicalMesh(axes=(MeshAxis(name="x", size=1),)),
+        rows=((row,),),
+    )
+    problem = JointProblem(
+        menu=LayerMenu(class_of_layer=(0,) * 12, meshes=(mesh,)),
+        batch_size=2,
+        counts=(2,),
+        device_groups=(DeviceGroup(num_hosts=1, devices_per_host=2, memory=1e9),),
+        boundary=lambda a, y, b, x, link: Affine(crossing),
+        schedules=(NAME,),
+    )
+    assert len(solve_joint(problem).stages) == num_stages

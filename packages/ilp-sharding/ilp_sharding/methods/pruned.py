@@ -54,19 +54,28 @@ _ROUNDS = (
     *(_Round(60, 6.0, 30, 1e7) for _ in range(2)),
     *(_Round(60, 8.0, 30, 1e7) for _ in range(2)),
 )
-_EASY = 8  # rounds, after which other choices are looked for
-_KEPT, _MORE_KEPT = 0.1, 1.2  # share of the nodes that keep their strategies, at first and more
-_CONDITIONED_WORK = 1e6  # table entries of the elimination of the others
-_IDLE = 10  # changes without gain after which they end
 # Branching proves the three others in 0.04-0.17 CPU s, where the reductions, messages once more and
 # rounds of a search took 0.7 s and left a gap. Earlier it costs more: a problem that 190 sweeps
 # prove takes six times as long if 40 come before.
 _BRANCHED = 4e8  # table entries that all its parts may visit,
-_ROUGH = 0.25  # share of them where a choice may be off by a tolerance
 _PART_ENTRIES = 3e4  # and of each part those that its arrays stand for
 _BRANCH_SWEEPS = 10
 _BRANCH_WORK = 1e6  # table entries of the elimination of a part
 _BRANCH_TABLES = 3e5  # table entries of the whole up to which parts are copied
+# The share of `_BRANCHED` where a choice may be off by a tolerance, whose proof nobody asks for;
+# with all of it, and branching on the reduced problem too, MoE-10B takes 60 instead of 50 CPU s.
+_ROUGH = 0.25
+# Rounds after which other choices are looked for: most problems end before. Planning MoE-10B on
+# 2 x 8 V100 takes 85 CPU s with 3, 63 with 6 and 60 with 8 (70 without looking).
+_EASY = 8
+_START_ROUNDS = 4  # of the rounds, for choices on few axes: small problems, proved in 30 ms
+# Conditioning: the share of nodes that keep their strategies, at first and each time more, until
+# the elimination of the others visits few enough table entries; changes without gain that end it.
+# With 3e5 to 1e7 entries the same problems of MoE-10B get choices within 2 % of one another;
+# a change takes 1 to 4 ms, and nearly all gain comes in the first 60.
+_KEPT, _MORE_KEPT = 0.1, 1.2
+_CONDITIONED_WORK = 1e6
+_IDLE = 10
 _ALWAYS = 60  # sweeps, of a graph however large; further rounds
 _SWEPT = 4e8  # only while all sweeps together visited fewer table entries
 _MORE = 100  # strategies that a guess leaves beside those per node
@@ -178,7 +187,7 @@ def _start(rest: Rest, search: Search, mask: np.ndarray) -> Rest:
     if sweeps.keep(part, mask.copy()):
         if not part.size[0]:
             sweeps.take(part, np.zeros(0, dtype=np.int64), part.numbers[sweeps.CONSTANT])
-        for one in _ROUNDS[:4] if part.size[0] else ():
+        for one in _ROUNDS[:_START_ROUNDS] if part.size[0] else ():
             if _climb(part, one.sweeps, search) != sweeps.OPEN:
                 break
             if _eliminated(part, one.work) or _guessed(part, one, search):
