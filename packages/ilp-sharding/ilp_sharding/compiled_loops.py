@@ -29,10 +29,10 @@ _COMPILING_SECONDS = {  # and to compile them: three times the CPU seconds measu
     "exact.elimination_loops": 9.0,
     "problem.graph_loops": 6.0,
     "bound.messages": 16.0,
-    "bound.pruned_sweeps": 50.0,
-    "bound.dominance": 24.0,
-    "choice.forest_moves": 30.0,
-    "choice.ball_minimisation": 40.0,
+    "bound.pruned_sweeps": 42.0,
+    "bound.dominance": 21.0,
+    "choice.forest_moves": 21.0,
+    "choice.ball_minimisation": 45.0,
 }
 _LAST = {  # of every module with loops, one that is called last
     "exact.elimination_loops": "walk_back",
@@ -53,7 +53,7 @@ HALVES = (
         "choice.ball_minimisation",
     ),
 )
-"""All modules with loops, for two processes that compile them at once: 51 CPU seconds in all."""
+"""All modules with loops, for two processes that compile them at once: 33 CPU seconds in all."""
 
 
 def ready(seconds: float, *names: str) -> bool:
@@ -99,12 +99,12 @@ def warm_up(progress: Callable[[str, float], None] = lambda name, share: None) -
     """
     shares = {
         "exact.elimination_loops": 0.0,
-        "problem.graph_loops": 0.07,
-        "bound.messages": 0.09,
-        "bound.pruned_sweeps": 0.17,
-        "bound.dominance": 0.58,
-        "choice.forest_moves": 0.58,
-        "choice.ball_minimisation": 0.7,
+        "problem.graph_loops": 0.1,
+        "bound.messages": 0.13,
+        "bound.pruned_sweeps": 0.25,
+        "bound.dominance": 0.55,
+        "choice.forest_moves": 0.55,
+        "choice.ball_minimisation": 0.67,
     }
     for name in _LAST:
         progress(name, shares[name])

@@ -135,7 +135,8 @@ def take(rest: Rest, x: np.ndarray, cost: float) -> None:
     if cost >= rest.numbers[OBJECTIVE]:
         return
     rest.numbers[OBJECTIVE] = cost
-    rest.choice[:] = rest.settled
+    for i in range(len(rest.choice)):
+        rest.choice[i] = rest.settled[i]
     for i in range(rest.size[0]):
         rest.choice[rest.base_node[i]] = rest.label[rest.tables.offset[i] + x[i]]
 

@@ -442,8 +442,10 @@ def search_neighbourhoods(
                 change = local_cost(tables, x, y)
                 if change <= 0.0:
                     move_gain = -change
-                    x[:] = y
-                    left[:] = trial
+                    for i in range(num_nodes):
+                        x[i] = y[i]
+                    for t in range(len(left)):
+                        left[t] = trial[t]
         gained += move_gain
         scores[s] = max(0.95 * scores[s] + (0.05 if move_gain > 0.0 else 0.0), 0.02)
     return gained

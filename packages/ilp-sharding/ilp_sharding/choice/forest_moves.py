@@ -85,11 +85,20 @@ def conditional_costs(
 
 
 @njit(cache=True)
+def _widest(tables: Tables) -> int:
+    """Return the most strategies that a node has."""
+    found = 0
+    for i in range(len(tables.offset) - 1):
+        found = max(found, tables.offset[i + 1] - tables.offset[i])
+    return found
+
+
+@njit(cache=True)
 def descend(
     tables: Tables, rows: Rows, order: np.ndarray, x: np.ndarray, left: np.ndarray, passes: int
 ) -> float:
     """Lower the cost of `x` by single-node changes that keep all rows; return the gain."""
-    scratch = np.empty(np.max(np.diff(tables.offset)) if len(order) else 1)
+    scratch = np.empty(_widest(tables))
     gain = 0.0
     for _ in range(passes):
         before = gain
@@ -142,7 +151,7 @@ def repair(
         return True
     offset = tables.offset
     num_nodes = len(offset) - 1
-    scratch = np.empty(np.max(np.diff(offset)))
+    scratch = np.empty(_widest(tables))
     tabu = np.zeros(num_nodes, np.int64)
     for step in range(1, max_steps + 1):
         worst = int(np.argmin(left))
