@@ -176,6 +176,9 @@ class IntegerProgram:
         )
         self._listen(on_bound)
         while True:
+            # With what the last run left behind HiGHS 1.15 can crash in its tree (a planning problem
+            # of LLaMA with 11,301 columns, each time).
+            highs.clearSolver()
             finished = run_until(highs, deadline)
             status = highs.getModelStatus()
             if status == highspy.HighsModelStatus.kInfeasible:
