@@ -176,8 +176,8 @@ class IntegerProgram:
         )
         self._listen(on_bound)
         while True:
-            # With what the last run left behind HiGHS 1.15 can crash in its tree (a planning problem
-            # of LLaMA with 11,301 columns, each time).
+            # With what the last run left behind HiGHS 1.15 can crash in its tree: each time on a
+            # planning problem of LLaMA with 11,301 columns.
             highs.clearSolver()
             finished = run_until(highs, deadline)
             status = highs.getModelStatus()
