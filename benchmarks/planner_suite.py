@@ -5,6 +5,7 @@
     .venv/bin/python benchmarks/planner_suite.py gpt-39b      # those whose names begin so
     .venv/bin/python benchmarks/planner_suite.py scaling      # planning time by layers and devices
     .venv/bin/python benchmarks/planner_suite.py --no-grid    # planning only
+    .venv/bin/python benchmarks/planner_suite.py --random 20 --seed 7   # sizes and clusters drawn
 
 A problem is planned as `alpa plan --model` plans it, with nothing given but the cluster, without
 the cache of plans. Each plan and each grid (`megatron_grid.py`) runs in a process of its own: CPU
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import resource
 import signal
 import subprocess
@@ -125,6 +127,35 @@ def scaling() -> dict[str, tuple[Problem, ...]]:
         for n in DEVICES
     )
     return {"scaling-layers": layers, "scaling-devices": devices}
+
+
+_DRAWN = {
+    "gpt-350m": {"num_layers": (5, 12, 16, 30), "batch": (8, 24, 32, 256), "length": (512, 2048)},
+    "gpt-1.3b": {"num_layers": (5, 8, 12, 30), "batch": (4, 24, 64, 256), "length": (512, 1024)},
+    "gpt-2.6b": {"num_layers": (5, 12, 16), "batch": (4, 24, 32, 256), "length": (512, 1024)},
+    "gpt-6.7b": {"num_layers": (3, 8, 12), "batch": (4, 8, 32), "length": (1024,)},
+    "moe-380m": {"num_layers": (4, 8, 12), "batch": (8, 32, 128)},
+    "moe-1.3b": {"num_layers": (4, 8, 12), "batch": (8, 32, 128)},
+    "moe-2.4b": {"num_layers": (4, 8, 12), "batch": (8, 32, 128)},
+    "wide-resnet-500m": {"batch": (64, 256, 512)},
+    "llama-8b": {"num_layers": (4, 7, 16), "batch": (4, 8, 16, 48), "length": (1024, 2048, 4096)},
+}
+_CLUSTERS = (
+    *(f"p3.16xlarge:{devices}" for devices in (1, 2, 4, 8, 16, 24, 32)),
+    *("h100:8", "h100:2x8", "h100:3x8", "h100:4x8", "a100-80gb:2x8", "a100-40gb:5x8", "mixed"),
+)
+
+
+def drawn(count: int, seed: int) -> list[Problem]:
+    """Return problems of random sizes on random clusters: where plans are slower than the grid, or
+    not found, is not known before."""
+    chance = random.Random(seed)
+    found = []
+    for _ in range(count):
+        model, cluster = chance.choice(sorted(_DRAWN)), chance.choice(_CLUSTERS)
+        sizes = {name: chance.choice(values) for name, values in _DRAWN[model].items()}
+        found.append(Problem(model=model, cluster=cluster, sizes=sizes))
+    return found
 
 
 def described(name: str) -> Any:
@@ -301,6 +332,8 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="A few problems, two minutes.")] = False,
     grid: Annotated[bool, typer.Option(help="Compare with the grid.")] = True,
     limit: Annotated[float | None, typer.Option(help="CPU seconds of each plan and grid.")] = None,
+    number: Annotated[int, typer.Option("--random", help="So many random problems only.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random problems.")] = 0,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
     job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -315,6 +348,8 @@ def main(
     chosen = [p for p in _problems() if f"{p.name} ".startswith(tuple(begins))]
     named = problems or ("",)
     tables = [own for name, own in scaling().items() if name.startswith(tuple(named))]
+    if number:
+        chosen, tables = drawn(number, seed), []
     if not chosen and not tables:
         raise SystemExit(f"no problem begins with {', '.join(begins)}")
     missed = sum(len(show(problem, grid, limit)[1]) for problem in chosen)
