@@ -140,6 +140,9 @@ _DRAWN = {
     "wide-resnet-500m": {"batch": (64, 256, 512)},
     "llama-8b": {"num_layers": (4, 7, 16), "batch": (4, 8, 16, 48), "length": (1024, 2048, 4096)},
 }
+"""Sizes to draw from: few layers and odd numbers of them, few and many samples, so that pipelines,
+recomputation and one stage all come up, and that most plans take less than a minute."""
+
 _CLUSTERS = (
     *(f"p3.16xlarge:{devices}" for devices in (1, 2, 4, 8, 16, 24, 32)),
     *("h100:8", "h100:2x8", "h100:3x8", "h100:4x8", "a100-80gb:2x8", "a100-40gb:5x8", "mixed"),
