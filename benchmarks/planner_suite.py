@@ -10,7 +10,7 @@
 A problem is planned as `alpa plan --model` plans it, with nothing given but the cluster, without
 the cache of plans. Each plan and each grid (`megatron_grid.py`) runs in a process of its own: CPU
 seconds are that process's (imports are not counted), those in which jax traces the user's step, and
-those from the traced step to the plan; targets are of their sum. The peak is the process' resident
+those from the traced step to the plan, of which the targets are. The peak is the process' resident
 memory up to the plan. A target that is missed is printed as FAILED, and the exit status is 1; so is
 a step that the event simulator of the plan's own instructions and transfers finds otherwise.
 """
@@ -203,12 +203,12 @@ def plan_one(problem: Problem) -> dict[str, Any]:
 
 
 def grid_one(problem: Problem) -> dict[str, Any]:
-    """Return the best point of the grid, in this process."""
+    """Return the best point of the grid, in this process; nothing where none fits."""
     from megatron_grid import Grid, best_point
 
     point = best_point(Grid.of(problem.model, described(problem.cluster), **problem.sizes))
     if point is None:
-        return {"error": "no point of the grid fits"}
+        return {}
     return {"step_seconds": point.seconds, "what": str(point), "memory": point.peak_bytes}
 
 
@@ -249,14 +249,13 @@ def failures(problem: Problem, plan: Mapping[str, Any], grid: Mapping[str, Any])
     if "error" in plan:
         return [f"no plan: {plan['error']}"]
     found = []
-    for name, text in (
-        ("cpu_seconds", "CPU s"),
-        ("resident_bytes", "bytes resident"),
-        ("gap", "gap"),
+    for value, most, text in (
+        (_planning(plan), problem.cpu_seconds, "CPU s of planning"),
+        (plan["resident_bytes"], problem.resident_bytes, "bytes resident"),
+        (plan["gap"], problem.gap, "gap"),
     ):
-        most = getattr(problem, name)
-        if most is not None and plan[name] > most:
-            found.append(f"{text} {plan[name]:.3g} above {most:.3g}")
+        if most is not None and value > most:
+            found.append(f"{text} {value:.3g} above {most:.3g}")
     if abs(plan["simulated"] / plan["step_seconds"] - 1) > 1e-9:
         found.append(f"the event simulator takes {plan['simulated']:.6g} s")
     if "step_seconds" in grid:
@@ -276,8 +275,10 @@ def _planning(plan: Mapping[str, Any]) -> float:
 def show(problem: Problem, with_grid: bool, limit: float) -> tuple[dict[str, Any], list[str]]:
     """Plan a problem, print it beside the grid, return the result and the missed targets."""
     plan = _elsewhere("plan", problem, limit)
-    grid = _elsewhere("grid", problem, limit) if with_grid else {"error": "left out"}
+    grid = _elsewhere("grid", problem, limit) if with_grid else {}
     missed = failures(problem, plan, grid)
+    if "error" in grid:
+        missed.append(f"no grid: {grid['error']}")
     print(f"\n{problem.name}")
     if "error" not in plan:
         print(
@@ -286,14 +287,14 @@ def show(problem: Problem, with_grid: bool, limit: float) -> tuple[dict[str, Any
             f"({plan['tracing_seconds']:.1f} tracing, {_planning(plan):.1f} planning)  "
             f"{plan['resident_bytes'] / 1e9:.2f} GB resident  {plan['what']}"
         )
-    if "error" not in grid:
+    if "step_seconds" in grid:
         print(
             f"  grid {grid['step_seconds']:10.4g} s  {grid['memory'] / 1e9:6.1f} GB  {grid['what']}"
         )
         if "error" not in plan:
             print(f"  the plan is {grid['step_seconds'] / plan['step_seconds']:.3f} x as fast")
-    elif with_grid:
-        print(f"  grid: {grid['error']}")
+    elif with_grid and not grid:
+        print("  no point of the grid fits")
     for one in missed:
         print(f"  FAILED {one}")
     sys.stdout.flush()
@@ -317,10 +318,10 @@ def show_scaling(tables: Sequence[tuple[Problem, ...]], quick: bool, limit: floa
                     f"{plan['step_seconds']:9.4g} {plan['gap']:8.1%}  {problem.name}"
                 )
                 if problem.sizes.get("num_layers") == LAYERS[0]:
-                    first = plan["cpu_seconds"]
+                    first = _planning(plan)
                 elif first is not None and problem.sizes.get("num_layers") == 96:
-                    if plan["cpu_seconds"] > 1.3 * first:
-                        failed.append(f"{plan['cpu_seconds'] / first:.1f} x of 24 layers, most 1.3")
+                    if _planning(plan) > 1.3 * first:
+                        failed.append(f"{_planning(plan) / first:.1f} x of 24 layers, most 1.3")
             for one in failed:
                 print(f"  FAILED {problem.name}: {one}")
             missed += len(failed)
