@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,16 +121,17 @@ class FloorSource:
         alone = samples if samples > self._sizes[-1].samples else None  # beyond all lines
         between = sum(one.samples < samples for one in self._sizes)
         at_size = any(one.samples == samples for one in self._sizes)
-        key = (number, alone, frozenset(allowed), between, at_size)
+        key, multiple = (number, alone, frozenset(allowed), between, at_size), math.lcm(*allowed)
         if key not in self._curves:
             often = self.often[number]
-            prices = self._prices(number, samples, at_size) if self.tight and often else []
+            ends = {samples, samples if at_size else self._fewest(samples, between, multiple)}
+            prices = self._prices(number, ends, at_size) if self.tight and often else []
             kinds = self.kinds[:SOLVED_KINDS] or ("least",)
             bare = at_size and len(self.kinds) > len(kinds)
             self._curves[key] = Curves(prices, kinds, PARTS if often else PARTS[:1], bare)
         curves = self._curves[key]
         if curves.beyond(count) and not at_size:
-            fewest = self._fewest(samples, between, math.lcm(*allowed))
+            fewest = self._fewest(samples, between, multiple)
             if fewest < samples:
                 ways = self._ways(number, fewest, curves)
                 curves.solve(self.batch // fewest, ways, self.options)
@@ -240,9 +241,14 @@ class FloorSource:
         steepest = most - max(slopes) * (last.samples - samples) if slopes else 0.0
         return Affine(max(through, steepest, 0.0))
 
-    def _prices(self, number: int, samples: int, at_size: bool) -> list[float]:
-        """Return the least prices of bytes at which two rows of a class tie, of those that are the
-        best at some price."""
+    def _prices(self, number: int, sizes: Collection[int], at_size: bool) -> list[float]:
+        """Return prices of bytes at which two rows of a class tie, of those that are the best at
+        some price with microbatches of one of these sizes: the prices that save most."""
+        saved = [one for samples in sizes for one in self._ties(number, samples, at_size)]
+        return sorted({price for _, price in sorted(saved)[-MAX_PRICES:]})
+
+    def _ties(self, number: int, samples: int, at_size: bool) -> list[tuple[float, float]]:
+        """Return the bytes that each price saves at which two rows tie, and the price."""
         count, layer = self.batch // samples, self.layers[number]
         kept = {kind: self._kept(layer, kind, samples) for kind in self.kinds if at_size}
 
@@ -261,15 +267,14 @@ class FloorSource:
             for row in self.rows[number]
             if samples % row.batch_split == 0
         ]
-        prices: list[float] = []
+        found: list[tuple[float, float]] = []
         here = min(points, default=(0.0, 0.0))
-        while len(prices) < MAX_PRICES:
+        while True:
             ties = [((p[0] - here[0]) / (here[1] - p[1]), p) for p in points if p[1] < here[1]]
             if not ties:
-                break
-            price, here = min(ties)
-            prices.append(price)
-        return sorted(set(prices))
+                return found
+            before, (price, here) = here, min(ties)
+            found.append((before[1] - here[1], price))
 
     def _ways(self, number: int, samples: int, curves: Curves) -> dict[str, Ways]:
         """Return the ways to run a layer of a class with microbatches of so many samples, by kind

@@ -488,7 +488,7 @@ class Builder:
     ) -> None:
         assert first is not None
         self.problem.add_edge(first, second, matrices[0] if times == 1 else times * matrices[0])
-        self._eqn_edges.append(Edge(self._position, home, first, second, matrices))
+        self._eqn_edges.append(Edge(self._position, home, first, second, times, matrices))
 
     def _add_cost(self, node: int, costs: Priced) -> None:
         self.problem.add_cost(node, costs[0] if self._times == 1 else self._times * costs[0])

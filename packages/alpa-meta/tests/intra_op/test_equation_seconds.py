@@ -24,7 +24,8 @@ def random_seconds(seed):
         for (first, second), seconds in alike.items():
             if random.random() < 0.5:
                 seconds = seconds if random.random() < 0.5 else priced(*seconds[0].shape)
-                edges.append(Edge(position, int(random.integers(COUNT)), first, second, seconds))
+                home, times = int(random.integers(COUNT)), int(random.integers(1, 4))
+                edges.append(Edge(position, home, first, second, times, seconds))
     nodes = [int(random.integers(len(STRATEGIES))) for _ in range(COUNT)]
     costs = [(k, node, priced(STRATEGIES[node])) for k, node in enumerate(nodes)]
     others = [(k, node, priced(STRATEGIES[node])) for k, node in enumerate(nodes)]
@@ -67,6 +68,32 @@ def test_conversions_run_once_more_where_their_equation_does(seed, again):
     ]
     own = EquationSeconds(2 * COUNT, SIZES, costs, [*seconds.edges, *more], BITS)
     assert_equal(seconds.with_again(costs, again), own)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_problem_at_another_size_has_the_seconds_of_that_size(seed):
+    seconds, _ = random_seconds(seed)
+    random = np.random.default_rng(seed)
+    times = random.integers(1, 4, COUNT).tolist()
+    for _, _, priced in seconds.costs:  # strategies that cannot be, here or at the other size
+        priced[0][random.random(len(priced[0])) < 0.1] = np.inf
+        priced[1][random.random(len(priced[1])) < 0.1] = np.inf
+        priced[1][np.isinf(priced[0])] = np.inf
+
+    def problem_at(size):
+        problem = ProblemBuilder()
+        for number, count in enumerate(STRATEGIES):
+            problem.node(number, str(number), [""] * count)
+        for position, node, priced in seconds.costs:
+            problem.add_cost(node, times[position] * priced[size])
+        for edge in seconds.edges:
+            problem.add_edge(edge.first, edge.second, edge.times * edge.seconds[size])
+        return problem.build("whole")
+
+    expected = problem_at(1)
+    found = seconds.at_size(problem_at(0), 1, times)
+    np.testing.assert_allclose(found.node_cost, expected.node_cost, rtol=1e-12)
+    np.testing.assert_allclose(found.edge_cost, expected.edge_cost, rtol=1e-12)
 
 
 @pytest.mark.parametrize("shares", [None, (1.0, 0.0, 0.5, 1.0, 0.0, 0.25)])
