@@ -173,7 +173,7 @@ class _Course:
         """Advance from event to event until every transfer is done."""
         now, count = 0.0, len(self.transfers)
         ready = [index for index, waits in enumerate(self.waits) if not waits]
-        fluid = Fluid(self.demands, self.links.rate)
+        fluid = Fluid(self.demands, self.links)
         tails: list[tuple[float, int]] = []  # (end, transfer), a heap
         begun, ended, left = [math.nan] * count, [math.inf] * count, count
         while left and now < limit:

@@ -36,7 +36,7 @@ def dispatched(
         for earlier in transfer.after:
             work.dependents[earlier].append(index)
     work.weigh()
-    fluid, now, left = Fluid(demands, links.rate), 0.0, len(transfers)
+    fluid, now, left = Fluid(demands, links), 0.0, len(transfers)
     tails: list[tuple[float, int]] = []  # (end, transfer), a heap
     order: list[int] = []
     while left and now < limit:

@@ -49,6 +49,8 @@ class Delivery:
 
     def part(self, box: Box) -> Delivery:
         """Return the part of it that is `box`."""
+        if box == self.piece.box:
+            return self
         piece = self.piece.part(box)
         return Delivery(piece, self.senders, self.receivers, self.remote, self.gather_seconds)
 
@@ -87,18 +89,20 @@ RateOf = Callable[[Delivery, int], float]
 
 
 def divided(
-    deliveries: Sequence[Delivery], lanes_of: LanesOf, rate_of: RateOf
+    deliveries: Sequence[Delivery], lanes_of: LanesOf, rate_of: RateOf, *, ordered: bool = True
 ) -> list[tuple[Delivery, int]]:
     """Return parts of `deliveries` in issue order, each with the device that sends it.
 
-    `lanes_of(delivery, sender)` are the lanes a delivery occupies, at `rate_of` bytes/s.
+    `lanes_of(delivery, sender)` are the lanes a delivery occupies, at `rate_of` bytes/s. If not
+    `ordered`, parts are not cut into rounds: for what all starts at once.
     """
     groups = _shares(_classes(deliveries, lanes_of, rate_of))
     queues = [list(group.parts) for group in groups]
     cutters = {id(delivery): Cutter(delivery.piece.box) for delivery in deliveries}
     sent: dict[int, float] = {}
     found = []
-    for passing in _rounds(groups):
+    rounds = _rounds(groups) if ordered else [{k: group.seconds} for k, group in enumerate(groups)]
+    for passing in rounds:
         for number, length in passing.items():
             lanes = groups[number].lanes
             for delivery, share in _next_parts(queues[number], length):

@@ -2,17 +2,23 @@
 
 Flows through the same ports have the same rate, so they are a *bundle*: what one of them has
 carried since the beginning is kept once for all, and each ends when that reaches its own mark.
+
+The port of a device is left out where all that passes it also passes the cards of its host in one
+direction, which together carry no more than the port: a card is full before it. What is left makes
+chains that differ in the order of devices a bundle.                            -> _never_full()
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from resharding.network import Links
 
 # Bundles from which arrays share ports in place of loops: with 12 to 40 the 70 slowest of 1,000
 # random pairs are planned in the same time to 4 %.
@@ -44,17 +50,20 @@ class _Bundle:
 class Fluid:
     """The flows that run at present, of all those that `demands` describe."""
 
-    def __init__(self, demands: Sequence[Use], rate: Sequence[float]) -> None:
-        """`rate`: [ports] bytes/s."""
-        self._rate = rate
-        known: dict[tuple[tuple[int, ...], tuple[int, ...]], _Bundle] = {}
-        self._bundles: list[_Bundle] = []
-        for demand in demands:
-            key = demand.ports, demand.times
-            bundle = known.get(key)
+    def __init__(self, demands: Sequence[Use], links: Links) -> None:
+        self._rate = links.rate
+        uses = [(demand.ports, demand.times) for demand in demands]
+        ways = dict.fromkeys(uses)
+        left_out = _never_full(ways, links)
+        known: dict[tuple[tuple[int, int], ...], _Bundle] = {}
+        bundle_of: dict[tuple[tuple[int, ...], tuple[int, ...]], _Bundle] = {}
+        for way in ways:
+            passes = tuple([use for use in zip(*way, strict=True) if use[0] not in left_out])
+            bundle = known.get(passes)
             if bundle is None:
-                bundle = known[key] = _Bundle(len(known), tuple(zip(*key, strict=True)))
-            self._bundles.append(bundle)
+                bundle = known[passes] = _Bundle(len(known), passes)
+            bundle_of[way] = bundle
+        self._bundles = [bundle_of[way] for way in uses]
         self._bytes = [demand.num_bytes for demand in demands]
         self._running: dict[int, _Bundle] = {}
         self._stale = False
@@ -98,10 +107,29 @@ class Fluid:
             _share(bundles, self._rate)
             return
         if self._arrays is None:
-            self._arrays = _Arrays([each.passes for each in self._known.values()], self._rate)
+            self._arrays = _Arrays(list(self._known), self._rate)
         rates = self._arrays.share({each.number: len(each.ends) for each in bundles})
         for each, value in zip(bundles, rates, strict=True):
             each.rate = value
+
+
+def _never_full(ways: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], links: Links) -> set[int]:
+    """Return ports of devices that no flow waits for; `ways`: (ports, times) of flows."""
+    direction, roomy = links.direction, links.roomy
+    if not roomy:
+        return set()
+    covered: dict[int, int] = {}  # 1: all pass cards that receive, 2: that send, 3: both
+    for ports, times in ways:
+        sides = {direction[port] for port in ports if port in direction}
+        for port, count in zip(ports, times, strict=True):
+            host = roomy.get(port)
+            if host is None:
+                continue
+            found = 0
+            if count == 1:
+                found = (2 * host in sides) | (2 * host + 1 in sides) << 1
+            covered[port] = covered.get(port, 3) & found
+    return {port for port, sides in covered.items() if sides}
 
 
 def _share(bundles: Sequence[_Bundle], rate: Sequence[float]) -> None:

@@ -111,6 +111,8 @@ class Links:
 
     A port is a number: `out[device]` and `into[device]` are those of a device, `cards_out[device]`
     and `cards_in[device]` those of the card it uses; `rate[port]` is its bandwidth, bytes/s.
+    `direction[port]` of a card is 2 host + 1 where it sends, 2 host where it receives;
+    `roomy[port]` is the host of a device whose port carries as much as all cards of the host.
     """
 
     def __init__(self, network: Network, host_of: Mapping[int, int]) -> None:
@@ -124,6 +126,8 @@ class Links:
         self.host_rate: dict[int, float] = {}  # all cards that its devices use
         self.device_rate: dict[int, float] = {}
         self.num_cards: dict[int, int] = {}
+        self.direction: dict[int, int] = {}
+        self.roomy: dict[int, int] = {}
         by_host: dict[int, list[int]] = {}
         for device in sorted(host_of):
             by_host.setdefault(host_of[device], []).append(device)
@@ -134,10 +138,14 @@ class Links:
             count = min(own.num_nics or network.num_nics, len(devices))
             cards = [self._pair(card_rate) for _ in range(count)]
             self.host_rate[host], self.num_cards[host] = card_rate * count, count
+            for out, into in cards:
+                self.direction[out], self.direction[into] = 2 * host + 1, 2 * host
             for k, device in enumerate(devices):
                 self.cards_out[device], self.cards_in[device] = cards[k * count // len(devices)]
                 self.out[device], self.into[device] = self._pair(device_rate)
                 self.device_rate[device] = device_rate
+                if device_rate >= card_rate * count:
+                    self.roomy[self.out[device]] = self.roomy[self.into[device]] = host
 
     def _pair(self, rate: float) -> tuple[int, int]:
         self.rate += [rate, rate]

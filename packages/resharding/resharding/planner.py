@@ -103,8 +103,11 @@ def plan(
         for device_lanes in lanes if name in ("broadcast", strategy) else lanes[-1:]:
             race.enter(name, device_lanes, search=False)
     assert race.best is not None
-    if race.ordered and len(race.slices) <= _MOST_SEARCHED:
-        race.enter(race.best.strategy, race.best_lanes, search=True)
+    if len(race.slices) <= _MOST_SEARCHED and (race.ordered or race.network.issue != "none"):
+        # what has no order to be searched for may lose to one that has
+        others = () if race.ordered else names[:1]
+        for name in dict.fromkeys((race.best.strategy, *others)):
+            race.enter(name, race.best_lanes, search=True)
         if race.network.issue == "device" and not race.network.latency:
             race.shake(race.best.strategy)
     return race.best

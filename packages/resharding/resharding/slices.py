@@ -30,7 +30,8 @@ class Box:
 
     @property
     def size(self) -> int:
-        return math.prod([max(0, length) for length in self.shape])
+        lengths = self.shape
+        return math.prod(lengths) if min(lengths, default=1) > 0 else 0
 
     def contains(self, other: Box) -> bool:
         """Return whether every element of `other` is in this box."""
