@@ -24,6 +24,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "S10": ("device", "host"),
 }
 DEVICES_PER_HOST = 100  # device k of host h has the number 100 h + k
+_MOST_DEVICES = 1 << 14  # more than any job had; a plan names each, and a typing error costs GBs
+_MOST_ELEMENTS = 1 << 50  # borders of parts are found in double precision
 _NETWORK = {
     "nic": "nic_bandwidth",
     "device": "device_bandwidth",
@@ -76,17 +78,24 @@ def parse_placed(text: str, first_host: int = 0) -> PlacedTensor:
             f"a mesh has at least one host and 1 to {DEVICES_PER_HOST} devices on each, got "
             f"{hosts}x{devices} in {text!r}"
         )
+    if hosts * devices > _MOST_DEVICES:
+        raise ValueError(
+            f"a mesh has at most {_MOST_DEVICES} devices, got {hosts * devices} in {text!r}"
+        )
     first = first_host if match[3] is None else int(match[3])
     return place(parse_spec(match[4]), hosts, devices, first)
 
 
 def parse_tensor(text: str) -> TensorType:
     """Return the type of "float32[1024,512]"; "float32[]" is a scalar."""
-    match = re.fullmatch(r"\s*(\w+)\[([\d,\s]*)\]\s*", text)
+    match = re.fullmatch(r"\s*(\w+)\[\s*((?:\d+\s*(?:,\s*\d+\s*)*,?)?)\s*\]\s*", text)
     if match is None:
         raise ValueError(f"a tensor must look like float32[1024,512], got {text!r}")
     dtype_bytes(match[1])  # refuses a dtype of no known size
-    return TensorType(tuple(int(part) for part in match[2].split(",") if part.strip()), match[1])
+    made = TensorType(tuple(int(part) for part in match[2].split(",") if part.strip()), match[1])
+    if made.size > _MOST_ELEMENTS:
+        raise ValueError(f"a tensor has at most 2**50 elements, got {made.size} in {text!r}")
+    return made
 
 
 def parse_network(text: str, issue: str) -> Network:
@@ -96,10 +105,14 @@ def parse_network(text: str, issue: str) -> Network:
         name, _, value = part.partition("=")
         if name.strip() not in _NETWORK:
             raise ValueError(f"a network has {', '.join(_NETWORK)}, got {part.strip()!r}")
+        if _NETWORK[name.strip()] in values:
+            raise ValueError(f"a network names {name.strip()} once, got {text!r}")
         try:
             values[_NETWORK[name.strip()]] = float(value)
         except ValueError:
             raise ValueError(f"{name.strip()} of a network is a number, got {value!r}") from None
     if "num_nics" in values:
+        if not values["num_nics"].is_integer():
+            raise ValueError(f"nics of a network is a whole number, got {values['num_nics']}")
         values["num_nics"] = int(values["num_nics"])
     return Network(issue=issue, **values)

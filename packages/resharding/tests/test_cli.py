@@ -41,6 +41,13 @@ def test_the_picture_is_drawn(tmp_path, source):
         ({"--tensor": "int32"}, r"a tensor must look like float32\[1024,512\]"),
         ({"--cluster": "card=3"}, "a network has nic, device, nics, latency, got 'card=3'"),
         ({"--cluster": "nic=fast"}, "nic of a network is a number, got 'fast'"),
+        ({"--cluster": "nics=1.5"}, "nics of a network is a whole number, got 1.5"),
+        ({"--cluster": "nics=inf"}, "nics of a network is a whole number, got inf"),
+        ({"--cluster": "nic=1e9,nic=2e9"}, "a network names nic once"),
+        ({"--cluster": "missing.json"}, "missing.json: cannot be read"),
+        ({"--tensor": "int32[8 8]"}, r"a tensor must look like float32\[1024,512\]"),
+        ({"--tensor": "int32[99999999999999999999,8]"}, r"a tensor has at most 2\*\*50 elements"),
+        ({"--from": "9999999x9:S0,R"}, "a mesh has at most 16384 devices, got 89999991"),
     ],
 )
 def test_wrong_arguments_are_refused_with_one_line(capsys, changed, message):
@@ -58,3 +65,23 @@ def test_the_network_of_the_command_sets_the_time(capsys):
         arguments = [*ARGUMENTS, "--from", "1x4:S1,R", "--to", "1x4:S1,R", "--cluster", text]
         assert main(arguments) == 0
         assert f"broadcast, {seconds}, 1.000 x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tensor", "source", "target"),
+    [
+        ("float32[]", "2x2:", "2x2:"),
+        ("float32[0,8]", "2x2:S0,R", "2x2:R,S0"),
+        ("int4[7,3]", "2x4:S01,R", "3x2:R,S10"),
+        ("int4[1,]", "1x1:R", "1x1@0:R"),
+    ],
+)
+def test_scalars_and_empty_uneven_and_sub_byte_tensors_are_planned(
+    capsys, tmp_path, tensor, source, target
+):
+    path = tmp_path / "plan.json"
+    command = ["plan", "--tensor", tensor, "--from", source, "--to", target, "--save", str(path)]
+    for issue in ("host", "device", "none"):
+        assert main([*command, "--issue", issue, "--cluster", "nics=2,latency=1e-5"]) == 0
+        check_plan(load(path, ReshardingPlan))
+    assert capsys.readouterr().err == ""
