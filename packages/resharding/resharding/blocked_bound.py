@@ -8,6 +8,12 @@ them n / 2^w times (`latency_bound`; a chain of H hops ends as a copy before H -
 Devices that share two slices or more need L more each, in which they get what others took in. Were
 there no bytes, operations would take L each, and a lane do a whole number.     -> _first_seconds()
 
+Where lanes are devices, whatever a host lacks comes to one of its devices by a card at first, and
+the others take it in at the rate of a device at best. With D_i bytes for the devices R_i of a host,
+and devices S in it, each of which has an operation at least:
+    T >= L + (sum over R_i inside S of D_i (1 / card - 1 / device)
+              + sum of |R_i and S| D_i / device) / |S|                         -> _device_seconds()
+
 Where lanes are hosts, an operation that feeds b devices of a host takes b L at least, or follows
 others that brought its pieces: a host is occupied L for every device in it that needs something. If
 a tile has two slices or more, and one host does not feed it from inside, the first device of the
@@ -31,6 +37,8 @@ from resharding.slices import Slice
 def blocked_bound(moving: Sequence[Slice], links: Links) -> float:
     """Return seconds that plans for slices with receivers take at least; operations block."""
     bound = _first_seconds(moving, links)
+    if links.network.issue == "device":
+        bound = max(bound, _device_seconds(moving, links))
     if links.network.issue == "host" and links.network.latency:
         bound = max(bound, _host_seconds(moving, links))
     return bound
@@ -98,10 +106,32 @@ def _best_rate(holders: frozenset[int], takers: set[int], links: Links) -> float
     if not holders.isdisjoint(takers):
         return max(links.device_rate.values())
 
-    def port(host: int) -> float:
-        return links.host_rate[host] / links.num_cards[host]
+    rate = links.card_rate
+    return min(max(rate[host] for host in holders), max(rate[host] for host in takers))
 
-    return min(max(map(port, holders)), max(map(port, takers)))
+
+def _device_seconds(moving: Sequence[Slice], links: Links) -> float:
+    """Return the time of the busiest devices of a host by what they take in."""
+    amounts: dict[int, dict[frozenset[int], float]] = {}  # host -> devices -> bytes that it lacks
+    for piece in moving:
+        holding = {links.host_of[device] for device in piece.holders}
+        inside: dict[int, list[int]] = {}
+        for device in piece.receivers:
+            inside.setdefault(links.host_of[device], []).append(device)
+        for host in inside.keys() - holding:
+            key = frozenset(inside[host])
+            known = amounts.setdefault(host, {})
+            known[key] = known.get(key, 0.0) + piece.num_bytes
+    bound = 0.0
+    for host, known in amounts.items():
+        rate = links.device_rate[next(iter(next(iter(known))))]
+        more = 1 / min(rate, links.card_rate[host]) - 1 / rate
+        for devices in {*known, frozenset().union(*known)}:
+            seconds = 0.0
+            for key, amount in known.items():
+                seconds += amount * len(key & devices) / rate + amount * more * (key <= devices)
+            bound = max(bound, seconds / len(devices))
+    return bound + links.network.latency if bound else 0.0
 
 
 def _host_seconds(moving: Sequence[Slice], links: Links) -> float:

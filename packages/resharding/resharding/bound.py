@@ -15,6 +15,11 @@ For a task with slices i of D_i bytes, held by the devices H_i and needed elsewh
     operation at a time, each slice needs an operation of its own.          -> blocked_bound
     What is sent last is passed on by nobody, so it is sent to each receiver.  -> latency_bound
 
+Where hosts do one operation at a time, each stands for one of its cards: a copy or a chain moves
+its bytes once, at the rate of a card at most; a ring over n devices of which the least owner has m
+of D bytes takes (D - m) / card, and brings a host no more than D - m that it lacks, nor takes more
+out of it. In a latency that one operation of n hops takes, others double n times.  -> _cards()
+
 A slice is passed on by those who hold it and those who want it, since a device takes in nothing but
 parts of its tiles (`coverage` refuses other plans).
 """
@@ -38,18 +43,19 @@ def lower_bound(slices: Iterable[Slice], host_of: Mapping[int, int], network: Ne
     from_cards: dict[frozenset[int], float] = {}
     from_devices: dict[frozenset[int], float] = {}
     quantum, moving = 0.0, [piece for piece in slices if piece.receivers]
+    cards_out, cards_in = _cards(links)
     for piece in moving:
         quantum = piece.num_bytes / piece.box.size
         holders = frozenset(piece.holders)
         holder_hosts = frozenset(host_of[device] for device in piece.holders)
         lacking: dict[int, set[int]] = {}  # the cards of those who want it, by host
-        leaving = {links.cards_out[device] for device in piece.holders}
+        leaving = {cards_out[device] for device in piece.holders}
         for device in piece.receivers:
             host = host_of[device]
             if host in holder_hosts:
-                leaving.add(links.cards_out[device])
+                leaving.add(cards_out[device])
             else:
-                lacking.setdefault(host, set()).add(links.cards_in[device])
+                lacking.setdefault(host, set()).add(cards_in[device])
             into_device[device] = into_device.get(device, 0.0) + piece.num_bytes
         for cards in lacking.values():
             _add(into_cards, frozenset(cards), piece.num_bytes)
@@ -67,6 +73,21 @@ def lower_bound(slices: Iterable[Slice], host_of: Mapping[int, int], network: Ne
         return 0.0
     blocked = blocked_bound(moving, links) if network.issue != "none" else 0.0
     return max(bound + network.latency, latency_bound(moving, links), blocked)
+
+
+def _cards(links: Links) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """Return the cards by which devices send and receive: one a host if it does one operation at a
+    time."""
+    if links.network.issue != "host":
+        return links.cards_out, links.cards_in
+    first: dict[int, int] = {}
+    for device in links.cards_out:
+        first.setdefault(links.host_of[device], device)
+    one = {device: first[links.host_of[device]] for device in links.cards_out}
+    return (
+        {device: links.cards_out[head] for device, head in one.items()},
+        {device: links.cards_in[head] for device, head in one.items()},
+    )
 
 
 def _add(amounts: dict[frozenset[int], float], ports: frozenset[int], amount: float) -> None:

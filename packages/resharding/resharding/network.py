@@ -123,7 +123,8 @@ class Links:
         self.into: dict[int, int] = {}
         self.cards_out: dict[int, int] = {}
         self.cards_in: dict[int, int] = {}
-        self.host_rate: dict[int, float] = {}  # all cards that its devices use
+        self.card_rate: dict[int, float] = {}
+        self.host_rate: dict[int, float] = {}  # all cards in use; one of them where hosts block
         self.device_rate: dict[int, float] = {}
         self.num_cards: dict[int, int] = {}
         self.direction: dict[int, int] = {}
@@ -137,7 +138,8 @@ class Links:
             device_rate = own.device_bandwidth or network.device_bandwidth
             count = min(own.num_nics or network.num_nics, len(devices))
             cards = [self._pair(card_rate) for _ in range(count)]
-            self.host_rate[host], self.num_cards[host] = card_rate * count, count
+            self.card_rate[host], self.num_cards[host] = card_rate, count
+            self.host_rate[host] = card_rate * (1 if network.issue == "host" else count)
             for out, into in cards:
                 self.direction[out], self.direction[into] = 2 * host + 1, 2 * host
             for k, device in enumerate(devices):

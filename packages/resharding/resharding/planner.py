@@ -53,7 +53,7 @@ _PACED = 1.1
 _BESIDE_FANS = ("send_recv",)
 # What is tried however much was drafted where devices block and hosts have several cards: without,
 # 60 random pairs with 8 cards take 1.54 x the bound in place of 1.09, the worst 8.1, not 2.5.
-_BY_CARDS = ("tile_all_gather", "two_level_broadcast", "star", "parallel_chains")
+_BY_CARDS = ("tile_all_gather", "two_level_broadcast", "card_broadcast", "star", "parallel_chains")
 
 
 @frozen(kw_only=True)
@@ -88,7 +88,10 @@ def plan(
     if task.source.spec.partial and 0 not in task.tensor.shape:
         return plan_sum(task, network, lambda move: plan(move, network, strategy, options))
     race = _Race(task, network, options)
-    if strategy in ("auto", "broadcast"):
+    # a flood of parts where devices block and hosts have several cards: it is drafted last, and
+    # simulated no further than it can win
+    divided_last = strategy == "auto" and race.cards_pay()
+    if strategy in ("auto", "broadcast") and not divided_last:
         race.enter_divided()
     names = candidates(race.slices, race.links) if strategy == "auto" else (strategy,)
     if strategy == "auto" and race.fans_pay():
@@ -102,6 +105,8 @@ def plan(
         # Orders of hosts as well for the strategy that wins most; the others gained under 1 %.
         for device_lanes in lanes if name in ("broadcast", strategy) else lanes[-1:]:
             race.enter(name, device_lanes, search=False)
+    if divided_last and not race.settled():
+        race.enter_divided()
     assert race.best is not None
     if len(race.slices) <= _MOST_SEARCHED and (race.ordered or race.network.issue != "none"):
         # what has no order to be searched for may lose to one that has
@@ -133,7 +138,7 @@ class _Race:
         """Try slices divided over their holders in the order of an open shop."""
         draft = divided_broadcast(self.slices, self._setting(device_lanes=False, search=False))
         self._try("broadcast", False, draft, draft.lane_seconds)
-        if self._waits_pay() and not self._settled():
+        if self._waits_pay() and not self.settled():
             self._try("broadcast", False, paced(draft, self.links), draft.lane_seconds)
 
     def _waits_pay(self) -> bool:
@@ -147,7 +152,7 @@ class _Race:
         # Whole slices are tried in any case that is quick: divided ones may be a flood of parts.
         quick = name == "broadcast" and len(self.slices) <= _MOST_DISPATCHED
         quick = quick or name in _BY_CARDS and self.cards_pay()
-        if self._settled() or (self.best is not None and self.work > _MOST_WORK and not quick):
+        if self.settled() or (self.best is not None and self.work > _MOST_WORK and not quick):
             return
         setting = self._setting(device_lanes, search)
         if self.network.issue != "none" and not search and self._dispatch(name, setting):
@@ -183,13 +188,13 @@ class _Race:
     def fans_pay(self) -> bool:
         """Return whether few latencies and many parts at once may be worth their many transfers."""
         network, several = self.network, any(len(piece.receivers) > 1 for piece in self.slices)
-        return bool(network.latency) and network.issue == "none" and several and not self._settled()
+        return bool(network.latency) and network.issue == "none" and several and not self.settled()
 
     def cards_pay(self) -> bool:
         """Return whether devices that block have several cards to use at once."""
         several = any(len(piece.receivers) > 1 for piece in self.slices)
         many_cards = max(self.links.num_cards.values()) > 1
-        return self.network.issue == "device" and several and many_cards and not self._settled()
+        return self.network.issue == "device" and several and many_cards and not self.settled()
 
     def enter_fans(self) -> None:
         """Try the fan that is the fastest level by level, and the next one if it is close: levels
@@ -235,7 +240,7 @@ class _Race:
         """Simulate random orders of one strategy: lanes do not tell how streams share a card."""
         assert self.best is not None
         for number in range(min(8, 160 // max(1, len(self.best.transfers)))):
-            if self._settled():
+            if self.settled():
                 return
             lanes = number % 2 == 1
             setting = evolve(self._setting(lanes, search=False), shake=number)
@@ -297,7 +302,7 @@ class _Race:
             made.append(Demand(amount, known.ports, known.times, known.tail, known.alone))
         return made
 
-    def _settled(self) -> bool:
+    def settled(self) -> bool:
         return self.best is not None and (
             self.best.seconds <= self.bound * self.options.good_enough
         )

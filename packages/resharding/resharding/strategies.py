@@ -33,7 +33,7 @@ from resharding.drafts import (
     spread,
 )
 from resharding.network import Links
-from resharding.slices import Slice, bounding_hosts, split_box
+from resharding.slices import Slice, bounding_hosts, by_host, split_box
 from resharding.tiles import TILES, tile_all_gather, tile_host_gather, tile_tree, tiles_by_rounds
 
 # Parts of all slices together where hosts have several cards: 60 random pairs with 8 cards at 10 us
@@ -159,8 +159,26 @@ def two_level_broadcast(slices: Sequence[Slice], setting: Setting) -> Draft:
     A chain through A hosts of B devices takes A + B latencies in place of A B. Inside a host, where
     operations do not block, copies to every device take one, and a tree log2(B + 1).
     """
+    return _two_level(slices, deliveries_of(slices, setting), setting)
+
+
+def card_broadcast(slices: Sequence[Slice], setting: Setting) -> Draft:
+    """Return a `two_level_broadcast` of parts of slices: as few as all cards of the receiving hosts
+    have equally many of."""
+    links, whole = setting.links, deliveries_of(slices, setting)
+    num_remote = sum(each.remote for each in whole)
+    deliveries = []
+    for each in whole:
+        inside = by_host(each.receivers, setting.host_of) if each.remote else {}
+        cards = max((min(links.num_cards[host], len(inside[host])) for host in inside), default=1)
+        boxes = split_box(each.piece.box, cards // math.gcd(cards, num_remote))
+        deliveries += [each.part(box) for box in boxes]
+    return _two_level(slices, deliveries, setting)
+
+
+def _two_level(slices: Sequence[Slice], deliveries: Sequence[Delivery], setting: Setting) -> Draft:
     transfers = local_transfers(slices)
-    chosen, _ = in_order(deliveries_of(slices, setting), setting)
+    chosen, _ = in_order(deliveries, setting)
     for number, (delivery, sender) in enumerate(chosen):
         if not delivery.remote:
             transfers += spread(delivery, sender, (), setting, len(transfers))
@@ -233,6 +251,7 @@ STRATEGIES: dict[str, Strategy] = {  # those that win most often first
     "tile_tree": tile_tree,
     "send_recv": send_recv,
     "two_level_broadcast": two_level_broadcast,
+    "card_broadcast": card_broadcast,
     "local_all_gather": local_all_gather,
     "global_all_gather": global_all_gather,
     "star": fan(fans.star),
@@ -242,6 +261,7 @@ STRATEGIES: dict[str, Strategy] = {  # those that win most often first
 }
 FANS = ("star", "parallel_chains")
 WAVES = ("waves", "paced_waves")
+CARDS = ("card_broadcast",)
 
 
 def candidates(slices: Sequence[Slice], links: Links, most_receivers: int = 192) -> tuple[str, ...]:
@@ -259,7 +279,7 @@ def candidates(slices: Sequence[Slice], links: Links, most_receivers: int = 192)
         return (*few, "send_recv") if count <= 2 * most_receivers else few
     if len(tiles) > 1:
         return (*tiles[:2], "broadcast", "send_recv", "two_level_broadcast")
-    others = [name for name in STRATEGIES if name not in (*TILES, *FANS, *WAVES)]
+    others = [name for name in STRATEGIES if name not in (*TILES, *FANS, *WAVES, *CARDS)]
     return (*tiles, *others)
 
 

@@ -73,3 +73,14 @@ def test_no_order_of_small_messages_beats_the_bound(make_task, issue, source, ta
     bound = lower_bound(cut_slices(task), hosts_of(task), network)
     assert 0.6 * rounds <= bound <= rounds * (1 + 1e-6)
     assert bound <= plan(task, network).seconds
+
+
+def test_a_device_that_blocks_takes_in_its_share_by_a_card_and_the_rest_inside(make_task):
+    # 48 bytes to each of 2 devices of a host, with a card of 1 byte/s and a port of 3 each: each
+    # takes 24 bytes by its card and 24 from the other, 24 + 8 s; it is 48 s by one card
+    task = make_task((12,), (1, 2), "R", (1, 2), "R")
+    for cards, seconds in ((2, 32.0), (1, 48.0)):
+        network = Network(nic_bandwidth=1.0, device_bandwidth=3.0, num_nics=cards, issue="device")
+        bound = lower_bound(cut_slices(task), hosts_of(task), network)
+        assert bound == pytest.approx(seconds)
+        assert bound <= plan(task, network).seconds * (1 + 1e-9)

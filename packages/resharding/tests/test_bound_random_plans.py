@@ -5,7 +5,7 @@ from random_plans import RandomPlan
 
 from alpa_interchange.reshard import ReshardingTask
 from alpa_interchange.tensor import ShardingSpec, TensorType
-from resharding import Network, cut_slices, simulate
+from resharding import HostLinks, Network, cut_slices, simulate
 from resharding.bound import lower_bound
 from resharding.cases import place
 from resharding.slices import hosts_of
@@ -44,7 +44,7 @@ def test_no_random_plan_beats_the_bound_and_some_reach_it(issue, latency):
         network = Network(
             nic_bandwidth=1.0,
             device_bandwidth=(1.0, 4.0)[seed % 2],
-            num_nics=1 + (seed % 5 == 0),
+            num_nics=(4, 1, 2, 1, 1)[seed % 5],
             latency=latency,
             issue=issue,
         )
@@ -53,3 +53,27 @@ def test_no_random_plan_beats_the_bound_and_some_reach_it(issue, latency):
         ratios.append(min(simulate(task, plan, network).seconds for plan in plans) / bound)
     assert min(ratios) >= 1 - 1e-9
     assert sum(ratio < 1.001 for ratio in ratios) >= len(ratios) / 5
+
+
+@pytest.mark.parametrize("issue", ["host", "device"])
+@pytest.mark.parametrize("latency", [0.0, 2.0])
+def test_no_random_plan_beats_the_bound_of_hosts_with_a_card_for_every_device(issue, latency):
+    ratios = []
+    for seed in range(30, 55):
+        task = small_task(seed)
+        slices = cut_slices(task)
+        if not 0 < sum(len(piece.receivers) for piece in slices) <= MOST_COPIES:
+            continue
+        network = Network(
+            nic_bandwidth=1.0,
+            device_bandwidth=(1.0, 2.0, 20.0)[seed % 3],
+            num_nics=4,
+            hosts=(HostLinks(host=3, num_nics=2, nic_bandwidth=2.0),),
+            latency=latency,
+            issue=issue,
+        )
+        bound = lower_bound(slices, hosts_of(task), network)
+        plans = [RandomPlan(task, 100 * seed + k).made() for k in range(8)]
+        ratios.append(min(simulate(task, plan, network).seconds for plan in plans) / bound)
+    assert min(ratios) >= 1 - 1e-9
+    assert sum(ratio < 1.001 for ratio in ratios) >= len(ratios) / 6

@@ -6,10 +6,13 @@ from resharding.network import Links, network_of
 
 
 def test_devices_share_the_cards_of_their_host_in_consecutive_groups():
-    links = Links(Network(num_nics=2), {0: 0, 1: 0, 2: 0, 3: 0, 100: 1})
+    host_of = {0: 0, 1: 0, 2: 0, 3: 0, 100: 1}
+    links = Links(Network(num_nics=2, issue="none"), host_of)
     assert links.cards_out[0] == links.cards_out[1] != links.cards_out[2] == links.cards_out[3]
     assert links.num_cards == {0: 2, 1: 1}  # one device reaches one card
     assert links.host_rate == {0: 2.5e9, 1: 1.25e9}
+    blocking = Links(Network(num_nics=2, issue="host"), host_of)
+    assert blocking.host_rate == {0: 1.25e9, 1: 1.25e9}  # one operation at a time, by one card
     assert links.hop_rate(0, 1) == 25e9 and links.hop_rate(0, 100) == 1.25e9
 
 
