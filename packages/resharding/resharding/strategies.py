@@ -39,12 +39,12 @@ from resharding.tiles import TILES, tile_all_gather, tile_host_gather, tile_tree
 # Parts of all slices together where hosts have several cards: 60 random pairs with 8 cards at 10 us
 # are at 1.0396 x the bound with 4,043 transfers, with 256 at 1.0386 with 4,657, without at 1.0422.
 _MOST_PARTS = 128
-# Deliveries with which what all starts at once is still ordered in rounds, which cut it further: of
-# 600 pairs with 8 cards at 10 us those with more take up to 33 ms in place of 609 to simulate, and
-# their plans are within 2 % (0.003 % in the mean).
+# Deliveries with which what all starts at once is still ordered in rounds, which cut it further:
+# with more, the slowest of 600 pairs with 8 cards at 10 us is planned in 64 ms in place of 712, and
+# plans are within 2 % (0.003 % in the mean).
 _MOST_ORDERED = 64
-# Slices that enter by several cards where devices block: with 16 two of those pairs take 10 and 2 %
-# longer, and the slowest is planned in 102 ms.
+# Slices that enter by several cards where devices block: with 16 two of those pairs take 11 and 2 %
+# longer, and the slowest is planned in 109 ms in place of 76.
 _MOST_BY_ENTRY = 8
 _TAIL = 0.1  # of what a chain's bytes take: what its last chunks may take behind them
 
