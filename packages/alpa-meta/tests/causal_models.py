@@ -23,6 +23,9 @@ class Model:
     longer: bool = False  # inputs and targets are one array
 
 
+_OVER_TOKENS = {"gate", "square"}  # of masks with a matrix of weights over the tokens
+
+
 def parameters(model):
     """Return float64 parameters of the model."""
     keys = iter(jax.random.split(jax.random.key(0), 99))
@@ -31,7 +34,9 @@ def parameters(model):
         return 0.3 * jax.random.normal(next(keys), shape, jnp.float64)
 
     layers = [
-        {name: made(WIDTH, WIDTH) for name in "qkvo"} | {"a": made(WIDTH, 16), "b": made(16, WIDTH)}
+        {name: made(WIDTH, WIDTH) for name in "qkvo"}
+        | {"a": made(WIDTH, 16), "b": made(16, WIDTH)}
+        | ({"gate": made(TOKENS, TOKENS)} if _OVER_TOKENS & {*model.mask.split()} else {})
         for _ in range(model.num_layers)
     ]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
@@ -152,6 +157,8 @@ def _mixed(model, params, x, tokens):
             feature_group_count=WIDTH,
         )
         return mixed @ params["o"]
+    if model.mask in ("gate", "gate ahead", "gate turned", "gate softmax", "kernel"):
+        return _gate(model, params) @ x @ params["q"]
     if model.mask == "normalised over tokens":
         return (x - x.mean(1, keepdims=True)) @ params["q"]
     queries, keys, values = (
@@ -166,6 +173,18 @@ def _mixed(model, params, x, tokens):
         scores = jnp.einsum("bshd,bthd->bhst", keys, queries).swapaxes(-1, -2) / 2
     weights = _weights(model, params, scores, tokens)
     return jnp.einsum("bhts,bshd->bthd", weights, values).reshape(x.shape) @ params["o"]
+
+
+def _gate(model, params):
+    """Return the matrix that mixes the tokens, [tokens, tokens]."""
+    here, there = jnp.arange(TOKENS)[:, None], jnp.arange(TOKENS)[None]
+    if model.mask == "kernel":
+        return jnp.where(here >= there, params["b"][jnp.clip(here - there, 0, 15), 0], 0.0)
+    if model.mask == "gate softmax":  # the first token sees all others evenly
+        return jax.nn.softmax(jnp.where(here > there, params["gate"], -1e30))
+    if model.mask == "gate turned":
+        return jnp.tril(params["gate"]).T
+    return jnp.tril(params["gate"], 1 if model.mask == "gate ahead" else 0)
 
 
 def _by_chunks(params, x, chunk=3):
@@ -205,6 +224,17 @@ def _weights(model, params, scores, tokens):
         bias = params["b"][jnp.clip(here - there, 0, 15)][..., 0]
         masked = jnp.where(causal if model.mask == "learned bias" else here > there, 0.0, -1e9)
         scores = scores + (bias + masked)
+    elif model.mask == "square bias":
+        scores = jnp.where(causal, scores + params["gate"], -jnp.inf)
+    elif model.mask == "padding, then causal -1e30":
+        scores = jnp.where((tokens != 3)[:, None, None, :], scores, -1e30)
+        scores = jnp.where(causal, scores, -1e30)
+    elif model.mask == "causal -1e30, then padding":
+        scores = jnp.where(causal, scores, -1e30)
+        scores = jnp.where((tokens != 3)[:, None, None, :], scores, -jnp.inf)
+    elif model.mask == "padding times 1e30":
+        scores = scores - 1e30 * (1.0 - (tokens != 3).astype(float))[:, None, None, :]
+        scores = jnp.where(causal, scores, -1e30)
     elif model.mask == "padding -1e30":
         scores = jnp.where(causal & (tokens != 3)[:, None, None, :], scores, -1e30)
     elif model.mask == "bidirectional":

@@ -115,7 +115,7 @@ def _multiplied(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
         one, two = two, one
     factor = two.constant
     if factor == 0.0:
-        return Interval(0.0, 0.0)
+        return UNKNOWN if math.isinf(one.constant or 0.0) else Interval(0.0, 0.0)
     if factor is not None and math.isfinite(factor):
         ends = sorted((one.low * factor, one.high * factor))
         return Interval(ends[0], ends[1], one.slope * factor, one.last)

@@ -39,13 +39,14 @@ from alpa_meta.operators import operator_of, operator_signature
 from alpa_meta.operators.ordering import running_dim
 from alpa_meta.operators.regions import bodies, fold, is_region
 from alpa_meta.token_slices.bounds import Scope
-from alpa_meta.token_slices.choices import Choices, Refusal
+from alpa_meta.token_slices.choices import Choices, Refusal, place_of
 from alpa_meta.token_slices.convolved import met_elements
 from alpa_meta.token_slices.cuts import Cutting
 from alpa_meta.token_slices.hints import input_value, longer_dim, token_hints
 from alpa_meta.token_slices.looking_back import looks_back
 from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import rest_of
+from alpa_meta.token_slices.mixing import mixing_of
 from alpa_meta.token_slices.moves import moved, moved_dim, one_token
 from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, whole
 from alpa_meta.token_slices.reading import UnreadableError, keys_of, reading_of
@@ -111,6 +112,7 @@ class _Walk:
         choices: Choices,
         scope: Scope | None,
         outer: Mapping[Var, Atom] | None = None,
+        scanned: frozenset[Var] = frozenset(),
     ) -> None:
         jaxpr = open_jaxpr(closed)
         self.found = Analysis(closed, sweeps, slices)
@@ -121,7 +123,7 @@ class _Walk:
             for var, value in zip(jaxpr.constvars, consts(closed), strict=True)
             if isinstance(dtype_of(var), np.dtype)
         }
-        self.scope = Scope(jaxpr.eqns, constants, slices, scope, outer)
+        self.scope = Scope(jaxpr.eqns, constants, slices, scope, outer, scanned)
         self.masks = MaskFacts(self.found, self.scope)
         for var in jaxpr.constvars:
             layout = whole(len(shape_of(var)))
@@ -204,7 +206,7 @@ class _Walk:
             return self._sliced(eqn, operands, sweep)
         except UnreadableError as error:
             if not in_parts:
-                self.found.whole = self.found.whole or f"{_place(eqn)} {error.reason}"
+                self.found.whole = self.found.whole or f"{place_of(eqn)} {error.reason}"
                 return self._known(eqn, operands, sweep)
             return self._whole_after(eqn, operands, sweep, error.reason)
 
@@ -215,7 +217,7 @@ class _Walk:
         if sweep == BEFORE or self.inside or not all(map(is_joinable, operands)):
             raise UnreadableError(reason)
         decision, results = self._known(eqn, operands, AFTER)
-        return decision, [evolve(value, why=f"{_place(eqn)} {reason}") for value in results]
+        return decision, [evolve(value, why=f"{place_of(eqn)} {reason}") for value in results]
 
     def _cutting(self, operands: Sequence[Value], sweep: int) -> Cutting:
         free = tuple(not value.in_parts or value.when < sweep for value in operands)
@@ -226,10 +228,10 @@ class _Walk:
     ) -> tuple[Decision, list[Value]]:
         if sweep != AFTER and any(value.in_parts for value in operands):
             raise UnreadableError("needs all tokens at once")
-        when = max((self._done(value) for value in operands), default=BEFORE)
+        when = max((value.done for value in operands), default=BEFORE)
         of_batch = all(value.of_batch for value in operands) and not eqn.effects
         layouts = token_hints(eqn, operands, self.slices) if of_batch else None
-        why = next((value.why for value in operands if value.why and self._done(value) == when), "")
+        why = next((value.why for value in operands if value.why and value.done == when), "")
         results = [
             Value(
                 "known",
@@ -243,10 +245,6 @@ class _Walk:
         ]
         return Known(), results
 
-    def _done(self, value: Value) -> int:
-        """Return when all of a value is known."""
-        return value.when + value.in_parts
-
     def _layouts(self, operands: Sequence[Value]) -> list[Layout]:
         """Return the layouts that count: of known values only where there are no others."""
         in_parts = any(value.in_parts for value in operands)
@@ -259,7 +257,8 @@ class _Walk:
         self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
     ) -> tuple[Decision, list[Value]]:
         kind = operator_signature(eqn), sweep
-        reading = reading_of(
+        mixing, unproved = mixing_of(eqn, operands, self.masks, self.slices)
+        reading = mixing or reading_of(
             eqn,
             self._layouts(operands),
             self._cutting(operands, sweep),
@@ -270,7 +269,9 @@ class _Walk:
         pairs = list(zip(eqn.invars, operands, reading.operands, strict=True))
         rests = [self.masks.operand_rest(atom, value, layout) for atom, value, layout in pairs]
         rest = rest_of(eqn, reading, rests) if self.slices.count > 1 else None
-        if rest == -np.inf and not self.masks.row_lives(eqn, reading, rests):
+        soft = self.masks.is_soft(eqn, reading, rests, rest)
+        dead = self.masks.is_dead(eqn, reading)
+        if soft and dead:
             raise UnreadableError(
                 "masks with a finite constant, and a token all of whose keys are masked cannot be "
                 "excluded, which would then look at later ones; mask with -inf, or so that each "
@@ -279,24 +280,26 @@ class _Walk:
         results = []
         for k, (var, layout) in enumerate(zip(eqn.outvars, reading.results, strict=True)):
             if reading.is_sum(k):
-                results.append(self._sum(eqn, var, sweep, reading.combined))
+                results.append(self._sum(eqn, var, sweep, reading.combined, unproved))
             elif reading.scatters(k):
                 if sweep == BEFORE:
                     raise UnreadableError("gives later tokens a part in earlier ones")
                 layout = tuple(place and evolve(place, kind=ROW) for place in layout)
                 results.append(Value("sliced", layout, sweep))
             else:
-                results.append(Value("sliced", layout, sweep, rest=rest))
+                results.append(Value("sliced", layout, sweep, rest=rest, soft=soft, dead=dead))
         return Sliced(reading), results
 
-    def _sum(self, eqn: JaxprEqn, var: Var, sweep: int, combined: str = "add") -> Value:
+    def _sum(
+        self, eqn: JaxprEqn, var: Var, sweep: int, combined: str = "add", why: str = ""
+    ) -> Value:
         """Return the value of a sum over the slices, or of another combination of their parts."""
-        layout = whole(len(shape_of(var)))
-        if not self.inside:
-            return Value("known", layout, sweep + 1, why=f"{_place(eqn)} reduces the tokens")
-        if combined != "add":
+        if self.inside and combined != "add":
             raise UnreadableError(f"takes the {combined} over all tokens")
-        return Value("addend", layout, sweep)
+        layout, why = whole(len(shape_of(var))), f"{place_of(eqn)} {why or 'reduces the tokens'}"
+        if not self.inside:
+            return Value("known", layout, sweep + 1, why=why)
+        return Value("addend", layout, sweep, why=why)
 
     def _check_read(self, atom: Atom, value: Value, layout: Layout, sweep: int) -> None:
         """Raise UnreadableError unless a slice can be given an operand in a layout."""
@@ -324,27 +327,33 @@ class _Walk:
         """Return how an operator runs on parts of sums: one that is linear in them together."""
         parts = {k for k, value in enumerate(operands) if value.state == "addend"}
         operator = operator_of(eqn)
+        why = next((value.why for value in operands if value.why), "")
+        reason = f"needs a value of all tokens inside a loop or recomputation{why and ': '}{why}"
         if any(value.state == "sliced" for value in operands) or is_region(eqn):
-            raise UnreadableError("needs a value of all tokens inside a loop or recomputation")
+            raise UnreadableError(reason)
         for group in operator.linear_groups(eqn):
             if parts <= set(group) and operator.sums_survive(eqn):
-                results = [Value("addend", whole(len(shape_of(var))), sweep) for var in eqn.outvars]
-                return Added(tuple(group)), results
+                layouts = (whole(len(shape_of(var))) for var in eqn.outvars)
+                return Added(tuple(group)), [
+                    Value("addend", layout, sweep, why=why) for layout in layouts
+                ]
         if operator.passes_on:
             return Added(tuple(sorted(parts))), list(operands)
-        raise UnreadableError("needs a value of all tokens inside a loop or recomputation")
+        raise UnreadableError(reason)
 
     def _moved(
         self, eqn: JaxprEqn, dim: int, operands: Sequence[Value], sweep: int
     ) -> tuple[Decision, list[Value]]:
         decision, results = moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
+        dead = any(value.dead for value in operands)
+        results = [evolve(value, dead=dead) for value in results]
         atoms = zip(eqn.invars, operands, strict=True)
         if sweep == BEFORE or not any(place.cuts for place in decision.places):
             return decision, results
         if all(not one.in_parts or looks_back(self.found, self.scope, atom) for atom, one in atoms):
             again, remade = moved(eqn, dim, operands, Cutting(self.slices, True), sweep)
             if again == decision or not any(place.cuts for place in again.places):
-                return evolve(again, again=True), remade
+                return evolve(again, again=True), [evolve(one, dead=dead) for one in remade]
         return decision, results
 
     def _running(
@@ -399,33 +408,36 @@ class _Walk:
     def _region(
         self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
     ) -> tuple[Decision, list[Value]]:
-        def refuse() -> NoReturn:
-            raise UnreadableError(
-                "runs tokens through a loop or a branch: scan, or use `jnp.where`"
-            )
-
         return fold(
             eqn,
             scan=lambda: self._scan(eqn, operands, sweep),
-            loop=refuse,
-            branches=refuse,
+            loop=_refuse_branches,
+            branches=_refuse_branches,
             remat=lambda: self._remat(eqn, operands, sweep),
         )
 
     def _body(
-        self, body: ClosedJaxpr, inputs: Sequence[Value], sweep: int, outer: Mapping[Var, Atom]
+        self, eqn: JaxprEqn, inputs: Sequence[Value], sweep: int, carried: range | None = None
     ) -> Analysis:
-        sweeps = (sweep,) * len(open_jaxpr(body).eqns)
-        walk = _Walk(body, sweeps, self.slices, self.choices, self.scope, outer)
-        return walk.run(inputs)
+        """Return how the body runs of a recomputation, or of a scan with these inputs `carried`."""
+        (body,) = bodies(eqn)
+        jaxpr, stacked = open_jaxpr(body), carried is not None
+        carried = range(0) if carried is None else carried
+        outer = {v: eqn.invars[k] for k, v in enumerate(jaxpr.invars) if k not in carried}
+        scanned = frozenset(jaxpr.invars[carried.stop :]) if stacked else frozenset()
+        sweeps = (sweep,) * len(jaxpr.eqns)
+        walk = _Walk(body, sweeps, self.slices, self.choices, self.scope, outer, scanned)
+        found = walk.run(inputs)
+        for var, atom in list(zip(eqn.outvars, jaxpr.outvars, strict=True))[len(carried) :]:
+            self.scope.made_in[var] = walk.scope, atom, stacked
+        return found
 
     def _remat(
         self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
     ) -> tuple[Decision, list[Value]]:
         (body,) = bodies(eqn)
         inputs = [self._as_input(value) for value in operands]
-        outer = dict(zip(open_jaxpr(body).invars, eqn.invars, strict=True))
-        found = self._body(body, inputs, sweep, outer)
+        found = self._body(eqn, inputs, sweep)
         results = [self._leaving(found, atom, sweep) for atom in open_jaxpr(body).outvars]
         return Region(found, len(inputs), 0, False), results
 
@@ -456,7 +468,6 @@ class _Walk:
             return self._again(eqn, operands, loop, after, sweep)
         (body,) = bodies(eqn)
         jaxpr = open_jaxpr(body)
-        outer = dict(zip(jaxpr.invars[:num_consts], eqn.invars[:num_consts], strict=True))
         fixed = [self._as_input(value) for value in operands[:num_consts]]
         pieces = [evolve(value, layout=value.layout[1:], longer=None) for value in scanned]
         carry = [
@@ -468,7 +479,7 @@ class _Walk:
             )
         ]
         while True:
-            found = self._body(body, [*fixed, *carry, *pieces], sweep, outer)
+            found = self._body(eqn, [*fixed, *carry, *pieces], sweep, range(num_consts, first))
             after = [found.value(atom) for atom in jaxpr.outvars[:num_carry]]
             joined = [joined_carry(*pair) for pair in zip(carry, after, strict=True)]
             if joined == carry:
@@ -487,8 +498,3 @@ class _Walk:
 
 def _refuse_branches() -> NoReturn:
     raise UnreadableError("runs tokens through a loop or a branch: scan, or use `jnp.where`")
-
-
-def _place(eqn: JaxprEqn) -> str:
-    line = source_line(eqn)
-    return f"{eqn.primitive.name} at {line}" if line else str(eqn.primitive.name)

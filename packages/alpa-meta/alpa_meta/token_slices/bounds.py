@@ -32,6 +32,7 @@ from alpa_meta.token_slices.places import (
     StraddlingError,
     dim_place,
     factor_place,
+    whole,
 )
 
 _MOST_DIFFERENCES = 1 << 24  # elements of a constant array whose bounds are taken
@@ -52,7 +53,9 @@ class Diagonal:
 class Scope:
     """The equations and constants that values known before the step come from.
 
-    `outer` maps the inputs of a region's body to what the region reads there, in `parent`.
+    `outer` maps the inputs of a region's body to what the region reads there, in `parent`; that is
+    stacked over the iterations for those in `scanned`. `made_in` says of what a region makes in
+    which body, as what, and whether it is stacked.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class Scope:
         slices: Slices,
         parent: Scope | None = None,
         outer: Mapping[Var, Atom] | None = None,
+        scanned: frozenset[Var] = frozenset(),
     ) -> None:
         self.producer = {var: eqn for eqn in eqns for var in eqn.outvars if not is_drop(var)}
         self.constants = constants
         self.slices = slices
-        self.parent, self.outer = parent, dict(outer or {})
+        self.parent, self.outer, self.scanned = parent, dict(outer or {}), scanned
+        self.made_in: dict[Var, tuple[Scope, Atom, bool]] = {}
         self.weights: frozenset[Var] = frozenset()  # inputs that are not of the batch
         self._found: dict[tuple[Var, Layout, After | Diagonal], Interval] = {}
 
@@ -85,17 +90,33 @@ class Scope:
         """Return whether a value is a weight."""
         if isinstance(atom, Literal):
             return False
-        if atom in self.outer and self.parent is not None:
-            return self.parent.is_weight(self.outer[atom])
+        elsewhere = self._elsewhere(atom, whole(len(shape_of(atom))))
+        if elsewhere is not None:
+            scope, held, _ = elsewhere
+            return scope.is_weight(held)
         return atom in self.weights
+
+    def _elsewhere(self, var: Var, layout: Layout) -> tuple[Scope, Atom, Layout] | None:
+        """Return where a value comes from that is given to this body, or made in another."""
+        if var in self.outer and self.parent is not None:
+            stacked = var in self.scanned
+            return self.parent, self.outer[var], (None, *layout) if stacked else layout
+        if var not in self.made_in:
+            return None
+        scope, atom, stacked = self.made_in[var]
+        if stacked and layout[0] is not None:
+            return None
+        return scope, atom, layout[1:] if stacked else layout
 
     def made_of(self, atom: Atom, layout: Layout) -> tuple[Scope, JaxprEqn, list[Layout]] | None:
         """Return the equation that makes a value, where it stands, and what parts of its operands
         it makes that part of; None for inputs, and where that cannot be said."""
         if isinstance(atom, Literal):
             return None
-        if atom in self.outer and self.parent is not None:
-            return self.parent.made_of(self.outer[atom], layout)
+        elsewhere = self._elsewhere(atom, layout)
+        if elsewhere is not None:
+            scope, held, of_held = elsewhere
+            return scope.made_of(held, of_held)
         eqn = self.producer.get(atom)
         if eqn is None or eqn.outvars[0] is not atom:
             return None
@@ -105,8 +126,10 @@ class Scope:
     def _bounds(self, var: Var, layout: Layout, where: After | Diagonal) -> Interval:
         if var in self.constants:
             return self._of_constant(self.constants[var], layout, where)
-        if var in self.outer and self.parent is not None:
-            return self.parent.bounds(self.outer[var], layout, where)
+        elsewhere = self._elsewhere(var, layout)
+        if elsewhere is not None:
+            scope, held, of_held = elsewhere
+            return scope.bounds(held, of_held, where)
         eqn = self.producer.get(var)
         if eqn is None or eqn.outvars[0] is not var:
             return of_type(dtype_of(var))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from alpa_meta.compat import JaxprEqn, source_line
+
 
 class Refusal(Exception):
     """An equation that cannot run in slices; `chosen`: after choices that may be wrong."""
@@ -11,6 +13,12 @@ class Refusal(Exception):
     def __init__(self, reason: str, chosen: bool) -> None:
         super().__init__(reason)
         self.reason, self.chosen = reason, chosen
+
+
+def place_of(eqn: JaxprEqn) -> str:
+    """Return the operator of an equation, and the user's line that it comes from."""
+    line = source_line(eqn)
+    return f"{eqn.primitive.name} at {line}" if line else str(eqn.primitive.name)
 
 
 class Choices:

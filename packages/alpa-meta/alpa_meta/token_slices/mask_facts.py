@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_meta.compat import Atom, JaxprEqn, dtype_of
-from alpa_meta.operators.elementwise import is_masking_sum, is_selection
+from alpa_meta.operators import sharding_rule
+from alpa_meta.operators.elementwise import (
+    extreme_taken,
+    is_elementwise,
+    is_masking_sum,
+    is_selection,
+)
 from alpa_meta.token_slices.bounds import After, Diagonal, Scope
 from alpa_meta.token_slices.masking import MASKED, as_rest, rest_of_parts
 from alpa_meta.token_slices.places import Layout
@@ -55,25 +61,68 @@ class MaskFacts:
         if made is None:
             return None
         scope, eqn, layouts = made
-        pairs = zip(eqn.invars, layouts, strict=True)
-        return rest_of_parts(eqn, [self._rest_of_known(scope, *pair) for pair in pairs])
+        pairs = list(zip(eqn.invars, layouts, strict=True))
+        rests = [self._rest_of_known(scope, *pair) for pair in pairs]
+        rest = rest_of_parts(eqn, rests)
+        if rest is not None and not np.isinf(rest):  # such as exp of what a mask left out
+            low = [pair for pair, one in zip(pairs, rests) if one is not None and np.isinf(one)]
+            if any(self._is_soft_known(scope, *p) and not self._lives(scope, *p) for p in low):
+                return None
+        return rest
 
-    def row_lives(self, eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> bool:
-        """Return whether no row loses all its keys to a finite mask constant."""
+    def _is_soft_known(self, scope: Scope, atom: Atom, layout: Layout) -> bool:
+        """Return whether what a known value is behind the rows of a slice, which is infinite as
+        `as_rest` says, is a finite constant."""
+        if scope.bounds(atom, layout, After(0)).high == -np.inf:
+            return False
+        made = scope.made_of(atom, layout)
+        if made is None:
+            return True
+        scope, eqn, layouts = made
+        pairs = list(zip(eqn.invars, layouts, strict=True))
+        rests = [self._rest_of_known(scope, *pair) for pair in pairs]
         if is_selection(eqn) and rests[0] is not None:
-            masked = int(rests[0])
-            if self._is_infinite(eqn.invars[1 + masked], reading.operands[1 + masked]):
-                return True
-            own = self._on_diagonal(eqn.invars[0], reading.operands[0])
-            return own is not None and own != masked
-        for atom, layout, rest in zip(eqn.invars, reading.operands, rests, strict=True):
-            if rest is None or not np.isinf(rest) or self.found.value(atom).in_parts:
-                continue
-            if not is_masking_sum(eqn) or self._is_infinite(atom, layout):
-                continue
-            if not self._lives(self.scope, atom, layout):
-                return False
-        return True
+            which = 1 + int(rests[0])
+            pairs, rests = [pairs[which]], [rests[which]]
+        low = [pair for pair, one in zip(pairs, rests) if one is not None and np.isinf(one)]
+        return not low or any(self._is_soft_known(scope, *pair) for pair in low)
+
+    def is_soft(
+        self, eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None], rest: float | None
+    ) -> bool:
+        """Return whether a result's rest is infinite only as far as a finite constant is."""
+        if rest is None or not np.isinf(rest):
+            return False
+        chosen = {1 + int(rests[0])} if is_selection(eqn) and rests[0] is not None else None
+        for k, (atom, layout) in enumerate(zip(eqn.invars, reading.operands, strict=True)):
+            of_rest = rests[k] is not None and np.isinf(rests[k])
+            if of_rest and (chosen is None or k in chosen):
+                value = self.found.value(atom)
+                if value.soft if value.in_parts else not self._is_infinite(atom, layout):
+                    return True
+        return False
+
+    def is_dead(self, eqn: JaxprEqn, reading: Reading) -> bool:
+        """Return whether a token's own key may be masked in a result: by a mask that is not known
+        to be true there, or one that is added and not known to be moderate there. Sums over other
+        dims, such as scores of queries and keys, are taken for moderate."""
+        rule = sharding_rule(eqn)
+        if rule is None or any(factor.kind == "reduction" for factor in rule.factors):
+            return False
+        pairs = list(zip(eqn.invars, reading.operands, strict=True))
+        if is_selection(eqn):
+            own = self._on_diagonal(*pairs[0])
+            pairs = pairs[1:] if own is None else [pairs[1 + int(own)]]
+        elif not is_elementwise(eqn):
+            pairs = [pair for pair in pairs if self.found.value(pair[0]).in_parts]
+        low = (self._is_low(*pair) for pair in pairs)
+        return all(low) if extreme_taken(eqn) == "max" else any(low)
+
+    def _is_low(self, atom: Atom, layout: Layout) -> bool:
+        value = self.found.value(atom)
+        if value.in_parts or value.when != BEFORE:
+            return value.dead
+        return not self._lives(self.scope, atom, layout)
 
     def _lives(self, scope: Scope, atom: Atom, layout: Layout) -> bool:
         """Return whether a mask that is added leaves each row itself: on the diagonal it is made of
@@ -101,7 +150,5 @@ class MaskFacts:
         return self.scope.bounds(atom, layout, Diagonal()).constant
 
     def _is_infinite(self, atom: Atom, layout: Layout) -> bool:
-        """Return whether what masks is minus infinity, or came in masked, where it was judged."""
-        if self.found.value(atom).in_parts:
-            return True
+        """Return whether a known value is minus infinity behind a slice's rows."""
         return bool(self.scope.bounds(atom, layout, After(0)).high == -np.inf)

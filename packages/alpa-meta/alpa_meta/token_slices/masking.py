@@ -62,7 +62,7 @@ def rest_of(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> f
     if reading.reduced_keys:
         needed = UNITS.get(reading.reduced_keys)
         product = len([layout for layout in reading.operands if KEY in kinds(layout)]) > 1
-        held = _zero_of_groups(eqn, reading, rests) if product else _of_keys(reading, rests)
+        held = _zero_of_groups(eqn, rests) if product else _of_keys(reading, rests)
         if needed is None or held != needed:
             raise UnreadableError(
                 "reads tokens after its own, which no mask was proved to leave out (it must find "
@@ -85,8 +85,11 @@ def _of_keys(reading: Reading, rests: Sequence[float | None]) -> float | None:
     return next((rest for layout, rest in pairs if KEY in kinds(layout)), None)
 
 
-def _zero_of_groups(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> float | None:
-    """Return 0 if the operands that a result is linear in are nothing, else None."""
+def _zero_of_groups(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
+    """Return 0 if the operands that a result is linear in are nothing, and no other is infinite,
+    else None."""
+    if any(rest is not None and math.isinf(rest) for rest in rests):
+        return None
     for group in operator_of(eqn).linear_groups(eqn):
         if group and all(rests[k] == 0.0 for k in group if k < len(rests)):
             return 0.0
@@ -96,7 +99,7 @@ def _zero_of_groups(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | Non
 def _rest_of(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> float | None:
     if not any(KEY in kinds(layout) for layout in (*reading.operands, *reading.results)):
         return None
-    if _zero_of_groups(eqn, reading, rests) == 0.0:
+    if not is_elementwise(eqn) and _zero_of_groups(eqn, rests) == 0.0:
         return 0.0
     return rest_of_parts(eqn, rests)
 
@@ -122,7 +125,7 @@ def _of_elements(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
         return (
             None if found is None or math.isnan(found) else as_rest(found, dtype_of(eqn.outvars[0]))
         )
-    return of_some(eqn, rests)
+    return 0.0 if _zero_of_groups(eqn, rests) == 0.0 else of_some(eqn, rests)
 
 
 class _Call:

@@ -116,6 +116,24 @@ def joined_rows(dim: int, place: Place, *parts: Any) -> Any:
     return lax.reshape(whole_blocks, (*before, size, *after))
 
 
+def joined_parts(shape: Sequence[int], layout: Layout, parts: Sequence[Any]) -> Any:
+    """Return a value of this shape, whose rows the slices have, and 0 behind their keys."""
+    (row,) = (d for d, place in enumerate(layout) if place is not None and place.kind == ROW)
+    place = layout[row]
+    assert place is not None
+    padded = []
+    for part in parts:
+        ends = [
+            size if p and p.kind == KEY else held
+            for size, p, held in zip(shape, layout, part.shape)
+        ]
+        config = [(0, end - held, 0) for end, held in zip(ends, part.shape, strict=True)]
+        padded.append(
+            lax.pad(part, part.dtype.type(0), config) if tuple(ends) != part.shape else part
+        )
+    return joined_rows(row, place, *padded)
+
+
 def run_local(
     eqn: JaxprEqn,
     reading: Reading,

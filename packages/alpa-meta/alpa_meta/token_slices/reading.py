@@ -83,29 +83,33 @@ def reading_of(
     if operator.causal is not None:
         places = _of_attention(places, *operator.causal)
     places = _one_of_each(places, choose)
-    combined = reduced_keys = ""
     if operator.causal is None:
         for name in places:
             _check_factor(eqn, rule, name)
-    elif not all(operator.causal[0] in itertools.chain(*dims) for dims in rule.results):
-        combined = "add"
-    for name, place in places.items():
-        factor = rule.factor(name)
-        if factor.kind == "reduction":
-            if place.kind == ROW:
-                combined = factor.reduction
-            else:
-                reduced_keys = factor.reduction
-    slices = cutting.slices
-    operands = tuple(_layout(rule, dims, places, slices) for dims in rule.operands)
-    results = tuple(_layout(rule, dims, places, slices) for dims in rule.results)
+    found = reading_at(rule, places, cutting.slices)
+    if operator.causal is not None and not found.combined:
+        if not all(operator.causal[0] in itertools.chain(*dims) for dims in rule.results):
+            found = evolve(found, combined="add")
+    combined, results = found.combined, found.results
     of_tokens = any(map(any, results))
     if combined and (combined not in COMBINED or combined != "add" and of_tokens):
         raise UnreadableError(f"takes the {combined} over all tokens")
-    if not combined and any(ROW in kinds(one) for one in operands):
+    if not combined and any(ROW in kinds(one) for one in found.operands):
         if any(ROW not in kinds(one) for one in results):
             raise UnreadableError("mixes tokens")
-    return Reading(operands, results, combined, reduced_keys)
+    return found
+
+
+def reading_at(rule: ShardingRule, places: dict[str, Place], slices: Slices) -> Reading:
+    """Return how an operator runs whose factors hold the tokens at these places."""
+    reductions = {
+        place.kind: rule.factor(name).reduction
+        for name, place in places.items()
+        if rule.factor(name).kind == "reduction"
+    }
+    operands = tuple(_layout(rule, dims, places, slices) for dims in rule.operands)
+    results = tuple(_layout(rule, dims, places, slices) for dims in rule.results)
+    return Reading(operands, results, reductions.get(ROW, ""), reductions.get(KEY, ""))
 
 
 def _factor_places(

@@ -20,7 +20,9 @@ class Value:
 
     Of a known value `layout` says where the tokens of the batch lie in it, which it is cut along
     where parameters meet it; `of_batch`: that it depends on no parameter. `when`: see `BEFORE`; of
-    others the sweep that makes them. `rest`: see `masking`.
+    others the sweep that makes them. `rest`: see `masking`; `soft`: that it is infinite only as far
+    as a finite mask constant is. `dead`: that a mask may have left out a token's own key, so that
+    no key of it is known to be live.
     """
 
     state: str
@@ -28,6 +30,8 @@ class Value:
     when: int = BEFORE
     of_batch: bool = False
     rest: float | None = None
+    soft: bool = False
+    dead: bool = False
     longer: int | None = None  # the dim with one token more than the slices have
     why: str = ""  # what made it known no earlier
 
@@ -35,6 +39,11 @@ class Value:
     def in_parts(self) -> bool:
         """Whether each slice has its own."""
         return self.state != "known"
+
+    @property
+    def done(self) -> int:
+        """When all of it is known."""
+        return self.when + self.in_parts
 
 
 @frozen(eq=False)
@@ -174,26 +183,31 @@ class SlicingError(PlanError):
 
 
 def is_joinable(value: Value) -> bool:
-    """Return whether the parts of all slices make up the value."""
+    """Return whether the parts of all slices make up the value: their rows, behind which there is
+    nothing where they have keys."""
+    if value.state != "sliced":
+        return value.state == "known"
     places = [place for place in value.layout if place is not None]
-    rows = [place for place in places if place.kind == ROW]
-    return value.state == "known" or value.state == "sliced" and len(rows) == len(places) == 1
+    keys = [place for place in places if place.kind != ROW]
+    if keys and (value.rest != 0.0 or any(place.outer > 1 or place.cuts for place in keys)):
+        return False
+    return len(places) == 1 + len(keys) and len(keys) < 2
 
 
 def joined_carry(before: Value, after: Value) -> Value:
     """Return what a carry must be taken for that starts as one value and comes back as another."""
-    after = evolve(after, rest=None, longer=None, of_batch=False)
+    after = evolve(after, rest=None, soft=False, longer=None, of_batch=False)
     if not before.in_parts and not after.in_parts:
         return evolve(before, when=max(before.when, after.when))
     if not before.in_parts:
         return after
     if not after.in_parts:
         return before
-    if before.state != after.state or before.layout != after.layout:
+    if (before.state, before.layout) != (after.state, after.layout):
         if any(place and place.cuts for place in after.layout):
             raise UnreadableError(
                 "carries to the next iteration what waits for tokens of another slice, as where "
                 "`jax.checkpoint` recomputes an associative scan"
             )
         raise UnreadableError("carries tokens from one iteration to the next in another dim")
-    return evolve(before, when=max(before.when, after.when))
+    return evolve(before, when=max(before.when, after.when), dead=before.dead or after.dead)

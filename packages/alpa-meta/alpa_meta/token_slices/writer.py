@@ -41,6 +41,7 @@ from alpa_meta.token_slices.moves import stretch_of, write_moved
 from alpa_meta.token_slices.parts import (
     UnsupportedError,
     cut_out,
+    joined_parts,
     joined_rows,
     run_local,
 )
@@ -315,12 +316,10 @@ class Writer:
             return atom
         last = self.order(value.when)[-1]
         parts = [self.part(atom, number) for number in range(self.slices.count)]
-        (dim,) = (d for d, place in enumerate(value.layout) if place is not None)
-        place = value.layout[dim]
-        assert place is not None
+        shape, layout = shape_of(atom), value.layout
         self.compute(
-            ("join", dim, place),
-            lambda *held: joined_rows(dim, place, *held),
+            ("join", shape, layout),
+            lambda *held: joined_parts(shape, layout, held),
             parts,
             [atom],
             last,
