@@ -226,6 +226,13 @@ def _weights(model, params, scores, tokens):
         scores = scores + (bias + masked)
     elif model.mask == "square bias":
         scores = jnp.where(causal, scores + params["gate"], -jnp.inf)
+    elif model.mask in ("scaled -1e9", "scaled away"):
+        scores = jnp.where(causal, scores, -1e9) * (1e-9 if model.mask == "scaled away" else 0.1)
+    elif model.mask == "logarithm":
+        scores = scores - jnp.log1p(jnp.where(causal, 0.0, 1e30))
+    elif model.mask == "bytes":  # a difference of unsigned bytes is never negative
+        rows, keys = here.astype(jnp.uint8), there.astype(jnp.uint8)
+        scores = jnp.where(rows - keys >= 0, scores, -jnp.inf)
     elif model.mask == "padding, then causal -1e30":
         scores = jnp.where((tokens != 3)[:, None, None, :], scores, -1e30)
         scores = jnp.where(causal, scores, -1e30)

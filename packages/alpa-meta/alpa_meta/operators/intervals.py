@@ -48,7 +48,19 @@ def results_of(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
         found = function(eqn, operands)
     if math.isnan(found.low) or math.isnan(found.high):
         found = UNKNOWN
+    elif eqn.primitive.name in _WRAPPING and not _fits(dtype_of(eqn.outvars[0]), found.flat()):
+        found = UNKNOWN
     return found if found != UNKNOWN else of_type(dtype_of(eqn.outvars[0]))
+
+
+def _fits(dtype: np.dtype[np.generic], found: Interval) -> bool:
+    """Return whether no integer of an interval wraps around in a type; what has no bound is taken
+    for a number that does not, but for unsigned types, whose differences often do."""
+    if jnp.issubdtype(dtype, jnp.unsignedinteger) and found.low < 0:
+        return False
+    return not jnp.issubdtype(dtype, jnp.integer) or all(
+        holds_exactly(dtype, end) for end in (found.low, found.high)
+    )
 
 
 def of_equals(eqn: JaxprEqn) -> Interval | None:
@@ -228,6 +240,7 @@ def _converted(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
 _at_least = _compared(lambda low: low >= 0, lambda high: high < 0)
 _above = _compared(lambda low: low > 0, lambda high: high <= 0)
 
+_WRAPPING = ("add", "sub", "neg", "mul")
 _OF_DIFFERENCES = ("sub", "eq", "ne", "ge", "gt", "le", "lt")
 
 _FUNCTIONS: dict[str, Callable[[JaxprEqn, Sequence[Interval]], Interval]] = {

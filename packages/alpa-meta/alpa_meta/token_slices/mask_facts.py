@@ -93,14 +93,15 @@ class MaskFacts:
         """Return whether a result's rest is infinite only as far as a finite constant is."""
         if rest is None or not np.isinf(rest):
             return False
-        chosen = {1 + int(rests[0])} if is_selection(eqn) and rests[0] is not None else None
-        for k, (atom, layout) in enumerate(zip(eqn.invars, reading.operands, strict=True)):
-            of_rest = rests[k] is not None and np.isinf(rests[k])
-            if of_rest and (chosen is None or k in chosen):
-                value = self.found.value(atom)
-                if value.soft if value.in_parts else not self._is_infinite(atom, layout):
-                    return True
-        return False
+        read = list(zip(eqn.invars, reading.operands, rests, strict=True))
+        if is_selection(eqn) and rests[0] is not None:
+            read = [read[1 + int(rests[0])]]
+        low = [(atom, layout) for atom, layout, one in read if one is not None and np.isinf(one)]
+        return not low or any(self._is_soft(*pair) for pair in low)
+
+    def _is_soft(self, atom: Atom, layout: Layout) -> bool:
+        value = self.found.value(atom)
+        return value.soft if value.in_parts else not self._is_infinite(atom, layout)
 
     def is_dead(self, eqn: JaxprEqn, reading: Reading) -> bool:
         """Return whether a token's own key may be masked in a result: by a mask that is not known

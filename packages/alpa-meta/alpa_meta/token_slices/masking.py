@@ -35,6 +35,10 @@ from alpa_meta.token_slices.reading import Reading, UnreadableError
 # exp of what is this far below the largest score is 0 in every type; scores are far above it
 MASKED = -1e9
 
+# what an infinite rest may really be: far below scores, and scaled by a hundredth (1/sqrt(head dim)
+# is larger) still far below what exp tells from 0
+_STANDS_FOR = 1e7
+
 UNITS = {"add": 0.0, "max": -math.inf, "min": math.inf, "or": 0.0, "and": 1.0}
 """What a reduction of each kind may leave out."""
 
@@ -119,13 +123,36 @@ def _of_elements(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
         if rests[0] is not None:
             return rests[1 + int(rests[0])]
         return rests[1] if len(set(rests[1:])) == 1 else None
-    if all(rest is not None for rest in rests):
-        dtypes = tuple(str(dtype_of(atom)) for atom in eqn.invars)
-        found = _evaluated(_Call(eqn, (eqn.primitive.name, dtypes, str(eqn.params), tuple(rests))))
-        return (
-            None if found is None or math.isnan(found) else as_rest(found, dtype_of(eqn.outvars[0]))
-        )
+    known = [rest for rest in rests if rest is not None]
+    if len(known) == len(rests):
+        found = _of_numbers(eqn, known)
+        if found is not None:
+            found = as_rest(found, dtype_of(eqn.outvars[0]))
+            return found if _holds_of_finite(eqn, known, found) else None
+        return None
     return 0.0 if _zero_of_groups(eqn, rests) == 0.0 else of_some(eqn, rests)
+
+
+def _of_numbers(eqn: JaxprEqn, numbers: Sequence[float]) -> float | None:
+    dtypes = tuple(str(dtype_of(atom)) for atom in eqn.invars)
+    found = _evaluated(_Call(eqn, (eqn.primitive.name, dtypes, str(eqn.params), tuple(numbers))))
+    return None if found is None or math.isnan(found) else found
+
+
+def _holds_of_finite(eqn: JaxprEqn, rests: Sequence[float], found: float) -> bool:
+    """Return whether what an operator makes of infinite rests it also makes of the finite
+    constants that they may stand for: 1/1e9 is not 0, nor log(1e9) or 1e-9 * 1e9 as good as
+    infinite, nor is -1e9 the -inf that it may be compared with."""
+    if not any(map(math.isinf, rests)):
+        return True
+    alike = eqn.primitive.name in ("eq", "ne", "ge", "gt", "le", "lt")
+    if alike and len({*rests}) < len(rests):
+        return False
+    finite = [math.copysign(_STANDS_FOR, one) if math.isinf(one) else one for one in rests]
+    made = _of_numbers(eqn, finite)
+    if made is None or not math.isinf(found):
+        return made == found
+    return math.copysign(made, found) == made and abs(made) >= _STANDS_FOR / 100
 
 
 class _Call:

@@ -86,6 +86,7 @@ MODELS = [
     Model("kernel", remat=True),
     Model("square bias"),
     # parts that stand above, alone or together with others
+    Model("scaled -1e9"),
     Model("gate"),
     Model("kernel"),
     Model("gate", scan=True, remat=True, num_layers=2),
@@ -145,6 +146,10 @@ REFUSED = [
     (Model("padding, then causal -1e30"), "masks with a finite constant"),
     (Model("causal -1e30, then padding"), "masks with a finite constant"),
     (Model("padding times 1e30"), "masks with a finite constant"),
+    # what stands for infinity is a number, and small integers wrap around
+    (Model("scaled away"), "reads tokens after its own"),
+    (Model("logarithm"), "reads tokens after its own"),
+    (Model("bytes"), "reads tokens after its own"),
     (Model("gate ahead"), "multiplies the tokens by a matrix that was not proved"),
     (Model("gate softmax"), "multiplies the tokens by a matrix that was not proved"),
     (Model("gate turned"), "gives later tokens a part in earlier ones"),
