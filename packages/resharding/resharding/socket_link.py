@@ -2,7 +2,8 @@
 
 Each process listens on a TCP port and, on Linux, on an abstract unix socket, which processes of the
 same machine prefer. Both ends of a connection prove that they know the secret token (HMAC of the
-other's random number) before anything else is read. A message is
+other's random number, of who calls and of the address that is called) before anything else is read,
+all in one time limit. A message is
 
     4 + 8 bytes  length of the header, length of the payload, little endian
     header       UTF-8 JSON object
@@ -25,9 +26,11 @@ import socket
 import struct
 import sys
 import threading
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +54,10 @@ _MOST_HEADER_BYTES = 1 << 24
 _MOST_PAYLOAD_BYTES = 1 << 20
 _ANSWER = struct.Struct("<?QI")  # whether it is there, bytes, their CRC32 (0: not made)
 _MOST_MAPPED = 4 << 30  # bytes of peers' memory that stay mapped, even if they have dropped it
-_MOST_STRANGERS = 64  # connections that have not proved yet that they know the token
-_PATIENCE = 30.0  # seconds until a connection must be made, and prove itself
+_MOST_STRANGERS = 64
+"""Connections that have not proved yet that they know the token. The oldest makes room for a new
+one: who knows the token proves it in milliseconds, and is not shut out by those who only stay."""
+_PATIENCE = 30.0  # seconds until a connection must be made, and have proved itself
 
 
 @frozen
@@ -71,6 +76,10 @@ class Address:
     probe_at: int
     probe_file: int
     probe: bytes
+
+    def called(self, near: bool) -> str:
+        """Return what a caller proves to have meant: the unix socket, or host and port."""
+        return f"unix {self.local[1:]}" if near else f"{self.host} {self.port}"
 
 
 class SocketLink:
@@ -91,7 +100,7 @@ class SocketLink:
         self._posts: dict[str, Outbox] = {}
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._fetching = threading.local()
         self._closed = False
         tcp = socket.create_server((host, 0))
@@ -262,8 +271,9 @@ class SocketLink:
 
     def _connect(self, peer: str, purpose: str) -> socket.socket:
         """Return a connection to `peer` after both have proved to know the token."""
-        address = self._peers[peer]
-        if self._near(peer):
+        address, near = self._peers[peer], self._near(peer)
+        deadline = time.monotonic() + _PATIENCE
+        if near:
             opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             opened.settimeout(_PATIENCE)
             opened.connect(address.local)
@@ -271,11 +281,12 @@ class SocketLink:
             opened = socket.create_connection((address.host, address.port), timeout=_PATIENCE)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            theirs, ours = _exactly(opened, TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
-            text = json.dumps([self.name, purpose]).encode()
+            theirs = _exactly(opened, TOKEN_BYTES, deadline)
+            ours = secrets.token_bytes(TOKEN_BYTES)
+            text = json.dumps([self.name, purpose, address.called(near)]).encode()
             proof = self._proof(b"connect", theirs, ours, text)
             opened.sendall(ours + proof + struct.pack("<I", len(text)) + text)
-            answer = bytes(_exactly(opened, TOKEN_BYTES))
+            answer = bytes(_exactly(opened, TOKEN_BYTES, deadline))
             if not hmac.compare_digest(answer, self._proof(b"accept", ours, theirs)):
                 raise ConnectionError("it does not know the token")
         except EOFError:
@@ -298,7 +309,12 @@ class SocketLink:
                 opened, _ = listener.accept()
             except OSError:
                 return
-            if not self._strangers.acquire(blocking=False):
+            with self._lock:  # none of them can have proved itself meanwhile
+                strangers = list(self._strangers)
+                for oldest in strangers[: 1 - _MOST_STRANGERS]:
+                    with suppress(OSError):  # told before, or gone: its thread closes it
+                        oldest.shutdown(socket.SHUT_RDWR)
+            if len(strangers) >= 2 * _MOST_STRANGERS:  # threads that have not ended yet
                 _shut(opened)
                 continue
             if opened.family != socket.AF_UNIX:
@@ -306,6 +322,7 @@ class SocketLink:
                 opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._open.add(opened)
+                self._strangers[opened] = None
             threading.Thread(target=self._meet, args=(opened,), daemon=True).start()
 
     def _meet(self, opened: socket.socket) -> None:
@@ -314,30 +331,34 @@ class SocketLink:
             try:
                 peer, purpose = self._introduced(opened)
             finally:
-                self._strangers.release()
+                with self._lock:
+                    self._strangers.pop(opened, None)
             if purpose == "fetch":
                 self._serve(peer, opened)
             else:
                 self._read_messages(peer, opened)
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
+        except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError):
             pass
         finally:
             self._drop(opened)
 
     def _introduced(self, opened: socket.socket) -> tuple[str, str]:
+        deadline = time.monotonic() + _PATIENCE
         opened.settimeout(_PATIENCE)
         ours = secrets.token_bytes(TOKEN_BYTES)
         opened.sendall(ours)
-        theirs, proof = _exactly(opened, TOKEN_BYTES), _exactly(opened, TOKEN_BYTES)
-        (length,) = struct.unpack("<I", _exactly(opened, 4))
+        theirs, proof = (_exactly(opened, TOKEN_BYTES, deadline) for _ in range(2))
+        (length,) = struct.unpack("<I", _exactly(opened, 4, deadline))
         if length > 4096:
             raise ValueError("a name of that length")
-        text = bytes(_exactly(opened, length))
+        text = bytes(_exactly(opened, length, deadline))
         if not hmac.compare_digest(bytes(proof), self._proof(b"connect", ours, theirs, text)):
             raise ValueError("a stranger")
+        peer, purpose, called = json.loads(text)
+        if called != self._address.called(opened.family == socket.AF_UNIX):
+            raise ValueError("a call of another, passed on by a stranger")
         opened.sendall(self._proof(b"accept", theirs, ours))
         opened.settimeout(None)
-        peer, purpose = json.loads(text)
         return str(peer), str(purpose)
 
     def _read_messages(self, peer: str, opened: socket.socket) -> None:
@@ -349,7 +370,7 @@ class SocketLink:
                 header = json.loads(bytes(_exactly(opened, header_size)))
                 payload = np.frombuffer(_exactly(opened, payload_size), np.uint8)
                 self._arrived(peer, header, payload)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
             self._lose(peer, error)
 
     def _serve(self, peer: str, opened: socket.socket) -> None:
@@ -408,16 +429,22 @@ def _head(header: dict[str, Any], payload: Bytes | None = None) -> bytes:
     return _LENGTHS.pack(len(text), 0 if payload is None else payload.nbytes) + text
 
 
-def _exactly(opened: socket.socket, size: int) -> bytearray:
-    """Return the next `size` bytes; EOFError when the connection ends before."""
+def _exactly(opened: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+    """Return the next `size` bytes; EOFError when the connection ends before, TimeoutError where
+    they have not all come by `deadline` (of `time.monotonic`), however many come at a time."""
     made = bytearray(size)
-    _fill(opened, memoryview(made))
+    _fill(opened, memoryview(made), deadline)
     return made
 
 
-def _fill(opened: socket.socket, view: memoryview) -> None:
+def _fill(opened: socket.socket, view: memoryview, deadline: float | None = None) -> None:
     filled = 0
     while filled < view.nbytes:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("it did not prove in time that it knows the token")
+            opened.settimeout(left)
         count = opened.recv_into(view[filled:])
         if not count:
             raise EOFError("closed by the peer")

@@ -1,8 +1,10 @@
 import os
 import socket
 import statistics
+import struct
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -141,6 +143,96 @@ def test_strangers_are_few_and_cannot_stay(links, monkeypatch):
         one.close()
     a.post("b", {"k": 1})
     wait(arrived)
+
+
+def test_who_only_stays_does_not_shut_out_who_knows_the_token(links):
+    a, b, *_ = links()
+    strangers = [socket.create_connection((b.address.host, b.address.port)) for _ in range(80)]
+    for one in strangers[-64:]:
+        one.recv(32)  # so that the link has them all
+    got = bytearray(4)
+    a.fetch("b", "k", 0, 0, [memoryview(got)])  # at once, not after the 30 s of a stranger
+    assert got == b"0123"
+    for one in strangers:
+        one.close()
+
+
+def test_a_stranger_who_sends_byte_by_byte_gets_no_more_time(links, monkeypatch):
+    monkeypatch.setattr("resharding.socket_link._PATIENCE", 0.5)
+    _, b, *_ = links()
+    stranger = socket.create_connection((b.address.host, b.address.port))
+    begun = time.monotonic()
+    with pytest.raises(OSError):  # what is sent to a closed connection
+        for _ in range(60):  # of the 68 bytes that are read before the length of a name
+            stranger.sendall(b"x")
+            time.sleep(0.1)
+    assert time.monotonic() - begun < 5
+    stranger.close()
+
+
+def test_a_peer_that_answers_byte_by_byte_is_given_up(links, monkeypatch):
+    monkeypatch.setattr("resharding.socket_link._PATIENCE", 0.5)
+    a, b, *_ = links()
+    fake = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        opened, _ = fake.accept()
+        with opened:
+            try:
+                while True:
+                    opened.sendall(b"x")
+                    time.sleep(0.1)
+            except OSError:
+                pass
+
+    threading.Thread(target=answer, daemon=True).start()
+    a.connect({"b": evolve(b.address, port=fake.getsockname()[1], machine="elsewhere")})
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        a.fetch("b", "k", 0, 0, [memoryview(bytearray(4))])
+    assert time.monotonic() - begun < 2  # 32 bytes would take 3.2 s
+    fake.close()
+
+
+def test_a_call_that_a_stranger_passes_on_to_another_is_refused(links):
+    """Who took over a port from a dead worker passes what comes on to one that lives, and back."""
+    a, b, arrived, *_ = links(elsewhere=True)
+    relay = socket.create_server(("127.0.0.1", 0))
+    passed = []
+
+    def serve():
+        called, _ = relay.accept()
+        onward = socket.create_connection((b.address.host, b.address.port))
+
+        def pass_on(one, other):
+            try:
+                while some := one.recv(1 << 16):
+                    passed.append(some)
+                    other.sendall(some)
+            except OSError:
+                pass
+            for end in (one, other):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+        threading.Thread(target=pass_on, args=(called, onward), daemon=True).start()
+        pass_on(onward, called)
+
+    threading.Thread(target=serve, daemon=True).start()
+    a.connect({"c": evolve(b.address, port=relay.getsockname()[1], machine="elsewhere")})
+    with pytest.raises(ConnectionError, match="refused the connection|reset"):
+        a.fetch("c", "k", 0, 0, [memoryview(bytearray(4))])
+    assert len(passed) >= 2 and not arrived  # a challenge and its answer, nothing else
+    relay.close()
+
+
+@pytest.mark.parametrize("text", [b"[" * 50_000, b"{", b"\xff\xfe"])
+def test_a_header_that_is_no_message_ends_the_connection_and_is_told(links, text):
+    a, _, _, lost, wait = links()
+    opened = a._connect("b", "messages")
+    opened.sendall(struct.pack("<IQ", len(text), 0) + text)
+    ((peer, _),) = wait(lost)
+    assert peer == "a" and opened.recv(1) == b""
 
 
 def test_unknown_peers_and_tokens_of_another_length_are_refused(links):
