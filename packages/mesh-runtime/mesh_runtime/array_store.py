@@ -162,8 +162,12 @@ class ArrayReader:
         """Begin to open arrays that will be read, all at once."""
         for stored in arrays:
             if stored not in self._opened:
-                spec = _spec(self._folder, stored)
-                self._opened[stored] = self._ts.open(spec, open=True, context=self._context)
+                try:
+                    spec = _spec(self._folder, stored)
+                    opened = self._ts.open(spec, open=True, context=self._context)
+                except (TypeError, ValueError, RuntimeError) as error:  # a name that is no text
+                    raise self._unreadable(stored, error) from None
+                self._opened[stored] = opened
 
     def part(self, part: Part) -> NDArray[Any]:
         """Return a part of an array."""

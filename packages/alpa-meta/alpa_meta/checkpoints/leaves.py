@@ -11,18 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from attrs import evolve, frozen
 
-from alpa_meta.checkpoints.manifest import CheckpointError, SavedLeaf
+from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.checkpoints.orbax_files import Marker, NumberMarker
+from alpa_meta.checkpoints.saved_leaves import SCALARS, VALUES, SavedLeaf
 from alpa_meta.execution.exported_function import key_impl
 from alpa_meta.execution.piecewise import PiecewiseArray
 from alpa_meta.execution.state import Unborn
 from alpa_meta.step.pure_call import without_objects
 from mesh_runtime import Part, RemoteArray, StoredArray, chunk_shape, tile_boxes
 
-SCALARS = {"bool": bool, "int": int, "float": float}  # what orbax gives back as Python numbers
 _INDEX = re.compile(r"\[(\d{1,9})\]")
 _GAP = 1 << 16  # how many members of a list may have had no leaves
-VALUES = {**SCALARS, "complex": complex, "str": str}
 
 
 @frozen(eq=False)

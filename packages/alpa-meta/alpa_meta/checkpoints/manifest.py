@@ -5,48 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import jax.numpy as jnp
 from attrs import evolve, field, frozen
 from attrs.validators import ge
 
 from alpa_interchange import DocumentError, from_json, to_json
-from mesh_runtime import StoredArray, file_sums
+from alpa_meta.checkpoints.saved_leaves import SavedLeaf
+from mesh_runtime import file_sums
 
 MANIFEST = "alpa.json"
 MAX_MANIFEST_BYTES = 1 << 26  # 100 bytes a file, 200 a leaf: some 10^5 of each
 
 _UNSUMMED = "0" * 64
-_MAX_KEYS = 500  # deeper pytrees than Python's recursion lets jax flatten
 
 
 class CheckpointError(DocumentError):
     """A checkpoint cannot be written or read, or belongs to another program; the message says
     why."""
-
-
-@frozen(kw_only=True)
-class SavedLeaf:
-    """A leaf of a state. `kind` is "array", "key" (random keys, whose words are the array) or the
-    name of a Python type, whose `value` is text. `keys` lead to it: "name" of a dict or an object,
-    "[2]" of a list."""
-
-    path: str
-    keys: tuple[str, ...] = ()
-    kind: str = "array"
-    name: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    impl: str = ""
-    value: str | None = None
-
-    @property
-    def stored(self) -> StoredArray:
-        """The array in the files."""
-        return StoredArray(self.name, self.shape, self.dtype)
 
 
 @frozen(kw_only=True)
@@ -104,14 +83,13 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """Return the manifest of a checkpoint, sound in itself; CheckpointError says what is wrong."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path}: is larger than {MAX_MANIFEST_BYTES} bytes")
-        text = path.read_text()
+        text = read_text(path)
         manifest = from_json(text, CheckpointManifest, source=str(path))
-        dtypes = [jnp.dtype(leaf.dtype) for leaf in manifest.leaves if leaf.dtype]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (DocumentError, UnicodeDecodeError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except (DocumentError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: is damaged: {error}") from None
     whole = len(manifest.sha256) == len(_UNSUMMED)  # else replacing it may take any memory
     if not whole or _text_sum(text.replace(manifest.sha256, _UNSUMMED)) != manifest.sha256:
@@ -120,11 +98,13 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         parts = PurePosixPath(file.path)
         if parts.is_absolute() or ".." in parts.parts:
             raise CheckpointError(f"{path}: names a file outside of it, {file.path!r}")
-    if any(len(leaf.keys) > _MAX_KEYS for leaf in manifest.leaves):
-        raise CheckpointError(f"{path}: names a leaf more than {_MAX_KEYS} levels deep")
+    for leaf in manifest.leaves:
+        if fault := leaf.fault():
+            raise CheckpointError(f"{path}: names a leaf, {leaf.path[:80]!r}, {fault}")
+    settings_of(manifest, path)
     arrays = [leaf.stored for leaf in manifest.leaves if leaf.dtype]
     needed, held = sum(one.nbytes for one in arrays), sum(file.size for file in manifest.files)
-    if needed > held or any(size < 0 for one in arrays for size in one.shape) or len(dtypes) > held:
+    if needed > held or len(arrays) > held:
         raise CheckpointError(
             f"{path}: names arrays of {needed} bytes, but its files have {held}; nothing in a "
             "checkpoint is compressed"
@@ -132,14 +112,44 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     return manifest
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file of a checkpoint, which is none that gives bytes without end."""
+    check_regular(path)
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: is larger than {MAX_MANIFEST_BYTES} bytes")
+    return path.read_text()
+
+
+def check_regular(path: Path) -> int:
+    """Return the size of a file; refuse what is none: a pipe or a device is read without end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: is damaged: it is no file")
+    return found.st_size
+
+
+def settings_of(manifest: CheckpointManifest, path: Path) -> dict[str, Any]:
+    """Return the settings that a manifest has as JSON."""
+    try:
+        found = json.loads(manifest.settings)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{path}: is damaged: its settings are no JSON: {reason}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: is damaged: its settings are a {type(found).__name__}")
+    return found
+
+
 def check_files(folder: Path, manifest: CheckpointManifest) -> None:
     """Raise CheckpointError if a file is missing or not as it was written."""
     for file in manifest.files:
         path = folder / file.path
         try:
-            size = path.stat().st_size
+            size = check_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:  # a name with a zero byte
+            raise CheckpointError(f"{folder}: names a file {file.path!r}: {error}") from None
         if size != file.size:
             raise CheckpointError(f"{path}: is damaged: it has {size} of {file.size} bytes")
     try:
@@ -147,8 +157,9 @@ def check_files(folder: Path, manifest: CheckpointManifest) -> None:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from None
     for file in manifest.files:
-        if sums[file.path][1] != file.sha256:
+        found = sums[str(PurePosixPath(file.path))][1]
+        if found != file.sha256:
             raise CheckpointError(
-                f"{folder / file.path}: is damaged: its SHA-256 is {sums[file.path][1][:16]}..., "
+                f"{folder / file.path}: is damaged: its SHA-256 is {found[:16]}..., "
                 f"but {MANIFEST} says {file.sha256[:16]}..."
             )

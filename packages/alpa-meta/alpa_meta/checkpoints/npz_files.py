@@ -16,9 +16,11 @@ import numpy as np
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
-from alpa_meta.checkpoints.manifest import MAX_MANIFEST_BYTES, CheckpointError, SavedLeaf
+from alpa_meta.checkpoints.manifest import CheckpointError, check_regular, read_text
+from alpa_meta.checkpoints.saved_leaves import SavedLeaf
 from mesh_runtime import Part, StoredArray
 
+_MALFORMED = (KeyError, TypeError, ValueError, SyntaxError, zipfile.BadZipFile)
 _SCHEMA, _MANIFEST, _ARRAYS = "AlpaCheckpoint", "checkpoint.json", "state.npz"
 
 
@@ -59,9 +61,7 @@ def read_npz(place: Path, with_arrays: bool = True) -> tuple[int, Mapping[str, A
     """Return step, settings and arrays of an old checkpoint."""
     path = place / _MANIFEST
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path}: is larger than {MAX_MANIFEST_BYTES} bytes")
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(read_text(path))
         if manifest["schema"] != _SCHEMA or manifest["version"] != 1:
             raise CheckpointError(f"{path}: is not a checkpoint of alpa")
         step, settings = int(manifest["step"]), dict(manifest["settings"])
@@ -69,16 +69,16 @@ def read_npz(place: Path, with_arrays: bool = True) -> tuple[int, Mapping[str, A
         if not with_arrays:
             return step, settings, NpzArrays({})
         found = _arrays(place / _ARRAYS, manifest["arrays_sha256"], leaves)
+        if "step" in settings:  # of a user's program: a flat dict by path
+            found = {ast.literal_eval(name[1:-1]): array for name, array in found.items()}
     except CheckpointError:
         raise
     except OSError as error:
         where = error.filename or path
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError, RecursionError, zipfile.BadZipFile) as error:
+    except (*_MALFORMED, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise CheckpointError(f"{place}: is not a readable checkpoint: {reason}") from None
-    if "step" in settings:  # of a user's program: a flat dict by path
-        found = {ast.literal_eval(name[1:-1]): array for name, array in found.items()}
     return step, settings, NpzArrays(found)
 
 
@@ -86,6 +86,7 @@ def _arrays(
     path: Path, sha256: str, leaves: Sequence[tuple[str, str, Sequence[int]]]
 ) -> dict[str, NDArray[Any]]:
     """Return the arrays, of which none is larger than the file: they were never compressed."""
+    check_regular(path)
     with open(path, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != sha256:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,25 +15,18 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
-from alpa_meta.checkpoints.leaves import (
-    SCALARS,
-    VALUES,
-    is_array,
-    key_words,
-    named_leaves,
-    nested,
-    pieces_of,
-)
+from alpa_meta.checkpoints.leaves import is_array, key_words, named_leaves, nested, pieces_of
 from alpa_meta.checkpoints.manifest import (
     MANIFEST,
     CheckpointError,
-    SavedLeaf,
     check_files,
     read_manifest,
+    settings_of,
 )
 from alpa_meta.checkpoints.npz_files import is_npz, read_npz
 from alpa_meta.checkpoints.orbax_files import require_orbax
 from alpa_meta.checkpoints.places import checkpoint_paths, step_of
+from alpa_meta.checkpoints.saved_leaves import SCALARS, VALUES, SavedLeaf, keys_shape
 from alpa_meta.checkpoints.saving import free_bytes
 from alpa_meta.execution.exported_function import key_impl
 from alpa_meta.execution.piecewise import PiecewiseArray
@@ -84,19 +76,20 @@ class Checkpoint:
             like = like.shapes()
         self.check(like)
         named, structure = named_leaves(like)
-        self.arrays.open(leaf.stored for leaf in self.leaves.values() if leaf.dtype)
         made = _Made(self, host_bytes or free_bytes() // 4)
-        values = [made.leaf(path, leaf) for path, leaf in named]
         try:
+            self.arrays.open(leaf.stored for leaf in self.leaves.values() if leaf.dtype)
+            values = [made.leaf(path, leaf) for path, leaf in named]
             made.read()
+            values = [value() for value in values]
         except StoreError as error:
             raise CheckpointError(str(error)) from None
         _, rebuild = without_objects(like)
-        return rebuild(structure.unflatten([value() for value in values]))
+        return rebuild(structure.unflatten(values))
 
     def _nested(self) -> Any:
-        self.arrays.open(leaf.stored for leaf in self.leaves.values() if leaf.dtype)
         try:
+            self.arrays.open(leaf.stored for leaf in self.leaves.values() if leaf.dtype)
             return nested((leaf.keys, self._leaf(leaf)) for leaf in self.leaves.values())
         except StoreError as error:
             raise CheckpointError(str(error)) from None
@@ -228,7 +221,7 @@ def _read(place: Path, check: bool = True) -> Checkpoint:
     return Checkpoint(
         path=place,
         step=manifest.step,
-        settings=json.loads(manifest.settings),
+        settings=settings_of(manifest, place),
         leaves={leaf.path: leaf for leaf in manifest.leaves},
         arrays=ArrayReader(place),
     )
@@ -237,8 +230,7 @@ def _read(place: Path, check: bool = True) -> Checkpoint:
 def _settings(place: Path) -> Mapping[str, Any]:
     if is_npz(place):
         return read_npz(place, with_arrays=False)[1]
-    settings: Mapping[str, Any] = json.loads(read_manifest(place).settings)
-    return settings
+    return settings_of(read_manifest(place), place)
 
 
 # ---------------------------------------------------------------------- leaf by leaf
@@ -280,8 +272,8 @@ class _Made:
 
     def _number(self, saved: SavedLeaf, kind: type) -> Any:
         if saved.value is not None:
-            return _value(saved) if kind is VALUES[saved.kind] else kind(_value(saved))
-        return kind(self._checkpoint.arrays.part(_whole(saved)).item())
+            return _as_kind(_value(saved), kind)
+        return _as_kind(self._checkpoint.arrays.part(_whole(saved)).item(), kind)
 
     def _piece(self, saved: SavedLeaf, start: int, like: Any) -> Callable[[], Any]:
         impl = key_impl(like)
@@ -322,6 +314,16 @@ def _value(saved: SavedLeaf) -> Any:
     return saved.value == "True" if saved.kind == "bool" else VALUES[saved.kind](saved.value)
 
 
+def _as_kind(number: Any, kind: type) -> Any:
+    """Return a number as a Python type, or as it is where that would be another number: a step may
+    have made 0.5 of the 1 that it was given."""
+    try:
+        made = kind(number)
+    except (TypeError, ValueError, OverflowError):
+        return number
+    return made if made == number else number
+
+
 def _whole(leaf: SavedLeaf) -> Part:
     return Part(leaf.stored, (0,) * len(leaf.shape), leaf.shape)
 
@@ -345,7 +347,8 @@ def _fits(saved: SavedLeaf, like: Any) -> bool:
         return saved.kind != "str" and tuple(like.shape) == () and key_impl(like) is None
     impl, shape = key_impl(like), tuple(like.shape)
     if impl is not None:
-        return saved.impl in (impl, "") and saved.shape[: len(shape)] == shape
+        same = saved.impl in (impl, "") and keys_shape(saved.shape, saved.dtype, impl) == shape
+        return bool(same)
     return saved.kind == "array" and saved.shape == shape and saved.dtype == str(like.dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 import threading
 import time
@@ -86,8 +87,13 @@ def save(
     """
     require_orbax("alpa_meta.save")
     folder, begun = Path(path).absolute(), time.time()
+    step = _number("step", step, 0)
+    keep = None if keep is None else _number("keep", keep, 1)
     try:
         json.dumps(dict(settings or {}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"settings must be a dict of JSON values: {error}") from None
+    try:
         held, marked = held_leaves(state)
         later = later_than(folder, step)
         partial = _agreed_partial(folder)
@@ -127,6 +133,17 @@ def save(
             raise CheckpointError(_reason(folder, error)) from error
 
     return Saving(finish)
+
+
+def _number(name: str, value: Any, least: int) -> int:
+    """Return an integer, which may be that of a state (an array of no dims)."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if not least <= number < 10**18:
+        raise ValueError(f"{name} must be at least {least} and below 10^18, got {number}")
+    return number
 
 
 def free_bytes() -> int:

@@ -192,6 +192,29 @@ def test_settings_that_are_no_json_are_refused_at_once(tmp_path):
         alpa.save(tmp_path, {"w": jnp.ones(1)}, settings={"f": object()})
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"step": -1}, "step must be at least 0 and below 10.18, got -1"),
+        ({"step": 10**18}, "step must be at least 0"),
+        ({"step": 2.5}, "step must be an integer, got 2.5"),
+        ({"step": "2"}, "step must be an integer, got '2'"),
+        ({"keep": 0}, "keep must be at least 1"),
+        ({"keep": -1}, "keep must be at least 1"),
+    ],
+)
+def test_numbers_that_no_checkpoint_can_have_are_refused_at_once(tmp_path, asked, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        alpa.save(tmp_path / "run", {"w": np.ones(2)}, **asked)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_step_may_be_the_number_that_a_state_counts(tmp_path):
+    for step in (np.int64(3), jax.numpy.int32(4), True):
+        path = alpa.save(tmp_path, {"w": np.ones(2)}, step=step).wait()
+        assert alpa.read_checkpoint(path).step == int(step)
+
+
 def test_importing_the_package_imports_neither_orbax_nor_tensorstore():
     program = (
         "import sys, alpa_meta, alpa_meta.api, alpa_meta.checkpoints.restoring;"
