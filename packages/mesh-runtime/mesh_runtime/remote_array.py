@@ -63,8 +63,9 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
     """A handle of an array that lives on a mesh of other processes.
 
     It has shape, dtype and sharding, and turns into an array of this process where it is asked to:
-    `np.asarray(x)`, `float(x)`, `x.fetch()`, `jax.device_get(x)`, arithmetic. Passed back to a
-    step, it stays where it is. A handle of random keys (`key_impl`) stands for their words.
+    `np.asarray(x)`, `float(x)`, `x.fetch()`, `jax.device_get(x)`, arithmetic, numpy's methods
+    (`x.mean()`). Passed back to a step, it stays where it is. A handle of random keys (`key_impl`)
+    stands for their words.
     """
 
     __slots__ = ("buffer", "key_impl")
@@ -134,6 +135,22 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Return the one element as a Python number."""
         return self.fetch().item()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what the array on the host has under a public name that numpy's arrays have:
+        `mean`, `astype`, `tolist`, `T`, `real`, ..."""
+        if name.startswith("_") or name in RemoteArray.__slots__ or not hasattr(np.ndarray, name):
+            raise AttributeError(f"a RemoteArray has no attribute {name!r}")
+        return getattr(self.fetch(), name)
+
+    def __copy__(self) -> RemoteArray:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self!r} is a handle of what workers hold, which cannot be pickled or copied; take "
+            "step.gather(state), or write it by alpa.save"
+        )
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         whole = np.asarray(self.fetch())
         return whole if dtype is None else whole.astype(dtype)
@@ -144,6 +161,9 @@ class RemoteArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Any:
         given = [one.fetch() if isinstance(one, RemoteArray) else one for one in inputs]
         return getattr(ufunc, method)(*given, **keywords)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.item(), digits)
 
     def __float__(self) -> float:
         return float(self.fetch())

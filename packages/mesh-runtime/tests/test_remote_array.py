@@ -1,3 +1,5 @@
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,8 +63,28 @@ def test_a_number_is_a_number(shelf):
     assert float(loss) == loss.item() == 1.5 and bool(loss) and int(loss) == 1
     assert f"{loss:.3f}" == "1.500" and str(loss) == "1.5" and loss > 1
     assert range(3)[shelf.handle(np.int32(2), 2)] == 2
+    assert round(shelf.handle(np.float32(2.256), 3), 1) == 2.3
     with pytest.raises(TypeError, match=r"len\(\) of an array without dims"):
         len(loss)
+
+
+def test_it_has_the_methods_of_numpy_s_arrays_and_no_others(shelf):
+    whole = np.arange(6, dtype=np.float32).reshape(2, 3)
+    handle = shelf.handle(whole)
+    assert handle.mean() == np.mean(handle) == 2.5 and handle.tolist() == whole.tolist()
+    assert handle.T.shape == (3, 2) and handle.real is not None
+    assert handle.astype(np.int32).dtype == np.int32
+    shelf.requests.clear()
+    for name in ("addressable_shards", "_value", "__array_interface__", "unsafe_buffer_pointer"):
+        assert not hasattr(handle, name)
+    assert shelf.requests == []
+
+
+def test_a_handle_is_neither_pickled_nor_copied_with_a_reason(shelf):
+    handle = shelf.handle([1.0, 2.0])
+    with pytest.raises(TypeError, match=r"cannot be pickled or copied; take step\.gather"):
+        copy.deepcopy({"w": handle})
+    assert copy.copy(handle) is handle
 
 
 def test_several_are_fetched_by_one_request_each_array_once(shelf):
