@@ -238,6 +238,11 @@ def is_selection(eqn: JaxprEqn) -> bool:
     return bool(eqn.primitive.name == "select_n")
 
 
+def is_comparison(eqn: JaxprEqn) -> bool:
+    """Return whether an operator compares two numbers."""
+    return eqn.primitive.name in ("eq", "ne", "ge", "gt", "le", "lt")
+
+
 def is_conjunction(eqn: JaxprEqn) -> bool:
     """Return whether an equation is the "and" of truth values."""
     return eqn.primitive.name == "and" and eqn.outvars[0].aval == eqn.invars[0].aval

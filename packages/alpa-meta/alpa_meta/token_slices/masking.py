@@ -28,7 +28,7 @@ from alpa_meta import compat
 from alpa_meta.compat import JaxprEqn, dtype_of
 from alpa_meta.operators import operator_of
 from alpa_meta.operators.absorbing import of_some
-from alpa_meta.operators.elementwise import is_elementwise, is_selection
+from alpa_meta.operators.elementwise import is_comparison, is_elementwise, is_selection
 from alpa_meta.token_slices.places import KEY, kinds
 from alpa_meta.token_slices.reading import Reading, UnreadableError
 
@@ -145,8 +145,7 @@ def _holds_of_finite(eqn: JaxprEqn, rests: Sequence[float], found: float) -> boo
     infinite, nor is -1e9 the -inf that it may be compared with."""
     if not any(map(math.isinf, rests)):
         return True
-    alike = eqn.primitive.name in ("eq", "ne", "ge", "gt", "le", "lt")
-    if alike and len({*rests}) < len(rests):
+    if is_comparison(eqn) and len({*rests}) < len(rests):
         return False
     finite = [math.copysign(_STANDS_FOR, one) if math.isinf(one) else one for one in rests]
     made = _of_numbers(eqn, finite)
