@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from attrs import frozen
+from attrs import fields, frozen
 
 from alpa_interchange import LogicalMesh, ParallelPlan, ShardingSpec
 from alpa_interchange.amounts import counted
@@ -18,7 +18,7 @@ _PIECE = re.compile(r"^(.*)\[(\d+):(\d+)\]$")
 
 @frozen(kw_only=True)
 class TimeSplit:
-    """Seconds per step, the mean over the meshes of a plan; they add up to the simulated step.
+    """Seconds per step of a mesh, or the mean over a plan's; they add up to the simulated step.
 
     `update` is without its collectives, which are among `collectives`; `transfers` is waiting for
     values of other stages, `bubble` waiting for a turn.
@@ -83,25 +83,42 @@ def plan_costs(plan: ParallelPlan) -> PlanCosts:
 
 
 def time_split(plan: ParallelPlan) -> TimeSplit | None:
-    """Return what the meshes spend a step on; None where the collectives are not known."""
-    sent = [sharding.collective_seconds for sharding in plan.shardings]
-    if any(one is None for one in sent):
+    """Return what the meshes spend a step on, their mean; None where the collectives are not
+    known."""
+    found = time_splits(plan)
+    if found is None:
+        return None
+    names = [field.name for field in fields(TimeSplit)]
+    return TimeSplit(**{name: sum(getattr(o, name) for o in found) / len(found) for name in names})
+
+
+def time_splits(plan: ParallelPlan) -> tuple[TimeSplit, ...] | None:
+    """Return what each mesh spends a step on; None where the collectives are not known."""
+    if any(sharding.collective_seconds is None for sharding in plan.shardings):
         return None
     simulation = predicted_simulation(plan)
     meshes = len(simulation.busy_seconds)
-    once = sum(stage.candidate.step_seconds for stage in plan.stage_plan.stages)
-    collectives = sum(sum(one.values()) for one in sent if one is not None)
-    of_update = sum(one.get("update", 0.0) for one in sent if one is not None)
-    busy = sum(simulation.busy_seconds)
-    transfers = sum(simulation.exposed_seconds)
-    update = max(once - of_update, 0.0)
-    return TimeSplit(
-        compute=(busy - update - collectives) / meshes,
-        collectives=collectives / meshes,
-        update=update / meshes,
-        transfers=transfers / meshes,
-        bubble=(sum(simulation.bubble_seconds) - transfers) / meshes,
-    )
+    once, collectives, of_update = ([0.0] * meshes for _ in range(3))
+    stages = zip(plan.stage_plan.stages, plan.shardings, strict=True)
+    for number, (stage, sharding) in enumerate(stages):
+        mesh, sent = number % meshes, sharding.collective_seconds or {}
+        once[mesh] += stage.candidate.step_seconds
+        collectives[mesh] += sum(sent.values())
+        of_update[mesh] += sent.get("update", 0.0)
+    found = []
+    for mesh in range(meshes):
+        update = max(once[mesh] - of_update[mesh], 0.0)
+        transfers = simulation.exposed_seconds[mesh]
+        found.append(
+            TimeSplit(
+                compute=simulation.busy_seconds[mesh] - update - collectives[mesh],
+                collectives=collectives[mesh],
+                update=update,
+                transfers=transfers,
+                bubble=simulation.bubble_seconds[mesh] - transfers,
+            )
+        )
+    return tuple(found)
 
 
 def _check_same_program(first: ParallelPlan, second: ParallelPlan) -> None:

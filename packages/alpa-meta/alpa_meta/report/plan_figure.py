@@ -1,13 +1,16 @@
-"""The picture of a plan: layers, the devices of each stage, memory, and the predicted schedule."""
+"""The picture of a plan: layers, the devices of each stage, what the step goes to, memory, and the
+predicted schedule."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from attrs import astuple
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
@@ -15,14 +18,24 @@ from alpa_interchange import TensorType
 from alpa_interchange.amounts import counted, format_bytes, format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_interchange.plan_text import mesh_text, number_text
+from alpa_meta.report.plan_difference import TimeSplit, time_splits
 from alpa_meta.report.plan_table import layer_text
 from alpa_meta.report.predicted_events import predicted_events
-from alpa_meta.report.style import INK, SERIES_COLOURS, figure_file, plain
+from alpa_meta.report.style import (
+    INK,
+    MEMORY_COLOURS,
+    SERIES_COLOURS,
+    TIME_COLOURS,
+    figure_file,
+    plain,
+)
 from alpa_meta.report.tensor_class import classify_tensors
 from alpa_meta.report.timeline_figure import phase_patches, plot_events
 
 MAX_DRAWN_TENSORS = 7  # per stage, the largest
 MAX_TENSOR_PANELS = 4  # stages beyond are like these, or are shown by `alpa show`
+MAX_MESH_PANELS = 6  # beside the bars
+MAX_NAMED_BARS = 2  # more are numbered
 MAX_DRAWN_CUTS = 16  # along one side of a tensor
 MAX_DRAWN_DEVICES = 64  # per stage; larger meshes are drawn as one block
 
@@ -42,10 +55,16 @@ def draw_plan(path: Path, plan: ParallelPlan) -> None:
         )
         figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left")
         _draw_layers(rows[0].subplots(), plan)
-        panels = rows[1].subplots(1, num_stages + 1, squeeze=False)[0]
-        for index in range(num_stages):
+        splits = time_splits(plan)
+        drawn = min(num_stages, MAX_MESH_PANELS)
+        figures = 1 + (splits is not None)
+        wide = [1.0] * drawn + [max(1.0, 0.25 * num_stages)] * figures
+        panels = rows[1].subplots(1, drawn + figures, squeeze=False, width_ratios=wide)[0]
+        for index in range(drawn):
             _draw_devices(panels[index], plan, index)
-        _draw_memory(panels[num_stages], plan)
+        if splits is not None:
+            _draw_time(panels[drawn], splits)
+        _draw_memory(panels[-1], plan)
         for index, axes in enumerate(rows[2].subplots(1, columns, squeeze=False)[0]):
             _draw_tensors(axes, plan, index)
         axes = plain(rows[3].subplots())
@@ -175,27 +194,64 @@ def _draw_tensors(axes: Axes, plan: ParallelPlan, index: int) -> None:
     axes.set_title(f"stage {index}: largest tensors", fontsize=9, color=INK, loc="left")
 
 
+def _draw_time(axes: Axes, splits: Sequence[TimeSplit]) -> None:
+    """Draw what each mesh spends the predicted step on as stacked bars."""
+    largest = max(sum(astuple(split)) for split in splits)
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    scale, unit = next((unit for unit in units if largest >= unit[0]), units[-1])
+    parts = {
+        name: [getattr(split, name) / scale for split in splits]
+        for name in TIME_COLOURS
+        if any(getattr(split, name) > 1e-3 * largest for split in splits)
+    }
+    _stack(axes, parts, TIME_COLOURS, [f"mesh {index}" for index in range(len(splits))])
+    axes.set_ylabel(unit, fontsize=8, color=INK)
+    axes.set_title("predicted step,\nby what it goes to", fontsize=9, color=INK, loc="left")
+
+
 def _draw_memory(axes: Axes, plan: ParallelPlan) -> None:
     """Draw the predicted memory per device of each stage as stacked bars."""
-    plain(axes)
-    names = list(dict.fromkeys(name for sharding in plan.shardings for name in sharding.memory))
     largest = max(sharding.peak_bytes for sharding in plan.shardings)
     units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
     scale, unit = next((unit for unit in units if largest >= unit[0]), units[-1])
-    places = np.arange(plan.num_stages)
-    bottom = np.zeros(plan.num_stages)
-    for name, colour in zip(names, SERIES_COLOURS * len(names), strict=False):
-        amounts = np.array([sharding.memory.get(name, 0.0) for sharding in plan.shardings]) / scale
-        axes.bar(places, amounts, 0.6, bottom=bottom, color=colour, label=name)
-        bottom += amounts
-    axes.set_xticks(places, [f"stage {index}" for index in range(plan.num_stages)])
-    axes.set_xlim(-0.75, max(plan.num_stages, 3) - 0.25)
+    named = [name for sharding in plan.shardings for name in sharding.memory]
+    parts = {
+        name: [sharding.memory.get(name, 0.0) / scale for sharding in plan.shardings]
+        for name in dict.fromkeys((*MEMORY_COLOURS, *named))
+        if name in named
+    }
+    stages = [f"stage {index}" for index in range(plan.num_stages)]
+    _stack(axes, parts, MEMORY_COLOURS, stages)
     axes.set_ylabel(unit, fontsize=8, color=INK)
     capacity = format_bytes(min(group.device.memory for group in plan.cluster.host_groups))
     axes.set_title(
         f"memory per device\n(a device has {capacity})", fontsize=9, color=INK, loc="left"
     )
-    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _stack(
+    axes: Axes,
+    parts: Mapping[str, Sequence[float]],
+    colours: Mapping[str, str],
+    names: Sequence[str],
+) -> None:
+    """Draw a stacked bar for every name, of `parts` [names] from the bottom up."""
+    plain(axes)
+    places = np.arange(len(names))
+    bottom = np.zeros(len(names))
+    others = itertools.cycle(SERIES_COLOURS[::-1])
+    for name, amounts in parts.items():
+        colour = colours.get(name) or next(others)
+        axes.bar(places, amounts, 0.6, bottom=bottom, color=colour, label=name)
+        bottom += np.array(amounts)
+    short = len(names) > MAX_NAMED_BARS  # names would run into each other
+    axes.set_xticks(places, [name.split()[-1] for name in names] if short else names)
+    if short:
+        axes.set_xlabel(names[0].split()[0], fontsize=8, color=INK)
+    axes.set_xlim(-0.75, max(len(names), 2) - 0.25)
+    axes.legend(
+        fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True
+    )
 
 
 def _colour(stage: int) -> str:

@@ -25,6 +25,20 @@ PHASE_COLOURS = {
     "receive": "#0072b2",
 }
 SERIES_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
+# What a mesh spends a step on, and what a device holds: the same in every figure.
+TIME_COLOURS = {
+    "compute": "#0072b2",
+    "update": "#009e73",
+    "collectives": "#cc79a7",
+    "transfers": "#d55e00",
+    "bubble": "#cccccc",
+}
+MEMORY_COLOURS = {
+    "state": "#0072b2",
+    "gradients": "#d55e00",
+    "activations": "#009e73",
+    "temporaries": "#cc79a7",
+}
 INK = "#222222"
 
 
