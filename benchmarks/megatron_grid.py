@@ -9,7 +9,8 @@ Layers are taken from a model with few of them: an inner one is counted as often
 whole model has it.
 Stages are consecutive layers, the slowest as fast as it can be; their step is what the event
 simulator says (`stage_dp.step_seconds`, 1F1B), their memory what 1F1B keeps in flight. Measured
-runs (`cost_traced`) are cut where that step is shortest; in a whole grid that takes hours.
+runs (`cost_traced`) are cut where that step is shortest: a whole grid so, that of LLaMA-70B on 64
+H100, had no end after 40 CPU minutes.
 """
 
 from __future__ import annotations

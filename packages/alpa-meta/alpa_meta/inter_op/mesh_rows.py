@@ -35,6 +35,7 @@ from alpa_meta.inter_op.layer_costs import LayerCosts, StageCosts
 from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.layer_runs import read_from_afar
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.inter_op.row_dominance import undominated
 from alpa_meta.inter_op.row_lines import LinkLine, RowLine, Sized, axis_parts, minus, without
 from alpa_meta.inter_op.scope_facts import state_by_layer, state_layers
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
@@ -52,9 +53,6 @@ if TYPE_CHECKING:
 LEAN_WEIGHTS = (10.0, 1.0, 0.1)
 # Of a choice's seconds: the last proofs take half the time, and what is chosen is solved exactly.
 ROW_TOLERANCE = 0.003
-# Rows that differ by less than these shares are one: a search takes as long as there are pairs of
-# rows, and of the 30 that GPT-39B's layers have on 4x8 devices, 12 differed in the fourth digit.
-SAME_SECONDS, SAME_BYTES = 0.002, 0.02
 # Of the memory, from which leaner choices and recomputation are worth their search: what a stage
 # holds is estimated for an even share of the layers, the chosen one may have more. With half, 16
 # layers of 2560 on 8 V100 have 103 instead of 69 rows and the same plan; with twice as much, which
@@ -208,7 +206,7 @@ class MeshRows:
             solved = {
                 (one, size): self._solve(problem, one, size, memory, share)
                 for one in parts
-                for size in self._at(problem, one)
+                for size in self._chosen_at(problem, one)
             }
             tight = {one for (one, _), is_tight in solved.items() if is_tight}
             self._tight |= bool(tight)
@@ -227,7 +225,7 @@ class MeshRows:
         most = problem.main.samples
         return [*sorted(one for one in products if one < most), most]
 
-    def _at(self, problem: MeshProblem, parts: int) -> list[int]:
+    def _chosen_at(self, problem: MeshProblem, parts: int) -> list[int]:
         """Return the numbers of the sizes whose seconds choose rows of so many parts: the least
         that can be split so, and where all parts are free also the largest.
 
@@ -413,7 +411,7 @@ class MeshRows:
         if not all(self.rows):
             return None
         largest = self.builder.sizes["none"][-1].samples
-        self.rows = self._with_links([_undominated(rows, largest) for rows in self.rows])
+        self.rows = self._with_links([undominated(rows, largest) for rows in self.rows])
         changes = self._conversions()
         source = self.floor_source()
         self.builder.floors.append(source)
@@ -487,36 +485,6 @@ def _line_ends(sizes: Sequence[Sized], split: int) -> tuple[Sized, Sized]:
     """Return the least and the greatest of the sizes that `split` parts divide."""
     found = sorted((one for one in sizes if one.samples % split == 0), key=lambda one: one.samples)
     return (found[0], found[-1]) if found else (sizes[0], sizes[0])
-
-
-def _undominated(rows: Sequence[LayerRow], samples: int) -> list[LayerRow]:
-    """Return the rows that no other with the same layouts is about as good as, in everything, from
-    the least microbatch of the row to one of `samples`."""
-    found: list[LayerRow] = []
-    for row in sorted(rows, key=lambda one: sum(_values(one, samples)[0])):
-        seconds, bytes = _values(row, row.batch_split, samples)
-        for known in found:
-            its_seconds, its_bytes = _values(known, row.batch_split, samples)
-            if (
-                (known.layout_in, known.layout_out) == (row.layout_in, row.layout_out)
-                and row.batch_split % known.batch_split == 0
-                and np.all(its_seconds <= seconds * (1 + SAME_SECONDS))
-                and np.all(its_bytes <= bytes * (1 + SAME_BYTES))
-            ):
-                break
-        else:
-            found.append(row)
-    return [row for row in rows if row in found]
-
-
-def _values(row: LayerRow, *sizes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds and bytes at microbatches of these sizes."""
-    backward = [row.backward_input.value(s) + row.backward_weight.value(s) for s in sizes]
-    seconds = [*(row.forward.value(s) for s in sizes), *backward, row.step_seconds]
-    seconds += [row.split_seconds.value(s) for s in sizes]
-    lines = (row.activation_bytes, row.delayed_bytes, row.transient_bytes)
-    bytes = [line.value(s) for line in lines for s in sizes]
-    return np.array(seconds), np.array([row.state_bytes, *bytes])
 
 
 def _examples(classes: Sequence[int], layer_of: Sequence[tuple[int, int]]) -> list[int]:

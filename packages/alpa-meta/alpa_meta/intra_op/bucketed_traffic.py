@@ -23,11 +23,12 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingProblem, ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Jaxpr, JaxprEqn, Literal, Var, array_type, is_drop, subjaxprs
 from alpa_meta.inter_op.layering import tensor_bytes
+from alpa_meta.intra_op.added_costs import with_added
 from alpa_meta.intra_op.layouts import layouts_of
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
@@ -272,23 +273,17 @@ class BucketedTraffic:
             )
             for run in {one.run for one in self._surcharges.values()}
         }
-        counts = [int(count) for count in problem.num_strategies]
-        nodes = np.concatenate([[0], np.cumsum(counts)])
-        sizes = [counts[first] * counts[second] for first, second in problem.edges]
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        place = {(int(a), int(b)): int(k) for (a, b), k in zip(problem.edges, starts, strict=False)}
-        node_cost, edge_cost = problem.node_cost.copy(), problem.edge_cost.copy()
-        for one in self._surcharges.values():
-            first, second = one.first, one.second
-            more = one.count * one.run[1] * surplus(one.priced(costs[one.run]), one.shared)
-            if first == second:
-                node_cost[nodes[first] : nodes[first + 1]] += np.diagonal(more)
-                continue
-            if first > second:
-                first, second, more = second, first, more.T
-            start = place[first, second]
-            edge_cost[start : start + more.size] += more.ravel()
-        return evolve(problem, node_cost=node_cost, edge_cost=edge_cost)
+        return with_added(
+            problem,
+            (
+                (
+                    one.first,
+                    one.second,
+                    one.count * one.run[1] * surplus(one.priced(costs[one.run]), one.shared),
+                )
+                for one in self._surcharges.values()
+            ),
+        )
 
     def conversion(
         self,

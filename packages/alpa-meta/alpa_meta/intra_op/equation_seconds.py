@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
-from attrs import evolve
 
 from alpa_interchange import ShardingProblem
+from alpa_meta.intra_op.added_costs import with_added
 
 Priced = tuple[np.ndarray, ...]
 """Seconds per step at the size that a problem is built at, then at the others it is priced at."""
@@ -175,11 +174,6 @@ class EquationSeconds:
     def at_size(self, problem: ShardingProblem, size: int, times: Sequence[int]) -> ShardingProblem:
         """Return the problem that these are the seconds of with those at another size; `times`: how
         often each equation counts."""
-        counts = problem.num_strategies
-        offset = np.cumsum(counts) - counts
-        sizes = [int(counts[first] * counts[second]) for first, second in problem.edges]
-        places = dict(zip(map(tuple, problem.edges.tolist()), _starts(sizes), strict=True))
-        node_cost, edge_cost = problem.node_cost.copy(), problem.edge_cost.copy()
         more: dict[int, np.ndarray] = {}
 
         def added(priced: Priced) -> np.ndarray:
@@ -190,19 +184,11 @@ class EquationSeconds:
                 more[id(priced)] = np.subtract(there, here, where=finite, out=np.zeros_like(here))
             return more[id(priced)]
 
-        for position, node, priced in self.costs:
-            cost = times[position] * added(priced)
-            node_cost[offset[node] : offset[node] + len(cost)] += cost
-        for edge in self.edges:
-            first, second, cost = edge.first, edge.second, edge.times * added(edge.seconds)
-            if first == second:
-                node_cost[offset[first] : offset[first] + len(cost)] += np.diagonal(cost)
-                continue
-            if first > second:
-                first, second, cost = second, first, cost.T
-            start = places[first, second]
-            edge_cost[start : start + cost.size] += cost.ravel()
-        return evolve(problem, node_cost=node_cost, edge_cost=edge_cost)
+        entries = [(node, node, times[at] * added(priced)) for at, node, priced in self.costs]
+        entries += [
+            (edge.first, edge.second, edge.times * added(edge.seconds)) for edge in self.edges
+        ]
+        return with_added(problem, entries)
 
     def problem_of(
         self, inside: np.ndarray, table: np.ndarray, shares: np.ndarray | None = None
@@ -282,11 +268,6 @@ class EquationSeconds:
             elif after[edge.home] and before[edge.position]:
                 found.append((edge.second, edge.first, matrix.T))
         return found
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return where each of several parts of these sizes begins."""
-    return [0, *itertools.accumulate(sizes)][:-1]
 
 
 def _numbered(

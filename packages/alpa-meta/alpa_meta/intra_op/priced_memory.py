@@ -20,6 +20,7 @@ import numpy as np
 from attrs import define, evolve, field
 
 from alpa_interchange import ShardingProblem, ShardingSolution
+from alpa_meta.intra_op.added_costs import edge_places
 from alpa_meta.intra_op.memory_profile import MemoryProfile
 from ilp_sharding.bound.cutting_planes import highest_point
 
@@ -179,14 +180,6 @@ class PricedMemory:
             begin = place[first, second]
             edge_cost[begin : begin + sizes.size] += price * sizes.ravel()
         return evolve(self.problem, node_cost=node_cost, edge_cost=edge_cost), constant
-
-
-def edge_places(problem: ShardingProblem) -> dict[tuple[int, int], int]:
-    """Return {(first, second): where the costs of this edge begin in `edge_cost`}."""
-    counts = problem.num_strategies
-    edges = problem.edges.reshape(-1, 2)
-    starts = np.concatenate([[0], np.cumsum(counts[edges[:, 0]] * counts[edges[:, 1]])])
-    return {(int(a), int(b)): int(k) for (a, b), k in zip(edges, starts, strict=False)}
 
 
 def problem_cost(problem: ShardingProblem, choice: Sequence[int]) -> float:

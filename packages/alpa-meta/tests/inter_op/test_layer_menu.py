@@ -12,8 +12,8 @@ import ilp_sharding
 from alpa_meta.inter_op.layer_boundaries import boundaries
 from alpa_meta.inter_op.layer_menu import MenuBuilder, menu_of, menu_sizes
 from alpa_meta.inter_op.layering import tensor_bytes
-from alpa_meta.inter_op.mesh_rows import SAME_SECONDS
 from alpa_meta.inter_op.meshes import logical_meshes, submeshes
+from alpa_meta.inter_op.row_dominance import SAME_SECONDS
 from alpa_meta.inter_op.row_lines import Sized
 from alpa_meta.options import Options
 from alpa_meta.planning.outlooks import outlook_of

@@ -10,9 +10,10 @@ from attrs import evolve
 
 import ilp_sharding
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingProblem, ShardingSpec
+from alpa_meta.intra_op.added_costs import edge_places
 from alpa_meta.intra_op.liveness import Span
 from alpa_meta.intra_op.memory_profile import Copy, MemoryProfile
-from alpa_meta.intra_op.priced_memory import PricedMemory, edge_places, problem_cost
+from alpa_meta.intra_op.priced_memory import PricedMemory, problem_cost
 from alpa_meta.intra_op.stage_problem import Source
 
 MESH = LogicalMesh(axes=(MeshAxis(name="x", size=4, bandwidth=1e9, latency=1e-6),))
