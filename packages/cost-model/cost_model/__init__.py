@@ -2,6 +2,7 @@
 
 from cost_model.arithmetic import product_arithmetic
 from cost_model.calibration import calibrate
+from cost_model.catalogue import catalogue_device
 from cost_model.cluster_name import cluster, cluster_names
 from cost_model.collective import COLLECTIVE_BYTES
 from cost_model.kernel import KERNEL_KINDS, KernelEfficiency
@@ -39,6 +40,7 @@ __all__ = [
     "cache_directory",
     "calibrate",
     "calibrated_model",
+    "catalogue_device",
     "cluster",
     "cluster_names",
     "gradient_reduction",

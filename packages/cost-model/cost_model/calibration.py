@@ -17,17 +17,18 @@ import numpy as np
 from attrs import evolve
 
 from alpa_interchange.cluster import DeviceSpec, LinkSpec
-from cost_model.catalogue import DEVICES
+from cost_model.catalogue import catalogue_device
 from cost_model.host import HOST_PROFILE, host_memory
 from cost_model.kernel import KernelEfficiency, seconds
 from cost_model.least_squares import fit_parameters
 from cost_model.link_fit import bus_factor, fit_line
-from cost_model.measurer import Measurer
+from cost_model.measurer import Measurement, Measurer
 from cost_model.profile import Profile, Sample
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 DTYPES = ("float32", "bfloat16")
 ON_ACCELERATORS = ("tensorfloat32",)  # float32 products at less than highest precision
+NARROW = "float8_e4m3fn"  # where the catalogue's device has units for it
 
 Progress = Callable[[str, int, int], None]  # (what runs next, position, how many)
 _PEAK_SHARE = 0.9  # of a fitted peak that large matmuls reach; the peak is fitted to go with it
@@ -39,7 +40,8 @@ def calibrate(
     """Return the profile of the machine that `measurer` times programs on."""
     platform, kind, versions, memory = measurer.describe()
     known = catalogue_device(kind)
-    samples = tuple(_measure(measurer, platform, progress))
+    narrow = known is not None and NARROW in known.peak_flops
+    samples = tuple(_measure(measurer, platform, narrow, progress))
     count = measurer.num_devices()
     shared = platform == "cpu"
     base = known or DeviceSpec(
@@ -66,27 +68,14 @@ def calibrate(
     )
 
 
-def catalogue_device(kind: str) -> DeviceSpec | None:
-    """Return the catalogue's device for a device kind as JAX names it, or None."""
-    text = kind.lower().replace(" ", "-").replace("_", "-")
-    if "a100" in text:
-        return DEVICES["a100-40gb" if "40gb" in text else "a100-80gb"]
-    if "v100" in text:
-        return DEVICES["v100-32gb" if "32gb" in text else "v100-16gb"]
-    if "titan-rtx" in text:
-        return DEVICES["rtx-titan"]
-    for name in ("h100", "h200", "h800", "b200", "tpu-v3", "tpu-v4", "tpu-v5p"):
-        if name in text:
-            return DEVICES[name]
-    if "tpu-v5-lite" in text or "tpu-v5e" in text:
-        return DEVICES["tpu-v5e"]
-    return DEVICES["l4"] if re.search(r"\bl4\b", text) else None
-
-
-def measurements(unit: int, platform: str, num_devices: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return (method, arguments) of everything that is timed; `unit` scales matmul sizes."""
-    todo: list[tuple[str, tuple[Any, ...]]] = []
-    for dtype in (*DTYPES, *(() if platform == "cpu" else ON_ACCELERATORS)):
+def measurements(
+    unit: int, platform: str, num_devices: int, narrow: bool = False
+) -> list[Measurement]:
+    """Return (method, arguments) of everything that is timed; `unit` scales matmul sizes, `narrow`
+    adds float8."""
+    todo: list[Measurement] = []
+    more = (NARROW,) if narrow else ()
+    for dtype in (*DTYPES, *(() if platform == "cpu" else ON_ACCELERATORS), *more):
         for m, n, k in (
             (unit, unit, unit), (unit // 2, unit // 2, unit // 2), (unit, unit, unit // 8),
             (unit, unit // 8, unit), (unit // 4, unit, unit), (unit // 4, unit // 4, unit // 4),
@@ -104,17 +93,25 @@ def measurements(unit: int, platform: str, num_devices: int) -> list[tuple[str, 
     if platform != "cpu":  # there, host memory is device memory and nothing is copied
         todo += [("to_device", (1 << power,)) for power in (16, 20, 24)]
     hidden = max(64, unit // 4 // 64 * 64)
-    for dtype in DTYPES:
-        for width in (hidden, 2 * hidden):
+    widths = (hidden, 2 * hidden)
+    if platform != "cpu":
+        widths = (hidden // 2, hidden, 2 * hidden, 4 * hidden)
+    for dtype in (*DTYPES, *more):
+        for width in widths:
             todo.append(("layer", (width, 256 if platform == "cpu" else 2048, 1, dtype)))
     return todo
 
 
-def _measure(measurer: Measurer, platform: str, progress: Progress | None) -> Iterator[Sample]:
+def _measure(
+    measurer: Measurer, platform: str, narrow: bool, progress: Progress | None
+) -> Iterator[Sample]:
     probe = measurer.matmul(512, 512, 512, "float32", 1)
     # a cube of `unit` takes about 60 ms at the rate of the probe
     unit = int(512 * min(16.0, max(1.0, (0.06 / probe) ** (1 / 3))) / 64) * 64
-    todo = measurements(unit, platform, measurer.num_devices())
+    todo = measurements(unit, platform, measurer.num_devices(), narrow)
+    if progress is not None:
+        progress("compiling", 0, len(todo))
+    measurer.prepare(todo)
     for position, (method, arguments) in enumerate(todo):
         if progress is not None:
             progress(f"{method} {' '.join(map(str, arguments))}", position, len(todo))
@@ -128,11 +125,11 @@ def _sample(measurer: Measurer, method: str, arguments: tuple[Any, ...]) -> Iter
     if method == "matmul":
         m, n, k, dtype, count = arguments
         shape = (m, n, k)
-        width = 2 if dtype == "bfloat16" else 4
+        width = {"bfloat16": 2, NARROW: 1}.get(dtype, 4)
+        bytes = width * (m * k + k * n) + max(width, 2) * m * n
         yield Sample(
             name="matmul", seconds=taken, dtype=dtype, shape=shape,
-            flops=2.0 * math.prod(shape), num_devices=count,
-            bytes=float(width * (shape[0] * shape[2] + shape[1] * shape[2] + shape[0] * shape[1])),
+            flops=2.0 * math.prod(shape), num_devices=count, bytes=float(bytes),
         )  # fmt: skip
     elif method == "elementwise":
         size = arguments[0]

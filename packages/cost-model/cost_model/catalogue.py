@@ -7,6 +7,7 @@ is called assumed was neither measured here nor taken from a publication.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from attrs import evolve
@@ -238,3 +239,29 @@ HOSTS: Mapping[str, HostGroup] = {
     "tpu-v5e": _host("tpu-v5e", 8, "ici-v5e", "ici-v5e", 8, True, "pcie4"),
     "tpu-v5p": _host("tpu-v5p", 4, "ici-v5p", "ici-v5p", 4, True, "pcie4"),
 }
+
+_KINDS = (
+    (r"a100.*80gb", "a100-80gb"),
+    (r"a100", "a100-40gb"),
+    (r"v100.*32gb", "v100-32gb"),
+    (r"v100", "v100-16gb"),
+    (r"(gh200|gb300|gb200|b300|b200|h800|h200|h100|l4)", r"\1"),
+    (r"rtx 3090", "rtx-3090"),
+    (r"rtx 2080 ti", "rtx-2080ti"),
+    (r"titan rtx", "rtx-titan"),
+    (r"tpu v5 ?(lite|e)", "tpu-v5e"),
+    (r"tpu v5p?", "tpu-v5p"),
+    (r"tpu (v3|v4)", r"tpu-\1"),
+)
+
+
+def catalogue_device(kind: str) -> DeviceSpec | None:
+    """Return the device of a kind as jax names it ("NVIDIA A100-SXM4-40GB"), None if unknown.
+
+    A cluster of that device has the device's name: "a100-40gb:8".
+    """
+    for pattern, name in _KINDS:
+        found = re.search(rf"\b{pattern}\b", kind.lower())
+        if found is not None:
+            return DEVICES[found.expand(name)]
+    return None

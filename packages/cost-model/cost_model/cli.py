@@ -17,6 +17,7 @@ from rich.table import Table
 
 from alpa_interchange.cluster import ClusterSpec, LinkSpec
 from alpa_interchange.document import DocumentError, load
+from cost_model.calibration import NARROW, ON_ACCELERATORS
 from cost_model.calibration import calibrate as run_calibration
 from cost_model.catalogue import HOSTS
 from cost_model.cluster_name import cluster, cluster_names
@@ -150,8 +151,8 @@ def _group_table(spec: ClusterSpec, index: int) -> Table:
 
 def _profile_table(profile: Profile) -> Table:
     table = Table("what", "measured", "predicted", title=f"Profile {profile.name}, {profile.date}")
-    for dtype in ("float32", "bfloat16"):
-        if dtype in profile.device.peak_flops:
+    for dtype in ("float32", *ON_ACCELERATORS, "bfloat16", NARROW):
+        if any(sample.dtype == dtype for sample in profile.samples):
             table.add_row(f"peak {dtype}", f"{_short(profile.device.peak_flops[dtype])}flop/s", "")
     table.add_row("memory bandwidth", f"{_short(profile.device.memory_bandwidth)}B/s", "")
     table.add_row("link", f"{_short(profile.intra_host.effective_bandwidth)}B/s", "")

@@ -11,7 +11,8 @@ def layer_seconds(profile: Profile, sample: Sample) -> float:
     """Return the predicted seconds of a `layer-forward` or `layer-both` sample of `profile`.
 
     Six matmuls, the softmax, two norms, one activation and two residual sums, as XLA fuses them;
-    the backward pass runs every matmul twice and moves twice the bytes.
+    the backward pass runs every matmul twice and moves twice the bytes. With float8 operands the
+    rest is bfloat16, and what a product of weights takes is read and narrowed first.
     """
     batch, seq, hidden = sample.shape
     tokens, heads = batch * seq, max(1, hidden // 64)
@@ -30,19 +31,26 @@ def layer_seconds(profile: Profile, sample: Sample) -> float:
         ("softmax", 3 * scores), ("normalisation", 3 * states), ("normalisation", 3 * states),
         ("elementwise", 8 * states), ("elementwise", 3 * states), ("elementwise", 3 * states),
     ]  # fmt: skip
+    narrow = sample.dtype.startswith("float8")
+    if narrow:
+        operands = [m * k + k * n for kind, (m, n, k) in matmuls[:4]]
+        others += [("elementwise", 3.0 * count) for count in operands]
     device, efficiency = profile.device, profile.efficiency
-    arithmetic, _ = product_arithmetic(sample.dtype, "default", device.platform)
+    alone = "bfloat16" if narrow else sample.dtype
     forward, backward = 0.0, 0.0
     for kind, shape in matmuls:
         *group, m, n, k = shape
         many = group[0] if group else 1
         flops = 2.0 * many * m * n * k
-        bytes = float(width * many * (m * k + k * n + m * n))
+        dtype = sample.dtype if kind == "matmul" else alone
+        taken = 1 if dtype != alone else width
+        bytes = float(many * (taken * (m * k + k * n) + width * m * n))
+        arithmetic, _ = product_arithmetic(dtype, "default", device.platform)
         time = seconds(device, efficiency, flops, bytes, arithmetic, kind, shape)
         forward += time
         backward += 2 * time
     for kind, bytes in others:
-        time = seconds(device, efficiency, 0.0, bytes, sample.dtype, kind)
+        time = seconds(device, efficiency, 0.0, bytes, alone, kind)
         forward += time
         backward += 2 * time
     return forward if sample.name == "layer-forward" else forward + backward

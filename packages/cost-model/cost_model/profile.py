@@ -56,16 +56,17 @@ def marked_program(name: str) -> bool:
 def apply_profile(cluster: ClusterSpec, profile: Profile) -> ClusterSpec:
     """Return `cluster` with the measured device and links in every host group of that device.
 
-    A cluster at a quantile, whose costs were the profile's before they were scaled, stays, and so
-    does one whose costs are those of another program.
+    The memory stays that of the cluster, and so does a link that was not measured, as only one
+    device was there. A cluster at a quantile, whose costs were the profile's before they were
+    scaled, stays as it is, and so does one whose costs are those of another program.
     """
     if marked_quantile(cluster.name) or marked_program(cluster.name):
         return cluster
     groups = tuple(
         evolve(
             group,
-            device=profile.device,
-            intra_host=profile.intra_host,
+            device=evolve(profile.device, memory=group.device.memory),
+            intra_host=profile.intra_host if profile.devices_per_host > 1 else group.intra_host,
             host_link=profile.host_link or group.host_link,
         )
         if group.device.name == profile.device.name and not group.shared_compute

@@ -116,6 +116,7 @@ class MadeUpMachine:
     def __init__(self, platform="gpu", kind="Imaginary 9000", devices=4):
         self.platform, self.kind, self.devices = platform, kind, devices
         self.peaks = {"float32": 1e13, "tensorfloat32": 4e13, "bfloat16": 8e13}
+        self.peaks["float8_e4m3fn"] = 16e13
         self.calls = []
 
     def describe(self):
@@ -123,6 +124,9 @@ class MadeUpMachine:
 
     def num_devices(self):
         return self.devices
+
+    def prepare(self, measurements):
+        self.prepared = list(measurements)
 
     def matmul(self, m, n, k, dtype, num_devices):
         self.calls.append(("matmul", dtype, num_devices))

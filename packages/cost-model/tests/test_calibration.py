@@ -1,7 +1,7 @@
 import pytest
 
-from cost_model import CostModel, calibrate, cluster, stored_profile
-from cost_model.calibration import catalogue_device, measurements
+from cost_model import CostModel, calibrate, catalogue_device, cluster, stored_profile
+from cost_model.calibration import measurements
 from cost_model.profile import store_profile
 
 
@@ -60,7 +60,8 @@ def test_progress_counts_every_measurement(made_up_machine):
     seen = []
     calibrate(made_up_machine(), progress=lambda *step: seen.append(step))
     total = seen[-1][2]
-    assert [position for _, position, _ in seen] == list(range(total + 1))
+    assert seen[0][0] == "compiling"
+    assert [position for _, position, _ in seen[1:]] == list(range(total + 1))
     assert seen[-1][0] == "done"
 
 
@@ -74,11 +75,17 @@ def test_progress_counts_every_measurement(made_up_machine):
         ("NVIDIA L4", "l4"),
         ("TPU v5 lite", "tpu-v5e"),
         ("TPU v4", "tpu-v4"),
+        ("TPU v5p", "tpu-v5p"),
         ("NVIDIA TITAN RTX", "rtx-titan"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080ti"),
     ],
 )
 def test_device_kinds_are_found_in_the_catalogue(kind, name):
     assert catalogue_device(kind).name == name
+    assert cluster(f"{name}:1").host_groups[0].device == catalogue_device(kind)
 
 
 def test_unknown_device_kinds_are_not():

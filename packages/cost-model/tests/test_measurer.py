@@ -51,3 +51,14 @@ def test_without_jax_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("cost_model.measurer.importlib.import_module", refuse)
     with pytest.raises(ImportError, match=r"cost-model\[calibrate\]"):
         JaxMeasurer()
+
+
+@needs_jax
+def test_kernels_are_repeated_in_their_programs_on_accelerators(measurer, monkeypatch):
+    monkeypatch.setattr(JaxMeasurer, "_on_cpu", False)
+    small = [("matmul", (64, 32, 16, dtype, 1)) for dtype in ("tensorfloat32", "float8_e4m3fn")]
+    small += [("elementwise", (1 << 10, "float32")), ("layer", (64, 32, 1, "float8_e4m3fn"))]
+    measurer.prepare(small)
+    for method, arguments in small:
+        taken = getattr(measurer, method)(*arguments)
+        assert all(0 < each < 10 for each in (taken if method == "layer" else (taken,)))

@@ -1,7 +1,7 @@
 import pytest
 
 from alpa_interchange.document import DocumentError
-from cost_model import cluster, store_profile, stored_profile
+from cost_model import calibrate, cluster, store_profile, stored_profile
 from cost_model.host import default_host_profile
 from cost_model.profile import apply_profile, profile_directory
 
@@ -32,3 +32,14 @@ def test_a_damaged_profile_is_named():
 def test_only_groups_of_the_measured_device_change():
     spec = cluster("h100:8")
     assert apply_profile(spec, default_host_profile()) == spec
+
+
+def test_a_profile_of_one_device_leaves_links_and_memory_of_a_cluster(made_up_machine):
+    spec = cluster("h200:8")
+    alone = calibrate(made_up_machine(kind="NVIDIA H200", devices=1))
+    (before,), (after,) = spec.host_groups, apply_profile(spec, alone).host_groups
+    assert (after.intra_host, after.device.memory) == (before.intra_host, before.device.memory)
+    assert after.device.peak_flops != before.device.peak_flops
+    several = calibrate(made_up_machine(kind="NVIDIA H200", devices=4))
+    (measured,) = apply_profile(spec, several).host_groups
+    assert measured.intra_host == several.intra_host
