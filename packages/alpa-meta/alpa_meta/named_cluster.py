@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
+from attrs import evolve
 
 from alpa_interchange import ClusterSpec
 from alpa_meta.errors import PlanError
+from cost_model import catalogue_device
 from cost_model import cluster as cluster_by_name
 
 
 def local_cluster() -> ClusterSpec:
-    """Return the cluster made of this process's devices."""
+    """Return the cluster made of this process's devices, with the memory that jax may take."""
     devices = jax.devices()
     if devices[0].platform == "cpu":
         return cluster_by_name(f"host:{len(devices)}")
-    kind = devices[0].device_kind.lower()
-    for name in ("h100", "h200", "b200", "a100", "v100", "l4"):
-        if name in kind:
-            return named_cluster(f"{name}:{len(devices)}")
-    raise PlanError(
-        f"this process has {len(devices)} devices of kind {devices[0].device_kind!r}, which the "
-        "catalogue does not know; name a cluster: parallelize(step, cluster=...)"
+    device = catalogue_device(devices[0].device_kind)
+    if device is None:
+        raise PlanError(
+            f"this process has {len(devices)} devices of kind {devices[0].device_kind!r}, which "
+            "the catalogue does not know; name a cluster: parallelize(step, cluster=...)"
+        )
+    return _with_memory(
+        named_cluster(f"{device.name}:{len(devices)}"), memory_of(jax.local_devices())
     )
+
+
+def memory_of(devices: Sequence[Any]) -> float | None:
+    """Return the least bytes that jax may take of these devices; None where it does not say.
+
+    By default jax takes three quarters of a GPU (XLA_PYTHON_CLIENT_MEM_FRACTION).
+    """
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((float(limit) for limit in limits if limit), default=None)
+
+
+def _with_memory(cluster: ClusterSpec, memory: float | None) -> ClusterSpec:
+    if memory is None:
+        return cluster
+    groups = tuple(
+        evolve(group, device=evolve(group.device, memory=memory)) for group in cluster.host_groups
+    )
+    return evolve(cluster, host_groups=groups)
 
 
 def named_cluster(name: str) -> ClusterSpec:
