@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from resharding import Box, jax_memory
 from resharding.jax_memory import JaxMemory, carrier_of
+from resharding.nccl_library import NcclRanks, Operation, unique_id
 
 DTYPES = [
     "bool",
@@ -126,3 +127,50 @@ def test_memory_of_a_gpu_is_adopted_after_an_event_of_another_stream():
     made = memory.adopt(received, event)
     assert made.unsafe_buffer_pointer() == into.pointer
     np.testing.assert_array_equal(made, source)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    all(device.platform != "gpu" for device in jax.devices()), reason="needs a CUDA device"
+)
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "complex64", "int8", "bool", "float8_e4m3fn", "int4"]
+)
+def test_a_gpu_sends_to_itself_between_memory_of_jax(dtype):
+    """One rank: what is being computed is sent, and programs read what has not yet arrived."""
+    device = jax.devices("gpu")[0]
+    memory = JaxMemory({0: device})
+    ways = [
+        NcclRanks(name, unique_id(), 1, {0: memory.cuda_index(0)}) for name in ("forth", "back")
+    ]
+    values = jnp.asarray(np.arange(1 << 22) % 2, jnp.dtype(dtype)).reshape(1 << 11, 1 << 11)
+    (tile,) = memory.cut(values, (0, 0), [Box((0, 0), (1 << 11, 1 << 11))])
+    for ranks in ways * 3:
+        received = memory.empty(tile.shape, dtype, 0)
+        slow = slowly(tile)
+        given = memory.export(slow, ranks.streams[0].ptr)
+        into = memory.export(received, ranks.streams[0].ptr)
+        assert given.pointer == slow.unsafe_buffer_pointer()
+        ranks.issue(
+            [
+                Operation(True, 0, 0, given.pointer, given.nbytes),
+                Operation(False, 0, 0, into.pointer, into.nbytes),
+            ],
+            "to itself",
+        )
+        arrived = memory.adopt(received, ranks.event(0))
+        assert arrived.unsafe_buffer_pointer() == into.pointer
+        joined = memory.join([arrived], 0, dtype)
+        assert joined.dtype == values.dtype
+        assert (joined == values).all()
+    for ranks in ways:
+        ranks.check()
+        ranks.abort()
+
+
+@jax.jit
+def slowly(tile):
+    """Return `tile`, after products that take some milliseconds of a GPU."""
+    ones = jnp.ones((1 << 12, 1 << 12))
+    product = jax.lax.fori_loop(0, 20, lambda _, a: (a @ ones) * (1.0 / (1 << 12)), ones)
+    return jnp.where(product[0, 0] > 0.5, tile, jnp.zeros_like(tile))
