@@ -31,6 +31,32 @@ def test_the_picture_is_drawn(tmp_path, source):
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs the extra resharding[picture]")
+def test_bars_of_relays_have_the_colour_of_where_their_bytes_come_from(tmp_path):
+    from matplotlib.image import imread
+
+    path = tmp_path / "plan.png"
+    command = ["plan", "--tensor", "int8[8192]", "--from", "2x1:S0", "--to", "2x2:R"]
+    command += ["--issue", "none", "--cluster", "latency=1e-5", "--picture", str(path)]
+    greys = []
+    for strategy in ("parallel_chains", "tile_all_gather"):
+        assert main([*command, "--strategy", strategy]) == 0
+        pixels = imread(path)[..., :3]
+        greys.append(int((abs(pixels - 0xBB / 255) < 1e-3).all(axis=-1).sum()))
+    relayed, gathered = greys
+    assert 20 * relayed < gathered  # a gather moves what came from both hosts
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs the extra resharding[picture]")
+def test_the_picture_of_many_devices_can_be_opened(tmp_path):
+    from matplotlib.image import imread
+
+    path = tmp_path / "plan.png"
+    command = ["plan", "--tensor", "int8[210]", "--from", "1x1:R", "--to", "3x70:S01"]
+    assert main([*command, "--picture", str(path)]) == 0
+    assert imread(path).shape[0] < 8192
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
