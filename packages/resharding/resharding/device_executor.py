@@ -22,6 +22,9 @@ from resharding.device_order import Order, join_order
 from resharding.slices import Box, device_tiles
 from resharding.traffic import boxes_moved, gathered_pieces
 
+# XLA for CPUs ends the process ("Check failed: bit_offset") when it compiles their concatenation.
+_WIDENED = (jnp.int2, jnp.uint2)
+
 Corners: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop, in a tile
 
 
@@ -113,10 +116,17 @@ def _cut(tile: jax.Array, corners: tuple[Corners, ...]) -> tuple[jax.Array, ...]
 
 @functools.partial(jax.jit, static_argnums=1)
 def join(pieces: tuple[jax.Array, ...], order: Order) -> jax.Array:
+    dtype = pieces[0].dtype
+    if dtype not in _WIDENED:
+        return _joined(pieces, order)
+    return _joined(tuple(piece.astype(jnp.int8) for piece in pieces), order).astype(dtype)
+
+
+def _joined(pieces: tuple[jax.Array, ...], order: Order) -> jax.Array:
     if isinstance(order, int):
         return pieces[order]
     dim, parts = order
-    return jax.lax.concatenate([join(pieces, part) for part in parts], dim)
+    return jax.lax.concatenate([_joined(pieces, part) for part in parts], dim)
 
 
 def _corners(box: Box, tile: Box) -> Corners:

@@ -49,6 +49,11 @@ def reshard(arrays: Any, shardings: Any, *, through: str = "auto") -> Any:
 
     def below(to: Any, part: Any) -> Any:
         sharding = SingleDeviceSharding(to) if isinstance(to, jax.Device) else to
+        if not isinstance(sharding, Sharding):
+            raise TypeError(
+                f"reshard needs a jax sharding or device for each array, got {to!r}; name the "
+                "layout with NamedSharding(mesh, PartitionSpec(...))"
+            )
         return jax.tree.map(lambda array: _reshard(array, sharding, through), part)
 
     return jax.tree.map(below, shardings, arrays)
@@ -93,6 +98,11 @@ def placed_tensor(sharding: Sharding, rank: int) -> PlacedTensor:
 
 
 def _reshard(array: Any, sharding: Sharding, through: str) -> Any:
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"reshard moves arrays, got a traced value of type {jax.typeof(array)}; call it "
+            "outside jit, grad and vmap, or use jax.device_put there"
+        )
     if not isinstance(array, jax.Array):
         return jax.device_put(array, sharding)
     if array.sharding == sharding:

@@ -164,6 +164,19 @@ def test_without_jax_reshard_says_what_is_missing(monkeypatch):
         resharding.reshard(1.0, None)
 
 
+@pytest.mark.parametrize("to", ["cpu", P("x"), np.ones(1)])
+def test_what_is_no_layout_is_refused_with_advice(to):
+    with pytest.raises(TypeError, match=r"needs a jax sharding or device .*NamedSharding\(mesh, "):
+        reshard(np.ones(4), to)
+
+
+def test_traced_values_are_refused_with_advice():
+    here = SingleDeviceSharding(jax.devices()[0])
+    for transform in (jax.jit, jax.grad, jax.vmap):
+        with pytest.raises(TypeError, match=r"traced value of type .*float32.*call it outside jit"):
+            transform(lambda array: reshard(array, here).sum())(np.ones((2, 2), np.float32))
+
+
 def test_layouts_without_a_mesh_are_refused_with_advice():
     with pytest.raises(TypeError, match="needs a NamedSharding or SingleDeviceSharding"):
         placed_tensor(object(), 1)
