@@ -72,7 +72,11 @@ class Network:
         fill = sum(num_bytes / rate for rate in rates) - num_bytes / min(rates)
         most = max(1, int(num_bytes // self.least_chunk_bytes))
         if self.latency > 0:
-            wanted = math.sqrt(fill / self.latency)
+            wanted = math.sqrt(fill / self.latency)  # the best of those beside it is the best
+            few = max(1, math.floor(wanted))
+            wanted = few + (
+                fill / few + few * self.latency > fill / (few + 1) + (few + 1) * self.latency
+            )
         else:
             wanted = max(num_bytes / self.chunk_bytes, 250 * fill * min(rates) / num_bytes)
         return max(1, min(most, math.ceil(wanted)))

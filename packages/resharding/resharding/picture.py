@@ -76,10 +76,10 @@ def draw(made: ReshardingPlan, course: Simulation, path: Path) -> None:
                     fontsize=6.5,
                     color="white",
                 )
-    for (fill, apart), corners in bars.items():
+    for (fill, apart), several in bars.items():
         width = 0.6 if apart else 0.0
         axes.add_collection(
-            PolyCollection(corners, facecolor=fill, edgecolor="white", linewidth=width)
+            PolyCollection(several, facecolor=fill, edgecolor="white", linewidth=width)
         )
     axes.axvline(made.lower_bound / scale, color="#222222", linestyle="--", linewidth=1)
     named = devices[:: -(-len(devices) // _MOST_NAMED)]

@@ -67,6 +67,14 @@ class Box:
         )
 
 
+def bounding_box(boxes: Iterable[Box]) -> Box:
+    """Return the smallest box that all of `boxes` are in."""
+    starts, stops = zip(*((box.start, box.stop) for box in boxes), strict=True)
+    return Box(
+        tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True)))
+    )
+
+
 @frozen(kw_only=True)
 class Slice:
     """One unit of communication: `receivers` need `box`, of which every holder has a copy."""

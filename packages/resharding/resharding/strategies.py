@@ -34,7 +34,15 @@ from resharding.drafts import (
 )
 from resharding.network import Links
 from resharding.slices import Slice, bounding_hosts, by_host, split_box
-from resharding.tiles import TILES, tile_all_gather, tile_host_gather, tile_tree, tiles_by_rounds
+from resharding.tiles import (
+    TILES,
+    tile_all_gather,
+    tile_exchange,
+    tile_host_gather,
+    tile_tree,
+    tiles_by_rounds,
+)
+from resharding.trees import slice_trees
 
 # Parts of all slices together where hosts have several cards: 60 random pairs with 8 cards at 10 us
 # are at 1.0396 x the bound with 4,043 transfers, with 256 at 1.0386 with 4,657, without at 1.0422.
@@ -46,6 +54,8 @@ _MOST_ORDERED = 64
 # Slices that enter by several cards where devices block: with 16 two of those pairs take 11 and 2 %
 # longer, and the slowest is planned in 109 ms in place of 76.
 _MOST_BY_ENTRY = 8
+# Slices for `slice_tree`, each as often as it is wanted: all copies are looked at for each.
+_MOST_IN_TREES = 64
 _TAIL = 0.1  # of what a chain's bytes take: what its last chunks may take behind them
 
 
@@ -242,14 +252,25 @@ def fan(
     return strategy
 
 
+def slice_tree(slices: Sequence[Slice], setting: Setting) -> Draft:
+    """Return copies of slices by those who hold them or have been sent them (`trees`)."""
+    local = local_transfers(slices)
+    copies = slice_trees(slices, setting.links)
+    first = len(local)
+    copies = [evolve(each, after=tuple(k + first for k in each.after)) for each in copies]
+    return Draft((*local, *copies), 0.0)
+
+
 Strategy = Callable[[Sequence[Slice], Setting], Draft]
 
 STRATEGIES: dict[str, Strategy] = {  # those that win most often first
     "broadcast": broadcast,
     "tile_all_gather": tile_all_gather,
+    "tile_exchange": tile_exchange,
     "tile_host_gather": tile_host_gather,
     "tile_tree": tile_tree,
     "send_recv": send_recv,
+    "slice_tree": slice_tree,
     "two_level_broadcast": two_level_broadcast,
     "card_broadcast": card_broadcast,
     "local_all_gather": local_all_gather,
@@ -274,13 +295,20 @@ def candidates(slices: Sequence[Slice], links: Links, most_receivers: int = 192)
         return ("broadcast",)
     tiles = tiles_by_rounds(slices, links) if links.network.latency else ("tile_all_gather",)
     count = sum(len(piece.receivers) for piece in slices)
+    trees = ("slice_tree",) if trees_pay(count, links) else ()
     if count > most_receivers:
         few = (*tiles, "two_level_broadcast", "broadcast")
         return (*few, "send_recv") if count <= 2 * most_receivers else few
     if len(tiles) > 1:
-        return (*tiles[:2], "broadcast", "send_recv", "two_level_broadcast")
-    others = [name for name in STRATEGIES if name not in (*TILES, *FANS, *WAVES, *CARDS)]
+        return (*tiles[:3], "broadcast", *trees, "send_recv", "two_level_broadcast")
+    skipped = (*TILES, *FANS, *WAVES, *CARDS, "slice_tree")
+    others = [name for name in STRATEGIES if name not in skipped]
     return (*tiles, *others)
+
+
+def trees_pay(count: int, links: Links) -> bool:
+    """Return whether `slice_tree` is tried for a number of slices, as often as each is wanted."""
+    return count <= _MOST_IN_TREES and links.network.issue != "none"
 
 
 def _scattered(slices: Sequence[Slice], deliveries: Sequence[Delivery], setting: Setting) -> Draft:

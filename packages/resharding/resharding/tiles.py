@@ -4,6 +4,7 @@ n devices on A hosts want a tile of m slices of few bytes. Latencies where opera
 
     a chain for each slice                                                    m n
     tile_all_gather   slices to all devices, a ring of all of them            m / n + n - 1
+    tile_exchange     slices to all devices, rings of few of them (`exchanges`)  m / n + sum (f - 1)
     tile_host_gather  slices to one device of each host, a ring of those,
                       and the whole tile from there                           m / A + A - 1 + inside
     tile_tree         slices to one device, the whole tile from there         m + log2 A + inside
@@ -27,11 +28,12 @@ from resharding.drafts import (
     local_transfers,
     spread,
 )
+from resharding.exchanges import Exchange, factors, rings_in_turn
 from resharding.listing import listed
 from resharding.network import Links
-from resharding.slices import Box, Slice, bounding_hosts
+from resharding.slices import Box, Slice, bounding_box, bounding_hosts, by_host
 
-TILES = ("tile_all_gather", "tile_host_gather", "tile_tree")
+TILES = ("tile_all_gather", "tile_exchange", "tile_host_gather", "tile_tree")
 
 _Tiles = dict[tuple[int, ...], list[Slice]]  # by the devices that want it
 
@@ -48,6 +50,22 @@ def tile_all_gather(slices: Sequence[Slice], setting: Setting) -> Draft:
     for receivers, pieces in tiles.items():
         transfers.append(_gather(pieces, receivers, arrived))
     return Draft(tuple(transfers), 0.0)
+
+
+def tile_exchange(slices: Sequence[Slice], setting: Setting) -> Draft:
+    """Return a copy per slice to one of its receivers, and small rings that gather each tile."""
+    tiles, others = _tiles(slices)
+    exchanges = []
+    owners: dict[Box, int] = {}
+    for receivers, pieces in tiles.items():
+        exchange = Exchange(list(by_host(receivers, setting.host_of).values()))
+        exchange.split(pieces)
+        exchanges.append(exchange)
+        owners |= exchange.owners
+    transfers, arrived = _collected(slices, tiles, others, owners, setting)
+    for exchange in exchanges:
+        transfers += exchange.gathers(arrived, len(transfers))
+    return Draft(tuple(transfers) if setting.unordered else listed(transfers, setting), 0.0)
 
 
 def tile_host_gather(slices: Sequence[Slice], setting: Setting) -> Draft:
@@ -105,11 +123,17 @@ def tiles_by_rounds(slices: Sequence[Slice], links: Links) -> tuple[str, ...]:
         each = count / num_hosts
         inside = math.log2(each) if links.network.issue == "device" else each - 1
         rounds["tile_all_gather"] += len(pieces) / count + count - 1
+        rounds["tile_exchange"] += len(pieces) / count + rings_in_turn(
+            count // num_hosts, num_hosts, links.network.issue == "host"
+        )
         rounds["tile_host_gather"] += len(pieces) / num_hosts + num_hosts - 1 + inside
         rounds["tile_tree"] += len(pieces) + math.log2(num_hosts) + inside
-    alike = all(len(bounding_hosts(key, links.host_of)) == len(key) for key in tiles)
-    names = sorted(TILES, key=rounds.__getitem__)
-    return tuple(name for name in names if name != "tile_host_gather" or not alike)
+    alike: set[str] = set()  # those that are the same as another one
+    if all(len(bounding_hosts(key, links.host_of)) == len(key) for key in tiles):
+        alike.add("tile_host_gather")
+    if all(len(factors(len(key))) == 1 for key in tiles):
+        alike.add("tile_exchange")
+    return tuple(sorted(set(TILES) - alike, key=lambda name: (rounds[name], TILES.index(name))))
 
 
 def _tiles(slices: Sequence[Slice]) -> tuple[_Tiles, list[Slice]]:
@@ -147,10 +171,7 @@ def _collected(
 
 def _whole(pieces: Sequence[Slice], sender: int, receivers: tuple[int, ...]) -> Delivery:
     """Return the tile that `pieces` make up, on its way from one device to others."""
-    box = Box(
-        tuple(map(min, zip(*(piece.box.start for piece in pieces), strict=True))),
-        tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True))),
-    )
+    box = bounding_box(piece.box for piece in pieces)
     size = sum(piece.num_bytes for piece in pieces)
     return Delivery(
         Slice(box=box, num_bytes=size, holders=(sender,), receivers=receivers, in_place=()),

@@ -26,12 +26,18 @@ def edges(transfer: Transfer) -> tuple[tuple[int, int], ...]:
 def gathered_pieces(
     transfers: Sequence[Transfer], transfer: Transfer
 ) -> tuple[tuple[int, Box], ...]:
-    """Return (owner, piece) of what a gather exchanges: the slices its `after` copies brought."""
-    return tuple(
-        (transfers[k].receivers[0], Box(transfers[k].start, transfers[k].stop))
-        for k in transfer.after
-        if transfers[k].method == "copy"
-    )
+    """Return (owner, piece) of what a gather exchanges: the slices its `after` copies brought, and
+    all that earlier gathers of `after` gathered on its receivers."""
+    pieces: dict[tuple[int, Box], None] = {}
+    for k in transfer.after:
+        earlier = transfers[k]
+        if earlier.method == "copy":
+            pieces[earlier.receivers[0], Box(earlier.start, earlier.stop)] = None
+        elif earlier.method == "gather":
+            found = dict.fromkeys(piece for _, piece in gathered_pieces(transfers, earlier))
+            owners = [device for device in earlier.receivers if device in transfer.receivers]
+            pieces.update(dict.fromkeys((owner, piece) for owner in owners for piece in found))
+    return tuple(pieces)
 
 
 def boxes_moved(plan: ReshardingPlan) -> Iterator[tuple[Box, ...]]:
