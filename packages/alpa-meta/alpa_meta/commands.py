@@ -368,10 +368,12 @@ def show(
     terminal = console()
     print_plan(loaded, terminal, every_parameter=parameters)
     if picture is not None:
-        from alpa_meta.report.plan_figure import draw_plan
+        from alpa_interchange import load_menu, menu_path
+        from alpa_meta.report.plan_picture import write_picture
 
-        draw_plan(picture, loaded)
-        terminal.print(f"wrote {picture}")
+        beside = menu_path(plan)
+        menu = load_menu(loaded, beside) if beside.exists() else None
+        write_picture(picture, loaded, menu, terminal)
 
 
 def _options(given: Mapping[str, Any]) -> str:

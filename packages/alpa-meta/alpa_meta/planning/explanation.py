@@ -24,7 +24,7 @@ from operator import eq
 from attrs import evolve, frozen
 
 import stage_dp
-from alpa_interchange import KeptMenu, ParallelPlan
+from alpa_interchange import KeptMenu, ParallelPlan, StagePlan
 from alpa_interchange.amounts import counted, format_bytes, format_seconds
 from alpa_interchange.menu import JointPlan, JointProblem, LayerMenu, LayerRow, MeshMenu
 from alpa_interchange.plan_text import mesh_text, number_text
@@ -102,14 +102,17 @@ def explain(
     plan: ParallelPlan,
     menu: KeptMenu,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    *,
+    pipeline_only: bool = False,
 ) -> Explanation:
     """Return the decisions of `plan`, each with the price of its next best alternative.
 
+    `pipeline_only`: schedule, microbatches, stages and meshes, not what single stages decide.
     `menu` is what the plan was chosen from: `step.menu`, or `load_menu(plan, "plan.menu.json")`.
     `progress(stage, done, total)` is called as that of `Options`.
     """
     base = _with_room(priced(plan, menu, problem_of(menu, num_microbatches=plan.num_microbatches)))
-    decisions = _decisions(base)
+    decisions = [*_of_pipeline(base), *([] if pipeline_only else _of_stages(base))]
     found: list[Alternative] = []
     for number, alternatives in enumerate(decisions):
         progress("explain", number, len(decisions))
@@ -145,18 +148,25 @@ def _with_room(base: Priced) -> Priced:
     return evolve(base, problem=evolve(base.problem, device_groups=tuple(groups)))
 
 
-def described(plan: JointPlan) -> str:
+def described(plan: JointPlan | StagePlan) -> str:
+    """Return the settings of a pipeline: its stages, microbatches and schedule."""
     count = counted(plan.num_microbatches, "microbatch", "microbatches")
     return f"{counted(len(plan.stages), 'stage')}, {count}, {plan.schedule}"
 
 
-def _decisions(base: Priced) -> list[Callable[[], Iterable[Alternative]]]:
-    """Return what prices the alternatives of each decision, of few at a time."""
+def _of_pipeline(base: Priced) -> list[Callable[[], Iterable[Alternative]]]:
+    """Return what prices the alternatives of each decision about the pipeline."""
     near = evolve(near_counts(base.problem, base.plan.num_microbatches), proof=False)
     searched = (_schedule, _microbatches, _stages)
     return [
         *(functools.partial(decision, base, near) for decision in searched),
         *(functools.partial(_meshes, base, near, m) for m in dict.fromkeys(base.meshes)),
+    ]
+
+
+def _of_stages(base: Priced) -> list[Callable[[], Iterable[Alternative]]]:
+    """Return what prices the alternatives of each decision about single stages."""
+    return [
         *(functools.partial(_boundary, base, place) for place in range(len(base.stages) - 1)),
         *(functools.partial(_of_run, base, run) for run in _runs(base)),
     ]

@@ -40,22 +40,22 @@ def draw_loss(
         axes.plot(at, loss, color="#9ecae1", linewidth=0.8, label="training, each step")
         if len(loss) >= SMOOTHED_STEPS:
             smooth = np.convolve(loss, np.full(SMOOTHED_STEPS, 1 / SMOOTHED_STEPS), mode="valid")
+            # Drawn in the middle of its steps: at their end it would lie above a falling curve.
+            middle = at[: len(smooth)] + (at[SMOOTHED_STEPS - 1 :] - at[: len(smooth)]) / 2
             axes.plot(
-                at[SMOOTHED_STEPS - 1 :],
+                middle,
                 smooth,
                 color="#0072b2",
                 linewidth=1.6,
-                label=f"training, mean of {SMOOTHED_STEPS} steps",
+                label=f"training, mean of {SMOOTHED_STEPS} steps around",
             )
         if trigram is not None:
-            axes.axhline(trigram, color="#d55e00", linestyle="--", linewidth=1.2)
-            axes.annotate(
-                f"byte trigram, held-out: {trigram:.3f}",
-                (at[0], trigram),
-                xytext=(4, -11),
-                textcoords="offset points",
+            axes.axhline(
+                trigram,
                 color="#d55e00",
-                fontsize=8,
+                linestyle="--",
+                linewidth=1.2,
+                label=f"byte trigram, held-out: {trigram:.3f}",
             )
         if held_out is not None:
             axes.plot(

@@ -1,52 +1,54 @@
-"""The picture of a plan: layers, the devices of each stage, what the step goes to, memory, and the
-predicted schedule."""
+"""The picture of a plan: layers, the devices of each stage, what the step goes to, memory, the
+next best settings, how the largest tensors are sharded, and the predicted schedule."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import astuple
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from alpa_interchange import TensorType
-from alpa_interchange.amounts import counted, format_bytes, format_seconds
+from alpa_interchange import DeviceMesh
+from alpa_interchange.amounts import counted, format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_interchange.plan_text import mesh_text, number_text
-from alpa_meta.report.plan_difference import TimeSplit, time_splits
+from alpa_meta.planning.explanation import Explanation
+from alpa_meta.report.plan_bars import draw_memory, draw_settings, draw_time
+from alpa_meta.report.plan_difference import time_splits
 from alpa_meta.report.plan_table import layer_text
+from alpa_meta.report.plan_tensors import columns_height, draw_tensors, tensor_columns
 from alpa_meta.report.predicted_events import predicted_events
-from alpa_meta.report.style import (
-    INK,
-    MEMORY_COLOURS,
-    SERIES_COLOURS,
-    TIME_COLOURS,
-    figure_file,
-    plain,
-)
-from alpa_meta.report.tensor_class import classify_tensors
-from alpa_meta.report.timeline_figure import phase_patches, plot_events
+from alpa_meta.report.style import CHARACTER, INK, cut_text, figure_file, stage_colour
+from alpa_meta.report.timeline_figure import plot_schedule, schedule_height
 
-MAX_DRAWN_TENSORS = 7  # per stage, the largest
-MAX_TENSOR_PANELS = 4  # stages beyond are like these, or are shown by `alpa show`
-MAX_MESH_PANELS = 6  # beside the bars
-MAX_NAMED_BARS = 2  # more are numbered
-MAX_DRAWN_CUTS = 16  # along one side of a tensor
-MAX_DRAWN_DEVICES = 64  # per stage; larger meshes are drawn as one block
+WIDTH = 11.0  # inches
+MAX_MESHES_IN_A_ROW = 8
+MAX_DRAWN_DEVICES = 64  # per mesh; larger ones are drawn as one block
+MAX_DEVICE_ROWS = 4  # of full height; more are drawn lower
 
 
-def draw_plan(path: Path, plan: ParallelPlan) -> None:
-    """Write a picture of `plan` as PNG at `path`."""
+def draw_plan(path: Path, plan: ParallelPlan, found: Explanation | None = None) -> None:
+    """Write a picture of `plan` as PNG at `path`, with the next best settings where `found` says
+    what they cost."""
     num_stages = plan.num_stages
-    columns = min(num_stages, MAX_TENSOR_PANELS)
-    heights = [0.8, 2.3, 0.35 + 0.26 * MAX_DRAWN_TENSORS, 1.3 + 0.45 * num_stages]
-    with figure_file(path, 11.0, sum(heights) + 0.3) as figure:
-        rows: Any = figure.subfigures(4, 1, height_ratios=heights)
+    meshes = _meshes(plan)
+    across = min(len(meshes), MAX_MESHES_IN_A_ROW)
+    down = -(-len(meshes) // across)
+    device_rows = min(max(_grid(mesh)[0] for mesh, _ in meshes), MAX_DEVICE_ROWS)
+    tensors = tensor_columns(plan)
+    events = predicted_events(plan)
+    heights = [
+        0.85,
+        down * (0.65 + 0.27 * device_rows),
+        2.3,
+        columns_height(tensors),
+        schedule_height(plan.stage_plan.num_meshes),
+    ]
+    with figure_file(path, WIDTH, sum(heights) + 0.3) as figure:
+        rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
         title = (
             f"{plan.cluster.name}: {counted(num_stages, 'stage')}, "
             f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}, "
@@ -55,28 +57,41 @@ def draw_plan(path: Path, plan: ParallelPlan) -> None:
         )
         figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left")
         _draw_layers(rows[0].subplots(), plan)
-        splits = time_splits(plan)
-        drawn = min(num_stages, MAX_MESH_PANELS)
-        figures = 1 + (splits is not None)
-        wide = [1.0] * drawn + [max(1.0, 0.25 * num_stages)] * figures
-        panels = rows[1].subplots(1, drawn + figures, squeeze=False, width_ratios=wide)[0]
-        for index in range(drawn):
-            _draw_devices(panels[index], plan, index)
-        if splits is not None:
-            _draw_time(panels[drawn], splits)
-        _draw_memory(panels[-1], plan)
-        for index, axes in enumerate(rows[2].subplots(1, columns, squeeze=False)[0]):
-            _draw_tensors(axes, plan, index)
-        axes = plain(rows[3].subplots())
-        shown = plot_events(axes, predicted_events(plan), _mesh_names(plan))
-        axes.set_title("predicted schedule", fontsize=9, color=INK, loc="left")
-        rows[3].legend(
-            handles=phase_patches(shown),
-            loc="outside lower center",
-            ncols=6,
-            frameon=False,
-            fontsize=8,
-        )
+        panels = rows[1].subplots(down, across, squeeze=False).flat
+        for place, axes in enumerate(panels):
+            if place < len(meshes):
+                _draw_devices(axes, plan, *meshes[place], WIDTH / across)
+            else:
+                axes.set_axis_off()
+        _draw_bars(rows[2], plan, found)
+        most_rows = max(len(column.classes) for column in tensors)
+        columns = rows[3].subplots(1, len(tensors), squeeze=False)[0]
+        for axes, column in zip(columns, tensors, strict=True):
+            draw_tensors(axes, column, most_rows, WIDTH / len(tensors))
+        names = [f"mesh {index}" for index in range(plan.stage_plan.num_meshes)]
+        plot_schedule(rows[4], events, names, title="predicted schedule", width=WIDTH)
+
+
+def _draw_bars(figure: Any, plan: ParallelPlan, found: Explanation | None) -> None:
+    """Draw what the step goes to, the memory, and the next best settings, as far as known."""
+    splits = time_splits(plan)
+    panels = list(
+        figure.subplots(1, 1 + (splits is not None) + (found is not None), squeeze=False)[0]
+    )
+    if splits is not None:
+        draw_time(panels.pop(0), splits)
+    draw_memory(panels.pop(0), plan)
+    if found is not None:
+        draw_settings(panels.pop(0), plan, found)
+
+
+def _meshes(plan: ParallelPlan) -> list[tuple[DeviceMesh, list[int]]]:
+    """Return the meshes of a plan, each with the stages that run on it."""
+    found: dict[tuple[object, ...], tuple[DeviceMesh, list[int]]] = {}
+    for stage, sharding in enumerate(plan.shardings):
+        mesh = sharding.mesh
+        found.setdefault((mesh.logical, mesh.device_ids), (mesh, []))[1].append(stage)
+    return list(found.values())
 
 
 def _draw_layers(axes: Axes, plan: ParallelPlan) -> None:
@@ -86,177 +101,96 @@ def _draw_layers(axes: Axes, plan: ParallelPlan) -> None:
     total = max(float(work.sum()), 1.0)
     widths = np.maximum(work / total, 0.02)
     starts = np.concatenate([[0.0], np.cumsum(widths)])
+    inch = starts[-1] / WIDTH
     cuts = plan.layer_cuts
-    for layer, left, width in zip(plan.layers, starts[:-1], widths, strict=True):
-        stage = sum(layer.index >= cut for cut in cuts)
+    stage_of = [sum(layer.index >= cut for cut in cuts) for layer in plan.layers]
+    for layer, left, width, stage in zip(plan.layers, starts[:-1], widths, stage_of, strict=True):
         box = Rectangle(
-            (left, 0), width, 1, facecolor=_colour(stage), edgecolor="white", linewidth=1
+            (left, 0), width, 1, facecolor=stage_colour(stage), edgecolor="white", linewidth=1
         )
         axes.add_patch(box)
-        if width / starts[-1] > 0.025:
+        if width > 1.2 * CHARACTER * len(str(layer.index)) * inch:
             axes.text(
                 left + width / 2,
                 0.5,
                 str(layer.index),
                 ha="center",
                 va="center",
-                fontsize=8,
+                fontsize=7,
                 color="white",
             )
+    for stage in range(plan.num_stages):
+        own = [place for place, other in enumerate(stage_of) if other == stage]
+        if own:
+            left, right = starts[own[0]], starts[own[-1] + 1]
+            name = f"stage {stage}"
+            fits = right - left > CHARACTER * len(name) * inch
+            axes.text(
+                (left + right) / 2,
+                -0.12,
+                name if fits else str(stage),
+                ha="center",
+                va="top",
+                fontsize=7,
+                color=INK,
+            )
     axes.set_xlim(0, starts[-1])
-    axes.set_ylim(0, 1)
+    axes.set_ylim(-0.5, 1)
     axes.set_title("layers, as wide as their work", fontsize=9, color=INK, loc="left")
 
 
-def _draw_devices(axes: Axes, plan: ParallelPlan, index: int) -> None:
-    """Draw the devices of one stage as the grid of its logical mesh."""
-    mesh = plan.shardings[index].mesh
-    shape = mesh.logical.shape or (1,)
-    columns = shape[-1] if mesh.logical.num_devices <= MAX_DRAWN_DEVICES else 1
-    rows = mesh.logical.num_devices // columns if columns > 1 or len(shape) > 1 else 1
-    if mesh.logical.num_devices > MAX_DRAWN_DEVICES:
-        rows = columns = 1
-    ids = np.array(mesh.device_ids)
-    labels = (
-        [number_text(ids)]
-        if rows * columns != ids.size
-        else [str(number) for number in ids.tolist()]
-    )
+def _grid(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the rows and columns that the devices of a mesh are drawn in: its last axis across."""
+    count = mesh.logical.num_devices
+    if count > MAX_DRAWN_DEVICES:
+        return 1, 1
+    columns = mesh.logical.shape[-1] if mesh.logical.shape else 1
+    return count // columns, columns
+
+
+def _draw_devices(
+    axes: Axes, plan: ParallelPlan, mesh: DeviceMesh, stages: Sequence[int], width: float
+) -> None:
+    """Draw the devices of one mesh as its logical grid, in a panel `width` inches wide."""
+    rows, columns = _grid(mesh)
+    ids = number_text(mesh.device_ids)
+    labels = [str(number) for number in mesh.device_ids] if rows * columns > 1 else [ids]
+    colours = [stage_colour(stage) for stage in stages]
+    fits = 0.9 * width / columns > CHARACTER * max(map(len, labels)) and rows <= MAX_DEVICE_ROWS
     for position, label in enumerate(labels):
         row, column = divmod(position, columns)
-        axes.add_patch(
-            Rectangle(
-                (column + 0.06, row + 0.06),
-                0.88,
-                0.88,
-                facecolor=_colour(index),
-                alpha=0.85,
-                edgecolor="none",
+        # The first stage's colour carries the number; other stages of the mesh are strips below.
+        strip = 0.3 / (len(colours) - 1) if len(colours) > 1 else 0.0
+        edges = [0.08, *(0.92 - strip * left for left in range(len(colours) - 1, -1, -1))]
+        for colour, top, bottom in zip(colours, edges, edges[1:], strict=False):
+            axes.add_patch(
+                Rectangle((column + 0.03, row + top), 0.94, bottom - top, facecolor=colour)
             )
-        )
-        axes.text(
-            column + 0.5, row + 0.5, label, ha="center", va="center", fontsize=8, color="white"
-        )
-    axes.set_xlim(0, max(columns, 1))
-    axes.set_ylim(max(rows, 1), 0)
-    axes.set_aspect("equal", anchor="N")
+        if fits:
+            axes.text(
+                column + 0.5,
+                row + sum(edges[:2]) / 2,
+                label,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white",
+            )
+    axes.set_xlim(0, columns)
+    axes.set_ylim(rows, 0)
     axes.set_axis_off()
+    which = _numbered("stage", number_text(stages))
+    layers = _numbered("layer", ", ".join(layer_text(plan, stage) for stage in stages))
+    shape = f"{mesh_text(mesh.logical)}, {_numbered('device', ids)}"
+    most = int(width / CHARACTER)
+    lines = [f"{which}: {layers}", f"mesh {shape}"]
+    if len(lines[0]) > most:
+        lines = [which, layers, shape]
     axes.set_title(
-        f"stage {index}: layers {layer_text(plan, index)}\nmesh {mesh_text(mesh.logical)}",
-        fontsize=9,
-        color=INK,
-        loc="left",
+        "\n".join(cut_text(line, most) for line in lines), fontsize=7.5, color=INK, loc="left"
     )
 
 
-def _draw_tensors(axes: Axes, plan: ParallelPlan, index: int) -> None:
-    """Draw the largest tensors of one stage as squares cut as their sharding specs say.
-
-    Rows are the cuts of dim 0, columns those of all other dims; the first device's part is filled.
-    """
-    sharding = plan.shardings[index]
-    state = [
-        (entry.path, entry.shape, entry.dtype)
-        for entry in plan.program.inputs
-        if entry.path in sharding.state_specs and entry.shape
-    ]
-    classes = sorted(
-        classify_tensors(state, sharding.state_specs),
-        key=lambda kind: kind.count * TensorType(kind.shape, kind.dtype).bytes,
-        reverse=True,
-    )
-    for place, kind in enumerate(classes[:MAX_DRAWN_TENSORS]):
-        sizes = [sharding.mesh.logical.size(dim) for dim in kind.spec.dims]
-        cuts = (min(sizes[0], MAX_DRAWN_CUTS), min(math.prod(sizes[1:]), MAX_DRAWN_CUTS))
-        top, side = float(place), 0.8
-        height, width = side / cuts[0], side / cuts[1]
-        axes.add_patch(
-            Rectangle((0, top), width, height, facecolor=_colour(index), edgecolor="none")
-        )
-        for row in range(cuts[0]):
-            for column in range(cuts[1]):
-                axes.add_patch(
-                    Rectangle(
-                        (column * width, top + row * height),
-                        width,
-                        height,
-                        facecolor="none",
-                        edgecolor=INK,
-                        linewidth=0.5,
-                    )
-                )
-        text = f"{kind.name}  {kind.spec}  {', '.join(kind.members)}"
-        axes.text(side + 0.25, top + side / 2, text, va="center", fontsize=7, color=INK)
-    axes.set_xlim(0, 12)
-    axes.set_ylim(MAX_DRAWN_TENSORS, -0.1)
-    axes.set_aspect("equal", anchor="NW")
-    axes.set_axis_off()
-    axes.set_title(f"stage {index}: largest tensors", fontsize=9, color=INK, loc="left")
-
-
-def _draw_time(axes: Axes, splits: Sequence[TimeSplit]) -> None:
-    """Draw what each mesh spends the predicted step on as stacked bars."""
-    largest = max(sum(astuple(split)) for split in splits)
-    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-    scale, unit = next((unit for unit in units if largest >= unit[0]), units[-1])
-    parts = {
-        name: [getattr(split, name) / scale for split in splits]
-        for name in TIME_COLOURS
-        if any(getattr(split, name) > 1e-3 * largest for split in splits)
-    }
-    _stack(axes, parts, TIME_COLOURS, [f"mesh {index}" for index in range(len(splits))])
-    axes.set_ylabel(unit, fontsize=8, color=INK)
-    axes.set_title("predicted step,\nby what it goes to", fontsize=9, color=INK, loc="left")
-
-
-def _draw_memory(axes: Axes, plan: ParallelPlan) -> None:
-    """Draw the predicted memory per device of each stage as stacked bars."""
-    largest = max(sharding.peak_bytes for sharding in plan.shardings)
-    units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
-    scale, unit = next((unit for unit in units if largest >= unit[0]), units[-1])
-    named = [name for sharding in plan.shardings for name in sharding.memory]
-    parts = {
-        name: [sharding.memory.get(name, 0.0) / scale for sharding in plan.shardings]
-        for name in dict.fromkeys((*MEMORY_COLOURS, *named))
-        if name in named
-    }
-    stages = [f"stage {index}" for index in range(plan.num_stages)]
-    _stack(axes, parts, MEMORY_COLOURS, stages)
-    axes.set_ylabel(unit, fontsize=8, color=INK)
-    capacity = format_bytes(min(group.device.memory for group in plan.cluster.host_groups))
-    axes.set_title(
-        f"memory per device\n(a device has {capacity})", fontsize=9, color=INK, loc="left"
-    )
-
-
-def _stack(
-    axes: Axes,
-    parts: Mapping[str, Sequence[float]],
-    colours: Mapping[str, str],
-    names: Sequence[str],
-) -> None:
-    """Draw a stacked bar for every name, of `parts` [names] from the bottom up."""
-    plain(axes)
-    places = np.arange(len(names))
-    bottom = np.zeros(len(names))
-    others = itertools.cycle(SERIES_COLOURS[::-1])
-    for name, amounts in parts.items():
-        colour = colours.get(name) or next(others)
-        axes.bar(places, amounts, 0.6, bottom=bottom, color=colour, label=name)
-        bottom += np.array(amounts)
-    short = len(names) > MAX_NAMED_BARS  # names would run into each other
-    axes.set_xticks(places, [name.split()[-1] for name in names] if short else names)
-    if short:
-        axes.set_xlabel(names[0].split()[0], fontsize=8, color=INK)
-    axes.set_xlim(-0.75, max(len(names), 2) - 0.25)
-    axes.legend(
-        fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True
-    )
-
-
-def _colour(stage: int) -> str:
-    return SERIES_COLOURS[stage % len(SERIES_COLOURS)]
-
-
-def _mesh_names(plan: ParallelPlan) -> Sequence[str]:
-    return [f"mesh {index}" for index in range(plan.stage_plan.num_meshes)]
+def _numbered(noun: str, numbers: str) -> str:
+    """Return "layer 3" or "layers 3-5"."""
+    return f"{noun} {numbers}" if numbers.isdecimal() else f"{noun}s {numbers}"

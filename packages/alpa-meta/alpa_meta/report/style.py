@@ -40,6 +40,17 @@ MEMORY_COLOURS = {
     "temporaries": "#cc79a7",
 }
 INK = "#222222"
+CHARACTER = 0.056  # inches that a character of 7 points is wide, on average
+
+
+def stage_colour(stage: int) -> str:
+    """Return the colour of a stage; beside one another they differ."""
+    return SERIES_COLOURS[stage % len(SERIES_COLOURS)]
+
+
+def cut_text(text: str, most: int) -> str:
+    """Return text of at most so many characters, with an ellipsis where it was longer."""
+    return text if len(text) <= most else text[: max(most - 1, 1)] + "…"
 
 
 @contextmanager

@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
-from alpa_interchange.amounts import counted
+from alpa_interchange.amounts import counted, format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_interchange.schedule import Instruction
-from alpa_meta.report.style import INK, PHASE_COLOURS, figure_file, plain
+from alpa_meta.report.style import CHARACTER, INK, PHASE_COLOURS, figure_file, plain
 from mesh_runtime import TraceEvent
 
 ROW = 1.0
 BOX = 0.62
-LABEL_SHARE = 0.012  # a box narrower than this share of the step carries no number
+WIDTH = 10.0  # inches
+MAX_RUNS = 96  # of a mesh in one picture: a tenth of an inch each
 
 
 def draw_last_step(path: Path, events: Sequence[TraceEvent], plan: ParallelPlan) -> None:
@@ -35,63 +38,115 @@ def draw_timeline(
     """Write the executed instructions of one step as a PNG picture at `path`.
 
     One row per mesh; runs are boxes with the number of their microbatch (and token slice), sends
-    and receives thin bars below them. Times are counted from the first instruction.
+    and receives thin bars below them. Times are counted from the first instruction. Of a step with
+    many runs the beginning and the end are drawn.
     """
     if not events:
         raise ValueError("draw_timeline needs the events of at least one instruction, got none")
-    with figure_file(path, 10.0, 1.5 + 0.62 * len(mesh_names)) as figure:
-        axes = plain(figure.subplots())
-        shown = plot_events(axes, events, mesh_names)
-        axes.set_title(title, color=INK, fontsize=10, loc="left")
-        figure.legend(
-            handles=phase_patches(shown),
-            loc="outside lower center",
-            ncols=len(PHASE_COLOURS),
-            frameon=False,
-            fontsize=8,
-        )
+    with figure_file(path, WIDTH, schedule_height(len(mesh_names))) as figure:
+        plot_schedule(figure, events, mesh_names, title=title, width=WIDTH)
 
 
-def plot_events(axes: Axes, events: Sequence[TraceEvent], mesh_names: Sequence[str]) -> set[str]:
-    """Return the kinds of the instructions drawn into `axes`, one row per mesh."""
+def schedule_height(num_meshes: int) -> float:
+    """Return the inches that a schedule of so many meshes needs."""
+    return 1.4 + (0.62 if num_meshes <= 4 else 0.45) * num_meshes
+
+
+def plot_schedule(
+    figure: Figure | SubFigure,
+    events: Sequence[TraceEvent],
+    mesh_names: Sequence[str],
+    *,
+    title: str,
+    width: float,
+) -> None:
+    """Draw a schedule into a figure `width` inches wide, with a legend."""
+    windows = _windows(events)
+    lengths = [stop - start for start, stop in windows]
+    panels = figure.subplots(1, len(windows), squeeze=False, width_ratios=lengths)[0]
+    shown: set[str] = set()
+    for axes, window in zip(panels, windows, strict=True):
+        inches = 0.9 * width * (window[1] - window[0]) / sum(lengths)
+        shown |= _plot_events(plain(axes), events, window, inches)
+        axes.set_yticks([])
+    panels[0].set_yticks([mesh * ROW for mesh in range(len(mesh_names))], list(mesh_names))
+    if len(windows) > 1:
+        whole = format_seconds(windows[-1][1] - windows[0][0])
+        title += f": the first {format_seconds(lengths[0])} of {whole}"
+        end = f"the last {format_seconds(lengths[-1])}"
+        panels[-1].set_title(end, color=INK, fontsize=9, loc="left")
+        panels[-1].spines["left"].set_visible(False)
+    panels[0].set_title(title, color=INK, fontsize=9, loc="left")
+    figure.legend(
+        handles=_phase_patches(shown),
+        loc="outside lower center",
+        ncols=len(PHASE_COLOURS),
+        frameon=False,
+        fontsize=8,
+    )
+
+
+def _windows(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
+    """Return the times to draw: all, or the beginning and the end where a mesh has so many runs
+    that they would be no wider than lines."""
+    first, last = min(event.start for event in events), max(event.stop for event in events)
+    runs: dict[int, list[TraceEvent]] = {}
+    for event in events:
+        if event.instruction.kind == "run":
+            runs.setdefault(event.mesh, []).append(event)
+    busiest = sorted(
+        max(runs.values(), key=lambda own: len(own), default=[]), key=lambda event: event.stop
+    )
+    if len(busiest) <= MAX_RUNS:
+        return [(first, last)]
+    # The pipeline fills while as many runs go by as there are meshes, and is to be seen filled.
+    count = min(MAX_RUNS // 2 + len(runs), len(busiest) // 2)
+    return [(first, busiest[count].stop), (busiest[-count // 2].start, last)]
+
+
+def _plot_events(
+    axes: Axes, events: Sequence[TraceEvent], window: tuple[float, float], inches: float
+) -> set[str]:
+    """Return the kinds of the instructions drawn into `axes`, one row per mesh, of the times in
+    `window`, which are so many inches wide."""
     origin = min(event.start for event in events)
+    first, last = window
     length = max(event.stop for event in events) - origin
     unit, unit_name = (
         (1.0, "s") if length >= 10 else (1e-3, "ms") if length >= 1e-3 else (1e-6, "µs")
     )
-    shown = set()
     sliced = any(event.instruction.slice_index for event in events)
+    boxes: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
     for event in events:
         kind = _kind(event.instruction)
-        if kind is None or event.stop == event.start:
+        start, stop = max(event.start, first), min(event.stop, last)
+        if kind is None or stop <= start:
             continue
-        shown.add(kind)
-        left, width = (event.start - origin) / unit, (event.stop - event.start) / unit
         is_run = event.instruction.kind == "run"
-        top = event.mesh * ROW
-        axes.broken_barh(
-            [(left, width)],
-            (top - BOX / 2, BOX) if is_run else (top + BOX / 2 + 0.03, 0.1),
-            facecolors=PHASE_COLOURS[kind],
-            edgecolors="white" if is_run else "none",
-            linewidth=0.4,
-        )
-        microbatch = event.instruction.microbatch
-        if is_run and microbatch is not None and width * unit >= LABEL_SHARE * length:
-            axes.text(
-                left + width / 2,
-                top,
-                _number(event.instruction, sliced),
-                ha="center",
-                va="center",
-                fontsize=7,
-                color=INK,
+        left, right = (start - origin) / unit, (stop - origin) / unit
+        row = event.mesh * ROW
+        top, bottom = (row - BOX / 2, row + BOX / 2) if is_run else (row + 0.34, row + 0.44)
+        corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
+        boxes.setdefault((kind, is_run), []).append(corners)
+        if is_run and event.instruction.microbatch is not None:
+            number = _number(event.instruction, sliced)
+            if inches * (stop - start) / (last - first) > CHARACTER * (len(number) + 0.6):
+                axes.text(
+                    (left + right) / 2, row, number, ha="center", va="center", fontsize=7, color=INK
+                )
+    for (kind, is_run), corners_of in boxes.items():  # thousands of patches would take minutes
+        axes.add_collection(
+            PolyCollection(
+                corners_of,
+                facecolors=PHASE_COLOURS[kind],
+                edgecolors="white" if is_run else PHASE_COLOURS[kind],
+                linewidths=0.4,
             )
-    axes.set_yticks([mesh * ROW for mesh in range(len(mesh_names))], list(mesh_names))
-    axes.set_ylim(len(mesh_names) * ROW - 0.35, -0.55)
-    axes.set_xlim(0, length / unit)
+        )
+    axes.set_ylim((max(event.mesh for event in events) + 1) * ROW - 0.35, -0.55)
+    axes.set_xlim((first - origin) / unit, (last - origin) / unit)
     axes.set_xlabel(f"time in the step, {unit_name}", color=INK, fontsize=9)
-    return shown
+    return {kind for kind, _ in boxes}
 
 
 def _number(instruction: Instruction, sliced: bool) -> str:
@@ -100,7 +155,7 @@ def _number(instruction: Instruction, sliced: bool) -> str:
     return f"{instruction.microbatch}{token_slice}"
 
 
-def phase_patches(shown: set[str]) -> list[Patch]:
+def _phase_patches(shown: set[str]) -> list[Patch]:
     """Return the entries of a legend for the kinds of instructions in `shown`."""
     return [
         Patch(color=colour, label=kind) for kind, colour in PHASE_COLOURS.items() if kind in shown

@@ -137,10 +137,9 @@ def make_plan(
         save_plan(plan, out, menu)
         console.print(f"wrote {out}")
     if picture is not None:
-        from alpa_meta.report.plan_figure import draw_plan
+        from alpa_meta.report.plan_picture import write_picture
 
-        draw_plan(picture, plan)
-        console.print(f"wrote {picture}")
+        write_picture(picture, plan, menu, console)
     if schedule_csv is not None:
         schedule_csv.write_text(torch_csv(schedule_of(plan.stage_plan)))
         console.print(f"wrote {schedule_csv}")

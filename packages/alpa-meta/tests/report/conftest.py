@@ -71,7 +71,7 @@ def make_plan():
             home=(0,),
             outputs=("loss",) if num_stages == 1 else ("d0",),
         )
-        size = 8 // num_stages
+        size = max(8 // num_stages, 2)
         mesh = LogicalMesh(axes=(MeshAxis(name="x", size=2), MeshAxis(name="y", size=size // 2)))
         stages, shardings = [], []
         for stage in range(num_stages):
@@ -115,7 +115,7 @@ def make_plan():
             program=ProgramSummary(
                 fingerprint="0" * 64, inputs=tuple(inputs), num_ops=100, batch_size=16
             ),
-            cluster=cluster("host:8", measure=False),
+            cluster=cluster(f"host:{size * num_stages}", measure=False),
             layers=tuple(
                 Layer(
                     index=stage,
