@@ -25,7 +25,7 @@ def train_step(state, x):
     return (optax.apply_updates(weights, updates), moments), loss
 
 
-state = train_step.init(make_state, jax.random.key(0))  # born sharded
+state = train_step.init(make_state, jax.random.key(0))  # each device makes its own part
 for step in range(101):
     state, loss = train_step(state, jax.random.normal(jax.random.key(step), (128, 64)))
     if step % 50 == 0:

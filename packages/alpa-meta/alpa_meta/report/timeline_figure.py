@@ -94,9 +94,8 @@ def _windows(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
     for event in events:
         if event.instruction.kind == "run":
             runs.setdefault(event.mesh, []).append(event)
-    busiest = sorted(
-        max(runs.values(), key=lambda own: len(own), default=[]), key=lambda event: event.stop
-    )
+    ordered = [sorted(own, key=lambda event: event.stop) for own in runs.values()]
+    busiest = max(ordered, key=lambda own: len(own), default=[])
     if len(busiest) <= MAX_RUNS:
         return [(first, last)]
     # The pipeline fills while as many runs go by as there are meshes, and is to be seen filled.
