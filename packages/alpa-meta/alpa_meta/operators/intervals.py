@@ -231,8 +231,8 @@ def _converted(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     (one,) = operands
     if target == np.bool_ and source != np.bool_:
         return _unequal(eqn, [one, Interval(0.0, 0.0)])
-    ends = one.flat()
-    if one.constant is not None or not np.issubdtype(source, np.integer):
+    ends, whole = one.flat(), source == np.bool_ or np.issubdtype(source, np.integer)
+    if not whole or one.constant is not None and jnp.issubdtype(target, jnp.floating):
         return one if jnp.issubdtype(target, jnp.floating) else UNKNOWN
     return one if holds_exactly(target, ends.low) and holds_exactly(target, ends.high) else UNKNOWN
 

@@ -45,7 +45,7 @@ from alpa_meta.token_slices.cuts import Cutting
 from alpa_meta.token_slices.hints import input_value, longer_dim, token_hints
 from alpa_meta.token_slices.looking_back import looks_back
 from alpa_meta.token_slices.mask_facts import MaskFacts
-from alpa_meta.token_slices.masking import rest_of
+from alpa_meta.token_slices.masking import is_soft, rest_of
 from alpa_meta.token_slices.mixing import mixing_of
 from alpa_meta.token_slices.moves import moved, moved_dim, one_token
 from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, whole
@@ -269,9 +269,8 @@ class _Walk:
         pairs = list(zip(eqn.invars, operands, reading.operands, strict=True))
         rests = [self.masks.operand_rest(atom, value, layout) for atom, value, layout in pairs]
         rest = rest_of(eqn, reading, rests) if self.slices.count > 1 else None
-        soft = self.masks.is_soft(eqn, reading, rests, rest)
         dead = self.masks.is_dead(eqn, reading)
-        if soft and dead:
+        if dead and is_soft(rest, dtype_of(eqn.outvars[0])):
             raise UnreadableError(
                 "masks with a finite constant, and a token all of whose keys are masked cannot be "
                 "excluded, which would then look at later ones; mask with -inf, or so that each "
@@ -287,7 +286,7 @@ class _Walk:
                 layout = tuple(place and evolve(place, kind=ROW) for place in layout)
                 results.append(Value("sliced", layout, sweep))
             else:
-                results.append(Value("sliced", layout, sweep, rest=rest, soft=soft, dead=dead))
+                results.append(Value("sliced", layout, sweep, rest=rest, dead=dead))
         return Sliced(reading), results
 
     def _sum(

@@ -286,12 +286,12 @@ def _operand_labels(eqn: JaxprEqn, operand: int, labels: _Labels) -> _Labels:
 
 def _of_values(value: np.ndarray) -> Interval:
     numeric = value.dtype == np.bool_ or np.issubdtype(value.dtype, np.number)
-    if not numeric or value.size == 0 or np.iscomplexobj(value):
+    if value.size == 0 or np.iscomplexobj(value):
+        return of_type(value.dtype)
+    if not numeric:  # such as bfloat16
         try:
             value = value.astype(np.float32)
         except (TypeError, ValueError):
-            return of_type(value.dtype)
-        if value.size == 0:
             return of_type(value.dtype)
     low, high = float(value.min()), float(value.max())
     return Interval(low, high) if not math.isnan(low + high) else hull([Interval()])

@@ -5,8 +5,6 @@ See `masking` for what follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,7 +17,7 @@ from alpa_meta.operators.elementwise import (
     is_selection,
 )
 from alpa_meta.token_slices.bounds import After, Diagonal, Scope
-from alpa_meta.token_slices.masking import MASKED, as_rest, rest_of_parts
+from alpa_meta.token_slices.masking import is_masked, is_soft, masked, rest_of_parts
 from alpa_meta.token_slices.places import Layout
 from alpa_meta.token_slices.reading import Reading
 from alpa_meta.token_slices.values import BEFORE, Analysis, Value
@@ -56,7 +54,7 @@ class MaskFacts:
         }
         (constant,) = found if len(found) == 1 else (None,)
         if constant is not None:
-            return as_rest(constant, dtype_of(atom))
+            return constant
         made = scope.made_of(atom, layout)
         if made is None:
             return None
@@ -64,44 +62,11 @@ class MaskFacts:
         pairs = list(zip(eqn.invars, layouts, strict=True))
         rests = [self._rest_of_known(scope, *pair) for pair in pairs]
         rest = rest_of_parts(eqn, rests)
-        if rest is not None and not np.isinf(rest):  # such as exp of what a mask left out
-            low = [pair for pair, one in zip(pairs, rests) if one is not None and np.isinf(one)]
-            if any(self._is_soft_known(scope, *p) and not self._lives(scope, *p) for p in low):
+        if rest is not None and not is_masked(rest, dtype_of(atom)):  # exp of what was left out
+            low = [p for p, one in zip(pairs, rests) if is_soft(one, dtype_of(p[0]))]
+            if not all(self._lives(scope, *pair) for pair in low):
                 return None
         return rest
-
-    def _is_soft_known(self, scope: Scope, atom: Atom, layout: Layout) -> bool:
-        """Return whether what a known value is behind the rows of a slice, which is infinite as
-        `as_rest` says, is a finite constant."""
-        if scope.bounds(atom, layout, After(0)).high == -np.inf:
-            return False
-        made = scope.made_of(atom, layout)
-        if made is None:
-            return True
-        scope, eqn, layouts = made
-        pairs = list(zip(eqn.invars, layouts, strict=True))
-        rests = [self._rest_of_known(scope, *pair) for pair in pairs]
-        if is_selection(eqn) and rests[0] is not None:
-            which = 1 + int(rests[0])
-            pairs, rests = [pairs[which]], [rests[which]]
-        low = [pair for pair, one in zip(pairs, rests) if one is not None and np.isinf(one)]
-        return not low or any(self._is_soft_known(scope, *pair) for pair in low)
-
-    def is_soft(
-        self, eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None], rest: float | None
-    ) -> bool:
-        """Return whether a result's rest is infinite only as far as a finite constant is."""
-        if rest is None or not np.isinf(rest):
-            return False
-        read = list(zip(eqn.invars, reading.operands, rests, strict=True))
-        if is_selection(eqn) and rests[0] is not None:
-            read = [read[1 + int(rests[0])]]
-        low = [(atom, layout) for atom, layout, one in read if one is not None and np.isinf(one)]
-        return not low or any(self._is_soft(*pair) for pair in low)
-
-    def _is_soft(self, atom: Atom, layout: Layout) -> bool:
-        value = self.found.value(atom)
-        return value.soft if value.in_parts else not self._is_infinite(atom, layout)
 
     def is_dead(self, eqn: JaxprEqn, reading: Reading) -> bool:
         """Return whether a token's own key may be masked in a result: by a mask that is not known
@@ -130,8 +95,8 @@ class MaskFacts:
         moderate numbers and of weights, which are taken for such."""
         if not jnp.issubdtype(dtype_of(atom), jnp.floating):
             return True
-        found = scope.bounds(atom, layout, Diagonal()).flat()
-        if MASKED < found.low and found.high < -MASKED:
+        found, most = scope.bounds(atom, layout, Diagonal()).flat(), masked(dtype_of(atom))
+        if -most < found.low and found.high < most:
             return True
         made = scope.made_of(atom, layout)
         if made is None:
@@ -149,7 +114,3 @@ class MaskFacts:
         if self.found.value(atom).in_parts:
             return None
         return self.scope.bounds(atom, layout, Diagonal()).constant
-
-    def _is_infinite(self, atom: Atom, layout: Layout) -> bool:
-        """Return whether a known value is minus infinity behind a slice's rows."""
-        return bool(self.scope.bounds(atom, layout, After(0)).high == -np.inf)

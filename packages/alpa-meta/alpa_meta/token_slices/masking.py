@@ -8,9 +8,11 @@ value that is the same there for every row of the slice, its *rest*, is followed
     max over keys               leaves out -inf
     0 * x, False and x          0, whatever x is
 
-A mask constant that is only very low (-1e30) is taken for -inf: that is what a softmax makes of it,
-unless a row has nothing but masked keys, which it would then share evenly with the keys left out.
-So some key of each row must be known to be live, such as the row itself under a causal mask.
+A mask constant that is only very low (-1e30) is as good as -inf: that is what a softmax makes of
+it, unless a row has nothing but masked keys, which it would then share evenly with the keys left
+out. So some key of each row must be known to be live, such as the row itself under a causal mask.
+Until then the rest is the constant, scaled and added to like the scores: 1e-8 of -1e9 masks
+nothing.
 """
 
 from __future__ import annotations
@@ -33,25 +35,38 @@ from alpa_meta.token_slices.places import KEY, kinds
 from alpa_meta.token_slices.reading import Reading, UnreadableError
 
 # exp of what is this far below the largest score is 0 in every type; scores are far above it
-MASKED = -1e9
-
-# what an infinite rest may really be: far below scores, and scaled by a hundredth (1/sqrt(head dim)
-# is larger) still far below what exp tells from 0
-_STANDS_FOR = 1e7
+_MASKED = 1e6
 
 UNITS = {"add": 0.0, "max": -math.inf, "min": math.inf, "or": 0.0, "and": 1.0}
 """What a reduction of each kind may leave out."""
 
 
-def as_rest(value: float, dtype: Any) -> float:
-    """Return a constant of a mask, infinite if it is as good as that."""
-    low = MASKED
-    if jnp.issubdtype(dtype, jnp.floating):
-        limits = jnp.finfo(dtype)  # type: ignore[no-untyped-call]
-        low = max(low, 0.5 * float(limits.min))
-    if value <= low:
-        return -math.inf
-    return math.inf if value >= -low else value
+def masked(dtype: Any) -> float:
+    """Return the magnitude from which a number of a mask is as good as infinite: in float16 what
+    1/sqrt(head dim) leaves of the largest."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _MASKED
+    return min(_MASKED, float(jnp.finfo(dtype).max) / 16)  # type: ignore[no-untyped-call]
+
+
+def is_masked(rest: float | None, dtype: Any) -> bool:
+    """Return whether a rest is infinite, or as good as that."""
+    return rest is not None and abs(rest) >= masked(dtype)
+
+
+def is_soft(rest: float | None, dtype: Any) -> bool:
+    """Return whether a rest is infinite only as far as a finite mask constant is."""
+    return rest is not None and is_masked(rest, dtype) and not math.isinf(rest)
+
+
+def _limit(rest: float, dtype: Any) -> float:
+    """Return a rest, infinite if it is as good as that."""
+    return math.copysign(math.inf, rest) if is_masked(rest, dtype) else rest
+
+
+def _limits(eqn: JaxprEqn, rests: Sequence[float | None]) -> list[float | None]:
+    pairs = zip(eqn.invars, rests, strict=True)
+    return [None if rest is None else _limit(rest, dtype_of(atom)) for atom, rest in pairs]
 
 
 def rest_of(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> float | None:
@@ -67,7 +82,8 @@ def rest_of(eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> f
         needed = UNITS.get(reading.reduced_keys)
         product = len([layout for layout in reading.operands if KEY in kinds(layout)]) > 1
         held = _zero_of_groups(eqn, rests) if product else _of_keys(reading, rests)
-        if needed is None or held != needed:
+        found = None if held is None else _limit(held, dtype_of(eqn.invars[0]))
+        if needed is None or found != needed:
             raise UnreadableError(
                 "reads tokens after its own, which no mask was proved to leave out (it must find "
                 f"{_word(needed)} there, and finds {_word(held)})"
@@ -92,7 +108,7 @@ def _of_keys(reading: Reading, rests: Sequence[float | None]) -> float | None:
 def _zero_of_groups(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
     """Return 0 if the operands that a result is linear in are nothing, and no other is infinite,
     else None."""
-    if any(rest is not None and math.isinf(rest) for rest in rests):
+    if any(is_masked(rest, dtype_of(atom)) for atom, rest in zip(eqn.invars, rests)):
         return None
     for group in operator_of(eqn).linear_groups(eqn):
         if group and all(rests[k] == 0.0 for k in group if k < len(rests)):
@@ -122,36 +138,49 @@ def _of_elements(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
     if is_selection(eqn):
         if rests[0] is not None:
             return rests[1 + int(rests[0])]
-        return rests[1] if len(set(rests[1:])) == 1 else None
+        return _of_any(rests[1:], dtype_of(eqn.outvars[0]))
     known = [rest for rest in rests if rest is not None]
     if len(known) == len(rests):
-        found = _of_numbers(eqn, known)
-        if found is not None:
-            found = as_rest(found, dtype_of(eqn.outvars[0]))
-            return found if _holds_of_finite(eqn, known, found) else None
+        return _of_all(eqn, known)
+    if _zero_of_groups(eqn, rests) == 0.0:
+        return 0.0
+    limits = _limits(eqn, rests)
+    found = of_some(eqn, limits)
+    if found is None or not math.isinf(found):
+        return found
+    pairs = zip(rests, limits, strict=True)
+    least = min(abs(rest or 0.0) for rest, limit in pairs if math.isinf(limit or 0.0))
+    return math.copysign(least, found)
+
+
+def _of_any(rests: Sequence[float | None], dtype: Any) -> float | None:
+    """Return what a selection by an unknown condition leaves: of masked rests the less extreme."""
+    known = [rest for rest in rests if rest is not None]
+    if len(known) < len(rests) or len({*known}) == 1:
+        return rests[0] if len({*rests}) == 1 else None
+    same = len({_limit(rest, dtype) for rest in known}) == 1
+    return min(known, key=abs) if same else None
+
+
+def _of_all(eqn: JaxprEqn, rests: Sequence[float]) -> float | None:
+    """Return what an operator makes of rests that are all known: of a masked one, which is a number
+    at least about as large, only what it makes of infinity too (exp), or a number as good as
+    infinite (a scaled mask constant, not its logarithm)."""
+    limits = [limit for limit in _limits(eqn, rests) if limit is not None]
+    if is_comparison(eqn) and math.isinf(limits[0]) and limits[0] == limits[1]:
         return None
-    return 0.0 if _zero_of_groups(eqn, rests) == 0.0 else of_some(eqn, rests)
+    found, limit = _of_numbers(eqn, rests), _of_numbers(eqn, limits)
+    if found is None or limit is None:
+        return None
+    if found != limit and _limit(found, dtype_of(eqn.outvars[0])) != limit:
+        return None
+    return found
 
 
 def _of_numbers(eqn: JaxprEqn, numbers: Sequence[float]) -> float | None:
     dtypes = tuple(str(dtype_of(atom)) for atom in eqn.invars)
     found = _evaluated(_Call(eqn, (eqn.primitive.name, dtypes, str(eqn.params), tuple(numbers))))
     return None if found is None or math.isnan(found) else found
-
-
-def _holds_of_finite(eqn: JaxprEqn, rests: Sequence[float], found: float) -> bool:
-    """Return whether what an operator makes of infinite rests it also makes of the finite
-    constants that they may stand for: 1/1e9 is not 0, nor log(1e9) or 1e-9 * 1e9 as good as
-    infinite, nor is -1e9 the -inf that it may be compared with."""
-    if not any(map(math.isinf, rests)):
-        return True
-    if is_comparison(eqn) and len({*rests}) < len(rests):
-        return False
-    finite = [math.copysign(_STANDS_FOR, one) if math.isinf(one) else one for one in rests]
-    made = _of_numbers(eqn, finite)
-    if made is None or not math.isinf(found):
-        return made == found
-    return math.copysign(made, found) == made and abs(made) >= _STANDS_FOR / 100
 
 
 class _Call:

@@ -20,9 +20,8 @@ class Value:
 
     Of a known value `layout` says where the tokens of the batch lie in it, which it is cut along
     where parameters meet it; `of_batch`: that it depends on no parameter. `when`: see `BEFORE`; of
-    others the sweep that makes them. `rest`: see `masking`; `soft`: that it is infinite only as far
-    as a finite mask constant is. `dead`: that a mask may have left out a token's own key, so that
-    no key of it is known to be live.
+    others the sweep that makes them. `rest`: see `masking`. `dead`: that a mask may have left out a
+    token's own key, so that no key of it is known to be live.
     """
 
     state: str
@@ -30,7 +29,6 @@ class Value:
     when: int = BEFORE
     of_batch: bool = False
     rest: float | None = None
-    soft: bool = False
     dead: bool = False
     longer: int | None = None  # the dim with one token more than the slices have
     why: str = ""  # what made it known no earlier
@@ -196,7 +194,7 @@ def is_joinable(value: Value) -> bool:
 
 def joined_carry(before: Value, after: Value) -> Value:
     """Return what a carry must be taken for that starts as one value and comes back as another."""
-    after = evolve(after, rest=None, soft=False, longer=None, of_batch=False)
+    after = evolve(after, rest=None, longer=None, of_batch=False)
     if not before.in_parts and not after.in_parts:
         return evolve(before, when=max(before.when, after.when))
     if not before.in_parts:

@@ -9,13 +9,13 @@ from causal_models import TOKENS, Model, batch, loss, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
+from sliced_steps import check, cut, program
 
 from alpa_meta.compat import open_jaxpr
 from alpa_meta.operators.regions import is_remat
-from alpa_meta.step.program import Step
 from alpa_meta.token_slices.analysis import SlicingError
-from alpa_meta.token_slices.places import SliceRequest, Slices
-from alpa_meta.token_slices.program import in_slices, in_wanted_slices
+from alpa_meta.token_slices.places import SliceRequest
+from alpa_meta.token_slices.program import in_wanted_slices
 
 OPTIMISER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3))
 
@@ -36,32 +36,6 @@ def update(model):
 
     params = parameters(model)
     return step, ((params, OPTIMISER.init(params)), batch(model))
-
-
-def program(step, args):
-    return Step(step, args, batch_argnums=(1,)).program(1)
-
-
-def of_batch(traced):
-    return [leaf.role == "batch" for leaf in traced.inputs]
-
-
-def run(closed, args):
-    """Return the results of a program; the compiler's optimisations take long, and change sums."""
-    leaves = jax.tree.leaves(args)
-    function = jax.jit(
-        lambda *values: jax.core.eval_jaxpr(open_jaxpr(closed), closed.consts, *values)
-    )
-    compiled = function.lower(*leaves).compile({"xla_backend_optimization_level": 0})
-    return compiled(*leaves)
-
-
-def check(step, args, lengths):
-    traced = program(step, args)
-    sliced = in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices(lengths))
-    for one, two in zip(run(traced.closed, args), run(sliced.closed, args), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-10, atol=1e-12)
-    return sliced
 
 
 MODELS = [
@@ -134,7 +108,7 @@ def test_chunks_of_tokens_run_in_slices_of_whole_chunks():
     check(step, args, (3, 9))
     traced = program(step, args)
     with pytest.raises(SlicingError, match="use token_slices that are multiples of 3"):
-        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((5, 7)))
+        cut(traced, (5, 7))
 
 
 REFUSED = [
@@ -164,7 +138,7 @@ def test_steps_that_are_not_causal_are_refused_with_the_line(model, reason):
     step, args = gradients(model)
     traced = program(step, args)
     with pytest.raises(SlicingError, match=reason) as refused:
-        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((5, 7)))
+        cut(traced, (5, 7))
     assert "causal_models.py" in str(refused.value)
 
 
@@ -181,7 +155,7 @@ def test_a_kernel_without_a_rule_is_refused_with_the_line():
 
     traced = program(step, (jnp.ones((3, 3)), jnp.ones((2, 4, 3))))
     with pytest.raises(SlicingError, match=r"pallas_call at .*test_program.*has no sharding rule"):
-        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((1, 3)))
+        cut(traced, (1, 3))
 
 
 def test_a_scan_over_layers_stays_a_scan_for_each_slice():
@@ -223,10 +197,9 @@ def test_slices_of_a_number_are_as_even_as_can_be():
 def test_slices_that_are_no_sequence_are_refused():
     step, args = gradients(Model())
     traced = program(step, args)
+    batch_leaves = [leaf.role == "batch" for leaf in traced.inputs]
     with pytest.raises(SlicingError, match=r"have \[12\] along dim 1"):
-        in_wanted_slices(
-            traced.closed, traced.phases.of_eqn, of_batch(traced), SliceRequest((5, 5))
-        )
+        in_wanted_slices(traced.closed, traced.phases.of_eqn, batch_leaves, SliceRequest((5, 5)))
 
 
 def test_windows_longer_than_a_slice_reach_over_several():
@@ -246,7 +219,7 @@ def test_a_step_that_works_mostly_on_all_tokens_is_refused_with_the_line():
     weights = {"in": jnp.ones((4, 64)), "square": jnp.ones((64, 64))}
     traced = program(step, (weights, jnp.ones((2, 6, 4))))
     with pytest.raises(SlicingError, match=r"on all tokens at once: dot_general at .*test_program"):
-        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((3, 3)))
+        cut(traced, (3, 3))
 
 
 def test_a_step_whose_batch_has_no_tokens_is_refused():
@@ -255,4 +228,4 @@ def test_a_step_whose_batch_has_no_tokens_is_refused():
 
     traced = program(step, (jnp.ones((6, 2)), jnp.ones((4, 6))))
     with pytest.raises(SlicingError, match="none of its operators"):
-        in_slices(traced.closed, traced.phases.of_eqn, of_batch(traced), Slices((3, 3)))
+        cut(traced, (3, 3))

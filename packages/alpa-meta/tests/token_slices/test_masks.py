@@ -1,0 +1,62 @@
+"""What a mask leaves of later tokens, or does not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from sliced_steps import CAUSAL, TOKENS, attention, check, cut, program, step_of
+
+from alpa_meta.token_slices.values import SlicingError
+
+
+def scaled(constant, times, factor=0.01):
+    def weigh(scores, _):
+        scores = jnp.where(CAUSAL, scores, constant)
+        for _ in range(times):
+            scores = scores * factor
+        return jax.nn.softmax(scores)
+
+    return weigh
+
+
+def plus(bias):
+    return lambda scores, weights: jax.nn.softmax(scores + bias(weights))
+
+
+def learned_and_scaled(weights):
+    bias = jnp.where(CAUSAL, 0.0, -1e9) + weights["m"]
+    return bias * 1e-2 * 1e-2 * 1e-2 * 1e-2
+
+
+def _third():
+    return (jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)) % 3 == 0
+
+
+MASKED = {
+    "-1e30, scaled three times": scaled(-1e30, 3),
+    "-1e9 / sqrt(head dim)": scaled(-1e9, 1, 1 / 16),
+    "the root of 1e30": plus(lambda _: -jnp.sqrt(jnp.where(CAUSAL, 0.0, 1e30))),
+    "every third token": plus(lambda _: jnp.where(CAUSAL & _third(), 0.0, -1e30)),
+}
+
+
+@pytest.mark.parametrize("weigh", MASKED.values(), ids=MASKED)
+def test_masks_that_leave_nothing_of_later_tokens_are_proved(weigh):
+    check(*step_of(attention(weigh)), (5, 7))
+
+
+LEAKING = {
+    "-1e9, scaled four times": scaled(-1e9, 4),
+    "-1e9, scaled by 1e-9": scaled(-1e9, 1, 1e-9),
+    "a bias of weights, scaled four times": plus(learned_and_scaled),
+    "roots of 1e30": plus(lambda _: -(jnp.where(CAUSAL, 0.0, 1e30) ** (1 / 32))),
+    "clipped scores": lambda scores, _: jax.nn.softmax(
+        jnp.clip(jnp.where(CAUSAL, scores, -1e30), -20, 20)
+    ),
+}
+
+
+@pytest.mark.parametrize("weigh", LEAKING.values(), ids=LEAKING)
+def test_masks_that_leave_something_of_later_tokens_are_refused(weigh):
+    step, args = step_of(attention(weigh))
+    with pytest.raises(SlicingError, match="no mask was proved to leave out"):
+        cut(program(step, args), (5, 7))
