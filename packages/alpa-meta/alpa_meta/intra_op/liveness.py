@@ -420,7 +420,11 @@ class Timeline:
             for operand in value.operands:
                 support.update(supports[id(operand)])
             size = value.source.bytes
-            if value.form == "alias" or value.form == "view" and value.operands[0].stored:
+            if (
+                value.form == "alias"
+                or value.form == "view"
+                and all(one.stored for one in value.operands)
+            ):
                 value.stored = False
             elif value.form == "fused":
                 costly = sum([one.source.bytes for one in support.values()]) > REREAD * size

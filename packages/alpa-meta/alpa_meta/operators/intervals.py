@@ -65,10 +65,10 @@ def _fits(dtype: np.dtype[np.generic], found: Interval) -> bool:
 
 def of_equals(eqn: JaxprEqn) -> Interval | None:
     """Return the first result of `eqn` of two equal operands, where that is the same for all."""
+    if eqn.primitive.name not in _OF_DIFFERENCES:
+        return None
     whole = not jnp.issubdtype(dtype_of(eqn.invars[0]), jnp.inexact)  # nan is unequal to itself
-    if whole and eqn.primitive.name in _OF_DIFFERENCES:
-        return results_of(eqn, [Interval(0.0, 0.0)] * 2)
-    return None
+    return results_of(eqn, [Interval(0.0, 0.0)] * 2) if whole else None
 
 
 def of_type(dtype: np.dtype[np.generic]) -> Interval:

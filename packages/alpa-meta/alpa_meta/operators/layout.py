@@ -233,3 +233,8 @@ def permutation(eqn: JaxprEqn) -> tuple[int, ...] | None:
 def counted_dim(eqn: JaxprEqn) -> int | None:
     """Return the dim that an equation counts the places of, from 0; None if it counts nothing."""
     return int(eqn.params["dimension"]) if eqn.primitive.name == "iota" else None
+
+
+def is_unspecified(eqn: JaxprEqn) -> bool:
+    """Return whether the result of an equation is left unspecified, since nothing reads it."""
+    return eqn.primitive.name in ("empty", "empty2")

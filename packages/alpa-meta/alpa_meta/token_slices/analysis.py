@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 import numpy as np
 from attrs import evolve
@@ -31,13 +30,13 @@ from alpa_meta.compat import (
     dtype_of,
     is_drop,
     open_jaxpr,
-    scan_counts,
     shape_of,
     source_line,
 )
 from alpa_meta.operators import operator_of, operator_signature
 from alpa_meta.operators.ordering import running_dim
-from alpa_meta.operators.regions import bodies, fold, is_region
+from alpa_meta.operators.regions import bodies, is_region
+from alpa_meta.token_slices.bodies import region
 from alpa_meta.token_slices.bounds import Scope
 from alpa_meta.token_slices.choices import Choices, Refusal, place_of
 from alpa_meta.token_slices.convolved import met_elements
@@ -50,7 +49,7 @@ from alpa_meta.token_slices.mixing import mixing_of
 from alpa_meta.token_slices.moves import moved, moved_dim, one_token
 from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, whole
 from alpa_meta.token_slices.reading import UnreadableError, keys_of, reading_of
-from alpa_meta.token_slices.recurrences import runs_again, token_loop
+from alpa_meta.token_slices.recurrences import runs_again
 from alpa_meta.token_slices.values import (
     AFTER,
     BEFORE,
@@ -58,7 +57,6 @@ from alpa_meta.token_slices.values import (
     Analysis,
     Decision,
     Known,
-    Region,
     Running,
     Sliced,
     SlicingError,
@@ -67,7 +65,6 @@ from alpa_meta.token_slices.values import (
     Window,
     WindowSum,
     is_joinable,
-    joined_carry,
 )
 from alpa_meta.token_slices.windows import layout_of_window, window_of
 
@@ -89,7 +86,7 @@ def analysed(
     choices, first = Choices(), ""
     for _ in range(_MOST_TRIES):
         choices.position = 0
-        walk = _Walk(closed, sweeps, slices, choices, None)
+        walk = Walk(closed, sweeps, slices, choices, None)
         try:
             walk.run(inputs)
         except Refusal as refusal:
@@ -101,7 +98,7 @@ def analysed(
     raise SlicingError(first)
 
 
-class _Walk:
+class Walk:
     """The walk through a program or a body. In a body, sums over the slices stay parts."""
 
     def __init__(
@@ -130,7 +127,7 @@ class _Walk:
             self.found.values[var] = Value("known", layout, of_batch=True)
 
     @functools.cached_property
-    def _read(self) -> set[Atom]:
+    def read(self) -> set[Atom]:
         """All that the equations read or the body returns."""
         atoms = itertools.chain(
             open_jaxpr(self.found.closed).outvars, *(e.invars for e in self.eqns)
@@ -188,7 +185,7 @@ class _Walk:
         if eqn.effects and in_parts:
             raise UnreadableError("has effects, which slices would repeat")
         if is_region(eqn):
-            return self._region(eqn, operands, sweep)
+            return region(self, eqn, operands, sweep)
         running = running_dim(eqn)
         if running is not None and in_parts and operands[0].layout[running] is not None:
             return self._running(eqn, operands, running, sweep)
@@ -196,7 +193,7 @@ class _Walk:
             if self.inside:
                 raise UnreadableError("takes one token inside a loop or recomputation")
             return taken, [Value("known", whole(len(shape_of(eqn.outvars[0]))), sweep + 1)]
-        dim = moved_dim(eqn, self._layouts(operands)) if in_parts else None
+        dim = moved_dim(eqn, self.layouts(operands)) if in_parts else None
         if dim is not None:
             return self._moved(eqn, dim, operands, sweep)
         try:
@@ -245,7 +242,7 @@ class _Walk:
         ]
         return Known(), results
 
-    def _layouts(self, operands: Sequence[Value]) -> list[Layout]:
+    def layouts(self, operands: Sequence[Value]) -> list[Layout]:
         """Return the layouts that count: of known values only where there are no others."""
         in_parts = any(value.in_parts for value in operands)
         return [
@@ -260,7 +257,7 @@ class _Walk:
         mixing, unproved = mixing_of(eqn, operands, self.masks, self.slices)
         reading = mixing or reading_of(
             eqn,
-            self._layouts(operands),
+            self.layouts(operands),
             self._cutting(operands, sweep),
             lambda names: self.choices.choose(names, kind),
         )
@@ -363,7 +360,7 @@ class _Walk:
             raise UnreadableError("runs along tokens that are merged with another dim, or keys")
         again = runs_again(bool(eqn.params["reverse"]), sweep)
         found = Running(layout, again), [Value("sliced", layout, sweep)]
-        return self._again(eqn, operands, *found, sweep)
+        return self.again(eqn, operands, *found, sweep)
 
     def _window(
         self, eqn: JaxprEqn, operands: Sequence[Value], window: Window | WindowSum, sweep: int
@@ -388,7 +385,7 @@ class _Walk:
             if not there or last > self.slices.cuts_of(window.met)[number + 1]:
                 raise UnreadableError("convolves tokens of the backward pass with others")
 
-    def _again(
+    def again(
         self,
         eqn: JaxprEqn,
         operands: Sequence[Value],
@@ -404,96 +401,24 @@ class _Walk:
                 self._check_read(atom, value, keys_of(layout), sweep)
         return decision, results
 
-    def _region(
-        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
-    ) -> tuple[Decision, list[Value]]:
-        return fold(
-            eqn,
-            scan=lambda: self._scan(eqn, operands, sweep),
-            loop=_refuse_branches,
-            branches=_refuse_branches,
-            remat=lambda: self._remat(eqn, operands, sweep),
-        )
-
-    def _body(
-        self, eqn: JaxprEqn, inputs: Sequence[Value], sweep: int, carried: range | None = None
-    ) -> Analysis:
-        """Return how the body runs of a recomputation, or of a scan with these inputs `carried`."""
-        (body,) = bodies(eqn)
+    def body(
+        self,
+        eqn: JaxprEqn,
+        number: int,
+        inputs: Sequence[Value],
+        outer: Mapping[Var, Atom],
+        sweep: int,
+        carried: range | None = None,
+    ) -> Walk:
+        """Return the walk through a body of a region that has these inputs; `outer` says which of
+        them are what outside. Of a scan, those in `carried` are its carry."""
+        body = bodies(eqn)[number]
         jaxpr, stacked = open_jaxpr(body), carried is not None
-        carried = range(0) if carried is None else carried
-        outer = {v: eqn.invars[k] for k, v in enumerate(jaxpr.invars) if k not in carried}
-        scanned = frozenset(jaxpr.invars[carried.stop :]) if stacked else frozenset()
+        scanned = frozenset(jaxpr.invars[carried.stop :]) if carried is not None else frozenset()
         sweeps = (sweep,) * len(jaxpr.eqns)
-        walk = _Walk(body, sweeps, self.slices, self.choices, self.scope, outer, scanned)
-        found = walk.run(inputs)
-        for var, atom in list(zip(eqn.outvars, jaxpr.outvars, strict=True))[len(carried) :]:
+        walk = Walk(body, sweeps, self.slices, self.choices, self.scope, outer, scanned)
+        walk.run(inputs)
+        first = 0 if carried is None else len(carried)
+        for var, atom in list(zip(eqn.outvars, jaxpr.outvars, strict=True))[first:]:
             self.scope.made_in[var] = walk.scope, atom, stacked
-        return found
-
-    def _remat(
-        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
-    ) -> tuple[Decision, list[Value]]:
-        (body,) = bodies(eqn)
-        inputs = [self._as_input(value) for value in operands]
-        found = self._body(eqn, inputs, sweep)
-        results = [self._leaving(found, atom, sweep) for atom in open_jaxpr(body).outvars]
-        return Region(found, len(inputs), 0, False), results
-
-    def _as_input(self, value: Value) -> Value:
-        return (
-            value
-            if value.in_parts or value.of_batch
-            else evolve(value, layout=whole(len(value.layout)))
-        )
-
-    def _leaving(self, body: Analysis, atom: Atom, sweep: int) -> Value:
-        """Return the value of a result of a region's body."""
-        value = body.value(atom)
-        if value.state == "addend" and not self.inside:
-            return Value("known", value.layout, sweep + 1)
-        return evolve(value, of_batch=False, longer=None)
-
-    def _scan(
-        self, eqn: JaxprEqn, operands: Sequence[Value], sweep: int
-    ) -> tuple[Decision, list[Value]]:
-        num_consts, num_carry, _ = scan_counts(eqn)
-        first = num_consts + num_carry
-        scanned = operands[first:]
-        layouts = self._layouts(operands)
-        if any(layout[0] is not None for layout in layouts[first:]):
-            read = self._read if self.inside else None
-            loop, after = token_loop(eqn, layouts, self.slices, sweep, read)
-            return self._again(eqn, operands, loop, after, sweep)
-        (body,) = bodies(eqn)
-        jaxpr = open_jaxpr(body)
-        fixed = [self._as_input(value) for value in operands[:num_consts]]
-        pieces = [evolve(value, layout=value.layout[1:], longer=None) for value in scanned]
-        carry = [
-            evolve(value, rest=None, longer=None, of_batch=False, layout=layout)
-            if value.in_parts
-            else Value("known", whole(len(value.layout)), value.when)
-            for value, layout in zip(
-                operands[num_consts:first], layouts[num_consts:first], strict=True
-            )
-        ]
-        while True:
-            found = self._body(eqn, [*fixed, *carry, *pieces], sweep, range(num_consts, first))
-            after = [found.value(atom) for atom in jaxpr.outvars[:num_carry]]
-            joined = [joined_carry(*pair) for pair in zip(carry, after, strict=True)]
-            if joined == carry:
-                break
-            carry = joined
-        results = [self._leaving(found, atom, sweep) for atom in jaxpr.outvars]
-        results[:num_carry] = [
-            Value("known", value.layout, sweep + 1)
-            if value.state == "addend" and not self.inside
-            else value
-            for value in carry
-        ]
-        stacked = [evolve(value, layout=(None, *value.layout)) for value in results[num_carry:]]
-        return Region(found, num_consts, num_carry, True), [*results[:num_carry], *stacked]
-
-
-def _refuse_branches() -> NoReturn:
-    raise UnreadableError("runs tokens through a loop or a branch: scan, or use `jnp.where`")
+        return walk

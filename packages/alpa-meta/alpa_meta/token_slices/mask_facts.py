@@ -81,10 +81,11 @@ class MaskFacts:
             pairs = pairs[1:] if own is None else [pairs[1 + int(own)]]
         elif not is_elementwise(eqn):
             pairs = [pair for pair in pairs if self.found.value(pair[0]).in_parts]
-        low = (self._is_low(*pair) for pair in pairs)
+        low = (self.is_low(*pair) for pair in pairs)
         return all(low) if extreme_taken(eqn) == "max" else any(low)
 
-    def _is_low(self, atom: Atom, layout: Layout) -> bool:
+    def is_low(self, atom: Atom, layout: Layout) -> bool:
+        """Return whether a mask may have left out a token's own key in a value."""
         value = self.found.value(atom)
         if value.in_parts or value.when != BEFORE:
             return value.dead

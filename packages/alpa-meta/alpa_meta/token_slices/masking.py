@@ -138,7 +138,7 @@ def _of_elements(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
     if is_selection(eqn):
         if rests[0] is not None:
             return rests[1 + int(rests[0])]
-        return _of_any(rests[1:], dtype_of(eqn.outvars[0]))
+        return of_any(rests[1:], dtype_of(eqn.outvars[0]))
     known = [rest for rest in rests if rest is not None]
     if len(known) == len(rests):
         return _of_all(eqn, known)
@@ -153,7 +153,7 @@ def _of_elements(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
     return math.copysign(least, found)
 
 
-def _of_any(rests: Sequence[float | None], dtype: Any) -> float | None:
+def of_any(rests: Sequence[float | None], dtype: Any) -> float | None:
     """Return what a selection by an unknown condition leaves: of masked rests the less extreme."""
     known = [rest for rest in rests if rest is not None]
     if len(known) < len(rests) or len({*known}) == 1:

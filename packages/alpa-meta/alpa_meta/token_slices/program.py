@@ -6,14 +6,24 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from attrs import frozen
 
-from alpa_meta.compat import ClosedJaxpr, Var, consts, is_drop, open_jaxpr, shape_of, source_line
+from alpa_meta.compat import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Var,
+    consts,
+    is_drop,
+    open_jaxpr,
+    shape_of,
+    source_line,
+)
 from alpa_meta.operators import flops, kernel_kind
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
 from alpa_meta.token_slices.analysis import analysed
+from alpa_meta.token_slices.branches import write_branches
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.regions import write_region
-from alpa_meta.token_slices.values import BEFORE, Analysis, Known, SlicingError
+from alpa_meta.token_slices.values import BEFORE, Analysis, Branches, Known, Region, SlicingError
 from alpa_meta.token_slices.writer import Writer
 
 MOST_WHOLE = 0.5
@@ -86,7 +96,7 @@ def in_slices(
     check_work(analysis)
     jaxpr = open_jaxpr(closed)
     templates: dict[Hashable, ClosedJaxpr] = {}
-    writer = Writer(analysis, templates, write_region)
+    writer = Writer(analysis, templates, _write_region)
     writer.write()
     writer.sweep = 2
     outvars = [writer.full(atom) for atom in [*jaxpr.outvars, *needed]][: len(jaxpr.outvars)]
@@ -104,6 +114,13 @@ def in_slices(
     }
     phases = tuple(one.phase for one in written)
     return SlicedProgram(ClosedJaxpr(made, consts(closed)), phases, slice_of, slices)
+
+
+def _write_region(writer: Writer, eqn: JaxprEqn, region: Region | Branches) -> None:
+    if isinstance(region, Branches):
+        write_branches(writer, eqn, region)
+    else:
+        write_region(writer, eqn, region)
 
 
 def check_work(analysis: Analysis) -> None:

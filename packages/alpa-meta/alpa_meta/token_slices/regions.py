@@ -45,6 +45,7 @@ class BodyWriter(Writer):
         self.scanned: list[_Inputs] = [{} for _ in range(count)]
         self.carried: list[list[Var]] = [[] for _ in range(count)]
         self._wholes: dict[tuple[Var, int], Atom] = {}
+        self.sums_made: list[tuple[Var, Var, int]] = []  # of results, by slice
         jaxpr = open_jaxpr(region.body.closed)
         first = region.num_consts + region.num_carry
         self.carries_in = list(jaxpr.invars[region.num_consts : first])
@@ -139,11 +140,11 @@ class BodyWriter(Writer):
     def finish(self) -> None:
         """Write one region for each slice where the whole one was."""
         order = self.parent.order(self.sweep)
-        results = {number: self._results(number) for number in order}
+        results = {number: self.results(number) for number in order}
         for number in order:
-            self.lists[number] = self._live(number, results[number])
-        foreign = {number: self._foreign(number, results[number]) for number in order}
-        owner = {var: number for number in order for var in self._defined(number)}
+            self.lists[number] = self.live(number, results[number])
+        foreign = {number: self.foreign(number, results[number]) for number in order}
+        owner = {var: number for number in order for var in self.defined(number)}
         handed: dict[Var, Var] = {}
         for number in order:
             for var in foreign[number]:
@@ -159,40 +160,43 @@ class BodyWriter(Writer):
             aval = aval.update(shape=(self.eqn.params["length"], *aval.shape))
         return Var(aval)
 
-    def _results(self, number: int) -> list[tuple[Var, Atom]]:
+    def value_of(self, k: int) -> Value:
+        """Return what is known of a result of the body."""
+        carry = k < self.region.num_carry
+        atom = self.carries_in[k] if carry else open_jaxpr(self.analysis.closed).outvars[k]
+        return self.analysis.value(atom)
+
+    def results(self, number: int) -> list[tuple[Var, Atom]]:
         """Return the results of a slice's region: their variables outside and in the body."""
         found: list[tuple[Var, Atom]] = []
-        jaxpr = open_jaxpr(self.analysis.closed)
-        first = number == self.parent.order(self.sweep)[0]
-        for k, (var, atom) in enumerate(zip(self.eqn.outvars, jaxpr.outvars, strict=True)):
-            carry = k < self.region.num_carry
-            value = self.analysis.value(self.carries_in[k] if carry else atom)
-            stacked = self.region.is_scan and not carry
-            layout = (None, *value.layout) if stacked else value.layout
-            if value.state == "addend":
-                inner, made = addend(self, atom, number), Var(var.aval)
-            elif value.state == "sliced":
-                inner = self.operand(atom, value.layout, number)
-                made = self.parent.result(var, layout, number)
-            else:
-                noted = None if is_drop(var) else self.parent.note_known(var, number)
-                if noted is None and not carry and not (first and not is_drop(var)):
-                    continue
-                inner, made = self.operand(atom, value.layout, number), noted or Var(var.aval)
-            found.append((made, inner))
-            if is_drop(var):
-                continue
-            if value.state == "addend":
-                self._sums.append((var, made, number))
-            elif value.state == "sliced":
-                self.parent.parts[var, number] = made
+        for k, atom in enumerate(open_jaxpr(self.analysis.closed).outvars):
+            made, value = self.outside(k, number), self.value_of(k)
+            if made is not None:
+                of_sum = value.state == "addend"
+                inner = addend(self, atom, number) if of_sum else None
+                found.append((made, inner or self.operand(atom, value.layout, number)))
         return found
 
-    @property
-    def _sums(self) -> list[tuple[Var, Var, int]]:
-        if not hasattr(self, "_found_sums"):
-            self._found_sums: list[tuple[Var, Var, int]] = []
-        return self._found_sums
+    def outside(self, k: int, number: int) -> Var | None:
+        """Return the variable outside for a result of a slice's region, None if it makes none."""
+        var, value, carry = self.eqn.outvars[k], self.value_of(k), k < self.region.num_carry
+        if value.state == "addend":
+            made = Var(var.aval)
+            if not is_drop(var):
+                self.sums_made.append((var, made, number))
+        elif value.state == "sliced":
+            stacked = self.region.is_scan and not carry
+            layout = (None, *value.layout) if stacked else value.layout
+            made = self.parent.result(var, layout, number)
+            if not is_drop(var):
+                self.parent.parts[var, number] = made
+        else:
+            noted = None if is_drop(var) else self.parent.note_known(var, number)
+            first = number == self.parent.order(self.sweep)[0]
+            if noted is None and not carry and not (first and not is_drop(var)):
+                return None
+            made = noted or Var(var.aval)
+        return made
 
     def _inputs(self, number: int) -> list[Var]:
         return [
@@ -201,18 +205,18 @@ class BodyWriter(Writer):
             *(var for var, _ in self.scanned[number].values()),
         ]
 
-    def _defined(self, number: int) -> set[Var]:
+    def defined(self, number: int) -> set[Var]:
         made = {var for eqn in self.lists[number] for var in eqn.outvars if not is_drop(var)}
         return made | set(self._inputs(number))
 
-    def _foreign(self, number: int, results: Sequence[tuple[Var, Atom]]) -> list[Var]:
+    def foreign(self, number: int, results: Sequence[tuple[Var, Atom]]) -> list[Var]:
         """Return what a slice's body reads of the bodies of others."""
-        own = self._defined(number) | set(open_jaxpr(self.analysis.closed).constvars)
+        own = self.defined(number) | set(open_jaxpr(self.analysis.closed).constvars)
         read = [atom for eqn in self.lists[number] for atom in eqn.invars]
         read += [atom for _, atom in results]
         return list(dict.fromkeys(a for a in read if isinstance(a, Var) and a not in own))
 
-    def _live(self, number: int, results: Sequence[tuple[Var, Atom]]) -> list[JaxprEqn]:
+    def live(self, number: int, results: Sequence[tuple[Var, Atom]]) -> list[JaxprEqn]:
         """Return the equations of a slice's body that anything is made of."""
         wanted: list[Atom] = [atom for _, atom in results]
         for other, eqns in enumerate(self.lists):
@@ -246,7 +250,7 @@ class BodyWriter(Writer):
         else:
             changed = with_bodies(self.eqn, lambda _: body)
             self.parent.emit(changed.replace(invars=operands, outvars=made), number)
-        for var, held, of in self._sums:
+        for var, held, of in self.sums_made:
             if of == number:
                 add_part(self.parent, var, held, number)
 

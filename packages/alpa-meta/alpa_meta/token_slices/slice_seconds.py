@@ -28,6 +28,7 @@ from alpa_meta.token_slices.values import (
     AFTER,
     Added,
     Analysis,
+    Branches,
     Known,
     Moved,
     Region,
@@ -115,6 +116,9 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
         if isinstance(decision, Region):
             trips = int(eqn.params["length"]) if decision.is_scan else 1
             yield from _work(decision.body, platform, times * trips)
+        elif isinstance(decision, Branches):
+            for one in decision.bodies:  # any may be taken: all are, as far as is known
+                yield from _work(one, platform, times)
         elif isinstance(decision, TokenLoop | Running | Window | WindowSum | Moved):
             again = isinstance(decision, TokenLoop | Running) and decision.again
             yield _scaled(eqn, platform, frozenset({KEY if again else ROW})), times

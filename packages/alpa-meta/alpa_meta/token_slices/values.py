@@ -103,6 +103,15 @@ class Region:
     is_scan: bool
 
 
+@frozen(eq=False)
+class Branches:
+    """A conditional, of whose branches each slice runs its part; `results` are what is known of
+    what either makes."""
+
+    bodies: tuple[Analysis, ...]
+    results: tuple[Value, ...]
+
+
 @frozen
 class Window:
     """A convolution along the tokens (`windows`): the number of its spatial dim, that dim of the
@@ -145,7 +154,17 @@ class OneToken:
 
 
 Decision = (
-    Known | OneToken | Sliced | Added | Running | TokenLoop | Window | WindowSum | Moved | Region
+    Known
+    | OneToken
+    | Sliced
+    | Added
+    | Running
+    | TokenLoop
+    | Window
+    | WindowSum
+    | Moved
+    | Region
+    | Branches
 )
 
 

@@ -56,6 +56,7 @@ from alpa_meta.token_slices.values import (
     BEFORE,
     Added,
     Analysis,
+    Branches,
     Known,
     Moved,
     OneToken,
@@ -92,7 +93,7 @@ class Writer:
         self,
         analysis: Analysis,
         templates: dict[Hashable, ClosedJaxpr],
-        write_region: Callable[[Writer, JaxprEqn, Region], None],
+        write_region: Callable[[Writer, JaxprEqn, Region | Branches], None],
     ) -> None:
         self.write_region, self.templates = write_region, templates
         self.analysis, self.slices = analysis, analysis.slices
@@ -154,7 +155,7 @@ class Writer:
                 self.emit(eqn.replace(invars=[self.part(source, number)]), number)
                 self.made.update(eqn.outvars)
         else:
-            assert isinstance(decision, Region)
+            assert isinstance(decision, Region | Branches)
             if number == self.order(self.sweep)[0]:
                 self.write_region(self, eqn, decision)
 
