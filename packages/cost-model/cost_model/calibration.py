@@ -93,7 +93,7 @@ def measurements(
     if platform != "cpu":  # there, host memory is device memory and nothing is copied
         todo += [("to_device", (1 << power,)) for power in (16, 20, 24)]
     hidden = max(64, unit // 4 // 64 * 64)
-    widths = (hidden, 2 * hidden)
+    widths: tuple[int, ...] = (hidden, 2 * hidden)
     if platform != "cpu":
         widths = (hidden // 2, hidden, 2 * hidden, 4 * hidden)
     for dtype in (*DTYPES, *more):

@@ -326,10 +326,6 @@ def _narrow_product(jax: Any, jnp: Any) -> Callable[[Any, Any], Any]:
     def narrow(x: Any, dtype: Any) -> Any:
         return (x * jnp.bfloat16(1 / _SCALE)).astype(dtype)
 
-    @jax.custom_vjp
-    def product(x: Any, w: Any) -> Any:
-        return forward(x, w)[0]
-
     def forward(x: Any, w: Any) -> Any:
         kept = narrow(x, jnp.float8_e4m3fn), narrow(w, jnp.float8_e4m3fn)
         return _scaled_product(jnp, "bsi,io->bso", *kept), kept
@@ -341,6 +337,7 @@ def _narrow_product(jax: Any, jnp: Any) -> Callable[[Any, Any], Any]:
             _scaled_product(jnp, "bsi,bso->io", kept[0], given),
         )
 
+    product = jax.custom_vjp(lambda x, w: forward(x, w)[0])
     product.defvjp(forward, backward)
     wrapped: Callable[[Any, Any], Any] = product
     return wrapped
