@@ -368,11 +368,16 @@ def show(
     terminal = console()
     print_plan(loaded, terminal, every_parameter=parameters)
     if picture is not None:
-        from alpa_interchange import load_menu, menu_path
+        from alpa_interchange import DocumentError, load_menu, menu_path
         from alpa_meta.report.plan_picture import write_picture
 
         beside = menu_path(plan)
-        menu = load_menu(loaded, beside) if beside.exists() else None
+        menu = None
+        if beside.exists():
+            try:
+                menu = load_menu(loaded, beside)
+            except DocumentError as error:
+                terminal.print(f"other settings are not drawn: {error}")
         write_picture(picture, loaded, menu, terminal)
 
 
