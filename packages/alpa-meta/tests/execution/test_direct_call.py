@@ -77,6 +77,20 @@ def test_arrays_elsewhere_are_placed(long_way):
     assert len(long_way) == 1
 
 
+def test_a_batch_on_the_only_device_is_not_placed_again(long_way, monkeypatch):
+    running = alpa.parallelize(step, cluster="host:1")
+    state, batch = made()
+    expected, _ = made()
+    state, _ = running(state, jnp.asarray(batch))
+    expected, _ = step(expected, batch)
+    monkeypatch.setattr(jax, "device_put", None)
+    for _ in range(2):
+        state, metrics = running(state, jnp.asarray(batch))
+        expected, reference = step(expected, batch)
+        assert agree((state, metrics), (expected, reference))
+    assert len(long_way) == 1
+
+
 def test_one_array_for_two_inputs_is_copied(long_way):
     running = parallel()
     state, batch = made()
