@@ -96,7 +96,7 @@ class MaskFacts:
         moderate numbers and of weights, which are taken for such."""
         if not jnp.issubdtype(dtype_of(atom), jnp.floating):
             return True
-        found, most = scope.bounds(atom, layout, Diagonal()).flat(), masked(dtype_of(atom))
+        found, most = scope.bounds(atom, layout, Diagonal()).flat(), masked(dtype_of(atom)) / 2
         if -most < found.low and found.high < most:
             return True
         made = scope.made_of(atom, layout)

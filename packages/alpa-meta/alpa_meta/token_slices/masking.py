@@ -34,8 +34,9 @@ from alpa_meta.operators.elementwise import is_comparison, is_elementwise, is_se
 from alpa_meta.token_slices.places import KEY, kinds
 from alpa_meta.token_slices.reading import Reading, UnreadableError
 
-# exp of what is this far below the largest score is 0 in every type; scores are far above it
-_MASKED = 1e6
+# exp of what is this far below the largest score is 0 in every type, and scores are far above it;
+# the least number of float16 (-65504) is below it, also where it was widened
+_MASKED = 6e4
 
 UNITS = {"add": 0.0, "max": -math.inf, "min": math.inf, "or": 0.0, "and": 1.0}
 """What a reduction of each kind may leave out."""

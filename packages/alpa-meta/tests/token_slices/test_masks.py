@@ -35,6 +35,9 @@ MASKED = {
     "-1e30, scaled three times": scaled(-1e30, 3),
     "-1e9 / sqrt(head dim)": scaled(-1e9, 1, 1 / 16),
     "the root of 1e30": plus(lambda _: -jnp.sqrt(jnp.where(CAUSAL, 0.0, 1e30))),
+    "the least of float16, widened": plus(
+        lambda _: jnp.where(CAUSAL, 0, jnp.finfo("float16").min).astype("float16").astype(float)
+    ),
     "every third token": plus(lambda _: jnp.where(CAUSAL & _third(), 0.0, -1e30)),
 }
 
