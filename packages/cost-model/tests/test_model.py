@@ -74,7 +74,13 @@ def test_a_stored_profile_of_the_device_is_used_by_the_calibrated_model():
     halved = evolve(
         device, peak_flops={k: v / 2 for k, v in device.peak_flops.items()}, launch_latency=0.0
     )
-    profile = evolve(default_host_profile(), name="l4", device=halved, shared_compute=False)
+    profile = evolve(
+        default_host_profile(),
+        name="l4",
+        device=halved,
+        devices_per_host=8,
+        shared_compute=False,
+    )
     assert calibrated_model(spec).profile is None
     store_profile(profile)
     model = calibrated_model(spec)
