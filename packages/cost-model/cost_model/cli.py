@@ -90,6 +90,8 @@ def _measured(name: str | None) -> Profile:
 
         def show(what: str, position: int, count: int) -> None:
             bar.update(task, description=what, completed=position, total=count)
+            if not _console.is_terminal:  # where no bar is drawn
+                _console.print(f"{position}/{count} {what}")
 
         return run_calibration(JaxMeasurer(), name, show)
 

@@ -38,6 +38,7 @@ def test_calibration_stores_a_profile_and_two_are_compared(made_up_machine, monk
         result = run(cli.app, ["calibrate", "--out", str(path)])
         assert result.exit_code == 0, result.output
         assert "Profile imaginary-9000" in result.output and path.exists()
+        assert "compiling" in result.output and "matmul" in result.output  # no bar: lines
     result = run(cli.app, ["calibrate", "--diff", str(first), str(second)])
     assert result.exit_code == 0 and "memory bandwidth" in result.output
     result = run(cli.app, ["calibrate"])
