@@ -170,3 +170,15 @@ def copy_of(box: Box, sender: int, receiver: int, after: tuple[int, ...] = ()) -
         receivers=(receiver,),
         after=after,
     )
+
+
+def gather_of(box: Box, ring: tuple[int, ...], after: tuple[int, ...]) -> Transfer:
+    """Return the all-gather of a box among devices that each have a part of it."""
+    return Transfer(
+        method="gather",
+        start=box.start,
+        stop=box.stop,
+        sender=ring[0],
+        receivers=ring,
+        after=after,
+    )

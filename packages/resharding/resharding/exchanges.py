@@ -1,4 +1,4 @@
-"""Gathers of gathers for small tensors where operations block: a ring for each factor of a count.
+"""All-gathers in stages, for small tensors where operations block: in each a ring of few devices.
 
 n devices want a tile of m slices that are cut out of it like a grid. Slices go to a device each,
 and then a ring of f devices for each prime factor f of n: after each, its devices have the same,
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from alpa_interchange.reshard import Transfer
+from resharding.drafts import gather_of
 from resharding.slices import Box, Slice, bounding_box
 
 Groups = list[list[int]]  # devices of each host
@@ -96,16 +97,7 @@ class Exchange:
                 waits = sorted({number for device in ring for number in brought.get(device, ())})
                 for device in ring:
                     brought[device] = [first + len(made)]
-                made.append(
-                    Transfer(
-                        method="gather",
-                        start=box.start,
-                        stop=box.stop,
-                        sender=ring[0],
-                        receivers=ring,
-                        after=tuple(waits),
-                    )
-                )
+                made.append(gather_of(box, ring, tuple(waits)))
         return made
 
 

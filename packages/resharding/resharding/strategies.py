@@ -28,6 +28,7 @@ from resharding.drafts import (
     chains,
     copy_of,
     deliveries_of,
+    gather_of,
     in_order,
     local_transfers,
     spread,
@@ -325,14 +326,5 @@ def _scattered(slices: Sequence[Slice], deliveries: Sequence[Delivery], setting:
         for one, receiver, part in zip(turns, receivers, parts, strict=False):
             transfers.append(copy_of(part, one, receiver))
         if len(receivers) > 1:
-            transfers.append(
-                Transfer(
-                    method="gather",
-                    start=box.start,
-                    stop=box.stop,
-                    sender=receivers[0],
-                    receivers=receivers,
-                    after=tuple(range(first, len(transfers))),
-                )
-            )
+            transfers.append(gather_of(box, receivers, tuple(range(first, len(transfers)))))
     return Draft(tuple(transfers), seconds)

@@ -24,6 +24,7 @@ from resharding.drafts import (
     Setting,
     chains,
     deliveries_of,
+    gather_of,
     in_order,
     local_transfers,
     spread,
@@ -186,11 +187,4 @@ def _gather(
 ) -> Transfer:
     """Return the gather of slices that have arrived on `receivers`."""
     box = _whole(pieces, receivers[0], receivers).piece.box
-    return Transfer(
-        method="gather",
-        start=box.start,
-        stop=box.stop,
-        sender=receivers[0],
-        receivers=receivers,
-        after=tuple(sorted(arrived[piece.box] for piece in pieces)),
-    )
+    return gather_of(box, receivers, tuple(sorted(arrived[piece.box] for piece in pieces)))
