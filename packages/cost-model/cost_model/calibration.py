@@ -41,7 +41,7 @@ def calibrate(
     platform, kind, versions, memory = measurer.describe()
     known = catalogue_device(kind)
     narrow = known is not None and NARROW in known.peak_flops
-    samples = tuple(_measure(measurer, platform, narrow, progress))
+    samples = tuple(_measure(measurer, platform, narrow, memory, progress))
     count = measurer.num_devices()
     shared = platform == "cpu"
     base = known or DeviceSpec(
@@ -69,10 +69,10 @@ def calibrate(
 
 
 def measurements(
-    unit: int, platform: str, num_devices: int, narrow: bool = False
+    unit: int, platform: str, num_devices: int, narrow: bool = False, memory: float = 0.0
 ) -> list[Measurement]:
     """Return (method, arguments) of everything that is timed; `unit` scales matmul sizes, `narrow`
-    adds float8."""
+    adds float8, layers that may not fit in `memory` bytes are left out (0: not known)."""
     todo: list[Measurement] = []
     more = (NARROW,) if narrow else ()
     for dtype in (*DTYPES, *(() if platform == "cpu" else ON_ACCELERATORS), *more):
@@ -96,19 +96,26 @@ def measurements(
     widths: tuple[int, ...] = (hidden, 2 * hidden)
     if platform != "cpu":
         widths = (hidden // 2, hidden, 2 * hidden, 4 * hidden)
+        widths = tuple(w for w in widths if not memory or _layer_bytes(w, 2048) < memory / 2)
     for dtype in (*DTYPES, *more):
         for width in widths:
             todo.append(("layer", (width, 256 if platform == "cpu" else 2048, 1, dtype)))
     return todo
 
 
+def _layer_bytes(hidden: int, seq: int) -> float:
+    """Return about what a float32 layer takes with its gradients: weights twice, and scores, their
+    softmax and the gradients of both."""
+    return 4.0 * (2 * 12 * hidden**2 + 4 * max(1, hidden // 64) * seq**2)
+
+
 def _measure(
-    measurer: Measurer, platform: str, narrow: bool, progress: Progress | None
+    measurer: Measurer, platform: str, narrow: bool, memory: float, progress: Progress | None
 ) -> Iterator[Sample]:
     probe = measurer.matmul(512, 512, 512, "float32", 1)
     # a cube of `unit` takes about 60 ms at the rate of the probe
     unit = int(512 * min(16.0, max(1.0, (0.06 / probe) ** (1 / 3))) / 64) * 64
-    todo = measurements(unit, platform, measurer.num_devices(), narrow)
+    todo = measurements(unit, platform, measurer.num_devices(), narrow, memory)
     if progress is not None:
         progress("compiling", 0, len(todo))
     measurer.prepare(todo)

@@ -20,11 +20,12 @@ Measurement = tuple[str, tuple[Any, ...]]
 # seconds that the kernels of one program should take on an accelerator, and between two looks at
 # the clock there: a thousand times the microseconds that starting and waiting take
 _LONG = 0.01
-_MOST_REPEATS = 500
+_MOST_REPEATS = 500  # of the smallest kernels, which take microseconds: some milliseconds in all
 # of a current GPU, to tell how often a kernel has to be repeated; only the order matters
 _FLOPS = {"float32": 5e13, "tensorfloat32": 3e14, "bfloat16": 6e14}
 _BANDWIDTH = 3e12
-_SCALE = 1 / 64  # of float8 operands, which are kept near one
+_SCALE = 1 / 64  # of float8 operands: what is timed is up to 1/16, and e4m3 is finest near one
+_COMPILERS = 8  # at once: each takes a processor and up to a gigabyte
 
 
 class Measurer(Protocol):
@@ -103,7 +104,7 @@ class JaxMeasurer:
             if method in kinds
             for part in ("forward", "both")[: kinds[method]]
         ]
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool:
             list(pool.map(lambda each: self._compiled(*each), programs))
 
     def matmul(self, m: int, n: int, k: int, dtype: str, num_devices: int) -> float:
@@ -264,7 +265,7 @@ class JaxMeasurer:
             return seconds
         if self._empty is None:
             self._empty = self._seconds_of("loop", ()) / _MOST_REPEATS / 2
-        return max(seconds / turns - loops * self._empty, 1e-7)
+        return max(seconds / turns - loops * self._empty, 1e-7)  # a kernel takes more than that
 
     @property
     def _on_cpu(self) -> bool:

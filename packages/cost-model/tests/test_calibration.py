@@ -93,6 +93,15 @@ def test_unknown_device_kinds_are_not():
     assert catalogue_device("NVIDIA L40S") is None
 
 
+def test_layers_that_may_not_fit_are_not_measured():
+    def widths(memory):
+        todo = measurements(8192, "gpu", 1, memory=memory)
+        return {arguments[0] for method, arguments in todo if method == "layer"}
+
+    assert widths(0.0) == widths(80e9) == {1024, 2048, 4096, 8192}
+    assert widths(16e9) == {1024, 2048, 4096}
+
+
 def test_both_platforms_measure_matmuls_layers_and_collectives():
     for platform in ("cpu", "gpu"):
         methods = {method for method, _ in measurements(1024, platform, 4)}
