@@ -73,6 +73,7 @@ class Outlook:
     cut: CutProgram | None = None
     uncut: tuple[Outlook, Layering] | None = None
     pins: Mapping[str, Any] = field(factory=dict)  # of the user, by leaf path
+    _scopes: dict[bool, list[StageScope]] = field(factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def window(self) -> Window:
@@ -87,6 +88,19 @@ class Outlook:
         return window_of(
             self.staging, self.num_layers, results, marks, left_out.layers if left_out else {}
         )
+
+    def scope(self, pins: Mapping[Var, Pin], apart: bool) -> StageScope:
+        """Return the window as one stage, the same for all meshes of equal `pins`.
+
+        `apart`: its passes are programs of their own, as they are where there are more stages.
+        """
+        for known in self._scopes.setdefault(apart, []):
+            if known.eqns.pins == pins:
+                return known
+        window = self.window
+        found = stage_scope(self.program, window.staging, 0, 1, pins, apart=apart, window=window)
+        self._scopes[apart].append(found)
+        return found
 
 
 def solve_mesh(
@@ -104,8 +118,7 @@ def solve_mesh(
     solutions that weigh memory more are added where the first one would not fit.
     """
     pins = input_pins(outlook.program, mesh, options)
-    window = outlook.window
-    scope = stage_scope(outlook.program, window.staging, 0, 1, pins, apart=not whole, window=window)
+    window, scope = outlook.window, outlook.scope(pins, apart=not whole)
     costs = MeshCosts(mesh, model, submesh.host_group)
     selection = build(scope.eqns, costs, f"{submesh.num_devices} devices {mesh.shape}")
     free = options.preset is None and not options.pins

@@ -16,15 +16,12 @@ from attrs import define, field
 
 from alpa_interchange import BoundaryLayout, LogicalMesh, SubmeshSpec
 from alpa_interchange.menu import RECOMPUTATIONS, LayerFloor, LayerMenu, MeshMenu
-from alpa_meta.compat import Var
-from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layer_boundaries import Boundary, boundaries
 from alpa_meta.inter_op.layer_floors import FloorSource
 from alpa_meta.inter_op.mesh_rows import MeshRows, StateSpecs
 from alpa_meta.inter_op.row_lines import Sized
-from alpa_meta.inter_op.stage_selection import StageScope, stage_scope
 from alpa_meta.options import SCHEDULES, Options
-from alpa_meta.pinning import Pin, UnfitPinError
+from alpa_meta.pinning import UnfitPinError
 from cost_model import CostModel
 from stage_dp import SCHEDULE_RULES
 
@@ -69,8 +66,6 @@ class MenuBuilder:
     state: dict[tuple[SubmeshSpec, LogicalMesh, str], StateSpecs] = field(factory=dict)
     floors: list[FloorSource] = field(factory=list)  # of the menu's meshes
     _boundaries: dict[int, dict[int, Boundary]] = field(factory=dict)
-    # By the id of the outlook, and whether the passes are programs of their own.
-    _scopes: dict[tuple[int, bool], list[StageScope]] = field(factory=dict)
 
     @property
     def derived(self) -> tuple[str, ...]:
@@ -110,19 +105,6 @@ class MenuBuilder:
         """Free what floors were solved with; a further search asks for few."""
         for source in self.floors:
             source.forget_seconds()
-
-    def scope(self, outlook: Outlook, pins: Mapping[Var, Pin], apart: bool) -> StageScope:
-        """Return the window of a program as one stage, the same for all meshes of equal `pins`.
-
-        `apart`: its passes are programs of their own, as they are where there are more stages.
-        """
-        for known in self._scopes.setdefault((id(outlook), apart), []):
-            if known.eqns.pins == pins:
-                return known
-        window = outlook.window
-        found = stage_scope(outlook.program, window.staging, 0, 1, pins, apart=apart, window=window)
-        self._scopes[id(outlook), apart].append(found)
-        return found
 
     def boundaries(self, sized: Sized) -> dict[int, Boundary]:
         """Return what crosses between the layers of the window."""

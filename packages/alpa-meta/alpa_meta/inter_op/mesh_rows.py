@@ -80,7 +80,7 @@ class MeshProblem:
         apart = submesh.num_devices < builder.model.cluster.num_devices
         for sized in sizes:
             pins = input_pins(sized.outlook.program, costs.mesh, builder.options)
-            scopes.append(builder.scope(sized.outlook, pins, apart))
+            scopes.append(sized.outlook.scope(pins, apart))
         name = f"{submesh.num_devices} devices {costs.mesh.shape}"
         others = tuple(scope.eqns for scope in scopes[1:])
         self.selection = build(scopes[0].eqns, costs, name, others)

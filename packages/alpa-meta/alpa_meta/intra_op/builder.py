@@ -6,42 +6,36 @@ What an equation is given is elsewhere: its choices (`operator_choice`), an oper
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 from attrs import evolve
 
-from alpa_interchange import ShardingRule, ShardingSpec, Strategy
+from alpa_interchange import ShardingSpec, Strategy
 from alpa_meta.compat import Atom, JaxprEqn, Var, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.intra_op.bucketed_traffic import (
     BucketedTraffic,
     Sent,
-    late_values,
     own_sums,
-    sums_together,
 )
 from alpa_meta.intra_op.coarse_solution import LARGE, Classes, classes_of, equal_axes
 from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.equation_seconds import Edge, EquationSeconds, Priced
-from alpa_meta.intra_op.fused_traffic import fused_traffic
 from alpa_meta.intra_op.liveness import KINDS, Timeline
 from alpa_meta.intra_op.memory_profile import Copy
 from alpa_meta.intra_op.mesh_costs import Conversion, MeshCosts
 from alpa_meta.intra_op.operator_choice import OperatorChoice, operator_choice
-from alpa_meta.intra_op.operator_seconds import strategy_sends
 from alpa_meta.intra_op.other_sizes import others_of
-from alpa_meta.intra_op.partial_sums import completions, may_stay_partial
+from alpa_meta.intra_op.partial_sums import completions
+from alpa_meta.intra_op.placed_equations import Placed, placed_equations
 from alpa_meta.intra_op.program_borders import borders, end_program
 from alpa_meta.intra_op.regions import barrier_record, region_record
 from alpa_meta.intra_op.sent_seconds import SentSeconds
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 from alpa_meta.intra_op.stage_spans import StageSpans
-from alpa_meta.operators import is_heavy, operator_of
 from alpa_meta.operators.elementwise import is_barrier
-from alpa_meta.passes.shared_reads import is_shared_read
 from alpa_meta.pinning import Pin
 from ilp_sharding.strategies import ProblemBuilder
 
@@ -55,7 +49,7 @@ class Builder:
         self.costs = costs
         self.stage = stage
         self.others = others_of(stage, others)
-        self.moved = fused_traffic(stage, self.others, costs.platform, costs.attends)
+        self.places = placed_equations(stage, self.others, costs.platform, costs.attends)
         self._ratios = [other.num_microbatches / stage.num_microbatches for other in others]
         self.problem = ProblemBuilder()
         self.sources: dict[Atom, Source] = {}
@@ -63,7 +57,7 @@ class Builder:
         self._eqn_edges: list[Edge] = []
         self._home: dict[int, int] = {}  # the equation that makes a value, by the id of its source
         self._position = 0
-        self.partial = may_stay_partial(stage)
+        self.partial = self.places.partial
         self.order: dict[Var, int] = {}
         self.spread: set[Var] = set()
         self.operators: dict[Hashable, OperatorChoice] = {}
@@ -81,9 +75,8 @@ class Builder:
         self.timeline = Timeline(bool(stage.kept), costs.platform == "cpu", stage.is_whole_step)
         self.times: list[int] = []  # at which each equation begins
         self.copied = self._copied()
-        self.late = late_values(stage, is_heavy)
+        self.late = self.places.late
         self._keeps_order = any(map(is_barrier, stage.eqns))  # XLA puts nothing off past these
-        self.together = sums_together(stage, is_heavy)
         self._phase = "forward"
         self.traffic = BucketedTraffic(costs)
         self.sent = SentSeconds(costs)
@@ -110,7 +103,8 @@ class Builder:
             if position in stage.reads:
                 reads = stage.reads[position]
                 self._read_times = {id(self.sources[var]): times for var, times in reads.items()}
-            records.append(self.equation(eqn, key, weight, self.sources, phase))
+            one = self.places.of[position]
+            records.append(self.equation(eqn, key, weight, self.sources, phase, one))
             if position + 1 in programs:
                 end_program(programs[position + 1], self.timeline, self.sources, self.times)
         self._phase = "update"
@@ -236,27 +230,26 @@ class Builder:
         weight: float,
         scope: dict[Atom, Source],
         phase: str,
+        one: Placed | None,
     ) -> Record:
-        """Return the record of an equation that runs `weight` times a step; adds its results to
-        `scope`."""
+        """Return the record of an equation that runs `weight` times a step, `one` operator; None: a
+        region or a barrier. Its results are added to `scope`."""
         key = key if key is not None else ("eqn", id(eqn))
         self.timeline.advance(phase)
         shape = facts_of(eqn)
-        if shape.region:
-            record = region_record(self, eqn, key, weight, scope, phase)
-        elif len(eqn.outvars) > 1 and operator_of(eqn).passes_on:
-            record = barrier_record(self, eqn, scope)
+        if one is None:
+            make = region_record if shape.region else barrier_record
+            record = make(self, eqn, key, weight, scope, phase)
         else:
-            record = self.operator(eqn, key, weight, scope, phase)
+            record = self.operator(eqn, key, weight, scope, phase, one)
             read = self._read(shape.reads, scope, phase)
-            one = operator_of(eqn)
-            late = scope is self.sources and not self._keeps_order and self._waits(eqn)
+            late = scope is self.sources and not self._keeps_order and not one.waited_for
             self.timeline.compute(
-                one.liveness,
+                one.operator.liveness,
                 read,
                 record.results,
                 reads_zero=shape.zero,
-                dear=one.dear,
+                dear=one.operator.dear,
                 late=late,
                 permutation=shape.permutation,
                 matrices=shape.matrices,
@@ -300,43 +293,45 @@ class Builder:
         return [scope[var] for var in reads if var in scope]
 
     def operator(
-        self, eqn: JaxprEqn, key: Hashable, weight: float, scope: dict[Atom, Source], phase: str
+        self,
+        eqn: JaxprEqn,
+        key: Hashable,
+        weight: float,
+        scope: dict[Atom, Source],
+        phase: str,
+        one: Placed,
     ) -> Record:
-        """Return the record of an equation that is no region: its node, its operands converted."""
-        found = operator_choice(self, eqn, key, weight, scope, phase)
-        rule, leader, node, strategies = found.rule, found.leader, found.node, found.strategies
-        shape = facts_of(eqn)
+        """Return the record of an operator: its node, its operands converted."""
+        found = operator_choice(self, eqn, key, weight, scope, phase, one)
+        leader, node, strategies = found.leader, found.node, found.strategies
         if leader is not None:
             followed = eqn.invars[leader]
             if followed in self.spread:
                 self.spread.update(eqn.outvars)
             else:
                 least = scope[followed].bytes
-                for var, (_, size) in zip(eqn.outvars, shape.results, strict=True):
+                for var, (_, size, _) in zip(eqn.outvars, one.results, strict=True):
                     if size > least:
                         self.spread.add(var)
-        if found.late and rule is not None:
-            self._note_sums(eqn, rule, node, strategies, weight)
+        if one.late and one.sums:
+            self._note_sums(eqn, one, node, strategies, weight)
         self._add_cost(node, found.seconds)
-        if rule is not None and found.sends:
-            of = (eqn, *self.others.eqns.get(id(eqn), ()))
-            weights = (weight, *self.weights(weight))
-            sends = [
-                functools.partial(
-                    strategy_sends, self.costs, one, rule, found.late, found.together, times
-                )
-                for one, times in zip(of, weights, strict=False)
-            ]
-            self.sent.operator(self._position, node, strategies, sends, found.seconds)
+        if found.sends:
+            self.sent.operator(self._position, node, strategies, found.sends, found.seconds)
         num_copies, wanted = len(self._copies), found.columns.operands
-        for number, var in zip(shape.read_at, shape.reads, strict=True):
+        for number, var in zip(one.facts.read_at, one.facts.reads, strict=True):
             if var in scope:
                 self.convert(scope[var], node, wanted[number], weight, var in self.late)
-        if is_shared_read(eqn):
+        if one.shared_read:
             self._copy_of.pop(eqn.outvars[0], None)  # a body may be walked over more than once
             if len(self._copies) > num_copies:
                 self._copy_of[eqn.outvars[0]] = num_copies
-        outputs = found.results(eqn, self.others.eqns.get(id(eqn), ()))
+        outputs = tuple(
+            [
+                Source(node, specs, *own)
+                for specs, own in zip(found.columns.results, one.results, strict=True)
+            ]
+        )
         if leader is None and len(outputs) == 1 and found.partial:
             self.timeline.store(outputs[0])  # beside its sum, for as long as it takes
             completed = self.completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)
@@ -385,31 +380,22 @@ class Builder:
         copied = np.array(sends) * (natural.bytes / np.array(parts))
         self._copy(natural, completed.node, copied)
 
-    def is_late(self, eqn: JaxprEqn) -> bool:
-        """Return whether sums that `eqn` completes itself travel in buckets."""
-        return self._phase == "update" or self._waits(eqn)
-
-    def _waits(self, eqn: JaxprEqn) -> bool:
-        return all(is_drop(var) or var in self.late for var in eqn.outvars)
-
     def _note_sums(
         self,
         eqn: JaxprEqn,
-        rule: ShardingRule,
+        one: Placed,
         node: int,
         strategies: Sequence[Strategy],
         weight: float,
     ) -> None:
-        """Note the sums that an equation completes itself, if they travel in buckets."""
-        if all(factor.kind != "reduction" for factor in rule.factors):
-            return
-
-        mesh = self.costs.mesh  # not the builder, which would live as long as what it built
+        """Note the sums that an operator completes itself, which travel in buckets."""
+        mesh, rule = self.costs.mesh, one.rule  # not the builder, which would live as long as these
+        assert rule is not None
 
         def sent(chosen: int, _: int) -> Iterator[Sent]:
             return own_sums(eqn, rule, strategies[chosen], mesh)
 
-        size = sum(map(tensor_bytes, eqn.outvars))
+        size = sum([size for _, size, _ in one.results])
         self.traffic.add(self._phase, weight, size, (node, node), sent, self._times)
 
     def convert(
@@ -426,6 +412,8 @@ class Builder:
         """
         if source.node in (None, self.fixed) or node is None or not source.shape:
             return
+        if source.node == node and source.specs is wanted:
+            return  # as it is, whatever the choice
         in_buckets = late or self._phase == "update" or source.node in self.state_nodes
         found = self.costs.conversion(
             source.shape, source.bytes, source.specs, wanted, in_buckets, source.node == node

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -38,15 +38,43 @@ class Columns:
     results: tuple[tuple[ShardingSpec, ...], ...]
 
 
+Step = tuple[str, int, tuple[str, ...]]
+"""A collective of a completion: its kind, by how much of the tensor it moves less, mesh axes."""
+
+
+@frozen(eq=False)
+class Repeated(Generic[T]):
+    """What is counted at `places`, often the same: item k counts `distinct[which[k]]`."""
+
+    places: np.ndarray
+    which: np.ndarray
+    distinct: tuple[T, ...]
+
+    @classmethod
+    def of(cls, items: Iterable[tuple[int, Sequence[T]]]) -> Repeated[T]:
+        """Return what is counted, by place."""
+        numbers: dict[T, int] = {}
+        pairs = [
+            (place, numbers.setdefault(one, len(numbers))) for place, some in items for one in some
+        ]
+        places, which = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return cls(places, which, tuple(numbers))
+
+    def added_to(self, totals: np.ndarray, values: Sequence[float]) -> None:
+        """Add the `values` of what is distinct to the `totals` of the places, in order."""
+        if values:
+            np.add.at(totals, self.places, np.array(values)[self.which])
+
+
 @frozen(eq=False)
 class Completions:
-    """The specs sums can be completed in, and the collectives of each possible (natural, final).
-
-    A collective is its kind, by how much of the tensor it moves less, and its mesh axes.
-    """
+    """The specs sums can be completed in, and the collectives of each possible (natural, final):
+    `rows` and `columns` of the pairs, and what each of them takes."""
 
     finals: tuple[ShardingSpec, ...]
-    steps: tuple[tuple[int, int, tuple[tuple[str, int, tuple[str, ...]], ...]], ...]
+    rows: np.ndarray
+    columns: np.ndarray
+    steps: Repeated[Step]
 
 
 @frozen(eq=False)
@@ -189,12 +217,15 @@ class Layouts:
 
         return self.once(("counts", number), make)
 
-    def own_sums(self, rule: ShardingRule, number: int) -> tuple[tuple[Sum, ...], ...]:
+    def own_sums(self, rule: ShardingRule, number: int) -> Repeated[Sum]:
         """Return, by strategy, the sums that an operator does not leave partial."""
         like = self.like(rule)
         return self.once(
             ("sums", like, number),
-            lambda: tuple(tuple(self.own_sums_of(like, one)) for one in self._values[number]),
+            lambda: Repeated.of(
+                (place, tuple(self.own_sums_of(like, one)))
+                for place, one in enumerate(self._values[number])
+            ),
         )
 
     def own_sums_of(self, rule: ShardingRule, strategy: Strategy) -> Iterator[Sum]:
@@ -246,17 +277,17 @@ class Layouts:
         }
         finals = tuple(dict.fromkeys(f for specs in reachable.values() for f in specs))
         position = {spec: number for number, spec in enumerate(finals)}
-        steps = tuple(
+        pairs = [
             (row, position[final], tuple(self.completion_steps(spec, final)))
             for row, spec in enumerate(natural)
             for final in reachable[spec]
-        )
-        return Completions(self._same(finals), steps)
+        ]
+        rows, columns = np.array([pair[:2] for pair in pairs], dtype=np.int64).reshape(-1, 2).T
+        steps = Repeated.of((place, pair[2]) for place, pair in enumerate(pairs))
+        return Completions(self._same(finals), rows, columns, steps)
 
-    def completion_steps(
-        self, natural: ShardingSpec, final: ShardingSpec
-    ) -> Iterator[tuple[str, int, tuple[str, ...]]]:
-        """Yield what completes partial sums, from one spec to another, as in `Completions`.
+    def completion_steps(self, natural: ShardingSpec, final: ShardingSpec) -> Iterator[Step]:
+        """Yield what completes partial sums, from one spec to another.
 
         Scattering comes first, because the rest then reduces less.
         """

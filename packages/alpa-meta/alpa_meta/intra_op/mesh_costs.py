@@ -41,6 +41,7 @@ class MeshCosts:
     _scaled: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
     _conversions: dict[Hashable, Conversion] = field(factory=dict, repr=False)
     _numbers: dict[int, tuple[Any, int]] = field(factory=dict, repr=False)
+    _collectives: dict[Hashable, float] = field(factory=dict, repr=False)
 
     def forgotten(self) -> MeshCosts:
         """Return these costs with nothing remembered."""
@@ -59,10 +60,17 @@ class MeshCosts:
     def collective_seconds(
         self, kind: str, bytes: float, axes: tuple[str, ...], in_buckets: bool = False
     ) -> float:
-        """Return the seconds of a collective along mesh axes, alone or as its share of a bucket."""
-        if in_buckets:
-            return self.bucket_share_seconds(kind, bytes, axes)
-        return float(self.model.collective_seconds(kind, bytes, self._axes(axes)))
+        """Return the seconds of a collective along mesh axes, alone or as its share of a bucket,
+        remembered."""
+        key = (kind, bytes, axes, in_buckets)
+        known = self._collectives.get(key)
+        if known is None:
+            if in_buckets:
+                known = self.bucket_share_seconds(kind, bytes, axes)
+            else:
+                known = float(self.model.collective_seconds(kind, bytes, self._axes(axes)))
+            self._collectives[key] = known
+        return known
 
     @functools.cached_property
     def links(self) -> LinkParts:

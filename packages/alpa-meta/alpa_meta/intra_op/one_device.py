@@ -12,9 +12,9 @@ from typing import NamedTuple
 from alpa_interchange import ShardingSpec
 from alpa_meta.compat import Atom, JaxprEqn, Var
 from alpa_meta.intra_op.builder import Builder
-from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.memory_profile import MemoryProfile
 from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.placed_equations import Placed
 from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 
 
@@ -43,10 +43,16 @@ class _WholeValues(Builder):
         return frozenset()
 
     def operator(
-        self, eqn: JaxprEqn, key: Hashable, weight: float, scope: dict[Atom, Source], phase: str
+        self,
+        eqn: JaxprEqn,
+        key: Hashable,
+        weight: float,
+        scope: dict[Atom, Source],
+        phase: str,
+        one: Placed,
     ) -> Record:
         results = [
             Source(self.fixed, (ShardingSpec.replicated(len(shape)),), shape, size)
-            for shape, size in facts_of(eqn).results
+            for shape, size in one.facts.results
         ]
         return Record(self.fixed, (), (), tuple(results))

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from itertools import repeat
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import Atom, JaxprEqn, shape_of
-from alpa_meta.intra_op.equation_facts import facts_of
 from alpa_meta.intra_op.equation_seconds import Priced
 from alpa_meta.intra_op.layouts import Columns
 from alpa_meta.intra_op.light_equations import leading_operand
-from alpa_meta.intra_op.operator_seconds import operator_seconds
+from alpa_meta.intra_op.operator_seconds import operator_seconds, strategy_sends
+from alpa_meta.intra_op.placed_equations import Placed
+from alpa_meta.intra_op.sent_seconds import Sends
 from alpa_meta.intra_op.stage_problem import Source
 from alpa_meta.operators import (
     linear_operands,
-    operator_signature,
     rule_number,
-    sharding_rule,
 )
 from alpa_meta.pinning import UnfitPinError, is_pin, pinned_strategies
-
-SENDING = ("permutation", "reduction")  # factors whose sharding costs collectives in an operator
 
 if TYPE_CHECKING:
     from alpa_meta.intra_op.builder import Builder
@@ -34,23 +31,13 @@ if TYPE_CHECKING:
 class OperatorChoice:
     """What an operator chooses from; `seconds` per strategy."""
 
-    rule: ShardingRule | None
     leader: int | None
     node: int
     strategies: tuple[Strategy, ...]
     seconds: Priced
-    late: bool  # sums that it completes travel in buckets
     partial: bool  # sums may be left to be completed
-    together: int  # equations whose sums are sent with its own
-    sends: bool  # there may be collectives inside it
+    sends: Sequence[Callable[[Strategy], Iterator[Sends]]]  # inside it, by size, if anything
     columns: Columns  # the specs of its operands and results under its strategies
-
-    def results(self, eqn: JaxprEqn, twins: Sequence[JaxprEqn]) -> tuple[Source, ...]:
-        """Return the results of the equation, with their bytes in its `twins` at other sizes."""
-        others = [facts_of(twin).results for twin in twins]
-        sizes = [[size for _, size in one] for one in zip(*others, strict=True)] or repeat(())
-        results = zip(self.columns.results, facts_of(eqn).results, sizes, strict=False)
-        return tuple([Source(self.node, x, *own, tuple(other)) for x, own, other in results])
 
 
 def operator_choice(
@@ -60,28 +47,15 @@ def operator_choice(
     weight: float,
     scope: dict[Atom, Source],
     phase: str,
+    one: Placed,
 ) -> OperatorChoice:
     """Return what an operator chooses from, remembered for equal ones that read alike."""
-    late, together = builder.is_late(eqn), builder.together.get(id(eqn), 1)
-    reads, accumulated, number = (
-        facts_of(eqn).reads,
-        builder.stage.accumulated,
-        builder.costs.number,
-    )
-    read = [scope.get(var) for var in reads]
-    alike = (
-        key,
-        weight,
-        late,
-        together,
-        builder.moved[id(eqn)],
-        tuple([None if s is None else (s.node, number(s.specs)) for s in read]),
-        tuple([v in accumulated for v in reads]),
-        tuple([(v in builder.partial, v in accumulated) for v in eqn.outvars]),
-    )
+    number = builder.costs.number
+    read = [scope.get(var) for var in one.facts.reads]
+    alike = (one.alike, tuple([None if s is None else (s.node, number(s.specs)) for s in read]))
     known = builder.operators.get(alike)
     if known is None:
-        rule = sharding_rule(eqn)
+        rule = one.rule
         leader = _leader(builder, eqn, rule, scope, phase)
         strategies = _strategies(builder, eqn, rule, leader, scope)
         if leader is not None:
@@ -91,50 +65,49 @@ def operator_choice(
         else:
             node = builder.new_node(key, eqn.primitive.name, strategies)
         assert node is not None
-        seconds = _seconds(builder, eqn, rule, strategies, weight, late, together)
-        partial = builder.costs.layouts.leaves_sums(number(strategies))
-        sends = rule is not None and any(f.kind in SENDING for f in rule.factors)
-        known = OperatorChoice(
-            rule,
+        known = builder.operators[alike] = OperatorChoice(
             leader,
             node,
             strategies,
-            seconds,
-            late,
-            partial,
-            together,
-            sends,
+            _seconds(builder, eqn, strategies, weight, one),
+            builder.costs.layouts.leaves_sums(number(strategies)),
+            _sends(builder, eqn, weight, one),
             builder.costs.columns(strategies),
         )
-        builder.operators[alike] = known
     return known
 
 
 def _seconds(
-    builder: Builder,
-    eqn: JaxprEqn,
-    rule: ShardingRule | None,
-    strategies: tuple[Strategy, ...],
-    weight: float,
-    late: bool,
-    together: int,
+    builder: Builder, eqn: JaxprEqn, strategies: tuple[Strategy, ...], weight: float, one: Placed
 ) -> Priced:
     """Return [strategies] seconds per step at each size, remembered for all operators alike."""
-    twins = builder.others.eqns.get(id(eqn), ())
-    of = tuple(map(operator_signature, (eqn, *twins)))
-    moved = builder.moved[id(eqn)]
-    alike = (of, moved, builder.costs.number(strategies), weight, late, together, builder.updates)
+    alike = (one.priced, builder.costs.number(strategies))
     known = builder.seconds.get(alike)
     if known is None:
+        costs, rule, late, together = builder.costs, one.rule, one.late, one.together
         weights = [weight, *builder.weights(weight)]
         known = builder.seconds[alike] = tuple(
             [
-                times
-                * operator_seconds(builder.costs, one, rule, strategies, late, bytes, together)
-                for one, times, bytes in zip((eqn, *twins), weights, moved, strict=False)
+                times * operator_seconds(costs, own, rule, strategies, late, bytes, together)
+                for own, times, bytes in zip((eqn, *one.twins), weights, one.moved, strict=False)
             ]
         )
     return known
+
+
+def _sends(
+    builder: Builder, eqn: JaxprEqn, weight: float, one: Placed
+) -> list[Callable[[Strategy], Iterator[Sends]]]:
+    """Return what names the collectives inside an operator under a strategy, by size; none where
+    there are none under any."""
+    rule = one.rule
+    if rule is None or not one.sends:
+        return []
+    weights = (weight, *builder.weights(weight))
+    return [
+        functools.partial(strategy_sends, builder.costs, own, rule, one.late, one.together, times)
+        for own, times in zip((eqn, *one.twins), weights, strict=False)
+    ]
 
 
 def _leader(

@@ -152,18 +152,17 @@ def _inner_seconds(
                     totals[place] += costs.collective_seconds(*sent)
     if "reduction" not in kinds:
         return totals
-    known: dict[tuple[float, tuple[str, ...]], float] = {}
     sizes = [tensor_bytes(var) for var in eqn.outvars]
-    for place, sums in enumerate(costs.layouts.own_sums(rule, number)):
-        for result, parts, axes in sums:
-            size = sizes[result] / parts
-            if (size, axes) not in known:
-                if late:
-                    found = costs.collective_seconds("all-reduce", size, axes, in_buckets=True)
-                else:
-                    found = costs.collective_seconds("all-reduce", size * together, axes) / together
-                known[size, axes] = found
-            totals[place] += known[size, axes]
+    sums = costs.layouts.own_sums(rule, number)
+    seconds = []
+    for result, parts, axes in sums.distinct:
+        size = sizes[result] / parts
+        if late:
+            found = costs.collective_seconds("all-reduce", size, axes, in_buckets=True)
+        else:
+            found = costs.collective_seconds("all-reduce", size * together, axes) / together
+        seconds.append(found)
+    sums.added_to(totals, seconds)
     return totals
 
 

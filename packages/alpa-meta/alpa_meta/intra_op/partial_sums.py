@@ -111,12 +111,16 @@ def completions(costs: MeshCosts, natural: Source, allowed: bool, late: bool) ->
         found = costs.layouts.completions(number, natural.shape, allowed)
         matrices = []
         for size in (natural.bytes, *natural.other_bytes):
-            matrix = np.full((len(natural.specs), len(found.finals)), math.inf)
-            for row, column, steps in found.steps:
-                matrix[row, column] = sum(
+            seconds = np.zeros(len(found.rows))
+            found.steps.added_to(
+                seconds,
+                [
                     costs.collective_seconds(kind, size / parts, axes, in_buckets=late)
-                    for kind, parts, axes in steps
-                )
+                    for kind, parts, axes in found.steps.distinct
+                ],
+            )
+            matrix = np.full((len(natural.specs), len(found.finals)), math.inf)
+            matrix[found.rows, found.columns] = seconds
             matrices.append(matrix)
         known = costs.completed[key] = (found.finals, *matrices)
     return known

@@ -52,7 +52,9 @@ def region_record(
     )
 
 
-def barrier_record(builder: Builder, eqn: Any, scope: Mapping[Any, Source]) -> Record:
+def barrier_record(
+    builder: Builder, eqn: Any, _: Hashable, __: float, scope: Mapping[Any, Source], ___: str
+) -> Record:
     """Return the record of a barrier of several values: each as it comes, and in memory."""
     sources = tuple(operand_source(atom, scope) for atom in eqn.invars)
     builder.timeline.hold(sources)
@@ -149,10 +151,11 @@ def _body(
     outside = builder.partial, builder.late
     builder.partial = may_leave_partial(jaxpr, leaving)
     builder.late = late_in_body(jaxpr, late, phase, is_heavy)
-    records = [
-        builder.equation(inner, (key, number), weight, scope, phase)
-        for number, inner in enumerate(jaxpr.eqns)
-    ]
+    records = []
+    for number, inner in enumerate(jaxpr.eqns):
+        at = (key, number)
+        one = builder.places.place(inner, at, weight, phase, builder.late, builder.partial)
+        records.append(builder.equation(inner, at, weight, scope, phase, one))
     builder.partial, builder.late = outside
     outputs = tuple(operand_source(atom, scope) for atom in jaxpr.outvars)
     return Body(body, tuple(inputs), outputs, tuple(records))
