@@ -1,7 +1,7 @@
 """Specs and strategies on meshes of one shape: what of them does not depend on links or bytes.
 
-Whether axes divide a dim is all that its size decides, so sizes with the same common divisor with
-the number of devices share everything here, and so do meshes with axes of the same names and sizes.
+Whether axes divide a dim is all that its size decides, so sizes that the same axes divide share
+everything here, and meshes whose axes divide alike all but numbers of devices (`divisibility`).
 Equal tuples of specs or strategies have one number, by which all else is remembered.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +17,9 @@ from attrs import evolve, field, frozen
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
 from ilp_sharding.strategies import (
+    Divisibility,
     completed_specs,
+    divisibility_of,
     natural_strategies,
     shardable_factors,
     sharding_specs,
@@ -78,48 +79,64 @@ class Completions:
 
 
 @frozen(eq=False)
+class _Known:
+    """What is known of all meshes whose axes divide alike."""
+
+    remembered: dict[Hashable, Any] = field(factory=dict)
+    specs: dict[Hashable, ShardingSpec] = field(factory=dict)
+    numbers: dict[Hashable, int] = field(factory=dict)
+    values: list[Any] = field(factory=list)
+
+
+@frozen(eq=False)
 class Layouts:
     """Specs and strategies on a mesh, of which only the names and sizes of its axes matter."""
 
     mesh: LogicalMesh
-    _remembered: dict[Hashable, Any] = field(factory=dict, repr=False)
-    _specs: dict[Hashable, ShardingSpec] = field(factory=dict, repr=False)
-    _numbers: dict[Hashable, int] = field(factory=dict, repr=False)
-    _values: list[Any] = field(factory=list, repr=False)
+    _alike: Divisibility = field(repr=False)
+    _known: _Known = field(repr=False)  # of all meshes like this one
+    _counted: dict[Hashable, Any] = field(factory=dict, repr=False)  # of this one
 
     def number(self, value: Hashable) -> int:
         """Return a number that is equal for equal values."""
-        found = self._numbers.setdefault(value, len(self._values))
-        if found == len(self._values):
-            self._values.append(value)
+        found = self._known.numbers.setdefault(value, len(self._known.values))
+        if found == len(self._known.values):
+            self._known.values.append(value)
         return found
 
     def value(self, number: int) -> Any:
         """Return the value of a number: the first of those that are equal."""
-        return self._values[number]
+        return self._known.values[number]
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returned when `key` was first asked for."""
-        found: T | None = self._remembered.get(key)
+        """Return what `make` returned when `key` was first asked for on any mesh whose axes divide
+        alike."""
+        found: T | None = self._known.remembered.get(key)
         if found is None:
-            found = self._remembered[key] = make()
+            found = self._known.remembered[key] = make()
+        return found
+
+    def _once_here(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned when `key` was first asked for on this mesh."""
+        found: T | None = self._counted.get(key)
+        if found is None:
+            found = self._counted[key] = make()
         return found
 
     def pattern(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return sizes that the axes divide as they do those of `shape`."""
-        total = self.mesh.num_devices
-        return tuple(math.gcd(size, total) for size in shape)
+        """Return the sizes that stand for those of `shape`."""
+        return self._alike.shape(shape)
 
     def like(self, rule: ShardingRule) -> ShardingRule:
         """Return a rule with the same strategies, equal for all rules alike."""
-        return self.once(("like", rule), lambda: self._like(rule))
+        return self._once_here(("like", rule), lambda: self._like(rule))
 
     def _like(self, rule: ShardingRule) -> ShardingRule:
-        total = self.mesh.num_devices
+        alike = self._alike
 
         def size(given: int) -> int:
-            common = math.gcd(given, total)
-            return total + 1 if common == 1 < given else common  # which no axis divides
+            found = alike.size(given)
+            return alike.mesh.num_devices + 1 if found == 1 < given else found  # undivided
 
         factors = tuple(evolve(factor, size=size(factor.size), halo=0) for factor in rule.factors)
         made = evolve(rule, factors=factors)
@@ -127,15 +144,15 @@ class Layouts:
 
     def spec(self, dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...]) -> ShardingSpec:
         """Return the spec of these axes, made and checked once."""
-        found = self._specs.get((dims, partial))
+        found = self._known.specs.get((dims, partial))
         if found is None:
-            found = self._specs[dims, partial] = ShardingSpec(dims, partial)
+            found = self._known.specs[dims, partial] = ShardingSpec(dims, partial)
         return found
 
     def specs(self, shape: Sequence[int]) -> tuple[ShardingSpec, ...]:
         """Return the sharding specs of tensors of `shape`."""
         pattern = self.pattern(shape)
-        return self.once(("specs", pattern), lambda: sharding_specs(pattern, self.mesh))
+        return self.once(("specs", pattern), lambda: sharding_specs(pattern, self._alike.mesh))
 
     def summed_specs(self, shape: Sequence[int]) -> tuple[ShardingSpec, ...]:
         """Return the sharding specs of tensors of `shape`, also of unreduced sums."""
@@ -145,7 +162,7 @@ class Layouts:
             ("summed", pattern),
             lambda: tuple(
                 ShardingSpec(spec.dims, left)
-                for spec in self.specs(pattern)
+                for spec in self.specs(shape)
                 for count in range(len(names) + 1)
                 for left in itertools.combinations(names, count)
                 if not any(axis in dim for dim in spec.dims for axis in left)
@@ -155,21 +172,23 @@ class Layouts:
     def strategies(self, rule: ShardingRule) -> tuple[Strategy, ...]:
         """Return all strategies of a rule, with sums left partial."""
         like = self.like(rule)
-        return self.once(("strategies", like), lambda: natural_strategies(like, self.mesh))
+        return self.once(("strategies", like), lambda: natural_strategies(like, self._alike.mesh))
 
     def axis_bits(self, number: int) -> np.ndarray:
         """Return [choices] which mesh axes specs or strategies use, by their number: a bit each."""
-        return self.once(("axis bits", number), lambda: axis_bits(self._values[number], self.mesh))
+        return self.once(
+            ("axis bits", number), lambda: axis_bits(self._known.values[number], self.mesh)
+        )
 
     def names(self, number: int) -> tuple[str, ...]:
         """Return specs or strategies, by their number, as text."""
-        return self.once(("names", number), lambda: tuple(map(str, self._values[number])))
+        return self.once(("names", number), lambda: tuple(map(str, self._known.values[number])))
 
     def columns(self, number: int) -> Columns:
         """Return the specs of the operands and results of strategies, by their number."""
 
         def make() -> Columns:
-            strategies = self._values[number]
+            strategies = self._known.values[number]
             return Columns(
                 tuple(map(self._same, zip(*(one.operands for one in strategies), strict=True))),
                 tuple(map(self._same, zip(*(one.results for one in strategies), strict=True))),
@@ -179,13 +198,14 @@ class Layouts:
 
     def _same(self, value: T) -> T:
         """Return one object for all equal ones."""
-        found: T = self._values[self.number(value)]
+        found: T = self._known.values[self.number(value)]
         return found
 
     def parts(self, number: int) -> np.ndarray:
         """Return [specs] over how many devices each shards a tensor, of specs by their number."""
-        return self.once(
-            ("parts", number), lambda: np.array([self._parts(s) for s in self._values[number]])
+        return self._once_here(
+            ("parts", number),
+            lambda: np.array([self._parts(s) for s in self._known.values[number]]),
         )
 
     def _parts(self, spec: ShardingSpec) -> int:
@@ -195,16 +215,16 @@ class Layouts:
         """Return whether some of these strategies leave a sum partial."""
         return self.once(
             ("leaves", number),
-            lambda: any(spec.partial for one in self._values[number] for spec in one.results),
+            lambda: any(spec.partial for one in self._known.values[number] for spec in one.results),
         )
 
     def shards(self, number: int) -> tuple[int, ...]:
         """Return over how many devices each strategy divides its operator."""
-        return self.once(
+        return self._once_here(
             ("shards", number),
             lambda: tuple(
                 self.mesh.size(tuple(a for _, axes in one.assignment for a in axes))
-                for one in self._values[number]
+                for one in self._known.values[number]
             ),
         )
 
@@ -215,16 +235,16 @@ class Layouts:
             counts, places = np.unique(self.shards(number), return_inverse=True)
             return counts.tolist(), places
 
-        return self.once(("counts", number), make)
+        return self._once_here(("counts", number), make)
 
     def own_sums(self, rule: ShardingRule, number: int) -> Repeated[Sum]:
         """Return, by strategy, the sums that an operator does not leave partial."""
         like = self.like(rule)
-        return self.once(
+        return self._once_here(
             ("sums", like, number),
             lambda: Repeated.of(
                 (place, tuple(self.own_sums_of(like, one)))
-                for place, one in enumerate(self._values[number])
+                for place, one in enumerate(self._known.values[number])
             ),
         )
 
@@ -253,8 +273,8 @@ class Layouts:
         like = self.like(rule)
 
         def make() -> tuple[Strategy, ...]:
-            specs = self._values[number]
-            follower = _Follower(self, like, leader, passes, leaves)
+            specs = self._known.values[number]
+            follower = _Follower(self, self._alike.mesh, like, leader, passes, leaves)
             found = {spec: follower.strategy(spec) for spec in dict.fromkeys(specs)}
             return self._same(tuple([found[spec] for spec in specs]))
 
@@ -263,16 +283,16 @@ class Layouts:
     def completions(self, number: int, shape: Sequence[int], allowed: bool) -> Completions:
         """Return how sums of `shape` whose natural specs have this number can be completed."""
         pattern = self.pattern(shape)
-        return self.once(
+        return self._once_here(
             ("completions", number, pattern, allowed),
-            lambda: self._completions(self._values[number], pattern, allowed),
+            lambda: self._completions(self._known.values[number], pattern, allowed),
         )
 
     def _completions(
         self, natural: Sequence[ShardingSpec], shape: tuple[int, ...], allowed: bool
     ) -> Completions:
         reachable = {
-            spec: completed_specs(spec, shape, self.mesh, allowed)
+            spec: completed_specs(spec, shape, self._alike.mesh, allowed)
             for spec in dict.fromkeys(natural)
         }
         finals = tuple(dict.fromkeys(f for specs in reachable.values() for f in specs))
@@ -325,16 +345,30 @@ def layouts_of(mesh: LogicalMesh) -> Layouts:
 
 @functools.lru_cache(maxsize=64)  # a search has some tens of meshes
 def _layouts(axes: tuple[tuple[str, int], ...]) -> Layouts:
-    return Layouts(LogicalMesh(axes=tuple(MeshAxis(name=name, size=size) for name, size in axes)))
+    mesh = LogicalMesh(axes=tuple(MeshAxis(name=name, size=size) for name, size in axes))
+    alike = divisibility_of(mesh)
+    return Layouts(mesh, alike, _known_of(alike.mesh))
+
+
+@functools.lru_cache(maxsize=64)
+def _known_of(mesh: LogicalMesh) -> _Known:
+    """Return what is known of all meshes that a small one stands for."""
+    return _Known()
 
 
 class _Follower:
     """What an equation does under each spec of the operand that it follows."""
 
     def __init__(
-        self, layouts: Layouts, rule: ShardingRule, leader: int, passes: bool, leaves: bool
+        self,
+        layouts: Layouts,
+        mesh: LogicalMesh,
+        rule: ShardingRule,
+        leader: int,
+        passes: bool,
+        leaves: bool,
     ) -> None:
-        self.layouts, self.rule, self.passes = layouts, rule, passes
+        self.layouts, self.mesh, self.rule, self.passes = layouts, mesh, rule, passes
         shardable, factors = _shardable(rule), {factor.name: factor for factor in rule.factors}
         self._led: list[tuple[int, str, int]] = []  # dim of the leader, factor on it, size
         for number, dim in enumerate(rule.operands[leader]):
@@ -348,7 +382,7 @@ class _Follower:
 
     def strategy(self, spec: ShardingSpec) -> Strategy:
         """Return the strategy under one spec."""
-        mesh = self.layouts.mesh
+        mesh = self.mesh
         assignment: dict[str, tuple[str, ...]] = {}
         for number, name, size in self._led:
             axes = spec.dims[number]

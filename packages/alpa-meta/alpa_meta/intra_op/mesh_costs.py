@@ -176,7 +176,7 @@ class MeshCosts:
             base = (pattern, nominal, *key[2:])
             if base not in self._matrices:
                 conversions = self.bucketed if in_buckets else self.conversions
-                table = conversions.table(pattern, nominal)
+                table = conversions.table(shape, nominal)
                 self._matrices[base] = table.at(
                     self._places(pattern, sources, table), self._places(pattern, targets, table)
                 )

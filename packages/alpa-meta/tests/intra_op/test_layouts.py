@@ -6,8 +6,8 @@ from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, 
 from alpa_meta.intra_op.layouts import layouts_of
 from ilp_sharding.strategies import completed_specs, natural_strategies, sharding_specs
 
-SHAPES = ((2, 3), (4,), (6, 1, 2))
-SIZES = (1, 2, 3, 5, 6, 8, 12, 24)
+SHAPES = ((2, 3), (4,), (6, 1, 2), (4, 4), (2, 8))
+SIZES = (1, 2, 3, 5, 6, 8, 12, 16, 24)
 
 
 def mesh(shape, bandwidth=1e9):
@@ -37,8 +37,9 @@ def test_completions_are_those_of_the_tensor_itself(shape):
     natural = (ShardingSpec(((), ())), ShardingSpec(((), ()), ("a0",)))
     for dims, allowed in itertools.product(itertools.product(SIZES, repeat=2), (False, True)):
         found = layouts.completions(layouts.number(natural), dims, allowed)
+        pairs = list(zip(found.rows.tolist(), found.columns.tolist(), strict=True))
         reached = [
-            tuple(found.finals[column] for row, column, _ in found.steps if row == number)
+            tuple(found.finals[column] for row, column in pairs if row == number)
             for number in range(2)
         ]
         assert reached == [completed_specs(one, dims, where, allowed) for one in natural]
@@ -47,6 +48,15 @@ def test_completions_are_those_of_the_tensor_itself(shape):
 def test_meshes_that_differ_in_their_links_only_share_their_layouts():
     assert layouts_of(mesh((2, 4))) is layouts_of(mesh((2, 4), bandwidth=5e9))
     assert layouts_of(mesh((2, 4))) is not layouts_of(mesh((4, 2)))
+
+
+def test_meshes_whose_axes_divide_alike_share_their_specs_but_not_their_parts():
+    two, four = layouts_of(mesh((2, 4))), layouts_of(mesh((4, 8)))
+    assert two.specs((8, 3)) is four.specs((32, 5))
+    number = two.number(two.specs((8, 3)))
+    assert two.parts(number).tolist() == [1, 4, 2, 8]
+    assert four.parts(number).tolist() == [1, 8, 4, 32]
+    assert two.specs((8, 8)) is not layouts_of(mesh((4, 2))).specs((8, 8))
 
 
 def test_sizes_that_the_axes_divide_alike_share_their_strategies():

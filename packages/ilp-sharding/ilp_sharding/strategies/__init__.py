@@ -12,6 +12,7 @@ from ilp_sharding.strategies.conversions import (
     nominal_bytes,
     sharding_specs,
 )
+from ilp_sharding.strategies.divisibility import Divisibility, divisibility_of
 from ilp_sharding.strategies.enumeration import (
     StrategyOptions,
     completed_specs,
@@ -25,9 +26,11 @@ __all__ = [
     "FREE",
     "ConversionTable",
     "Conversions",
+    "Divisibility",
     "ProblemBuilder",
     "StrategyOptions",
     "completed_specs",
+    "divisibility_of",
     "enumerate_strategies",
     "natural_strategies",
     "nominal_bytes",

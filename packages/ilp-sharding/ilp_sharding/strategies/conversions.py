@@ -26,6 +26,7 @@ import numpy as np
 from attrs import field, frozen
 
 from alpa_interchange import LogicalMesh, ShardingSpec
+from ilp_sharding.strategies.divisibility import divisibility_of
 
 FEW_STATES = 100  # of a tensor, up to which the paths from all cost little more than from one
 FREE = ("slice", "mask")
@@ -77,11 +78,12 @@ class ConversionTable:
         seconds: CollectiveSeconds,
     ) -> None:
         self._mesh = mesh
-        self._graph = _graph(tuple(shape), mesh)
+        alike = divisibility_of(mesh)
+        self._graph = _graph(alike.shape(shape), alike.mesh)
         weights = np.array(
             [
-                _step_seconds(step, share * bytes, mesh, seconds)
-                for step, share in self._graph.priced
+                _step_seconds(step, bytes / mesh.size(sharded), mesh, seconds)
+                for step, sharded in self._graph.priced
             ]
         )
         self._moves = [
@@ -181,34 +183,34 @@ class _Graph:
     """The states of tensors that the same axes divide, and the steps between them.
 
     `moves` are arrays of (starts, stops, places in `priced`) that reach no state twice; `priced`
-    are the steps that differ in what they cost, each with the share of a tensor that one device
-    has before it.
+    are the steps that differ in what they cost, each with the axes that a tensor is sharded over
+    before it.
     """
 
     index: Mapping[ShardingSpec, int]
     steps: Mapping[tuple[int, int], ConversionStep]
     moves: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]
-    priced: Sequence[tuple[ConversionStep, float]]
+    priced: Sequence[tuple[ConversionStep, tuple[str, ...]]]
 
 
 @functools.lru_cache(maxsize=4096)
 def _graph(shape: tuple[int, ...], mesh: LogicalMesh) -> _Graph:
     index = {state: number for number, state in enumerate(_states(shape, mesh))}
     steps: dict[tuple[int, int], ConversionStep] = {}
-    places: dict[tuple[str, tuple[str, ...], float], int] = {}
-    priced: list[tuple[ConversionStep, float]] = []
+    places: dict[tuple[str, tuple[str, ...], tuple[str, ...]], int] = {}
+    priced: list[tuple[ConversionStep, tuple[str, ...]]] = []
     groups: list[list[tuple[int, int, int]]] = []
     arrivals: dict[int, int] = {}
     for state, start in index.items():
-        share = 1 / mesh.size(tuple(axis for dim in state.dims for axis in dim))
+        sharded = tuple(sorted(axis for dim in state.dims for axis in dim))
         for step, reached in _moves(state, mesh):
             stop = index.get(reached)
             if stop is None:
                 continue
             steps[start, stop] = step
-            place = places.setdefault((step.kind, step.axes, share), len(places))
+            place = places.setdefault((step.kind, step.axes, sharded), len(places))
             if place == len(priced):
-                priced.append((step, share))
+                priced.append((step, sharded))
             number = arrivals.get(stop, 0)
             arrivals[stop] = number + 1
             if number == len(groups):
@@ -235,14 +237,10 @@ class Conversions:
 
     def table(self, shape: Sequence[int], bytes: float) -> ConversionTable:
         """Return the table for tensors like one of `shape` and `bytes`."""
-        total = self.mesh.num_devices
-        pattern = tuple(math.gcd(size, total) if size else total for size in shape)
         nominal = nominal_bytes(bytes)
-        key = (pattern, nominal)
+        key = (divisibility_of(self.mesh).shape(shape), nominal)
         if key not in self._tables:
-            self._tables[key] = ConversionTable(
-                pattern, nominal, self.mesh, self.collective_seconds
-            )
+            self._tables[key] = ConversionTable(shape, nominal, self.mesh, self.collective_seconds)
         return self._tables[key]
 
     def steps(
