@@ -68,10 +68,15 @@ class PricedPairs:
 
     def under(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
         """Return [entries] seconds under a choice."""
+        found: np.ndarray = self.tables[size][self.places(choice)]
+        return found
+
+    def places(self, choice: Sequence[int]) -> np.ndarray:
+        """Return [entries] where in the tables their seconds under a choice are: at the same place
+        those of the same seconds and strategies."""
         chosen = np.array(choice, dtype=np.int64)
-        place = self.start + chosen[self._first] * self._stride
-        place += chosen[self._second] * self._paired
-        found: np.ndarray = self.tables[size][place]
+        found: np.ndarray = self.start + chosen[self._first] * self._stride
+        found += chosen[self._second] * self._paired
         return found
 
     def shapes(self, numbers: np.ndarray) -> np.ndarray:
@@ -174,21 +179,28 @@ class EquationSeconds:
     def at_size(self, problem: ShardingProblem, size: int, times: Sequence[int]) -> ShardingProblem:
         """Return the problem that these are the seconds of with those at another size; `times`: how
         often each equation counts."""
-        more: dict[int, np.ndarray] = {}
+        counts: dict[tuple[int, int, int], int] = {}
+        priced: dict[int, Priced] = {}
+        for at, node, seconds in self.costs:
+            key = (node, node, id(seconds))
+            counts[key] = counts.get(key, 0) + times[at]
+            priced[id(seconds)] = seconds
+        for edge in self.edges:
+            key = (edge.first, edge.second, id(edge.seconds))
+            counts[key] = counts.get(key, 0) + edge.times
+            priced[id(edge.seconds)] = edge.seconds
 
-        def added(priced: Priced) -> np.ndarray:
+        def added(seconds: Priced) -> np.ndarray:
             """Return by how much more the other size takes; what cannot be stays so."""
-            if id(priced) not in more:
-                here, there = priced[0], priced[size]
-                finite = np.isfinite(here)
-                more[id(priced)] = np.subtract(there, here, where=finite, out=np.zeros_like(here))
-            return more[id(priced)]
+            here, there = seconds[0], seconds[size]
+            finite = np.isfinite(here)
+            return np.subtract(there, here, where=finite, out=np.zeros_like(here))
 
-        entries = [(node, node, times[at] * added(priced)) for at, node, priced in self.costs]
-        entries += [
-            (edge.first, edge.second, edge.times * added(edge.seconds)) for edge in self.edges
-        ]
-        return with_added(problem, entries)
+        more = {number: added(seconds) for number, seconds in priced.items()}
+        return with_added(
+            problem,
+            ((first, second, count * more[of]) for (first, second, of), count in counts.items()),
+        )
 
     def problem_of(
         self, inside: np.ndarray, table: np.ndarray, shares: np.ndarray | None = None

@@ -169,18 +169,31 @@ class SentSeconds:
         """Return [count, axes, 2] seconds per step under a choice, at one of the sizes that the
         problem is priced at."""
         found = np.zeros((count, len(self.costs.mesh.axes), 2))
-        values = self._priced.under(choice, size)
-        for number in np.flatnonzero(values).tolist():
-            position, first, second, priced, sends = self._entries[number]
-            one, two = int(choice[first]), int(choice[second])
-            key = (id(priced), one, two, size)
-            if key not in self._shares:
-                scaled = None if priced[0].ndim == 1 else float(values[number])
-                self._shares[key] = self._share(sends(one, two, size), scaled)
-            share = self._shares[key]
-            if share is not None:
-                found[position] += share
+        places = self._priced.places(choice)
+        values = self._priced.tables[size][places]
+        sent = np.flatnonzero(values)
+        # Equal seconds under the same two strategies are shared alike.
+        _, first, same = np.unique(places[sent], return_index=True, return_inverse=True)
+        shares = [self._share_of(int(sent[k]), float(values[sent[k]]), choice, size) for k in first]
+        if shares:
+            np.add.at(found, self._positions[sent], np.array(shares)[same])
         return found
+
+    def _share_of(self, number: int, value: float, choice: Sequence[int], size: int) -> Array:
+        """Return the parts of an entry of `value` seconds under a choice, remembered."""
+        _, first, second, priced, sends = self._entries[number]
+        one, two = int(choice[first]), int(choice[second])
+        key = (id(priced), one, two, size)
+        if key not in self._shares:
+            scaled = None if priced[0].ndim == 1 else value
+            self._shares[key] = self._share(sends(one, two, size), scaled)
+        share = self._shares[key]
+        return np.zeros((len(self.costs.mesh.axes), 2)) if share is None else share
+
+    @functools.cached_property
+    def _positions(self) -> np.ndarray:
+        """The equations of all entries."""
+        return np.array([entry[0] for entry in self._entries], dtype=np.int64)
 
     @functools.cached_property
     def _priced(self) -> PricedPairs:
