@@ -167,21 +167,36 @@ def _coupled(
     value = np.array([c.seconds for c in options[0]])
     origins = []
     for before, own in itertools.pairwise(options):
-        crossing = np.array(
-            [
-                [2 * links.least(a.mesh, a.layout_out, b.mesh, b.layout_in, samples) for b in own]
-                for a in before
-            ]
+        origin, through = zip(
+            *(_cheapest(value, before, after, links, samples) for after in own), strict=True
         )
-        through = value[:, None] + crossing
-        origins.append(np.argmin(through, axis=0))
-        value = through.min(axis=0) + np.array([c.seconds for c in own])
+        origins.append(origin)
+        value = np.array(through) + np.array([c.seconds for c in own])
     at = int(np.argmin(value))
     result = [options[-1][at]]
     for own, origin in zip(reversed(options[:-1]), reversed(origins), strict=True):
         at = int(origin[at])
         result.append(own[at])
     return result[::-1]
+
+
+def _cheapest(
+    value: Array, before: Sequence[StageChoice], after: StageChoice, links: Links, samples: int
+) -> tuple[int, float]:
+    """Return the choice before one from which it is reached at the least `value` and boundary, and
+    these seconds; the first of several. Boundaries are priced, each a plan of transfers, only where
+    a choice may be it.
+    """
+    best, at = math.inf, 0
+    for number in np.argsort(value, kind="stable").tolist():
+        if value[number] > best:
+            break
+        a = before[number]
+        least = links.least(a.mesh, a.layout_out, after.mesh, after.layout_in, samples)
+        through = float(value[number]) + 2 * least
+        if (through, number) < (best, at):
+            best, at = through, number
+    return at, best
 
 
 def _least_seconds(
