@@ -15,7 +15,7 @@ from attrs import field, frozen
 
 from alpa_interchange.check import OneOf, non_empty, non_negative, positive
 from alpa_interchange.mesh import LogicalMesh, SubmeshSpec
-from alpa_interchange.stage import DeviceGroup
+from alpa_interchange.stage import DeviceGroup, device_bytes
 
 RECOMPUTATIONS = ("none", "selective", "full")
 LINKS = ("host", "hosts", "groups")  # between two stages: on one host, across hosts, across groups
@@ -311,13 +311,11 @@ class JointPlan:
     def device_bytes(self) -> tuple[float, ...]:
         """Return, per stage, what its devices need: more than `peak_bytes` where they run several
         stages, of which the transients are not there together."""
-        lasting: dict[tuple[int, ...], float] = {}
-        transient: dict[tuple[int, ...], float] = {}
-        for stage, peak in zip(self.stages, self.peak_bytes, strict=True):
-            ids, passing = stage.device_ids, stage.transient_bytes
-            lasting[ids] = lasting.get(ids, 0.0) + peak - passing
-            transient[ids] = max(transient.get(ids, 0.0), passing)
-        return tuple(lasting[s.device_ids] + transient[s.device_ids] for s in self.stages)
+        return device_bytes(
+            [stage.device_ids for stage in self.stages],
+            self.peak_bytes,
+            [stage.transient_bytes for stage in self.stages],
+        )
 
     @property
     def gap(self) -> float:

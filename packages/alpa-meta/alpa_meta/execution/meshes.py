@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,8 +12,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from alpa_interchange import ParallelPlan
+from alpa_interchange.amounts import format_bytes
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.compiled_task import AnyMesh, CompiledTask
+from alpa_meta.named_cluster import memory_of
 from mesh_runtime import Executable as Program
 from mesh_runtime import InProcessRuntime, Runtime
 from resharding.jax_executor import reshard
@@ -67,6 +70,7 @@ class LocalMeshes:
             )
             for sharding in plan.shardings
         )
+        _check_memory(plan, self.stages)
         meshes: Any = self.stages[: plan.stage_plan.num_meshes]
         self.runtime: Runtime = InProcessRuntime(meshes, transfer=move, trace=trace)
 
@@ -114,6 +118,24 @@ class LocalMeshes:
             return jitted(*operands)
 
         return run
+
+
+def _check_memory(plan: ParallelPlan, stages: Sequence[AnyMesh]) -> None:
+    """Warn of a plan that needs more memory than jax may take of its devices: a cluster that is
+    given by name has all that its devices have."""
+    for stage, (mesh, needed) in enumerate(zip(stages, plan.stage_plan.device_bytes, strict=False)):
+        limit = memory_of(list(mesh.local_devices))
+        if limit is not None and needed > limit:
+            warnings.warn(
+                f"the plan needs {format_bytes(needed)} on each device of stage {stage}, but jax "
+                f"may take only {format_bytes(limit)} of {mesh.local_devices[0].device_kind}, so "
+                "the step may run out of memory; let jax take more "
+                "(XLA_PYTHON_CLIENT_MEM_FRACTION=0.95, by default 0.75), or plan for what it may "
+                f"take with memory={limit:.0f} (--memory {limit:.0f})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def move(array: jax.Array, sharding: Any) -> Any:

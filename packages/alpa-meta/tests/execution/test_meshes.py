@@ -67,3 +67,38 @@ def test_random_keys_move_as_well():
     moved = move(keys, NamedSharding(cut[1], P()))
     assert moved.sharding.device_set == set(cut[1].devices.flat)
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
+
+
+@pytest.fixture
+def may_take(monkeypatch):
+    """Return a function that says how many bytes jax may take of each device here."""
+
+    def say(limit):
+        stats = None if limit is None else {"bytes_limit": limit}
+        kind = type(jax.devices()[0])
+        monkeypatch.setattr(kind, "memory_stats", lambda self: stats)
+
+    return say
+
+
+def planned_and_needed():
+    planned = alpa.parallelize(step, cluster="host:8", num_stages=2)
+    x = jax.ShapeDtypeStruct((32, 64), np.float32)
+    plan = planned.plan_for(jax.eval_shape(make, jax.random.key(0)), x)
+    return planned, max(plan.stage_plan.device_bytes)
+
+
+def test_a_plan_for_more_memory_than_jax_may_take_is_said_where_it_is_bound(may_take):
+    planned, needed = planned_and_needed()
+    may_take(needed - 1)
+    with pytest.warns(RuntimeWarning, match="XLA_PYTHON_CLIENT_MEM_FRACTION.*--memory") as said:
+        planned.executable  # noqa: B018
+    assert f"memory={needed - 1:.0f}" in str(said[0].message)
+
+
+@pytest.mark.parametrize("more", [0, None])
+def test_a_plan_that_fits_or_devices_that_do_not_say_are_taken_silently(may_take, more, recwarn):
+    planned, needed = planned_and_needed()
+    may_take(None if more is None else needed + more)
+    planned.executable  # noqa: B018
+    assert not [one for one in recwarn if "memory" in str(one.message)]
