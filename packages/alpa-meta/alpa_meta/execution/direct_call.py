@@ -55,6 +55,8 @@ class DirectCall:
         for value, (position, shape, dtype, sharding) in zip(given, self.operands, strict=True):
             if getattr(value, "shape", None) != shape or value.dtype != dtype:
                 return NOT_DIRECT
+            if position not in self.batch and getattr(value, "weak_type", False):
+                return NOT_DIRECT  # the program would be compiled again for it
             if getattr(value, "sharding", None) != sharding:
                 if not isinstance(value, (jax.Array, np.ndarray)) or _is_deleted(value):
                     return NOT_DIRECT

@@ -33,7 +33,7 @@ from alpa_meta.execution.ray_meshes import RayMeshes, RayPool
 from alpa_meta.execution.shared_programs import with_shared_programs
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import partition_spec
-from alpa_meta.step.arguments import abstract
+from alpa_meta.step.arguments import abstract, strong
 from alpa_meta.step.leaves import Leaf
 from mesh_runtime import HostLeaf, RayRuntime, RemoteArray, TraceEvent, fetched
 
@@ -339,6 +339,8 @@ class Executable:
         if self._remote:
             return value if isinstance(value, RemoteArray) else as_host_array(value)
         sharding = self._where[path]
+        if leaf.role != "batch":
+            value = strong(value, leaf.aval.dtype)
         if isinstance(value, jax.Array) and value.sharding == sharding:
             return value
         return jax.device_put(value, sharding)

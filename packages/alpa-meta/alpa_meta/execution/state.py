@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.piecewise import Piece, StateArray, state_arrays
-from alpa_meta.step.arguments import is_array
+from alpa_meta.step.arguments import is_array, strong
 from alpa_meta.step.pure_call import flat_objects
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class Unborn:
 
     def born(self, executable: Executable) -> Any:
         """Return the state, each mesh computing only the arrays that live on it."""
-        leaves, rebuild = flat_objects(self.shapes())
+        shapes, rebuild = flat_objects(self.shapes())
+        leaves = list(shapes)
         arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
         wanted = _wanted(
             executable,
@@ -65,7 +66,8 @@ class Unborn:
         def part_on(mesh: int) -> Callable[..., list[Any]]:
             def part(*args: Any) -> list[Any]:
                 flat, _ = flat_objects(self.make(*args))
-                return [piece.of(flat[k]) for k, piece in members[mesh]]
+                arrays = {k: strong(flat[k], shapes[k].dtype) for k, _ in members[mesh]}
+                return [piece.of(arrays[k]) for k, piece in members[mesh]]
 
             return part
 

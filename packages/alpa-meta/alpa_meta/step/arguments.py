@@ -137,6 +137,14 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
 
 
+def strong(leaf: Any, dtype: Any) -> Any:
+    """Return an array or number of state without its weak type, which no step gives back: jax would
+    compile the program of the second step again."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return np.asarray(leaf, dtype)
+    return jnp.asarray(leaf, dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a leaf without weak types."""
     aval = abstract(leaf)

@@ -134,6 +134,45 @@ def test_another_shape_another_leaf_or_tracing_goes_the_long_way(long_way):
     assert agree(running(other, batch[:8]), expected)
 
 
+@pytest.fixture
+def compiled():
+    """Return a list that grows with every program that XLA compiles."""
+    found = []
+
+    def note(event, *_, **__):
+        if "backend_compile" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize("kind", ["number", "array", "made where the plan wants it"])
+def test_a_state_with_weak_types_has_its_step_compiled_once(compiled, kind):
+    def descend(state, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x * w) ** 2))(state["weight"])
+        return {"steps": state["steps"] + 1, "weight": state["weight"] - gradient}, loss
+
+    def make():
+        steps = 0 if kind == "number" else jnp.asarray(0)
+        return {"steps": steps, "weight": jnp.full(8, 1.0)}  # both are weakly typed
+
+    running, x = alpa.parallelize(descend, cluster="host:2"), jnp.ones(8, jnp.float32)
+    state = running.init(make, batch=x) if kind.startswith("made") else make()
+    state, _ = running(state, x)
+    compiled.clear()
+    for _ in range(2):
+        state, _ = running(state, x)
+    assert not compiled
+    assert int(state["steps"]) == 3
+    assert np.allclose(state["weight"], 0.75**3)
+    running(make(), x)
+    compiled.clear()
+    running(make(), x)
+    assert len(compiled) <= 2  # what removes the weak types
+
+
 def test_a_step_of_several_tasks_has_no_direct_call(long_way):
     running = alpa.parallelize(step, cluster="host:4", num_stages=1, num_microbatches=2)
     state, batch = made()
