@@ -30,7 +30,9 @@ def read_trace(path: Path) -> list[TraceEvent]:
     try:
         found = json.loads(path.read_text())["traceEvents"]
         return [_event(one) for one in found if one["ph"] == "X"]
-    except (ValueError, LookupError, TypeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path}: is not the trace of an executed step: {error!r}") from None
 
 

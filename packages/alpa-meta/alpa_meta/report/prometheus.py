@@ -9,8 +9,8 @@ from pathlib import Path
 
 from attrs import frozen
 
-_LINE = re.compile(r"([a-z_]+)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
+_LINE = re.compile(r"([a-z_]+)(?:\{(.*)\})? (\S+)", re.DOTALL)
+_LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', re.DOTALL)
 
 HELP: Mapping[str, str] = {
     "alpa_step": "The number of the last step.",
@@ -21,6 +21,7 @@ HELP: Mapping[str, str] = {
     "alpa_mesh_slow": "How many times slower than before a mesh is, if it is.",
     "alpa_planned_bytes": "The memory per device of a stage, as planned.",
     "alpa_recoveries_total": "How often workers were replaced.",
+    "alpa_ended": "1 once the run does no more steps.",
 }
 
 
@@ -46,21 +47,26 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> None:
             f"{one.name}{{{labels}}} {one.value!r}" if labels else f"{one.name} {one.value!r}"
         )
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("\n".join(lines) + "\n")
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Return the samples of a file that `write_samples` wrote."""
+    """Return the samples of a file that `write_samples` wrote; ValueError for another."""
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if line.startswith("#"):
+    text = path.read_bytes().decode(errors="replace")
+    for number, line in enumerate(text.split("\n"), start=1):  # labels may hold other line ends
+        if not line or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line)
-        if match is None:
+        try:
+            value = float(match[3]) if match else None
+        except ValueError:
+            value = None
+        if match is None or value is None:
             raise ValueError(f"{path}, line {number}: is no line of Prometheus' text format")
-        labels = {name: _plain(value) for name, value in _LABEL.findall(match[2] or "")}
-        found.append(Sample(match[1], float(match[3]), labels))
+        labels = {name: _plain(text) for name, text in _LABEL.findall(match[2] or "")}
+        found.append(Sample(match[1], value, labels))
     return found
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from alpa_interchange import load
-from alpa_interchange.amounts import format_bytes, format_seconds
+from alpa_interchange.amounts import format_bytes, format_duration, format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.errors import PlanError
 from alpa_meta.report.chrome_trace import read_trace, write_trace
@@ -23,6 +23,7 @@ from alpa_meta.report.predicted_events import predicted_events
 from alpa_meta.report.prometheus import Sample, read_samples
 
 REFRESH_SECONDS = 1.0
+NARROW = 80  # columns, below which the times of the parts would be cut off
 Run = Annotated[Path, typer.Argument(help="The folder of a run: what --out of alpa train was.")]
 
 
@@ -37,7 +38,7 @@ def trace(
     They stand one below the other, in ui.perfetto.dev or chrome://tracing.
     """
     executed = run / "timeline.json"
-    if not executed.exists():
+    if not executed.is_file():
         raise PlanError(
             f"{executed}: is not there; it is written when a run ends: give the folder of a run "
             "that has"
@@ -48,7 +49,12 @@ def trace(
         raise PlanError(str(error)) from None
     plan = load(run / "plan.json", ParallelPlan)
     path = out or run / "trace.json"
-    write_trace(path, {"predicted": predicted_events(plan), "executed": events})
+    try:
+        write_trace(path, {"predicted": predicted_events(plan), "executed": events})
+    except OSError as error:
+        raise PlanError(
+            f"{path}: cannot be written: {error.strerror}; choose another file with --out"
+        ) from None
     typer.echo(f"wrote {path}; open it in ui.perfetto.dev")
 
 
@@ -65,55 +71,81 @@ def top(
     from alpa_meta.commands import console
 
     path, terminal = metrics or run / "metrics.prom", console()
-    if not path.exists():
-        raise PlanError(f"{path}: is not there; it appears with the first step of a run")
     try:
+        if not path.is_file():
+            raise PlanError(f"{path}: is not there; it appears with the first step of a run")
         if once or not terminal.is_terminal:
-            terminal.print(view(read_samples(path), 0.0))
+            terminal.print(_newest(path, terminal.width))
             return
         with Live(console=terminal, auto_refresh=False) as live:
             while True:
-                age = time.time() - path.stat().st_mtime
-                live.update(view(read_samples(path), age), refresh=True)
+                live.update(_newest(path, terminal.width), refresh=True)
                 time.sleep(REFRESH_SECONDS)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
     except KeyboardInterrupt:
         return
 
 
-def view(samples: Sequence[Sample], age: float) -> Group:
-    """Return the picture of the newest step, `age` seconds old."""
+def _newest(path: Path, width: int) -> RenderableType:
+    """Return the picture of the newest step in a file; of a run that has been moved aside since, a
+    word of it."""
+    try:
+        samples, age = read_samples(path), time.time() - path.stat().st_mtime
+        return view(samples, age, narrow=width < NARROW)
+    except FileNotFoundError:
+        return Text(f"{path} has gone; waiting for the first step of another run")
+    except (ValueError, LookupError) as error:
+        message = str(error) if isinstance(error, ValueError) else f"{path}: lacks {error}"
+        raise PlanError(f"{message}; it is not what a run writes") from None
+
+
+def view(samples: Sequence[Sample], age: float, narrow: bool = False) -> Group:
+    """Return the picture of the newest step, `age` seconds old; `narrow` fits 40 columns."""
     one = {sample.name: sample.value for sample in samples if not sample.labels}
     values = {s.labels["name"]: s.value for s in samples if s.name == "alpa_value"}
-    seconds = one.get("alpa_step_seconds", math.nan)
+    seconds = one["alpa_step_seconds"]
     predicted = one.get("alpa_predicted_step_seconds", math.nan)
     head = Text(
-        f"step {one.get('alpa_step', 0):.0f}   {format_seconds(seconds)}/step "
+        f"step {one['alpa_step']:.0f}   {format_seconds(seconds)}/step "
         f"(planned {format_seconds(predicted)})   "
         + "   ".join(f"{name} {value:,.6g}" for name, value in values.items())
     )
     if one.get("alpa_recoveries_total"):
         head.append(f"   workers replaced {one['alpa_recoveries_total']:.0f} times")
-    if age > max(10.0, 5 * seconds):
-        head.append(f"   no step for {age:.0f} s", style="bold red")
-    return Group(head, _meshes(samples), _memory(samples))
+    if one.get("alpa_ended"):
+        head.append(f"   ended {format_duration(max(age, 0.0))} ago", style="bold")
+    elif age > max(10.0, 5 * seconds):
+        head.append(f"   no step for {format_duration(age)}", style="bold red")
+    return Group(head, _meshes(samples, narrow), *_slow(samples), _memory(samples))
 
 
-def _meshes(samples: Sequence[Sample]) -> Table:
+def _meshes(samples: Sequence[Sample], narrow: bool) -> Table:
     parts: dict[str, dict[str, float]] = {}
     for sample in samples:
         if sample.name == "alpa_mesh_seconds":
             parts.setdefault(sample.labels["mesh"], {})[sample.labels["part"]] = sample.value
-    slow = {s.labels["mesh"]: s.value for s in samples if s.name == "alpa_mesh_slow"}
     names = list(dict.fromkeys(name for found in parts.values() for name in found))
-    table = Table("mesh", *names, "", title="what the last step was spent on", title_justify="left")
+    title = "what the last step was spent on"
+    table = Table("mesh", *names, title=title, title_justify="left")
+    if narrow:
+        table.box, table.pad_edge = None, False
     for mesh, found in parts.items():
         whole = sum(found.values()) or math.nan
-        cells = [f"{format_seconds(found[name])} ({found[name] / whole:.0%})" for name in names]
-        note = f"{slow[mesh]:.1f} x slower than before" if mesh in slow else ""
-        table.add_row(mesh, *cells, Text(note, style="bold red"))
+        shares = [f"{found[name] / whole:.0%}" for name in names]
+        if not narrow:
+            times = [format_seconds(found[name]) for name in names]
+            shares = [f"{time} ({share})" for time, share in zip(times, shares, strict=True)]
+        table.add_row(mesh, *shares)
     return table
+
+
+def _slow(samples: Sequence[Sample]) -> list[Text]:
+    return [
+        Text(f"mesh {s.labels['mesh']} is {s.value:.1f} x slower than before", style="bold red")
+        for s in samples
+        if s.name == "alpa_mesh_slow"
+    ]
 
 
 def _memory(samples: Sequence[Sample]) -> Text:

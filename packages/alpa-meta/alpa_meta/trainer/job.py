@@ -282,6 +282,7 @@ def _train(
             recorder.state = error.result[0]
             raise
         finally:
+            monitor.close()
             recorder.close()
         recorder.end_if_stopped(signals)
     steps = recorder.steps

@@ -28,6 +28,7 @@ class Monitor:
     parts: Mapping[int, StepParts] = field(factory=dict, init=False)
     _stragglers: Stragglers = field(factory=Stragglers, init=False)
     _said: set[int] = field(factory=set, init=False)
+    _newest: list[Sample] = field(factory=list, init=False)
 
     def look(self) -> dict[str, float]:
         """Return the seconds of the parts of the last step, the mean over its meshes."""
@@ -42,8 +43,17 @@ class Monitor:
             if one.mesh not in self._said:
                 self.say(f"warning: step {step}: {one}")
         self._said = {one.mesh for one in slow}
+        self._newest = self._samples(step, seconds, values, slow)
+        self._write(step, ended=False)
+
+    def close(self) -> None:
+        """Write that no step follows the newest one, if there was one."""
+        if self._newest:
+            self._write(int(self._newest[0].value), ended=True)
+
+    def _write(self, step: int, *, ended: bool) -> None:
         try:
-            write_samples(self.path, self._samples(step, seconds, values, slow))
+            write_samples(self.path, [*self._newest, Sample("alpa_ended", float(ended))])
         except OSError as error:
             self.say(f"warning: step {step} is missing in {self.path}: {error.strerror}")
 

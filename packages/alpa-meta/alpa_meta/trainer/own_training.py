@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -126,10 +127,11 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         say=console.print,
         begin_saving=step.save,
     )
-    with StopSignals() as signals:
+    monitor = Monitor(step, request.metrics or folder.samples, console.print)
+    with StopSignals() as signals, contextlib.closing(monitor):
         try:
             given = itertools.chain([batch], batches)
-            _train(request, start, step, given, recorder, signals, console)
+            _train(request, start, step, given, recorder, monitor, signals, console)
         except NonFiniteError as error:
             if recorder.steps:
                 recorder.state, _ = after_step(recorder.state, error.result)
@@ -191,12 +193,12 @@ def _train(
     step: Any,
     batches: Iterator[Any],
     recorder: RunRecorder[OwnMetrics],
+    monitor: Monitor,
     signals: StopSignals,
     console: Console,
 ) -> None:
     """Run the steps, the first ones also on one device."""
     step.num_steps = start.step
-    monitor = Monitor(step, request.metrics or recorder.folder.samples, console.print)
     plain, other = OneDevice(start.program.train_step), None
     if request.comparison_steps:
         other = start.state_on_one_device()
