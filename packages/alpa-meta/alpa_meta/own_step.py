@@ -100,7 +100,7 @@ def load_step(place: str) -> Runnable:
         batches = batch
         batch = (batches[number] for number in itertools.count())
     later = batch if isinstance(batch, Iterator) else None
-    if later is not None and (batch := next(later, None)) is None:
+    if later is not None and (batch := next(later, later)) is later:
         raise PlanError(f"--step {place} returned an iterator without a batch; yield at least one")
     two = _of_two(step, state, batch)
     return OwnStep(name=place, train_step=two, state=state, batch=batch, later=later, make=make)
@@ -135,8 +135,13 @@ def named_model(text: str, option: str = "", **changed: Any) -> CorpusModel:
 
 def _function(place: str) -> Callable[[], Any]:
     module_name, _, name = place.partition(":")
-    if not module_name or not name:
+    if not name or os.sep in module_name or not all(module_name.split(".")):
         raise PlanError(f"--step must be module:function, got {place!r}")
+    if module_name.endswith(".py"):
+        raise PlanError(
+            f"--step must be module:function, got {place!r}, a file; write "
+            f"{module_name.removesuffix('.py')}:{name}"
+        )
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)

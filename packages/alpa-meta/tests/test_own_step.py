@@ -80,6 +80,8 @@ def test_shapes_can_be_planned_but_not_run():
     ("place", "message"),
     [
         ("own_programs", "must be module:function, got 'own_programs'"),
+        ("./own_programs:program", "must be module:function, got './own_programs:program'"),
+        ("own_programs.py:program", "a file; write own_programs:program"),
         ("no_programs:program", "there is no module 'no_programs'"),
         ("own_programs:absent", "has no 'absent'"),
         ("own_programs:pi", "a function without arguments .* got float 3.14"),

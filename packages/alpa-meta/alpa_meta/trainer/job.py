@@ -34,7 +34,7 @@ from alpa_meta.trainer.metrics import StepMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
 from alpa_meta.trainer.planning import Parallelism, batch_shapes, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
-from alpa_meta.trainer.run_folder import RunFolder
+from alpa_meta.trainer.run_folder import RunFolder, check_metrics
 from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settings_to_json
 from alpa_meta.trainer.signals import StopSignals
 from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
@@ -118,6 +118,9 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     folder = RunFolder(request.out if request.resume is None else request.resume)
     start = _start_of(request, console)
     folder.check_writable()
+    check_metrics(request.metrics)
+    if request.resume is None:
+        folder.check_new()
     settings = start.settings
     text = read_text(max_train_bytes=settings.max_train_bytes)
     if start.checkpoint is not None:

@@ -34,11 +34,12 @@ from alpa_meta.trainer.metrics import OwnMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
 from alpa_meta.trainer.planning import Parallelism, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
-from alpa_meta.trainer.run_folder import RunFolder
+from alpa_meta.trainer.run_folder import RunFolder, check_metrics
 from alpa_meta.trainer.signals import StopSignals
 from mesh_runtime import HostLeaf, RayOptions
 
 STEPS = 20  # of a run, and what resuming one adds
+_END = object()  # of the batches, which may be None: a step may take none
 _STEP = "step"  # the setting of a checkpoint that names the program
 
 
@@ -95,6 +96,9 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
     folder = RunFolder(request.resume or request.out)
     start = _start_of(request, console)
     folder.check_writable()
+    check_metrics(request.metrics)
+    if request.resume is None:
+        folder.check_new()
     program = start.program
     cluster = named_cluster(request.cluster)
     note = check_devices(cluster) if request.ray is None else None
@@ -206,7 +210,7 @@ def _train(
     for number in range(start.step, start.stop):
         if signals.received is not None:
             return
-        if (batch := next(batches, None)) is None:
+        if (batch := next(batches, _END)) is _END:
             console.print(f"the batches ended after {number} steps")
             break
         began = time.perf_counter()
@@ -235,13 +239,13 @@ def _batches_from(start: _Start) -> Iterator[Any]:
     batches = _batches(start.program)
     if isinstance(start.program, OwnStep) and start.program.later is not None:
         for had in range(start.step):
-            if next(batches, None) is None:
+            if next(batches, _END) is _END:
                 raise PlanError(
                     f"the run has had {start.step} batches, but the iterator of --step "
                     f"{start.program.name} ended after {had}; it must give those again, and more"
                 )
-    first = next(batches, None)
-    if first is None:
+    first = next(batches, _END)
+    if first is _END:
         raise PlanError(
             f"the iterator of --step {start.program.name} has no batch after the {start.step} that "
             "the run has had; let it give more"

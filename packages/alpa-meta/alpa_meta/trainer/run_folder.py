@@ -8,19 +8,27 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from attrs import frozen
+from attrs import field, frozen
 
 from alpa_interchange.amounts import format_bytes
 from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.checkpoints.restoring import Checkpoint, read_checkpoint
 from alpa_meta.errors import PlanError
 
+_WRITTEN = frozenset({"plan", "metrics", "loss", "timeline", "trace", "checkpoint"})
+"""What the names of the files of a run begin with."""
+
+
+def _with_name(path: Path) -> Path:
+    """Return a path with a name of its own, which "." and ".." have not."""
+    return path.resolve() if path.name in ("", "..") else path
+
 
 @frozen
 class RunFolder:
     """Where a run keeps `plan.json`, `metrics.jsonl`, two pictures and its checkpoints."""
 
-    path: Path
+    path: Path = field(converter=_with_name)
 
     @property
     def plan(self) -> Path:
@@ -82,6 +90,20 @@ class RunFolder:
                 "--out"
             ) from None
 
+    def check_new(self) -> None:
+        """Refuse for a new run a folder that is no earlier run's, which `make` would move aside."""
+        if Path.cwd().is_relative_to(self.path.resolve()):
+            raise PlanError(
+                f"{self.path}: a run cannot be written into the folder that alpa runs in, or one "
+                "above; choose another folder with --out"
+            )
+        found = sorted(one.name for one in self.path.iterdir()) if self.path.is_dir() else []
+        if found and not _WRITTEN & {name.lstrip(".").split(".")[0] for name in found}:
+            raise PlanError(
+                f"{self.path}: holds files that are no run's ({', '.join(found[:3])}); choose "
+                "another folder with --out"
+            )
+
     def check_room(self, nbytes: int) -> None:
         """Refuse a disk that has no room for one checkpoint of a state of so many bytes."""
         place = next(one for one in (self.checkpoints, *self.checkpoints.parents) if one.exists())
@@ -104,3 +126,17 @@ class RunFolder:
             if note:
                 say(note)
         return found
+
+
+def check_metrics(path: Path | None) -> None:
+    """Refuse a place where the newest step cannot be written, before any time is spent."""
+    if path is None:
+        return
+    why = "Is a directory" if path.is_dir() else None
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        why = error.strerror
+    if why is not None:
+        raise PlanError(f"{path}: cannot be written: {why}; choose another file with --metrics")

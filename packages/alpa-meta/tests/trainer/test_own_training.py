@@ -117,3 +117,27 @@ def test_a_state_made_by_a_function_and_batches_read_by_hosts_train_as_arrays_do
             losses[name] = [json.loads(line)["loss"] for line in lines]
     assert losses["born"] == losses["whole"] and len(losses["born"]) == 6
     assert "the same 2 steps on one device" in capsys.readouterr().out
+
+
+ALONE = """
+import jax, jax.numpy as jnp
+
+def make():
+    def step(w, _):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(w) @ w) ** 2))(w)
+        return w - gradient, loss
+
+    return step, jnp.eye(4), None
+"""
+
+
+def test_a_step_without_a_batch_trains(program, tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    assert program("--step", "alone:make", "--microbatches", "1", "--steps", "2") == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_place_for_metrics_that_is_none_is_refused_at_the_start(program, capsys):
+    assert program("--metrics", "nowhere/x.prom") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nowhere/x.prom: cannot be written: No such file" in line
