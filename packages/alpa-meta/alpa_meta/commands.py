@@ -453,9 +453,14 @@ def _ray_options(wanted: bool, address: str | None) -> RayOptions | None:
     if not wanted and address is None:
         return None
     require("alpa train --ray", "ray")
-    from mesh_runtime import RayOptions
+    from mesh_runtime import RayOptions, WorkerError, check_reachable
 
-    return RayOptions(address=address or "local")
+    try:
+        options = RayOptions(address="local" if address is None else address)
+        check_reachable(options.address)
+    except (ValueError, WorkerError) as error:
+        raise PlanError(f"--ray-address: {error}") from None
+    return options
 
 
 def _use_devices(cluster: str, workers: RayOptions | None) -> None:

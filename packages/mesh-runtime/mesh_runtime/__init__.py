@@ -22,6 +22,7 @@ from mesh_runtime.in_process import InProcessRuntime
 from mesh_runtime.order import ScheduleError, ScheduleOrder, check_schedule, value_name
 from mesh_runtime.pacing import Pace
 from mesh_runtime.ray_checkpoints import restore_remote, save_remote
+from mesh_runtime.ray_connection import check_reachable
 from mesh_runtime.ray_placement import RayMesh
 from mesh_runtime.ray_runtime import RayRuntime
 from mesh_runtime.ray_workers import RayOptions, RayWorkers
@@ -67,6 +68,7 @@ __all__ = [
     "TraceEvent",
     "ValueShardings",
     "WorkerError",
+    "check_reachable",
     "check_schedule",
     "chunk_shape",
     "fetched",

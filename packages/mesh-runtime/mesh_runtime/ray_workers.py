@@ -27,7 +27,7 @@ from mesh_runtime.handshake import disagreement
 from mesh_runtime.heartbeats import Heartbeats, Progress
 from mesh_runtime.host_batches import HostBatches
 from mesh_runtime.layout import Tiles, whole_of
-from mesh_runtime.ray_connection import connect
+from mesh_runtime.ray_connection import check_address, connect
 from mesh_runtime.ray_placement import PLACEMENTS, RayMesh, bundles_of, reserve
 from mesh_runtime.ray_processes import Processes
 from mesh_runtime.remote_array import Buffer
@@ -82,6 +82,7 @@ class RayOptions:
     checksum: bool = False
 
     def __attrs_post_init__(self) -> None:
+        check_address(self.address)
         for name, value, known in (
             ("data_plane", self.data_plane, DATA_PLANES),
             ("placement", self.placement, PLACEMENTS),
@@ -179,7 +180,8 @@ class RayWorkers:
         """Return the places of the processes on the cluster."""
         options = self.options
         bundles, places = bundles_of(self.meshes)
-        started = connect(self.ray, options.address, sum(one["CPU"] for one in bundles))
+        cpus = sum(one["CPU"] for one in bundles)
+        started = connect(self.ray, options.address, cpus, options.start_timeout)
         made = Processes(
             self.ray, self.meshes, options, self.transport, gpu_transport, places, started
         )

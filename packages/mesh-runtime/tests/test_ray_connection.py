@@ -1,0 +1,125 @@
+"""Clusters that are started, reached, or not, on a Ray that is not there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from mesh_runtime import RayOptions, WorkerError, check_reachable, ray_connection
+
+
+class Clock:
+    """Passes only where it is told to."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def monotonic(self):
+        return self.seconds
+
+
+class BusyRay:
+    """Fails to start `failures` times after `seconds` each, and leaves a process behind."""
+
+    def __init__(self, clock, failures, seconds):
+        self.clock, self.failures, self.seconds = clock, failures, seconds
+        self.left, self.calls = [], 0
+
+    def is_initialized(self):
+        return False
+
+    def init(self, **settings):
+        self.calls += 1
+        self.clock.seconds += self.seconds
+        if self.calls <= self.failures:
+            program = [sys.executable, "-c", "import time; time.sleep(100)", "/ray/raylet"]
+            self.left.append(subprocess.Popen(program))
+            while "/ray/raylet" not in _command(self.left[-1].pid):
+                time.sleep(0.01)
+            raise Exception("The current node timed out during startup.")
+
+
+def _command(pid):
+    with open(f"/proc/{pid}/cmdline") as stream:
+        return stream.read()
+
+
+@pytest.fixture
+def busy(monkeypatch):
+    """Return a function that makes a Ray which fails, whose processes are ended in the end."""
+    made, clock = [], Clock()
+    monkeypatch.setattr(ray_connection, "time", clock)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "30")
+
+    def make(failures, seconds=31.0):
+        made.append(BusyRay(clock, failures, seconds))
+        return made[-1]
+
+    yield make
+    for ray in made:
+        for process in ray.left:
+            process.kill()
+            process.wait()
+
+
+def test_a_busy_machine_is_given_the_time_of_start_timeout_and_nothing_is_left(busy, caplog):
+    ray = busy(failures=2)
+    assert ray_connection.connect(ray, None, 1.0, seconds=300.0)
+    assert ray.calls == 3
+    assert [process.wait(10) for process in ray.left] == [-signal.SIGKILL] * 2
+    assert caplog.text.count("the machine is busy: ") == 2
+
+
+def test_a_machine_that_stays_busy_is_refused_with_what_to_do(busy):
+    ray = busy(failures=9)
+    with pytest.raises(WorkerError, match=r"timed out during startup.*start_timeout"):
+        ray_connection.connect(ray, None, 1.0, seconds=70.0)
+    assert ray.calls == 3
+
+
+def test_what_fails_at_once_is_not_tried_again(busy, monkeypatch):
+    ray = busy(failures=9, seconds=1.0)
+    monkeypatch.setenv("RAY_ADDRESS", "foo")
+    with pytest.raises(ValueError, match="RAY_ADDRESS must be host:port"):
+        ray_connection.connect(ray, None, 1.0, seconds=300.0)
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    with pytest.raises(WorkerError, match="Ray gave no cluster at local"):
+        ray_connection.connect(ray, None, 1.0, seconds=300.0)
+    assert ray.calls == 1
+
+
+def test_a_start_that_takes_its_time_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(ray_connection, "_SAY_SECONDS", 0.01)
+
+    def init(**_):
+        deadline = time.monotonic() + 10
+        while "starting a Ray cluster" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr(ray_connection.os, "environ", dict(os.environ))
+    ray_connection.connect(ray, "local", 1.0, seconds=300.0)
+    assert "starting a Ray cluster on this machine (RayOptions.start_timeout: 300 s)" in caplog.text
+
+
+@pytest.mark.parametrize("address", ["", "foo", ":1", "host:x", "host:99999", "host:0"])
+def test_what_cannot_be_an_address_is_refused(address):
+    with pytest.raises(ValueError, match="RayOptions.address must be host:port"):
+        RayOptions(address=address)
+
+
+@pytest.mark.parametrize("address", [None, "auto", "local", "ray://head:10001", "[::1]:6379"])
+def test_what_can_be_an_address_is_taken(address):
+    assert RayOptions(address=address).address == address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "a" * 70])
+def test_an_address_where_nobody_listens_is_one_line(host):
+    with pytest.raises(WorkerError, match="no Ray cluster answers at .*ray start --head"):
+        check_reachable(f"{host}:1")
