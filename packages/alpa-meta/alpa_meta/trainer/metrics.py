@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -106,7 +107,7 @@ class MetricsFile:
     """Appends one line per step to a file, each line whole."""
 
     def __init__(self, path: Path) -> None:
-        self._stream = open(path, "a")
+        self._stream = open(path, "a", encoding="utf-8")
 
     def append(self, metrics: Metrics) -> None:
         """Write one line and hand it to the system."""
@@ -114,22 +115,29 @@ class MetricsFile:
         self._stream.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+        """Close the file; what a full disk did not take is left out."""
+        with contextlib.suppress(OSError):
+            self._stream.close()
 
 
-def read_metrics(path: Path, of: Callable[..., M]) -> list[M]:
-    """Return the steps in a metrics file, made of their lines by `of`; a last line cut short by a
-    crash is left out."""
-    steps = []
-    lines = path.read_text().splitlines(keepends=True)
+def read_metrics(
+    path: Path, of: Callable[..., M], say: Callable[[str], None] = lambda message: None
+) -> list[M]:
+    """Return the steps in a metrics file, made of their lines by `of`. Lines that are none are left
+    out and said; of a last one that a crash cut short there is nothing to say."""
+    steps, damaged = [], []
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
             steps.append(of(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise ValueError(f"{path}, line {number}: is not a line of metrics: {error}") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            if number < len(lines):
+                damaged.append(f"line {number} is no line of metrics: {error}")
+    if damaged:
+        more = f", nor are {len(damaged) - 1} others" if len(damaged) > 1 else ""
+        say(f"warning: {path}: {damaged[0]}{more}; left out")
     return steps
 
 

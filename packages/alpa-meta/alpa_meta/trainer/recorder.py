@@ -109,7 +109,7 @@ class RunRecorder(Generic[M]):
             known: list[M] = []
         else:
             path = self.folder.metrics
-            known = read_metrics(path, self.metrics) if path.exists() else []
+            known = read_metrics(path, self.metrics, self.say) if path.exists() else []
         write_metrics(self.folder.metrics, [step for step in known if step.step <= self.start])
         self.write_plan(self.folder)
         return MetricsFile(self.folder.metrics)
