@@ -3,7 +3,8 @@
     python benchmarks/mesh_runtime_overhead.py [--no-ray] [--meshes 4 16 64] [--forward 0.2]
 
 Instructions are timed on a two-mesh schedule of empty programs (one device each), so that the time
-is that of the interpreter and jax dispatch. Whole steps of a four-layer perceptron are compared in
+is that of the interpreter and jax dispatch. So is a call of a tiny step of one device whose state
+and batch are 116 arrays, beside `jax.jit`. Whole steps of a four-layer perceptron are compared in
 turns: one stage with its program alone and with `jax.jit` under the same shardings; two and four
 stages with the sum of their tasks, run one after another; two stages on Ray workers with the same
 two in this process. Ratios are of the shortest turn of each, of the medians, and of the processor
@@ -125,6 +126,53 @@ def train_step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array],
 
     loss, gradients = jax.value_and_grad(loss_of)(weights)
     return [w - 0.01 * g for w, g in zip(weights, gradients, strict=True)], loss
+
+
+def momentum_step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+    """Return the state after a step of gradient descent with two averages, and the loss."""
+
+    def loss_of(weights: list[jax.Array]) -> jax.Array:
+        h = x
+        for one in weights:
+            h = jnp.tanh(h @ one)
+        return jnp.mean(h**2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["weights"])
+    first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["first"], gradients)
+    second = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, state["second"], gradients)
+    weights = jax.tree.map(
+        lambda w, m, v: w - 0.01 * m / (jnp.sqrt(v) + 1e-6), state["weights"], first, second
+    )
+    steps = state["steps"] + 1
+    return {"weights": weights, "first": first, "second": second, "steps": steps}, loss
+
+
+def small_step_seconds(num_layers: int = 38) -> dict[str, float]:
+    """Return processor seconds of the issuing thread for a call of a tiny step on one device."""
+    weights = [np.eye(8, dtype=np.float32)] * num_layers
+    found = {}
+    for where, x in (("device", jnp.ones((4, 8))), ("host", np.ones((4, 8), np.float32))):
+        calls = {
+            "jax.jit": jax.jit(momentum_step, donate_argnums=0),
+            "parallelize": alpa.parallelize(momentum_step, cluster="host:1"),
+        }
+        states = {
+            name: {
+                **{part: list(map(jnp.array, weights)) for part in ("weights", "first", "second")},
+                "steps": jnp.int32(0),
+            }
+            for name in calls
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(10 * TURNS):
+            for name, call in calls.items():
+                begin = time.thread_time()
+                states[name], loss = call(states[name], x)
+                seconds[name].append(time.thread_time() - begin)
+                loss.block_until_ready()
+        for name, times in seconds.items():
+            found[f"{name}, {3 * num_layers + 2} arrays, batch on the {where}"] = min(times)
+    return found
 
 
 @frozen(kw_only=True)
@@ -283,7 +331,7 @@ def local_cluster() -> Iterator[None]:
     """Have one Ray cluster of this machine for all that runs on Ray."""
     import ray
 
-    connect(ray, "local", 2)
+    connect(ray, "local", 2, 300.0)
     try:
         yield
     finally:
@@ -301,7 +349,7 @@ def main() -> None:
     table = Table(title="processor time of the issuing thread")
     table.add_column("what")
     table.add_column("microseconds", justify="right")
-    for name, seconds in instruction_seconds().items():
+    for name, seconds in {**instruction_seconds(), **small_step_seconds()}.items():
         table.add_row(name, f"{seconds * 1e6:.1f}")
     console.print(table)
     x = np.asarray(jax.random.normal(jax.random.key(1), (1024, 768)))

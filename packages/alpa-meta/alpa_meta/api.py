@@ -270,10 +270,10 @@ class ParallelStep:
     def _run_direct(self, args: Sequence[Any], key: Any) -> Any:
         """Return the pure result of a call like an earlier one, NOT_DIRECT if it is not."""
         leaves, tree = jax.tree.flatten(args)
-        like = tree, key, trace_settings()
-        if like not in self._direct:
+        found = self._direct.get((tree, key, trace_settings()))
+        if found is None:
             return NOT_DIRECT
-        latest, direct = self._direct[like]
+        latest, direct = found
         result = direct(leaves)
         if result is not NOT_DIRECT:
             self._latest = latest

@@ -368,9 +368,9 @@ class Executable:
 
     def _output(self, output: Any, results: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
         if output.name is None:
-            return (
-                inputs[output.input] if output.input is not None else jnp.asarray(output.constant)
-            )
+            value = output.constant if output.input is None else inputs[output.input]
+            from_host = output.input is None or isinstance(value, np.ndarray) and not self._remote
+            return jnp.asarray(value) if from_host else value
         return results[output.name] if output.name in results else results[f"{output.name}@0"]
 
     # ------------------------------------------------------------------ where values live

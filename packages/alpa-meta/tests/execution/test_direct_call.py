@@ -77,18 +77,56 @@ def test_arrays_elsewhere_are_placed(long_way):
     assert len(long_way) == 1
 
 
-def test_a_batch_on_the_only_device_is_not_placed_again(long_way, monkeypatch):
+@pytest.mark.parametrize("where", [jnp.asarray, np.asarray])
+def test_a_batch_for_the_only_device_is_not_placed_before_the_program(long_way, monkeypatch, where):
     running = alpa.parallelize(step, cluster="host:1")
     state, batch = made()
     expected, _ = made()
-    state, _ = running(state, jnp.asarray(batch))
+    state, _ = running(state, where(batch))
     expected, _ = step(expected, batch)
     monkeypatch.setattr(jax, "device_put", None)
     for _ in range(2):
-        state, metrics = running(state, jnp.asarray(batch))
+        state, metrics = running(state, where(batch))
         expected, reference = step(expected, batch)
         assert agree((state, metrics), (expected, reference))
     assert len(long_way) == 1
+
+
+def test_a_batch_of_the_host_that_is_returned_comes_back_as_an_array_of_the_device(long_way):
+    def echo(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - gradient, (loss, x)
+
+    running, w = alpa.parallelize(echo, cluster="host:1"), jnp.eye(4)
+    x = np.ones((8, 4), np.float32)
+    for _ in range(3):
+        w, (_, same) = running(w, x)
+        assert isinstance(same, jax.Array)
+        assert np.array_equal(same, x)
+    assert len(long_way) == 1
+
+
+def test_state_of_another_kind_between_calls_is_noticed(long_way):
+    running, (state, batch) = parallel(), made()
+    for _ in range(3):
+        state, _ = running(state, batch)
+    assert len(long_way) == 1
+    held = jax.device_put(state["weights"], jax.devices()[3])  # elsewhere: placed
+    moved = {**state, "weights": held}
+    expected = step({**state, "weights": jax.device_get(held)}, batch)
+    assert agree(running(moved, batch), expected)
+    assert len(long_way) == 1
+    for other in (jnp.float16, jnp.bfloat16):  # another dtype: planned anew
+        state, batch = made()
+        state, _ = running(state, batch)
+        state["weights"] = jax.tree.map(lambda w, other=other: w.astype(other), state["weights"])
+        after, _ = running(state, batch)
+        assert jax.tree.leaves(after["weights"])[0].dtype == other
+    state, batch = made()
+    state, _ = running(state, batch)
+    state["weights"]["a"].delete()
+    with pytest.raises(alpa.PlanError, match="given away to an earlier step"):
+        running(state, batch)
 
 
 def test_one_array_for_two_inputs_is_copied(long_way):
