@@ -40,8 +40,8 @@ def trace(
     executed = run / "timeline.json"
     if not executed.is_file():
         raise PlanError(
-            f"{executed}: is not there; it is written when a run ends: give the folder of a run "
-            "that has"
+            f"{executed}: is not there; it is written when a run has done all its steps, not when "
+            "it is stopped: give the folder of one that has, or go on with alpa train --resume"
         )
     try:
         events = read_trace(executed)

@@ -94,7 +94,10 @@ def test_a_run_can_be_watched_and_its_last_step_traced(program, capsys, tmp_path
     assert {(0, "forward.0 #1"), (1, "backward.1 #0")} <= runs[0] & runs[1]
     (tmp_path / "run" / "timeline.json").unlink()
     assert run(["trace", "run"]) == 2
-    assert "it is written when a run ends" in capsys.readouterr().err
+    assert (
+        "it is written when a run has done all its steps, not when it is stopped"
+        in capsys.readouterr().err
+    )
 
 
 def test_another_word_is_refused(program, capsys):
