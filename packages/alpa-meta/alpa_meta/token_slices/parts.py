@@ -65,7 +65,9 @@ class SliceCall(LocalCall):
         slices, number, reading = self._of  # type: ignore[attr-defined]
         places = itertools.chain(*reading.operands, *reading.results)
         place = next(one for one in places if one is not None and one.kind == _AXES[axes[0]])
-        return np.int32(slices.held(place, number)[0])
+        if place.outer > 1:
+            raise UnsupportedError("first")  # its elements are in a stretch of each block
+        return np.int32(slices.held(place, number)[0] * place.inner)
 
     def shards(self, axes: tuple[str, ...]) -> int:
         if axes:
