@@ -266,6 +266,7 @@ class Walk:
         pairs = list(zip(eqn.invars, operands, reading.operands, strict=True))
         rests = [self.masks.operand_rest(atom, value, layout) for atom, value, layout in pairs]
         rest = rest_of(eqn, reading, rests) if self.slices.count > 1 else None
+        rest = rest if self.masks.tells_apart(eqn, rests) else None
         dead = self.masks.is_dead(eqn, reading)
         if dead and is_soft(rest, dtype_of(eqn.outvars[0])):
             raise UnreadableError(

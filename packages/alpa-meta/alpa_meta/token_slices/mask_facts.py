@@ -5,6 +5,8 @@ See `masking` for what follows from it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,13 +14,14 @@ from alpa_meta.compat import Atom, JaxprEqn, dtype_of
 from alpa_meta.operators import sharding_rule
 from alpa_meta.operators.elementwise import (
     extreme_taken,
+    is_comparison,
     is_elementwise,
     is_masking_sum,
     is_selection,
 )
 from alpa_meta.token_slices.bounds import After, Diagonal, Scope
 from alpa_meta.token_slices.masking import is_masked, is_soft, masked, rest_of_parts
-from alpa_meta.token_slices.places import Layout
+from alpa_meta.token_slices.places import KEY, Layout, kinds
 from alpa_meta.token_slices.reading import Reading
 from alpa_meta.token_slices.values import BEFORE, Analysis, Value
 
@@ -61,6 +64,8 @@ class MaskFacts:
         scope, eqn, layouts = made
         pairs = list(zip(eqn.invars, layouts, strict=True))
         rests = [self._rest_of_known(scope, *pair) for pair in pairs]
+        if is_comparison(eqn) and None in rests:
+            return None
         rest = rest_of_parts(eqn, rests)
         if rest is not None and not is_masked(rest, dtype_of(atom)):  # exp of what was left out
             low = [p for p, one in zip(pairs, rests) if is_soft(one, dtype_of(p[0]))]
@@ -68,14 +73,25 @@ class MaskFacts:
                 return None
         return rest
 
+    def tells_apart(self, eqn: JaxprEqn, rests: Sequence[float | None]) -> bool:
+        """Return whether a masked score behind a slice is unequal to what it is compared with: the
+        largest score of a row with a live key is finite; other unknown numbers may be masked."""
+        others = (atom for atom, rest in zip(eqn.invars, rests, strict=True) if rest is None)
+        values = map(self.found.value, others)
+        return not is_comparison(eqn) or all(
+            one.in_parts and KEY not in kinds(one.layout) and not one.dead for one in values
+        )
+
     def is_dead(self, eqn: JaxprEqn, reading: Reading) -> bool:
         """Return whether a token's own key may be masked in a result: by a mask that is not known
         to be true there, or one that is added and not known to be moderate there. Sums over other
         dims, such as scores of queries and keys, are taken for moderate."""
         rule = sharding_rule(eqn)
+        pairs = list(zip(eqn.invars, reading.operands, strict=True))
+        if reading.reduced_keys == "max":
+            return self.is_low(*pairs[0])
         if rule is None or any(factor.kind == "reduction" for factor in rule.factors):
             return False
-        pairs = list(zip(eqn.invars, reading.operands, strict=True))
         if is_selection(eqn):
             own = self._on_diagonal(*pairs[0])
             pairs = pairs[1:] if own is None else [pairs[1 + int(own)]]

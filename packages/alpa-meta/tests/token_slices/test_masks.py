@@ -31,7 +31,19 @@ def _third():
     return (jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)) % 3 == 0
 
 
+def largest(mask, other=None):
+    """Attend to the key of the largest score, or where two maskings agree."""
+
+    def weigh(scores, _):
+        scores = jnp.where(mask, scores, -jnp.inf)
+        compared = scores.max(-1, keepdims=True) if other is None else other(scores)
+        return (scores == compared).astype(float)
+
+    return weigh
+
+
 MASKED = {
+    "the largest score of a row": largest(CAUSAL),
     "-1e30, scaled three times": scaled(-1e30, 3),
     "-1e9 / sqrt(head dim)": scaled(-1e9, 1, 1 / 16),
     "the root of 1e30": plus(lambda _: -jnp.sqrt(jnp.where(CAUSAL, 0.0, 1e30))),
@@ -52,6 +64,8 @@ LEAKING = {
     "-1e9, scaled by 1e-9": scaled(-1e9, 1, 1e-9),
     "a bias of weights, scaled four times": plus(learned_and_scaled),
     "roots of 1e30": plus(lambda _: -(jnp.where(CAUSAL, 0.0, 1e30) ** (1 / 32))),
+    "the largest score of a row without keys": largest(CAUSAL & ~jnp.eye(TOKENS, dtype=bool)),
+    "scores masked twice": largest(CAUSAL, lambda scores: jnp.where(scores > 0, scores, -jnp.inf)),
     "clipped scores": lambda scores, _: jax.nn.softmax(
         jnp.clip(jnp.where(CAUSAL, scores, -1e30), -20, 20)
     ),
