@@ -97,10 +97,14 @@ class Scope:
         return atom in self.weights
 
     def _elsewhere(self, var: Var, layout: Layout) -> tuple[Scope, Atom, Layout] | None:
-        """Return where a value comes from that is given to this body, or made in another."""
+        """Return where a value comes from that is given to this body, made in another, or passed
+        on."""
         if var in self.outer and self.parent is not None:
             stacked = var in self.scanned
             return self.parent, self.outer[var], (None, *layout) if stacked else layout
+        eqn = self.producer.get(var)
+        if eqn is not None and operator_of(eqn).passes_on:
+            return self, eqn.invars[eqn.outvars.index(var)], layout
         if var not in self.made_in:
             return None
         scope, atom, stacked = self.made_in[var]

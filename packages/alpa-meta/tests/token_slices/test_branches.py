@@ -60,6 +60,14 @@ def alternating(weights, x):
     return lax.scan(layer, x, jnp.array([True, False, True]))[0]
 
 
+def repeated(weights, x):
+    """Two conditionals that read one constant mask."""
+    for name in ("q", "k"):
+        taken = weights[name][0, 0] > 0
+        x = lax.cond(taken, lambda x: x + causal(-1e30)(weights, x), lambda x: x, x)
+    return x
+
+
 def masked(*masks):
     def weigh(scores, weights):
         branches = [lambda s, mask=mask: jnp.where(mask, s, -1e30) for mask in masks]
@@ -72,6 +80,7 @@ CAUSAL_STEPS = {
     "attention or nothing": either(causal(-1e30), kept),
     "three mixers": either(running, causal(-jnp.inf), recurrent),
     "local and global layers": alternating,
+    "two layers with one mask": repeated,
     "the mask alone": masked(CAUSAL, np.eye(len(CAUSAL), dtype=bool)),
 }
 
