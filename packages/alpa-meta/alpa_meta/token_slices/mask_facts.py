@@ -5,6 +5,7 @@ See `masking` for what follows from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -97,23 +98,26 @@ class MaskFacts:
             pairs = pairs[1:] if own is None else [pairs[1 + int(own)]]
         elif not is_elementwise(eqn):
             pairs = [pair for pair in pairs if self.found.value(pair[0]).in_parts]
-        low = (self.is_low(*pair) for pair in pairs)
-        return all(low) if extreme_taken(eqn) == "max" else any(low)
+        taken = extreme_taken(eqn)
+        most = math.inf if taken == "min" else None  # the scores are no larger for it
+        low = (self.is_low(*pair, most) for pair in pairs)
+        return all(low) if taken == "max" else any(low)
 
-    def is_low(self, atom: Atom, layout: Layout) -> bool:
-        """Return whether a mask may have left out a token's own key in a value."""
+    def is_low(self, atom: Atom, layout: Layout, most: float | None = None) -> bool:
+        """Return whether a mask may have left out a token's own key in a value, or made it larger
+        than `most`."""
         value = self.found.value(atom)
         if value.in_parts or value.when != BEFORE:
             return value.dead
-        return not self._lives(self.scope, atom, layout)
+        return not self._lives(self.scope, atom, layout, most)
 
-    def _lives(self, scope: Scope, atom: Atom, layout: Layout) -> bool:
+    def _lives(self, scope: Scope, atom: Atom, layout: Layout, most: float | None = None) -> bool:
         """Return whether a mask that is added leaves each row itself: on the diagonal it is made of
-        moderate numbers and of weights, which are taken for such."""
+        moderate numbers, or up to `most`, and of weights, which are taken for such."""
         if not jnp.issubdtype(dtype_of(atom), jnp.floating):
             return True
-        found, most = scope.bounds(atom, layout, Diagonal()).flat(), masked(dtype_of(atom)) / 2
-        if -most < found.low and found.high < most:
+        found, moderate = scope.bounds(atom, layout, Diagonal()).flat(), masked(dtype_of(atom)) / 2
+        if -moderate < found.low and found.high <= (most or moderate):
             return True
         made = scope.made_of(atom, layout)
         if made is None:

@@ -42,7 +42,13 @@ def largest(mask, other=None):
     return weigh
 
 
+def lesser(mask, live, masked):
+    return lambda scores, _: jax.nn.softmax(jnp.minimum(scores, jnp.where(mask, live, masked)))
+
+
 MASKED = {
+    "the lesser of scores and a mask": lesser(CAUSAL, jnp.inf, -1e30),
+    "the lesser of scores and a finite mask": lesser(CAUSAL, 1e30, -1e30),
     "the largest score of a row": largest(CAUSAL),
     "-1e30, scaled three times": scaled(-1e30, 3),
     "-1e9 / sqrt(head dim)": scaled(-1e9, 1, 1 / 16),
@@ -60,6 +66,7 @@ def test_masks_that_leave_nothing_of_later_tokens_are_proved(weigh):
 
 
 LEAKING = {
+    "the lesser of scores and a mask of one token more": lesser(jnp.tri(TOKENS, k=1), 1e30, -1e30),
     "-1e9, scaled four times": scaled(-1e9, 4),
     "-1e9, scaled by 1e-9": scaled(-1e9, 1, 1e-9),
     "a bias of weights, scaled four times": plus(learned_and_scaled),
