@@ -47,7 +47,7 @@ from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import is_soft, rest_of
 from alpa_meta.token_slices.mixing import mixing_of
 from alpa_meta.token_slices.moves import moved, moved_dim, one_token
-from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, whole
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, kinds, whole
 from alpa_meta.token_slices.reading import UnreadableError, keys_of, reading_of
 from alpa_meta.token_slices.recurrences import runs_again
 from alpa_meta.token_slices.values import (
@@ -307,11 +307,13 @@ class Walk:
                 if want is None or have.kind == KEY:
                     raise UnreadableError("reads the keys of a slice as its rows")
                 if want.kind == ROW:
+                    if KEY in kinds(value.layout):
+                        raise UnreadableError("takes rows of several slices, which differ in keys")
                     cutting = Cutting(self.slices, sweep == BEFORE)
                     if value.when < sweep or cutting.is_ready(have, want):
                         continue
                     raise UnreadableError("reads tokens after its own")
-                if have.cuts:
+                if have.cuts != want.cuts:
                     raise UnreadableError("looks back on what is made of later tokens")
                 if not looks_back(self.found, self.scope, atom):
                     raise UnreadableError("looks back on tokens from the backward pass")

@@ -13,6 +13,7 @@ from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, open_jaxpr,
 from alpa_meta.operators import operator_of
 from alpa_meta.operators.layout import is_unspecified
 from alpa_meta.operators.regions import bodies, fold
+from alpa_meta.token_slices.mask_facts import diagonal
 from alpa_meta.token_slices.masking import of_any
 from alpa_meta.token_slices.places import whole
 from alpa_meta.token_slices.reading import UnreadableError
@@ -147,7 +148,7 @@ def _of_either(walks: Sequence[Walk], atoms: Sequence[Atom]) -> Value:
     rests, dead = [], False
     for (walk, atom), value in zip(made, values, strict=True):
         rests.append(walk.masks.operand_rest(atom, value, layout))
-        dead = dead or walk.masks.is_low(atom, layout)
+        dead = dead or walk.masks.is_low(atom, layout, diagonal([layout], walk.slices))
     return Value("sliced", layout, when, rest=of_any(rests, dtype_of(atoms[0])), dead=dead)
 
 

@@ -47,7 +47,9 @@ class After:
 
 @frozen
 class Diagonal:
-    """Every token as a row, and itself as the key."""
+    """Every token as a row, and itself as the key: the row's number among the keys, plus `key`."""
+
+    key: int = 0
 
 
 class Scope:
@@ -79,8 +81,6 @@ class Scope:
         """Return the bounds of a value whose tokens lie as `layout` says."""
         if isinstance(atom, Literal):
             return _of_values(np.asarray(atom.val))
-        if any(place is not None and place.cuts for place in layout):
-            return of_type(dtype_of(atom))
         key = atom, layout, where
         if key not in self._found:
             self._found[key] = self._bounds(atom, layout, where)
@@ -145,17 +145,17 @@ class Scope:
         layouts = operand_layouts(eqn, 0, layout, self.slices)
         if layouts is None:
             return of_type(dtype_of(var))
-        own = self._of_itself(eqn, layout) if isinstance(where, Diagonal) else None
+        own = self._of_itself(eqn, layout, where) if isinstance(where, Diagonal) else None
         if own is not None:
             return own
         pairs = zip(eqn.invars, layouts, strict=True)
         return results_of(eqn, [self.bounds(atom, one, where) for atom, one in pairs])
 
-    def _of_itself(self, eqn: JaxprEqn, layout: Layout) -> Interval | None:
+    def _of_itself(self, eqn: JaxprEqn, layout: Layout, where: Diagonal) -> Interval | None:
         """Return what an equation makes of a token and itself, such as whether both are of one
         segment; None if that cannot be said."""
         found = of_equals(eqn)
-        if found is None:
+        if found is None or where.key:
             return None
         labels = tuple(d if place is None else -1 for d, place in enumerate(layout))
         sides = [(self, atom, _operand_labels(eqn, k, labels)) for k, atom in enumerate(eqn.invars)]
@@ -166,14 +166,16 @@ class Scope:
         if place is None or place.outer > 1 or place.inner > 1:
             return Interval(0.0, size - 1.0)
         if isinstance(where, Diagonal):
-            return Interval(0.0, 0.0, 1.0, size - 1)
-        start, stop = self._span(place.kind, where.number)
+            first = where.key if place.kind == KEY else 0
+            return Interval(first, first, 1.0, size - 1 - first)
+        start, stop = self._span(place, where.number)
         return Interval(float(start), stop - 1.0)
 
-    def _span(self, kind: str, number: int) -> tuple[int, int]:
+    def _span(self, place: Place, number: int) -> tuple[int, int]:
         """Return the rows of a slice, or the keys behind its last row."""
-        start, stop = self.slices.span(ROW, number)
-        return (start, stop) if kind == ROW else (stop, self.slices.tokens)
+        cuts = self.slices.cuts_of(place)
+        start, stop = cuts[number : number + 2]
+        return (start, stop) if place.kind == ROW else (stop, cuts[-1])
 
     def _of_constant(self, value: np.ndarray, layout: Layout, where: After | Diagonal) -> Interval:
         dims = [(d, place) for d, place in enumerate(layout) if place is not None]
@@ -181,18 +183,19 @@ class Scope:
             return of_type(value.dtype)
         if isinstance(where, After):
             for d, place in dims:
-                value = value.take(range(*self._span(place.kind, where.number)), axis=d)
+                value = value.take(range(*self._span(place, where.number)), axis=d)
             return _of_values(value)
         if {place.kind for _, place in dims} == {ROW, KEY}:
-            return _of_values(np.diagonal(value, 0, dims[0][0], dims[1][0]))
+            (row, key) = (d for d, _ in sorted(dims, key=lambda one: one[1].kind == KEY))
+            return _of_values(np.diagonal(value, where.key, row, key))
         if len(dims) == 1 and np.issubdtype(value.dtype, np.number):
-            ((d, _),) = dims
-            moved = np.moveaxis(value, d, -1)
+            ((d, place),) = dims
+            moved = np.moveaxis(value, d, -1)[..., where.key if place.kind == KEY else 0 :]
             steps = np.unique(np.diff(moved, axis=-1))
             if steps.size == 1 and math.isfinite(float(steps[0])):
                 slope = float(steps[0])
                 first = _of_values(moved[..., 0])
-                return Interval(first.low, first.high, slope, value.shape[d] - 1)
+                return Interval(first.low, first.high, slope, moved.shape[-1] - 1)
         return _of_values(value)
 
 

@@ -22,7 +22,7 @@ from alpa_meta.operators.elementwise import (
 )
 from alpa_meta.token_slices.bounds import After, Diagonal, Scope
 from alpa_meta.token_slices.masking import is_masked, is_soft, masked, rest_of_parts
-from alpa_meta.token_slices.places import KEY, Layout, kinds
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Slices, kinds
 from alpa_meta.token_slices.reading import Reading
 from alpa_meta.token_slices.values import BEFORE, Analysis, Value
 
@@ -70,7 +70,8 @@ class MaskFacts:
         rest = rest_of_parts(eqn, rests)
         if rest is not None and not is_masked(rest, dtype_of(atom)):  # exp of what was left out
             low = [p for p, one in zip(pairs, rests) if is_soft(one, dtype_of(p[0]))]
-            if not all(self._lives(scope, *pair) for pair in low):
+            own = diagonal([layout], self.found.slices)
+            if low and (own is None or not all(self._lives(scope, *pair, own) for pair in low)):
                 return None
         return rest
 
@@ -89,34 +90,44 @@ class MaskFacts:
         dims, such as scores of queries and keys, are taken for moderate."""
         rule = sharding_rule(eqn)
         pairs = list(zip(eqn.invars, reading.operands, strict=True))
+        own = diagonal((*reading.operands, *reading.results), self.found.slices)
         if reading.reduced_keys == "max":
-            return self.is_low(*pairs[0])
+            return self.is_low(*pairs[0], own)
         if rule is None or any(factor.kind == "reduction" for factor in rule.factors):
             return False
         if is_selection(eqn):
-            own = self._on_diagonal(*pairs[0])
-            pairs = pairs[1:] if own is None else [pairs[1 + int(own)]]
+            which = None if own is None else self._on_diagonal(*pairs[0], own)
+            pairs = pairs[1:] if which is None else [pairs[1 + int(which)]]
         elif not is_elementwise(eqn):
             pairs = [pair for pair in pairs if self.found.value(pair[0]).in_parts]
         taken = extreme_taken(eqn)
         most = math.inf if taken == "min" else None  # the scores are no larger for it
-        low = (self.is_low(*pair, most) for pair in pairs)
+        low = (self.is_low(*pair, own, most) for pair in pairs)
         return all(low) if taken == "max" else any(low)
 
-    def is_low(self, atom: Atom, layout: Layout, most: float | None = None) -> bool:
-        """Return whether a mask may have left out a token's own key in a value, or made it larger
+    def is_low(
+        self, atom: Atom, layout: Layout, own: Diagonal | None, most: float | None = None
+    ) -> bool:
+        """Return whether a mask may have left out a token's `own` key in a value, or made it larger
         than `most`."""
         value = self.found.value(atom)
         if value.in_parts or value.when != BEFORE:
             return value.dead
-        return not self._lives(self.scope, atom, layout, most)
+        return own is None or not self._lives(self.scope, atom, layout, own, most)
 
-    def _lives(self, scope: Scope, atom: Atom, layout: Layout, most: float | None = None) -> bool:
+    def _lives(
+        self,
+        scope: Scope,
+        atom: Atom,
+        layout: Layout,
+        own: Diagonal,
+        most: float | None = None,
+    ) -> bool:
         """Return whether a mask that is added leaves each row itself: on the diagonal it is made of
         moderate numbers, or up to `most`, and of weights, which are taken for such."""
         if not jnp.issubdtype(dtype_of(atom), jnp.floating):
             return True
-        found, moderate = scope.bounds(atom, layout, Diagonal()).flat(), masked(dtype_of(atom)) / 2
+        found, moderate = scope.bounds(atom, layout, own).flat(), masked(dtype_of(atom)) / 2
         if -moderate < found.low and found.high <= (most or moderate):
             return True
         made = scope.made_of(atom, layout)
@@ -125,13 +136,27 @@ class MaskFacts:
         scope, eqn, layouts = made
         pairs = list(zip(eqn.invars, layouts, strict=True))
         if is_selection(eqn):
-            own = scope.bounds(*pairs[0], Diagonal()).constant
-            pairs = pairs[1:] if own is None else [pairs[1 + int(own)]]
+            which = scope.bounds(*pairs[0], own).constant
+            pairs = pairs[1:] if which is None else [pairs[1 + int(which)]]
         elif not np.isinf(found.low) and not is_masking_sum(eqn) and len(pairs) > 1:
             return False  # a product of moderate numbers
-        return all(self._lives(scope, *pair) for pair in pairs)
+        return all(self._lives(scope, *pair, own) for pair in pairs)
 
-    def _on_diagonal(self, atom: Atom, layout: Layout) -> float | None:
+    def _on_diagonal(self, atom: Atom, layout: Layout, own: Diagonal) -> float | None:
         if self.found.value(atom).in_parts:
             return None
-        return self.scope.bounds(atom, layout, Diagonal()).constant
+        return self.scope.bounds(atom, layout, own).constant
+
+
+def diagonal(layouts: Sequence[Layout], slices: Slices) -> Diagonal | None:
+    """Return where each row's own key is: at its number, or behind keys that stand in front of the
+    tokens; None where that cannot be said."""
+    places = [place for layout in layouts for place in layout if place is not None]
+    rows, keys = ({one.cuts for one in places if one.kind == kind} for kind in (ROW, KEY))
+    if len(rows | keys) < 2 and (rows or keys <= {()}):
+        return Diagonal()
+    if rows != {()} or len(keys) > 1:
+        return None
+    (cuts,) = keys
+    first = {cut - own for cut, own in zip(cuts[1:], slices.cuts[1:], strict=True)}
+    return Diagonal(first.pop()) if len(first) == 1 and min(first) >= 0 else None

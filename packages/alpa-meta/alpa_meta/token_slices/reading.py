@@ -130,7 +130,7 @@ def _factor_places(
             if evolve(known, kind=found.kind, cuts=found.cuts) != found:
                 raise UnreadableError("meets tokens at different places of a dim")
             if KEY in (found.kind, known.kind):
-                if found.cuts or known.cuts:
+                if found.cuts != known.cuts:
                     raise UnreadableError("looks back on what is made of later tokens")
                 places[name] = evolve(found, kind=KEY)
             elif known.cuts != found.cuts and not (free[k] and name in bound):
@@ -186,8 +186,6 @@ def _one_of_each(places: dict[str, Place], choose: Chooser) -> dict[str, Place]:
         raise UnreadableError("meets the keys of the tokens in two dims")
     if len(rows) == 2:
         chosen = choose(rows)
-        if places[chosen].cuts:
-            raise UnreadableError("looks back on what is made of later tokens")
         return {**places, chosen: evolve(places[chosen], kind=KEY)}
     return places
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+from attrs import evolve
 
 from alpa_meta.compat import Atom, Var
 from alpa_meta.token_slices.parts import stretch
@@ -19,7 +20,7 @@ def write_scattered(writer: Writer, var: Var, layout: Layout, made: Var, number:
     (dim,) = (d for d, place in enumerate(layout) if place is not None)
     place = layout[dim]
     assert place is not None
-    start, stop = writer.slices.span(ROW, number)
+    start, stop = writer.slices.held(evolve(place, kind=ROW), number)
     total: Atom = made
     if var in writer.pending:
         total = Var(made.aval)
