@@ -266,7 +266,7 @@ class Walk:
         pairs = list(zip(eqn.invars, operands, reading.operands, strict=True))
         rests = [self.masks.operand_rest(atom, value, layout) for atom, value, layout in pairs]
         rest = rest_of(eqn, reading, rests) if self.slices.count > 1 else None
-        rest = rest if self.masks.tells_apart(eqn, rests) else None
+        rest = rest if self.masks.tells_apart(eqn, reading, rests) else None
         dead = self.masks.is_dead(eqn, reading)
         if dead and is_soft(rest, dtype_of(eqn.outvars[0])):
             raise UnreadableError(
@@ -307,7 +307,7 @@ class Walk:
                 if want is None or have.kind == KEY:
                     raise UnreadableError("reads the keys of a slice as its rows")
                 if want.kind == ROW:
-                    if KEY in kinds(value.layout):
+                    if KEY in kinds(value.layout) and not self._has_keys(value, have, want):
                         raise UnreadableError("takes rows of several slices, which differ in keys")
                     cutting = Cutting(self.slices, sweep == BEFORE)
                     if value.when < sweep or cutting.is_ready(have, want):
@@ -317,6 +317,13 @@ class Walk:
                     raise UnreadableError("looks back on what is made of later tokens")
                 if not looks_back(self.found, self.scope, atom):
                     raise UnreadableError("looks back on tokens from the backward pass")
+
+    def _has_keys(self, value: Value, have: Place, want: Place) -> bool:
+        """Return whether rows can be taken at another place: of slices that have no more keys, and
+        nothing behind those."""
+        pairs = zip(self.slices.cuts_of(want), self.slices.cuts_of(have), strict=True)
+        alone = all(one is None or one.outer == 1 for one in value.layout)
+        return value.rest == 0.0 and alone and all(one <= two for one, two in pairs)
 
     # ------------------------------------------------------------------ other kinds
 
@@ -359,7 +366,8 @@ class Walk:
         self, eqn: JaxprEqn, operands: Sequence[Value], dim: int, sweep: int
     ) -> tuple[Decision, list[Value]]:
         layout = operands[0].layout
-        if layout.count(None) < len(layout) - 1 or layout[dim] != Place(ROW):
+        place = layout[dim]
+        if layout.count(None) < len(layout) - 1 or place != Place(ROW, cuts=place.cuts):
             raise UnreadableError("runs along tokens that are merged with another dim, or keys")
         again = runs_again(bool(eqn.params["reverse"]), sweep)
         found = Running(layout, again), [Value("sliced", layout, sweep)]

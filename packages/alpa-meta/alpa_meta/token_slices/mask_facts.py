@@ -37,15 +37,16 @@ class MaskFacts:
 
     def operand_rest(self, atom: Atom, value: Value, layout: Layout) -> float | None:
         """Return what an operand holds behind the last row of every slice."""
-        if value.in_parts:
+        whole_keys = KEY in kinds(layout) and KEY not in kinds(value.layout)
+        if value.in_parts and not whole_keys:
             return value.rest
-        if value.when != BEFORE:
+        if value.when != BEFORE and not value.in_parts:
             return None
         return self._rest_of_known(self.scope, atom, layout)
 
     def _rest_of_known(self, scope: Scope, atom: Atom, layout: Layout) -> float | None:
-        """Return what a value made of weights and a mask holds behind the rows of every slice,
-        remembered."""
+        """Return what a value made of weights and a mask, or whose rows have all keys, holds behind
+        the rows of every slice, remembered."""
         key = (id(scope), id(atom), layout)
         if key not in self._rests:
             self._rests[key] = self._made_rest(scope, atom, layout)
@@ -75,13 +76,13 @@ class MaskFacts:
                 return None
         return rest
 
-    def tells_apart(self, eqn: JaxprEqn, rests: Sequence[float | None]) -> bool:
+    def tells_apart(self, eqn: JaxprEqn, reading: Reading, rests: Sequence[float | None]) -> bool:
         """Return whether a masked score behind a slice is unequal to what it is compared with: the
         largest score of a row with a live key is finite; other unknown numbers may be masked."""
-        others = (atom for atom, rest in zip(eqn.invars, rests, strict=True) if rest is None)
-        values = map(self.found.value, others)
+        pairs = zip(map(self.found.value, eqn.invars), reading.operands, rests, strict=True)
         return not is_comparison(eqn) or all(
-            one.in_parts and KEY not in kinds(one.layout) and not one.dead for one in values
+            rest is not None or one.in_parts and KEY not in kinds(layout) and not one.dead
+            for one, layout, rest in pairs
         )
 
     def is_dead(self, eqn: JaxprEqn, reading: Reading) -> bool:

@@ -21,7 +21,7 @@ from alpa_meta.operators import operator_of
 from alpa_meta.operators.cutting import rearrangement
 from alpa_meta.token_slices.convolved import convolved_dim, convolved_owners, write_convolved
 from alpa_meta.token_slices.cuts import Cutting, Owners, cuts_of, owners_of
-from alpa_meta.token_slices.places import ROW, Layout, Place, whole
+from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, whole
 from alpa_meta.token_slices.reading import UnreadableError, keys_of
 from alpa_meta.token_slices.values import Moved, OneToken, Value
 
@@ -270,13 +270,31 @@ def stretch_of(writer: Writer, atom: Atom, dim: int, start: int, stop: int, numb
         cuts = writer.slices.cuts_of(place)
         spans = enumerate(itertools.pairwise(cuts))
         some = [k for k, (one, two) in spans if max(one, start) < min(two, stop)] or [number]
-        parts = [writer.part(atom, k) for k in some]
+        parts = [_with_keys(writer, writer.part(atom, k), value.layout, number) for k in some]
         first, last = cuts[some[0]], cuts[some[-1] + 1]
     if start == stop:
         return cut_along(writer, parts, dim, (first, first), first, number)
     if len(parts) == 1 and (start, stop) == (first, last):
         return parts[0]
     return cut_along(writer, parts, dim, (start, stop), first, number)
+
+
+def _with_keys(writer: Writer, part: Atom, layout: Layout, number: int) -> Atom:
+    """Return rows of an earlier slice with the keys of a slice, and nothing behind their own."""
+    held = list(shape_of(part))
+    for d, place in enumerate(layout):
+        if place is not None and place.kind == KEY:
+            held[d] = writer.slices.held(place, number)[1] * place.inner
+    if tuple(held) == shape_of(part):
+        return part
+    config = [(0, want - have, 0) for want, have in zip(held, shape_of(part), strict=True)]
+    result = Var(array_type(part).update(shape=tuple(held)))
+
+    def run(value: Any) -> Any:
+        return lax.pad(value, value.dtype.type(0), config)
+
+    writer.compute(("keys behind", *config), run, [part], [result], number)
+    return result
 
 
 def cut_along(

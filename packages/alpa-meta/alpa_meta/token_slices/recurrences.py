@@ -106,7 +106,8 @@ def write_running(writer: Writer, eqn: JaxprEqn, decision: Running, number: int)
     writer.emit(eqn.replace(invars=[held], outvars=[local]), number)
     made: Atom = local
     (dim,) = (d for d, place in enumerate(layout) if place is not None)
-    if var in writer.carries:
+    size = shape_of(local)[dim]
+    if size and var in writer.carries:
         made = Var(local.aval)
         signature = eqn.primitive.name
         writer.compute(
@@ -117,8 +118,7 @@ def write_running(writer: Writer, eqn: JaxprEqn, decision: Running, number: int)
             number,
         )
     writer.parts[var, number] = made
-    if number != writer.order(writer.sweep)[-1]:
-        size = shape_of(made)[dim]
+    if size and number != writer.order(writer.sweep)[-1]:
         last = 0 if eqn.params["reverse"] else size - 1
         shape = tuple(1 if d == dim else s for d, s in enumerate(shape_of(made)))
         end = Var(array_type(made).update(shape=shape))

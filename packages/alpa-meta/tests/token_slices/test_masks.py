@@ -65,6 +65,22 @@ def test_masks_that_leave_nothing_of_later_tokens_are_proved(weigh):
     check(*step_of(attention(weigh)), (5, 7))
 
 
+def of_rows(mask):
+    """Attend by weights that each token makes for all places, not only for those up to its own."""
+
+    def mixed(weights, x):
+        return jax.nn.softmax(jnp.where(mask, x @ weights["m"][: x.shape[-1]], -jnp.inf)) @ x
+
+    return mixed
+
+
+def test_weights_of_all_keys_are_cut_to_those_up_to_a_slice():
+    check(*step_of(of_rows(CAUSAL)), (5, 7))
+    step, args = step_of(of_rows(jnp.tri(TOKENS, k=1, dtype=bool)))
+    with pytest.raises(SlicingError, match="no mask was proved to leave out"):
+        cut(program(step, args), (5, 7))
+
+
 LEAKING = {
     "the lesser of scores and a mask of one token more": lesser(jnp.tri(TOKENS, k=1), 1e30, -1e30),
     "-1e9, scaled four times": scaled(-1e9, 4),

@@ -1,0 +1,66 @@
+"""Mamba-2's state space duality: attention inside chunks of tokens, decays from chunk to chunk."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from sliced_steps import TOKENS, check, cut, program, step_of
+
+from alpa_meta.token_slices.values import SlicingError
+
+CHUNK = 3
+
+
+def lower(size, offset=0):
+    return jnp.tril(jnp.ones((size, size), bool), offset)
+
+
+def difference(x, offset=0):
+    """Return [..., i, j] the sums of x over j + 1..i, -inf for j > i + `offset`."""
+    sums = jnp.cumsum(x, -1)
+    return jnp.where(lower(x.shape[-1], offset), sums[..., None] - sums[..., None, :], -jnp.inf)
+
+
+def stable(x):
+    """Return `difference`, without subtracting large sums."""
+    size = x.shape[-1]
+    kept = jnp.where(lower(size, -1), jnp.broadcast_to(x[..., None], (*x.shape, size)), 0)
+    return jnp.where(lower(size), jnp.cumsum(kept, -2), -jnp.inf)
+
+
+def dual(sums):
+    """Return the layer as its authors write it (`ssd_minimal_discrete`)."""
+
+    def mixed(weights, x):
+        shape = len(x), TOKENS // CHUNK, CHUNK
+        decay = -jax.nn.softplus(x @ weights["w"]).reshape(shape)
+        queries, keys, values = (
+            one.reshape(*shape, -1) for one in (x @ weights["q"], x @ weights["k"], x)
+        )
+        inside = jnp.exp(stable(decay))
+        diagonal = jnp.einsum("bcln,bcsn,bcls,bcsp->bclp", queries, keys, inside, values)
+        ends = jnp.cumsum(decay, -1)
+        states = jnp.einsum("bcln,bcl,bclp->bcpn", keys, jnp.exp(ends[..., -1:] - ends), values)
+        states = jnp.concatenate([jnp.zeros_like(states[:, :1]), states], 1)
+        between = jnp.exp(sums(jnp.pad(ends[..., -1], ((0, 0), (1, 0)))))
+        states = jnp.einsum("bzc,bcpn->bzpn", between, states)[:, :-1]
+        return (
+            diagonal + jnp.einsum("bcln,bcpn,bcl->bclp", queries, states, jnp.exp(ends))
+        ).reshape(x.shape)
+
+    return mixed
+
+
+def layers(mixed):
+    return lambda weights, x: lax.scan(lambda x, _: (x + mixed(weights, x), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("mixed", [dual(difference), dual(stable), layers(dual(difference))])
+def test_chunks_that_decay_into_later_ones_run_in_slices_of_whole_chunks(mixed):
+    check(*step_of(mixed), (3, 9))
+
+
+def test_chunks_that_decay_into_earlier_ones_are_refused():
+    step, args = step_of(dual(lambda x: difference(x, 1)))
+    with pytest.raises(SlicingError, match="no mask was proved to leave out"):
+        cut(program(step, args), (3, 9))
