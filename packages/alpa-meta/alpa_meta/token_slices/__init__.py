@@ -7,6 +7,7 @@ slice after another (TeraPipe, ICML 2021).
     reading    how one operator runs on a slice
     analysis   how a whole program runs in slices, or why it cannot
     moves      slices, paddings and joins along the tokens
+    key_moves  the same along their keys
     windows    convolutions along the tokens
     writer     the program of the slices
 """

@@ -42,6 +42,7 @@ from alpa_meta.token_slices.choices import Choices, Refusal, place_of
 from alpa_meta.token_slices.convolved import met_elements
 from alpa_meta.token_slices.cuts import Cutting
 from alpa_meta.token_slices.hints import input_value, longer_dim, token_hints
+from alpa_meta.token_slices.key_moves import keys_moved
 from alpa_meta.token_slices.looking_back import looks_back
 from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import is_soft, rest_of
@@ -322,7 +323,7 @@ class Walk:
         """Return whether rows can be taken at another place: of slices that have no more keys, and
         nothing behind those."""
         pairs = zip(self.slices.cuts_of(want), self.slices.cuts_of(have), strict=True)
-        alone = all(one is None or one.outer == 1 for one in value.layout)
+        alone = all(one is None or one.outer == 1 and not one.after for one in value.layout)
         return value.rest == 0.0 and alone and all(one <= two for one, two in pairs)
 
     # ------------------------------------------------------------------ other kinds
@@ -350,6 +351,11 @@ class Walk:
     def _moved(
         self, eqn: JaxprEqn, dim: int, operands: Sequence[Value], sweep: int
     ) -> tuple[Decision, list[Value]]:
+        keys = keys_moved(eqn, dim, operands, self.slices, sweep)
+        if keys is not None:
+            for atom, value, layout in zip(eqn.invars, operands, keys[0].operands, strict=True):
+                self._check_read(atom, value, layout, sweep)
+            return keys
         decision, results = moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
         dead = any(value.dead for value in operands)
         results = [evolve(value, dead=dead) for value in results]

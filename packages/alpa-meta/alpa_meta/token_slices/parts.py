@@ -65,8 +65,8 @@ class SliceCall(LocalCall):
         slices, number, reading = self._of  # type: ignore[attr-defined]
         places = itertools.chain(*reading.operands, *reading.results)
         place = next(one for one in places if one is not None and one.kind == _AXES[axes[0]])
-        if place.outer > 1:
-            raise UnsupportedError("first")  # its elements are in a stretch of each block
+        if place.outer > 1 or place.after:
+            raise UnsupportedError("first")  # its elements are in several stretches
         return np.int32(slices.held(place, number)[0] * place.inner)
 
     def shards(self, axes: tuple[str, ...]) -> int:
@@ -88,7 +88,9 @@ def cut_out(value: Any, layout: Layout, slices: Slices, number: int) -> Any:
     for dim, place in enumerate(layout):
         if place is not None:
             start, stop = slices.held(place, number)
+            after = lax.slice_in_dim(value, value.shape[dim] - place.after, None, axis=dim)
             value = stretch(value, dim, place, slices.cuts_of(place)[-1], start, stop)
+            value = lax.concatenate([value, after], dim) if place.after else value
     return value
 
 

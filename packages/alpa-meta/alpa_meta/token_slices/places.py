@@ -28,12 +28,14 @@ class Place:
     """The tokens in a dim, as rows or as keys.
 
     `cuts`: where the slices begin in a dim whose elements are no tokens, and how many it has.
+    `after`: how many more elements stand behind the keys of all tokens, which every slice has.
     """
 
     kind: str
     outer: int = 1
     inner: int = 1
     cuts: tuple[int, ...] = ()
+    after: int = 0
 
 
 Layout = tuple[Place | None, ...]
@@ -81,7 +83,7 @@ class Slices:
     def settled(self, place: Place) -> Place:
         """Return a place without cuts of its own if its elements are tokens."""
         if place.cuts and tuple(cut * place.inner for cut in place.cuts) == self.cuts:
-            return Place(place.kind, place.outer)
+            return evolve(place, inner=1, cuts=())
         return place
 
     def held(self, place: Place, number: int) -> tuple[int, int]:
@@ -95,7 +97,7 @@ class Slices:
         for size, place in zip(shape, layout, strict=True):
             if place is not None:
                 start, stop = self.held(place, number)
-                size = place.outer * (stop - start) * place.inner
+                size = place.outer * (stop - start) * place.inner + place.after
             held.append(size)
         return tuple(held)
 
@@ -147,6 +149,10 @@ def factor_place(
     tokens = cuts[-1]
     for name in reversed(dim):
         size = rule.factor(name).size
+        if place.after:
+            if len(dim) > 1 or size != tokens + place.after:
+                raise StraddlingError
+            return name, place
         if place.inner % minor == 0:
             inner = place.inner // minor
             if inner * tokens <= size and size % (inner * tokens) == 0:

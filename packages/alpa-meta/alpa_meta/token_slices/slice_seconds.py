@@ -31,6 +31,7 @@ from alpa_meta.token_slices.values import (
     Branches,
     Known,
     Moved,
+    MovedKeys,
     Region,
     Running,
     Sliced,
@@ -122,6 +123,8 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
         elif isinstance(decision, TokenLoop | Running | Window | WindowSum | Moved):
             again = isinstance(decision, TokenLoop | Running) and decision.again
             yield _scaled(eqn, platform, frozenset({KEY if again else ROW})), times
+        elif isinstance(decision, MovedKeys):
+            yield _scaled(eqn, platform, frozenset({ROW, KEY})), times
         elif isinstance(decision, Added):
             yield _scaled(eqn, platform, frozenset()), times
         elif isinstance(decision, Sliced):

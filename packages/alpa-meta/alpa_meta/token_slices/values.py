@@ -147,6 +147,17 @@ class Moved:
 
 
 @frozen(eq=False)
+class MovedKeys:
+    """A slice, padding or concatenation along the dim of the keys of one operand, its `source`
+    (`key_moves`)."""
+
+    dim: int
+    source: int
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+@frozen(eq=False)
 class OneToken:
     """A layout operator that drops a dim of tokens, of which one slice has the only element."""
 
@@ -163,6 +174,7 @@ Decision = (
     | Window
     | WindowSum
     | Moved
+    | MovedKeys
     | Region
     | Branches
 )
@@ -206,7 +218,7 @@ def is_joinable(value: Value) -> bool:
         return value.state == "known"
     places = [place for place in value.layout if place is not None]
     keys = [place for place in places if place.kind != ROW]
-    if keys and (value.rest != 0.0 or any(place.outer > 1 or place.cuts for place in keys)):
+    if keys and (value.rest != 0.0 or any(p.outer > 1 or p.cuts or p.after for p in keys)):
         return False
     return len(places) == 1 + len(keys) and len(keys) < 2
 

@@ -37,6 +37,7 @@ from alpa_meta.operators.operator import run_unchanged
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.step.trace import inline
 from alpa_meta.token_slices.bounds import operand_layouts
+from alpa_meta.token_slices.key_moves import write_keys_moved
 from alpa_meta.token_slices.moves import stretch_of, write_moved
 from alpa_meta.token_slices.parts import (
     UnsupportedError,
@@ -59,6 +60,7 @@ from alpa_meta.token_slices.values import (
     Branches,
     Known,
     Moved,
+    MovedKeys,
     OneToken,
     Region,
     Running,
@@ -149,6 +151,8 @@ class Writer:
             write_window_sum(self, eqn, decision, number)
         elif isinstance(decision, Moved):
             write_moved(self, eqn, decision, number)
+        elif isinstance(decision, MovedKeys):
+            write_keys_moved(self, eqn, decision, number)
         elif isinstance(decision, OneToken):
             if number == decision.slice_number:
                 (source,) = (atom for atom in eqn.invars if isinstance(atom, Var))
