@@ -373,7 +373,8 @@ class Walk:
     ) -> tuple[Decision, list[Value]]:
         layout = operands[0].layout
         place = layout[dim]
-        if layout.count(None) < len(layout) - 1 or place != Place(ROW, cuts=place.cuts):
+        alone = place is not None and place == Place(ROW, cuts=place.cuts)
+        if layout.count(None) < len(layout) - 1 or not alone:
             raise UnreadableError("runs along tokens that are merged with another dim, or keys")
         again = runs_again(bool(eqn.params["reverse"]), sweep)
         found = Running(layout, again), [Value("sliced", layout, sweep)]

@@ -41,6 +41,7 @@ def keys_moved(
         raise UnreadableError(_REASON)
     if _cuts_others(eqn, dim):
         raise UnreadableError(_REASON)
+    made: list[Place | None]
     if rearrangement(eqn) in ("joined", "padded"):
         made = [_grown(eqn, dim, number, place, slices)]
     else:
@@ -130,7 +131,8 @@ def write_keys_moved(writer: Writer, eqn: JaxprEqn, decision: MovedKeys, number:
         if kind == "joined":
             return lax.concatenate(values, dim)
         if kind == "padded":
-            return lax.pad(*values, params["padding_config"])
+            padded, by = values
+            return lax.pad(padded, by, params["padding_config"])
         starts = (start - missing * (start >= last) for start, _ in _spans(eqn, dim))
         pairs = zip(starts, sizes, strict=True)
         return [lax.slice_in_dim(values[0], start, start + size, axis=dim) for start, size in pairs]
