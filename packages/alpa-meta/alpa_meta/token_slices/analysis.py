@@ -108,20 +108,21 @@ class Walk:
         sweeps: tuple[int, ...],
         slices: Slices,
         choices: Choices,
-        scope: Scope | None,
+        parent: Walk | None,
         outer: Mapping[Var, Atom] | None = None,
         scanned: frozenset[Var] = frozenset(),
     ) -> None:
         jaxpr = open_jaxpr(closed)
         self.found = Analysis(closed, sweeps, slices)
-        self.eqns, self.inside = jaxpr.eqns, scope is not None
-        self.slices, self.choices = slices, choices
+        self.eqns, self.inside = jaxpr.eqns, parent is not None
+        self.slices, self.choices, self.parent = slices, choices, parent
+        scope: Scope | None = parent.scope if parent is not None else None
         constants = {
             var: np.asarray(value)
             for var, value in zip(jaxpr.constvars, consts(closed), strict=True)
             if isinstance(dtype_of(var), np.dtype)
         }
-        self.scope = Scope(jaxpr.eqns, constants, slices, scope, outer, scanned)
+        self.scope: Scope = Scope(jaxpr.eqns, constants, slices, scope, outer, scanned)
         self.masks = MaskFacts(self.found, self.scope)
         for var in jaxpr.constvars:
             layout = whole(len(shape_of(var)))
@@ -316,7 +317,7 @@ class Walk:
                     raise UnreadableError("reads tokens after its own")
                 if have.cuts != want.cuts:
                     raise UnreadableError("looks back on what is made of later tokens")
-                if not looks_back(self.found, self.scope, atom):
+                if not looks_back(self, atom):
                     raise UnreadableError("looks back on tokens from the backward pass")
 
     def _has_keys(self, value: Value, have: Place, want: Place) -> bool:
@@ -362,7 +363,7 @@ class Walk:
         atoms = zip(eqn.invars, operands, strict=True)
         if sweep == BEFORE or not any(place.cuts for place in decision.places):
             return decision, results
-        if all(not one.in_parts or looks_back(self.found, self.scope, atom) for atom, one in atoms):
+        if all(not one.in_parts or looks_back(self, atom) for atom, one in atoms):
             again, remade = moved(eqn, dim, operands, Cutting(self.slices, True), sweep)
             if again == decision or not any(place.cuts for place in again.places):
                 return evolve(again, again=True), [evolve(one, dead=dead) for one in remade]
@@ -396,7 +397,7 @@ class Walk:
         """Raise UnreadableError unless each slice has what its rows meet of the left operand."""
         if not met.in_parts or met.when < sweep:
             return
-        there = looks_back(self.found, self.scope, eqn.invars[0])
+        there = looks_back(self, eqn.invars[0])
         for number in range(self.slices.count):
             rows = self.slices.held(window.rows, number)
             last = met_elements(eqn, window.dim, rows)[1]
@@ -434,7 +435,7 @@ class Walk:
         jaxpr, stacked = open_jaxpr(body), carried is not None
         scanned = frozenset(jaxpr.invars[carried.stop :]) if carried is not None else frozenset()
         sweeps = (sweep,) * len(jaxpr.eqns)
-        walk = Walk(body, sweeps, self.slices, self.choices, self.scope, outer, scanned)
+        walk = Walk(body, sweeps, self.slices, self.choices, self, outer, scanned)
         walk.run(inputs)
         first = 0 if carried is None else len(carried)
         for var, atom in list(zip(eqn.outvars, jaxpr.outvars, strict=True))[first:]:

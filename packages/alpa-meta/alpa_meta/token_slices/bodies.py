@@ -70,7 +70,8 @@ def _leaving(walk: Walk, value: Value, sweep: int) -> Value:
     """Return what a result is outside the body."""
     if value.state == "addend" and not walk.inside:
         return Value("known", value.layout, sweep + 1)
-    return evolve(value, of_batch=False, longer=None)
+    when = max(value.when, sweep) if value.in_parts else value.when  # also of what was given
+    return evolve(value, when=when, of_batch=False, longer=None)
 
 
 def _scan(

@@ -26,7 +26,7 @@ from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.token_slices.regions import BodyWriter
 from alpa_meta.token_slices.sums import add_part
 from alpa_meta.token_slices.values import Branches, Region, Value
-from alpa_meta.token_slices.writer import Writer
+from alpa_meta.token_slices.writer import Again, Writer
 
 
 class _Branch(BodyWriter):
@@ -115,6 +115,29 @@ def write_branches(parent: Writer, eqn: JaxprEqn, branches: Branches) -> None:
         parent.emit(changed.replace(invars=operands, outvars=results), number)
     for var, made, number in first.sums_made:
         add_part(parent, var, made, number)
+
+
+def write_branches_again(parent: Writer, eqn: JaxprEqn, branches: Branches, again: Again) -> None:
+    """Write a result of a conditional for the tokens up to a slice's last."""
+    result, made, layout, number = again
+    writers = [_Branch(parent, eqn, branches, k, None) for k in range(len(branches.bodies))]
+    found = [
+        writer.operand(open_jaxpr(writer.analysis.closed).outvars[result], layout, number)
+        for writer in writers
+    ]
+    inputs = [[*writer.fixed[number].values()] for writer in writers]
+    closed = []
+    for k, (writer, atom) in enumerate(zip(writers, found, strict=True)):
+        given = [
+            var if j == k else Var(array_type(var))
+            for j, pairs in enumerate(inputs)
+            for var, _ in pairs
+        ]
+        closed.append(writer.closed(number, given, [atom]))
+    operands = [parent.operand(eqn.invars[0], (), number)]
+    operands += [held for pairs in inputs for _, held in pairs]
+    changed = with_bodies(eqn, _one_by_one(closed))
+    parent.emit(changed.replace(invars=operands, outvars=[made]), number)
 
 
 def _one_by_one(closed: Sequence[ClosedJaxpr]) -> Callable[[ClosedJaxpr], ClosedJaxpr]:

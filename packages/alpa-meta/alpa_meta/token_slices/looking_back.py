@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from alpa_meta.compat import Atom, Literal
-from alpa_meta.token_slices.bounds import Scope
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from alpa_meta.compat import Atom, Literal, Var, is_drop, open_jaxpr
 from alpa_meta.token_slices.places import KEY, kinds
 from alpa_meta.token_slices.values import (
     BEFORE,
     Analysis,
+    Branches,
     Moved,
     Running,
     Sliced,
@@ -15,12 +18,30 @@ from alpa_meta.token_slices.values import (
     Window,
 )
 
+if TYPE_CHECKING:
+    from alpa_meta.token_slices.analysis import Walk
 
-def looks_back(found: Analysis, scope: Scope, atom: Atom) -> bool:
+
+def looks_back(walk: Walk, atom: Atom) -> bool:
     """Return whether a slice may look back on a value: one of the forward sweep, or one that is
-    recomputed of such values."""
-    position = {id(eqn): k for k, eqn in enumerate(found.closed.jaxpr.eqns)}
-    pending, seen = [atom], set()
+    recomputed of such values, here or where a body is given it."""
+    given = _recomputed_of(walk.found, [atom])
+    if given is None or given and walk.parent is None:
+        return False
+    outer = [None if var in walk.scope.scanned else walk.scope.outer.get(var) for var in given]
+    return all(
+        one is not None and walk.parent is not None and looks_back(walk.parent, one)
+        for one in outer
+    )
+
+
+def _recomputed_of(found: Analysis, atoms: Iterable[Atom]) -> set[Var] | None:
+    """Return the inputs that values of a program are recomputed of; None if they are not."""
+    eqns = open_jaxpr(found.closed).eqns
+    producer = {
+        var: (eqn, k) for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)
+    }
+    pending, seen, given = list(atoms), set(), set()
     while pending:
         one = pending.pop()
         if isinstance(one, Literal) or one in seen:
@@ -31,23 +52,44 @@ def looks_back(found: Analysis, scope: Scope, atom: Atom) -> bool:
             continue
         if value.when == BEFORE:
             if KEY in kinds(value.layout):
-                return False  # each slice kept it for its own keys
+                return None  # each slice kept it for its own keys
             continue
-        eqn = scope.producer.get(one)
-        if eqn is None or value.state == "addend":
-            return False
-        decision = found.decisions[position[id(eqn)]]
+        if value.state == "addend":
+            return None
+        if one not in producer:
+            given.add(one)
+            continue
+        eqn, position = producer[one]
+        decision = found.decisions[position]
+        if isinstance(decision, Branches):
+            inner = _of_branches(decision, eqn.outvars.index(one))
+            if inner is None or KEY in kinds(value.layout):
+                return None
+            pending += [eqn.invars[1 + k] for k in inner]
+            continue
         if isinstance(decision, Sliced):
             reading = decision.reading
             held = [found.value(atom) for atom in eqn.invars]
             layouts = [*reading.results, *(value.layout for value in held if value.in_parts)]
             cuts = {place.cuts for layout in layouts for place in layout if place}
             if reading.combined or len(cuts) > 1:
-                return False
+                return None
         elif isinstance(decision, Running | TokenLoop | Moved):
             if not decision.again:
-                return False
+                return None
         elif not isinstance(decision, Window) or decision.high:
-            return False
+            return None
         pending += eqn.invars
-    return True
+    return given
+
+
+def _of_branches(branches: Branches, result: int) -> set[int] | None:
+    """Return the numbers of the inputs that the branches recompute a result of."""
+    found: set[int] = set()
+    for body in branches.bodies:
+        jaxpr = open_jaxpr(body.closed)
+        given = _recomputed_of(body, [jaxpr.outvars[result]])
+        if given is None:
+            return None
+        found |= {jaxpr.invars.index(var) for var in given}
+    return found

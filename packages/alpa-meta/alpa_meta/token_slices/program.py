@@ -20,11 +20,11 @@ from alpa_meta.operators import flops, kernel_kind
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
 from alpa_meta.token_slices.analysis import analysed
-from alpa_meta.token_slices.branches import write_branches
+from alpa_meta.token_slices.branches import write_branches, write_branches_again
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.regions import write_region
 from alpa_meta.token_slices.values import BEFORE, Analysis, Branches, Known, Region, SlicingError
-from alpa_meta.token_slices.writer import Writer
+from alpa_meta.token_slices.writer import Again, Writer
 
 MOST_WHOLE = 0.5
 """Share of the forward pass's work that may be on all tokens at once: slices of a model that does
@@ -116,8 +116,12 @@ def in_slices(
     return SlicedProgram(ClosedJaxpr(made, consts(closed)), phases, slice_of, slices)
 
 
-def _write_region(writer: Writer, eqn: JaxprEqn, region: Region | Branches) -> None:
-    if isinstance(region, Branches):
+def _write_region(
+    writer: Writer, eqn: JaxprEqn, region: Region | Branches, again: Again | None
+) -> None:
+    if isinstance(region, Branches) and again is not None:
+        write_branches_again(writer, eqn, region, again)
+    elif isinstance(region, Branches):
         write_branches(writer, eqn, region)
     else:
         write_region(writer, eqn, region)

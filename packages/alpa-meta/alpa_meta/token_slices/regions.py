@@ -103,6 +103,19 @@ class BodyWriter(Writer):
             return self._input(var, layout, number)
         return super()._joined_parts(var, value, layout, number)
 
+    def is_recomputed(self, var: Var) -> bool:
+        """Return whether the backward sweep makes a value, for earlier slices after this one."""
+        outer = self.outer.get(var)
+        if isinstance(outer, Var) and var not in self.from_scan:
+            return self.parent.is_recomputed(outer)
+        return super().is_recomputed(var)
+
+    def recomputed(self, var: Var, layout: Layout, number: int) -> Atom:
+        """Return the keys of a recomputed value, made here or given."""
+        if var in self.outer:
+            return self._input(var, layout, number)
+        return super().recomputed(var, layout, number)
+
     def known(self, var: Var, layout: Layout, number: int | None) -> Atom:
         """Return a known value in a slice's body, or what the slice holds of it."""
         assert number is not None

@@ -74,6 +74,10 @@ from alpa_meta.token_slices.windows import write_window, write_window_sum
 
 PHASES = ("forward", "backward", "update")
 
+Again = tuple[int, Var, Layout, int]
+"""The number of a result that is recomputed from the first token on, as what, its layout, and the
+slice."""
+
 
 @frozen(eq=False)
 class Written:
@@ -95,7 +99,7 @@ class Writer:
         self,
         analysis: Analysis,
         templates: dict[Hashable, ClosedJaxpr],
-        write_region: Callable[[Writer, JaxprEqn, Region | Branches], None],
+        write_region: Callable[[Writer, JaxprEqn, Region | Branches, Again | None], None],
     ) -> None:
         self.write_region, self.templates = write_region, templates
         self.analysis, self.slices = analysis, analysis.slices
@@ -161,7 +165,7 @@ class Writer:
         else:
             assert isinstance(decision, Region | Branches)
             if number == self.order(self.sweep)[0]:
-                self.write_region(self, eqn, decision)
+                self.write_region(self, eqn, decision, None)
 
     # ------------------------------------------------------------------ writing equations
 
@@ -306,6 +310,12 @@ class Writer:
         if key not in self._converted:
             eqn, position = self.producer[var]
             decision = self.analysis.decisions[position]
+            if isinstance(decision, Branches):
+                made = self._converted[key] = self.result(var, layout, number)
+                self.write_region(
+                    self, eqn, decision, (eqn.outvars.index(var), made, layout, number)
+                )
+                return made
             for out, held, made in write_recomputed(self, eqn, decision, number):
                 self._converted["recomputed", out, held, number] = made
         return self._converted[key]

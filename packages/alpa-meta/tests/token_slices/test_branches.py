@@ -1,5 +1,7 @@
 """Conditionals in layers run in token slices, each slice its part of the branch that is taken."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,8 @@ def kept(_, x):
     return x
 
 
-def alternating(weights, x):
+def alternating(weights, x, around=lambda layer: layer):
+    @around
     def layer(x, local):
         window = np.tri(len(CAUSAL), k=-3, dtype=bool)
 
@@ -68,6 +71,10 @@ def repeated(weights, x):
     return x
 
 
+def recomputed(mixed):
+    return lambda weights, x: jax.checkpoint(mixed)(weights, x)
+
+
 def masked(*masks):
     def weigh(scores, weights):
         branches = [lambda s, mask=mask: jnp.where(mask, s, -1e30) for mask in masks]
@@ -81,6 +88,11 @@ CAUSAL_STEPS = {
     "three mixers": either(running, causal(-jnp.inf), recurrent),
     "local and global layers": alternating,
     "two layers with one mask": repeated,
+    "local and global layers, recomputed": partial(alternating, around=jax.checkpoint),
+    "attention or nothing, recomputed": recomputed(either(causal(-1e30), kept)),
+    "a mixer, recomputed, whose result is mixed": recomputed(
+        lambda weights, x: causal(-1e30)(weights, either(kept, running)(weights, jnp.tanh(x)))
+    ),
     "the mask alone": masked(CAUSAL, np.eye(len(CAUSAL), dtype=bool)),
 }
 
@@ -102,6 +114,7 @@ def test_each_slice_runs_a_conditional_of_its_own_once_forward_and_once_backward
 
 REFUSED = {
     "a branch that looks ahead": (either(kept, backward), "reads tokens after its own"),
+    "a recomputed one": (recomputed(either(kept, backward)), "reads tokens after its own"),
     "a mask in one branch": (masked(CAUSAL, True), "reads tokens after its own"),
     "a mean over tokens in a branch": (
         either(kept, lambda _, x: x - x.mean(1, keepdims=True)),
