@@ -118,7 +118,7 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
             trips = int(eqn.params["length"]) if decision.is_scan else 1
             yield from _work(decision.body, platform, times * trips)
         elif isinstance(decision, Branches):
-            for one in decision.bodies:  # any may be taken: all are, as far as is known
+            for one in decision.bodies:  # any may be taken: all are priced, as in a plan
                 yield from _work(one, platform, times)
         elif isinstance(decision, TokenLoop | Running | Window | WindowSum | Moved):
             again = isinstance(decision, TokenLoop | Running) and decision.again
