@@ -98,19 +98,8 @@ class _Met:
                 found = plan
         return found
 
-    def searched(self, problem: JointProblem, alike: bool = False) -> JointPlan | None:
-        """Return the best of all pipelines in a problem, which is then met; None if none fits.
-
-        `alike`: of those with the schedules and numbers of microbatches of the ones met.
-        """
-        if alike:
-            counts = {one.num_microbatches for one in self.known}
-            schedules = {one.schedule for one in self.known}
-            problem = evolve(
-                problem,
-                counts=tuple(count for count in problem.counts or () if count in counts),
-                schedules=tuple(name for name in problem.schedules if name in schedules),
-            )
+    def searched(self, problem: JointProblem) -> JointPlan | None:
+        """Return the best of all pipelines in a problem, which is then met; None if none fits."""
         starts = [one for one in self.known if one.num_microbatches in (problem.counts or ())]
         found = solved(problem, starts)
         if found is not None:
@@ -237,9 +226,8 @@ def _next_change(
                 end, there = middle, plan
             else:
                 near, side = middle, plan
-        # A pipeline that was not met may be the best beside the threshold, and before it: of those
-        # alike, as a search of all takes three times as long.
-        other = met.searched(problem_at(end), alike=True)
+        # A pipeline that was not met may be the best beside the threshold, and before it.
+        other = met.searched(problem_at(end))
         if other is None or there is None:
             break
         if other.step_seconds >= there.step_seconds * (1 - BETTER):
