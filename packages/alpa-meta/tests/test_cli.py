@@ -14,6 +14,8 @@ SWALLOWED = """
 import gc, os, signal, time
 from alpa_meta import cli, commands
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+
 def interrupted(phase, info):
     gc.callbacks.clear()
     os.kill(os.getpid(), signal.SIGINT)

@@ -94,7 +94,9 @@ def test_what_every_operator_does_is_restored_without_numbers(function, num_stag
 def test_a_version_that_enumerates_in_another_order_restores_the_same(monkeypatch):
     first = planned(scanned, 0, num_stages=1)
     # Of its own: what is remembered of meshes must not outlive the other order.
-    monkeypatch.setattr(layouts, "_layouts", functools.cache(layouts._layouts.__wrapped__))
+    for name in ("_layouts", "_known_of"):
+        fresh = functools.cache(getattr(layouts, name).__wrapped__)
+        monkeypatch.setattr(layouts, name, fresh)
     monkeypatch.setattr(
         layouts, "natural_strategies", lambda *args: natural_strategies(*args)[::-1]
     )
