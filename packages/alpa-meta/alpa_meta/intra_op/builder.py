@@ -237,11 +237,12 @@ class Builder:
         key = key if key is not None else ("eqn", id(eqn))
         self.timeline.advance(phase)
         shape = facts_of(eqn)
-        if one is None:
-            make = region_record if shape.region else barrier_record
-            record = make(self, eqn, key, weight, scope, phase)
+        if shape.region:
+            record = region_record(self, eqn, key, weight, scope, phase)
+        elif one is None:
+            record = barrier_record(self, eqn, scope)
         else:
-            record = self.operator(eqn, key, weight, scope, phase, one)
+            record = self.operator(one, scope)
             read = self._read(shape.reads, scope, phase)
             late = scope is self.sources and not self._keeps_order and not one.waited_for
             self.timeline.compute(
@@ -292,18 +293,10 @@ class Builder:
             reads = [var for var in reads if var not in self.stage.accumulated]
         return [scope[var] for var in reads if var in scope]
 
-    def operator(
-        self,
-        eqn: JaxprEqn,
-        key: Hashable,
-        weight: float,
-        scope: dict[Atom, Source],
-        phase: str,
-        one: Placed,
-    ) -> Record:
+    def operator(self, one: Placed, scope: dict[Atom, Source]) -> Record:
         """Return the record of an operator: its node, its operands converted."""
-        found = operator_choice(self, eqn, key, weight, scope, phase, one)
-        leader, node, strategies = found.leader, found.node, found.strategies
+        found = operator_choice(self, one, scope)
+        eqn, leader, node, strategies = one.eqn, found.leader, found.node, found.strategies
         if leader is not None:
             followed = eqn.invars[leader]
             if followed in self.spread:
@@ -314,14 +307,14 @@ class Builder:
                     if size > least:
                         self.spread.add(var)
         if one.late and one.sums:
-            self._note_sums(eqn, one, node, strategies, weight)
+            self._note_sums(one, node, strategies)
         self._add_cost(node, found.seconds)
         if found.sends:
             self.sent.operator(self._position, node, strategies, found.sends, found.seconds)
         num_copies, wanted = len(self._copies), found.columns.operands
         for number, var in zip(one.facts.read_at, one.facts.reads, strict=True):
             if var in scope:
-                self.convert(scope[var], node, wanted[number], weight, var in self.late)
+                self.convert(scope[var], node, wanted[number], one.weight, var in self.late)
         if one.shared_read:
             self._copy_of.pop(eqn.outvars[0], None)  # a body may be walked over more than once
             if len(self._copies) > num_copies:
@@ -334,7 +327,8 @@ class Builder:
         )
         if leader is None and len(outputs) == 1 and found.partial:
             self.timeline.store(outputs[0])  # beside its sum, for as long as it takes
-            completed = self.completed(eqn.outvars[0], outputs[0], (key, "sum"), weight)
+            key = one.key, "sum"
+            completed = self.completed(eqn.outvars[0], outputs[0], key, one.weight)
             return Record(node, strategies, (), (completed,), completed=completed)
         return Record(node, strategies, (), outputs)
 
@@ -380,23 +374,17 @@ class Builder:
         copied = np.array(sends) * (natural.bytes / np.array(parts))
         self._copy(natural, completed.node, copied)
 
-    def _note_sums(
-        self,
-        eqn: JaxprEqn,
-        one: Placed,
-        node: int,
-        strategies: Sequence[Strategy],
-        weight: float,
-    ) -> None:
+    def _note_sums(self, one: Placed, node: int, strategies: Sequence[Strategy]) -> None:
         """Note the sums that an operator completes itself, which travel in buckets."""
-        mesh, rule = self.costs.mesh, one.rule  # not the builder, which would live as long as these
+        eqn, rule = one.eqn, one.rule
+        mesh = self.costs.mesh  # not the builder, which would live as long as what it built
         assert rule is not None
 
         def sent(chosen: int, _: int) -> Iterator[Sent]:
             return own_sums(eqn, rule, strategies[chosen], mesh)
 
         size = sum([size for _, size, _ in one.results])
-        self.traffic.add(self._phase, weight, size, (node, node), sent, self._times)
+        self.traffic.add(self._phase, one.weight, size, (node, node), sent, self._times)
 
     def convert(
         self,

@@ -6,11 +6,10 @@ strategy each. Nothing is priced and no problem is made, which takes most of the
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 from alpa_interchange import ShardingSpec
-from alpa_meta.compat import Atom, JaxprEqn, Var
+from alpa_meta.compat import Atom, Var
 from alpa_meta.intra_op.builder import Builder
 from alpa_meta.intra_op.memory_profile import MemoryProfile
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -42,15 +41,7 @@ class _WholeValues(Builder):
     def _copied(self) -> frozenset[Var]:
         return frozenset()
 
-    def operator(
-        self,
-        eqn: JaxprEqn,
-        key: Hashable,
-        weight: float,
-        scope: dict[Atom, Source],
-        phase: str,
-        one: Placed,
-    ) -> Record:
+    def operator(self, one: Placed, scope: dict[Atom, Source]) -> Record:
         results = [
             Source(self.fixed, (ShardingSpec.replicated(len(shape)),), shape, size)
             for shape, size in one.facts.results

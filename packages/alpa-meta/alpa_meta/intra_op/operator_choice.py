@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -40,73 +40,62 @@ class OperatorChoice:
     columns: Columns  # the specs of its operands and results under its strategies
 
 
-def operator_choice(
-    builder: Builder,
-    eqn: JaxprEqn,
-    key: Hashable,
-    weight: float,
-    scope: dict[Atom, Source],
-    phase: str,
-    one: Placed,
-) -> OperatorChoice:
+def operator_choice(builder: Builder, one: Placed, scope: dict[Atom, Source]) -> OperatorChoice:
     """Return what an operator chooses from, remembered for equal ones that read alike."""
-    number = builder.costs.number
+    eqn, number = one.eqn, builder.costs.number
     read = [scope.get(var) for var in one.facts.reads]
     alike = (one.alike, tuple([None if s is None else (s.node, number(s.specs)) for s in read]))
     known = builder.operators.get(alike)
     if known is None:
-        rule = one.rule
-        leader = _leader(builder, eqn, rule, scope, phase)
-        strategies = _strategies(builder, eqn, rule, leader, scope)
+        leader = _leader(builder, eqn, one.rule, scope, one.phase)
+        strategies = _strategies(builder, eqn, one.rule, leader, scope)
         if leader is not None:
             node = scope[eqn.invars[leader]].node
         elif len(strategies) == 1 and not any(spec.partial for spec in strategies[0].results):
             node = builder.fixed
         else:
-            node = builder.new_node(key, eqn.primitive.name, strategies)
+            node = builder.new_node(one.key, eqn.primitive.name, strategies)
         assert node is not None
         known = builder.operators[alike] = OperatorChoice(
             leader,
             node,
             strategies,
-            _seconds(builder, eqn, strategies, weight, one),
+            _seconds(builder, one, strategies),
             builder.costs.layouts.leaves_sums(number(strategies)),
-            _sends(builder, eqn, weight, one),
+            _sends(builder, one),
             builder.costs.columns(strategies),
         )
     return known
 
 
-def _seconds(
-    builder: Builder, eqn: JaxprEqn, strategies: tuple[Strategy, ...], weight: float, one: Placed
-) -> Priced:
+def _seconds(builder: Builder, one: Placed, strategies: tuple[Strategy, ...]) -> Priced:
     """Return [strategies] seconds per step at each size, remembered for all operators alike."""
     alike = (one.priced, builder.costs.number(strategies))
     known = builder.seconds.get(alike)
     if known is None:
         costs, rule, late, together = builder.costs, one.rule, one.late, one.together
-        weights = [weight, *builder.weights(weight)]
+        weights = [one.weight, *builder.weights(one.weight)]
         known = builder.seconds[alike] = tuple(
             [
                 times * operator_seconds(costs, own, rule, strategies, late, bytes, together)
-                for own, times, bytes in zip((eqn, *one.twins), weights, one.moved, strict=False)
+                for own, times, bytes in zip(
+                    (one.eqn, *one.twins), weights, one.moved, strict=False
+                )
             ]
         )
     return known
 
 
-def _sends(
-    builder: Builder, eqn: JaxprEqn, weight: float, one: Placed
-) -> list[Callable[[Strategy], Iterator[Sends]]]:
+def _sends(builder: Builder, one: Placed) -> list[Callable[[Strategy], Iterator[Sends]]]:
     """Return what names the collectives inside an operator under a strategy, by size; none where
     there are none under any."""
     rule = one.rule
     if rule is None or not one.sends:
         return []
-    weights = (weight, *builder.weights(weight))
+    weights = (one.weight, *builder.weights(one.weight))
     return [
         functools.partial(strategy_sends, builder.costs, own, rule, one.late, one.together, times)
-        for own, times in zip((eqn, *one.twins), weights, strict=False)
+        for own, times in zip((one.eqn, *one.twins), weights, strict=False)
     ]
 
 

@@ -24,8 +24,12 @@ SENDING = ("permutation", "reduction")  # factors whose sharding costs collectiv
 
 @frozen(eq=False)
 class Placed:
-    """An operator at its place in a stage, on any mesh."""
+    """An operator at its place in a stage, where it runs `weight` times a step, on any mesh."""
 
+    eqn: JaxprEqn
+    key: Hashable  # of its node
+    weight: float
+    phase: str
     facts: EquationFacts
     operator: Operator
     rule: ShardingRule | None
@@ -92,6 +96,10 @@ class PlacedEquations:
         signatures = tuple(map(operator_signature, (eqn, *twins)))
         price = (signatures, moved, weight, in_buckets, together, phase == "update")
         return Placed(
+            eqn,
+            key,
+            weight,
+            phase,
             facts,
             operator,
             rule,

@@ -52,9 +52,7 @@ def region_record(
     )
 
 
-def barrier_record(
-    builder: Builder, eqn: Any, _: Hashable, __: float, scope: Mapping[Any, Source], ___: str
-) -> Record:
+def barrier_record(builder: Builder, eqn: Any, scope: Mapping[Any, Source]) -> Record:
     """Return the record of a barrier of several values: each as it comes, and in memory."""
     sources = tuple(operand_source(atom, scope) for atom in eqn.invars)
     builder.timeline.hold(sources)

@@ -19,7 +19,9 @@ from attrs import frozen
 
 from alpa_interchange import LogicalMesh, MeshAxis
 
-_SIZES = (2, 3, 4, 8, 16)  # of stand-ins' axes
+_SIZES = (2, 3, 4, 8, 16)
+"""Of stand-ins' axes: four that divide one another, as powers of two do, and one that divides none
+of them, as three does on 3 hosts of 8. What needs others stands for itself."""
 
 
 @frozen(eq=False)
