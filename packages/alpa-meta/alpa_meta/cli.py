@@ -55,13 +55,14 @@ def run(arguments: Sequence[str]) -> int:
 
 def _interrupt_again(swallowed: Any) -> None:
     """Send an interrupt again that Python could not raise. jax calls back from the garbage
-    collector, where most of Ctrl-C arrives while modules are imported, and is dropped."""
+    collector, where most of Ctrl-C arrives while modules are imported, and is dropped. It is sent
+    when that collection has most likely ended: sent after 10 ms, half came a wait too late."""
     if swallowed.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(swallowed)
         return
     main = threading.main_thread().ident
     assert main is not None
-    again = threading.Timer(0.01, signal.pthread_kill, [main, signal.SIGINT])
+    again = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT])
     again.daemon = True
     again.start()
 

@@ -14,7 +14,8 @@ SWALLOWED = """
 import gc, os, signal, time
 from alpa_meta import cli, commands
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+# it is ignored where the tests were started in the background of a shell
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def interrupted(phase, info):
     gc.callbacks.clear()
