@@ -290,7 +290,8 @@ class TriedCount:
 
 @frozen(kw_only=True)
 class JointPlan:
-    """The chosen pipeline. `lower_bound` holds for every plan of the problem."""
+    """The chosen pipeline. `lower_bound` holds for every plan of the problem, `work_bound` also for
+    pipelines with a mesh for each stage that run the same work in any other order."""
 
     stages: tuple[JointStage, ...]
     num_microbatches: int
@@ -301,6 +302,7 @@ class JointPlan:
     in_flight: tuple[int, ...]  # per stage: microbatches whose activations are alive
     tried: tuple[TriedCount, ...] = ()
     complete: bool = True  # False: the deadline stopped the search
+    work_bound: float = 0.0
 
     @property
     def num_meshes(self) -> int:

@@ -30,6 +30,11 @@ class DevicePool:
     `taken` [kinds]: those that a submesh takes; `num_devices` there are. `exact` is False where the
     hosts have too many states to follow; then devices are only counted, and what fits here need not
     fit on hosts.
+
+    `fills` [kinds, states + 1]: whether a nested submesh taken at a state fills as many devices as
+    a host has, or more. Each such stage, but the last, can be counted as one whose boundary crosses
+    hosts: stages joined on one host have at most its devices together, so m hosts are filled before
+    the last stage by m such groups, each of which crosses to the next.
     """
 
     def __init__(self, groups: Sequence[DeviceGroup], kinds: Sequence[SubmeshSpec]) -> None:
@@ -57,6 +62,13 @@ class DevicePool:
         place_of = np.append(np.argsort(falling), self.dead)
         self.free: NDArray[np.int64] = free[falling]
         self.taken: NDArray[np.int64] = np.array([kind.num_devices for kind in self.kinds])
+        self.fills = np.zeros((len(self.kinds), self.num_states + 1), dtype=np.bool_)
+        for k, kind in enumerate(self.kinds):
+            group, g = groups[kind.host_group], kind.host_group
+            if counted[g]:
+                size, all_free = group.devices_per_host, group.num_hosts * group.devices_per_host
+                used = np.array([all_free - states[at][g][0] for at in falling])
+                self.fills[k, : self.num_states] = (used + kind.num_devices) // size > used // size
         self.following: list[NDArray[np.int64]] = []
         for k in range(len(self.kinds)):
             width = max([1, *(len(row[k]) for row in choices)])
@@ -105,6 +117,7 @@ class CoarsePool:
         left = np.array(units) - used
         self.free: NDArray[np.int64] = left.sum(axis=1) * unit
         self.taken: NDArray[np.int64] = taken * unit
+        self.fills = np.zeros((len(kinds), self.num_states + 1), dtype=np.bool_)  # not known
         self.following: list[NDArray[np.int64]] = []
         for kind, count in zip(kinds, taken, strict=True):
             g = kind.host_group

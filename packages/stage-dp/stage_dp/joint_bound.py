@@ -8,6 +8,11 @@ backward before the last of i:
     W_i = max(B t_i, t_i + 2 c_i + W_{i+1})            step >= W_0 + u_0
     step >= sum over j < i of (f_j + c_j) + B t_i + u_i    (f_j: the forward)    -> quick_bound()
 
+Between its first forward and its first backward lies the way forth and back of P_i = sum over j > i
+of (t_j + 2 c_j), filled with forwards alone, so with the least backward b_i it is also
+
+    step >= sum over j < i of (f_j + c_j) + t_i + 2 c_i + P_i + (B - 1) b_i + u_i
+
 A schedule that holds k_i microbatches on stage i leaves it idle: between the end of its first
 forward and the start of that microbatch's backward lies a way forth and back of 2 c_i + P_i, where
 P_i = sum over j > i of (t_j + 2 c_j), filled with k_i - 1 forwards; likewise between the last
@@ -45,7 +50,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from stage_dp.joint_sweep import Entrance, Space, Sweep
+from stage_dp.joint_sweep import Entrance, Space, Sweep, Wait
 from stage_dp.joint_window import Window
 from stage_dp.menu_table import Array
 from stage_dp.schedules import ScheduleRule
@@ -59,9 +64,9 @@ class Bounds:
     """Lower bounds of stages: [sequences, kinds, levels], for one microbatch count B.
 
     `seconds` t, `busy` of B t + u, `once` of t + u. `delayed`: the most backwards by weight that
-    wait at once. `crossing` c [layers + 1, kinds] by the layer
-    where a stage stops. `levels`: None where all places are alike, else the numbers of stages that
-    a pipeline may have. `window`: bounds are of the pipelines in it. `longest` [kinds]: the most
+    wait at once. `crossing` c [layers + 1, kinds, states + 1] by the layer where a stage stops and
+    the free devices before it. `levels`: None where all places are alike, else the numbers of
+    stages that a pipeline may have. `window`: bounds are of the pipelines in it. `longest` [kinds]: the most
     that a crossing may take; `share` the largest share of a forward in t. `parts` [sequences,
     kinds, 3]: the least forward, forward with backward by input, and backward.
     """
@@ -147,6 +152,14 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> list[Swe
         left = np.minimum(1 + bounds.delayed, count)
         seconds = np.where(np.isfinite(weight), bounds.seconds, 0.0)
         work = (count - left) * seconds + left * there_and_back
+    way = Sweep(
+        bounds.space,
+        there_and_back,
+        2 * bounds.crossing,
+        counted=bounds.counted,
+        open_ended=bounds.open_ended,
+        window=bounds.window,
+    )
     there = Sweep(
         bounds.space,
         bounds.forward(weight),
@@ -155,6 +168,7 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> list[Swe
         open_ended=bounds.open_ended,
         floor=bounds.busy,
         first_floor=bounds.busy,
+        wait=Wait(suffix=way, weight=bounds.once + (count - 1) * bounds.parts[:, :, 2:]),
         window=bounds.window,
     )
     back = Sweep(

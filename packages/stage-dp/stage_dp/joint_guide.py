@@ -38,7 +38,8 @@ Chain = list[tuple[int, int, int]]
 class Guide:
     """Searches pipelines of `costs` under `rule`. `most` [stages]: the largest number of stages.
 
-    `crossing` [layers + 1, kinds]: seconds one way after a stage, by the layer where it stops.
+    `crossing` [layers + 1, kinds, states + 1]: seconds one way after a stage, by the layer where it
+    stops and the free devices before it.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Guide:
             seconds = np.repeat(seconds, self.most, axis=2)
             busy = np.repeat(busy, self.most, axis=2)
         count = self.costs.table.num_microbatches
-        near = self.crossing[1:-1].min(axis=0, initial=np.inf)[None, :, None]
+        near = self.crossing[1:-1].min(axis=(0, 2), initial=np.inf)[None, :, None]
         with np.errstate(invalid="ignore"):
             pace = self.pace(
                 seconds * SHARE_FORWARD, seconds * (1 - SHARE_FORWARD), np.minimum(near, 1e9)
@@ -152,7 +153,7 @@ class Guide:
         """Make the stages of `chain` exact; return whether any was not."""
         new = False
         count = self.costs.table.num_microbatches
-        near = self.crossing[1:-1].min(axis=0, initial=np.inf)
+        near = self.crossing[1:-1].min(axis=(0, 2), initial=np.inf)
         for place, (start, stop, kind) in enumerate(reversed(chain), 1):
             level = min(place, self.most) - 1 if self.counted else 0
             number = int(self.costs.space.sequences.number[start, stop])

@@ -21,7 +21,7 @@ class Links:
         self.submeshes = [mesh.submesh for mesh in problem.menu.meshes]
         self._placed: dict[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = {}
         self._seconds: dict[tuple[int, int, int, int, str, int], float] = {}
-        self._crossings: dict[int, tuple[Array, Array]] = {}
+        self._crossings: dict[int, tuple[Array, Array, Array]] = {}
         self._host: list[tuple[int, int]] = []  # group and host of each device
         for g, group in enumerate(problem.device_groups):
             for h in range(group.num_hosts):
@@ -118,23 +118,25 @@ class Links:
             default=math.inf,
         )
 
-    def crossings(self, table: MenuTable, meshes: Sequence[int]) -> tuple[Array, Array]:
+    def crossings(self, table: MenuTable, meshes: Sequence[int]) -> tuple[Array, Array, Array]:
         """Return the least seconds one way after a stage of each kind of submesh that stops at a
-        layer, [layers + 1, kinds], and the most, [kinds], where stages are on `meshes`."""
+        layer, the least from host to host, [layers + 1, kinds] both, and the most, [kinds], where
+        stages are on `meshes`."""
         if table.samples in self._crossings:
             return self._crossings[table.samples]
         pairs = list(itertools.pairwise(self.problem.menu.class_of_layer))
-        result = np.full((len(pairs) + 2, self.num_kinds), np.inf)
+        least, far = np.full((2, len(pairs) + 2, self.num_kinds), np.inf)
         most = np.zeros(self.num_kinds)
         # Floors are the same for all meshes of a kind.
         some = list({self.kind[m]: m for m in meshes}.values()) if self.floored else meshes
         for a, b in itertools.product(some, repeat=2):
             kind, links = self.kind[a], self.possible(a, b)
-            least = {pair: self.floor(table, pair, (a, b), links) for pair in set(pairs)}
-            result[1:-1, kind] = np.minimum(result[1:-1, kind], [least[pair] for pair in pairs])
+            for found, allowed in ((least, links), (far, [x for x in links if x != LINKS[0]])):
+                own = {pair: self.floor(table, pair, (a, b), allowed) for pair in set(pairs)}
+                found[1:-1, kind] = np.minimum(found[1:-1, kind], [own[pair] for pair in pairs])
             most[kind] = math.inf if self.floored else max(most[kind], self._longest(table, a, b))
-        self._crossings[table.samples] = result, most
-        return result, most
+        self._crossings[table.samples] = least, far, most
+        return self._crossings[table.samples]
 
     def _longest(self, table: MenuTable, a: int, b: int) -> float:
         """Return the most seconds one way between rows of two meshes."""

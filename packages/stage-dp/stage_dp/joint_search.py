@@ -235,7 +235,9 @@ class _Search:
         return bound
 
     def _guide_of(self, costs: CountCosts, rules: tuple[ScheduleRule, ...]) -> Guide:
-        crossing, _ = self.links.crossings(costs.table, costs.meshes)
+        least, _, _ = self.links.crossings(costs.table, costs.meshes)
+        # With those that cross hosts at the least, pipelines are now better and now worse.
+        crossing = self.space.crossing(least, least)
         named = {rule.name: rule for rule in rules}
         rule = next((named[name] for name in GUIDES if name in named), rules[0])
         return Guide(costs, rule, self.links, crossing, self.most, self.final, rules)
@@ -323,7 +325,7 @@ class _Search:
             following = waiting[0][0] if waiting else math.inf
             step = (1 + RAISED) * max(bound, following)
             target = min(lowest, max(step, RAISED * lowest))  # from nothing too
-            if not self.bounds.refine(setting, target, self.limit):
+            if not self.bounds.refine(setting, target, lowest):
                 lowest = min(lowest, setting.bound)
                 continue
             heapq.heappush(waiting, (max(setting.bound, target), n, setting))
@@ -383,7 +385,8 @@ class _Search:
                 check_bound(setting.bound, setting.best.step_seconds, what)
             lower = min(lower, bound)
         plan = plan_of(best, self.problem, self.links, lower, self._tried())
-        return evolve(plan, complete=not self.late())
+        work = (self.bounds.work(costs, lower) for costs in {s.costs for s in self.settings})
+        return evolve(plan, complete=not self.late(), work_bound=min(work))
 
     def _table(self, best: Scored) -> MenuTable:
         return next(

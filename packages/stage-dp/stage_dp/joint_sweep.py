@@ -48,6 +48,12 @@ class Space:
         there = np.repeat((sequences.number[:-1] >= 0)[:, :, None], len(pool.kinds), axis=2)
         return cls(sequences, num_layers, pool, following, use_all, np.nonzero(there))
 
+    def crossing(self, least: Array, far: Array) -> Array:
+        """Return the seconds after a stage of each kind that stops at a layer, by the free devices
+        before it, [layers + 1, kinds, states + 1]: `far` [layers + 1, kinds] where that is counted
+        as one that crosses hosts (`DevicePool.fills`), else `least`."""
+        return np.where(self.pool.fills, far[:, :, None], least[:, :, None])
+
 
 @frozen(kw_only=True, eq=False)
 class Entrance:
@@ -62,13 +68,23 @@ class Entrance:
     first: Array
 
 
+@frozen(kw_only=True, eq=False)
+class Wait:
+    """The least value through a stage that waits for the stages after it: `weight` and F of
+    `suffix` after it, with the crossing of `suffix`."""
+
+    suffix: Sweep
+    weight: Array
+
+
 class Sweep:
     """One sweep. Weights are [sequences, kinds, levels], inf where a stage is not allowed.
 
-    `crossing` [layers + 1, kinds]: seconds added to the weight of a stage that is not the last, by
-    the layer where it stops. `first`: weights of the stage at layer 0 if others. `floor`,
-    `first_floor`: the least value through a stage. `open_ended`: the last level stands for all
-    places from it on. `window`: of pipelines others than these nothing is asked.
+    `crossing` [layers + 1, kinds, states + 1]: seconds added to the weight of a stage that is not
+    the last, by the layer where it stops and the free devices before it. `first`: weights of the
+    stage at layer 0 if others. `floor`, `first_floor` and `wait`: the least value through a stage.
+    `open_ended`: the last level stands for all places from it on. `window`: of pipelines others
+    than these nothing is asked.
     """
 
     def __init__(
@@ -82,11 +98,13 @@ class Sweep:
         first: Array | None = None,
         floor: Array | None = None,
         first_floor: Array | None = None,
+        wait: Wait | None = None,
         entrance: Entrance | None = None,
         window: Window | None = None,
     ) -> None:
         self.space, self.crossing = space, crossing
-        self.entrance, self.counted, self.open_ended = entrance, counted, open_ended
+        self.entrance, self.wait = entrance, wait
+        self.counted, self.open_ended = counted, open_ended
         layers, states = space.num_layers, space.pool.num_states
         self.levels = weight.shape[2] if counted else 1
         rows = self.levels + 1 if counted else 1
@@ -107,6 +125,7 @@ class Sweep:
         self._begin: list[int] = np.searchsorted(starts[own], np.arange(layers + 1)).tolist()
         self._weight = self._each(weight, first)
         self._floor = None if floor is None else self._each(floor, first_floor)
+        self._waiting = None if wait is None else self._each(wait.weight, None)
         self._entry = None if entrance is None else self._each(entrance.weight, entrance.first)
         for layer in range(layers - 1, -1, -1):
             looked_at = slice(0, states) if window is None else window.states[layer]
@@ -133,6 +152,9 @@ class Sweep:
             value = np.minimum(value, after + _spread(self._entry[own], states))
         if self._floor is not None:
             value = np.maximum(value, _spread(self._floor[own], states))
+        if self.wait is not None and self._waiting is not None:
+            after = self.wait.suffix.after[..., states][stops, kind]
+            value = np.maximum(value, after + _spread(self._waiting[own], states))
         return value
 
     def _pass_on(self, layer: int) -> None:
@@ -145,7 +167,7 @@ class Sweep:
             reached = np.minimum(reached, suffix[:, following[:, :, choice]])
         self.after[layer] = reached.transpose(1, 0, 2)
         if layer < self.space.num_layers:
-            self.after[layer] += self.crossing[layer, :, None, None]
+            self.after[layer] += self.crossing[layer, :, None]
 
     def forget(self, where: NDArray[np.bool_]) -> None:
         """Set F below every sum at `where` [layers + 1, levels, states], for an entrance."""

@@ -16,7 +16,7 @@ from stage_dp.joint_chain import Scored
 from stage_dp.joint_costs import LEVELS, CountCosts, held_by_place
 from stage_dp.joint_interleaved import Interleaving
 from stage_dp.joint_links import Links
-from stage_dp.joint_sweep import Space
+from stage_dp.joint_sweep import Space, Sweep
 from stage_dp.schedules import ScheduleRule
 
 # Times that sharper floors are asked for, per setting and with memory or without. With 4 and 40,
@@ -52,6 +52,22 @@ class SettingBounds:
         """Return the mean work of all devices."""
         return costs.bounds(proof).device_seconds(self.space).mean
 
+    def work(self, costs: CountCosts, limit: float) -> float:
+        """Return what the busiest mesh of a pipeline works at least, up to `limit` seconds."""
+        bounds = self.of(costs, (), True, limit, 0)
+        nothing = np.where(np.isfinite(bounds.seconds), 0.0, np.inf)
+        sweep = Sweep(
+            bounds.space,
+            nothing,
+            np.zeros_like(bounds.crossing),
+            counted=bounds.counted,
+            open_ended=bounds.open_ended,
+            floor=bounds.busy,
+            first_floor=bounds.busy,
+            window=bounds.window,
+        )
+        return min(limit, sweep.best(self.final))
+
     def of(
         self, costs: CountCosts, held: tuple[int, ...], proof: bool, limit: float, num_delayed: int
     ) -> Bounds:
@@ -61,7 +77,7 @@ class SettingBounds:
         arrays = [found.seconds, found.busy, found.once, found.delayed]
         if counted and arrays[0].shape[2] == 1:
             arrays = [np.repeat(a, self.most, axis=2) for a in arrays]
-        least, most = self.links.crossings(costs.table, costs.meshes)
+        least, far, most = self.links.crossings(costs.table, costs.meshes)
         levels = arrays[0].shape[2]
         open_ended = counted and self.final is None and levels < self.most
         return Bounds(
@@ -71,7 +87,7 @@ class SettingBounds:
             busy=arrays[1],
             once=arrays[2],
             delayed=arrays[3],
-            crossing=least,
+            crossing=self.space.crossing(least, far),
             longest=most,
             share=costs.share,
             parts=found.parts,
@@ -103,7 +119,8 @@ class SettingBounds:
         return min(value, limit), chains
 
     def refine(self, setting: Setting, target: float, limit: float) -> bool:
-        """Raise the bound of a setting, up to `target`; return whether that is reached."""
+        """Raise the bound of a setting, up to `target`; return whether that is reached. Seconds
+        from `limit` on do not matter."""
         costs, rule = setting.costs, setting.rule
         if setting.interleaving is not None:
             setting.bound = max(setting.bound, setting.interleaving.refined(target, limit))

@@ -1,6 +1,7 @@
 """Submeshes are packed where they fit and only there, near their neighbours."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -82,6 +83,62 @@ def test_placing_and_counting_agree_with_trying_everything(seed):
         hosts = [d // per_host for d in local]
         assert hosts == sorted(hosts)
         assert sorted(hosts.count(h) for h in set(hosts)) == [s.devices_per_host] * s.num_hosts
+
+
+def fewest_crossings(groups, submeshes):
+    """Return how many neighbours are not on one host together at least, by trying all hosts."""
+    free = [[g.devices_per_host] * g.num_hosts for g in groups]
+
+    def least(at, before):
+        if at == len(submeshes):
+            return 0
+        s, found = submeshes[at], math.inf
+        room = free[s.host_group]
+        for hosts in itertools.combinations(range(len(room)), s.num_hosts):
+            if all(room[h] >= s.devices_per_host for h in hosts):
+                here = {(s.host_group, h) for h in hosts}
+                for h in hosts:
+                    room[h] -= s.devices_per_host
+                crossed = at > 0 and len(here | before) > 1
+                found = min(found, crossed + least(at + 1, here))
+                for h in hosts:
+                    room[h] += s.devices_per_host
+        return found
+
+    return least(0, set())
+
+
+@pytest.mark.sample(seed=40)
+@pytest.mark.parametrize("seed", range(200))
+def test_no_more_stages_fill_a_host_than_boundaries_cross_hosts_wherever_stages_are(seed):
+    rng = random.Random(seed)
+    groups = tuple(
+        DeviceGroup(num_hosts=rng.randint(1, 3), devices_per_host=rng.choice([2, 4]), memory=1.0)
+        for _ in range(rng.choice([1, 1, 2]))
+    )
+    submeshes = []
+    for _ in range(rng.randint(2, 6)):
+        g = rng.randrange(len(groups))
+        per_host = groups[g].devices_per_host
+        hosts = rng.randint(1, groups[g].num_hosts)
+        sizes = [d for d in (1, 2, 4) if d <= per_host] if hosts == 1 else [per_host]
+        submeshes.append(
+            SubmeshSpec(num_hosts=hosts, devices_per_host=rng.choice(sizes), host_group=g)
+        )
+    fewest = fewest_crossings(groups, submeshes)
+    if math.isinf(fewest):
+        return
+    kinds = list(dict.fromkeys(submeshes))
+    pool = DevicePool(groups, kinds)
+    state, filled = 0, 0
+    for s in submeshes[:-1]:
+        kind = kinds.index(s)
+        filled += bool(pool.fills[kind, state])
+        state = int(pool.following[kind][state, 0])
+    assert filled <= fewest
+    parts = [s.num_devices for s in submeshes]
+    if len(groups) == 1 and max(parts) <= groups[0].devices_per_host:
+        assert filled == sum(parts[:-1]) // groups[0].devices_per_host
 
 
 def test_powers_of_two_are_nested_and_three_of_eight_is_not():

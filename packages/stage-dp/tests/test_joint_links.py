@@ -53,6 +53,34 @@ def test_the_bound_of_floors_counts_the_seconds_to_the_next_mesh(schedule, count
         assert plan.lower_bound == pytest.approx(plan.step_seconds) == 8 * 6 + 10
 
 
+@pytest.mark.parametrize("floors", [False, True])
+@pytest.mark.parametrize("stages", [3, 4])
+def test_bounds_count_that_stages_of_two_hosts_cross_from_one_to_the_other(stages, floors):
+    def link(*place):
+        return Affine(5.0 if place[-1] == "hosts" else 0.0)
+
+    forward, backward, both = (Affine(0.0, seconds) for seconds in (1.0, 2.0, 3.0))
+    floor = LayerFloor(seconds=both, forward=forward, forward_and_input=both, backward=backward)
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=1),
+        logical=LogicalMesh(axes=(MeshAxis(name="x", size=1),)),
+        rows=((LayerRow(forward=forward, backward_input=backward),),),
+        floors=((floor,),) if floors else (),
+    )
+    problem = JointProblem(
+        menu=LayerMenu(class_of_layer=(0,) * 12, meshes=(mesh,)),
+        batch_size=8,
+        counts=(1,),
+        schedules=("1f1b",),
+        num_stages=stages,
+        device_groups=(DeviceGroup(num_hosts=2, devices_per_host=2, memory=1.0),),
+        boundary=link,
+        boundary_floor=link,
+    )
+    plan = solve_joint(problem)
+    assert plan.lower_bound == pytest.approx(plan.step_seconds) == 12 * 8 * 3 + 2 * 5
+
+
 @pytest.mark.parametrize("count", [2, 8, 64])
 def test_the_bound_of_interleaved_pipelines_counts_the_way_round_the_meshes(count):
     free, plan = solved(4, 64, count, "interleaved-1f1b")

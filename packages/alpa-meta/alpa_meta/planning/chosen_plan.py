@@ -173,8 +173,6 @@ def finish(
     seconds = stage_dp.step_seconds(
         chain, stage_plan.schedule, stage_plan.in_flight, num_meshes=stage_plan.num_meshes
     )
-    if _sliced(program, staging) is not None:
-        bound = stage_dp.bound_in_slices(bound, len(chain))
     stage_dp.check_bound(bound * (1 - MENU_ERROR), seconds, "the plan with its stages solved")
     bound = min(bound, seconds)  # they may be equal but for that error
     exact = evolve(

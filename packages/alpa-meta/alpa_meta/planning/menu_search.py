@@ -56,6 +56,12 @@ class MenuSearch:
     options: Options
     num_slices: int = 1  # of each microbatch: the plan's microbatches are slices
 
+    @property
+    def bound(self) -> float:
+        """Return what every plan takes at least. Slices are not as long as one another, and run in
+        other orders than those searched: only their work is known."""
+        return self.plan.lower_bound if self.num_slices == 1 else self.plan.work_bound
+
     def recomputation(self) -> tuple[str, ...]:
         """Return what each layer computes again."""
         found = []
@@ -77,7 +83,9 @@ class MenuSearch:
         problem = evolve(self.problem, device_groups=groups)
         plan = stage_dp.solve_joint(problem, self.plan)
         bound = min(self.plan.lower_bound, plan.lower_bound)
-        return evolve(self, problem=problem, plan=evolve(plan, lower_bound=bound))
+        work = min(self.plan.work_bound, plan.work_bound)
+        plan = evolve(plan, lower_bound=bound, work_bound=work)
+        return evolve(self, problem=problem, plan=plan)
 
     def stage_plan(self) -> StagePlan:
         """Return the chosen pipeline as stages with their predicted costs."""

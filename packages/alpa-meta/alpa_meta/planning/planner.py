@@ -163,8 +163,6 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         raise least
     program = evolve(best.plan.program, uncut=uncut)
     bound = min(*bounds, best.plan.step_seconds)
-    if step.slices:
-        bound = stage_dp.bound_in_slices(bound, options.num_stages or cluster.num_devices)
     menu = next((one.menu for one in prospects if one.menu is not None), None)
     return evolve(best, menu=menu, plan=evolve(best.plan, program=program, lower_bound=bound))
 
@@ -258,7 +256,7 @@ def _from_menu(
     menu = None if sliced else keep(search, outlook, step, cluster, options)
     recomputes = set(search.recomputation()) != {"none"}
     short = plan.num_microbatches if len(plan.stages) == 1 and recomputes else None
-    return Prospect(plan.step_seconds, finished, menu, short), plan.lower_bound
+    return Prospect(plan.step_seconds, finished, menu, short), search.bound
 
 
 def _finish_menu(
@@ -280,8 +278,7 @@ def _finish_menu(
         found = outlook_in_pieces(program, chosen, cluster, num_layers) or outlook_of(
             program, chosen, cluster, num_layers
         )
-        bound = search.plan.lower_bound
-        planned = finish(plan, *found, bound, step, model, options, choose)
+        planned = finish(plan, *found, search.bound, step, model, options, choose)
         if isinstance(planned, Planned):
             return planned
         missing = planned

@@ -217,6 +217,8 @@ def _search(
         bound = stage_dp.solve_stages(floors).lower_bound
     except ValueError:
         bound = 0.0
+    if outlook.program.slices is not None:
+        bound = stage_dp.bound_in_slices(bound, options.num_stages or cluster.num_devices)
     return _Search(outlook, layering, solutions, problem, bound)
 
 

@@ -78,7 +78,10 @@ def with_slices(
     except PlanError as error:
         _LOG.info("the step is not cut into token slices: %s", error)
         return planned
-    return sliced if sliced.plan.step_seconds < planned.plan.step_seconds else planned
+    if sliced.plan.step_seconds >= planned.plan.step_seconds:
+        return planned
+    bound = min(sliced.plan.lower_bound, planned.plan.lower_bound)  # of both kinds of plans
+    return evolve(sliced, plan=evolve(sliced.plan, lower_bound=bound))
 
 
 def _pipeline(planned: Planned, step: Step, cluster: ClusterSpec, options: Options) -> _Pipeline:

@@ -82,7 +82,6 @@ def test_two_stages_of_two_microbatches_in_three_slices_give_what_one_device_doe
 def test_the_predicted_step_counts_slices():
     step, args = step_and_arguments(Model(num_layers=2))
     options = {"num_stages": 2, "num_microbatches": 1, "schedule": "1f1b"}
-    whole = parallel(step, "h100:1x2", **options).plan_for(*args)
     plan = parallel(step, "h100:1x2", token_slices=(4, 4, 4), **options).plan_for(*args)
     for stage in plan.stage_plan.stages:
         slices = stage.candidate.token_slices
@@ -93,7 +92,7 @@ def test_the_predicted_step_counts_slices():
     uncut = [evolve(one.candidate, token_slices=()) for one in plan.stage_plan.stages]
     assert plan.step_seconds < stage_dp.step_seconds(uncut, "1f1b")
     assert plan.step_seconds == pytest.approx(predicted_simulation(plan).step_seconds, rel=1e-3)
-    assert plan.lower_bound < whole.step_seconds
+    assert 0.5 * plan.step_seconds < plan.lower_bound <= plan.step_seconds
 
 
 def test_the_planner_cuts_long_sequences_of_few_microbatches(monkeypatch):
@@ -104,6 +103,7 @@ def test_the_planner_cuts_long_sequences_of_few_microbatches(monkeypatch):
     whole = parallel(step, "host:2", num_token_slices=1, **options).plan_for(*args)
     assert sum(plan.program.token_slices) == 2048 and not whole.program.token_slices
     assert plan.step_seconds < 0.8 * whole.step_seconds
+    assert 0.5 * plan.step_seconds < plan.lower_bound <= plan.step_seconds
 
 
 def test_a_scan_over_layers_is_cut_over_stages_and_audited():
