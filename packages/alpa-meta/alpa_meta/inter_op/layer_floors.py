@@ -365,20 +365,20 @@ class FloorSource:
     def _at(self, costs: Sequence[np.ndarray], samples: int) -> np.ndarray:
         """Return seconds per step with microbatches of so many samples from those at each size: the
         least on the lines of all rows that may be."""
-        last, count = self._sizes[-1], self.batch // samples
-        sizes, longest = self._sizes, len(self._sizes) - 1
+        sizes, count = self._sizes, self.batch // samples
         found: list[np.ndarray] = []
-        starts = set()
+        ends = set()
         for k in {int(x) for one in self.problem.splits for x in one if samples % int(x) == 0}:
             own = [n for n, one in enumerate(sizes) if one.samples % k == 0]
-            if own and own[0] < longest:
-                starts.add(own[0])
+            if len(own) > 1:
+                ends.add((own[0], own[-1]))
             else:  # rows through one size take as long per sample at any other
-                found += [costs[-1]] if own else costs
-        for n in sorted(starts):
+                found += [costs[own[0]]] if own else costs
+        for n, m in sorted(ends):
+            last = sizes[m]
             with np.errstate(invalid="ignore"):
-                slope = (costs[n] - costs[-1]) / (sizes[n].count - last.count)
-                line = costs[-1] + slope * (count - last.count)
+                slope = (costs[n] - costs[m]) / (sizes[n].count - last.count)
+                line = costs[m] + slope * (count - last.count)
                 # Rows whose line would fall with B stay at their value at the smaller size.
                 line = np.where(slope < 0, np.minimum(line, costs[n]), line)
                 line = np.minimum(line, self._led_to(costs, samples))

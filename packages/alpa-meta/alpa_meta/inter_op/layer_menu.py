@@ -35,8 +35,10 @@ def menu_sizes(batch: int, num_devices: int) -> tuple[int, ...]:
     """Return the microbatch sizes to build problems at: 1, up to what all devices share, and half
     the batch, the largest there is; none for a batch of one.
 
-    What splits a microbatch into many parts is priced at two of them: one size alone cannot tell
-    what every microbatch takes, such as a reduction of gradients, from what every sample takes.
+    What splits a microbatch into as many parts as some of the devices are is priced at two of them
+    where there are two: one size alone cannot tell what every microbatch takes, such as a reduction
+    of gradients, from what every sample takes. GPT-1.5B, 144 examples on 16 A100, was predicted to
+    take 1.08 s a step by rows of 16 parts, which took 1.35.
     """
     divisors = [size for size in range(1, batch // 2 + 1) if batch % size == 0]
     sizes = {max(divisors)} if divisors else set()
@@ -46,6 +48,10 @@ def menu_sizes(batch: int, num_devices: int) -> tuple[int, ...]:
         wanted *= SIZE_RATIO
     if len(divisors) > 1 and max(sizes - {divisors[-1]}, default=0) < num_devices:
         sizes.add(divisors[-2])
+    for parts in (one for one in range(num_devices, 1, -1) if num_devices % one == 0):
+        able = [size for size in divisors if size % parts == 0]
+        if len(able) > 1 and len(sizes.intersection(able)) < 2:
+            sizes.update((able[0], able[-1]))
     return tuple(sorted(sizes))
 
 

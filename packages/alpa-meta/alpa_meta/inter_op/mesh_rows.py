@@ -248,11 +248,13 @@ class MeshRows:
         return sizes[: next(enough, len(sizes) - 1) + 1]
 
     def _problem(self, kind: str) -> MeshProblem:
-        """Return the problem at the largest size that is solved for, priced at those below it and
-        at the largest of all."""
-        solved, largest = self._solved(kind), self.builder.sizes[kind][-1]
-        others = [one for one in (*solved[:-1], largest) if one is not solved[-1]]
-        return MeshProblem(self.builder, self.submesh, self.costs, kind, [solved[-1], *others])
+        """Return the problem at the largest size that is solved for, priced at those below it, at
+        the largest of all and at the largest that can be split as it can."""
+        sizes, solved = self.builder.sizes[kind], self._solved(kind)
+        main = solved[-1]
+        multiple = [one for one in sizes if one.samples % main.samples == 0]
+        found = {one.samples: one for one in (main, *solved[:-1], *multiple[-1:], sizes[-1])}
+        return MeshProblem(self.builder, self.submesh, self.costs, kind, list(found.values()))
 
     def _solve(
         self, problem: MeshProblem, parts: int, size: int, memory: float, share: float
