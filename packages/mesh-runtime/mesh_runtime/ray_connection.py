@@ -18,7 +18,8 @@ from typing import Any
 from mesh_runtime.runtime import WorkerError
 
 _LOG = logging.getLogger("mesh_runtime")
-_SAY_SECONDS = 2.0  # after which it is said that a start takes its time
+_LONG_SECONDS = 30.0
+"""After which a start that goes on is warned of: on two idle cores it takes 4 to 8 s."""
 _SLOW_SECONDS = 20.0
 """What a start takes at least that failed because the machine is busy: Ray 2.60 waits for its own
 node for 30 s, which no setting changes. What fails earlier fails again."""
@@ -120,8 +121,10 @@ def check_reachable(address: str | None) -> None:
 
 @contextmanager
 def _said(what: str) -> Iterator[None]:
-    """Say what takes longer than people wait without a word."""
-    timer = threading.Timer(_SAY_SECONDS, _LOG.warning, [what])
+    """Say what begins, and warn where it takes long."""
+    _LOG.info("%s", what)
+    still = f"still {what} after {_LONG_SECONDS:.0f} s"
+    timer = threading.Timer(_LONG_SECONDS, _LOG.warning, ["%s", still])
     timer.daemon = True
     timer.start()
     try:
@@ -135,9 +138,15 @@ def _own_sigterm() -> Iterator[None]:
     """Keep what this process does at SIGTERM: Ray puts an exit of its own in the place, which ends
     a run in the middle of a step."""
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(before) and signal.getsignal(signal.SIGTERM) is not before:
-        signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    except SystemExit:  # Ray's, at a SIGTERM
+        if callable(before):
+            before(signal.SIGTERM, None)
+        raise
+    finally:
+        if callable(before) and signal.getsignal(signal.SIGTERM) is not before:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -94,18 +94,35 @@ def test_what_fails_at_once_is_not_tried_again(busy, monkeypatch):
     assert ray.calls == 1
 
 
-def test_a_start_that_takes_its_time_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(ray_connection, "_SAY_SECONDS", 0.01)
+@pytest.fixture
+def started(monkeypatch, caplog):
+    """Return a function that starts a Ray which waits for a warning, and returns what was said."""
 
-    def init(**_):
-        deadline = time.monotonic() + 10
-        while "starting a Ray cluster" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.01)
+    def start(wait):
+        def init(**_):
+            deadline = time.monotonic() + 10
+            while wait and "WARNING" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
 
-    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+        ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+        ray_connection.connect(ray, "local", 1.0, seconds=300.0)
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
     monkeypatch.setattr(ray_connection.os, "environ", dict(os.environ))
-    ray_connection.connect(ray, "local", 1.0, seconds=300.0)
-    assert "starting a Ray cluster on this machine (RayOptions.start_timeout: 300 s)" in caplog.text
+    caplog.set_level("INFO", "mesh_runtime")
+    return start
+
+
+START = "starting a Ray cluster on this machine (RayOptions.start_timeout: 300 s)"
+
+
+def test_a_start_is_told_once_and_no_warning(started):
+    assert started(wait=False) == [("INFO", START)]
+
+
+def test_a_start_that_takes_long_is_warned_of(started, monkeypatch):
+    monkeypatch.setattr(ray_connection, "_LONG_SECONDS", 0.01)
+    assert started(wait=True) == [("INFO", START), ("WARNING", f"still {START} after 0 s")]
 
 
 @pytest.mark.parametrize("address", ["", "foo", ":1", "host:x", "host:99999", "host:0"])
@@ -123,3 +140,25 @@ def test_what_can_be_an_address_is_taken(address):
 def test_an_address_where_nobody_listens_is_one_line(host):
     with pytest.raises(WorkerError, match="no Ray cluster answers at .*ray start --head"):
         check_reachable(f"{host}:1")
+
+
+def test_a_sigterm_while_ray_starts_goes_to_the_handler_of_the_process(monkeypatch):
+    class OwnEnd(BaseException):
+        pass
+
+    def own(number, frame):
+        raise OwnEnd
+
+    def init(**_):
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ray_connection.os, "environ", dict(os.environ))
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with pytest.raises(OwnEnd):
+            ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+            ray_connection.connect(ray, "local", 1.0, seconds=300.0)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
