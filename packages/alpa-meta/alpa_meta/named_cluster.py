@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 from attrs import evolve
 
@@ -12,6 +9,7 @@ from alpa_interchange import ClusterSpec
 from alpa_meta.errors import PlanError
 from cost_model import catalogue_device
 from cost_model import cluster as cluster_by_name
+from mesh_runtime import memory_of
 
 
 def local_cluster() -> ClusterSpec:
@@ -28,15 +26,6 @@ def local_cluster() -> ClusterSpec:
     return _with_memory(
         named_cluster(f"{device.name}:{len(devices)}"), memory_of(jax.local_devices())
     )
-
-
-def memory_of(devices: Sequence[Any]) -> float | None:
-    """Return the least bytes that jax may take of these devices; None where it does not say.
-
-    By default jax takes three quarters of a GPU (XLA_PYTHON_CLIENT_MEM_FRACTION).
-    """
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    return min((float(limit) for limit in limits if limit), default=None)
 
 
 def _with_memory(cluster: ClusterSpec, memory: float | None) -> ClusterSpec:

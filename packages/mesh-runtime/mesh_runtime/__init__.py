@@ -16,6 +16,7 @@ from mesh_runtime.array_store import (
     file_sums,
     tile_boxes,
 )
+from mesh_runtime.device_memory import memory_of
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.host_batches import HostBatches, HostLeaf
 from mesh_runtime.in_process import InProcessRuntime
@@ -73,6 +74,7 @@ __all__ = [
     "chunk_shape",
     "fetched",
     "file_sums",
+    "memory_of",
     "restore_remote",
     "save_remote",
     "tile_boxes",

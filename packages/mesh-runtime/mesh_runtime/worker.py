@@ -24,6 +24,7 @@ from alpa_interchange.reshard import ReshardingPlan
 from alpa_interchange.schedule import Instruction, PipelineSchedule
 from mesh_runtime.array_store import ArrayReader, ArrayWriter, FileSums, Part, StoreError
 from mesh_runtime.carry import parts_of
+from mesh_runtime.device_memory import memory_of
 from mesh_runtime.exported import ExportedProgram
 from mesh_runtime.gpu_plane import GpuPair, GpuPlane, GpuTransport, GpuTransportMaker
 from mesh_runtime.heartbeats import Doing
@@ -125,6 +126,11 @@ class MeshWorker:
                 raise StepError(f"task {name!r} cannot be compiled: {error}") from error
         self._loaded[program.plan] = Loaded(program, instructions, tasks)
         return types
+
+    def memory(self) -> tuple[float | None, str]:
+        """Return the bytes that jax may take of each device here, if it says, and what they are."""
+        local = self.jax_mesh.local_devices
+        return memory_of(list(local)), str(local[0].device_kind)
 
     def gpu_obstacle(self) -> str:
         """Return why values cannot go from GPU to GPU here; "" if they can."""

@@ -254,3 +254,12 @@ def test_a_worker_gets_the_list_of_its_own_mesh_alone(pipeline):
     schedule = pipeline().schedule
     for mesh, instructions in enumerate(schedule.programs):
         assert from_json(own_list(schedule, mesh), PipelineSchedule).programs == (instructions,)
+
+
+def test_a_worker_says_how_much_jax_may_take_of_its_devices(workers, monkeypatch):
+    (worker,) = workers(1, (2, 2))
+    kind = type(jax.devices()[0])
+    monkeypatch.setattr(kind, "memory_stats", lambda self: {"bytes_limit": 100 + self.id})
+    assert worker.memory() == (100.0, jax.devices()[0].device_kind)
+    monkeypatch.setattr(kind, "memory_stats", lambda self: None)
+    assert worker.memory()[0] is None

@@ -15,9 +15,8 @@ from alpa_interchange import ParallelPlan
 from alpa_interchange.amounts import format_bytes
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.compiled_task import AnyMesh, CompiledTask
-from alpa_meta.named_cluster import memory_of
 from mesh_runtime import Executable as Program
-from mesh_runtime import InProcessRuntime, Runtime
+from mesh_runtime import InProcessRuntime, Runtime, memory_of
 from resharding.jax_executor import reshard
 
 
@@ -70,8 +69,14 @@ class LocalMeshes:
             )
             for sharding in plan.shardings
         )
-        _check_memory(plan, self.stages)
         meshes: Any = self.stages[: plan.stage_plan.num_meshes]
+        check_memory(
+            plan,
+            [
+                (memory_of(list(mesh.local_devices)), mesh.local_devices[0].device_kind)
+                for mesh in meshes
+            ],
+        )
         self.runtime: Runtime = InProcessRuntime(meshes, transfer=move, trace=trace)
 
     def platform(self, stage: int) -> str | None:
@@ -120,15 +125,16 @@ class LocalMeshes:
         return run
 
 
-def _check_memory(plan: ParallelPlan, stages: Sequence[AnyMesh]) -> None:
+def check_memory(plan: ParallelPlan, meshes: Sequence[tuple[float | None, str]]) -> None:
     """Warn of a plan that needs more memory than jax may take of its devices: a cluster that is
-    given by name has all that its devices have."""
-    for stage, (mesh, needed) in enumerate(zip(stages, plan.stage_plan.device_bytes, strict=False)):
-        limit = memory_of(list(mesh.local_devices))
+    given by name has all that its devices have. `meshes` are the bytes that may be taken of each
+    device, if it is known, and the kind of the devices."""
+    for stage, needed in enumerate(plan.stage_plan.device_bytes):
+        limit, kind = meshes[stage % len(meshes)]
         if limit is not None and needed > limit:
             warnings.warn(
                 f"the plan needs {format_bytes(needed)} on each device of stage {stage}, but jax "
-                f"may take only {format_bytes(limit)} of {mesh.local_devices[0].device_kind}, so "
+                f"may take only {format_bytes(limit)} of {kind}, so "
                 "the step may run out of memory; let jax take more "
                 "(XLA_PYTHON_CLIENT_MEM_FRACTION=0.95, by default 0.75), or plan for what it may "
                 f"take with memory={limit:.0f} (--memory {limit:.0f})",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from alpa_interchange import (
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.compiled_task import AnyMesh, CompiledTask
 from alpa_meta.execution.exported_function import exported
+from alpa_meta.execution.meshes import check_memory
 from alpa_meta.inter_op.meshes import host_of
 from alpa_meta.spmd import abstract_mesh
 from mesh_runtime import Executable as Program
@@ -109,9 +111,9 @@ class RayMeshes:
                 plan.shardings[: plan.stage_plan.num_meshes], self._platforms, strict=False
             )
         )
-        self.runtime: Runtime = RayRuntime(
-            pool.workers(meshes), planner=planner_for(plan.cluster), trace=trace
-        )
+        workers = pool.workers(meshes)
+        check_memory(plan, _memory(workers))
+        self.runtime: Runtime = RayRuntime(workers, planner=planner_for(plan.cluster), trace=trace)
 
     def platform(self, stage: int) -> str | None:
         """Return "cpu" or "gpu"."""
@@ -168,6 +170,18 @@ def ray_mesh(cluster: ClusterSpec, mesh: DeviceMesh, platform: str, options: Ray
         num_cpus=options.cpus_per_actor,
         num_gpus=counts.pop() if platform == "gpu" else 0,
     )
+
+
+def _memory(workers: RayWorkers) -> list[tuple[float | None, str]]:
+    """Return for each mesh the least bytes that jax may take of a device, and what devices they
+    are."""
+    found: dict[int, list[tuple[float | None, str]]] = {}
+    for worker, memory in workers.work("memory", [(one, ()) for one in workers.workers]):
+        found.setdefault(worker.mesh, []).append(memory)
+    return [
+        min(found[mesh], key=lambda one: math.inf if one[0] is None else one[0])
+        for mesh in range(len(workers.meshes))
+    ]
 
 
 def _platform(cluster: ClusterSpec, mesh: DeviceMesh, options: RayOptions) -> str:

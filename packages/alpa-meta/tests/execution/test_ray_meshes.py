@@ -1,5 +1,7 @@
 """Plans on Ray: where meshes stand, and what is refused before any process starts."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from attrs import evolve
 
 import alpa_meta as alpa
 from alpa_interchange import DeviceMesh, LogicalMesh, MeshAxis, SubmeshSpec
+from alpa_meta.execution import ray_meshes
 from alpa_meta.execution.ray_meshes import RayMeshes, RayPool, ray_mesh
 from cost_model import cluster as named_cluster
 from mesh_runtime import RayOptions
@@ -61,3 +64,33 @@ def test_devices_that_workers_cannot_have_are_refused():
     plan = evolve(plan, cluster=evolve(plan.cluster, host_groups=groups))
     with pytest.raises(alpa.PlanError, match=r"runs on CPUs and GPUs, but cluster .* has 'tpu'"):
         RayMeshes(plan, RayPool(RayOptions()), "none")
+
+
+class Workers:
+    """Stands for the workers of a mesh on two hosts, of which one may take less memory."""
+
+    closed = ""
+    meshes, workers = (None,), tuple(SimpleNamespace(mesh=0, host=host) for host in range(2))
+
+    def __init__(self, *limits):
+        self.limits = limits
+
+    def work(self, method, calls):
+        assert method == "memory"
+        return [(worker, (self.limits[worker.host], "NVIDIA H100")) for worker, _ in calls]
+
+
+@pytest.mark.parametrize(("less", "warnings"), [(1, 1), (0, 0), (None, 0)])
+def test_a_plan_is_held_to_the_memory_that_jax_may_take_on_the_workers(
+    monkeypatch, recwarn, less, warnings
+):
+    plan = alpa.parallelize(step, cluster="host:4", num_stages=1).plan_for(*SHAPES)
+    (needed,) = plan.stage_plan.device_bytes
+    limits = (None, None) if less is None else (2 * needed, needed - less)
+    pool = RayPool(RayOptions())
+    monkeypatch.setattr(pool, "workers", lambda meshes: Workers(*limits))
+    monkeypatch.setattr(ray_meshes, "RayRuntime", lambda *_, **__: None)
+    RayMeshes(plan, pool, "none")
+    said = [str(one.message) for one in recwarn if one.category is RuntimeWarning]
+    assert len(said) == warnings
+    assert all("stage 0" in one and "of NVIDIA H100" in one for one in said)
