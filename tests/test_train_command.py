@@ -14,6 +14,7 @@ import pytest
 import alpa_meta as alpa
 from alpa_interchange import load
 from alpa_interchange.plan import ParallelPlan
+from alpa_meta.api import ParallelStep
 from alpa_meta.cli import run
 
 SIZES = (
@@ -43,10 +44,14 @@ def _state(folder):
 
 @pytest.fixture(scope="module")
 def whole_and_output(tmp_path_factory):
-    """Return the folder of a run of 12 steps without an interruption, and what it printed."""
+    """Return the folder of a run of 12 steps without an interruption, and what it printed; the
+    state that it begins with is made once."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    made, init = [], ParallelStep.init
+    with contextlib.redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParallelStep, "init", lambda *given: made.append(0) or init(*given))
         _train(folder, "--steps", "12", "--compare", "3")
+    assert len(made) == 1
     return folder, output.getvalue()
 
 

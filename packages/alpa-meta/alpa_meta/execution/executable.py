@@ -133,13 +133,17 @@ class Executable:
         with no_mesh():
             return self._run(inputs, computed)
 
+    def prepare(self) -> None:
+        """Compile all tasks, if that is not done; else the first call does. Workers on Ray have."""
+        if not self._compiled and not self._remote:
+            compile_together(self.tasks.values())
+        self._compiled = True
+
     def _run(self, inputs: Sequence[Any], computed: Sequence[bool] | None) -> list[Any]:
         if not self._remote:
             inputs = [np.asarray(one) if isinstance(one, HostLeaf) else one for one in inputs]
-        if not self._compiled:
-            self._compiled = True
-            if len(self.tasks) > 1 and not self._remote:
-                compile_together(self.tasks.values())
+        if len(self.tasks) > 1:
+            self.prepare()
         inputs = parted(self.planned.program, [*inputs, *self._given(inputs)])
         buffers: dict[str, Any] = {}
         placed = list(inputs)

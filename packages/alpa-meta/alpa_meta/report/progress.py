@@ -31,6 +31,7 @@ STAGES = {  # what the planner calls its work, and what the user reads
     "plan": "plan every mesh",
     "stages": "plan the chosen stages",
     "compile": "compile",
+    "start workers": "start workers on Ray, which compile",
     "explain": "price the alternatives",
     "replan": "plan again",
     "thresholds": "look where the plan changes",

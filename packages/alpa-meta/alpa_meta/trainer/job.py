@@ -32,7 +32,7 @@ from alpa_meta.trainer.host_devices import check_devices
 from alpa_meta.trainer.loop import OneDeviceStep, host_batches, run_steps
 from alpa_meta.trainer.metrics import StepMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
-from alpa_meta.trainer.planning import Parallelism, batch_shapes, parallel_step
+from alpa_meta.trainer.planning import Parallelism, batch_shapes, compile_step, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder, check_metrics
 from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settings_to_json
@@ -153,10 +153,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     print_plan(plan, console)
     folder.check_room(sum(one.size * one.dtype.itemsize for one in jax.tree.leaves(shapes[0])))
     batches = host_batches(text.train, settings)
-    with stages_progress(console) as progress:
-        progress("compile", 0, 1)
-        step(start.state_of(step), batches[start.step])
-        progress("compile", 1, 1)
+    compile_step(step, request.ray, console)
     state = start.state_of(step)
     recorder = RunRecorder(
         folder=folder,

@@ -83,6 +83,15 @@ def parallel_step(
     return alpa.parallelize(step, cluster=cluster, options=options)
 
 
+def compile_step(step: Any, ray: RayOptions | None, console: Console) -> None:
+    """Compile a step that is planned; on Ray its workers are started for it."""
+    stage = "compile" if ray is None else "start workers"
+    with stages_progress(console) as progress:
+        progress(stage, 0, 1)
+        step.executable.prepare()
+        progress(stage, 1, 1)
+
+
 def _options(
     parallelism: Parallelism,
     plan: ParallelPlan | None = None,
