@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Sequence
-from typing import Any
 
 from alpa_meta.errors import NonFiniteError, PlanError
 from alpa_meta.extras import EXTRA_OF, missing
+from alpa_meta.stopping import CommandSignals, Stopped, stopped_by, stopped_of
 
 EXIT_FAILED_RUN = 1
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
     """Run the command line of this process and exit with its status."""
-    sys.unraisablehook = _interrupt_again
-    sys.exit(run(sys.argv[1:]))
+    signals = CommandSignals()
+    signals.begin()
+    try:
+        status = run(sys.argv[1:])
+    except Exception:  # what came of a signal in code that turns it into another error
+        if signals.received is None:
+            raise
+        status = _stopped(signals.received)
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -29,17 +33,17 @@ def run(arguments: Sequence[str]) -> int:
 
         application(arguments)(list(arguments), prog_name="alpa")
     except SystemExit as end:
+        if (stopped := stopped_by(end)) is not None:
+            return _stopped(stopped)
         return end.code if isinstance(end.code, int) else 0
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as error:
+        return _stopped(stopped_of(error))
     except PlanError as error:
         return _refused(str(error))
     except NonFiniteError as error:
         _refused(f"{error.found}; nothing was updated, and the steps before it are saved")
         return EXIT_FAILED_RUN
     except ImportError as error:
-        if _is_interrupted(error):
-            return EXIT_INTERRUPTED
         name = error.name or ""
         if name not in EXTRA_OF:
             raise
@@ -53,25 +57,9 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _interrupt_again(swallowed: Any) -> None:
-    """Send an interrupt again that Python could not raise. jax calls back from the garbage
-    collector, where most of Ctrl-C arrives while modules are imported, and is dropped. It is sent
-    when that collection has most likely ended: sent after 10 ms, half came a wait too late."""
-    if swallowed.exc_type is not KeyboardInterrupt:
-        sys.__unraisablehook__(swallowed)
-        return
-    main = threading.main_thread().ident
-    assert main is not None
-    again = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT])
-    again.daemon = True
-    again.start()
-
-
-def _is_interrupted(error: BaseException | None) -> bool:
-    """Return whether an interrupt led to an error, as while compiled modules are imported."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
+def _stopped(found: Stopped) -> int:
+    print(f"alpa: {found}", file=sys.stderr)
+    return found.exit_status
 
 
 def _refused(message: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.report.chrome_trace import read_trace, write_trace
 from alpa_meta.report.predicted_events import predicted_events
 from alpa_meta.report.prometheus import Sample, read_samples
+from alpa_meta.stopping import stopped_of
 
 REFRESH_SECONDS = 1.0
 NARROW = 80  # columns, below which the times of the parts would be cut off
@@ -83,8 +85,9 @@ def top(
                 time.sleep(REFRESH_SECONDS)
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
-    except KeyboardInterrupt:
-        return
+    except KeyboardInterrupt as interrupt:  # Ctrl-C is how one leaves it
+        if stopped_of(interrupt).signal is not signal.SIGINT:
+            raise
 
 
 def _newest(path: Path, width: int) -> RenderableType:

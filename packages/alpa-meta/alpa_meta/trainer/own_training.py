@@ -32,7 +32,7 @@ from alpa_meta.step.pure_call import OneDevice
 from alpa_meta.trainer.host_devices import check_devices
 from alpa_meta.trainer.metrics import OwnMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
-from alpa_meta.trainer.planning import Parallelism, parallel_step
+from alpa_meta.trainer.planning import Parallelism, compile_step, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder, check_metrics
 from alpa_meta.trainer.signals import StopSignals
@@ -131,11 +131,13 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         say=console.print,
         begin_saving=step.save,
     )
+    compile_step(step, request.ray, console)
+    state = start.state_of(step)
     monitor = Monitor(step, request.metrics or folder.samples, console.print)
     with StopSignals() as signals, contextlib.closing(monitor):
         try:
             given = itertools.chain([batch], batches)
-            _train(request, start, step, given, recorder, monitor, signals, console)
+            _train(request, start, step, state, given, recorder, monitor, signals, console)
         except NonFiniteError as error:
             if recorder.steps:
                 recorder.state, _ = after_step(recorder.state, error.result)
@@ -195,6 +197,7 @@ def _train(
     request: OwnRequest,
     start: _Start,
     step: Any,
+    state: Any,
     batches: Iterator[Any],
     recorder: RunRecorder[OwnMetrics],
     monitor: Monitor,
@@ -206,7 +209,7 @@ def _train(
     plain, other = OneDevice(start.program.train_step), None
     if request.comparison_steps:
         other = start.state_on_one_device()
-    state, difference, compared = start.state_of(step), 0.0, 0
+    difference, compared = 0.0, 0
     for number in range(start.step, start.stop):
         if signals.received is not None:
             return

@@ -18,6 +18,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._wakeup = -1
 
     @property
     def exit_status(self) -> int:
@@ -28,11 +29,14 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # elsewhere none can be set
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self._wakeup = signal.set_wakeup_fd(-1)  # of what ends the command at a signal
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is signal.SIGINT and number == signal.SIGINT:

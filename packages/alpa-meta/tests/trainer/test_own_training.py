@@ -1,6 +1,8 @@
 """`alpa train --step` where a batch is not finite."""
 
 import json
+import signal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ import pytest
 
 import alpa_meta as alpa
 from alpa_meta.cli import EXIT_FAILED_RUN, run
+from alpa_meta.execution.executable import Executable
+from alpa_meta.stopping import Stopped
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -144,3 +148,13 @@ def test_a_place_for_metrics_that_is_none_is_refused_at_the_start(program, capsy
     assert program("--metrics", "nowhere/x.prom") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "nowhere/x.prom: cannot be written: No such file" in line
+
+
+def test_a_signal_while_the_step_is_compiled_is_not_kept_for_later(program, monkeypatch, capsys):
+    def interrupted(executable):
+        raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(Executable, "prepare", interrupted)
+    assert program("--steps", "3") == 143
+    assert capsys.readouterr().err == "alpa: stopped by SIGTERM\n"
+    assert not Path("run").exists()

@@ -1,0 +1,110 @@
+"""SIGINT and SIGTERM while the command `alpa` plans, compiles or starts workers: an end at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_IMPORTING = "<frozen importlib._bootstrap>"
+_PATIENCE_SECONDS = 5.0
+"""What the main thread has to end after a signal, with the processes it started. Compiling a large
+program with XLA takes longer, and hears of no signal meanwhile; Ray's shutdown takes 1 to 2 s on
+two idle cores, and what it leaves is ended by its reaper."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the command."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+    @property
+    def exit_status(self) -> int:
+        """What a shell expects of a process that a signal ended."""
+        return 128 + self.signal
+
+    def __str__(self) -> str:
+        return f"stopped by {self.signal.name}"
+
+
+def stopped_of(interrupt: KeyboardInterrupt) -> Stopped:
+    """Return which signal an interrupt is of."""
+    return interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
+
+
+def stopped_by(error: BaseException | None) -> Stopped | None:
+    """Return the signal that led to an error; None if none did."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return None if error is None else stopped_of(error)
+
+
+class CommandSignals:
+    """From `begin` on, the first of SIGINT and SIGTERM raises `Stopped` in the main thread, and the
+    process is ended where that does not end within some seconds: at once while it imports modules,
+    since compiled ones print and change what is raised in them. Signals that the parent has ignored
+    stay so; those that come later change nothing, so that what was started is ended in peace."""
+
+    def __init__(self) -> None:
+        self.received: Stopped | None = None
+
+    def begin(self) -> None:
+        """Take over the signals of this process."""
+        sys.unraisablehook = self._again
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._stop)
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = Stopped(number)
+            if _imports(frame):
+                _end(self.received)
+            raise self.received
+
+    def _watch(self, heard: int) -> None:
+        """End the process some seconds after a signal; `StopSignals` keeps them from here."""
+        while (number := os.read(heard, 1)[0]) not in _SIGNALS:
+            pass
+        time.sleep(_PATIENCE_SECONDS)
+        _end(Stopped(number))
+
+    def _again(self, swallowed: Any) -> None:
+        """Send a signal again that Python could not raise. jax calls back from the garbage
+        collector, where most of Ctrl-C arrives while modules are imported, and is dropped. It is
+        sent when that collection has most likely ended: sent after 10 ms, half came a wait too
+        late."""
+        found = stopped_by(swallowed.exc_value)
+        if found is None:
+            sys.__unraisablehook__(swallowed)
+            return
+        main = threading.main_thread().ident
+        assert main is not None
+        self.received = None
+        again = threading.Timer(0.2, signal.pthread_kill, [main, found.signal])
+        again.daemon = True
+        again.start()
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported."""
+    while frame is not None and frame.f_code.co_filename != _IMPORTING:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _end(stopped: Stopped) -> None:
+    show_cursor = "\033[?25h" if os.isatty(2) else ""  # a bar hides it
+    os.write(2, f"{show_cursor}alpa: {stopped}\n".encode())
+    os._exit(stopped.exit_status)
