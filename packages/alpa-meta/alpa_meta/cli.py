@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from alpa_meta.errors import NonFiniteError, PlanError
 from alpa_meta.extras import EXTRA_OF, missing
-from alpa_meta.stopping import CommandSignals, Stopped, stopped_by, stopped_of
+from alpa_meta.stopping import CommandSignals, stopped_by
 
 EXIT_FAILED_RUN = 1
 EXIT_USER_ERROR = 2
@@ -17,49 +17,41 @@ def main() -> None:
     """Run the command line of this process and exit with its status."""
     signals = CommandSignals()
     signals.begin()
-    try:
-        status = run(sys.argv[1:])
-    except Exception:  # what came of a signal in code that turns it into another error
-        if signals.received is None:
-            raise
-        status = _stopped(signals.received)
-    sys.exit(status)
+    sys.exit(run(sys.argv[1:], signals))
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Return the exit status of a command line; a user's mistake prints one message and gives 2."""
+def run(arguments: Sequence[str], signals: CommandSignals | None = None) -> int:
+    """Return the exit status of a command line; a user's mistake prints one message and gives 2, a
+    signal prints which."""
     try:
         from alpa_meta.commands import application
 
         application(arguments)(list(arguments), prog_name="alpa")
-    except SystemExit as end:
-        if (stopped := stopped_by(end)) is not None:
-            return _stopped(stopped)
-        return end.code if isinstance(end.code, int) else 0
-    except KeyboardInterrupt as error:
-        return _stopped(stopped_of(error))
-    except PlanError as error:
-        return _refused(str(error))
-    except NonFiniteError as error:
-        _refused(f"{error.found}; nothing was updated, and the steps before it are saved")
-        return EXIT_FAILED_RUN
-    except ImportError as error:
-        name = error.name or ""
-        if name not in EXTRA_OF:
-            raise
-        return _refused(str(missing(name, "this command")))
-    except ValueError as error:
-        from alpa_interchange import DocumentError
-
-        if not isinstance(error, DocumentError):
-            raise
-        return _refused(str(error))
+    except BaseException as error:
+        # of a signal whatever may have come in code that does not hand it on
+        stopped = (signals and signals.received) or stopped_by(error)
+        if stopped is None:
+            return _failed(error)
+        print(f"alpa: {stopped}", file=sys.stderr)
+        return stopped.exit_status
     return 0
 
 
-def _stopped(found: Stopped) -> int:
-    print(f"alpa: {found}", file=sys.stderr)
-    return found.exit_status
+def _failed(error: BaseException) -> int:
+    """Return the exit status of a command that raised an error, having said what it is; what is no
+    mistake of the user is raised on."""
+    from alpa_interchange import DocumentError
+
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 0
+    if isinstance(error, PlanError | DocumentError):
+        return _refused(str(error))
+    if isinstance(error, NonFiniteError):
+        _refused(f"{error.found}; nothing was updated, and the steps before it are saved")
+        return EXIT_FAILED_RUN
+    if isinstance(error, ImportError) and error.name in EXTRA_OF:
+        return _refused(str(missing(str(error.name), "this command")))
+    raise error
 
 
 def _refused(message: str) -> int:

@@ -7,15 +7,16 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _IMPORTING = "<frozen importlib._bootstrap>"
 _PATIENCE_SECONDS = 5.0
-"""What the main thread has to end after a signal, with the processes it started. Compiling a large
-program with XLA takes longer, and hears of no signal meanwhile; Ray's shutdown takes 1 to 2 s on
-two idle cores, and what it leaves is ended by its reaper."""
+"""What the main thread has to end after a signal: compiling a large program with XLA takes longer,
+and hears of no signal meanwhile; Ray's shutdown takes 1 to 2 s on two idle cores."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -48,9 +49,10 @@ def stopped_by(error: BaseException | None) -> Stopped | None:
 
 class CommandSignals:
     """From `begin` on, the first of SIGINT and SIGTERM raises `Stopped` in the main thread, and the
-    process is ended where that does not end within some seconds: at once while it imports modules,
-    since compiled ones print and change what is raised in them. Signals that the parent has ignored
-    stay so; those that come later change nothing, so that what was started is ended in peace."""
+    process is ended, with all it started, where that does not end within some seconds. It is ended
+    at once while it imports modules, since compiled ones print and change what is raised in them,
+    and while it waits for Ray, which may crash. Signals that the parent has ignored stay so; those
+    that come later change nothing, so that what was started is ended in peace."""
 
     def __init__(self) -> None:
         self.received: Stopped | None = None
@@ -69,7 +71,7 @@ class CommandSignals:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = Stopped(number)
-            if _imports(frame):
+            if _is_fragile(frame):
                 _end(self.received)
             raise self.received
 
@@ -97,14 +99,34 @@ class CommandSignals:
         again.start()
 
 
-def _imports(frame: FrameType | None) -> bool:
-    """Return whether a module is being imported."""
-    while frame is not None and frame.f_code.co_filename != _IMPORTING:
+def _is_fragile(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported, or Ray is at work."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_code.co_filename == _IMPORTING or package == "ray":
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def _end(stopped: Stopped) -> None:
+    for process in _descendants():
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
     show_cursor = "\033[?25h" if os.isatty(2) else ""  # a bar hides it
     os.write(2, f"{show_cursor}alpa: {stopped}\n".encode())
     os._exit(stopped.exit_status)
+
+
+def _descendants() -> list[int]:
+    """Return the processes that this one has started, and those have, where the system lists them:
+    what Ray leaves of a node that is killed ends up to a minute later."""
+    children: dict[int, list[int]] = {}
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(place.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(place.parent.name))
+    found = children.get(os.getpid(), [])
+    for process in found:  # which grows
+        found += children.get(process, [])
+    return found

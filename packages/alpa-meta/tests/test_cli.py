@@ -12,7 +12,7 @@ from alpa_meta.cli import run
 
 SIGNALLED = """
 import gc, os, signal, time
-import sys, importlib.abc, importlib.util
+import subprocess, sys, importlib.abc, importlib.util
 from alpa_meta import cli, commands, stopping
 
 # it is ignored where the tests were started in the background of a shell
@@ -43,6 +43,15 @@ def ending():
 def in_an_import():
     import signalled
 
+def with_a_process():
+    global started
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    deaf()
+
+def in_ray():
+    exec("import os; os.kill(os.getpid(), NUMBER)", {"__name__": "ray.worker", "NUMBER": NUMBER})
+    time.sleep(30)
+
 def turned_into_another():
     try:
         at_once()
@@ -53,9 +62,8 @@ def turned_into_another():
 def deaf():
     # stands for a compiler, in which no signal is heard
     stopping._PATIENCE_SECONDS = 0.1
-    os.kill(os.getpid(), NUMBER)
     try:
-        time.sleep(30)
+        at_once()
     except KeyboardInterrupt:
         time.sleep(30)
 
@@ -81,7 +89,17 @@ cli.main()
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "where", ["swallowed", "at_once", "ending", "deaf", "in_an_import", "turned_into_another"]
+    "where",
+    [
+        "swallowed",
+        "at_once",
+        "ending",
+        "deaf",
+        "in_an_import",
+        "turned_into_another",
+        "with_a_process",
+        "in_ray",
+    ],
 )
 def test_a_signal_ends_the_command_with_one_line_wherever_it_arrives(number, where):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
