@@ -276,6 +276,20 @@ def test_a_fixed_point_with_its_own_gradient(agrees, options):
     agrees(_step_of(loss), make_params(), BATCHES, **options)
 
 
+def test_gradients_accumulated_by_the_users_own_scan(agrees):
+    # all computing is in the loop: no forward pass is left that stages could cut
+    def step(params, batch):
+        def body(total, part):
+            loss, gradients = jax.value_and_grad(mean_loss)(params, part)
+            return jax.tree.map(jnp.add, total, gradients), loss
+
+        parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+        total, losses = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts)
+        return descend(params, jax.tree.map(lambda g: g / 4, total)), {"losses": losses}
+
+    agrees(step, make_params(), BATCHES, cluster="host:8")
+
+
 def test_a_step_that_returns_only_its_state(close):
     def step(params, batch):
         return descend(params, jax.grad(mean_loss)(params, batch))

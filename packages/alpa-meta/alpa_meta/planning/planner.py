@@ -234,6 +234,8 @@ def _from_menu(
             f"cannot be cut into more than {outlook.num_layers}; use "
             f"num_stages={outlook.num_layers}"
         )
+    if all(layer is None for layer in outlook.staging.layers):
+        return None  # gradients are made inside a loop: there is no forward pass to be cut
     counts = [options.num_microbatches] if options.num_microbatches else None
     meshes = [(submesh, mesh) for submesh, mesh, _ in meshes_to_plan(outlook, model, options)]
     if not (options.pins or options.preset or options.mesh_shape):  # which name axes
