@@ -7,12 +7,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MARK = "ALPA_COMMAND"  # the variable that all processes have which a command started
 _IMPORTING = "<frozen importlib._bootstrap>"
 _PATIENCE_SECONDS = 5.0
 """What the main thread has to end after a signal: compiling a large program with XLA takes longer,
@@ -60,6 +62,7 @@ class CommandSignals:
     def begin(self) -> None:
         """Take over the signals of this process."""
         sys.unraisablehook = self._again
+        os.environ[_MARK] = f"{os.getpid()} at {time.time_ns()}"
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._stop)
@@ -110,7 +113,7 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 
 def _end(stopped: Stopped) -> None:
-    for process in _descendants():
+    for process in _started():
         with suppress(OSError):
             os.kill(process, signal.SIGKILL)
     show_cursor = "\033[?25h" if os.isatty(2) else ""  # a bar hides it
@@ -118,15 +121,12 @@ def _end(stopped: Stopped) -> None:
     os._exit(stopped.exit_status)
 
 
-def _descendants() -> list[int]:
-    """Return the processes that this one has started, and those have, where the system lists them:
-    what Ray leaves of a node that is killed ends up to a minute later."""
-    children: dict[int, list[int]] = {}
-    for place in Path("/proc").glob("[0-9]*/stat"):
+def _started() -> Iterator[int]:
+    """Yield the processes that this one has started, and those have, where the system lists them.
+    Where Ray's node is killed, or ends by itself as on a busy machine, its agents are children of
+    nobody we know, and end up to a minute later."""
+    mark = f"{_MARK}={os.environ.get(_MARK)}".encode()
+    for place in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            parent = int(place.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(place.parent.name))
-    found = children.get(os.getpid(), [])
-    for process in found:  # which grows
-        found += children.get(process, [])
-    return found
+            if mark in place.read_bytes().split(b"\0") and int(place.parent.name) != os.getpid():
+                yield int(place.parent.name)

@@ -44,8 +44,10 @@ def in_an_import():
     import signalled
 
 def with_a_process():
-    global started
-    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    # whose parent has gone
+    sleeper = "import time; time.sleep(60)"
+    starter = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeper!r}])"
+    subprocess.run([sys.executable, "-c", starter])
     deaf()
 
 def in_ray():
