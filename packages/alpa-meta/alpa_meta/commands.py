@@ -30,6 +30,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.extras import require
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.versions import installed_versions
+from alpa_meta.writable import check_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -364,6 +365,7 @@ def show(
     from alpa_interchange.plan import ParallelPlan
     from alpa_meta.report.plan_table import print_plan
 
+    check_file(picture, "--picture")
     loaded = load(plan, ParallelPlan)
     terminal = console()
     print_plan(loaded, terminal, every_parameter=parameters)

@@ -13,6 +13,7 @@ import typer
 from alpa_interchange import KeptMenu, ParallelPlan, load, load_menu, menu_path
 from alpa_interchange.amounts import parse_bandwidth, parse_bytes
 from alpa_meta.errors import PlanError
+from alpa_meta.writable import check_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,6 +41,7 @@ def explain_command(
     from alpa_meta.report import plan_changes
     from alpa_meta.report.progress import stages_progress
 
+    check_file(picture, "--picture")
     loaded, kept = _loaded(plan, menu)
     with stages_progress(_console(stderr=json)) as progress:
         found = explain(loaded, kept, progress)

@@ -168,3 +168,24 @@ def test_state_that_cannot_fit_is_refused_before_the_planner_is_imported():
     )
     assert found.returncode == 0, found.stderr
     assert "the state alone takes" in found.stderr
+
+
+@pytest.mark.parametrize("option", ["--out", "--picture", "--schedule-csv"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_planned(
+    option, tmp_path, capsys, monkeypatch
+):
+    def planned(*_, **__):
+        raise AssertionError("it was planned")
+
+    monkeypatch.setattr("alpa_meta.trainer.planning.parallel_step", planned)
+    assert run(["plan", "--cluster", "host:2", option, str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert f"cannot be written: Is a directory; choose another file with {option}" in said.err
+
+
+@pytest.mark.parametrize("command", ["show", "explain"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_plan_is_read(
+    command, tmp_path, capsys
+):
+    assert run([command, str(tmp_path / "plan.json"), "--picture", str(tmp_path)]) == 2
+    assert "choose another file with --picture" in capsys.readouterr().err

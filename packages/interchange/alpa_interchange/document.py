@@ -87,12 +87,13 @@ def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     path = Path(path)
     try:
         size = path.stat().st_size
+        if size > MAX_DOCUMENT_BYTES:
+            raise DocumentError(
+                f"{path}: {size} bytes; a document has at most {MAX_DOCUMENT_BYTES}"
+            )
+        text = path.read_bytes().decode()
     except OSError as error:
         raise DocumentError(f"{path}: cannot be read: {error.strerror}") from None
-    if size > MAX_DOCUMENT_BYTES:
-        raise DocumentError(f"{path}: {size} bytes; a document has at most {MAX_DOCUMENT_BYTES}")
-    try:
-        text = path.read_bytes().decode()
     except UnicodeDecodeError:
         raise DocumentError(
             f"{path}: is not UTF-8 text, so it is no interchange document"

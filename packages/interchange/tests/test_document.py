@@ -165,6 +165,8 @@ def test_a_file_that_is_missing_too_large_or_no_text_is_refused(
     path = tmp_path / "mesh.json"
     with pytest.raises(DocumentError, match=r"mesh\.json: cannot be read"):
         load(path, LogicalMesh)
+    with pytest.raises(DocumentError, match="cannot be read: Is a directory"):
+        load(tmp_path, LogicalMesh)
     path.write_bytes(b"\x00\xff\xfe")
     with pytest.raises(DocumentError, match="is not UTF-8 text"):
         load(path, LogicalMesh)

@@ -34,11 +34,12 @@ from alpa_meta.trainer.metrics import StepMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
 from alpa_meta.trainer.planning import Parallelism, batch_shapes, compile_step, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
-from alpa_meta.trainer.run_folder import RunFolder, check_metrics
+from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settings_to_json
 from alpa_meta.trainer.signals import StopSignals
 from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
 from alpa_meta.trainer.text import Text, read_text
+from alpa_meta.writable import check_file
 from mesh_runtime import HostBatches, RayOptions
 
 EXTRA_STEPS = 100  # what resuming a finished run adds
@@ -118,7 +119,7 @@ def run_training(request: TrainRequest, console: Console) -> TrainResult:
     folder = RunFolder(request.out if request.resume is None else request.resume)
     start = _start_of(request, console)
     folder.check_writable()
-    check_metrics(request.metrics)
+    check_file(request.metrics, "--metrics")
     if request.resume is None:
         folder.check_new()
     settings = start.settings

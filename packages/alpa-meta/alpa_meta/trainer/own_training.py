@@ -34,8 +34,9 @@ from alpa_meta.trainer.metrics import OwnMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
 from alpa_meta.trainer.planning import Parallelism, compile_step, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
-from alpa_meta.trainer.run_folder import RunFolder, check_metrics
+from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.signals import StopSignals
+from alpa_meta.writable import check_file
 from mesh_runtime import HostLeaf, RayOptions
 
 STEPS = 20  # of a run, and what resuming one adds
@@ -96,7 +97,7 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
     folder = RunFolder(request.resume or request.out)
     start = _start_of(request, console)
     folder.check_writable()
-    check_metrics(request.metrics)
+    check_file(request.metrics, "--metrics")
     if request.resume is None:
         folder.check_new()
     program = start.program

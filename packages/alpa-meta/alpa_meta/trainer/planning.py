@@ -23,6 +23,7 @@ from alpa_meta.planning.memory_floor import check_arguments_fit
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress
+from alpa_meta.writable import check_file
 from mesh_runtime import RayOptions
 from stage_dp import schedule_of, torch_csv
 
@@ -133,6 +134,9 @@ def make_plan(
     schedule_csv: Path | None = None,
 ) -> ParallelPlan:
     """Return the plan that was asked for, having shown it and written it where asked."""
+    check_file(out, "--out", makes_folder=True)
+    check_file(picture, "--picture")
+    check_file(schedule_csv, "--schedule-csv")
     cluster = named_cluster(request.cluster)
     step, state, batch, exact = _program(request)
     console.print(cluster_table(cluster))

@@ -126,17 +126,3 @@ class RunFolder:
             if note:
                 say(note)
         return found
-
-
-def check_metrics(path: Path | None) -> None:
-    """Refuse a place where the newest step cannot be written, before any time is spent."""
-    if path is None:
-        return
-    why = "Is a directory" if path.is_dir() else None
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        why = error.strerror
-    if why is not None:
-        raise PlanError(f"{path}: cannot be written: {why}; choose another file with --metrics")

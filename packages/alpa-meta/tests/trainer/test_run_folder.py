@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from alpa_meta import PlanError
-from alpa_meta.trainer.run_folder import RunFolder, check_metrics
+from alpa_meta.trainer.run_folder import RunFolder
+from alpa_meta.writable import check_file
 
 
 def test_a_folder_that_can_be_made_is_accepted_and_not_made(tmp_path):
@@ -60,8 +61,8 @@ def test_a_folder_of_files_that_no_run_wrote_is_not_moved_aside(tmp_path):
 )
 def test_metrics_that_cannot_be_written_are_refused(tmp_path, place, why):
     (tmp_path / "file").write_text("")
-    check_metrics(None)
-    check_metrics(tmp_path / "x.prom")
+    check_file(None, "--metrics")
+    check_file(tmp_path / "x.prom", "--metrics")
     with pytest.raises(PlanError, match=f"cannot be written: {why}.*--metrics"):
-        check_metrics(tmp_path / place)
+        check_file(tmp_path / place, "--metrics")
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
