@@ -66,9 +66,9 @@ class Bounds:
     `seconds` t, `busy` of B t + u, `once` of t + u. `delayed`: the most backwards by weight that
     wait at once. `crossing` c [layers + 1, kinds, states + 1] by the layer where a stage stops and
     the free devices before it. `levels`: None where all places are alike, else the numbers of
-    stages that a pipeline may have. `window`: bounds are of the pipelines in it. `longest` [kinds]: the most
-    that a crossing may take; `share` the largest share of a forward in t. `parts` [sequences,
-    kinds, 3]: the least forward, forward with backward by input, and backward.
+    stages that a pipeline may have. `window`: bounds are of the pipelines in it. `longest` [kinds]:
+    the most that a crossing may take; `share` the largest share of a forward in t. `parts`
+    [sequences, kinds, 3]: the least forward, forward with backward by input, and backward.
     """
 
     space: Space
