@@ -204,6 +204,12 @@ def _by_chunks(params, x, chunk=3):
     return (before + jnp.einsum("bnts,bnsd->bntd", scores, values)).reshape(x.shape)
 
 
+def _documents(tokens):
+    """Return the number of each token's document, of those that end with a token 3."""
+    ends = (tokens == 3).astype(int)
+    return jnp.cumsum(ends, 1) - ends
+
+
 def _weights(model, params, scores, tokens):
     here, there = jnp.arange(TOKENS)[:, None], jnp.arange(TOKENS)[None]
     causal = here >= there
@@ -220,6 +226,10 @@ def _weights(model, params, scores, tokens):
     elif model.mask in ("segments", "segments -1e30"):
         alike = tokens[:, None, :, None] // 4 == tokens[:, None, None, :] // 4
         scores = jnp.where(causal & alike, scores, -1e30 if "-1e30" in model.mask else -jnp.inf)
+    elif model.mask in ("documents -1e30", "documents of others"):
+        ends = _documents(tokens if model.mask == "documents -1e30" else tokens + 1)
+        alike = _documents(tokens)[:, None, :, None] == ends[:, None, None]
+        scores = jnp.where(causal & alike, scores, -1e30)
     elif model.mask in ("learned bias", "learned bias of earlier tokens"):
         bias = params["b"][jnp.clip(here - there, 0, 15)][..., 0]
         masked = jnp.where(causal if model.mask == "learned bias" else here > there, 0.0, -1e9)

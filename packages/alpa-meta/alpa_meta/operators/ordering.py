@@ -118,6 +118,11 @@ def running_dim(eqn: JaxprEqn) -> int | None:
     return int(eqn.params["axis"]) if eqn.primitive.name in _JOINED else None
 
 
+def is_running_sum(eqn: JaxprEqn) -> bool:
+    """Return whether an equation makes running sums."""
+    return bool(eqn.primitive.name == "cumsum")
+
+
 def joined(eqn: JaxprEqn, local: Any, before: Any) -> Any:
     """Return the running values of a part of the dim, given the last ones of what is before it."""
     return _JOINED[eqn.primitive.name](local, before)

@@ -10,10 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
-from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, is_drop, shape_of
-from alpa_meta.operators import counted_dim, operator_of, sharding_rule
+from alpa_meta.compat import (
+    Atom,
+    JaxprEqn,
+    Literal,
+    Var,
+    dtype_of,
+    is_drop,
+    shape_of,
+)
+from alpa_meta.operators import counted_dim, operator_of, operator_signature, sharding_rule
+from alpa_meta.operators.cutting import rearrangement
 from alpa_meta.operators.elementwise import is_elementwise
 from alpa_meta.operators.intervals import (
     Interval,
@@ -23,6 +32,7 @@ from alpa_meta.operators.intervals import (
     of_type,
     results_of,
 )
+from alpa_meta.operators.ordering import is_running_sum
 from alpa_meta.token_slices.places import (
     KEY,
     ROW,
@@ -142,6 +152,11 @@ class Scope:
             found = self._counted(layout[counted], shape_of(var)[counted], where)
             exact = holds_exactly(dtype_of(var), float(shape_of(var)[counted]))
             return found if exact else of_type(dtype_of(var))
+        pieces = joined_pieces(eqn, layout, where, self.slices)
+        if pieces is not None:
+            return hull([self.bounds(*piece) for piece in pieces] or [of_type(dtype_of(var))])
+        if is_running_sum(eqn):
+            return self._of_sums(eqn, layout, where)
         layouts = operand_layouts(eqn, 0, layout, self.slices)
         if layouts is None:
             return of_type(dtype_of(var))
@@ -170,6 +185,26 @@ class Scope:
             return Interval(first, first, 1.0, size - 1 - first)
         start, stop = self._span(place, where.number)
         return Interval(float(start), stop - 1.0)
+
+    def _of_sums(self, eqn: JaxprEqn, layout: Layout, where: After | Diagonal) -> Interval:
+        """Return the bounds of running sums of integers: each of so many of them."""
+        (atom,), (result,), dim = eqn.invars, eqn.outvars, int(eqn.params["axis"])
+        held = tuple(None if d == dim else place for d, place in enumerate(layout))
+        each, place = self.bounds(atom, held, where).flat(), layout[dim]
+        size, dtype = shape_of(atom)[dim], dtype_of(result)
+        ends = float(each.low), float(each.high)
+        exact = all(end.is_integer() and holds_exactly(dtype, end * size) for end in ends)
+        if eqn.params["reverse"] or not exact:
+            return of_type(dtype)
+        count = self._counted(place, size, where)
+        count = evolve(count, low=count.low + 1, high=count.high + 1)
+        if each.constant is not None:
+            slope = each.low * count.slope
+            lows = sorted((each.low * count.low, each.low * count.high))
+            return Interval(lows[0], lows[1], slope, count.last)
+        count = count.flat()
+        low = min(each.low * count.low, each.low * count.high)
+        return Interval(low, max(each.high * count.low, each.high * count.high))
 
     def _span(self, place: Place, number: int) -> tuple[int, int]:
         """Return the rows of a slice, or the keys behind its last row."""
@@ -232,6 +267,46 @@ def operand_layouts(
     return layouts
 
 
+def joined_pieces(
+    eqn: JaxprEqn, layout: Layout, where: After | Diagonal, slices: Slices
+) -> list[tuple[Atom, Layout, After | Diagonal]] | None:
+    """Return the operands that hold a part of what is joined, or padded, along a dim of tokens, and
+    which part; None for what is not joined so."""
+    kind = rearrangement(eqn)
+    if kind not in ("joined", "padded"):
+        return None
+    if kind == "joined":
+        dim, atoms = eqn.params["dimension"], list(eqn.invars)
+        sizes = [shape_of(atom)[dim] for atom in atoms]
+    else:
+        source, filler = eqn.invars
+        config = [tuple(map(int, one)) for one in eqn.params["padding_config"]]
+        padded = [d for d, one in enumerate(config) if any(one)]
+        if len(padded) != 1 or min(config[padded[0]]) < 0 or config[padded[0]][2]:
+            return None
+        (dim,) = padded
+        low, high, _ = config[dim]
+        atoms, sizes = [filler, source, filler], [low, shape_of(source)[dim], high]
+    place = layout[dim]
+    if place is None or place.outer * place.inner > 1:
+        return None
+    cuts, first, pieces = slices.cuts_of(place), 0, []
+    for atom, size in zip(atoms, sizes, strict=True):
+        inside = tuple(min(max(cut - first, 0), size) for cut in cuts)
+        held = slices.settled(Place(place.kind, cuts=inside, after=size - inside[-1]))
+        own = tuple(held if d == dim else one for d, one in enumerate(layout))
+        own = own if shape_of(atom) else ()
+        if isinstance(where, After):
+            start, stop = inside[where.number : where.number + 2]
+            start, stop = (start, stop) if place.kind == ROW else (stop, inside[-1])
+            if start < stop:
+                pieces.append((atom, own, where))
+        elif place.kind == KEY and 0 <= where.key - first <= size - slices.tokens:
+            pieces.append((atom, own, Diagonal(where.key - first)))
+        first += size
+    return pieces
+
+
 _Labels = tuple[int | None, ...]
 """Which dim of a mask each dim of a value is along: -1 along the tokens, None along none."""
 
@@ -246,7 +321,7 @@ def _alike(one: tuple[Scope, Atom, _Labels], two: tuple[Scope, Atom, _Labels]) -
         return np.array_equal(first.val, second.val)
     if isinstance(first, Literal) or isinstance(second, Literal):
         return False
-    if first is second:
+    if scope is other and _is_same(scope, first, second):
         return labels == others
     made = [eqn for eqn in (scope.producer.get(first), other.producer.get(second)) if eqn]
     if len(made) < 2 or not all(is_elementwise(eqn) and len(eqn.outvars) == 1 for eqn in made):
@@ -262,6 +337,32 @@ def _alike(one: tuple[Scope, Atom, _Labels], two: tuple[Scope, Atom, _Labels]) -
         )
         for k, (one, two) in pairs
     )
+
+
+def _is_same(scope: Scope, one: Atom, two: Atom) -> bool:
+    """Return whether two values are one, or made by the same operators of the same values."""
+    pending, seen = [(one, two)], set()
+    while pending:
+        first, second = pending.pop()
+        if first is second or (id(first), id(second)) in seen:
+            continue
+        seen.add((id(first), id(second)))
+        if isinstance(first, Literal) and isinstance(second, Literal):
+            if first.aval != second.aval or not np.array_equal(first.val, second.val):
+                return False
+            continue
+        eqn, alike = (
+            None if isinstance(atom, Literal) else scope.producer.get(atom)
+            for atom in (first, second)
+        )
+        if eqn is None or alike is None:
+            return False
+        if eqn.effects or operator_signature(eqn) != operator_signature(alike):
+            return False
+        if eqn.outvars.index(first) != alike.outvars.index(second):
+            return False
+        pending += zip(eqn.invars, alike.invars, strict=True)
+    return True
 
 
 def _source(scope: Scope, atom: Atom, labels: _Labels) -> tuple[Scope, Atom, _Labels] | None:

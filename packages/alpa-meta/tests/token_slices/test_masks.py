@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from sliced_steps import CAUSAL, TOKENS, attention, check, cut, program, step_of
 
@@ -46,6 +47,30 @@ def lesser(mask, live, masked):
     return lambda scores, _: jax.nn.softmax(jnp.minimum(scores, jnp.where(mask, live, masked)))
 
 
+def with_sink(mask, front, constant=-1e30):
+    """Attend to a sink beside the keys, all masked together."""
+
+    def weigh(scores, weights):
+        sink = jnp.broadcast_to(weights["w"][0], (*scores.shape[:-1], 1))
+        order = slice(None, None, 1 if front else -1)
+        seen = jnp.ones((TOKENS, 1), bool)
+        both, masks = ((sink, scores)[order], (seen, mask)[order])
+        joined = jnp.where(jnp.concatenate(masks, -1), jnp.concatenate(both, -1), constant)
+        return jax.nn.softmax(joined)[..., 1 if front else 0 : None if front else -1]
+
+    return weigh
+
+
+def counted(more=0):
+    """Mask by numbers that are running sums of ones."""
+
+    def weigh(scores, _):
+        here, there = (jnp.cumsum(jnp.ones(TOKENS, int)) for _ in range(2))
+        return jax.nn.softmax(jnp.where(here[:, None] + more >= there, scores, -1e30))
+
+    return weigh
+
+
 MASKED = {
     "the lesser of scores and a mask": lesser(CAUSAL, jnp.inf, -1e30),
     "the lesser of scores and a finite mask": lesser(CAUSAL, 1e30, -1e30),
@@ -56,6 +81,9 @@ MASKED = {
     "the least of float16, widened": plus(
         lambda _: jnp.where(CAUSAL, 0, jnp.finfo("float16").min).astype("float16").astype(float)
     ),
+    "a sink in front, masked with the keys": with_sink(CAUSAL, True),
+    "a sink behind, masked with the keys": with_sink(CAUSAL, False, -jnp.inf),
+    "running sums of ones": counted(),
     "every third token": plus(lambda _: jnp.where(CAUSAL & _third(), 0.0, -1e30)),
 }
 
@@ -82,6 +110,9 @@ def test_weights_of_all_keys_are_cut_to_those_up_to_a_slice():
 
 
 LEAKING = {
+    "a sink in front of keys of one token more": with_sink(np.tri(TOKENS, k=1, dtype=bool), True),
+    "a sink behind keys of one token more": with_sink(np.tri(TOKENS, k=1, dtype=bool), False),
+    "running sums of ones, and one more": counted(1),
     "the lesser of scores and a mask of one token more": lesser(jnp.tri(TOKENS, k=1), 1e30, -1e30),
     "-1e9, scaled four times": scaled(-1e9, 4),
     "-1e9, scaled by 1e-9": scaled(-1e9, 1, 1e-9),

@@ -46,6 +46,7 @@ MODELS = [
     Model("window", loss="by place"),
     Model("tril -1e30", merged=True),
     Model("segments -1e30"),
+    Model("documents -1e30", scan=True, remat=True),
     Model("first set", loss="last"),
     Model("grouped", dropout=True),
     Model("token shift", merged=True, scan=True, remat=True, num_layers=2),
@@ -115,6 +116,7 @@ REFUSED = [
     (Model("bidirectional"), "reads tokens after its own"),
     (Model("anti-causal"), "reads tokens after its own"),
     (Model("padding -1e30"), "masks with a finite constant"),
+    (Model("documents of others"), "masks with a finite constant"),
     (Model("learned bias of earlier tokens"), "masks with a finite constant"),
     # a second mask may leave a token without a live key
     (Model("padding, then causal -1e30"), "masks with a finite constant"),
