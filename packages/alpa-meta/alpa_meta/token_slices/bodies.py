@@ -124,10 +124,12 @@ def _branches(
     for number, body in enumerate(bodies(eqn)):
         outer = dict(zip(open_jaxpr(body).invars, eqn.invars[1:], strict=True))
         walks.append(walk.body(eqn, number, inputs, outer, sweep))
-    made = zip(*(open_jaxpr(one.found.closed).outvars for one in walks), strict=True)
+    made = [*zip(*(open_jaxpr(one.found.closed).outvars for one in walks), strict=True)]
     values = tuple(_of_either(walks, atoms) for atoms in made)
-    for var in eqn.outvars:
+    for var, atoms in zip(eqn.outvars, made, strict=True):
         walk.scope.made_in.pop(var, None)  # by one of several
+        if len(only := _specified(walks, atoms)) == 1:
+            walk.scope.made_in[var] = only[0][0].scope, only[0][1], False
     results = [_leaving(walk, value, sweep) for value in values]
     return Branches(tuple(one.found for one in walks), values), results
 
@@ -135,7 +137,7 @@ def _branches(
 def _of_either(walks: Sequence[Walk], atoms: Sequence[Atom]) -> Value:
     """Return what is known of a result that one of several branches makes. What a branch leaves
     unspecified, only its own gradient is given, which does not read it."""
-    made = [pair for pair in zip(walks, atoms, strict=True) if not _is_unspecified(*pair)]
+    made = _specified(walks, atoms)
     values = [walk.found.value(atom) for walk, atom in made] or [walks[0].found.value(atoms[0])]
     parts = [value for value in values if value.in_parts]
     first = (parts or values)[0]
@@ -151,6 +153,10 @@ def _of_either(walks: Sequence[Walk], atoms: Sequence[Atom]) -> Value:
         rests.append(walk.masks.operand_rest(atom, value, layout))
         dead = dead or walk.masks.is_low(atom, layout, diagonal([layout], walk.slices))
     return Value("sliced", layout, when, rest=of_any(rests, dtype_of(atoms[0])), dead=dead)
+
+
+def _specified(walks: Sequence[Walk], atoms: Sequence[Atom]) -> list[tuple[Walk, Atom]]:
+    return [pair for pair in zip(walks, atoms, strict=True) if not _is_unspecified(*pair)]
 
 
 def _is_unspecified(walk: Walk, atom: Atom) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from alpa_meta.compat import Atom, Literal, Var, is_drop, open_jaxpr
-from alpa_meta.token_slices.places import KEY, kinds
+from alpa_meta.token_slices.places import KEY, Layout, kinds
 from alpa_meta.token_slices.values import (
     BEFORE,
     Analysis,
@@ -15,6 +15,7 @@ from alpa_meta.token_slices.values import (
     Running,
     Sliced,
     TokenLoop,
+    Value,
     Window,
 )
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def looks_back(walk: Walk, atom: Atom) -> bool:
     """Return whether a slice may look back on a value: one of the forward sweep, or one that is
     recomputed of such values, here or where a body is given it."""
-    given = _recomputed_of(walk.found, [atom])
+    given = _recomputed_of(walk.found, [atom], walk.inside)
     if given is None or given and walk.parent is None:
         return False
     outer = [None if var in walk.scope.scanned else walk.scope.outer.get(var) for var in given]
@@ -35,8 +36,11 @@ def looks_back(walk: Walk, atom: Atom) -> bool:
     )
 
 
-def _recomputed_of(found: Analysis, atoms: Iterable[Atom]) -> set[Var] | None:
-    """Return the inputs that values of a program are recomputed of; None if they are not."""
+def _recomputed_of(found: Analysis, atoms: Iterable[Atom], inside: bool) -> set[Var] | None:
+    """Return the inputs that values of a program are recomputed of; None if they are not.
+
+    Only `inside` a body chunks of tokens are: elsewhere what makes them may run whole instead.
+    """
     eqns = open_jaxpr(found.closed).eqns
     producer = {
         var: (eqn, k) for k, eqn in enumerate(eqns) for var in eqn.outvars if not is_drop(var)
@@ -69,10 +73,11 @@ def _recomputed_of(found: Analysis, atoms: Iterable[Atom]) -> set[Var] | None:
             continue
         if isinstance(decision, Sliced):
             reading = decision.reading
-            held = [found.value(atom) for atom in eqn.invars]
-            layouts = [*reading.results, *(value.layout for value in held if value.in_parts)]
-            cuts = {place.cuts for layout in layouts for place in layout if place}
-            if reading.combined or len(cuts) > 1:
+            pairs = zip(map(found.value, eqn.invars), reading.operands, strict=True)
+            if reading.combined or not all(_read_in_place(*pair) for pair in pairs):
+                return None
+            layouts = [*reading.results, *reading.operands]
+            if not inside and len({p.cuts for layout in layouts for p in layout if p}) > 1:
                 return None
         elif isinstance(decision, Running | TokenLoop | Moved):
             if not decision.again:
@@ -83,12 +88,20 @@ def _recomputed_of(found: Analysis, atoms: Iterable[Atom]) -> set[Var] | None:
     return given
 
 
+def _read_in_place(value: Value, layout: Layout) -> bool:
+    """Return whether a slice reads of a value what it made, or that and what is before it."""
+    pairs = zip(value.layout, layout, strict=True)
+    return not value.in_parts or all(
+        have is None or want is not None and have.cuts == want.cuts for have, want in pairs
+    )
+
+
 def _of_branches(branches: Branches, result: int) -> set[int] | None:
     """Return the numbers of the inputs that the branches recompute a result of."""
     found: set[int] = set()
     for body in branches.bodies:
         jaxpr = open_jaxpr(body.closed)
-        given = _recomputed_of(body, [jaxpr.outvars[result]])
+        given = _recomputed_of(body, [jaxpr.outvars[result]], True)
         if given is None:
             return None
         found |= {jaxpr.invars.index(var) for var in given}

@@ -90,6 +90,8 @@ CAUSAL_STEPS = {
     "two layers with one mask": repeated,
     "local and global layers, recomputed": partial(alternating, around=jax.checkpoint),
     "attention or nothing, recomputed": recomputed(either(causal(-1e30), kept)),
+    "recomputed attention or nothing": either(recomputed(causal(-1e30)), kept),
+    "two recomputed mixers": either(recomputed(causal(-1e30)), kept, recomputed(recurrent)),
     "a mixer, recomputed, whose result is mixed": recomputed(
         lambda weights, x: causal(-1e30)(weights, either(kept, running)(weights, jnp.tanh(x)))
     ),
@@ -115,6 +117,10 @@ def test_each_slice_runs_a_conditional_of_its_own_once_forward_and_once_backward
 REFUSED = {
     "a branch that looks ahead": (either(kept, backward), "reads tokens after its own"),
     "a recomputed one": (recomputed(either(kept, backward)), "reads tokens after its own"),
+    "a recomputed branch": (
+        either(recomputed(causal(-1e30)), recomputed(backward)),
+        "reads tokens after its own",
+    ),
     "a mask in one branch": (masked(CAUSAL, True), "reads tokens after its own"),
     "a mean over tokens in a branch": (
         either(kept, lambda _, x: x - x.mean(1, keepdims=True)),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from sliced_steps import TOKENS, check, cut, program, step_of
+from sliced_steps import CAUSAL, TOKENS, attention, check, cut, program, step_of
 
 from alpa_meta.token_slices.values import SlicingError
 
@@ -51,6 +51,29 @@ def dual(sums):
     return mixed
 
 
+def by_scan(reverse=False, attend=False):
+    """Linear attention inside chunks to their tokens up to each, and by a scan to those before;
+    then attention to all tokens up to each."""
+
+    def mixed(weights, x):
+        shape = len(x), TOKENS // CHUNK, CHUNK
+        queries, keys, values = (
+            one.reshape(*shape, -1) for one in (x @ weights["q"], x @ weights["k"], x)
+        )
+        inside = jnp.tril(jnp.einsum("bctn,bcsn->bcts", queries, keys))
+        states = jnp.einsum("bcsn,bcsp->cbnp", keys, values)
+        start = jnp.zeros(states.shape[1:])
+        _, before = lax.scan(lambda s, one: (jnp.tanh(s) + one, s), start, states, reverse=reverse)
+        found = jnp.einsum("bcts,bcsp->bctp", inside, values)
+        found = (found + jnp.einsum("bctn,cbnp->bctp", queries, before)).reshape(x.shape)
+        if attend:
+            attention_of = attention(lambda s, _: jax.nn.softmax(jnp.where(CAUSAL, s, -1e30)))
+            found = attention_of(weights, jnp.tanh(found))
+        return found
+
+    return mixed
+
+
 def layers(mixed):
     return lambda weights, x: lax.scan(lambda x, _: (x + mixed(weights, x), None), x, length=2)[0]
 
@@ -58,6 +81,19 @@ def layers(mixed):
 @pytest.mark.parametrize("mixed", [dual(difference), dual(stable), layers(dual(difference))])
 def test_chunks_that_decay_into_later_ones_run_in_slices_of_whole_chunks(mixed):
     check(*step_of(mixed), (3, 9))
+
+
+@pytest.mark.parametrize("attend", [False, True])
+def test_chunks_that_the_backward_pass_recomputes_run_in_slices_of_whole_chunks(attend):
+    mixed = by_scan(attend=attend)
+    check(*step_of(lambda weights, x: jax.checkpoint(mixed)(weights, x)), (3, 6, 3))
+
+
+def test_recomputed_chunks_that_later_ones_reach_are_refused():
+    mixed = by_scan(reverse=True)
+    step, args = step_of(lambda weights, x: jax.checkpoint(mixed)(weights, x))
+    with pytest.raises(SlicingError, match="runs from the last token to the first"):
+        cut(program(step, args), (3, 9))
 
 
 def test_chunks_that_decay_into_earlier_ones_are_refused():
