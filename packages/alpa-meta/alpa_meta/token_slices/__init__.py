@@ -8,6 +8,7 @@ slice after another (TeraPipe, ICML 2021).
     analysis   how a whole program runs in slices, or why it cannot
     moves      slices, paddings and joins along the tokens
     key_moves  the same along their keys
+    blocks     loops over blocks of queries
     windows    convolutions along the tokens
     writer     the program of the slices
 """

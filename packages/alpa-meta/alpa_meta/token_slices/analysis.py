@@ -264,7 +264,7 @@ class Walk:
             lambda names: self.choices.choose(names, kind),
         )
         for atom, value, layout in zip(eqn.invars, operands, reading.operands, strict=True):
-            self._check_read(atom, value, layout, sweep)
+            self.check_read(atom, value, layout, sweep)
         pairs = list(zip(eqn.invars, operands, reading.operands, strict=True))
         rests = [self.masks.operand_rest(atom, value, layout) for atom, value, layout in pairs]
         rest = rest_of(eqn, reading, rests) if self.slices.count > 1 else None
@@ -300,7 +300,7 @@ class Walk:
             return Value("known", layout, sweep + 1, why=why)
         return Value("addend", layout, sweep, why=why)
 
-    def _check_read(self, atom: Atom, value: Value, layout: Layout, sweep: int) -> None:
+    def check_read(self, atom: Atom, value: Value, layout: Layout, sweep: int) -> None:
         """Raise UnreadableError unless a slice can be given an operand in a layout."""
         if not value.in_parts:
             return
@@ -355,7 +355,7 @@ class Walk:
         keys = keys_moved(eqn, dim, operands, self.slices, sweep)
         if keys is not None:
             for atom, value, layout in zip(eqn.invars, operands, keys[0].operands, strict=True):
-                self._check_read(atom, value, layout, sweep)
+                self.check_read(atom, value, layout, sweep)
             return keys
         decision, results = moved(eqn, dim, operands, self._cutting(operands, sweep), sweep)
         dead = any(value.dead for value in operands)
@@ -390,7 +390,7 @@ class Walk:
         if window.high and operands[0].state != "sliced":
             raise UnreadableError("convolves from later tokens of what is no gradient")
         if window.low:
-            self._check_read(eqn.invars[0], operands[0], keys_of(operands[0].layout), sweep)
+            self.check_read(eqn.invars[0], operands[0], keys_of(operands[0].layout), sweep)
         return window, [Value("sliced", layout_of_window(eqn, window), sweep)]
 
     def _check_met(self, eqn: JaxprEqn, met: Value, window: WindowSum, sweep: int) -> None:
@@ -417,7 +417,7 @@ class Walk:
         if decision.again:
             layouts = decision.operands if isinstance(decision, TokenLoop) else [decision.layout]
             for atom, value, layout in zip(eqn.invars, operands, layouts, strict=True):
-                self._check_read(atom, value, keys_of(layout), sweep)
+                self.check_read(atom, value, keys_of(layout), sweep)
         return decision, results
 
     def body(
@@ -428,14 +428,17 @@ class Walk:
         outer: Mapping[Var, Atom],
         sweep: int,
         carried: range | None = None,
+        place: Place | None = None,
     ) -> Walk:
         """Return the walk through a body of a region that has these inputs; `outer` says which of
-        them are what outside. Of a scan, those in `carried` are its carry."""
+        them are what outside. Of a scan, those in `carried` are its carry; `place` is that of the
+        blocks of tokens that it runs over."""
         body = bodies(eqn)[number]
         jaxpr, stacked = open_jaxpr(body), carried is not None
         scanned = frozenset(jaxpr.invars[carried.stop :]) if carried is not None else frozenset()
         sweeps = (sweep,) * len(jaxpr.eqns)
         walk = Walk(body, sweeps, self.slices, self.choices, self, outer, scanned)
+        walk.scope.place = place
         walk.run(inputs)
         first = 0 if carried is None else len(carried)
         for var, atom in list(zip(eqn.outvars, jaxpr.outvars, strict=True))[first:]:

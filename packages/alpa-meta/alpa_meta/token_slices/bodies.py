@@ -13,6 +13,7 @@ from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, open_jaxpr,
 from alpa_meta.operators import operator_of
 from alpa_meta.operators.layout import is_unspecified
 from alpa_meta.operators.regions import bodies, fold
+from alpa_meta.token_slices.blocks import block_loop
 from alpa_meta.token_slices.mask_facts import diagonal
 from alpa_meta.token_slices.masking import of_any
 from alpa_meta.token_slices.places import whole
@@ -82,6 +83,8 @@ def _scan(
     scanned = operands[first:]
     layouts = walk.layouts(operands)
     if any(layout[0] is not None for layout in layouts[first:]):
+        if any(any(layout) for layout in (*layouts[:first], *(one[1:] for one in layouts[first:]))):
+            return block_loop(walk, eqn, operands, layouts, sweep)
         read = walk.read if walk.inside else None
         loop, after = token_loop(eqn, layouts, walk.slices, sweep, read)
         return walk.again(eqn, operands, loop, after, sweep)
@@ -151,7 +154,8 @@ def _of_either(walks: Sequence[Walk], atoms: Sequence[Atom]) -> Value:
     rests, dead = [], False
     for (walk, atom), value in zip(made, values, strict=True):
         rests.append(walk.masks.operand_rest(atom, value, layout))
-        dead = dead or walk.masks.is_low(atom, layout, diagonal([layout], walk.slices))
+        own = None if walk.scope.in_blocks else diagonal([layout], walk.slices)
+        dead = dead or walk.masks.is_low(atom, layout, own)
     return Value("sliced", layout, when, rest=of_any(rests, dtype_of(atoms[0])), dead=dead)
 
 

@@ -84,6 +84,7 @@ class Scope:
         self.slices = slices
         self.parent, self.outer, self.scanned = parent, dict(outer or {}), scanned
         self.made_in: dict[Var, tuple[Scope, Atom, bool]] = {}
+        self.place: Place | None = None  # of the blocks of tokens that a loop runs over
         self.weights: frozenset[Var] = frozenset()  # inputs that are not of the batch
         self._found: dict[tuple[Var, Layout, After | Diagonal], Interval] = {}
 
@@ -95,6 +96,12 @@ class Scope:
         if key not in self._found:
             self._found[key] = self._bounds(atom, layout, where)
         return self._found[key]
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether iterations of a loop around have rows of their own, so that none is known to be
+        that of a key."""
+        return self.place is not None or self.parent is not None and self.parent.in_blocks
 
     def is_weight(self, atom: Atom) -> bool:
         """Return whether a value is a weight."""
@@ -111,7 +118,7 @@ class Scope:
         on."""
         if var in self.outer and self.parent is not None:
             stacked = var in self.scanned
-            return self.parent, self.outer[var], (None, *layout) if stacked else layout
+            return self.parent, self.outer[var], (self.place, *layout) if stacked else layout
         eqn = self.producer.get(var)
         if eqn is not None and operator_of(eqn).passes_on:
             return self, eqn.invars[eqn.outvars.index(var)], layout
@@ -138,6 +145,8 @@ class Scope:
         return None if layouts is None else (self, eqn, layouts)
 
     def _bounds(self, var: Var, layout: Layout, where: After | Diagonal) -> Interval:
+        if self.in_blocks and isinstance(where, Diagonal):
+            return of_type(dtype_of(var))
         if var in self.constants:
             return self._of_constant(self.constants[var], layout, where)
         elsewhere = self._elsewhere(var, layout)
@@ -290,7 +299,8 @@ def joined_pieces(
     place = layout[dim]
     if place is None or place.outer * place.inner > 1:
         return None
-    cuts, first, pieces = slices.cuts_of(place), 0, []
+    pieces: list[tuple[Atom, Layout, After | Diagonal]] = []
+    cuts, first = slices.cuts_of(place), 0
     for atom, size in zip(atoms, sizes, strict=True):
         inside = tuple(min(max(cut - first, 0), size) for cut in cuts)
         held = slices.settled(Place(place.kind, cuts=inside, after=size - inside[-1]))
@@ -359,7 +369,11 @@ def _is_same(scope: Scope, one: Atom, two: Atom) -> bool:
             return False
         if eqn.effects or operator_signature(eqn) != operator_signature(alike):
             return False
-        if eqn.outvars.index(first) != alike.outvars.index(second):
+        places = (
+            next(k for k, var in enumerate(one.outvars) if var is atom)
+            for one, atom in ((eqn, first), (alike, second))
+        )
+        if len({*places}) > 1:
             return False
         pending += zip(eqn.invars, alike.invars, strict=True)
     return True

@@ -72,6 +72,7 @@ class MaskFacts:
         if rest is not None and not is_masked(rest, dtype_of(atom)):  # exp of what was left out
             low = [p for p, one in zip(pairs, rests) if is_soft(one, dtype_of(p[0]))]
             own = diagonal([layout], self.found.slices)
+            own = None if scope.in_blocks else own
             if low and (own is None or not all(self._lives(scope, *pair, own) for pair in low)):
                 return None
         return rest
@@ -92,6 +93,7 @@ class MaskFacts:
         rule = sharding_rule(eqn)
         pairs = list(zip(eqn.invars, reading.operands, strict=True))
         own = diagonal((*reading.operands, *reading.results), self.found.slices)
+        own = None if self.scope.in_blocks else own
         if reading.reduced_keys == "max":
             return self.is_low(*pairs[0], own)
         if rule is None or any(factor.kind == "reduction" for factor in rule.factors):

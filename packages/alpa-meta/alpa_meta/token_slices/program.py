@@ -20,10 +20,19 @@ from alpa_meta.operators import flops, kernel_kind
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.passes.live import live_eqns
 from alpa_meta.token_slices.analysis import analysed
+from alpa_meta.token_slices.blocks import write_blocks
 from alpa_meta.token_slices.branches import write_branches, write_branches_again
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.regions import write_region
-from alpa_meta.token_slices.values import BEFORE, Analysis, Branches, Known, Region, SlicingError
+from alpa_meta.token_slices.values import (
+    BEFORE,
+    Analysis,
+    Blocks,
+    Branches,
+    Known,
+    Region,
+    SlicingError,
+)
 from alpa_meta.token_slices.writer import Again, Writer
 
 MOST_WHOLE = 0.5
@@ -117,12 +126,14 @@ def in_slices(
 
 
 def _write_region(
-    writer: Writer, eqn: JaxprEqn, region: Region | Branches, again: Again | None
+    writer: Writer, eqn: JaxprEqn, region: Region | Blocks | Branches, again: Again | None
 ) -> None:
     if isinstance(region, Branches) and again is not None:
         write_branches_again(writer, eqn, region, again)
     elif isinstance(region, Branches):
         write_branches(writer, eqn, region)
+    elif isinstance(region, Blocks):
+        write_blocks(writer, eqn, region)
     else:
         write_region(writer, eqn, region)
 

@@ -7,6 +7,7 @@ back on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def token_loop(
             raise UnreadableError("scans over tokens with a state that holds tokens")
         wanted.append(layout if k < first else (place, *inner))
     handed_on = {k for k in range(num_carry) if eqn.outvars[k] in (read or ())}
-    sums = frozenset(k for k in handed_on if _only_adds(eqn, k))
+    sums = frozenset(k for k in handed_on if only_adds(eqn, k))
     last = frozenset(handed_on - sums)
     if again and handed_on:
         raise UnreadableError("hands on its last state in what the backward pass recomputes")
@@ -82,14 +83,17 @@ def token_loop(
     return TokenLoop(place, tuple(wanted), made, sums, last, again), results
 
 
-def _only_adds(eqn: JaxprEqn, number: int) -> bool:
+def only_adds(eqn: JaxprEqn, number: int) -> bool:
     """Return whether a scan only adds to a carry, as to the gradients of what each iteration
     reads."""
     jaxpr = open_jaxpr(bodies(eqn)[0])
     held, made = jaxpr.invars[scan_counts(eqn)[0] + number], jaxpr.outvars[number]
     readers = [one for one in jaxpr.eqns if any(atom is held for atom in one.invars)]
+    read = itertools.chain(jaxpr.outvars, *(one.invars for one in jaxpr.eqns))
     if len(readers) != 1 or any(atom is held for atom in jaxpr.outvars):
         return False
+    if sum(atom is made for atom in read) > 1:
+        return False  # a running sum
     (reader,) = readers
     others = [atom for atom in reader.invars if atom is not held]
     return is_sum(reader) and len(others) == 1 and reader.outvars[0] is made

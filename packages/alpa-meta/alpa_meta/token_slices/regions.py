@@ -72,12 +72,15 @@ class BodyWriter(Writer):
         scanned = var in self.from_scan
         inputs = (self.scanned if scanned else self.fixed)[number]
         if (var, layout) not in inputs:
-            outer_layout = (None, *layout) if scanned else layout
-            held = self.parent.operand(self.outer[var], outer_layout, number)
+            held = self.parent.operand(self.outer[var], self.outer_layout(var, layout), number)
             if isinstance(held, Literal) and not scanned:
                 return held
             inputs[var, layout] = self.result(var, layout, number), held
         return inputs[var, layout][0]
+
+    def outer_layout(self, var: Var, layout: Layout) -> Layout:
+        """Return the layout outside of what a body reads."""
+        return (None, *layout) if var in self.from_scan else layout
 
     def stretch_of(self, atom: Atom, dim: int, start: int, stop: int, number: int) -> Atom:
         """Return elements [start, stop) along a dim of a value, of whichever slices made them."""
@@ -249,7 +252,7 @@ class BodyWriter(Writer):
         fixed, scanned = list(self.fixed[number].values()), list(self.scanned[number].values())
         (scanned if scan else fixed).extend((var, handed[var]) for var in foreign)
         inner = [*(var for var, _ in fixed), *self.carried[number], *(var for var, _ in scanned)]
-        carry = [self._carry_in(k, number) for k in range(self.region.num_carry)]
+        carry = [self.carry_in(k, number) for k in range(self.region.num_carry)]
         operands = [*(held for _, held in fixed), *carry, *(held for _, held in scanned)]
         outvars = [*(atom for _, atom in results), *out]
         made = [*(var for var, _ in results), *(handed[var] for var in out)]
@@ -259,15 +262,19 @@ class BodyWriter(Writer):
             consts(self.analysis.closed),
         )
         if scan:
-            self._scan(body, len(fixed), len(carry), operands, made, number)
+            self.write_scan(body, len(fixed), operands, made, number)
         else:
             changed = with_bodies(self.eqn, lambda _: body)
             self.parent.emit(changed.replace(invars=operands, outvars=made), number)
         for var, held, of in self.sums_made:
             if of == number:
-                add_part(self.parent, var, held, number)
+                self.add_up(var, held, number)
 
-    def _carry_in(self, k: int, number: int) -> Atom:
+    def add_up(self, var: Var, made: Var, number: int) -> None:
+        """Add a slice's part of a sum over the slices."""
+        add_part(self.parent, var, made, number)
+
+    def carry_in(self, k: int, number: int) -> Atom:
         """Return what a slice's scan starts a carry from."""
         atom = self.eqn.invars[self.region.num_consts + k]
         value = self.analysis.value(self.carries_in[k])
@@ -275,16 +282,16 @@ class BodyWriter(Writer):
             return addend(self.parent, atom, number)
         return self.parent.operand(atom, value.layout, number)
 
-    def _scan(
+    def write_scan(
         self,
         body: ClosedJaxpr,
         num_consts: int,
-        num_carry: int,
         operands: Sequence[Atom],
         results: Sequence[Var],
         number: int,
     ) -> None:
-        run = scan_of(self.eqn, body, num_consts, num_carry)
+        """Write a slice's scan."""
+        run = scan_of(self.eqn, body, num_consts, self.region.num_carry)
         self.parent.compute(object(), run, operands, results, number, self.eqn)
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, shape_of
@@ -28,6 +28,7 @@ from alpa_meta.token_slices.values import (
     AFTER,
     Added,
     Analysis,
+    Blocks,
     Branches,
     Known,
     Moved,
@@ -117,6 +118,9 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
         if isinstance(decision, Region):
             trips = int(eqn.params["length"]) if decision.is_scan else 1
             yield from _work(decision.body, platform, times * trips)
+        elif isinstance(decision, Blocks):
+            for work, often in _work(decision.body, platform, int(eqn.params["length"])):
+                yield _of_rows(work), times * often
         elif isinstance(decision, Branches):
             for one in decision.bodies:  # any may be taken: all are priced, as in a plan
                 yield from _work(one, platform, times)
@@ -139,6 +143,14 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
             layouts = [analysis.value(var).layout for var in eqn.outvars]
             if any(map(any, layouts)):
                 yield _scaled(eqn, platform, frozenset().union(*map(kinds, layouts))), times
+
+
+def _of_rows(work: _Work) -> _Work:
+    """Return the work of each iteration of a loop over rows."""
+    held = [0.0, 0.0, 0.0, 0.0]
+    for of, size in zip(_KINDS, work.held, strict=True):
+        held[_KINDS.index(of | {ROW})] += size
+    return evolve(work, of=work.of | {ROW}, held=tuple(held))
 
 
 def _scaled(eqn: JaxprEqn, platform: str, of: frozenset[str]) -> _Work:

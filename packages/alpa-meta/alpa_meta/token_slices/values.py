@@ -104,6 +104,18 @@ class Region:
 
 
 @frozen(eq=False)
+class Blocks:
+    """A loop over blocks of tokens, at `place`, whose body looks back on all before (`blocks`);
+    `sums` are the carries that it only adds to."""
+
+    body: Analysis
+    num_consts: int
+    num_carry: int
+    place: Place
+    sums: frozenset[int]
+
+
+@frozen(eq=False)
 class Branches:
     """A conditional, of whose branches each slice runs its part; `results` are what is known of
     what either makes."""
@@ -176,6 +188,7 @@ Decision = (
     | Moved
     | MovedKeys
     | Region
+    | Blocks
     | Branches
 )
 

@@ -57,6 +57,7 @@ from alpa_meta.token_slices.values import (
     BEFORE,
     Added,
     Analysis,
+    Blocks,
     Branches,
     Known,
     Moved,
@@ -99,7 +100,7 @@ class Writer:
         self,
         analysis: Analysis,
         templates: dict[Hashable, ClosedJaxpr],
-        write_region: Callable[[Writer, JaxprEqn, Region | Branches, Again | None], None],
+        write_region: Callable[[Writer, JaxprEqn, Region | Blocks | Branches, Again | None], None],
     ) -> None:
         self.write_region, self.templates = write_region, templates
         self.analysis, self.slices = analysis, analysis.slices
@@ -163,7 +164,7 @@ class Writer:
                 self.emit(eqn.replace(invars=[self.part(source, number)]), number)
                 self.made.update(eqn.outvars)
         else:
-            assert isinstance(decision, Region | Branches)
+            assert isinstance(decision, Region | Blocks | Branches)
             if number == self.order(self.sweep)[0]:
                 self.write_region(self, eqn, decision, None)
 

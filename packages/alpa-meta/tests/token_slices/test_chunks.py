@@ -100,3 +100,24 @@ def test_chunks_that_decay_into_earlier_ones_are_refused():
     step, args = step_of(dual(lambda x: difference(x, 1)))
     with pytest.raises(SlicingError, match="no mask was proved to leave out"):
         cut(program(step, args), (3, 9))
+
+
+def test_a_running_sum_goes_on_from_slice_to_slice_where_its_last_state_is_read_too():
+    def layer(weights, x):
+        def advance(total, one):
+            total = total + one
+            return total, jnp.tanh(total)
+
+        last, found = lax.scan(
+            advance, jnp.zeros(x.shape[::2]), jnp.moveaxis(x @ weights["q"], 1, 0)
+        )
+        return x + jnp.moveaxis(found, 0, 1), last
+
+    def step(weights, x):
+        def loss(weights):
+            y, last = lax.scan(lambda x, _: layer(weights, x), x @ weights["v"], length=2)
+            return jnp.mean(y**2) + jnp.mean(last**2)
+
+        return jax.value_and_grad(loss)(weights)
+
+    check(step, step_of(None)[1], (5, 7))
