@@ -23,7 +23,7 @@ from alpa_meta.compat import (
 )
 from alpa_meta.operators import counted_dim, operator_of, operator_signature, sharding_rule
 from alpa_meta.operators.cutting import rearrangement
-from alpa_meta.operators.elementwise import is_elementwise
+from alpa_meta.operators.elementwise import is_elementwise, is_sum
 from alpa_meta.operators.intervals import (
     Interval,
     holds_exactly,
@@ -34,6 +34,7 @@ from alpa_meta.operators.intervals import (
 )
 from alpa_meta.operators.ordering import is_running_sum
 from alpa_meta.token_slices.places import (
+    BLOCK,
     KEY,
     ROW,
     Layout,
@@ -42,6 +43,7 @@ from alpa_meta.token_slices.places import (
     StraddlingError,
     dim_place,
     factor_place,
+    kinds,
     whole,
 )
 
@@ -60,6 +62,16 @@ class Diagonal:
     """Every token as a row, and itself as the key: the row's number among the keys, plus `key`."""
 
     key: int = 0
+
+
+@frozen
+class Iteration(Diagonal):
+    """A loop over blocks of tokens: what is said of the numbers of its blocks."""
+
+
+@frozen
+class Within(Diagonal):
+    """The rows of one block: what is said of their numbers in it."""
 
 
 class Scope:
@@ -99,9 +111,19 @@ class Scope:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether iterations of a loop around have rows of their own, so that none is known to be
-        that of a key."""
+        """Whether iterations of a loop around have rows of their own."""
         return self.place is not None or self.parent is not None and self.parent.in_blocks
+
+    @property
+    def block(self) -> int:
+        """How many rows an iteration of the loop around has; 0 if that cannot be said."""
+        around = self.parent.block if self.parent is not None else 0
+        if self.place is None:
+            return around
+        nested = self.parent is not None and self.parent.in_blocks
+        count = self.slices.cuts_of(self.place)[-1]
+        chunks = tuple(cut * (self.slices.tokens // count) for cut in self.place.cuts)
+        return 0 if nested or chunks != self.slices.cuts else self.slices.tokens // count
 
     def is_weight(self, atom: Atom) -> bool:
         """Return whether a value is a weight."""
@@ -135,6 +157,8 @@ class Scope:
         if isinstance(atom, Literal):
             return None
         elsewhere = self._elsewhere(atom, layout)
+        if elsewhere is not None and self.place is not None and atom in self.scanned:
+            return None
         if elsewhere is not None:
             scope, held, of_held = elsewhere
             return scope.made_of(held, of_held)
@@ -145,7 +169,8 @@ class Scope:
         return None if layouts is None else (self, eqn, layouts)
 
     def _bounds(self, var: Var, layout: Layout, where: After | Diagonal) -> Interval:
-        if self.in_blocks and isinstance(where, Diagonal):
+        own_block = self.place is not None and var in self.scanned
+        if own_block and isinstance(where, Diagonal) and not isinstance(where, Iteration):
             return of_type(dtype_of(var))
         if var in self.constants:
             return self._of_constant(self.constants[var], layout, where)
@@ -169,7 +194,8 @@ class Scope:
         layouts = operand_layouts(eqn, 0, layout, self.slices)
         if layouts is None:
             return of_type(dtype_of(var))
-        own = self._of_itself(eqn, layout, where) if isinstance(where, Diagonal) else None
+        own = self._of_itself(eqn, layout, where) if type(where) is Diagonal else None
+        own = own or self._of_place(eqn, layouts, where)
         if own is not None:
             return own
         pairs = zip(eqn.invars, layouts, strict=True)
@@ -179,16 +205,37 @@ class Scope:
         """Return what an equation makes of a token and itself, such as whether both are of one
         segment; None if that cannot be said."""
         found = of_equals(eqn)
-        if found is None or where.key:
+        if found is None or where.key or self.in_blocks or BLOCK in kinds(layout):
             return None
         labels = tuple(d if place is None else -1 for d, place in enumerate(layout))
         sides = [(self, atom, _operand_labels(eqn, k, labels)) for k, atom in enumerate(eqn.invars)]
         return found if _alike(*sides) else None
 
+    def _of_place(
+        self, eqn: JaxprEqn, layouts: Sequence[Layout], where: After | Diagonal
+    ) -> Interval | None:
+        """Return the bounds of a row's place among the tokens, the sum of the first of its block
+        and its number there; None of what is no such sum."""
+        block = self.block
+        if type(where) is not Diagonal or not block or not is_sum(eqn):
+            return None
+        pairs = list(zip(eqn.invars, layouts, strict=True))
+        for one, two in (pairs, pairs[::-1]):
+            first, number = self.bounds(*one, Iteration()), self.bounds(*two, Within())
+            exact = first.low == first.high and number.low == number.high
+            if exact and (first.slope, number.slope) == (block, 1.0):
+                start = first.low + number.low
+                return Interval(start, start, 1.0, self.slices.tokens - 1)
+        return None
+
     def _counted(self, place: Place | None, size: int, where: After | Diagonal) -> Interval:
         """Return the bounds of what counts the places along a dim."""
         if place is None or place.outer > 1 or place.inner > 1:
             return Interval(0.0, size - 1.0)
+        if BLOCK == place.kind or isinstance(where, (Iteration, Within)):
+            counts = isinstance(where, Within if place.kind == BLOCK else Iteration)
+            counts = counts and place.kind != KEY
+            return Interval(0.0, 0.0, 1.0, size - 1) if counts else Interval(0.0, size - 1.0)
         if isinstance(where, Diagonal):
             first = where.key if place.kind == KEY else 0
             return Interval(first, first, 1.0, size - 1 - first)
@@ -222,7 +269,9 @@ class Scope:
         return (start, stop) if place.kind == ROW else (stop, cuts[-1])
 
     def _of_constant(self, value: np.ndarray, layout: Layout, where: After | Diagonal) -> Interval:
-        dims = [(d, place) for d, place in enumerate(layout) if place is not None]
+        counted = {ROW} if isinstance(where, Iteration) else {ROW, KEY}
+        counted = {BLOCK} if isinstance(where, Within) else counted
+        dims = [(d, p) for d, p in enumerate(layout) if p is not None and p.kind in counted]
         if value.size > _MOST_DIFFERENCES or any(p.outer > 1 or p.inner > 1 for _, p in dims):
             return of_type(value.dtype)
         if isinstance(where, After):

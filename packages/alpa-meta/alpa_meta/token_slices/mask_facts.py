@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_meta.compat import Atom, JaxprEqn, dtype_of
+from alpa_meta.compat import Atom, JaxprEqn, dtype_of, shape_of
 from alpa_meta.operators import sharding_rule
 from alpa_meta.operators.elementwise import (
     extreme_taken,
@@ -22,7 +22,7 @@ from alpa_meta.operators.elementwise import (
 )
 from alpa_meta.token_slices.bounds import After, Diagonal, Scope
 from alpa_meta.token_slices.masking import is_masked, is_soft, masked, rest_of_parts
-from alpa_meta.token_slices.places import KEY, ROW, Layout, Slices, kinds
+from alpa_meta.token_slices.places import BLOCK, KEY, ROW, Layout, Place, Slices, kinds
 from alpa_meta.token_slices.reading import Reading
 from alpa_meta.token_slices.values import BEFORE, Analysis, Value
 
@@ -93,7 +93,11 @@ class MaskFacts:
         rule = sharding_rule(eqn)
         pairs = list(zip(eqn.invars, reading.operands, strict=True))
         own = diagonal((*reading.operands, *reading.results), self.found.slices)
-        own = None if self.scope.in_blocks else own
+        if self.scope.in_blocks:
+            found = self._in_block(eqn, reading)
+            if found is None:
+                return True
+            pairs, own = found, Diagonal()
         if reading.reduced_keys == "max":
             return self.is_low(*pairs[0], own)
         if rule is None or any(factor.kind == "reduction" for factor in rule.factors):
@@ -107,6 +111,33 @@ class MaskFacts:
         most = math.inf if taken == "min" else None  # the scores are no larger for it
         low = (self.is_low(*pair, own, most) for pair in pairs)
         return all(low) if taken == "max" else any(low)
+
+    def _in_block(self, eqn: JaxprEqn, reading: Reading) -> list[tuple[Atom, Layout]] | None:
+        """Return the operands of an operator in a loop over blocks of tokens, whose layouts say
+        which dim is that of a block's rows; None where the rows may have changed dims."""
+        pairs = list(zip(eqn.invars, reading.operands, strict=True))
+        (layout, *_), shape, block = reading.results, shape_of(eqn.outvars[0]), self.scope.block
+        if KEY not in kinds(layout):
+            return pairs
+        if not is_elementwise(eqn):
+            values = [self.found.value(atom) for atom, _ in pairs]
+            masked_ones = [one for one in values if one.in_parts and one.rest is not None]
+            sizes = [sorted(size for size in shape_of(atom) if size > 1) for atom, _ in pairs]
+            laid_out = len(pairs) == 1 and sizes[0] == sorted(size for size in shape if size > 1)
+            return pairs if laid_out or not masked_ones else None
+        rows = [d for d, size in enumerate(shape) if size == block and layout[d] is None]
+        if block < 2 or len(rows) > 1:
+            return None
+        place = Place(BLOCK, cuts=(0, block))
+        marked = []
+        for atom, one in pairs:
+            sizes_of = shape_of(atom)
+            held = [
+                place if d in rows and size == block else p
+                for d, (p, size) in enumerate(zip(one, sizes_of))
+            ]
+            marked.append((atom, tuple(held)))
+        return marked
 
     def is_low(
         self, atom: Atom, layout: Layout, own: Diagonal | None, most: float | None = None

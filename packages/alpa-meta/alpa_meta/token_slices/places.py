@@ -21,6 +21,7 @@ from attrs import evolve, frozen
 from alpa_interchange import ShardingRule
 
 ROW, KEY = "row", "key"
+BLOCK = "block"  # the rows of one block of a loop over blocks
 
 
 @frozen

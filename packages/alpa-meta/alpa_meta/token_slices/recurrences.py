@@ -88,15 +88,13 @@ def only_adds(eqn: JaxprEqn, number: int) -> bool:
     reads."""
     jaxpr = open_jaxpr(bodies(eqn)[0])
     held, made = jaxpr.invars[scan_counts(eqn)[0] + number], jaxpr.outvars[number]
-    readers = [one for one in jaxpr.eqns if any(atom is held for atom in one.invars)]
-    read = itertools.chain(jaxpr.outvars, *(one.invars for one in jaxpr.eqns))
-    if len(readers) != 1 or any(atom is held for atom in jaxpr.outvars):
-        return False
-    if sum(atom is made for atom in read) > 1:
-        return False  # a running sum
-    (reader,) = readers
-    others = [atom for atom in reader.invars if atom is not held]
-    return is_sum(reader) and len(others) == 1 and reader.outvars[0] is made
+    read = [*jaxpr.outvars, *itertools.chain(*(one.invars for one in jaxpr.eqns))]
+    while held is not made:
+        readers = [one for one in jaxpr.eqns if any(atom is held for atom in one.invars)]
+        if len(readers) != 1 or sum(atom is held for atom in read) > 1 or not is_sum(readers[0]):
+            return False
+        (held,) = readers[0].outvars
+    return sum(atom is made for atom in read) == 1  # or it is a running sum
 
 
 def write_running(writer: Writer, eqn: JaxprEqn, decision: Running, number: int) -> None:

@@ -75,6 +75,9 @@ CAUSAL_STEPS = {
     "recomputed layers of recomputed blocks": layers(recomputed(by_blocks(wrap=jax.checkpoint))),
     "a state from block to block": by_blocks(run=summed),
     "the keys of the own block": by_blocks(lambda number: number * BLOCK + BLOCK - 1 + 0 * WITHIN),
+    "-1e30": by_blocks(constant=-1e30),
+    "-1e9, each block recomputed": by_blocks(constant=-1e9, wrap=jax.checkpoint),
+    "-1e30, recomputed": recomputed(by_blocks(constant=-1e30)),
     "first places": by_blocks(lambda first: first + WITHIN, NUMBERS * BLOCK),
 }
 
@@ -112,6 +115,19 @@ REFUSED = {
     "no mask": (by_blocks(lambda number: own(number) + TOKENS), UNKNOWN),
     "a recomputed one": (recomputed(by_blocks(lambda n: own(n) + 1, wrap=jax.checkpoint)), UNKNOWN),
     "a state from later blocks": (by_blocks(run=reverse), "against the order of the slices"),
+    "-1e30, one key ahead": (by_blocks(lambda number: own(number) + 1, constant=-1e30), UNKNOWN),
+    "-1e30, blocks numbered from the last": (
+        by_blocks(numbers=NUMBERS[::-1].copy(), constant=-1e30),
+        UNKNOWN,
+    ),
+    "rows of blocks too near": (
+        by_blocks(lambda number: number * (BLOCK - 1) + WITHIN - 1, constant=-1e30),
+        "masks with a finite constant",
+    ),
+    "the first place for every row": (
+        by_blocks(lambda number: number * BLOCK - 1 + 0 * WITHIN, constant=-1e30),
+        "masks with a finite constant",
+    ),
     "some rows without keys": (
         by_blocks(lambda number: own(number) - 1, constant=-1e30),
         "masks with a finite constant",
@@ -125,6 +141,31 @@ def test_blocks_that_are_not_causal_are_refused_with_the_line(mixed, reason):
     with pytest.raises(SlicingError, match=reason) as refused:
         cut(program(step, args), (6, 6))
     assert "test_blocks.py" in str(refused.value)
+
+
+def alone(turned):
+    """Attend to the key of one row, masked by both dims of as many elements as a block has rows."""
+
+    def mixed(weights, x):
+        def block(given):
+            number, queries = given
+            scores = jnp.einsum("btd,bsd->bts", queries, x @ weights["k"])
+            same = own(number)[:, None] == jnp.arange(TOKENS)
+            scores = jnp.where(same, scores, -1e30)
+            scores = jnp.where(same[:, None] if turned else same, scores, -1e30)
+            return jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x)
+
+        blocks = jnp.moveaxis(x.reshape(len(x), -1, BLOCK, x.shape[-1]), 1, 0)
+        return jnp.moveaxis(lax.map(block, (NUMBERS, blocks)), 0, 1).reshape(x.shape)
+
+    return mixed
+
+
+def test_rows_are_those_of_the_block_not_others_of_as_many():
+    check(*step_of(alone(False)), (3, 9))
+    step, args = step_of(alone(True), batch=BLOCK)
+    with pytest.raises(SlicingError, match="masks with a finite constant"):
+        cut(program(step, args), (3, 9))
 
 
 def test_two_stages_of_blocks_give_what_one_device_does():
