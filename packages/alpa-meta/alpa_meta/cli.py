@@ -40,10 +40,10 @@ def run(arguments: Sequence[str], signals: CommandSignals | None = None) -> int:
 def _failed(error: BaseException) -> int:
     """Return the exit status of a command that raised an error, having said what it is; what is no
     mistake of the user is raised on."""
-    from alpa_interchange import DocumentError
-
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 0
+    from alpa_interchange import DocumentError  # with numpy, which --help does without
+
     if isinstance(error, PlanError | DocumentError):
         return _refused(str(error))
     if isinstance(error, NonFiniteError):
