@@ -42,6 +42,7 @@ and step >= X_0 + t_0 - e_0 + u_0.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -152,35 +153,27 @@ def _there_and_back(bounds: Bounds, rule: ScheduleRule, high: float) -> list[Swe
         left = np.minimum(1 + bounds.delayed, count)
         seconds = np.where(np.isfinite(weight), bounds.seconds, 0.0)
         work = (count - left) * seconds + left * there_and_back
-    way = Sweep(
+    sweep = functools.partial(
+        Sweep,
         bounds.space,
-        there_and_back,
-        2 * bounds.crossing,
         counted=bounds.counted,
         open_ended=bounds.open_ended,
         window=bounds.window,
     )
-    there = Sweep(
-        bounds.space,
+    way = sweep(there_and_back, 2 * bounds.crossing)
+    there = sweep(
         bounds.forward(weight),
         bounds.crossing,
-        counted=bounds.counted,
-        open_ended=bounds.open_ended,
         floor=bounds.busy,
         first_floor=bounds.busy,
         wait=Wait(suffix=way, weight=bounds.once + (count - 1) * bounds.parts[:, :, 2:]),
-        window=bounds.window,
     )
-    back = Sweep(
-        bounds.space,
+    back = sweep(
         there_and_back,
         2 * bounds.crossing,
-        counted=bounds.counted,
-        open_ended=bounds.open_ended,
         first=_within(bounds.once, bounds.seconds, high),
         floor=work,
         first_floor=bounds.busy,
-        window=bounds.window,
     )
     return _largest_first([there, back], bounds)
 

@@ -17,7 +17,6 @@ from attrs import evolve
 
 from alpa_meta.compat import (
     Atom,
-    ClosedJaxpr,
     JaxprEqn,
     Var,
     array_type,
@@ -27,7 +26,7 @@ from alpa_meta.compat import (
     scan_counts,
     shape_of,
 )
-from alpa_meta.operators.regions import bodies, scan_of
+from alpa_meta.operators.regions import bodies
 from alpa_meta.token_slices.bounds import After
 from alpa_meta.token_slices.places import KEY, ROW, Layout, kinds, whole
 from alpa_meta.token_slices.reading import UnreadableError, keys_of
@@ -195,19 +194,11 @@ class _BlockWriter(BodyWriter):
         else:
             add_part(self.parent, var, made, number)
 
-    def write_scan(
-        self,
-        body: ClosedJaxpr,
-        num_consts: int,
-        operands: Sequence[Atom],
-        results: Sequence[Var],
-        number: int,
-    ) -> None:
-        """Write a slice's loop."""
+    def loop(self, number: int) -> JaxprEqn:
+        """Return the loop over a slice's blocks."""
         start, stop = self.slices.held(self.blocks.place, number)
-        eqn = self.eqn.replace(params={**self.eqn.params, "length": stop - start})
-        run = scan_of(eqn, body, num_consts, self.blocks.num_carry)
-        self.parent.compute(object(), run, operands, results, number, self.eqn)
+        eqn: JaxprEqn = self.eqn.replace(params={**self.eqn.params, "length": stop - start})
+        return eqn
 
 
 def write_blocks(parent: Writer, eqn: JaxprEqn, blocks: Blocks) -> None:

@@ -282,6 +282,10 @@ class BodyWriter(Writer):
             return addend(self.parent, atom, number)
         return self.parent.operand(atom, value.layout, number)
 
+    def loop(self, number: int) -> JaxprEqn:
+        """Return the scan of a slice."""
+        return self.eqn
+
     def write_scan(
         self,
         body: ClosedJaxpr,
@@ -291,7 +295,7 @@ class BodyWriter(Writer):
         number: int,
     ) -> None:
         """Write a slice's scan."""
-        run = scan_of(self.eqn, body, num_consts, self.region.num_carry)
+        run = scan_of(self.loop(number), body, num_consts, self.region.num_carry)
         self.parent.compute(object(), run, operands, results, number, self.eqn)
 
 
