@@ -14,20 +14,18 @@ rows that are the best at some price are near the corners of what all ways reach
 What a strategy costs at a number of microbatches lies on a line through two sizes of the menu, and
 rows take the least size that their microbatches divide: floors take the lowest of these lines. A
 kernel may take less than its line says, being bound by memory below some size and by operations
-above: between two sizes floors are not above what such kernels take at least (`_led_to`). What
-recomputation runs again counts at its cheapest (-> _at()), and what a layer keeps and works with
-at its least (-> least_bytes).
+above: between two sizes floors are not above what such kernels take at least, beside their launches
+(`_led_to`). What recomputation runs again counts at its cheapest (-> _at()), and what a layer keeps
+and works with at its least (-> least_bytes).
 
 Layers that follow one another take more, since one reads what the other hands over.  -> layer_runs
-L is concave in B among sizes that allow the same ways, between two sizes of the menu, so it is
-solved for at a few.                                                               -> floor_curves
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,9 +40,9 @@ from alpa_interchange.menu import (
     LayerRow,
     PricedFloor,
 )
-from alpa_meta.inter_op.floor_curves import PARTS, Curves, Ways
+from alpa_meta.inter_op.floor_ways import PARTS, LeastOfKinds, Ways
 from alpa_meta.inter_op.layer_costs import LIGHT_STEP
-from alpa_meta.inter_op.layer_runs import Links
+from alpa_meta.inter_op.layer_runs import Links, Potential
 from alpa_meta.inter_op.least_bytes import ByNode, LeastBytes
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.options import Options
@@ -87,9 +85,11 @@ class FloorSource:
         self._sizes = sorted(problem.sizes, key=lambda one: one.samples)
         self.batch = problem.main.samples * problem.main.count
         self._known: dict[tuple[int, int], tuple[LayerFloor, ...]] = {}
-        self._curves: dict[Hashable, Curves] = {}
+        self._potential: dict[int, Potential] = {}  # by class, the last one
         self._tables: dict[tuple[str, int], np.ndarray] = {}  # seconds, by kind and samples
         self._bytes = LeastBytes(problem.costs)
+        priced = problem.costs.selection.costs
+        self._launch = priced.model.device(priced.host_group).launch_latency
 
     def all_ways(self, number: int) -> LayerFloor:
         """Return a floor of a class that holds for any microbatch: per sample as in the largest,
@@ -116,63 +116,46 @@ class FloorSource:
         self._tables.clear()
 
     def _exact(self, number: int, samples: int) -> tuple[LayerFloor, ...]:
-        layer, count = self.layers[number], self.batch // samples
-        allowed = {int(x) for one in self.problem.splits for x in one if samples % int(x) == 0}
-        alone = samples if samples > self._sizes[-1].samples else None  # beyond all lines
-        between = sum(one.samples < samples for one in self._sizes)
+        layer, often = self.layers[number], self.often[number]
         at_size = any(one.samples == samples for one in self._sizes)
-        key, multiple = (number, alone, frozenset(allowed), between, at_size), math.lcm(*allowed)
-        if key not in self._curves:
-            often = self.often[number]
-            ends = {samples, samples if at_size else self._fewest(samples, between, multiple)}
-            prices = self._prices(number, ends, at_size) if self.tight and often else []
-            kinds = self.kinds[:SOLVED_KINDS] or ("least",)
-            bare = at_size and len(self.kinds) > len(kinds)
-            self._curves[key] = Curves(prices, kinds, PARTS if often else PARTS[:1], bare)
-        curves = self._curves[key]
-        if curves.beyond(count) and not at_size:
-            fewest = self._fewest(samples, between, multiple)
-            if fewest < samples:
-                ways = self._ways(number, fewest, curves)
-                curves.solve(self.batch // fewest, ways, self.options)
-        least = curves.at(count)
-        if least is None:
-            ways = self._ways(number, samples, curves)
-            least = curves.solve(count, ways, self.options)
-        if math.isinf(least[0]):
+        prices = self._prices(number, samples, at_size) if self.tight and often else []
+        kinds = self.kinds[:SOLVED_KINDS] or ("least",)
+        parts = PARTS if often else PARTS[:1]
+        problems = [*parts, *(["light_step"] if prices else [])]
+        least = LeastOfKinds(
+            {kind: self._ways(number, samples, kind, problems) for kind in kinds},
+            prices,
+            parts,
+            self.options,
+            bare=at_size and len(self.kinds) > len(kinds),
+            start=self._potential.get(number),
+        )
+        self._potential[number] = least.potential
+        if not least.possible:
             return ()
-        by_kind, num_sums, others = curves.by_kind(least), curves.num_sums, curves.of_others(least)
+        by_kind, num_sums, others = least.by_kind, least.num_sums, least.others
         again = min((self._again(layer, kind) for kind in self._unsolved), default=math.inf)
         least_of_all = by_kind.min(axis=0)
         least_of_all[:num_sums] = np.minimum(least_of_all[:num_sums], others + again)
         step, *light = least_of_all.tolist()
         # beside each of what is said of the sums of seconds
         above = (by_kind - least_of_all)[:, :num_sums].min(axis=1).tolist()
-        by_name = dict(zip(curves.kinds, above, strict=True))
+        by_name = dict(zip(kinds, above, strict=True))
         beside = float((others - least_of_all[:num_sums]).min())
         by_name |= {kind: beside + self._again(layer, kind) for kind in self._unsolved}
         priced = [PricedFloor(step_seconds=max(step, 0.0))]
-        for price, one in zip(curves.prices, light, strict=False):
+        for price, one in zip(prices, light, strict=False):
             priced.append(
                 PricedFloor(price=price, step_share=LIGHT_STEP, step_seconds=max(one, 0.0))
             )
-        floor = self._floor(layer, tuple(priced), curves.fewest, by_name, samples)
-        least_parts = zip(curves.parts, light[len(curves.prices) :], strict=True)
-        parts: dict[str, Any] = {
+        floor = self._floor(layer, tuple(priced), least.fewest, by_name, samples)
+        least_parts = zip(parts, light[len(prices) :], strict=True)
+        of_parts: dict[str, Any] = {
             name: Affine(0.0, max(one / self.batch, getattr(floor, name).each))
             for name, one in least_parts
         }
-        more, less = curves.follow(count)
-        return (evolve(floor, **parts, follow_seconds=more, run_seconds=less),)
-
-    def _fewest(self, samples: int, between: int, multiple: int) -> int:
-        """Return the fewest samples above the menu's first sizes, `between` of them, that allow
-        what `multiple` of them allow."""
-        above = self._sizes[between - 1].samples if between else 0
-        first = (above // multiple + 1) * multiple
-        return next(
-            (one for one in range(first, samples, multiple) if self.batch % one == 0), samples
-        )
+        of_run: dict[str, Any] = {"follow_seconds": least.more, "run_seconds": least.less}
+        return (evolve(floor, **of_parts, **of_run),)
 
     def _floor(
         self,
@@ -241,10 +224,10 @@ class FloorSource:
         steepest = most - max(slopes) * (last.samples - samples) if slopes else 0.0
         return Affine(max(through, steepest, 0.0))
 
-    def _prices(self, number: int, sizes: Collection[int], at_size: bool) -> list[float]:
+    def _prices(self, number: int, samples: int, at_size: bool) -> list[float]:
         """Return prices of bytes at which two rows of a class tie, of those that are the best at
-        some price with microbatches of one of these sizes: the prices that save most."""
-        saved = [one for samples in sizes for one in self._ties(number, samples, at_size)]
+        some price with microbatches of so many samples: the prices that save most."""
+        saved = self._ties(number, samples, at_size)
         return sorted({price for _, price in sorted(saved)[-MAX_PRICES:]})
 
     def _ties(self, number: int, samples: int, at_size: bool) -> list[tuple[float, float]]:
@@ -276,13 +259,9 @@ class FloorSource:
             before, (price, here) = here, min(ties)
             found.append((before[1] - here[1], price))
 
-    def _ways(self, number: int, samples: int, curves: Curves) -> dict[str, Ways]:
-        """Return the ways to run a layer of a class with microbatches of so many samples, by kind
-        of recomputation."""
-        parts = [*curves.parts, *(["light_step"] if curves.prices else [])]
-        return {kind: self._ways_of(number, samples, kind, parts) for kind in curves.kinds}
-
-    def _ways_of(self, number: int, samples: int, kind: str, parts: Sequence[str]) -> Ways:
+    def _ways(self, number: int, samples: int, kind: str, parts: Sequence[str]) -> Ways:
+        """Return the ways to run a layer of a class, that recomputes as `kind` says, with
+        microbatches of so many samples."""
         problem, layer = self.problem, self.layers[number]
         sizes = [problem.sizes.index(one) for one in self._sizes]
         if (kind, samples) not in self._tables:
@@ -391,35 +370,30 @@ class FloorSource:
         """Return the seconds per step that a kernel takes at least with so many samples, by those
         at the sizes of the menu: inf where they say nothing.
 
-        Its seconds grow with samples, and from size to size not less than before. Of what follows
-        from the sizes above and from the one below, the better halfway between them is taken, so
-        that it is a line over B.
+        Its seconds grow with samples, and from size to size not less than before, nor than those
+        from its launch to its seconds at a size above: the most of what follows from the sizes
+        above and from the one below.
         """
         sizes, count = self._sizes, self.batch // samples
         below = [n for n, one in enumerate(sizes) if one.samples < samples]
         above = [n for n, one in enumerate(sizes) if one.samples >= samples]
         if not above:
             return np.full_like(costs[-1], math.inf)
+        first, here = costs[above[0]], sizes[above[0]].count
         if sizes[above[0]].samples == samples:
-            return np.where(np.isfinite(costs[above[0]]), costs[above[0]], math.inf)
-        most = sizes[below[-1]].count if below else self.batch
-        middle = math.sqrt(sizes[above[0]].count * most)
+            return np.where(np.isfinite(first), first, math.inf)
 
-        def led(at: float) -> tuple[np.ndarray, np.ndarray]:
-            first = costs[above[0]]
+        def fixed(n: int) -> np.ndarray:
+            """Return what a microbatch takes without samples on the line through another size."""
             with np.errstate(invalid="ignore"):
-                from_above = np.array(first)
-                if len(above) > 1:
-                    here, there = (sizes[n].count for n in above[:2])
-                    rise = np.maximum((first - costs[above[1]]) / (here - there), 0.0)
-                    rise = np.where(np.isfinite(rise), rise, 0.0)
-                    from_above = first + rise * (at - here)
-                from_below = (
-                    costs[below[-1]] * (at / most) if below else np.full_like(first, -math.inf)
-                )
-            found = (np.where(np.isfinite(one), one, -math.inf) for one in (from_above, from_below))
-            return tuple(found)  # type: ignore[return-value]
+                each = (first - costs[n]) / (here - sizes[n].count)
+            return np.maximum(np.where(np.isfinite(each), each, 0.0), 0.0)
 
-        above_better = np.greater_equal(*led(middle))
-        best = np.where(above_better, *led(count))
-        return np.where(np.isfinite(best), best, math.inf)
+        rise = fixed(above[1]) if len(above) > 1 else np.zeros_like(first)
+        if below:  # what is no kernel lies on that line, and a kernel's starts above its launch
+            rise = np.maximum(rise, np.minimum(fixed(below[-1]), self._launch))
+        found = [first + rise * (count - here)]
+        if below:
+            found.append(costs[below[-1]] * (count / sizes[below[-1]].count))
+        most = np.max([np.where(np.isfinite(one), one, -math.inf) for one in found], axis=0)
+        return np.where(np.isfinite(most), most, math.inf)

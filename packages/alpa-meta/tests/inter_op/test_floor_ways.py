@@ -1,4 +1,4 @@
-"""Floors of a layer over numbers of microbatches, against all its ways."""
+"""Floors of a layer against all its ways."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 
 import ilp_sharding
 from alpa_interchange import ShardingProblem
-from alpa_meta.inter_op.floor_curves import Curves, Ways
+from alpa_meta.inter_op.floor_ways import LeastOfKinds, Ways
 from alpa_meta.options import Options
 
 NODES, CHOICES, PRICE = 3, 3, 0.7
@@ -40,10 +40,10 @@ def test_what_kinds_not_solved_for_are_held_to_counts_no_bytes_that_they_may_not
     light, state, kept = random_problem(rng), *rng.uniform(0, 2, (2, NODES * CHOICES))
     parts = {"seconds": light, "light_step": light}
     ways = Ways(light, parts, state, 0.5, state + kept, 0.5)
-    curves = Curves([PRICE], ("none", "selective"), ("seconds",), bare=True)
-    least = curves.solve(4, {"none": ways, "selective": ways}, Options())
+    both = {"none": ways, "selective": ways}
+    least = LeastOfKinds(both, [PRICE], ("seconds",), Options(), bare=True)
     held = least_with(light, state + kept, 0.5)
-    assert 0.99 * held <= curves.by_kind(least)[1, 1] <= held * (1 + 1e-9)
+    assert 0.99 * held <= least.by_kind[1, 1] <= held * (1 + 1e-9)
     # One that keeps nothing has the bytes of its state, and these seconds at least.
     bare = least_with(light, state, 0.5)
-    assert 0.99 * bare <= curves.of_others(least)[1] <= bare * (1 + 1e-9)
+    assert 0.99 * bare <= least.others[1] <= bare * (1 + 1e-9)
