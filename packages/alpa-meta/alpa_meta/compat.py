@@ -11,14 +11,22 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax import Array
 from jax.core import ShapedArray
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
+from jax.typing import DTypeLike
+
+from alpa_meta.types import DType, Params, Private
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas import CostEstimate
+    from jax.extend.source_info_util import NameStack, SourceInfo
 
 ClosedJaxpr = jex.ClosedJaxpr
 Jaxpr = jex.Jaxpr
@@ -44,7 +52,7 @@ def trace_settings() -> tuple[object, ...]:
     return tuple(getattr(jax.config, name, None) for name in _TRACE_SETTINGS)
 
 
-def is_drop(var: Any) -> bool:
+def is_drop(var: object) -> bool:
     """Return whether `var` is an equation output that nobody reads."""
     return _DropVar is not None and isinstance(var, _DropVar)
 
@@ -54,9 +62,9 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def dtype_of(atom: Atom) -> np.dtype[Any]:
+def dtype_of(atom: Atom) -> DType:
     """Return the dtype of an array, an extended one for keys; jax types variables more widely."""
-    dtype: np.dtype[Any] = array_type(atom).dtype
+    dtype: DType = array_type(atom).dtype
     return dtype
 
 
@@ -65,7 +73,7 @@ def array_type(atom: Atom) -> ShapedArray:
     return cast(ShapedArray, atom.aval)
 
 
-def is_plain(var: Any) -> bool:
+def is_plain(var: Atom) -> bool:
     """Return whether `var` is an array of a numpy dtype, as keys, tokens and references are not."""
     return isinstance(getattr(var.aval, "dtype", None), np.dtype)
 
@@ -76,27 +84,29 @@ def calls_back(eqn: JaxprEqn) -> bool:
     return not subjaxprs(eqn) and not names.isdisjoint({"DebugEffect", "IOEffect"})
 
 
-def closed(jaxpr: Any) -> Any:
+def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     """Return `jaxpr` as a ClosedJaxpr (older jax keeps some sub-jaxprs open)."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Return the Jaxpr inside a ClosedJaxpr, or `jaxpr` itself."""
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) and hasattr(jaxpr, "jaxpr") else jaxpr
+    if isinstance(jaxpr, ClosedJaxpr) and hasattr(jaxpr, "jaxpr"):
+        return cast(Jaxpr, jaxpr.jaxpr)
+    return cast(Jaxpr, jaxpr)
 
 
-def consts(jaxpr: Any) -> list[Any]:
+def consts(jaxpr: Jaxpr | ClosedJaxpr) -> list[Array]:
     """Return the constants closed over by `jaxpr`, none for an open one."""
     return list(getattr(jaxpr, "consts", ()) or ())
 
 
 @functools.lru_cache(maxsize=1 << 17)  # equations compare by identity
-def subjaxprs(eqn: Any) -> tuple[tuple[str, Any], ...]:
+def subjaxprs(eqn: JaxprEqn) -> tuple[tuple[str, Jaxpr | ClosedJaxpr], ...]:
     """Return the (parameter name, jaxpr) pairs inside the parameters of `eqn`, in order."""
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[str, Jaxpr | ClosedJaxpr]] = []
 
-    def visit(name: str, value: Any) -> None:
+    def visit(name: str, value: object) -> None:
         if isinstance(value, (ClosedJaxpr, Jaxpr)):
             found.append((name, value))
         elif isinstance(value, (tuple, list)):
@@ -113,7 +123,7 @@ def with_eqns(program: ClosedJaxpr, eqns: Iterable[JaxprEqn]) -> ClosedJaxpr:
     return ClosedJaxpr(program.jaxpr.replace(eqns=list(eqns)), program.consts)
 
 
-def call_body(eqn: Any) -> Any | None:
+def call_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return the ClosedJaxpr of a call equation's body, None if it has none.
 
     Newest jax also calls primitives that carry their own expansion into ordinary ones.
@@ -122,10 +132,10 @@ def call_body(eqn: Any) -> Any | None:
     if bodies:
         return closed(bodies[0][1])
     primitive = eqn.params.get("_prim")
-    if not hasattr(primitive, "expand"):
+    if primitive is None or not hasattr(primitive, "expand"):
         return None
 
-    def expand(*operands: Any) -> list[Any]:
+    def expand(*operands: Array) -> list[Array]:
         return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))
 
     return jax.make_jaxpr(expand)(*(atom.aval for atom in eqn.invars))
@@ -134,13 +144,13 @@ def call_body(eqn: Any) -> Any | None:
 def implementation(eqn: JaxprEqn) -> ClosedJaxpr:
     """Return the operators that the primitive of an equation is implemented by."""
 
-    def call(*operands: Any) -> list[Any]:
+    def call(*operands: Array) -> list[Array]:
         return jax.tree.leaves(eqn.primitive.impl(*operands, **eqn.params))
 
     return jax.make_jaxpr(call)(*(atom.aval for atom in eqn.invars))
 
 
-def linear_solve(eqn: Any) -> tuple[Any, list[Any]]:
+def linear_solve(eqn: JaxprEqn) -> tuple[ClosedJaxpr, list[Atom]]:
     """Return what a `custom_linear_solve` equation runs: the solver's ClosedJaxpr, its operands.
 
     The products and the transposed solver beside it are there to be differentiated.
@@ -151,7 +161,7 @@ def linear_solve(eqn: Any) -> tuple[Any, list[Any]]:
     return closed(jaxprs.solve), [*solver, *eqn.invars[sum(lengths) :]]
 
 
-def scan_counts(eqn: Any) -> tuple[int, int, int]:
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int, int]:
     """Return (constants, carries, scanned inputs) of a `scan` equation.
 
     Newer jax replaced `num_consts` and `num_carry`; there, scanned inputs are those whose body
@@ -164,12 +174,12 @@ def scan_counts(eqn: Any) -> tuple[int, int, int]:
     body, length = closed(params["jaxpr"]), params["length"]
     num_xs = 0
     for outer, inner in zip(reversed(eqn.invars), reversed(body.in_avals), strict=True):
-        if tuple(outer.aval.shape) != (length, *inner.shape):
+        if shape_of(outer) != (length, *inner.shape):
             break
         num_xs += 1
     num_ys = 0
     for outer, inner in zip(reversed(eqn.outvars), reversed(body.out_avals), strict=True):
-        if tuple(outer.aval.shape) != (length, *inner.shape):
+        if shape_of(outer) != (length, *inner.shape):
             break
         num_ys += 1
     num_carry = len(eqn.outvars) - num_ys
@@ -181,7 +191,7 @@ def kernel_name(eqn: JaxprEqn) -> str:
     return str(eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", ""))
 
 
-def cost_estimate(eqn: JaxprEqn) -> Any | None:
+def cost_estimate(eqn: JaxprEqn) -> CostEstimate | None:
     """Return the `pl.CostEstimate` that a Pallas call was made with, if any."""
     return eqn.params.get("cost_estimate")
 
@@ -192,7 +202,7 @@ def num_programs(eqn: JaxprEqn) -> int:
     return math.prod(size for size in grid if isinstance(size, int))
 
 
-def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+def bind(eqn: JaxprEqn, values: Sequence[Array], params: Params | None = None) -> list[Array]:
     """Return the outputs of the equation's primitive applied to `values`, always as a list."""
     bound = eqn.primitive.get_bind_params(dict(eqn.params) if params is None else params)
     if isinstance(bound, tuple):
@@ -217,31 +227,32 @@ def without_user_mesh(eqn: JaxprEqn) -> JaxprEqn:
 
 
 @functools.lru_cache(maxsize=256)  # contexts are few, and compare by identity
-def _meshless(context: Any) -> Any:
+def _meshless(context: Private) -> Private:
     with context.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return jex.new_jaxpr_eqn([], [], jex.Primitive("none"), {}, frozenset()).ctx
 
 
-def no_mesh() -> contextlib.AbstractContextManager[Any]:
+def no_mesh() -> contextlib.AbstractContextManager[object]:
     """Return a context in which no mesh is set (jax.set_mesh): programs bring their own."""
     if jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = jax.set_mesh(_EMPTY_MESH)
+    context: contextlib.AbstractContextManager[object] = jax.set_mesh(_EMPTY_MESH)
     return context
 
 
-def row_major(value: Any) -> Any:
+def row_major(value: Array) -> Array:
     """Return `value`, which the compiler must store with its dims in order, the first outermost."""
-    return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
+    stored: Array = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
+    return stored
 
 
-def name_stack(eqn: Any) -> str:
+def name_stack(eqn: JaxprEqn) -> str:
     """Return the transformations and scopes an equation was traced under, e.g.
     `transpose(jvp(f))`."""
     return str(eqn.source_info.name_stack)
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: JaxprEqn) -> str:
     """Return file:line of the user's code behind an equation, or an empty string.
 
     That is the innermost call outside of installed packages, if there is one.
@@ -254,12 +265,12 @@ def source_line(eqn: Any) -> str:
     return str((own or frames)[-1])
 
 
-def with_outer_name_stack(eqn: Any, outer: Any) -> Any:
+def with_outer_name_stack(eqn: JaxprEqn, outer: NameStack) -> SourceInfo:
     """Return the source info of `eqn` with the name stack `outer` in front."""
     return eqn.source_info.replace(name_stack=outer + eqn.source_info.name_stack)
 
 
 @functools.lru_cache(maxsize=256)
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: DTypeLike) -> str:
     """Return the name of a dtype, remembered: numpy takes long to say it."""
     return str(dtype)

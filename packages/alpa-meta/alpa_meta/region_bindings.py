@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeGuard
 
 from attrs import frozen
 
@@ -48,7 +48,11 @@ def bindings(eqn: JaxprEqn) -> Bindings | None:
             for body in bodies
             for pair in _pairs((operands, body.invars), (eqn.outvars, body.outvars))
         ]
-    values = tuple(pair for pair in pairs if not any(_is_no_value(atom) for atom in pair[:2]))
+    values = tuple(
+        (outer, inner, shift)
+        for outer, inner, shift in pairs
+        if _is_value(outer) and _is_value(inner)
+    )
     return Bindings(bodies, values)
 
 
@@ -57,7 +61,7 @@ def trips(eqn: JaxprEqn) -> int:
     return int(eqn.params["length"]) if is_scan(eqn) else 1
 
 
-def _scan_pairs(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Any, Any, int]]:
+def _scan_pairs(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Atom, Atom, int]]:
     num_consts, num_carry, _ = scan_counts(eqn)
     first = num_consts + num_carry
     carries = body.invars[num_consts:first]
@@ -73,7 +77,7 @@ def _scan_pairs(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Any, Any, int]]:
     return [*outside, *((outer, inner, 1) for outer, inner, _ in stacked)]
 
 
-def _while_pairs(eqn: JaxprEqn) -> list[tuple[Any, Any, int]]:
+def _while_pairs(eqn: JaxprEqn) -> list[tuple[Atom, Atom, int]]:
     test, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
     num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carries = eqn.invars[num_test + num_body :]
@@ -87,7 +91,7 @@ def _while_pairs(eqn: JaxprEqn) -> list[tuple[Any, Any, int]]:
     )
 
 
-def _pairs(*ends: tuple[Sequence[Any], Sequence[Any]]) -> list[tuple[Any, Any, int]]:
+def _pairs(*ends: tuple[Sequence[Atom], Sequence[Atom]]) -> list[tuple[Atom, Atom, int]]:
     return [
         (outer, inner, 0)
         for outers, inners in ends
@@ -95,5 +99,5 @@ def _pairs(*ends: tuple[Sequence[Any], Sequence[Any]]) -> list[tuple[Any, Any, i
     ]
 
 
-def _is_no_value(atom: Atom) -> bool:
-    return isinstance(atom, Literal) or is_drop(atom)
+def _is_value(atom: Atom) -> TypeGuard[Var]:
+    return not isinstance(atom, Literal) and not is_drop(atom)

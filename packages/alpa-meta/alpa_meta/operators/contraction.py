@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn, shape_of
@@ -54,7 +53,7 @@ def product_matrices(
 
 
 def _dot_dims(
-    factors: Factors, shapes: list[tuple[int, ...]], dimension_numbers: Any
+    factors: Factors, shapes: list[tuple[int, ...]], dimension_numbers: Array
 ) -> tuple[list[Dim], list[Dim], list[Dim]]:
     """Return the dims of both operands and of the result: batch, left free, right free."""
     (left_contracting, right_contracting), (left_batch, right_batch) = dimension_numbers
@@ -80,7 +79,7 @@ def _dot_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([left, right], [result])
 
 
-def _run_dot(call: LocalCall) -> list[Any]:
+def _run_dot(call: LocalCall) -> list[Array]:
     return call.bind(out_sharding=None) if "out_sharding" in call.eqn.params else call.bind()
 
 
@@ -124,7 +123,7 @@ def _ragged_rule(eqn: JaxprEqn) -> ShardingRule | None:
     return factors.rule([[dim or () for dim in left], [dim or () for dim in right], [()]], [result])
 
 
-def _run_ragged(call: LocalCall) -> list[Any]:
+def _run_ragged(call: LocalCall) -> list[Array]:
     numbers = call.eqn.params["ragged_dot_dimension_numbers"]
     (ragged,) = numbers.lhs_ragged_dimensions
     (left_contracting, right_contracting), (left_batch, _) = numbers.dot_dimension_numbers

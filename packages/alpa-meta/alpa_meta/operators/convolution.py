@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from jax import Array
 
 from alpa_interchange import LogicalMesh, ShardingRule, Strategy
 from alpa_meta.compat import JaxprEqn, dtype_of
@@ -103,7 +104,7 @@ def _dilated_halo(dilation: int, reach: int, before: int) -> tuple[int, int]:
     return max(before // dilation, 0), max((reach - 1 - before) // dilation + 1, 0)
 
 
-def _run(call: LocalCall) -> list[Any]:
+def _run(call: LocalCall) -> list[Array]:
     params, numbers = call.eqn.params, call.eqn.params["dimension_numbers"]
     left, right = call.operands
     padding = [tuple(pair) for pair in params["padding"]]

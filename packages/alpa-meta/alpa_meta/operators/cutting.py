@@ -12,10 +12,10 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from alpa_interchange import LogicalMesh, ShardingRule, Strategy
 from alpa_meta.compat import JaxprEqn, dtype_of, shape_of
@@ -32,6 +32,7 @@ from alpa_meta.operators.operator import (
     result_shapes,
 )
 from alpa_meta.operators.work import copied_results, nothing
+from alpa_meta.types import Params
 
 
 def _tensors(eqn: JaxprEqn) -> list[tuple[int, ...]]:
@@ -94,7 +95,7 @@ def _rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule(operands + scalars, results)
 
 
-def _run(call: LocalCall) -> list[Any]:
+def _run(call: LocalCall) -> list[Array]:
     eqn, name = call.eqn, call.eqn.primitive.name
     sharded = {d: call.operand_axes(0, d) for d in sorted(_moving_dims(eqn))}
     across = [d for d, axes in sharded.items() if axes and _spacing(eqn, d)[1] == 1]
@@ -112,7 +113,7 @@ def _run(call: LocalCall) -> list[Any]:
     return [value for (value,) in values]
 
 
-def _run_alone(call: LocalCall, across: list[int]) -> list[Any]:
+def _run_alone(call: LocalCall, across: list[int]) -> list[Array]:
     """Return what a device makes of its parts alone, elements along dims `across` left in place."""
     name, params = call.eqn.primitive.name, call.eqn.params
     if name == "pad":
@@ -179,7 +180,7 @@ def _exchanges(
                 yield kind, each * elements * dtype_of(var).itemsize, axes
 
 
-def _sliced_piece(eqn: JaxprEqn, length: int) -> dict[str, Any]:
+def _sliced_piece(eqn: JaxprEqn, length: int) -> Params:
     return {**eqn.params, "limit_indices": (length, *eqn.params["limit_indices"][1:])}
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -203,7 +203,7 @@ def unknown_rule(eqn: JaxprEqn) -> ShardingRule | None:
 class _Lowering:
     """An equation compared by its key, so that each signature is lowered once."""
 
-    def __init__(self, eqn: JaxprEqn, key: tuple[Any, ...]) -> None:
+    def __init__(self, eqn: JaxprEqn, key: tuple[Hashable, ...]) -> None:
         self.eqn, self.key = eqn, key
 
     def __hash__(self) -> int:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.typing import ArrayLike
 
 from alpa_meta.operators.operator import LocalCall
 
 
 def exchange(
     call: LocalCall,
-    value: Any,
+    value: Array,
     axes: tuple[str, ...],
     dim: int,
     low: int,
     high: int,
-    filler: Any = 0,
-) -> Any:
+    filler: ArrayLike = 0,
+) -> Array:
     """Return local `value` with `low` elements before and `high` after it along `dim`.
 
     They come from the neighbours along `axes`; beyond the ends of the whole tensor they are
@@ -41,7 +40,9 @@ def exchange(
     return lax.concatenate(parts, dim) if len(parts) > 1 else value
 
 
-def _received(call: LocalCall, edge: Any, axes: tuple[str, ...], offset: int, filler: Any) -> Any:
+def _received(
+    call: LocalCall, edge: Array, axes: tuple[str, ...], offset: int, filler: ArrayLike
+) -> Array:
     """Return the edge of the device `offset` positions before; `filler` beyond the ends."""
     received = call.collectives.shift(edge, axes, offset, "halo")
     if isinstance(filler, int) and filler == 0:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn, dtype_of, shape_of
@@ -22,6 +21,7 @@ from alpa_meta.operators.operator import (
     result_shapes,
 )
 from alpa_meta.operators.work import copied_results, nothing, operand_bytes, operand_elements
+from alpa_meta.types import DType, Params
 
 _SCATTER_REDUCTIONS = {
     "scatter-add": "add",
@@ -65,7 +65,7 @@ def _gather_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([operand, index], [result])
 
 
-def _looked_up(factors: Factors, size: int, dtype: Any) -> Dim:
+def _looked_up(factors: Factors, size: int, dtype: DType) -> Dim:
     """Return the dim of `size` elements of which one is read, by the device that holds it."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return ()
@@ -81,14 +81,14 @@ def _window_dims(eqn: JaxprEqn, left_out: tuple[int, ...]) -> list[int]:
     ]
 
 
-def _run_gather(call: LocalCall) -> list[Any]:
+def _run_gather(call: LocalCall) -> list[Array]:
     numbers, mode = call.eqn.params["dimension_numbers"], call.eqn.params["mode"]
     operand, index = call.operands
     whole, sizes = operand_shapes(call.eqn)[0], list(call.eqn.params["slice_sizes"])
     for d, local in enumerate(operand.shape):
         if sizes[d] == whole[d]:
             sizes[d] = local
-    params: dict[str, Any] = {"slice_sizes": tuple(sizes)}
+    params: Params = {"slice_sizes": tuple(sizes)}
     sharded = {d: call.operand_axes(0, d) for d in numbers.start_index_map}
     if not any(sharded.values()):
         return call.bind(**params)
@@ -111,7 +111,7 @@ def _run_gather(call: LocalCall) -> list[Any]:
     (found,) = call.bind([operand, local_index], **params)
     places = [d for d in range(found.ndim) if d not in numbers.offset_dims]
 
-    def spread(mask: Any) -> Any:
+    def spread(mask: Array) -> Array:
         return lax.broadcast_in_dim(jnp.broadcast_to(mask, index.shape[:-1]), found.shape, places)
 
     result = jnp.where(spread(inside & owned), found, jnp.zeros((), found.dtype))
@@ -122,7 +122,7 @@ def _run_gather(call: LocalCall) -> list[Any]:
     return [result]
 
 
-def _fills(mode: Any) -> bool:
+def _fills(mode: object) -> bool:
     """Return whether a gather fills in for indices out of bounds; otherwise XLA moves them inside.
 
     That holds for promised indices too: whole programs rely on it where a promise is broken.
@@ -130,17 +130,18 @@ def _fills(mode: Any) -> bool:
     return "fill" in str(mode).lower()
 
 
-def _clips(mode: Any) -> bool:
+def _clips(mode: object) -> bool:
     """Return whether a scatter moves indices inside; otherwise XLA drops those out of bounds."""
     return "clip" in str(mode).lower()
 
 
-def _index_dtype(dtype: Any) -> Any:
+def _index_dtype(dtype: DType) -> DType:
     """Return a signed type that holds an index and its distance to any shard."""
-    return dtype if np.issubdtype(dtype, np.signedinteger) and dtype.itemsize >= 4 else np.int32
+    wide = np.issubdtype(dtype, np.signedinteger) and dtype.itemsize >= 4
+    return dtype if wide else np.dtype(np.int32)
 
 
-def _fill_value(eqn: JaxprEqn) -> Any:
+def _fill_value(eqn: JaxprEqn) -> Array:
     """Return what a gather yields for an index out of bounds."""
     dtype, value = dtype_of(eqn.outvars[0]), eqn.params["fill_value"]
     if value is not None:
@@ -191,12 +192,15 @@ def _scatter_rule(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _written_one_by_one(
-    numbers: Any, windows: list[int], dim: int, update_shape: tuple[int, ...]
+    numbers: lax.ScatterDimensionNumbers,
+    windows: list[int],
+    dim: int,
+    update_shape: tuple[int, ...],
 ) -> bool:
     return bool(update_shape[numbers.update_window_dims[windows.index(dim)]] == 1)
 
 
-def _run_scatter(call: LocalCall) -> list[Any]:
+def _run_scatter(call: LocalCall) -> list[Array]:
     numbers = call.eqn.params["dimension_numbers"]
     operand, index, update = call.operands
     whole = operand_shapes(call.eqn)[0]
@@ -265,10 +269,10 @@ def _dynamic_slice_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([operand, *starts], [result])
 
 
-def _run_dynamic_slice(call: LocalCall) -> list[Any]:
+def _run_dynamic_slice(call: LocalCall) -> list[Array]:
     operand, *starts = call.operands
     whole, sizes = operand_shapes(call.eqn)[0], list(call.eqn.params["slice_sizes"])
-    owned: Any = None
+    owned: Array | None = None
     for d, local in enumerate(operand.shape):
         axes = call.operand_axes(0, d)
         if sizes[d] == whole[d]:
@@ -300,10 +304,10 @@ def _dynamic_update_slice_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([operand, update, *starts], [operand])
 
 
-def _run_dynamic_update_slice(call: LocalCall) -> list[Any]:
+def _run_dynamic_update_slice(call: LocalCall) -> list[Array]:
     operand, update, *starts = call.operands
     whole, written = operand_shapes(call.eqn)[:2]
-    owned: Any = None
+    owned: Array | None = None
     for d, local in enumerate(operand.shape):
         axes = call.operand_axes(0, d)
         if axes and written[d] != whole[d]:

@@ -14,6 +14,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from alpa_meta.compat import JaxprEqn, dtype_of
+from alpa_meta.types import DType, Function
 
 
 @frozen
@@ -53,7 +54,7 @@ def results_of(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     return found if found != UNKNOWN else of_type(dtype_of(eqn.outvars[0]))
 
 
-def _fits(dtype: np.dtype[np.generic], found: Interval) -> bool:
+def _fits(dtype: DType, found: Interval) -> bool:
     """Return whether no integer of an interval wraps around in a type; what has no bound is taken
     for a number that does not, but for unsigned types, whose differences often do."""
     if jnp.issubdtype(dtype, jnp.unsignedinteger) and found.low < 0:
@@ -71,12 +72,12 @@ def of_equals(eqn: JaxprEqn) -> Interval | None:
     return results_of(eqn, [Interval(0.0, 0.0)] * 2) if whole else None
 
 
-def of_type(dtype: np.dtype[np.generic]) -> Interval:
+def of_type(dtype: DType) -> Interval:
     """Return the bounds of every value of a type."""
     return _EITHER if dtype == np.bool_ else UNKNOWN
 
 
-def holds_exactly(dtype: np.dtype[np.generic], number: float) -> bool:
+def holds_exactly(dtype: DType, number: float) -> bool:
     """Return whether a type holds an integer of this size, and all smaller ones, without rounding;
     infinity, which stands for no bound, it does."""
     if math.isinf(number) or dtype == np.bool_:
@@ -160,7 +161,7 @@ def _sign(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     return Interval(float(np.sign(one.low)), float(np.sign(one.high)))
 
 
-def _extreme(combine: Callable[..., float]) -> Callable[..., Interval]:
+def _extreme(combine: Function[float]) -> Function[Interval]:
     def of(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
         one, two = (operand.flat() for operand in operands)
         return Interval(combine(one.low, two.low), combine(one.high, two.high))
@@ -174,9 +175,7 @@ def _clamped(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     return Interval(min(low, most.low), min(high, most.high))
 
 
-def _compared(
-    holds: Callable[[float], bool], fails: Callable[[float], bool]
-) -> Callable[..., Interval]:
+def _compared(holds: Callable[[float], bool], fails: Callable[[float], bool]) -> Function[Interval]:
     """Return a comparison that `holds` of the low end, or `fails` of the high end, of x - y."""
 
     def of(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
@@ -188,7 +187,7 @@ def _compared(
     return of
 
 
-def _swapped(comparison: Callable[..., Interval]) -> Callable[..., Interval]:
+def _swapped(comparison: Function[Interval]) -> Function[Interval]:
     return lambda eqn, operands: comparison(eqn, operands[::-1])
 
 
@@ -211,7 +210,7 @@ def _unequal(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     return Interval(1.0 - equal.high, 1.0 - equal.low)
 
 
-def _truth(combine: Callable[..., float]) -> Callable[..., Interval]:
+def _truth(combine: Function[float]) -> Function[Interval]:
     def of(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
         if dtype_of(eqn.outvars[0]) != np.bool_:
             return UNKNOWN

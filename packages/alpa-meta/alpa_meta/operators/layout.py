@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
-from jax import lax
+from jax import Array, lax
 
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn
@@ -22,6 +21,7 @@ from alpa_meta.operators.operator import (
     result_shapes,
 )
 from alpa_meta.operators.work import nothing
+from alpa_meta.types import Params
 
 
 def reshape_dims(
@@ -94,7 +94,7 @@ def _reading_order(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(range(len(operand_shapes(eqn)[0]))) if order is None else tuple(order)
 
 
-def _run_reshape(call: LocalCall) -> list[Any]:
+def _run_reshape(call: LocalCall) -> list[Array]:
     read = lax.transpose(call.operands[0], _reading_order(call.eqn))
     return [lax.reshape(read, call.result_shape(0))]
 
@@ -124,7 +124,7 @@ def _broadcast_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([first, *rest], [dims])
 
 
-def _run_broadcast(call: LocalCall) -> list[Any]:
+def _run_broadcast(call: LocalCall) -> list[Array]:
     places = call.eqn.params["broadcast_dimensions"]
     return [lax.broadcast_in_dim(call.operands[0], call.result_shape(0), places)]
 
@@ -138,7 +138,7 @@ def _tile_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([dims], [[copy + dim for copy, dim in zip(copies, dims, strict=True)]])
 
 
-def _run_tile(call: LocalCall) -> list[Any]:
+def _run_tile(call: LocalCall) -> list[Array]:
     reps = [
         count * call.shards(call.operand_axes(0, d)) // call.shards(call.result_axes(0, d))
         for d, count in enumerate(call.eqn.params["reps"])
@@ -152,7 +152,7 @@ def _iota_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([[()] * len(shape) for shape in operand_shapes(eqn)], [dims])
 
 
-def _run_iota(call: LocalCall) -> list[Any]:
+def _run_iota(call: LocalCall) -> list[Array]:
     dtype, dim = call.eqn.params["dtype"], call.eqn.params["dimension"]
     shape = call.result_shape(0)
     counted = lax.broadcasted_iota(dtype, shape, dim)
@@ -190,11 +190,11 @@ def _empty_rule(eqn: JaxprEqn) -> ShardingRule:
     return Factors().rule([], [[()] * len(shape) for shape in result_shapes(eqn)])
 
 
-def _broadcast_piece(eqn: JaxprEqn, length: int) -> dict[str, Any]:
+def _broadcast_piece(eqn: JaxprEqn, length: int) -> Params:
     return {**eqn.params, "shape": (length, *eqn.params["shape"][1:])}
 
 
-def _reshaped_piece(eqn: JaxprEqn, length: int) -> dict[str, Any]:
+def _reshaped_piece(eqn: JaxprEqn, length: int) -> Params:
     return {**eqn.params, "new_sizes": (length, *eqn.params["new_sizes"][1:])}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from jax import Array
 
 from alpa_interchange import ShardingRule
 from alpa_meta import compat
@@ -86,7 +87,7 @@ def _fourier_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([dims], [dims])
 
 
-def _run_fourier(call: LocalCall) -> list[Any]:
+def _run_fourier(call: LocalCall) -> list[Array]:
     """Return the transform of the local part, stored row-major as XLA's CPU transform needs it.
 
     XLA may store it in the order that a collective before or after prefers, and then not run it.

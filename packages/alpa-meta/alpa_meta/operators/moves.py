@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import jax.numpy as jnp
 from attrs import frozen
-from jax import lax
+from jax import Array, lax
+from jax.typing import ArrayLike
 
 from alpa_meta.operators.operator import LocalCall
 
@@ -104,13 +104,13 @@ def exchanges(moved: tuple[Piece, ...], parts: int, count: int) -> list[tuple[st
 
 def move(
     call: LocalCall,
-    values: Sequence[Any],
+    values: Sequence[Array],
     axes: tuple[str, ...],
     dim: int,
     moved: tuple[Piece, ...],
     size: int,
-    filler: Any = 0,
-) -> Any:
+    filler: ArrayLike = 0,
+) -> Array:
     """Return this device's result, of `size` elements along `dim`, made of pieces of the devices'
     `values`; elements that no piece brings are `filler`."""
     source = lax.concatenate(list(values), dim) if len(values) > 1 else values[0]
@@ -148,7 +148,7 @@ def move(
 
 def _here(
     call: LocalCall, axes: tuple[str, ...], numbers: dict[int, int], otherwise: int | None = None
-) -> Any:
+) -> Array | int:
     """Return this device's entry of `numbers`; a plain int where all devices have the same.
 
     Devices without an entry have `otherwise`; None: any number will do.
@@ -160,7 +160,7 @@ def _here(
     return jnp.asarray(table, jnp.int32)[call.index(axes)]
 
 
-def _cut(value: Any, start: Any, size: int, dim: int) -> Any:
+def _cut(value: Array, start: Array | int, size: int, dim: int) -> Array:
     if isinstance(start, int):
         return lax.slice_in_dim(value, start, start + size, axis=dim)
     return lax.dynamic_slice_in_dim(value, start, size, dim)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 from attrs import field, frozen
 from attrs.validators import in_, optional
-from jax import lax
+from jax import Array, lax
 
 from alpa_interchange import Factor, LogicalMesh, ShardingRule, Strategy
 from alpa_meta import compat
-from alpa_meta.compat import JaxprEqn, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, shape_of
+from alpa_meta.types import Params
 
 if TYPE_CHECKING:
     from alpa_meta.spmd.collectives import Collectives
@@ -78,7 +79,7 @@ class LocalCall:
     """
 
     eqn: JaxprEqn
-    operands: list[Any]
+    operands: list[Array]
     rule: ShardingRule
     strategy: Strategy
     mesh: LogicalMesh
@@ -99,11 +100,11 @@ class LocalCall:
         """Return the number of devices along `axes`."""
         return self.mesh.size(axes)
 
-    def index(self, axes: tuple[str, ...]) -> Any:
+    def index(self, axes: tuple[str, ...]) -> Array | np.int32:
         """Return this device's position along `axes`, the first the most significant."""
         return self.collectives.index(axes)
 
-    def first(self, axes: tuple[str, ...], size: int) -> Any:
+    def first(self, axes: tuple[str, ...], size: int) -> Array | np.int32:
         """Return the place in the whole dim of the first of this device's `size` elements."""
         return self.index(axes) * size
 
@@ -121,12 +122,12 @@ class LocalCall:
             for dim, size in enumerate(shape_of(self.eqn.invars[operand]))
         )
 
-    def bind(self, operands: Sequence[Any] | None = None, **params: Any) -> list[Any]:
+    def bind(self, operands: Sequence[Array] | None = None, **params: object) -> list[Array]:
         """Return the primitive applied to local `operands`, some of its `params` replaced."""
         values = self.operands if operands is None else list(operands)
         return compat.bind(self.eqn, values, {**self.eqn.params, **params} if params else None)
 
-    def own_part(self, value: Any, result: int, dims: Sequence[int] | None = None) -> Any:
+    def own_part(self, value: Array, result: int, dims: Sequence[int] | None = None) -> Array:
         """Return this device's part of a whole `value`, cut along `dims` as `result` is sharded."""
         for dim in range(value.ndim) if dims is None else dims:
             axes = self.result_axes(result, dim)
@@ -135,27 +136,27 @@ class LocalCall:
         return value
 
 
-def run_unchanged(call: LocalCall) -> list[Any]:
+def run_unchanged(call: LocalCall) -> list[Array]:
     """Return the primitive applied to the local operands with its own parameters."""
     return call.bind()
 
 
-def run_whole(call: LocalCall) -> list[Any]:
+def run_whole(call: LocalCall) -> list[Array]:
     """Return this device's parts of results computed whole: for operators that cannot be split."""
     return [call.own_part(value, k) for k, value in enumerate(call.bind())]
 
 
-def run_identity(call: LocalCall) -> list[Any]:
+def run_identity(call: LocalCall) -> list[Array]:
     """Return the local operands as they are."""
     return list(call.operands)
 
 
-def run_barrier(call: LocalCall) -> list[Any]:
+def run_barrier(call: LocalCall) -> list[Array]:
     """Return the local operands behind an optimisation barrier."""
     return behind_barrier(call.operands)
 
 
-def behind_barrier(values: Sequence[Any]) -> list[Any]:
+def behind_barrier(values: Sequence[Array]) -> list[Array]:
     """Return `values` behind an optimisation barrier; keys of random generators pass by."""
     plain = [k for k, value in enumerate(values) if jnp.issubdtype(value.dtype, np.generic)]
     held = lax.optimization_barrier(tuple(jnp.asarray(values[k]) for k in plain))
@@ -165,12 +166,12 @@ def behind_barrier(values: Sequence[Any]) -> list[Any]:
     return result
 
 
-def never(*_: Any) -> bool:
+def never(*_: object) -> bool:
     """Return False."""
     return False
 
 
-def always(*_: Any) -> bool:
+def always(*_: object) -> bool:
     """Return True."""
     return True
 
@@ -187,11 +188,11 @@ def jointly(eqn: JaxprEqn) -> Groups:
     return (tuple(range(len(eqn.invars))),)
 
 
-RuleFunction = Callable[[Any], ShardingRule | None]
-LocalFunction = Callable[[LocalCall], list[Any]]
+RuleFunction = Callable[[JaxprEqn], ShardingRule | None]
+LocalFunction = Callable[[LocalCall], list[Array]]
 CountFunction = Callable[[JaxprEqn], float]
 ExchangeFunction = Callable[
-    [Any, Strategy, LogicalMesh], Iterable[tuple[str, float, tuple[str, ...]]]
+    [JaxprEqn, Strategy, LogicalMesh], Iterable[tuple[str, float, tuple[str, ...]]]
 ]
 PatchFunction = Callable[[JaxprEqn, ShardingRule, Strategy, LogicalMesh], float]
 LIVENESS = ("stored", "written", "reduced", "windows", "fused", "alias")
@@ -264,7 +265,7 @@ class Operator:
     patch_bytes: PatchFunction | None = None
     liveness: str = field(default="stored", validator=in_(LIVENESS))
     dear: bool = False
-    piece_params: Callable[[JaxprEqn, int], dict[str, Any]] | None = None
+    piece_params: Callable[[JaxprEqn, int], dict[str, Array]] | None = None
     reorders: bool = False
     causal: tuple[str, str] | None = None
 
@@ -288,11 +289,11 @@ class Operator:
         return self.piece_params is not None or self.local in (run_unchanged, run_identity)
 
 
-def _is_zero(atom: Any) -> bool:
+def _is_zero(atom: Atom) -> bool:
     return isinstance(atom, compat.Literal) and not np.any(atom.val)
 
 
-def same_params(eqn: JaxprEqn, _: int) -> dict[str, Any]:
+def same_params(eqn: JaxprEqn, _: int) -> Params:
     """Return the parameters of an operator that runs on pieces of dim 0 as it is."""
     return dict(eqn.params)
 

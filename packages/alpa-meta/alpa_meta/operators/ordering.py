@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn
@@ -35,7 +34,7 @@ def _prefix_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([dims], [dims])
 
 
-def _run_prefix(call: LocalCall) -> list[Any]:
+def _run_prefix(call: LocalCall) -> list[Array]:
     """Return the local running sums, each joined with the totals of the devices before this one."""
     axis, reverse = call.eqn.params["axis"], call.eqn.params["reverse"]
     (local,) = call.bind()
@@ -64,7 +63,7 @@ def _run_prefix(call: LocalCall) -> list[Any]:
     return [combine(local, jnp.expand_dims(reduce(masked, axes=(axis,)), axis))]
 
 
-def _logsumexp(value: Any, axis: int) -> Any:
+def _logsumexp(value: Array, axis: int) -> Array:
     top = value.max(axis, keepdims=True)
     safe = jnp.where(jnp.isfinite(top), top, 0)
     return jnp.log(jnp.exp(value - safe).sum(axis, keepdims=True)) + safe
@@ -123,6 +122,6 @@ def is_running_sum(eqn: JaxprEqn) -> bool:
     return bool(eqn.primitive.name == "cumsum")
 
 
-def joined(eqn: JaxprEqn, local: Any, before: Any) -> Any:
+def joined(eqn: JaxprEqn, local: Array, before: Array) -> Array:
     """Return the running values of a part of the dim, given the last ones of what is before it."""
     return _JOINED[eqn.primitive.name](local, before)

@@ -11,12 +11,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.random import threefry2x32_p
 
 from alpa_interchange import ShardingRule
@@ -44,7 +43,7 @@ def _draw_rule(eqn: JaxprEqn) -> ShardingRule:
     return factors.rule([held, *rest], [dims])
 
 
-def _run_draw(call: LocalCall) -> list[Any]:
+def _run_draw(call: LocalCall) -> list[Array]:
     (whole,) = call.bind()
     held = [dim for dim in call.rule.operands[0] if dim]
     dims = [d for d, dim in enumerate(call.rule.results[0]) if dim and dim not in held]
@@ -56,7 +55,7 @@ def _counts(eqn: JaxprEqn) -> bool:
     return str(dtype_of(eqn.invars[0])) == "key<fry>"
 
 
-def _run_bits(call: LocalCall) -> list[Any]:
+def _run_bits(call: LocalCall) -> list[Array]:
     eqn = call.eqn
     (whole,) = result_shapes(eqn)
     keys = len(operand_shapes(eqn)[0])

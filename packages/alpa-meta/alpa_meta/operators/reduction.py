@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn, dtype_of
@@ -21,6 +20,7 @@ from alpa_meta.operators.operator import (
     same_params,
 )
 from alpa_meta.operators.work import operand_elements
+from alpa_meta.types import DType
 
 _COMBINATIONS = {
     "reduce_sum": "add",
@@ -33,7 +33,7 @@ _COMBINATIONS = {
 _UNMAPPED = {"unvmap_any": "or", "unvmap_all": "and", "unvmap_max": "max"}
 
 
-def _unmapped_rule(eqn: Any) -> ShardingRule:
+def _unmapped_rule(eqn: JaxprEqn) -> ShardingRule:
     factors = Factors()
     combination = _UNMAPPED[eqn.primitive.name]
     dims = [factors.new(s, "reduction", reduction=combination) for s in operand_shapes(eqn)[0]]
@@ -53,7 +53,7 @@ def _reduce_rule(eqn: JaxprEqn) -> ShardingRule | None:
     return factors.rule([dims], [[dim for d, dim in enumerate(dims) if d not in axes]])
 
 
-def _run_reduce(call: LocalCall) -> list[Any]:
+def _run_reduce(call: LocalCall) -> list[Array]:
     return call.bind(out_sharding=None) if "out_sharding" in call.eqn.params else call.bind()
 
 
@@ -80,7 +80,7 @@ def _product_rule(eqn: JaxprEqn) -> ShardingRule:
     return _along_rule(eqn, "permutation")
 
 
-def _run_product(call: LocalCall) -> list[Any]:
+def _run_product(call: LocalCall) -> list[Array]:
     (local,) = call.bind()
     axes = _reduced_axes(call)
     if not axes:
@@ -89,7 +89,7 @@ def _run_product(call: LocalCall) -> list[Any]:
     return call.bind([gathered], axes=(0,))
 
 
-def _run_place(call: LocalCall) -> list[Any]:
+def _run_place(call: LocalCall) -> list[Array]:
     """Return argmax or argmin over a sharded dim: the best of the devices' (value, place) pairs."""
     (place,) = call.bind()
     axes = _reduced_axes(call)
@@ -115,7 +115,7 @@ def _place_rule(eqn: JaxprEqn) -> ShardingRule:
     return _along_rule(eqn, "permutation" if len(eqn.params["axes"]) == 1 else "replicate")
 
 
-def extreme(dtype: Any, *, lowest: bool) -> Any:
+def extreme(dtype: DType, *, lowest: bool) -> float:
     """Return the lowest or the highest value of `dtype`, which max or min leave as they are."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return -np.inf if lowest else np.inf

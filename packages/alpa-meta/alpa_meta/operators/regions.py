@@ -11,12 +11,13 @@ an operator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import jaxpr_as_fun
 
 from alpa_meta.compat import (
+    Atom,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
@@ -28,6 +29,7 @@ from alpa_meta.compat import (
     open_jaxpr,
     subjaxprs,
 )
+from alpa_meta.types import Function
 
 T = TypeVar("T")
 
@@ -89,13 +91,15 @@ def is_scan(eqn: JaxprEqn) -> bool:
 
 def scan_of(
     eqn: JaxprEqn, body: ClosedJaxpr, num_consts: int, num_carry: int
-) -> Callable[..., list[Any]]:
+) -> Function[list[Array]]:
     """Return a scan like `eqn` of another body, whose first operands are `num_consts` constants
     and `num_carry` initial values, as a function of all operands."""
     function, first, last = jaxpr_as_fun(body), num_consts, num_consts + num_carry
 
-    def run(*values: Any) -> list[Any]:
-        def trip(carry: Any, xs: Any) -> Any:
+    def run(*values: Array) -> list[Array]:
+        def trip(
+            carry: tuple[Array, ...], xs: tuple[Array, ...]
+        ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
             outputs = function(*values[:first], *carry, *xs)
             return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
 
@@ -166,7 +170,7 @@ def with_bodies(
     return changed
 
 
-def _mapped(value: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
+def _mapped(value: object, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> object:
     if isinstance(value, (tuple, list)):
         return type(value)(_mapped(item, function) for item in value)
     if isinstance(value, ClosedJaxpr):
@@ -177,7 +181,7 @@ def _mapped(value: Any, function: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
     return value
 
 
-def called(eqn: JaxprEqn) -> tuple[ClosedJaxpr | None, list[Any]]:
+def called(eqn: JaxprEqn) -> tuple[ClosedJaxpr | None, list[Atom]]:
     """Return the body of a call and its operands; no body if `eqn` is none."""
     if eqn.primitive.name == _SOLVE:
         return linear_solve(eqn)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import jax.numpy as jnp
 from attrs import fields
@@ -38,6 +37,7 @@ from alpa_meta.operators.operator import (
 )
 from alpa_meta.operators.regions import is_conditional
 from alpa_meta.operators.work import all_bytes, copied_results, result_elements
+from alpa_meta.types import Function
 
 _OPERATORS: dict[str, Operator] = {
     **elementwise.OPERATORS,
@@ -63,7 +63,7 @@ def register(
     linear: bool | Callable[[JaxprEqn], bool] = False,
     *,
     linear_in: Sequence[int | Sequence[int]] = (),
-    **facts: Any,
+    **facts: object,
 ) -> None:
     """Give the primitive called `primitive_name` a sharding rule, in place of any it has.
 
@@ -98,7 +98,8 @@ def register(
         facts["linear_in"] = together
     else:
         facts["linear_in"] = groups
-    _OPERATORS[primitive_name] = Operator(rule, local, **facts)
+    made: Function[Operator] = Operator  # the names of `facts` are its fields
+    _OPERATORS[primitive_name] = made(rule, local, **facts)
     of_equations = (sharding_rule, operator_of, is_heavy, linear_operands, rule_number)
     for remembered in (_rule_of, _number_of, _contracts_of, _flops_of, *of_equations):
         remembered.cache_clear()
@@ -228,7 +229,7 @@ def rule_number(eqn: JaxprEqn) -> int:
 
 
 @lru_cache(maxsize=1 << 17)
-def operator_signature(eqn: JaxprEqn) -> Hashable:
+def operator_signature(eqn: JaxprEqn) -> JaxprEqn | _Signature:
     """Return what is equal for equations of one primitive, types and parameters.
 
     The equation itself where its parameters cannot be compared.
@@ -275,7 +276,7 @@ def _computed(eqn: JaxprEqn) -> ShardingRule | None:
 class _Signature:
     """An equation compared by primitive, types and parameters, so that each rule is made once."""
 
-    def __init__(self, eqn: JaxprEqn, key: tuple[Any, ...]) -> None:
+    def __init__(self, eqn: JaxprEqn, key: tuple[Hashable, ...]) -> None:
         self.eqn, self.key, self._hash = eqn, key, hash(key)
 
     def __hash__(self) -> int:
@@ -292,8 +293,8 @@ def _same(signature: _Signature) -> _Signature:
 
 
 @lru_cache(maxsize=1 << 14)
-def _number_of(signature: Hashable) -> int:
-    eqn: Any = getattr(signature, "eqn", signature)
+def _number_of(signature: JaxprEqn | _Signature) -> int:
+    eqn = signature.eqn if isinstance(signature, _Signature) else signature
     types = [tuple(str(atom.aval) for atom in atoms) for atoms in (eqn.invars, eqn.outvars)]
     key = (_entry_name(eqn), *types, sharding_rule(eqn), flops(eqn), traffic_bytes(eqn))
     return _NUMBERS.setdefault(key, len(_NUMBERS))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from jax import Array
+from jax.typing import ArrayLike
 
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import JaxprEqn
@@ -58,7 +60,7 @@ def _halo(eqn: JaxprEqn, dim: int) -> tuple[int, int]:
     return max(before, 0), max(reach - params["window_strides"][dim] + 1 - before, 0)
 
 
-def _run_window(call: LocalCall) -> list[Any]:
+def _run_window(call: LocalCall) -> list[Array]:
     padding = [tuple(pair) for pair in call.eqn.params["padding"]]
     rank = len(padding)
     operands = list(call.operands)
@@ -79,7 +81,7 @@ def _run_window(call: LocalCall) -> list[Any]:
     return call.bind(operands, padding=tuple(padding))
 
 
-def _filler(eqn: JaxprEqn, operands: list[Any], operand: int) -> Any:
+def _filler(eqn: JaxprEqn, operands: list[Array], operand: int) -> ArrayLike:
     """Return what padding counts as: the identity of the reduction, so that it changes nothing."""
     name = eqn.primitive.name
     if name in ("reduce_window_max", "reduce_window_min"):

@@ -8,9 +8,8 @@ produces their operands.
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from alpa_meta.compat import JaxprEqn
+from alpa_meta.compat import Atom, JaxprEqn, shape_of
 from alpa_meta.operators.operator import CountFunction, operand_shapes, result_shapes
 
 
@@ -31,12 +30,12 @@ def operand_elements(operand: int) -> CountFunction:
 
 def result_bytes(eqn: JaxprEqn) -> float:
     """Return the bytes of the results."""
-    return sum(_bytes(var.aval) for var in eqn.outvars)
+    return sum(_bytes(var) for var in eqn.outvars)
 
 
 def all_bytes(eqn: JaxprEqn) -> float:
     """Return the bytes of operands and results."""
-    return result_bytes(eqn) + sum(_bytes(atom.aval) for atom in eqn.invars)
+    return result_bytes(eqn) + sum(_bytes(atom) for atom in eqn.invars)
 
 
 def copied_results(eqn: JaxprEqn) -> float:
@@ -46,9 +45,9 @@ def copied_results(eqn: JaxprEqn) -> float:
 
 def operand_bytes(operand: int, times: int) -> CountFunction:
     """Return the count of the bytes of one operand, read or written so many times."""
-    return lambda eqn: times * _bytes(eqn.invars[operand].aval)
+    return lambda eqn: times * _bytes(eqn.invars[operand])
 
 
-def _bytes(aval: Any) -> float:
-    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-    return 0.0 if dtype is None else float(math.prod(shape) * dtype.itemsize)
+def _bytes(atom: Atom) -> float:
+    dtype = getattr(atom.aval, "dtype", None)
+    return 0.0 if dtype is None else float(math.prod(shape_of(atom)) * dtype.itemsize)

@@ -4,19 +4,19 @@ it."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import jax
 
-from alpa_meta.compat import Atom, Jaxpr, JaxprEqn, dtype_of, open_jaxpr, shape_of
+from alpa_meta.compat import Atom, Jaxpr, JaxprEqn, Var, dtype_of, open_jaxpr, shape_of
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.step.trace import inline
+from alpa_meta.types import DType, Function
 
 
 def equations_of(
-    function: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any], *told: Hashable
-) -> list[Any]:
+    function: Function[object], inputs: Sequence[Atom], outputs: Sequence[Var], *told: Hashable
+) -> list[JaxprEqn]:
     """Return equations computing `outputs` from `inputs` (variables) by a jax function, which is
     given what it is `told` before them; one that closes over nothing is traced once for inputs of
     the same types."""
@@ -28,7 +28,9 @@ def equations_of(
 
 @functools.lru_cache(maxsize=1 << 10)  # a gradient is added up as those of equal layers are
 def _traced(
-    function: Callable[..., Any], told: tuple[Any, ...], avals: tuple[tuple[Any, Any], ...]
+    function: Function[object],
+    told: tuple[Hashable, ...],
+    avals: tuple[tuple[tuple[int, ...], DType], ...],
 ) -> Jaxpr:
     inputs = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals)
     made: Jaxpr = open_jaxpr(inline(jax.make_jaxpr(functools.partial(function, *told))(*inputs)))
@@ -36,15 +38,15 @@ def _traced(
 
 
 def jaxpr_of(
-    template: Any,
-    constvars: list[Any],
+    template: Jaxpr,
+    constvars: list[Var],
     invars: Sequence[Atom],
     outvars: Sequence[Atom],
     eqns: list[JaxprEqn],
-) -> Any:
+) -> Jaxpr:
     """Return a jaxpr of `eqns` made like `template`."""
     effects = set().union(*(eqn.effects for eqn in eqns)) if eqns else set()
-    return template.replace(
+    made: Jaxpr = template.replace(
         constvars=constvars,
         invars=list(invars),
         outvars=list(outvars),
@@ -52,3 +54,4 @@ def jaxpr_of(
         effects=effects,
         debug_info=template.debug_info.with_unknown_names(),
     )
+    return made

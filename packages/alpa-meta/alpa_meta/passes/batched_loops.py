@@ -10,14 +10,14 @@ executor and every analysis sees an ordinary loop:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import jaxpr_as_fun
 
 from alpa_meta.compat import ClosedJaxpr, JaxprEqn, with_eqns
 from alpa_meta.operators.regions import bodies, is_while
 from alpa_meta.operators.rewrites.replacement import replacement
+from alpa_meta.types import Function
 
 
 def with_one_condition(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -33,21 +33,22 @@ def _written(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
         yield from replacement(_written_out(eqn), eqn.invars, eqn.outvars, eqn)
 
 
-def _written_out(eqn: JaxprEqn) -> Any:
+def _written_out(eqn: JaxprEqn) -> Function[tuple[Array, ...]]:
     num_test = eqn.params["cond_nconsts"]
     first = num_test + eqn.params["body_nconsts"]
     test, body = map(jaxpr_as_fun, bodies(eqn))
 
-    def run(*values: Any) -> Any:
-        def going_on(carry: Any) -> Any:
-            return test(*values[:num_test], *carry)[0]
+    def run(*values: Array) -> tuple[Array, ...]:
+        def going_on(carry: tuple[Array, ...]) -> Array:
+            still: Array = test(*values[:num_test], *carry)[0]
+            return still
 
-        def trip(carry: Any) -> Any:
+        def trip(carry: tuple[Array, ...]) -> tuple[Array, ...]:
             still = going_on(carry)
             after = body(*values[num_test:first], *carry)
             return tuple(_selected(still, *pair) for pair in zip(after, carry, strict=True))
 
-        def one_condition(carry: Any) -> Any:
+        def one_condition(carry: tuple[Array, ...]) -> Array:
             still = going_on(carry)
             return lax.reduce_or(still, range(still.ndim))
 
@@ -56,6 +57,6 @@ def _written_out(eqn: JaxprEqn) -> Any:
     return run
 
 
-def _selected(still: Any, after: Any, before: Any) -> Any:
+def _selected(still: Array, after: Array, before: Array) -> Array:
     places = range(still.ndim)
     return lax.select(lax.broadcast_in_dim(still, before.shape, places), after, before)

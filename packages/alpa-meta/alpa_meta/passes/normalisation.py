@@ -8,8 +8,6 @@ constants  values of the microbatches that do not depend on the batch (a key spl
 
 from __future__ import annotations
 
-from typing import Any
-
 from attrs import evolve
 
 from alpa_meta.compat import Atom, ClosedJaxpr, Literal, Var, consts, is_drop, open_jaxpr
@@ -22,9 +20,9 @@ from alpa_meta.step.phases import gradient_marker
 def without_markers(program: FlatProgram) -> FlatProgram:
     """Return the program without gradient markers."""
     jaxpr = open_jaxpr(program.closed)
-    renamed: dict[Var, Any] = {}
+    renamed: dict[Var, Atom] = {}
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
 
     eqns, kept = [], []
@@ -69,9 +67,9 @@ def with_constants_in_update(program: FlatProgram) -> FlatProgram:
             pending += [producer[atom] for atom in read if atom in producer]
     if not copied:
         return program
-    fresh: dict[Var, Any] = {}
+    fresh: dict[Var, Atom] = {}
 
-    def again(atom: Atom) -> Any:
+    def again(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else fresh.get(atom, atom)
 
     eqns, kept = [], []

@@ -14,7 +14,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any
 
 import jax
 from attrs import evolve
@@ -66,11 +65,11 @@ def with_shared_reads(program: FlatProgram) -> FlatProgram:
 
 def _shared(
     eqns: Sequence[JaxprEqn], groups: Iterable[Group], placements: dict[Var, Placement]
-) -> Iterator[tuple[Any, Group]]:
+) -> Iterator[tuple[JaxprEqn, Group]]:
     """Yield equations with shared reads among them, and the groups that share them."""
     pairs = list(zip(eqns, groups, strict=False))
     readers = Counter((var, group) for eqn, group in pairs for var in _choosing(eqn))
-    shared: dict[tuple[Any, Group], Any] = {}
+    shared: dict[tuple[Atom, Group], Var] = {}
     for eqn, group in pairs:
         for var in _choosing(eqn):
             if readers[var, group] > 1 and (var, group) not in shared:
@@ -88,7 +87,7 @@ def _shared(
         yield eqn, group
 
 
-def _choosing(eqn: JaxprEqn) -> Iterator[Any]:
+def _choosing(eqn: JaxprEqn) -> Iterator[Var]:
     """Yield the variables that an equation reads in shardings of its own choice."""
     if _chooses(eqn):
         for atom in eqn.invars:
@@ -109,7 +108,8 @@ def read_once(var: Atom, result: Var, reader: JaxprEqn) -> JaxprEqn:
 
 
 @functools.lru_cache(maxsize=1)
-def _template() -> Any:
+def _template() -> JaxprEqn:
+    eqn: JaxprEqn
     (eqn,) = open_jaxpr(jax.make_jaxpr(_read_p.bind)(0.0)).eqns
     return eqn
 

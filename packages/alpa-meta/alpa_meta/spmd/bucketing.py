@@ -19,20 +19,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.extend.core as jex
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
 from attrs import define, field, frozen
-from jax import lax
+from jax import Array, lax
 
 from alpa_meta import compat
 from alpa_meta.compat import Atom, Jaxpr, JaxprEqn, Var, array_type, dtype_of
 from alpa_meta.operators.collective import REDUCE, Collective, collective_of
 from alpa_meta.spmd.collectives import scopes_of
+from alpa_meta.types import Function
 
 
 @frozen(kw_only=True)
@@ -50,14 +50,14 @@ _RECENT = 8  # buckets of a kind that are looked at for a place
 
 
 def in_buckets(
-    function: Callable[..., Sequence[Any]], limits: BucketLimits | None
-) -> Callable[..., list[Any]]:
+    function: Function[Sequence[Array]], limits: BucketLimits | None
+) -> Function[list[Array]]:
     """Return `function` of arrays with its collectives in buckets; None: as they are.
 
     To be called inside shard_map.
     """
 
-    def run(*values: Any) -> list[Any]:
+    def run(*values: Array) -> list[Array]:
         if limits is None:
             return list(function(*values))
         closed = jax.make_jaxpr(function)(*values)
@@ -77,7 +77,7 @@ class _Sent:
     num_devices: int
     bytes: float
 
-    def fits(self, eqn: JaxprEqn) -> tuple[Any, ...]:
+    def fits(self, eqn: JaxprEqn) -> tuple[Hashable, ...]:
         return self.of.kind, self.of.axes, dtype_of(eqn.invars[0])
 
 
@@ -110,9 +110,9 @@ class _Buckets:
     def __init__(self, limits: BucketLimits) -> None:
         self.limits = limits
         self.all: list[_Bucket] = []
-        self._recent: dict[tuple[Any, ...], list[int]] = {}
+        self._recent: dict[tuple[Hashable, ...], list[int]] = {}
 
-    def place(self, position: int, sent: _Sent, fits: tuple[Any, ...], needs: int) -> int:
+    def place(self, position: int, sent: _Sent, fits: tuple[Hashable, ...], needs: int) -> int:
         """Return the number of the bucket that takes equation `position`."""
         recent = self._recent.setdefault(fits, [])
         small = sent.bytes <= self.limits.tensor
@@ -149,13 +149,13 @@ class _Buckets:
 
 
 def _run(
-    jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], limits: BucketLimits
-) -> list[Any]:
+    jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Array], limits: BucketLimits
+) -> list[Array]:
     """Return the outputs of `jaxpr`, its collectives in buckets."""
     steps = _schedule(jaxpr, limits)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> Array:
         return atom.val if isinstance(atom, compat.Literal) else known[atom]
 
     for bucket in steps:
@@ -246,14 +246,14 @@ def _ordered(jaxpr: Jaxpr, steps: Sequence[_Bucket], maker: dict[Var, int]) -> l
     return found
 
 
-def _reduce(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
-    reduced: Any = REDUCE[sent[0].of.kind]
+def _reduce(sent: Sequence[_Sent], values: Sequence[Array]) -> list[Array]:
+    reduced: Callable[[Array, tuple[str, ...]], Array] = REDUCE[sent[0].of.kind]
     total = reduced(jnp.concatenate([jnp.ravel(value) for value in values]), sent[0].of.axes)
     pieces = _cut(total, [value.size for value in values])
     return [jnp.reshape(p, v.shape) for p, v in zip(pieces, values, strict=True)]
 
 
-def _gather(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
+def _gather(sent: Sequence[_Sent], values: Sequence[Array]) -> list[Array]:
     mine = jnp.concatenate([jnp.ravel(value) for value in values])
     rows = lax.all_gather(mine, sent[0].of.axes)
     pieces = _cut(rows, [value.size for value in values])
@@ -263,7 +263,7 @@ def _gather(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _scatter(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
+def _scatter(sent: Sequence[_Sent], values: Sequence[Array]) -> list[Array]:
     parts = [_parted(value, one.of.dim, one.num_devices) for one, value in zip(sent, values)]
     rows = jnp.concatenate([jnp.reshape(p, (p.shape[0], -1)) for p in parts], axis=1)
     mine = lax.psum_scatter(rows, sent[0].of.axes, scatter_dimension=0, tiled=False)
@@ -271,7 +271,7 @@ def _scatter(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
     return [jnp.reshape(piece, p.shape[1:]) for p, piece in zip(parts, pieces, strict=True)]
 
 
-def _exchange(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
+def _exchange(sent: Sequence[_Sent], values: Sequence[Array]) -> list[Array]:
     parts = [_parted(value, one.of.dim, one.num_devices) for one, value in zip(sent, values)]
     rows = jnp.concatenate([jnp.reshape(p, (p.shape[0], -1)) for p in parts], axis=1)
     got = lax.all_to_all(rows, sent[0].of.axes, split_axis=0, concat_axis=0, tiled=True)
@@ -282,21 +282,21 @@ def _exchange(sent: Sequence[_Sent], values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _parted(value: Any, dim: int, count: int) -> Any:
+def _parted(value: Array, dim: int, count: int) -> Array:
     """Return `value` cut along `dim` into `count` parts: [count, part]."""
     shape = value.shape
     cut = jnp.reshape(value, (*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]))
     return jnp.moveaxis(cut, dim, 0)
 
 
-def _joined(parts: Any, dim: int) -> Any:
+def _joined(parts: Array, dim: int) -> Array:
     """Return `parts` [count, part] joined along `dim` of a part."""
     count, *shape = parts.shape
     shape[dim] *= count
     return jnp.reshape(jnp.moveaxis(parts, 0, dim), shape)
 
 
-def _cut(buffer: Any, sizes: Sequence[int]) -> list[Any]:
+def _cut(buffer: Array, sizes: Sequence[int]) -> list[Array]:
     """Return consecutive pieces of the last dim."""
     pieces, start = [], 0
     for size in sizes:
@@ -305,7 +305,7 @@ def _cut(buffer: Any, sizes: Sequence[int]) -> list[Any]:
     return pieces
 
 
-_SENDERS: dict[str, Callable[[Sequence[_Sent], Sequence[Any]], list[Any]]] = {
+_SENDERS: dict[str, Callable[[Sequence[_Sent], Sequence[Array]], list[Array]]] = {
     **dict.fromkeys(REDUCE, _reduce),
     "all-gather": _gather,
     "reduce-scatter": _scatter,

@@ -6,14 +6,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
 import numpy as np
 from attrs import evolve, field, frozen
-from jax import lax
+from jax import Array, lax
 
 from alpa_interchange import LogicalMesh
 from alpa_meta import compat
@@ -118,61 +117,65 @@ class Collectives:
         """Return a log for the body of a loop."""
         return self._log.body(trips)
 
-    def index(self, axes: tuple[str, ...]) -> Any:
+    def index(self, axes: tuple[str, ...]) -> Array:
         """Return this device's position along `axes`, an int32 scalar."""
         return lax.axis_index(axes)
 
-    def part(self, value: Any, axes: tuple[str, ...], dim: int) -> Any:
+    def part(self, value: Array, axes: tuple[str, ...], dim: int) -> Array:
         """Return this device's part of `value` along `dim`; nothing is sent."""
         size = value.shape[dim] // self._mesh.size(axes)
         return lax.dynamic_slice_in_dim(value, self.index(axes) * size, size, dim)
 
-    def first_only(self, value: Any, axes: tuple[str, ...]) -> Any:
+    def first_only(self, value: Array, axes: tuple[str, ...]) -> Array:
         """Return `value` on the first device along `axes`, zeros on others; nothing is sent."""
         return jnp.where(self.index(axes) == 0, value, jnp.zeros_like(value))
 
-    def all_gather(self, value: Any, axes: tuple[str, ...], dim: int, reason: str) -> Any:
+    def all_gather(self, value: Array, axes: tuple[str, ...], dim: int, reason: str) -> Array:
         """Return the devices' parts joined along `dim`."""
 
-        def gather(x: Any) -> Any:
+        def gather(x: Array) -> Array:
             if not self._moves_blocks(x, dim):
-                return lax.all_gather(x, axes, axis=dim, tiled=True)
+                joined: Array = lax.all_gather(x, axes, axis=dim, tiled=True)
+                return joined
             parts = jnp.moveaxis(lax.all_gather(x, axes), 0, dim)
             return parts.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
         return self._emit("all-gather", axes, gather, value, reason)
 
-    def reduce_scatter(self, value: Any, axes: tuple[str, ...], dim: int, reason: str) -> Any:
+    def reduce_scatter(self, value: Array, axes: tuple[str, ...], dim: int, reason: str) -> Array:
         """Return this device's part along `dim` of the sum over devices."""
 
-        def scatter(x: Any) -> Any:
+        def scatter(x: Array) -> Array:
             if not self._moves_blocks(x, dim):
-                return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+                part: Array = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+                return part
             parts = x.reshape(*x.shape[:dim], self._mesh.size(axes), -1, *x.shape[dim + 1 :])
-            return lax.psum_scatter(jnp.moveaxis(parts, dim, 0), axes)
+            block: Array = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), axes)
+            return block
 
         return self._emit("reduce-scatter", axes, scatter, value, reason)
 
-    def _moves_blocks(self, value: Any, dim: int) -> bool:
+    def _moves_blocks(self, value: Array, dim: int) -> bool:
         return self._in_blocks and value.size > 0 and math.prod(value.shape[:dim]) > 1
 
     def all_to_all(
-        self, value: Any, axes: tuple[str, ...], dim: int, to_dim: int, reason: str
-    ) -> Any:
+        self, value: Array, axes: tuple[str, ...], dim: int, to_dim: int, reason: str
+    ) -> Array:
         """Return `value` joined along `dim`, of which it was a part, and cut along `to_dim`."""
 
-        def exchange(x: Any) -> Any:
-            return lax.all_to_all(x, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
+        def exchange(x: Array) -> Array:
+            part: Array = lax.all_to_all(x, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
+            return part
 
         return self._emit("all-to-all", axes, exchange, value, reason)
 
-    def all_reduce(self, value: Any, axes: tuple[str, ...], reduction: str, reason: str) -> Any:
+    def all_reduce(self, value: Array, axes: tuple[str, ...], reduction: str, reason: str) -> Array:
         """Return the combination over devices: "add", "max", "min", "and" or "or".
 
         Backends lose NaNs in all-reduces of floats by "max" or "min", so integers of the same order
         are sent for these.
         """
-        combine: Any = {
+        combine: Callable[[Array, tuple[str, ...]], Array] = {
             "add": lax.psum,
             "max": lax.pmax,
             "or": lax.pmax,
@@ -180,7 +183,7 @@ class Collectives:
             "and": lax.pmin,
         }[reduction]
 
-        def reduce(x: Any) -> Any:
+        def reduce(x: Array) -> Array:
             return combine(x, axes)
 
         if reduction in ("max", "min") and jnp.issubdtype(value.dtype, jnp.floating):
@@ -189,23 +192,24 @@ class Collectives:
             return from_order_keys(keys, value.dtype)
         return self._emit("all-reduce", axes, reduce, value, reason)
 
-    def shift(self, value: Any, axes: tuple[str, ...], offset: int, reason: str) -> Any:
+    def shift(self, value: Array, axes: tuple[str, ...], offset: int, reason: str) -> Array:
         """Return the value of the device `offset` positions before; zeros where there is none."""
         count = self._mesh.size(axes)
         pairs = [(here, here + offset) for here in range(count) if 0 <= here + offset < count]
         return self.permute(value, axes, pairs, reason)
 
     def permute(
-        self, value: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], reason: str
-    ) -> Any:
+        self, value: Array, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]], reason: str
+    ) -> Array:
         """Return the value of the device that sends to this one; zeros where none does.
 
         `pairs` are sender and receiver, positions along `axes`, each at most once. It is noted
         under the axes that some pair moves along.
         """
 
-        def permute(x: Any) -> Any:
-            return lax.ppermute(x, axes, pairs)
+        def permute(x: Array) -> Array:
+            received: Array = lax.ppermute(x, axes, pairs)
+            return received
 
         shape = tuple(self._mesh.size((axis,)) for axis in axes)
         places = np.stack(np.unravel_index(np.array(pairs, int).reshape(-1, 2), shape), axis=-1)
@@ -217,15 +221,16 @@ class Collectives:
         self,
         kind: str,
         axes: tuple[str, ...],
-        function: Callable[[Any], Any],
-        value: Any,
+        function: Callable[[Array], Array],
+        value: Array,
         reason: str,
-    ) -> Any:
+    ) -> Array:
         if self._mesh.size(axes) == 1:
             return value
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             words = self._emit(kind, axes, function, jax.random.key_data(value), reason)
-            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+            keys: Array = jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+            return keys
         scope = self._log.next_name()
         with jax.named_scope(scope):
             result = function(value)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from jax import Array
 
 from alpa_interchange import ShardingRule, ShardingSpec, Strategy
 from alpa_meta.spmd.collectives import Collectives
@@ -11,13 +12,13 @@ from ilp_sharding.strategies import Conversions
 
 
 def complete(
-    value: Any,
+    value: Array,
     rule: ShardingRule,
     strategy: Strategy,
     result: int,
     collectives: Collectives,
     reason: str,
-) -> Any:
+) -> Array:
     """Return the natural local `result` of an operator with its partial sums completed.
 
     An axis of a sharded reduction factor is reduce-scattered where the strategy puts it on a dim,
@@ -54,12 +55,12 @@ def natural_result(
 
 
 def complete_sums(
-    value: Any,
+    value: Array,
     natural: ShardingSpec,
     final: ShardingSpec,
     collectives: Collectives,
     reason: str,
-) -> Any:
+) -> Array:
     """Return a local value of spec `natural` with its sums completed to the spec `final`."""
     scattered: list[str] = []
     for dim, (before, after) in enumerate(zip(natural.dims, final.dims, strict=True)):
@@ -82,14 +83,14 @@ def complete_sums(
 
 
 def convert(
-    value: Any,
+    value: Array,
     shape: tuple[int, ...],
     source: ShardingSpec,
     target: ShardingSpec,
     conversions: Conversions,
     collectives: Collectives,
     reason: str,
-) -> Any:
+) -> Array:
     """Return a local value of spec `source`, of a tensor of `shape`, in spec `target`."""
     if source == target:
         return value

@@ -10,12 +10,11 @@ A constraint cannot say that a value is an unreduced sum. Sums are completed whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from attrs import evolve, field, frozen
-from jax import lax
+from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
@@ -26,18 +25,19 @@ from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.evaluation import Scope, Walk, run_local
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan
 from alpa_meta.spmd.program import abstract_mesh, partition_spec
+from alpa_meta.types import Function
 
 
 def constraint_program(
     closed: ClosedJaxpr, plan: JaxprPlan, mesh: LogicalMesh
-) -> Callable[..., list[Any]]:
+) -> Function[list[Array]]:
     """Return a function of global arrays that runs the planned jaxpr under sharding constraints.
 
     To be jitted by the caller with arguments sharded as `completed_plan(plan)` says.
     """
     completed = completed_plan(plan)
 
-    def program(*values: Any) -> list[Any]:
+    def program(*values: Array) -> list[Array]:
         return _Constrained(mesh, Collectives(mesh)).run(closed, completed, values)
 
     return program
@@ -69,11 +69,11 @@ class _Constrained(Walk):
 
     free: set[Var] = field(factory=set, kw_only=True)  # variables that are not constrained
 
-    def run(self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+    def run(self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Array]) -> list[Array]:
         self.free.update(free_variables(closed, plan))
         return super().run(closed, plan, self._constrained(values, plan.inputs))
 
-    def operands(self, eqn: JaxprEqn, step: Strategy | RegionPlan, scope: Scope) -> list[Any]:
+    def operands(self, eqn: JaxprEqn, step: Strategy | RegionPlan, scope: Scope) -> list[Array]:
         planned = super().operands(eqn, step, scope)
         if not self.free.issuperset(eqn.outvars):
             return planned
@@ -82,25 +82,27 @@ class _Constrained(Walk):
             for atom, spec, value in zip(eqn.invars, step.operands, planned, strict=True)
         ]
 
-    def operator(self, eqn: JaxprEqn, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+    def operator(self, eqn: JaxprEqn, strategy: Strategy, operands: Sequence[Array]) -> list[Array]:
         results = run_local(eqn, operands, _whole(eqn), self.mesh, self.collectives)
         if self.free.issuperset(eqn.outvars):
             return results
         return self._constrained(results, strategy.results)
 
-    def region(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def region(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Array]) -> list[Array]:
         return self._constrained(super().region(eqn, plan, operands), plan.results)
 
-    def completed(self, value: Any, natural: ShardingSpec, final: ShardingSpec, reason: str) -> Any:
+    def completed(
+        self, value: Array, natural: ShardingSpec, final: ShardingSpec, reason: str
+    ) -> Array:
         return value  # constrained with the other results of its region
 
     def convert(
-        self, value: Any, atom: Atom, source: ShardingSpec, target: ShardingSpec, reason: str
-    ) -> Any:
+        self, value: Array, atom: Atom, source: ShardingSpec, target: ShardingSpec, reason: str
+    ) -> Array:
         (converted,) = self._constrained([value], [target])
         return converted
 
-    def _constrained(self, values: Sequence[Any], specs: Sequence[ShardingSpec]) -> list[Any]:
+    def _constrained(self, values: Sequence[Array], specs: Sequence[ShardingSpec]) -> list[Array]:
         if self.mesh.num_devices == 1:
             return list(values)
         jax_mesh = abstract_mesh(self.mesh)
@@ -143,7 +145,7 @@ def free_variables(closed: ClosedJaxpr, plan: JaxprPlan) -> set[Var]:
     return free
 
 
-def _variables(eqn: JaxprEqn) -> list[Any]:
+def _variables(eqn: JaxprEqn) -> list[Var]:
     return [atom for atom in eqn.invars if not isinstance(atom, compat.Literal)]
 
 

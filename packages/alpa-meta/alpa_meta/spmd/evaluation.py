@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
 from attrs import field, frozen
-from jax import lax
+from jax import Array, lax
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
@@ -21,18 +21,19 @@ from alpa_meta.spmd.bucketing import BucketLimits, in_buckets
 from alpa_meta.spmd.collectives import Collectives
 from alpa_meta.spmd.completion import complete, complete_sums, convert
 from alpa_meta.spmd.plan import JaxprPlan, RegionPlan, stacked
+from alpa_meta.types import Function
 from ilp_sharding.strategies import Conversions
 
 
 def evaluate(
     closed: ClosedJaxpr,
     plan: JaxprPlan,
-    values: Sequence[Any],
+    values: Sequence[Array],
     mesh: LogicalMesh,
     conversions: Conversions,
     collectives: Collectives | None = None,
     buckets: BucketLimits | None = None,
-) -> list[Any]:
+) -> list[Array]:
     """Return the local outputs of a planned jaxpr from its local inputs, inside shard_map."""
     walk = _OnDevice(mesh, collectives or Collectives(mesh), buckets, conversions=conversions)
     return walk.bucketed(closed, plan, values)
@@ -40,11 +41,11 @@ def evaluate(
 
 def run_local(
     eqn: JaxprEqn,
-    operands: Sequence[Any],
+    operands: Sequence[Array],
     strategy: Strategy,
     mesh: LogicalMesh,
     collectives: Collectives | None = None,
-) -> list[Any]:
+) -> list[Array]:
     """Return the natural local results of one equation: partial sums are not yet completed."""
     rule = sharding_rule(eqn)
     if rule is None:
@@ -57,11 +58,11 @@ def run_local(
 class Scope:
     """The values of one jaxpr, each with its spec, and those already converted."""
 
-    values: dict[Var, Any] = field(factory=dict)
+    values: dict[Var, Array] = field(factory=dict)
     specs: dict[Var, ShardingSpec] = field(factory=dict)
-    converted: dict[tuple[Any, ShardingSpec], Any] = field(factory=dict)
+    converted: dict[tuple[Var, ShardingSpec], Array] = field(factory=dict)
 
-    def write(self, var: Var, value: Any, spec: ShardingSpec) -> None:
+    def write(self, var: Var, value: Array, spec: ShardingSpec) -> None:
         self.values[var], self.specs[var] = value, spec
 
 
@@ -74,28 +75,32 @@ class Walk(ABC):
     buckets: BucketLimits | None = None
 
     @abstractmethod
-    def operator(self, eqn: JaxprEqn, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+    def operator(self, eqn: JaxprEqn, strategy: Strategy, operands: Sequence[Array]) -> list[Array]:
         """Return the results of an operator in the specs its strategy gives them."""
 
     @abstractmethod
     def convert(
-        self, value: Any, atom: Atom, source: ShardingSpec, target: ShardingSpec, reason: str
-    ) -> Any:
+        self, value: Array, atom: Atom, source: ShardingSpec, target: ShardingSpec, reason: str
+    ) -> Array:
         """Return the value of `atom`, which has the spec `source`, in the spec `target`."""
 
     @abstractmethod
-    def completed(self, value: Any, natural: ShardingSpec, final: ShardingSpec, reason: str) -> Any:
+    def completed(
+        self, value: Array, natural: ShardingSpec, final: ShardingSpec, reason: str
+    ) -> Array:
         """Return the result of a region that left its body as `natural`, its sums completed."""
 
-    def bucketed(self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+    def bucketed(
+        self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Array]
+    ) -> list[Array]:
         """Run a whole program or the body of a loop, with its collectives in buckets."""
 
-        def run(*given: Any) -> list[Any]:
+        def run(*given: Array) -> list[Array]:
             return self.run(closed, plan, given)
 
         return in_buckets(run, self.buckets)(*values)
 
-    def run(self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Any]) -> list[Any]:
+    def run(self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Array]) -> list[Array]:
         jaxpr, scope = compat.open_jaxpr(closed), Scope()
         _check_length("inputs", plan.inputs, jaxpr.invars)
         _check_length("strategies", plan.strategies, jaxpr.eqns)
@@ -123,7 +128,7 @@ class Walk(ABC):
         for var, value, spec in zip(eqn.outvars, results, step.results, strict=True):
             scope.write(var, value, spec)
 
-    def operands(self, eqn: JaxprEqn, step: Strategy | RegionPlan, scope: Scope) -> list[Any]:
+    def operands(self, eqn: JaxprEqn, step: Strategy | RegionPlan, scope: Scope) -> list[Array]:
         """Return the operands of an equation in the specs that it reads them in."""
         name = eqn.primitive.name
         return [
@@ -131,7 +136,7 @@ class Walk(ABC):
             for k, (atom, spec) in enumerate(zip(eqn.invars, step.operands, strict=True))
         ]
 
-    def _read(self, atom: Atom, spec: ShardingSpec, scope: Scope, reason: str) -> Any:
+    def _read(self, atom: Atom, spec: ShardingSpec, scope: Scope, reason: str) -> Array:
         if isinstance(atom, compat.Literal):
             value = _literal(atom)
             if not shape_of(atom):
@@ -147,7 +152,7 @@ class Walk(ABC):
             scope.converted[key] = self.convert(scope.values[atom], atom, source, spec, reason)
         return scope.converted[key]
 
-    def region(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def region(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Array]) -> list[Array]:
         """Return the results of a region in the specs of its plan."""
         return fold(
             eqn,
@@ -157,7 +162,7 @@ class Walk(ABC):
             remat=lambda: self._recomputation(eqn, plan, operands),
         )
 
-    def _recomputation(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def _recomputation(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Array]) -> list[Array]:
         """Run the body behind a barrier, so that XLA does not merge it with the first run."""
         (body,) = plan.bodies
         _check_specs(eqn, "operands", plan.operands, body.inputs)
@@ -170,17 +175,17 @@ class Walk(ABC):
     def _all_completed(
         self,
         eqn: JaxprEqn,
-        results: Sequence[Any],
+        results: Sequence[Array],
         natural: Sequence[ShardingSpec],
         final: Sequence[ShardingSpec],
-    ) -> list[Any]:
+    ) -> list[Array]:
         reason = eqn.primitive.name
         return [
             value if before == after else self.completed(value, before, after, reason)
             for value, before, after in zip(results, natural, final, strict=True)
         ]
 
-    def _scan(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def _scan(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Array]) -> list[Array]:
         num_consts, num_carry, _ = compat.scan_counts(eqn)
         first_x = num_consts + num_carry
         (body,) = plan.bodies
@@ -192,7 +197,9 @@ class Walk(ABC):
         inner, length = bodies(eqn)[0], eqn.params["length"]
         log = self.collectives.body(max(length, 1))
 
-        def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
+        def step(
+            carry: tuple[Array, ...], xs: tuple[Array, ...]
+        ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
             with self.collectives.inside(log):
                 outputs = self.bucketed(inner, body, [*operands[:num_consts], *carry, *xs])
             return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
@@ -207,7 +214,7 @@ class Walk(ABC):
         )
         return self._all_completed(eqn, [*carry, *ys], natural, plan.results)
 
-    def _while(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def _while(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Array]) -> list[Array]:
         num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         test_plan, body_plan = plan.bodies
         carried = plan.operands[num_test + num_body :]
@@ -220,17 +227,18 @@ class Walk(ABC):
         test_consts, body_consts = operands[:num_test], operands[num_test : num_test + num_body]
         logs = self.collectives.body(None), self.collectives.body(None)
 
-        def proceed(carry: Iterable[Any]) -> Any:
+        def proceed(carry: tuple[Array, ...]) -> Array:
             with self.collectives.inside(logs[0]):
                 return self.run(test, test_plan, [*test_consts, *carry])[0]
 
-        def step(carry: Iterable[Any]) -> tuple[Any, ...]:
+        def step(carry: tuple[Array, ...]) -> tuple[Array, ...]:
             with self.collectives.inside(logs[1]):
                 return tuple(self.bucketed(body, body_plan, [*body_consts, *carry]))
 
-        return list(lax.while_loop(proceed, step, tuple(operands[num_test + num_body :])))
+        results = lax.while_loop(proceed, step, tuple(operands[num_test + num_body :]))
+        return list(results)
 
-    def _cond(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Any]) -> list[Any]:
+    def _cond(self, eqn: JaxprEqn, plan: RegionPlan, operands: list[Array]) -> list[Array]:
         branches = []
         for body, closed in zip(plan.bodies, bodies(eqn), strict=True):
             _check_specs(eqn, "operands", plan.operands[1:], body.inputs)
@@ -241,10 +249,10 @@ class Walk(ABC):
             which = which.astype(np.int32)
         return list(lax.switch(which, branches, *operands[1:]))
 
-    def _branch(self, closed: ClosedJaxpr, plan: JaxprPlan) -> Any:
+    def _branch(self, closed: ClosedJaxpr, plan: JaxprPlan) -> Function[tuple[Array, ...]]:
         log = self.collectives.body(1)
 
-        def branch(*values: Any) -> tuple[Any, ...]:
+        def branch(*values: Array) -> tuple[Array, ...]:
             with self.collectives.inside(log):
                 return tuple(self.bucketed(closed, plan, values))
 
@@ -257,7 +265,7 @@ class _OnDevice(Walk):
 
     conversions: Conversions = field(kw_only=True)
 
-    def operator(self, eqn: JaxprEqn, strategy: Strategy, operands: Sequence[Any]) -> list[Any]:
+    def operator(self, eqn: JaxprEqn, strategy: Strategy, operands: Sequence[Array]) -> list[Array]:
         rule, name = sharding_rule(eqn), eqn.primitive.name
         if compat.calls_back(eqn) and self.mesh.num_devices > 1:
             return self._on_first(eqn, operands)
@@ -271,7 +279,7 @@ class _OnDevice(Walk):
             for k, (var, value) in enumerate(zip(eqn.outvars, natural, strict=True))
         ]
 
-    def _on_first(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    def _on_first(self, eqn: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
         """Call back from the mesh's first device alone and send what comes back to the others."""
         axes = tuple(axis.name for axis in self.mesh.axes)
         results = lax.cond(
@@ -282,24 +290,26 @@ class _OnDevice(Walk):
         )
         return [self._sent_by_first(value, axes, eqn.primitive.name) for value in results]
 
-    def _sent_by_first(self, value: Any, axes: tuple[str, ...], reason: str) -> Any:
+    def _sent_by_first(self, value: Array, axes: tuple[str, ...], reason: str) -> Array:
         number = value.astype(jnp.int8) if value.dtype == jnp.bool_ else value
         return self.collectives.all_reduce(number, axes, "add", reason).astype(value.dtype)
 
-    def completed(self, value: Any, natural: ShardingSpec, final: ShardingSpec, reason: str) -> Any:
+    def completed(
+        self, value: Array, natural: ShardingSpec, final: ShardingSpec, reason: str
+    ) -> Array:
         return complete_sums(value, natural, final, self.collectives, reason)
 
     def convert(
-        self, value: Any, atom: Atom, source: ShardingSpec, target: ShardingSpec, reason: str
-    ) -> Any:
+        self, value: Array, atom: Atom, source: ShardingSpec, target: ShardingSpec, reason: str
+    ) -> Array:
         return convert(
             value, shape_of(atom), source, target, self.conversions, self.collectives, reason
         )
 
 
-def _literal(atom: Literal) -> Any:
+def _literal(atom: Literal) -> Array:
     """Return the value of a literal, with the type the equation was traced with."""
-    return np.asarray(atom.val, dtype=dtype_of(atom))
+    return cast(Array, np.asarray(atom.val, dtype=dtype_of(atom)))  # taken wherever an Array is
 
 
 def _unstacked(spec: ShardingSpec) -> ShardingSpec:
@@ -309,7 +319,7 @@ def _unstacked(spec: ShardingSpec) -> ShardingSpec:
     return ShardingSpec(spec.dims[1:], spec.partial)
 
 
-def _check_length(what: str, planned: Sequence[Any], actual: Sequence[Any]) -> None:
+def _check_length(what: str, planned: Sequence[object], actual: Sequence[object]) -> None:
     if len(planned) != len(actual):
         raise ValueError(
             f"the plan has {len(planned)} {what}, the jaxpr has {len(actual)}; was the plan made "

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_interchange import LogicalMesh, ShardingSpec
 from alpa_meta import compat
@@ -16,6 +14,7 @@ from alpa_meta.spmd.bucketing import BucketLimits
 from alpa_meta.spmd.collectives import CollectiveLog, Collectives
 from alpa_meta.spmd.evaluation import evaluate
 from alpa_meta.spmd.plan import JaxprPlan
+from alpa_meta.types import Function
 from ilp_sharding.strategies import Conversions
 
 
@@ -34,7 +33,7 @@ def global_shape(shape: tuple[int, ...], spec: ShardingSpec, mesh: LogicalMesh) 
     return (mesh.size(spec.partial), *shape) if spec.partial else shape
 
 
-def jax_sharding(spec: ShardingSpec, jax_mesh: Any) -> NamedSharding:
+def jax_sharding(spec: ShardingSpec, jax_mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the jax sharding of a value of `spec` on a jax mesh with the same axis names."""
     return NamedSharding(jax_mesh, partition_spec(spec))
 
@@ -52,7 +51,7 @@ def shard_map_program(
     collectives: Collectives | None = None,
     buckets: BucketLimits | None = None,
     in_blocks: bool = False,
-) -> Callable[..., list[Any]]:
+) -> Function[list[Array]]:
     """Return a function of global arrays that runs the planned jaxpr as one shard_map.
 
     With `buckets`, independent collectives are sent together; without, that is left to XLA.
@@ -61,7 +60,7 @@ def shard_map_program(
     To be jitted by the caller with arguments sharded by `jax_sharding(spec, jax_mesh)`.
     """
 
-    def on_device(*locals_: Any) -> list[Any]:
+    def on_device(*locals_: Array) -> list[Array]:
         values = [
             value[0] if spec.partial else value
             for value, spec in zip(locals_, plan.inputs, strict=True)

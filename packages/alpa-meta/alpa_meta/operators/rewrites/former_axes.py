@@ -9,17 +9,18 @@ too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.extend.core import Effect
 
-from alpa_meta.compat import JaxprEqn, Literal, Var
+from alpa_meta.compat import Atom, JaxprEqn, Literal
 from alpa_meta.errors import PlanError
 from alpa_meta.operators.rewrites.replacement import replacement
+from alpa_meta.types import Params
 
 _UNBOUND = re.compile(r"unbound axis name: ([^.\s]+)")
 
@@ -37,12 +38,12 @@ def former_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(axis for axis in axes if isinstance(axis, str))
 
 
-def effects_without_axes(effects: Any) -> set[Var]:
+def effects_without_axes(effects: Iterable[Effect]) -> set[Effect]:
     """Return effects without those that say which named axes are used."""
     return {effect for effect in effects if type(effect).__name__ != "NamedAxisEffect"}
 
 
-def of_one_member(eqn: JaxprEqn) -> Iterator[tuple[Any, list[JaxprEqn]]]:
+def of_one_member(eqn: JaxprEqn) -> Iterator[tuple[Atom, list[JaxprEqn]]]:
     """Yield, for each result of a collective over former axes, the value it is (an operand, or a
     literal) and no equations, or the result itself and the equations that compute it."""
     name, params = eqn.primitive.name, eqn.params
@@ -63,7 +64,7 @@ def of_one_member(eqn: JaxprEqn) -> Iterator[tuple[Any, list[JaxprEqn]]]:
             yield result, replacement(function, [operand], [result], eqn)
 
 
-def _meaning(eqn: JaxprEqn) -> Callable[[Any], Any] | None:
+def _meaning(eqn: JaxprEqn) -> Callable[[Array], Array] | None:
     """Return what a collective does to its operand, None if nothing."""
     name, params = eqn.primitive.name, eqn.params
     groups = params.get("axis_index_groups")
@@ -76,13 +77,13 @@ def _meaning(eqn: JaxprEqn) -> Callable[[Any], Any] | None:
     return _MEANINGS[name](params, members)
 
 
-def _times_members(params: Mapping[str, Any], members: int) -> Callable[[Any], Any] | None:
+def _times_members(params: Params, members: int) -> Callable[[Array], Array] | None:
     if members == 1:
         return None
     return lambda x: lax.mul(x, lax.full_like(x, members))
 
 
-def _gathered(params: Mapping[str, Any], members: int) -> Callable[[Any], Any] | None:
+def _gathered(params: Params, members: int) -> Callable[[Array], Array] | None:
     dim, tiled = params["all_gather_dimension"], params["tiled"]
     if tiled and members == 1:
         return None
@@ -95,21 +96,21 @@ def _gathered(params: Mapping[str, Any], members: int) -> Callable[[Any], Any] |
     )
 
 
-def _scattered(params: Mapping[str, Any], members: int) -> Callable[[Any], Any] | None:
+def _scattered(params: Params, members: int) -> Callable[[Array], Array] | None:
     if params["tiled"]:
         return None
     return lambda x: lax.squeeze(x, (params["scatter_dimension"],))
 
 
-def _permuted(params: Mapping[str, Any], members: int) -> Callable[[Any], Any] | None:
+def _permuted(params: Params, members: int) -> Callable[[Array], Array] | None:
     return None if any(target == 0 for _, target in params["perm"]) else jnp.zeros_like
 
 
-def _same(params: Mapping[str, Any], members: int) -> None:
+def _same(params: Params, members: int) -> None:
     return None
 
 
-_MEANINGS: Mapping[str, Callable[[Mapping[str, Any], int], Callable[[Any], Any] | None]] = (
+_MEANINGS: Mapping[str, Callable[[Params, int], Callable[[Array], Array] | None]] = (
     MappingProxyType(
         {
             "psum": _times_members,

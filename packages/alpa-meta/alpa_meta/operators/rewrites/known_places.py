@@ -12,16 +12,17 @@ A scatter of a part of several dims at once is left as it is.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import jax
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from alpa_meta import compat
 from alpa_meta.compat import Atom, JaxprEqn, Literal, shape_of
 from alpa_meta.operators.rewrites.replacement import replacement
 from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite
+from alpa_meta.types import HostArray
 
 _MADE_OF = ("broadcast_in_dim", "concatenate", "convert_element_type", "reshape", "squeeze")
 _MOST_INDICES = 8  # a place has one for each dim; more are those of several places
@@ -58,7 +59,7 @@ def _at_known_place(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
     if eqn.primitive.name == "scatter" and len(partial) > 1:
         return None
 
-    def written(x: Any, y: Any) -> Any:
+    def written(x: Array, y: Array) -> Array:
         part = lax.expand_dims(y, left_out)
         if eqn.primitive.name == "scatter":
             (dim,) = partial or (0,)
@@ -72,7 +73,7 @@ def _at_known_place(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
     return replacement(written, [operand, eqn.invars[2]], eqn.outvars, eqn)
 
 
-def _known(atom: Atom, origins: Origins) -> np.ndarray | None:
+def _known(atom: Atom, origins: Origins) -> HostArray | None:
     """Return the indices that a value is, if they are known."""
     if isinstance(atom, Literal):
         return np.asarray(atom.val)
@@ -87,7 +88,7 @@ def _known(atom: Atom, origins: Origins) -> np.ndarray | None:
     if any(operand is None for operand in operands):
         return None
     with jax.ensure_compile_time_eval():
-        return np.asarray(compat.bind(eqn, operands)[0])
+        return np.asarray(compat.bind(eqn, cast(list[Array], operands))[0])
 
 
 KNOWN_PLACES = Rewrite(frozenset({"gather", "scatter", "scatter-add"}), _at_known_place)

@@ -11,12 +11,10 @@ and the same for every scatter, a gather's gradient among them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, shape_of
 from alpa_meta.operators.indexing import SCATTERS
 from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite
 
@@ -81,22 +79,23 @@ def _batched(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
 
 def _place_dim(atom: Atom, origins: Origins) -> int | None:
     """Return the dim along which each element of a value is its own place, if one is found."""
-    path: list[Any] = []
-    while (source := _carried(origins.eqn(atom), origins)) is not None:
-        path.append(origins.eqn(atom))
+    path: list[JaxprEqn] = []
+    while (eqn := origins.eqn(atom)) is not None:
+        source = _carried(eqn, origins)
+        if source is None:
+            break
+        path.append(eqn)
         atom = source
     dim = _counted_dim(atom, origins)
     for eqn in reversed(path):
         dim = None if dim is None else _carried_dim(eqn, dim)
-        if dim is not None and not _holds_places(eqn.outvars[0].aval, dim):
+        if dim is not None and not _holds_places(eqn.outvars[0], dim):
             return None
     return dim
 
 
-def _carried(eqn: JaxprEqn | None, origins: Origins) -> Any | None:
+def _carried(eqn: JaxprEqn, origins: Origins) -> Atom | None:
     """Return the operand whose elements an equation hands on, perhaps along other dims."""
-    if eqn is None:
-        return None
     name = eqn.primitive.name
     if name == "select_n":
         return eqn.invars[1] if _keeps_first(eqn, origins) else None
@@ -130,15 +129,15 @@ def _counted_dim(atom: Atom, origins: Origins) -> int | None:
             return None
     else:
         return None
-    return dim if _holds_places(atom.aval, dim) else None
+    return dim if _holds_places(atom, dim) else None
 
 
-def _holds_places(aval: Any, dim: int) -> bool:
+def _holds_places(atom: Atom, dim: int) -> bool:
     """Return whether the type holds every place along `dim` exactly, without going round."""
-    if not jnp.issubdtype(aval.dtype, jnp.integer):
+    if not jnp.issubdtype(dtype_of(atom), jnp.integer):
         return False
-    info = jnp.iinfo(aval.dtype)  # type: ignore[no-untyped-call]
-    return bool(aval.shape[dim] - 1 <= info.max)
+    info = jnp.iinfo(dtype_of(atom))  # type: ignore[no-untyped-call]
+    return bool(shape_of(atom)[dim] - 1 <= info.max)
 
 
 def _carried_dim(eqn: JaxprEqn, dim: int) -> int | None:

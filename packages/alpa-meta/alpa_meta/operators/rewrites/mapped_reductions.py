@@ -8,17 +8,17 @@ the reductions that they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from jax import lax
+from jax import Array, lax
 
 from alpa_meta.compat import JaxprEqn
 from alpa_meta.operators.rewrites.replacement import replacement
 from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite
+from alpa_meta.types import Function
 
-_REDUCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+_REDUCTIONS: Mapping[str, Function[Array]] = MappingProxyType(
     {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 )
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
 
-from alpa_meta.compat import Jaxpr, JaxprEqn, Literal, Var, array_type, is_drop, open_jaxpr
+from alpa_meta.compat import Atom, Jaxpr, JaxprEqn, Literal, Var, array_type, is_drop, open_jaxpr
+from alpa_meta.types import Function, Params
 
 
 def replacement(
-    function: Callable[..., Any],
+    function: Function[object],
     operands: Sequence[Var | Literal],
     results: Sequence[Var],
     replaced: JaxprEqn,
@@ -38,17 +40,17 @@ def instantiated(
     """
     if template.constvars:
         raise ValueError("equations put into a program must not close over arrays")
-    known: dict[Var, Any] = dict(zip(template.invars, operands, strict=True))
+    known: dict[Var, Atom] = dict(zip(template.invars, operands, strict=True))
     for atom, result in zip(template.outvars, results, strict=True):
         if isinstance(atom, Var) and not is_drop(result):
             known.setdefault(atom, result)
-    info: dict[str, Any] = {} if replaced is None else {"source_info": replaced.source_info}
+    info: Params = {} if replaced is None else {"source_info": replaced.source_info}
     found = []
     for eqn in template.eqns:
         for var in eqn.outvars:
             known.setdefault(var, var if is_drop(var) else Var(var.aval))
         invars = [a if isinstance(a, Literal) else known[a] for a in eqn.invars]
-        outvars = [known[var] for var in eqn.outvars]
+        outvars = cast(list[Var], [known[var] for var in eqn.outvars])
         found.append(eqn.replace(invars=invars, outvars=outvars, **info))
     for atom, result in zip(template.outvars, results, strict=True):
         source = atom if isinstance(atom, Literal) else known[atom]
@@ -63,7 +65,7 @@ def _copy(source: Var | Literal, result: Var) -> JaxprEqn:
 
 
 @functools.lru_cache(maxsize=1 << 10)  # gradients of equal layers are of the same types
-def _traced_copy(aval: Any) -> JaxprEqn:
+def _traced_copy(aval: ShapedArray) -> JaxprEqn:
     copy: JaxprEqn
     (copy,) = open_jaxpr(jax.make_jaxpr(lax.copy_p.bind)(aval)).eqns
     return copy

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 from attrs import frozen
+from jax import Array
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var
 
@@ -16,13 +16,13 @@ class Origins:
     """Where values come from: {variable: its equation}, {variable: the constant closed over}."""
 
     eqns: Mapping[Var, JaxprEqn]
-    constants: Mapping[Var, Any]
+    constants: Mapping[Var, Array]
 
     def eqn(self, atom: Atom) -> JaxprEqn | None:
         """Return the equation that `atom` is a result of, if there is one."""
         return None if isinstance(atom, Literal) else self.eqns.get(atom)
 
-    def constant(self, atom: Atom) -> Any | None:
+    def constant(self, atom: Atom) -> Array | None:
         """Return the array that `atom` is, if it is closed over and can be read here."""
         value = None if isinstance(atom, Literal) else self.constants.get(atom)
         return None if isinstance(value, jax.Array) and not value.is_fully_addressable else value

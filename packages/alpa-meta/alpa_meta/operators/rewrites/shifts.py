@@ -11,13 +11,12 @@ that the dim would be gathered in between; of the merged operator only the edges
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
-from jax import lax
+from jax import Array, lax
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, shape_of
 from alpa_meta.operators.rewrites.replacement import replacement
@@ -133,7 +132,7 @@ def _merged_join(eqn: JaxprEqn, cuts: Mapping[Atom, _Cut]) -> list[JaxprEqn]:
         place += size
         stops.append(place)
 
-    def joined(*values: Any) -> Any:
+    def joined(*values: Array) -> Array:
         padded = [
             lax.pad(value, np.zeros((), dtype), config)
             for value, config in zip(values, configs, strict=True)

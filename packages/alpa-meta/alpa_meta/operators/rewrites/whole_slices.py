@@ -12,9 +12,8 @@ so that the dim may be sharded, and the examples of a batch stay apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from jax import lax
+from jax import Array, lax
 
 from alpa_meta.compat import JaxprEqn, Var, array_type, shape_of
 from alpa_meta.operators.indexing import SCATTERS
@@ -39,7 +38,7 @@ def _less_indexed(eqn: JaxprEqn, indexed: str, sizes: Sequence[int]) -> list[Jax
         return None
     less = Var(array_type(indices).update(shape=(*shape_of(indices)[:-1], len(kept))))
 
-    def columns(values: Any) -> Any:
+    def columns(values: Array) -> Array:
         parts = [lax.slice_in_dim(values, k, k + 1, axis=-1) for k in kept]
         return lax.concatenate(parts, values.ndim - 1) if len(parts) > 1 else parts[0]
 
