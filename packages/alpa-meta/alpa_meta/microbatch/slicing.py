@@ -9,13 +9,13 @@ the others zeros), and where a local form asks for its place (iota, random bits)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
 from attrs import evolve
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import jaxpr_as_fun
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
@@ -42,6 +42,10 @@ from alpa_meta.operators.regions import fold, scan_of, with_bodies
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.step.trace import inline
+from alpa_meta.types import Function
+
+if TYPE_CHECKING:
+    from alpa_meta.spmd.collectives import Collectives
 
 AXIS = "microbatch"
 
@@ -49,14 +53,14 @@ AXIS = "microbatch"
 class InTime:
     """The microbatches as the devices of a mesh axis: the place is an operand, nothing is sent."""
 
-    def __init__(self, number: Any, count: int) -> None:
+    def __init__(self, number: Array, count: int) -> None:
         self._number, self._count = number, count
 
-    def index(self, axes: tuple[str, ...]) -> Any:
+    def index(self, axes: tuple[str, ...]) -> Array:
         """Return the number of the microbatch."""
         return self._number if axes else jnp.int32(0)
 
-    def part(self, value: Any, axes: tuple[str, ...], dim: int) -> Any:
+    def part(self, value: Array, axes: tuple[str, ...], dim: int) -> Array:
         """Return the microbatch's part of `value` along `dim`."""
         size = value.shape[dim] // self._count
         return lax.dynamic_slice_in_dim(value, self.index(axes) * size, size, dim)
@@ -112,7 +116,7 @@ class Writer:
         return self._converted[key]
 
     def _convert(self, held: Atom, wanted: Placement) -> Var:
-        def part(number: Any, value: Any) -> Any:
+        def part(number: Array, value: Array) -> Array:
             dim, outer, shape = wanted.dim, wanted.outer, value.shape
             blocks = lax.reshape(
                 value, (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
@@ -120,7 +124,7 @@ class Writer:
             taken = InTime(number, self.count).part(blocks, (AXIS,), dim + 1)
             return lax.reshape(taken, self.shape(shape, wanted))
 
-        def first_only(number: Any, value: Any) -> Any:
+        def first_only(number: Array, value: Array) -> Array:
             return jnp.where(number == 0, value, jnp.zeros_like(value))
 
         aval = array_type(held)
@@ -133,7 +137,7 @@ class Writer:
     def _write(
         self,
         key: Hashable,
-        function: Callable[..., Any],
+        function: Function[object],
         operands: Sequence[Atom],
         results: Sequence[Var],
         source: JaxprEqn | None,
@@ -177,8 +181,8 @@ class Writer:
         )
         mesh = LogicalMesh(axes=(MeshAxis(name=AXIS, size=self.count),))
 
-        def run(number: Any, *values: Any) -> Any:
-            places: Any = InTime(number, self.count)
+        def run(number: Array, *values: Array) -> list[Array]:
+            places = cast("Collectives", InTime(number, self.count))
             call = LocalCall(eqn, list(values), rule, strategy, mesh, places)
             try:
                 return operator_of(eqn).local(call)
@@ -276,7 +280,7 @@ class Writer:
         first = num_test + eqn.params["body_nconsts"]
         test, body = (jaxpr_as_fun(one) for one in bodies)
 
-        def run(number: Any, *values: Any) -> Any:
+        def run(number: Array, *values: Array) -> tuple[Array, ...]:
             return lax.while_loop(
                 lambda carry: test(number, *values[:num_test], *carry)[0],
                 lambda carry: tuple(body(number, *values[num_test:first], *carry)),

@@ -46,6 +46,7 @@ from alpa_meta.token_slices.places import (
     kinds,
     whole,
 )
+from alpa_meta.types import HostArray
 
 _MOST_DIFFERENCES = 1 << 24  # elements of a constant array whose bounds are taken
 
@@ -85,7 +86,7 @@ class Scope:
     def __init__(
         self,
         eqns: Sequence[JaxprEqn],
-        constants: Mapping[Var, np.ndarray],
+        constants: Mapping[Var, HostArray],
         slices: Slices,
         parent: Scope | None = None,
         outer: Mapping[Var, Atom] | None = None,
@@ -268,7 +269,7 @@ class Scope:
         start, stop = cuts[number : number + 2]
         return (start, stop) if place.kind == ROW else (stop, cuts[-1])
 
-    def _of_constant(self, value: np.ndarray, layout: Layout, where: After | Diagonal) -> Interval:
+    def _of_constant(self, value: HostArray, layout: Layout, where: After | Diagonal) -> Interval:
         counted = {ROW} if isinstance(where, Iteration) else {ROW, KEY}
         counted = {BLOCK} if isinstance(where, Within) else counted
         dims = [(d, p) for d, p in enumerate(layout) if p is not None and p.kind in counted]
@@ -455,7 +456,7 @@ def _operand_labels(eqn: JaxprEqn, operand: int, labels: _Labels) -> _Labels:
     return () if mixed else held
 
 
-def _of_values(value: np.ndarray) -> Interval:
+def _of_values(value: HostArray) -> Interval:
     numeric = value.dtype == np.bool_ or np.issubdtype(value.dtype, np.number)
     if value.size == 0 or np.iscomplexobj(value):
         return of_type(value.dtype)

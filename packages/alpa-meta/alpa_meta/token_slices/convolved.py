@@ -10,11 +10,12 @@ operand and what these meet of the left one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
+from jax import Array
 
 from alpa_meta import compat
 from alpa_meta.compat import Atom, JaxprEqn, Var, dtype_of, shape_of
@@ -121,13 +122,13 @@ def write_convolved(
         return
     ends = start * reach.dilation - span[0], span[1] - ((stop - 1) * reach.dilation + 1)
 
-    def run(left: Any, right: Any) -> Any:
+    def run(left: Array, right: Array) -> Array:
         return _bound(eqn, reach.number, ends, left, right)
 
     writer.compute(object(), run, [taken(source, start, stop), right], [result], number, eqn)
 
 
-def _bound(eqn: JaxprEqn, number: int, ends: tuple[int, int], left: Any, right: Any) -> Any:
+def _bound(eqn: JaxprEqn, number: int, ends: tuple[int, int], left: Array, right: Array) -> Array:
     padding = list(eqn.params["padding"])
     padding[number] = ends
     params = {**eqn.params, "padding": tuple(padding)}
@@ -160,7 +161,7 @@ def write_kernel_part(
     start, stop = met_elements(eqn, number, rows)
     shape, dtype = shape_of(made), dtype_of(made)
 
-    def run(left: Any, right: Any) -> Any:
+    def run(left: Array, right: Array) -> Array:
         if start >= stop:
             return jnp.zeros(shape, dtype)
         return _bound(eqn, number, (start - span[0], span[1] - stop), left, right)

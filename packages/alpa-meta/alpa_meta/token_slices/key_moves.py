@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jax import lax
+from jax import Array, lax
 
 from alpa_meta.compat import JaxprEqn, is_drop, shape_of
 from alpa_meta.operators.cutting import rearrangement
@@ -127,7 +127,7 @@ def write_keys_moved(writer: Writer, eqn: JaxprEqn, decision: MovedKeys, number:
     missing = last - writer.slices.held(place, number)[1]  # keys of later slices
     sizes = [shape_of(result)[dim] for result in results]
 
-    def run(*values: Any) -> Any:
+    def run(*values: Array) -> Array | list[Array]:
         if kind == "joined":
             return lax.concatenate(values, dim)
         if kind == "padded":

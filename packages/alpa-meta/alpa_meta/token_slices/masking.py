@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,7 @@ from alpa_meta.operators.absorbing import of_some
 from alpa_meta.operators.elementwise import is_comparison, is_elementwise, is_selection
 from alpa_meta.token_slices.places import KEY, kinds
 from alpa_meta.token_slices.reading import Reading, UnreadableError
+from alpa_meta.types import DType
 
 # exp of what is this far below the largest score is 0 in every type, and scores are far above it;
 # the least number of float16 (-65504) is below it, also where it was widened
@@ -42,7 +42,7 @@ UNITS = {"add": 0.0, "max": -math.inf, "min": math.inf, "or": 0.0, "and": 1.0}
 """What a reduction of each kind may leave out."""
 
 
-def masked(dtype: Any) -> float:
+def masked(dtype: DType) -> float:
     """Return the magnitude from which a number of a mask is as good as infinite: in float16 what
     1/sqrt(head dim) leaves of the largest."""
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -50,17 +50,17 @@ def masked(dtype: Any) -> float:
     return min(_MASKED, float(jnp.finfo(dtype).max) / 16)  # type: ignore[no-untyped-call]
 
 
-def is_masked(rest: float | None, dtype: Any) -> bool:
+def is_masked(rest: float | None, dtype: DType) -> bool:
     """Return whether a rest is infinite, or as good as that."""
     return rest is not None and abs(rest) >= masked(dtype)
 
 
-def is_soft(rest: float | None, dtype: Any) -> bool:
+def is_soft(rest: float | None, dtype: DType) -> bool:
     """Return whether a rest is infinite only as far as a finite mask constant is."""
     return rest is not None and is_masked(rest, dtype) and not math.isinf(rest)
 
 
-def _limit(rest: float, dtype: Any) -> float:
+def _limit(rest: float, dtype: DType) -> float:
     """Return a rest, infinite if it is as good as that."""
     return math.copysign(math.inf, rest) if is_masked(rest, dtype) else rest
 
@@ -154,7 +154,7 @@ def _of_elements(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
     return math.copysign(least, found)
 
 
-def of_any(rests: Sequence[float | None], dtype: Any) -> float | None:
+def of_any(rests: Sequence[float | None], dtype: DType) -> float | None:
     """Return what a selection by an unknown condition leaves: of masked rests the less extreme."""
     known = [rest for rest in rests if rest is not None]
     if len(known) < len(rests) or len({*known}) == 1:
@@ -184,10 +184,13 @@ def _of_numbers(eqn: JaxprEqn, numbers: Sequence[float]) -> float | None:
     return None if found is None or math.isnan(found) else found
 
 
+_Key = tuple[str, tuple[str, ...], str, tuple[float, ...]]
+
+
 class _Call:
     """An elementwise operator and numbers for its operands, compared by its key."""
 
-    def __init__(self, eqn: JaxprEqn, key: tuple[Any, ...]) -> None:
+    def __init__(self, eqn: JaxprEqn, key: _Key) -> None:
         self.eqn, self.key = eqn, key
 
     def __hash__(self) -> int:

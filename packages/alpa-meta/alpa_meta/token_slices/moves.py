@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, array_type, is_drop, shape_of
 from alpa_meta.operators import operator_of
@@ -199,7 +199,7 @@ def _write_slice(
     held = taken(source, start, max(start, stop))
     starts[dim], stops[dim] = 0, shape_of(held)[dim]
 
-    def run(value: Any) -> Any:
+    def run(value: Array) -> Array:
         return lax.slice(value, starts, stops, steps)
 
     key = "part", tuple(starts), tuple(stops), tuple(steps)
@@ -228,7 +228,7 @@ def _write_pad(
     ]
     config[dim] = (before, after, step - 1)
 
-    def run(padded: Any, by: Any) -> Any:
+    def run(padded: Array, by: Array) -> Array:
         return lax.pad(padded, by, config)
 
     held = [taken(source, first, last), writer.operand(value, (), number)]
@@ -253,7 +253,7 @@ def _write_concatenate(
         offset += size
     held = held or [taken(eqn.invars[0], 0, 0)]
 
-    def run(*values: Any) -> Any:
+    def run(*values: Array) -> Array:
         return lax.concatenate(values, dim)
 
     writer.compute(("joined", dim), run, held, [result], number, eqn)
@@ -290,7 +290,7 @@ def _with_keys(writer: Writer, part: Atom, layout: Layout, number: int) -> Atom:
     config = [(0, want - have, 0) for want, have in zip(held, shape_of(part), strict=True)]
     result = Var(array_type(part).update(shape=tuple(held)))
 
-    def run(value: Any) -> Any:
+    def run(value: Array) -> Array:
         return lax.pad(value, value.dtype.type(0), config)
 
     writer.compute(("keys behind", *config), run, [part], [result], number)
@@ -311,7 +311,7 @@ def cut_along(
     shape[dim] = stop - start
     result = Var(array_type(parts[0]).update(shape=tuple(shape)))
 
-    def run(*values: Any) -> Any:
+    def run(*values: Array) -> Array:
         joined = values[0] if len(values) == 1 else lax.concatenate(values, dim)
         return lax.slice_in_dim(joined, start, stop, axis=dim)
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
 from alpa_meta.compat import JaxprEqn, shape_of
 from alpa_meta.operators import LocalCall, operator_of, sharding_rule
 from alpa_meta.token_slices.places import KEY, ROW, Layout, Place, Slices, factor_place
 from alpa_meta.token_slices.reading import Reading
+
+if TYPE_CHECKING:
+    from alpa_meta.spmd.collectives import Collectives
 
 _AXES = {ROW: ROW, KEY: KEY, "earlier rows": KEY}
 """What is cut along each axis that stands for the slices; rows may be recomputed from the first."""
@@ -33,7 +36,7 @@ class _SlicePlaces:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def index(self, _: tuple[str, ...]) -> Any:
+    def index(self, _: tuple[str, ...]) -> np.int32:
         """Return the slice's place in the order of its sweep."""
         return np.int32(self.number)
 
@@ -44,8 +47,10 @@ class _SlicePlaces:
 class SliceCall(LocalCall):
     """One operator on one slice, whose parts may be of any length."""
 
-    def __init__(self, slices: Slices, number: int, reading: Reading, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, slices: Slices, number: int, reading: Reading, call: LocalCall) -> None:
+        super().__init__(
+            call.eqn, call.operands, call.rule, call.strategy, call.mesh, call.collectives
+        )
         object.__setattr__(self, "_of", (slices, number, reading))
 
     def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
@@ -61,7 +66,7 @@ class SliceCall(LocalCall):
         layout = self._of[2].operands[operand]  # type: ignore[attr-defined]
         return self._shape(shape_of(self.eqn.invars[operand]), layout)
 
-    def first(self, axes: tuple[str, ...], size: int) -> Any:
+    def first(self, axes: tuple[str, ...], size: int) -> np.int32:
         slices, number, reading = self._of  # type: ignore[attr-defined]
         places = itertools.chain(*reading.operands, *reading.results)
         place = next(one for one in places if one is not None and one.kind == _AXES[axes[0]])
@@ -74,7 +79,7 @@ class SliceCall(LocalCall):
             raise UnsupportedError("shards")
         return 1
 
-    def own_part(self, value: Any, result: int, dims: Sequence[int] | None = None) -> Any:
+    def own_part(self, value: Array, result: int, dims: Sequence[int] | None = None) -> Array:
         slices, number, reading = self._of  # type: ignore[attr-defined]
         layout = reading.results[result]
         kept = range(value.ndim) if dims is None else dims
@@ -83,7 +88,7 @@ class SliceCall(LocalCall):
         )
 
 
-def cut_out(value: Any, layout: Layout, slices: Slices, number: int) -> Any:
+def cut_out(value: Array, layout: Layout, slices: Slices, number: int) -> Array:
     """Return what a slice holds of a whole value."""
     for dim, place in enumerate(layout):
         if place is not None:
@@ -94,7 +99,7 @@ def cut_out(value: Any, layout: Layout, slices: Slices, number: int) -> Any:
     return value
 
 
-def stretch(value: Any, dim: int, place: Place, tokens: int, start: int, stop: int) -> Any:
+def stretch(value: Array, dim: int, place: Place, tokens: int, start: int, stop: int) -> Array:
     """Return tokens [start, stop) of the `tokens` in a dim."""
     if place.outer == 1:
         inner = place.inner
@@ -106,7 +111,7 @@ def stretch(value: Any, dim: int, place: Place, tokens: int, start: int, stop: i
     return lax.reshape(taken, (*before, size, *after))
 
 
-def joined_rows(dim: int, place: Place, *parts: Any) -> Any:
+def joined_rows(dim: int, place: Place, *parts: Array) -> Array:
     """Return the rows of several slices as one value."""
     if place.outer == 1:
         return lax.concatenate(parts, dim)
@@ -120,7 +125,7 @@ def joined_rows(dim: int, place: Place, *parts: Any) -> Any:
     return lax.reshape(whole_blocks, (*before, size, *after))
 
 
-def joined_parts(shape: Sequence[int], layout: Layout, parts: Sequence[Any]) -> Any:
+def joined_parts(shape: Sequence[int], layout: Layout, parts: Sequence[Array]) -> Array:
     """Return a value of this shape, whose rows the slices have, and 0 behind their keys."""
     (row,) = (d for d, place in enumerate(layout) if place is not None and place.kind == ROW)
     place = layout[row]
@@ -144,16 +149,16 @@ def run_local(
     slices: Slices,
     number: int,
     place: int,
-    values: Sequence[Any],
-) -> list[Any]:
+    values: Sequence[Array],
+) -> list[Array]:
     """Return what slice `number`, at a `place` in the order of its sweep, makes of an operator."""
     rule = sharding_rule(eqn)
     assert rule is not None
     strategy = _strategy(rule, reading, slices)
     mesh = LogicalMesh(axes=tuple(MeshAxis(name=axis, size=2) for axis in _AXES))
-    places: Any = _SlicePlaces(place)
-    call = SliceCall(slices, number, reading, eqn, list(values), rule, strategy, mesh, places)
-    return operator_of(eqn).local(call)
+    places = cast("Collectives", _SlicePlaces(place))
+    call = LocalCall(eqn, list(values), rule, strategy, mesh, places)
+    return operator_of(eqn).local(SliceCall(slices, number, reading, call))
 
 
 def _strategy(rule: ShardingRule, reading: Reading, slices: Slices) -> Strategy:

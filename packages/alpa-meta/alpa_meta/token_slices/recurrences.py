@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from attrs import evolve
-from jax import lax
+from jax import Array, lax
 
 from alpa_meta.compat import (
     Atom,
@@ -202,7 +202,7 @@ def _own_rows(writer: Writer, var: Var, layout: Layout, number: int) -> Atom:
         return found
     rows, slices = writer.result(var, layout, number), writer.slices
 
-    def cut(value: Any) -> Any:
+    def cut(value: Array) -> Array:
         return cut_out(value, layout, slices, number)
 
     writer.compute(("cut", layout, number), cut, [found], [rows], number)

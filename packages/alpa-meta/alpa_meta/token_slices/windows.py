@@ -11,9 +11,9 @@ pass, forth), and the gradients of their kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jax import lax
+from jax import Array, lax
 
 from alpa_meta import compat
 from alpa_meta.compat import Atom, JaxprEqn, Var, array_type, shape_of
@@ -123,7 +123,7 @@ def write_window_from(
         first = 0
     values = [writer.operand(kernel, whole(len(shape_of(kernel))), number), *left]
 
-    def run(right: Any, *parts: Any) -> list[Any]:
+    def run(right: Array, *parts: Array) -> list[Array]:
         joined = parts[0] if len(parts) == 1 else lax.concatenate(parts, window.left)
         size = back + stop - start + forth
         cut = lax.slice_in_dim(joined, first, first + size, axis=window.left)

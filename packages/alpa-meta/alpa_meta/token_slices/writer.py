@@ -15,10 +15,10 @@ mask or of random bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import jax
 from attrs import frozen
+from jax import Array
 
 from alpa_meta.compat import (
     Atom,
@@ -59,6 +59,7 @@ from alpa_meta.token_slices.values import (
     Analysis,
     Blocks,
     Branches,
+    Decision,
     Known,
     Moved,
     MovedKeys,
@@ -72,6 +73,7 @@ from alpa_meta.token_slices.values import (
     WindowSum,
 )
 from alpa_meta.token_slices.windows import write_window, write_window_sum
+from alpa_meta.types import Function
 
 PHASES = ("forward", "backward", "update")
 
@@ -141,7 +143,7 @@ class Writer:
         count = self.slices.count
         return range(count) if sweep == BEFORE else range(count - 1, -1, -1)
 
-    def _write_slice(self, eqn: JaxprEqn, decision: Any, number: int) -> None:
+    def _write_slice(self, eqn: JaxprEqn, decision: Decision, number: int) -> None:
         if isinstance(decision, Sliced):
             self._operator(eqn, decision.reading, number)
         elif isinstance(decision, Added):
@@ -178,7 +180,7 @@ class Writer:
     def compute(
         self,
         key: Hashable,
-        function: Callable[..., Any],
+        function: Function[object],
         operands: Sequence[Atom],
         results: Sequence[Var],
         number: int | None,
@@ -463,7 +465,7 @@ class Writer:
             return
         place = self.order(self.sweep).index(number)
 
-        def run(*values: Any) -> Any:
+        def run(*values: Array) -> list[Array]:
             return run_local(eqn, reading, self.slices, number, place, values)
 
         key = operator_signature(eqn), reading, number, place
