@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import html
+import os
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Generic, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -33,32 +34,40 @@ from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.planning.sampling import sample_plan
 from alpa_meta.planning.shape_buckets import Bucket, Buckets, at_planned_shapes
 from alpa_meta.planning.shared_plan import agreed_plan, check_stages, is_distributed
-from alpa_meta.step.arguments import abstract_arguments, is_array, num_arguments, positional
+from alpa_meta.step.arguments import abstract_arguments, is_array, of_state_and_batch, positional
 from alpa_meta.step.program import Step
 from alpa_meta.step.pure_call import PureCall, arrays_only, flat_objects, pure_call
 from alpa_meta.survival import RayRuns, resumed, save_if_due
 from alpa_meta.token_slices.places import SliceRequest
+from alpa_meta.types import Function, P, PyTree, R
 from mesh_runtime import StepError
 
+if TYPE_CHECKING:
+    from alpa_meta.audit.executable import ExecutableAudit
+    from alpa_meta.audit.numerics import Reference
+    from mesh_runtime import TraceEvent
 
-class ParallelStep:
+
+class ParallelStep(Generic[P, R]):
     """A training step that runs in parallel; made by `parallelize`.
 
     It is planned and compiled at its first call for each new set of argument shapes.
     """
 
-    def __init__(self, function: Callable[..., Any], cluster: Any, options: Options) -> None:
+    def __init__(
+        self, function: Callable[P, R], cluster: ClusterSpec | str | None, options: Options
+    ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._cluster = cluster
         self.options = options
-        self._cache: dict[Any, tuple[Step, Lowered, PureCall]] = {}
+        self._cache: dict[Hashable, tuple[Step, Lowered, PureCall]] = {}
         self._buckets = Buckets(options)
-        self._latest: Any = None
-        self._running: set[Any] = set()  # keys of what is compiled,
-        self._evaluated: set[Any] = set()  # and without its backward
+        self._latest: Hashable = None
+        self._running: set[Hashable] = set()  # keys of what is compiled,
+        self._evaluated: set[Hashable] = set()  # and without its backward
         self.num_steps = 0  # number of the last step, for what names steps; it may be set
-        self._direct: dict[tuple[Any, ...], tuple[Any, DirectCall]] = {}
+        self._direct: dict[tuple[Hashable, ...], tuple[Hashable, DirectCall]] = {}
         ray = options.ray_options
         self._pool = None if ray is None else RayPool(ray)
         self.supervisor: Supervisor | None = None
@@ -103,18 +112,18 @@ class ParallelStep:
             )
         return local_cluster()
 
-    def plan_for(self, *args: Any, **keywords: Any) -> ParallelPlan:
+    def plan_for(self, *args: PyTree, **keywords: PyTree) -> ParallelPlan:
         """Return the plan for arguments (or their shapes) without compiling or running."""
         return self.lower(*args, **keywords).plan
 
-    def random_plan(self, *args: Any, seed: int = 0) -> ParallelPlan:
+    def random_plan(self, *args: PyTree, seed: int = 0) -> ParallelPlan:
         """Return a random feasible plan for arguments or their shapes: a test of correctness.
 
         Run it with `parallelize(step, plan=...)`; options fix what they name.
         """
         return sample_plan(self._traced(self._pure(args)), self.cluster, self.options, seed).plan
 
-    def lower(self, *args: Any, **keywords: Any) -> Lowered:
+    def lower(self, *args: PyTree, **keywords: PyTree) -> Lowered:
         """Return the step planned for arguments (arrays or ShapeDtypeStructs)."""
         return self._lowered(self._pure(positional(self._function, args, keywords)))
 
@@ -126,7 +135,7 @@ class ParallelStep:
         self._latest = key
         return self._cache[key][1]
 
-    def _pure(self, args: Sequence[Any]) -> PureCall:
+    def _pure(self, args: Sequence[PyTree]) -> PureCall:
         return pure_call(self._function, args, self.options.static_argnums)
 
     @property
@@ -197,17 +206,17 @@ class ParallelStep:
         return self.compiled()
 
     @property
-    def last_trace(self) -> Sequence[Any]:
+    def last_trace(self) -> Sequence[TraceEvent]:
         """The executed instructions of the last step (needs Options(trace="ready"))."""
         return self.executable.last_trace
 
-    def compiled(self, key: Any = None) -> Executable:
+    def compiled(self, key: Hashable = None) -> Executable:
         """Return the compiled step of the calls of a key; of the latest call."""
         key = self._latest if key is None else key
         self._running.add(key)
         return self._cache[key][1].compile()
 
-    def step_of(self, key: Any) -> Step:
+    def step_of(self, key: Hashable) -> Step:
         """Return the traced step of the calls of a key."""
         return self._cache[key][0]
 
@@ -237,14 +246,14 @@ class ParallelStep:
 
     # ------------------------------------------------------------------ running
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
+    def __call__(self, *args: P.args, **keywords: P.kwargs) -> R:
         """Return what the plain step returns, computed by the plan."""
-        args = positional(self._function, args, keywords)
-        result = self._run_direct(args, None)
+        given = positional(self._function, args, keywords)
+        result: R = self._run_direct(given, None)
         if result is not NOT_DIRECT:
             self.num_steps += 1
             return result
-        call = self._pure(self._born(args))
+        call = self._pure(self._born(given))
         if call.function is not self._function:
             result = self._run_direct(call.args, call.key)
         if result is NOT_DIRECT:
@@ -252,9 +261,10 @@ class ParallelStep:
         self.num_steps += 1
         if self.supervisor is not None:
             save_if_due(self, self.supervisor)
-        return self._judged(self._cache[self._latest][2].finish(result, call.objects))
+        result = self._cache[self._latest][2].finish(result, call.objects)
+        return self._judged(result)
 
-    def _judged(self, result: Any) -> Any:
+    def _judged(self, result: R) -> R:
         """Return a step's result; say or raise what was found in it (`Options.on_nan`)."""
         if self.options.on_nan is None:
             return result
@@ -267,7 +277,7 @@ class ParallelStep:
         warnings.warn(f"{error.found}; the step is skipped", NonFiniteWarning, stacklevel=3)
         return result
 
-    def _run_direct(self, args: Sequence[Any], key: Any) -> Any:
+    def _run_direct(self, args: Sequence[PyTree], key: Hashable) -> PyTree:
         """Return the pure result of a call like an earlier one, NOT_DIRECT if it is not."""
         leaves, tree = jax.tree.flatten(args)
         found = self._direct.get((tree, key, trace_settings()))
@@ -279,29 +289,29 @@ class ParallelStep:
             self._latest = latest
         return result
 
-    def _run(self, call: PureCall) -> Any:
+    def _run(self, call: PureCall) -> PyTree:
         """Return the result of the pure function of a call."""
         self._lowered(call)
         step, executable = self._cache[self._latest][0], self.compiled()
         if self.supervisor is not None:
             results = self.supervisor.run(self._latest, step.flatten(call.args))
-            return _rebuild(step, results)
+            return step.rebuilt(results)
         results = executable(step.flatten(call.args))
         leaves, tree = jax.tree.flatten(call.args)
         made = direct_call(step, executable, leaves)
         if made is not None:
             self._direct[tree, call.key, trace_settings()] = (self._latest, made)
-        return _rebuild(step, results)
+        return step.rebuilt(results)
 
-    def evaluate(self, *args: Any, **keywords: Any) -> Any:
+    def evaluate(self, *args: PyTree, **keywords: PyTree) -> PyTree:
         """Return what the forward pass alone gives: the state as it was, None for gradients."""
         call = self._pure(self._born(positional(self._function, args, keywords)))
         evaluation = self._lowered(call).evaluation
         self._evaluated.add(self._latest)
         step = self._cache[self._latest][0]
-        return call.finish(_rebuild(step, evaluation(step.flatten(call.args))), call.objects)
+        return call.finish(step.rebuilt(evaluation(step.flatten(call.args))), call.objects)
 
-    def init(self, make: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
+    def init(self, make: Function[PyTree], *args: PyTree, batch: PyTree = None) -> PyTree:
         """Return make(*args), every array made where the plan wants it, never whole on one device.
 
         `make` returns the state (a tuple of all state arguments if there are several); `batch` is
@@ -310,19 +320,19 @@ class ParallelStep:
         """
         unborn = Unborn(make, args)
         if batch is not None:
-            self.lower(*self._arguments(unborn.shapes(), batch))
+            self.lower(*of_state_and_batch(self._function, unborn.shapes(), batch))
             return self._birth(unborn)
         if self._latest is not None and self._matches(unborn):
             return self._birth(unborn)
         return unborn
 
-    def place(self, *state: Any) -> Any:
+    def place(self, *state: PyTree) -> PyTree:
         """Return state arguments (host or device arrays) laid out as the plan wants them."""
         self._require_plan()
         result = placed(self.compiled(), state)
         return result[0] if len(state) == 1 else result
 
-    def gather(self, tree: Any) -> Any:
+    def gather(self, tree: PyTree) -> PyTree:
         """Return state or results with every array whole on the host."""
         try:
             return gathered(tree)
@@ -332,15 +342,24 @@ class ParallelStep:
             self.supervisor.recover(error)
             return gathered(tree)
 
-    def save(self, folder: Any, state: Any, *, step: int, **settings: Any) -> Saving:
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        state: PyTree,
+        *,
+        step: int,
+        settings: Mapping[str, object] | None = None,
+        keep: int | None = None,
+        host_bytes: int | None = None,
+    ) -> Saving:
         """Begin a checkpoint as `alpa.save`; if it is of the state after the last step, and workers
         fail, the run goes on from it (`Options.checkpoints`)."""
-        saving = save(folder, state, step=step, **settings)
+        saving = save(folder, state, step=step, settings=settings, keep=keep, host_bytes=host_bytes)
         if self.supervisor is not None:
             self.supervisor.note(saving, state)
         return saving
 
-    def restore(self, checkpoint: Checkpoint, like: Any) -> Any:
+    def restore(self, checkpoint: Checkpoint, like: PyTree) -> PyTree:
         """Return the state of a checkpoint (`alpa.read_checkpoint`), every array read by what holds
         it under the plan, never whole in one place; `like` is the state or its shapes."""
         self._require_plan()
@@ -348,12 +367,12 @@ class ParallelStep:
             lambda: checkpoint.restore(laid_out(self.compiled(), like)), str(checkpoint.path)
         )
 
-    def resume(self, state: Any) -> Any:
+    def resume(self, state: PyTree) -> PyTree:
         """Return the state of the newest checkpoint in `Options.checkpoints`, laid out as `state`,
         and set `num_steps` to its step; `state` itself if there is no checkpoint."""
         return resumed(self, state)
 
-    def audit(self, *args: Any, reference: Any = None) -> Any:
+    def audit(self, *args: PyTree, reference: Reference | None = None) -> ExecutableAudit:
         """Return the audit of the step compiled for arguments: is the program its plan?
 
         With arrays (not shapes) it also runs, and its result is compared with the plain step's on
@@ -385,26 +404,6 @@ class ParallelStep:
         if self._latest is None:
             raise PlanError("the step has no plan yet; call plan_for(state, batch) first")
 
-    def _arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
-        """Return the arguments of a call; a tuple is several if the step takes as many."""
-        spread = [(one,) for one in (state, batch)]
-        forms = [
-            [one] if type(given) is not tuple else [one, given]
-            for one, given in zip(spread, (state, batch), strict=True)
-        ]
-        calls = [(*states, *batches) for states in forms[0] for batches in forms[1]]
-        taken = num_arguments(self._function)
-        if taken is None:
-            return (*forms[0][0], *forms[1][-1])
-        fitting = [call for call in calls if len(call) in taken]
-        if not fitting:
-            raise PlanError(
-                f"init was given a state and a batch for {len(calls[-1])} arguments, but the step "
-                f"takes {taken.stop - 1}; make() must return a tuple of all state arguments, and "
-                "batch must be a tuple of all others"
-            )
-        return fitting[0]
-
     def _matches(self, unborn: Unborn) -> bool:
         step = self._cache[self._latest][0]
         wanted = [
@@ -419,24 +418,24 @@ class ParallelStep:
         ]
         return wanted == made
 
-    def _born(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _born(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         if not any(isinstance(arg, Unborn) for arg in args):
             return args
         shapes = tuple(arg.shapes() if isinstance(arg, Unborn) else arg for arg in args)
         self.lower(*shapes)
         return tuple(self._birth(arg) if isinstance(arg, Unborn) else arg for arg in args)
 
-    def _birth(self, unborn: Unborn) -> Any:
+    def _birth(self, unborn: Unborn) -> PyTree:
         return self._made(lambda: unborn.born(self.compiled()), "the first state")
 
-    def _made(self, make: Callable[[], Any], name: str) -> Any:
+    def _made(self, make: Callable[[], PyTree], name: str) -> PyTree:
         """Return a state, which the supervisor can have made again."""
         state = make()
         if self.supervisor is not None:
             self.supervisor.note_source(state, make, name)
         return state
 
-    def _key(self, call: PureCall) -> Any:
+    def _key(self, call: PureCall) -> Hashable:
         static_argnums = self.options.static_argnums
         leaves, tree = jax.tree.flatten(
             tuple(None if k in static_argnums else arg for k, arg in enumerate(call.args))
@@ -445,20 +444,41 @@ class ParallelStep:
         return tree, tuple(map(_leaf_key, leaves)), static, call.key, trace_settings()
 
 
-def _leaf_key(leaf: Any) -> Any:
+def _leaf_key(leaf: PyTree) -> object:
     """Return what a plan depends on of a leaf: of what is no array, all."""
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return tuple(leaf.shape), str(leaf.dtype)
     return type(leaf) if is_array(leaf) or not isinstance(leaf, Hashable) else leaf
 
 
+AnyStep: TypeAlias = "ParallelStep[..., PyTree]"  # type: ignore[explicit-any]  # of any signature
+
+
+@overload
 def parallelize(
-    function: Callable[..., Any] | None = None,
+    function: Callable[P, R],
     *,
     cluster: ClusterSpec | str | None = None,
     options: Options | None = None,
-    **settings: Any,
-) -> Any:
+    **settings: object,
+) -> ParallelStep[P, R]: ...
+@overload
+def parallelize(
+    function: None = None,
+    *,
+    cluster: ClusterSpec | str | None = None,
+    options: Options | None = None,
+    **settings: object,
+) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
+
+
+def parallelize(
+    function: Callable[P, R] | None = None,
+    *,
+    cluster: ClusterSpec | str | None = None,
+    options: Options | None = None,
+    **settings: object,
+) -> ParallelStep[P, R] | Callable[[Callable[P, R]], ParallelStep[P, R]]:
     """Return `function`, an ordinary training step, as a `ParallelStep`.
 
     Use it as a decorator or as a call. `cluster` is a name of the catalogue ("host:8", "h100:16"),
@@ -471,19 +491,8 @@ def parallelize(
     return ParallelStep(function, cluster, chosen)
 
 
-def _fresh(leaf: Any) -> Any:
+def _fresh(leaf: PyTree) -> PyTree:
     """Return a copy that a step may overwrite."""
     if isinstance(leaf, PiecewiseArray):
         return PiecewiseArray([jnp.copy(piece) for piece in leaf.pieces], leaf.bounds)
     return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
-def _rebuild(step: Step, results: Sequence[Any]) -> Any:
-    tree, kept, arrays_out, _ = step.output_tree
-    values = iter(results)
-    return tree.unflatten(
-        [
-            next(values) if is_array else leaf
-            for leaf, is_array in zip(kept, arrays_out, strict=True)
-        ]
-    )

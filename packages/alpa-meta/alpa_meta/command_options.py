@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -71,7 +71,7 @@ OwnProgram = Annotated[
     ),
 ]
 
-SIZES: Mapping[str, Any] = MappingProxyType(
+SIZES: Mapping[str, object] = MappingProxyType(
     {
         "layers": Layers,
         "hidden": Hidden,

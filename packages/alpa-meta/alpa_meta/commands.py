@@ -6,11 +6,11 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,12 +29,14 @@ from alpa_meta.command_options import (
 from alpa_meta.errors import PlanError
 from alpa_meta.extras import require
 from alpa_meta.published_models import PUBLISHED
+from alpa_meta.types import Fields, Function
 from alpa_meta.versions import installed_versions
 from alpa_meta.writable import check_file
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from alpa_meta.trainer.planning import Parallelism
     from alpa_meta.trainer.settings import TrainSettings
     from mesh_runtime import RayOptions
 
@@ -93,10 +95,10 @@ _PUBLISHED_SIZES: Mapping[str, str] = MappingProxyType(
 )
 """The options that change a published model, with the fields of its shape."""
 
-NO_SIZES: Mapping[str, Any] = MappingProxyType({})
+NO_SIZES: Mapping[str, object] = MappingProxyType({})
 
 
-def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
+def with_sizes(command: Function[None]) -> Function[None]:
     """Return a command that takes the options `SIZES` in place of its parameter `sizes`, which gets
     those that are given, by name."""
     own = inspect.signature(command, eval_str=True)
@@ -107,7 +109,7 @@ def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
         parameters += options if one.name == "sizes" else [one.replace(kind=kind)]
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**given: object) -> None:
         sizes = _given(**{name: given.pop(name) for name in SIZES})
         command(sizes=sizes, **given)
 
@@ -191,7 +193,7 @@ def train(
     learning_rate: Annotated[
         float | None, typer.Option(help="Highest learning rate.", show_default="0.01")
     ] = None,
-    sizes: Mapping[str, Any] = NO_SIZES,
+    sizes: Mapping[str, object] = NO_SIZES,
     seed: Seed = None,
     compare: Annotated[
         int,
@@ -304,7 +306,7 @@ def plan(
     schedule: Schedule = None,
     recompute: Recompute = None,
     memory: Memory = None,
-    sizes: Mapping[str, Any] = NO_SIZES,
+    sizes: Mapping[str, object] = NO_SIZES,
     model: Annotated[
         str | None,
         typer.Option(
@@ -326,7 +328,7 @@ def plan(
 
     if model is not None and step is not None:
         raise PlanError("--model and --step both name the program to plan; give one of them")
-    changed: dict[str, Any] = {}
+    changed: Fields = {}
     if model in PUBLISHED and set(sizes) <= set(_PUBLISHED_SIZES):
         changed = {_PUBLISHED_SIZES[name]: size for name, size in sizes.items()}
         sizes = NO_SIZES
@@ -383,22 +385,22 @@ def show(
         write_picture(picture, loaded, menu, terminal)
 
 
-def _options(given: Mapping[str, Any]) -> str:
+def _options(given: Mapping[str, object]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in given)
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _given(**options: object) -> Fields:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _settings(
-    sizes: Mapping[str, Any], optimiser: Mapping[str, Any], other: Mapping[str, Any]
-) -> TrainSettings:
+def _settings(sizes: Mapping[str, object], optimiser: Fields, other: Fields) -> TrainSettings:
     from alpa_meta.trainer.model import GptOptions
     from alpa_meta.trainer.settings import TrainSettings
     from alpa_meta.trainer.step import OptimiserOptions
 
-    model = {_FIELDS.get(name, name): size for name, size in sizes.items() if name != "batch"}
+    model: Fields = {
+        _FIELDS.get(name, name): size for name, size in sizes.items() if name != "batch"
+    }
     batch = _given(batch_size=sizes.get("batch"))
     try:
         return TrainSettings(
@@ -415,7 +417,7 @@ def _parallelism(
     schedule: str | None,
     recompute: str | None,
     memory: str | None,
-) -> Any:
+) -> Parallelism:
     from alpa_meta.options import Options
     from alpa_meta.trainer.planning import Parallelism
 
@@ -436,7 +438,7 @@ def _parallelism(
     )
 
 
-def _slices(text: str | None) -> dict[str, Any]:
+def _slices(text: str | None) -> Fields:
     """Return the options that "3" slices, or those of "512,384" tokens, stand for."""
     if text is None:
         return {}

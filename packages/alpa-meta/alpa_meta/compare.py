@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from attrs import evolve, frozen
@@ -21,9 +21,12 @@ from rich.table import Table
 
 from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.plan_commands import compare_plans
+from alpa_meta.types import Fields
 
 if TYPE_CHECKING:
+    from alpa_meta.api import AnyStep
     from alpa_meta.own_step import Runnable
+    from alpa_meta.planning.chosen_plan import Planned
     from alpa_meta.presets import Coverage
 
 AUTOMATIC = "automatic"
@@ -60,7 +63,7 @@ def compare(
     *,
     num_steps: int = 0,
     progress: Callable[[str], None] = lambda what: None,
-    **settings: Any,
+    **settings: object,
 ) -> list[Compared]:
     """Return the automatic plan and each preset's, in this order.
 
@@ -72,11 +75,11 @@ def compare(
 
     settings = {"num_stages": 1, "num_microbatches": 1, **settings}
     found: list[Compared] = []
-    steps: dict[str, Any] = {}
+    steps: dict[str, AnyStep] = {}
     for name in (AUTOMATIC, *presets):
         progress(f"plan {name}")
-        constraint: dict[str, Any] = {} if name == AUTOMATIC else {"preset": name}
-        step = parallelize(model.train_step, cluster=cluster, **settings, **constraint)
+        chosen: Fields = settings if name == AUTOMATIC else {**settings, "preset": name}
+        step = parallelize(model.train_step, cluster=cluster, **chosen)
         try:
             planned = step.lower(model.state, model.batch).planned
         except InfeasibleError as error:
@@ -95,7 +98,7 @@ def compare(
     ]
 
 
-def _covered(name: str, planned: Any) -> dict[str, Any]:
+def _covered(name: str, planned: Planned) -> Fields:
     """Return what a preset covers of a planned step, with a note where that is not all."""
     from alpa_meta.presets import WITH_MODEL_AXIS, coverage
 
@@ -112,7 +115,7 @@ def _covered(name: str, planned: Any) -> dict[str, Any]:
     return {"covered": found, "note": note}
 
 
-def priced(name: str, planned: Any) -> Compared:
+def priced(name: str, planned: Planned) -> Compared:
     """Return what a plan is predicted to cost."""
     from alpa_meta.execution.compiled_task import compile_task
 
@@ -142,7 +145,7 @@ def priced(name: str, planned: Any) -> Compared:
 
 
 def _measure(
-    model: Runnable, steps: dict[str, Any], num_steps: int, progress: Callable[[str], None]
+    model: Runnable, steps: dict[str, AnyStep], num_steps: int, progress: Callable[[str], None]
 ) -> dict[str, tuple[float, bool]]:
     """Return median step seconds and whether the audit holds; the first step is not measured."""
     import jax

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from alpa_meta.types import PyTree
 
 
 class PlanError(ValueError):
@@ -35,7 +35,7 @@ class NonFiniteError(ArithmeticError):
     the calls from 1.
     """
 
-    def __init__(self, step: int, microbatch: int, task: str, result: Any = None) -> None:
+    def __init__(self, step: int, microbatch: int, task: str, result: PyTree = None) -> None:
         self.found = (
             f"step {step}: microbatch {microbatch} gave NaN or infinity (found in task {task!r})"
         )

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
 
 PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -47,7 +46,7 @@ PLACES: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Name -> (module, name there)."""
 
 
-def exported(name: str) -> Any:
+def exported(name: str) -> object:
     """Return what `alpa_meta` exports as `name` and keep it there."""
     if name not in PLACES:
         raise AttributeError(f"module 'alpa_meta' has no attribute {name!r}")

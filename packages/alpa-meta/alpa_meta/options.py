@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias, TypeGuard
 
 import jax
 from attrs import Attribute, evolve, field, fields, frozen
@@ -19,6 +19,7 @@ from alpa_interchange.menu import RECOMPUTATIONS
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.token_slices.places import SliceRequest
+from alpa_meta.types import Fields, PyTree, Spec
 from mesh_runtime import TRACE_MODES, RayOptions
 
 Progress = Callable[[str, int, int], None]
@@ -35,6 +36,9 @@ NAN_POLICIES = ("raise", "skip")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "adaptive", "interleaved-1f1b", "zero-bubble-h1")
 
 
+Validator: TypeAlias = "Callable[[object, Attribute[PyTree], PyTree], None]"
+
+
 def _quiet(stage: str, done: int, total: int) -> None:
     """Report nothing."""
 
@@ -43,19 +47,19 @@ def _reporter(progress: Progress | None) -> Progress:
     return _quiet if progress is None else progress
 
 
-def _tuple(value: Any) -> Any:
+def _tuple(value: object) -> object:
     """Return lists as tuples and one number as a tuple of it."""
     if _is_int(value):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
-def _path(value: Any) -> Any:
+def _path(value: object) -> object:
     """Return the path that a text names."""
     return Path(value) if isinstance(value, str) else value
 
 
-def _bytes(value: Any) -> Any:
+def _bytes(value: object) -> object:
     """Return the bytes that a size such as "16GiB" names."""
     if not isinstance(value, str):
         return value
@@ -65,43 +69,44 @@ def _bytes(value: Any) -> Any:
         raise PlanError(f"Options.memory: {error}") from None
 
 
-def _must(rule: str, holds: Callable[[Any], bool]) -> Callable[[Any, Attribute[Any], Any], None]:
+def _must(rule: str, holds: Callable[[object], bool]) -> Validator:
     """Return a validator that requires `holds` and says it as "must be `rule`"."""
 
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    def check(_: object, attribute: Attribute[object], value: object) -> None:
         if not holds(value):
             raise PlanError(f"Options.{attribute.name} must be {rule}, got {value!r}")
 
     return check
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _optional(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _optional(holds: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: value is None or holds(value)
 
 
-def _count(value: Any) -> bool:
+def _count(value: object) -> bool:
     return _is_int(value) and value >= 1
 
 
-def _positions(value: Any) -> bool:
+def _positions(value: object) -> bool:
     return isinstance(value, tuple) and all(_is_int(one) and one >= 0 for one in value)
 
 
-def _names(value: Any) -> bool:
-    named = isinstance(value, tuple) and all(isinstance(one, str) and one for one in value)
-    return named and len(value) > 0 and len(set(value)) == len(value)
+def _names(value: object) -> bool:
+    if not isinstance(value, tuple) or not all(isinstance(one, str) and one for one in value):
+        return False
+    return len(value) > 0 and len(set(value)) == len(value)
 
 
-def _is_spec(value: Any) -> bool:
-    def is_entry(entry: Any) -> bool:
+def _is_spec(value: object) -> bool:
+    def is_entry(entry: object) -> bool:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED or isinstance(entry, str):
             return True
         return isinstance(entry, (tuple, list)) and all(isinstance(one, str) for one in entry)
@@ -109,27 +114,27 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str) and all(map(is_entry, value))
 
 
-def _pins(value: Any) -> bool:
+def _pins(value: object) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(path, str) and _is_spec(spec) for path, spec in value.items()
     )
 
 
-def _dims(value: Any) -> bool:
-    def is_mark(mark: Any) -> bool:
+def _dims(value: object) -> bool:
+    def is_mark(mark: object) -> bool:
         return all(map(_is_int, mark if isinstance(mark, (set, frozenset)) else (mark,)))
 
     return all(map(is_mark, jax.tree.leaves(value)))
 
 
-def _recomputation(value: Any) -> bool:
+def _recomputation(value: object) -> bool:
     if isinstance(value, Mapping):
         return _positions(tuple(value)) and _recomputation(tuple(value.values()))
     named = value if isinstance(value, tuple) else (value,)
     return all(isinstance(one, str) and one in RECOMPUTATIONS for one in named)
 
 
-def _one_of(names: tuple[str, ...]) -> Callable[[Any, Attribute[Any], Any], None]:
+def _one_of(names: tuple[str, ...]) -> Validator:
     return _must(f"one of {', '.join(names)}", lambda value: value in names)
 
 
@@ -274,7 +279,7 @@ class Options:
         default=0, validator=_must("a whole number of at least 0", lambda v: _is_int(v) and v >= 0)
     )
     trace: str = field(default="none", validator=_one_of(TRACE_MODES))
-    pins: Mapping[str, Any] = field(
+    pins: Mapping[str, Spec] = field(
         factory=dict,
         validator=_must(
             "path -> one entry per dim, each None, the name of a mesh axis or several names, such "
@@ -288,7 +293,7 @@ class Options:
         converter=_tuple,
         validator=_must("at least one name, all different", _names),
     )
-    dynamic_dims: Any = field(
+    dynamic_dims: PyTree = field(
         default=None,
         validator=_must("a dim, a set of dims or None, or a pytree of them", _dims),
     )
@@ -338,7 +343,7 @@ class Options:
         return self.runtime if isinstance(self.runtime, RayOptions) else RayOptions()
 
 
-def with_settings(options: Options | None, settings: Mapping[str, Any]) -> Options:
+def with_settings(options: Options | None, settings: Fields) -> Options:
     """Return `options` (the defaults, if None) with some fields set anew."""
     if not (options is None or isinstance(options, Options)):
         raise PlanError(f"options must be alpa_meta.Options, got {options!r}")

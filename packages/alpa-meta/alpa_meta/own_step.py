@@ -17,11 +17,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from attrs import frozen
+from jax.tree_util import PyTreeDef
 
 from alpa_meta.corpus import NAMES, SIZES, CorpusModel, build, published
 from alpa_meta.errors import PlanError
@@ -29,6 +30,7 @@ from alpa_meta.execution.state import Unborn
 from alpa_meta.published_models import PUBLISHED
 from alpa_meta.step.arguments import num_arguments
 from alpa_meta.step.pure_call import OneDevice, flat_objects
+from alpa_meta.types import Function, PyTree
 from mesh_runtime import HostBatches
 
 
@@ -39,21 +41,21 @@ class Runnable(Protocol):
     def name(self) -> str: ...
 
     @property
-    def train_step(self) -> Callable[..., Any]: ...
+    def train_step(self) -> Function[PyTree]: ...
 
     @property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """The state, or its shapes."""
 
     @property
-    def batch(self) -> Any:
+    def batch(self) -> PyTree:
         """The batch, or its shapes."""
 
     @property
     def exact(self) -> bool:
         """Whether microbatches must give the results of the whole batch (`Options.exact`)."""
 
-    def arguments(self) -> tuple[Any, Any]:
+    def arguments(self) -> tuple[PyTree, PyTree]:
         """Return a state and a batch of arrays that the step may overwrite."""
 
 
@@ -62,14 +64,14 @@ class OwnStep:
     """A user's step as one of (state, batch), with what it is called with."""
 
     name: str
-    train_step: Callable[..., Any]
-    state: Any
-    batch: Any
-    later: Iterator[Any] | None = None  # batches after the first, where there are several
-    make: Callable[[], Any] | None = None  # makes the state; `state` is then its shapes
+    train_step: Function[PyTree]
+    state: PyTree
+    batch: PyTree
+    later: Iterator[PyTree] | None = None  # batches after the first, where there are several
+    make: Callable[[], PyTree] | None = None  # makes the state; `state` is then its shapes
     exact: bool = True
 
-    def arguments(self) -> tuple[Any, Any]:
+    def arguments(self) -> tuple[PyTree, PyTree]:
         """Return a state and a batch that a step may overwrite."""
         if self.make is not None:
             return OneDevice(self.make)(), self.batch
@@ -106,7 +108,7 @@ def load_step(place: str) -> Runnable:
     return OwnStep(name=place, train_step=two, state=state, batch=batch, later=later, make=make)
 
 
-def named_model(text: str, option: str = "", **changed: Any) -> CorpusModel:
+def named_model(text: str, option: str = "", **changed: object) -> CorpusModel:
     """Return the published model of a name, or the corpus model that "name" or "name:size" names.
 
     `option` is what was given it; `changed` are fields of a published model's shape.
@@ -133,7 +135,7 @@ def named_model(text: str, option: str = "", **changed: Any) -> CorpusModel:
     return build(name, size)
 
 
-def _function(place: str) -> Callable[[], Any]:
+def _function(place: str) -> Callable[[], PyTree]:
     module_name, _, name = place.partition(":")
     if not name or os.sep in module_name or not all(module_name.split(".")):
         raise PlanError(f"--step must be module:function, got {place!r}")
@@ -168,12 +170,12 @@ def _function(place: str) -> Callable[[], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
 
 
-def _of_two(step: Callable[..., Any], state: Any, batch: Any) -> Callable[..., Any]:
+def _of_two(step: Function[PyTree], state: PyTree, batch: PyTree) -> Function[PyTree]:
     """Return `step` as a function of two arguments, however many it takes."""
     taken = num_arguments(step)
     if taken is None or 2 in taken and type(state) is not tuple:
@@ -187,7 +189,7 @@ def _of_two(step: Callable[..., Any], state: Any, batch: Any) -> Callable[..., A
             f"for {len(states) + len(batches)}; give several states or batch arguments as tuples"
         )
 
-    def of_two(state: Any, batch: Any) -> Any:
+    def of_two(state: PyTree, batch: PyTree) -> PyTree:
         states = state if isinstance(state, tuple) else (state,)
         batches = batch if type(batch) is tuple else (batch,)
         result = step(*states, *batches)
@@ -199,17 +201,17 @@ def _of_two(step: Callable[..., Any], state: Any, batch: Any) -> Callable[..., A
     return of_two
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: PyTree) -> PyTree:
     leaves, rebuild = flat_objects(tree)
     return rebuild([jnp.copy(x) if isinstance(x, jax.Array) else x for x in leaves])
 
 
-def _alike(one: Any, other: Any) -> bool:
-    structures: list[Any] = [jax.tree.structure(one), jax.tree.structure(other)]
+def _alike(one: PyTree, other: PyTree) -> bool:
+    structures: list[PyTreeDef] = [jax.tree.structure(one), jax.tree.structure(other)]
     return bool(structures[0] == structures[1])
 
 
-def after_step(state: Any, result: Any) -> tuple[Any, Any]:
+def after_step(state: PyTree, result: PyTree) -> tuple[PyTree, PyTree]:
     """Return the state after a step and what else it returned.
 
     A step that returns no new state has updated the given one in place.

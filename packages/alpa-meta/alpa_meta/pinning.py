@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from attrs import frozen
+from jax import Array
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
-from alpa_meta.compat import Jaxpr, JaxprEqn, Var, shape_of, source_line, subjaxprs
+from alpa_meta.compat import Jaxpr, JaxprEqn, Var, open_jaxpr, shape_of, source_line, subjaxprs
 from alpa_meta.errors import PlanError
 from alpa_meta.operators.elementwise import constrains_sharding
 from alpa_meta.step.program import Program
+from alpa_meta.types import Private, PyTree, Spec
 
-_FREE: Any = PartitionSpec.UNCONSTRAINED
+_FREE: object = PartitionSpec.UNCONSTRAINED
 
 source_info_util.register_exclusion(__file__)  # a pin's source line is the user's
 
@@ -48,7 +49,7 @@ class Pin:
         )
 
 
-def pin(x: Any, spec: Any) -> Any:
+def pin(x: PyTree, spec: Spec) -> PyTree:
     """Return `x` unchanged; the planner must shard it by `spec` here.
 
     `x` may be a pytree, every array of which is pinned. `spec` names mesh axes ("x",
@@ -59,7 +60,7 @@ def pin(x: Any, spec: Any) -> Any:
         _FREE if entry is _FREE else tuple(_names(entry)) or None for entry in tuple(spec)
     )
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: PyTree) -> PyTree:
         if len(entries) > jax.numpy.ndim(leaf):
             raise PlanError(
                 f"pin(x, {spec}) has {len(entries)} entries, but x has {jax.numpy.ndim(leaf)} dims"
@@ -77,7 +78,9 @@ mlir.register_lowering(_pin_p, mlir.lower_fun(lambda x, *, spec: x, multiple_res
 ad.deflinear2(_pin_p, lambda cotangent, _, *, spec: [_pin_p.bind(cotangent, spec=spec)])
 
 
-def _batched(operands: Sequence[Any], dims: Sequence[Any], *, spec: Any) -> tuple[Any, Any]:
+def _batched(
+    operands: Sequence[Array], dims: Sequence[int], *, spec: Sequence[Private]
+) -> tuple[Array, int]:
     ((operand,), (dim,)) = operands, dims
     padded = [*spec, *[None] * (operand.ndim - 1 - len(spec))]
     padded.insert(dim, _FREE)
@@ -87,9 +90,9 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, spec: Any) -> tupl
 batching.primitive_batchers[_pin_p] = _batched
 
 
-def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) -> dict[Var, Pin]:
+def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Spec]) -> dict[Var, Pin]:
     """Return {input variable: pin} for pins on paths."""
-    by_path: dict[str, list[Any]] = {}
+    by_path: dict[str, list[Var]] = {}
     for var, leaf in zip(program.jaxpr.invars, program.inputs, strict=True):
         by_path.setdefault(leaf.leaf_path, []).append(var)
     found = {}
@@ -110,7 +113,7 @@ def pinned_inputs(program: Program, mesh: LogicalMesh, pins: Mapping[str, Any]) 
     return found
 
 
-def pin_marks(program: Program, pins: Mapping[str, Any]) -> dict[Var, str]:
+def pin_marks(program: Program, pins: Mapping[str, Spec]) -> dict[Var, str]:
     """Return {input variable: what its pin asks for}, which inputs that are pinned alike share."""
     return {
         var: str(pins[leaf.leaf_path])
@@ -124,7 +127,7 @@ def is_pin(eqn: JaxprEqn) -> bool:
     return eqn.primitive is _pin_p or constrains_sharding(eqn)
 
 
-def pinned_spec(eqn: JaxprEqn) -> tuple[Any, ...] | None:
+def pinned_spec(eqn: JaxprEqn) -> Spec | None:
     """Return the entries of the spec that a pinning equation asks for, None if it names no axes."""
     if eqn.primitive is _pin_p:
         return tuple(eqn.params["spec"])
@@ -152,7 +155,7 @@ def pinned_strategies(
 
 
 def pinned_axes(
-    program: Program, pins: Mapping[str, Any], meshes: Iterable[LogicalMesh]
+    program: Program, pins: Mapping[str, Spec], meshes: Iterable[LogicalMesh]
 ) -> set[str]:
     """Return the axes that pins name and some mesh has; warns of those that none has."""
     known = {name for mesh in meshes for name in mesh.axis_names}
@@ -176,26 +179,26 @@ def pinned_axes(
     return set(named) & known
 
 
-def all_eqns(jaxpr: Jaxpr) -> Iterable[Any]:
+def all_eqns(jaxpr: Jaxpr) -> Iterable[JaxprEqn]:
     """Yield the equations of a jaxpr and of the bodies inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for _, body in subjaxprs(eqn):
-            yield from all_eqns(getattr(body, "jaxpr", body))
+            yield from all_eqns(open_jaxpr(body))
 
 
-def axes_named(spec: Iterable[Any]) -> tuple[str, ...]:
+def axes_named(spec: Spec) -> tuple[str, ...]:
     """Return the axes that the entries of a spec name."""
     return tuple(name for entry in spec for name in _names(entry))
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def _names(entry: Private) -> tuple[str, ...]:
     if entry is None or entry is _FREE:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _on_mesh(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, place: str) -> Pin | None:
+def _on_mesh(spec: Spec, shape: tuple[int, ...], mesh: LogicalMesh, place: str) -> Pin | None:
     """Return the pin on one mesh, None if it names only axes that the mesh lacks."""
     entries = [*spec, *[None] * (len(shape) - len(tuple(spec)))]
     if len(entries) != len(shape):

@@ -19,22 +19,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
 from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from alpa_interchange import LogicalMesh
-from alpa_meta.compat import Literal, Var, shape_of
+from alpa_meta.compat import Literal, Var, dtype_of, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.model_dims import model_dims
 from alpa_meta.operators import linear_operands
 from alpa_meta.pinning import Pin
 from alpa_meta.step.arguments import is_array
 from alpa_meta.step.program import Program, Step
+from alpa_meta.types import Function, PyTree
 
 PRESETS = ("2d", "dp", "expert", "fsdp", "megatron", "megatron-sp", "zero2", "zero3")
 """The names of the presets."""
@@ -52,7 +53,7 @@ def check_preset(name: str) -> None:
         raise PlanError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
 
 
-def preset_specs(name: str, step: Step, axis_sizes: Mapping[str, int]) -> tuple[Any, ...]:
+def preset_specs(name: str, step: Step, axis_sizes: Mapping[str, int]) -> tuple[PyTree, ...]:
     """Return the partition specs of the arguments of a step, trees of their structure.
 
     `axis_sizes` are the axes of the mesh; presets with a model axis take the last.
@@ -100,7 +101,7 @@ def coverage(name: str, program: Program, mesh: LogicalMesh) -> Coverage:
     return Coverage(covered / max(sum(elements.values()), 1), model.flops_share(cut))
 
 
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
+def _flatten(tree: PyTree) -> tuple[list[PyTree], PyTreeDef]:
     return jax.tree.flatten(tree)
 
 
@@ -124,7 +125,7 @@ def _input_dims(name: str, program: Program, axis_sizes: Mapping[str, int]) -> d
             dims: list[tuple[str, ...]] = [()] * len(shape)
             if var in cut:
                 dims[cut[var]] = axes[-1:]
-            if over and var not in whole and not _is_key(var.aval):
+            if over and var not in whole and not _is_key(var):
                 largest = _largest(dims, shape, math.prod(axis_sizes[axis] for axis in over))
                 if largest is not None:
                     dims[largest] = over
@@ -153,7 +154,7 @@ def _pin(dims: Dims, axis_sizes: Mapping[str, int]) -> Pin:
 
 
 def _spec(dims: Dims) -> PartitionSpec:
-    construct: Any = PartitionSpec
+    construct: Function[PartitionSpec] = PartitionSpec
     made: PartitionSpec = construct(*(axes or None for axes in dims))
     return made
 
@@ -167,10 +168,10 @@ def _batch_dims(name: str, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
     return (axes if cut else (), *[()] * (len(shape) - 1)) if shape else ()
 
 
-def _is_key(aval: Any) -> bool:
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+def _is_key(var: Var) -> bool:
+    if jnp.issubdtype(dtype_of(var), jax.dtypes.prng_key):
         return True
-    return bool(aval.dtype == np.uint32) and tuple(aval.shape) in ((2,), (4,))
+    return dtype_of(var) == np.uint32 and shape_of(var) in ((2,), (4,))
 
 
 def _largest(dims: Sequence[tuple[str, ...]], shape: tuple[int, ...], size: int) -> int | None:

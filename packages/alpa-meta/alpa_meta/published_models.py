@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from attrs import frozen
+
+from alpa_meta.types import Fields
 
 ALPA = "Zheng et al., Alpa, OSDI 2022, tables 4-6; benchmark/alpa/suite_*.py of its repository"
 LLAMA_2 = "Touvron et al., Llama 2, 2023, table 1"
@@ -34,7 +35,7 @@ class PublishedModel:
 
     name: str
     program: str
-    shape: Mapping[str, Any]
+    shape: Mapping[str, object]
     cluster: str  # that the source trains it on
     source: str
     exact: bool = True
@@ -64,7 +65,7 @@ def _gpt_suite() -> Iterator[PublishedModel]:
 
 def _transformer(
     layers: int, hidden: int, heads: int, vocab: int, length: int, batch: int, dtype: str
-) -> dict[str, Any]:
+) -> Fields:
     return {
         "num_layers": layers,
         "hidden": hidden,
@@ -151,7 +152,7 @@ def _llamas() -> Iterator[PublishedModel]:
         ("llama-405b", 126, 16384, 128, 8, 53248, 128256, 8192, 2048, "h100:2048x8", LLAMA_3),
         ("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, 4096, 256, "h100:8x8", MIXTRAL),
     ):
-        shape: dict[str, Any] = {
+        shape: dict[str, object] = {
             "num_layers": layers,
             "hidden": hidden,
             "num_heads": heads,

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MARK = "ALPA_COMMAND"  # the variable that all processes have which a command started
@@ -85,7 +84,7 @@ class CommandSignals:
         time.sleep(_PATIENCE_SECONDS)
         _end(Stopped(number))
 
-    def _again(self, swallowed: Any) -> None:
+    def _again(self, swallowed: sys.UnraisableHookArgs) -> None:
         """Send a signal again that Python could not raise. jax calls back from the garbage
         collector, where most of Ctrl-C arrives while modules are imported, and is dropped. It is
         sent when that collection has most likely ended: sent after 10 ms, half came a wait too

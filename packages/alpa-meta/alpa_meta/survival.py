@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from attrs import frozen
@@ -18,10 +18,11 @@ from alpa_meta.execution.state import templates
 from alpa_meta.execution.supervisor import Supervisor
 from alpa_meta.planning.replanning import changed_cluster
 from alpa_meta.step.program import Step
+from alpa_meta.types import PyTree
 from mesh_runtime import NoRoomError
 
 if TYPE_CHECKING:
-    from alpa_meta.api import ParallelStep
+    from alpa_meta.api import AnyStep
 
 KEPT = 2  # checkpoints that stay: the newest may be found damaged when it is needed
 
@@ -30,17 +31,17 @@ KEPT = 2  # checkpoints that stay: the newest may be found damaged when it is ne
 class RayRuns:
     """The steps of a `ParallelStep` as its supervisor runs them."""
 
-    parallel: ParallelStep
+    parallel: AnyStep
 
-    def execute(self, key: Any, leaves: Sequence[Any]) -> list[Any]:
+    def execute(self, key: Hashable, leaves: Sequence[PyTree]) -> list[PyTree]:
         """Return the leaves of a step's result."""
         return self.parallel.compiled(key)(leaves)
 
-    def step_of(self, key: Any) -> Step:
+    def step_of(self, key: Hashable) -> Step:
         """Return the step that calls of a key are of."""
         return self.parallel.step_of(key)
 
-    def templates(self, key: Any) -> list[Any]:
+    def templates(self, key: Hashable) -> list[PyTree]:
         """Return what to restore each leaf of a step's arguments like."""
         found = templates(self.parallel.compiled(key))
         return [found.get(leaf.path, leaf.aval) for leaf in self.step_of(key).leaves]
@@ -52,7 +53,7 @@ class RayRuns:
     def restart(self) -> None:
         """Start new workers for the same plan; where there is no room, plan for a host fewer."""
         parallel = self.parallel
-        renew: Callable[[], Any] = parallel.replace_workers
+        renew: Callable[[], object] = parallel.replace_workers
         while True:
             try:
                 renew()
@@ -83,7 +84,7 @@ def _one_host_fewer(cluster: ClusterSpec) -> ClusterSpec | None:
     return changed_cluster(cluster, {largest: sizes[largest] - 1})
 
 
-def state_tree(step: Step, leaves: Sequence[Any], held: Sequence[int]) -> Any:
+def state_tree(step: Step, leaves: Sequence[PyTree], held: Sequence[int]) -> PyTree:
     """Return the arguments of a step that hold its state, as one tree to be saved."""
     numbers = step.unflatten(range(len(leaves)))
     args = step.unflatten(leaves)
@@ -95,9 +96,10 @@ def state_tree(step: Step, leaves: Sequence[Any], held: Sequence[int]) -> Any:
     return kept[0] if len(kept) == 1 else tuple(kept)
 
 
-def save_if_due(parallel: ParallelStep, supervisor: Supervisor) -> None:
+def save_if_due(parallel: AnyStep, supervisor: Supervisor) -> None:
     """Begin a checkpoint of the state after the last step, if it is time for one."""
     options = parallel.options
+    assert options.checkpoints is not None
     if not options.checkpoint_every or parallel.num_steps % options.checkpoint_every:
         return
     supervisor.wait()  # one is written at a time
@@ -110,7 +112,7 @@ def save_if_due(parallel: ParallelStep, supervisor: Supervisor) -> None:
         warnings.warn(f"no checkpoint was saved: {error}", RuntimeWarning, stacklevel=2)
 
 
-def resumed(parallel: ParallelStep, state: Any) -> Any:
+def resumed(parallel: AnyStep, state: PyTree) -> PyTree:
     """Return the state of the newest checkpoint laid out as `state`; `state` if there is none."""
     folder = parallel.options.checkpoints
     if folder is None:

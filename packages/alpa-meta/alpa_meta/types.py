@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 if TYPE_CHECKING:  # `alpa --help` imports no numpy
     import numpy as np
+    from numpy.typing import NDArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,8 +33,14 @@ Private: TypeAlias = Any
 DType: TypeAlias = "np.dtype[Any]"
 """A dtype, or an extended one of jax; numpy's scalar types have a type parameter of their own."""
 
+Floats: TypeAlias = "NDArray[np.float64]"
+Ints: TypeAlias = "NDArray[np.int64]"
+Flags: TypeAlias = "NDArray[np.bool_]"
 HostArray: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[Any]]"
-"""An array of numpy, of any dtype."""
+"""Arrays of numpy: of costs, of positions, of masks, and of any dtype."""
 
 Spec: TypeAlias = Iterable[Private]
 """A partition spec: per dim an axis, several, None, or UNCONSTRAINED, whose class is private."""
+
+Remembered: TypeAlias = Any
+"""What a cache holds that several functions share: each knows the type of its own entries."""

@@ -1,5 +1,7 @@
 """What a parallel step answers without running: plans, caches, births, errors."""
 
+from typing import get_overloads, get_type_hints
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,17 @@ def parallel():
     found = alpa.parallelize(step, cluster="host:2", num_stages=1)
     found.plan_for(WEIGHT, BATCH)
     return found
+
+
+def test_type_checkers_see_the_signature_of_the_step():
+    direct, decorator = map(get_type_hints, get_overloads(alpa.parallelize))
+    function, made = direct["function"], direct["return"]
+    assert made == alpa.ParallelStep[function.__args__]
+    assert decorator["return"].__args__ == (function, made)
+    call = get_type_hints(alpa.ParallelStep.__call__)
+    parameters, result = made.__args__
+    assert call["return"] == result
+    assert [call["args"], call["keywords"]] == [parameters.args, parameters.kwargs]
 
 
 def test_arrays_and_their_shapes_give_one_plan(parallel):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
+from jax.tree_util import PyTreeDef
 
 from alpa_meta.errors import PlanError
+from alpa_meta.types import DType, Function, PyTree
 
 
 @frozen(eq=False)
@@ -22,14 +23,14 @@ class Arguments:
     whether it is an array. `treedef` has (structure, leaves that are no arrays) of each argument.
     """
 
-    leaves: list[Any]
+    leaves: list[PyTree]
     dynamic: tuple[bool, ...]
     paths: tuple[str, ...]
     argnums: tuple[int, ...]
-    treedef: tuple[Any, ...]
+    treedef: tuple[tuple[PyTreeDef, PyTree], ...]
     static_argnums: tuple[int, ...]
 
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[PyTree]:
         """Return the leaves that are arrays."""
         return [leaf for leaf, dynamic in zip(self.leaves, self.dynamic, strict=True) if dynamic]
 
@@ -37,7 +38,7 @@ class Arguments:
         """Return the positions of an argument's leaves."""
         return [k for k, number in enumerate(self.argnums) if number == argnum]
 
-    def named_arrays(self, names: Sequence[str]) -> list[tuple[str, Any]]:
+    def named_arrays(self, names: Sequence[str]) -> list[tuple[str, PyTree]]:
         """Return (path with the argument's name, array) of the leaves that are arrays."""
         return [
             (names[argnum] + path, leaf)
@@ -47,7 +48,7 @@ class Arguments:
             if dynamic
         ]
 
-    def call_with(self, arrays: Iterable[Any]) -> list[Any]:
+    def call_with(self, arrays: Iterable[PyTree]) -> list[PyTree]:
         """Return the arguments of the call with `arrays` in place of its arrays."""
         given = iter(arrays)
         leaves = iter(
@@ -63,7 +64,7 @@ class Arguments:
         return args
 
 
-def flat_arguments(args: Sequence[Any], static_argnums: tuple[int, ...]) -> Arguments:
+def flat_arguments(args: Sequence[PyTree], static_argnums: tuple[int, ...]) -> Arguments:
     """Return the leaves of `args`; what stands at `static_argnums` is kept as it is."""
     leaves, dynamic, paths, argnums, trees = [], [], [], [], []
     for number, arg in enumerate(args):
@@ -85,8 +86,8 @@ def flat_arguments(args: Sequence[Any], static_argnums: tuple[int, ...]) -> Argu
 
 
 def positional(
-    function: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> tuple[Any, ...]:
+    function: Function[PyTree], args: tuple[PyTree, ...], keywords: Mapping[str, PyTree]
+) -> tuple[PyTree, ...]:
     """Return the arguments of a call by position alone."""
     if not keywords:
         return args
@@ -99,7 +100,7 @@ def positional(
     return bound.args
 
 
-def num_arguments(function: Callable[..., Any]) -> range | None:
+def num_arguments(function: Function[PyTree]) -> range | None:
     """Return how many arguments a function takes by position; None if that cannot be told."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -111,7 +112,30 @@ def num_arguments(function: Callable[..., Any]) -> range | None:
     return range(sum(one.default is one.empty for one in places), len(places) + 1)
 
 
-def argument_names(function: Callable[..., Any], count: int) -> list[str]:
+def of_state_and_batch(
+    function: Function[PyTree], state: PyTree, batch: PyTree
+) -> tuple[PyTree, ...]:
+    """Return the arguments of a call; a tuple is several if the step takes as many."""
+    spread = [(one,) for one in (state, batch)]
+    forms = [
+        [one] if type(given) is not tuple else [one, given]
+        for one, given in zip(spread, (state, batch), strict=True)
+    ]
+    calls = [(*states, *batches) for states in forms[0] for batches in forms[1]]
+    taken = num_arguments(function)
+    if taken is None:
+        return (*forms[0][0], *forms[1][-1])
+    fitting = [call for call in calls if len(call) in taken]
+    if not fitting:
+        raise PlanError(
+            f"init was given a state and a batch for {len(calls[-1])} arguments, but the step "
+            f"takes {taken.stop - 1}; make() must return a tuple of all state arguments, and "
+            "batch must be a tuple of all others"
+        )
+    return fitting[0]
+
+
+def argument_names(function: Function[PyTree], count: int) -> list[str]:
     """Return the names of the first `count` parameters, `arg<k>` where there is none."""
     try:
         names = list(inspect.signature(function).parameters)
@@ -121,13 +145,13 @@ def argument_names(function: Callable[..., Any], count: int) -> list[str]:
     return names + [f"arg{number}" for number in range(len(names), count)]
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: PyTree) -> bool:
     """Return whether a pytree leaf is an array or a number."""
     shaped = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     return shaped or isinstance(leaf, (bool, int, float, complex))
 
 
-def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def abstract(leaf: PyTree) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an array leaf; numbers are weakly typed."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -137,7 +161,7 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
 
 
-def strong(leaf: Any, dtype: Any) -> Any:
+def strong(leaf: PyTree, dtype: DType) -> PyTree:
     """Return an array or number of state without its weak type, which no step gives back: jax would
     compile the program of the second step again."""
     if isinstance(leaf, (bool, int, float, complex)):
@@ -145,16 +169,18 @@ def strong(leaf: Any, dtype: Any) -> Any:
     return jnp.asarray(leaf, dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
-def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+def abstract_leaf(leaf: PyTree) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a leaf without weak types."""
     aval = abstract(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def abstract_arguments(args: tuple[Any, ...], static_argnums: Sequence[int]) -> tuple[Any, ...]:
+def abstract_arguments(
+    args: tuple[PyTree, ...], static_argnums: Sequence[int]
+) -> tuple[PyTree, ...]:
     """Return arguments with shapes for their arrays and numbers, but those that are static."""
 
-    def shape(leaf: Any) -> Any:
+    def shape(leaf: PyTree) -> PyTree:
         if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
             return abstract_leaf(leaf)
         if isinstance(leaf, (bool, int, float, complex)):

@@ -6,8 +6,13 @@ from collections.abc import Mapping
 
 import jax
 from attrs import frozen
+from jax.tree_util import PyTreeDef
 
 from alpa_meta.compat import Var
+from alpa_meta.types import PyTree
+
+OutputTree = tuple[PyTreeDef, tuple[PyTree, ...], tuple[bool, ...], tuple[str, ...]]
+"""(tree, leaves that are no arrays in place, which leaves are arrays, paths) of a step's result."""
 
 
 @frozen

@@ -14,8 +14,7 @@ gradients depend on is forward or backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.extend.core as jex
@@ -34,6 +33,7 @@ from alpa_meta.compat import (
 )
 from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.placement import Placement
+from alpa_meta.types import Function, PyTree
 
 gradient_marker = jex.Primitive("alpa_gradient")
 gradient_marker.def_impl(lambda x: x)
@@ -46,7 +46,7 @@ batching.primitive_batchers[gradient_marker] = lambda args, dims: (
 mlir.register_lowering(gradient_marker, lambda _, x: [x])
 
 
-def value_and_grad(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+def value_and_grad(function: Function[PyTree], *args: PyTree, **kwargs: PyTree) -> Function[PyTree]:
     """Return jax.value_and_grad(function, ...) with its gradients marked for the planner.
 
     Plain `jax.value_and_grad` is recognised too; use this form where recognition cannot be sure,
@@ -54,7 +54,7 @@ def value_and_grad(function: Callable[..., Any], *args: Any, **kwargs: Any) -> C
     """
     inner = jax.value_and_grad(function, *args, **kwargs)
 
-    def marked(*inputs: Any, **keywords: Any) -> Any:
+    def marked(*inputs: PyTree, **keywords: PyTree) -> PyTree:
         value, gradients = inner(*inputs, **keywords)
         return value, jax.tree.map(gradient_marker.bind, gradients)
 

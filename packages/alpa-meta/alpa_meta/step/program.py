@@ -4,8 +4,7 @@ microbatches hold its values."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +26,13 @@ from alpa_meta.step.arguments import (
     flat_arguments,
     is_array,
 )
-from alpa_meta.step.leaves import Leaf, LeftOut, Part
+from alpa_meta.step.leaves import Leaf, LeftOut, OutputTree, Part
 from alpa_meta.step.phases import Phases, classify
 from alpa_meta.step.roles import input_roles
 from alpa_meta.step.trace import trace
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.program import in_wanted_slices
+from alpa_meta.types import Function, PyTree
 
 
 @frozen(eq=False)
@@ -108,15 +108,17 @@ class Step:
     Leaves that are no arrays (functions or strings inside modules) are kept aside and put back.
     """
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    function: Function[PyTree]
+    args: tuple[PyTree, ...]
     batch_argnums: tuple[int, ...] | None = None
     static_argnums: tuple[int, ...] = ()
     exact: bool = True  # whether microbatches must compute what the whole batch does
     offloads: bool = False  # whether the optimiser's arrays are kept in the memory of the hosts
     slices: SliceRequest = SliceRequest()  # of the tokens
-    short: dict[Hashable, Any] = field(factory=dict, repr=False)  # `planning.outlooks` keeps here
-    _traces: dict[int, tuple[Any, Any]] = field(factory=dict, repr=False)
+    short: dict[Hashable, object] = field(
+        factory=dict, repr=False
+    )  # `planning.outlooks` keeps here
+    _traces: dict[int, tuple[ClosedJaxpr, OutputTree]] = field(factory=dict, repr=False)
     _programs: dict[int, Program] = field(factory=dict, repr=False)
 
     @functools.cached_property
@@ -124,10 +126,10 @@ class Step:
         return flat_arguments(self.args, self.static_argnums)
 
     @functools.cached_property
-    def _named_arrays(self) -> list[tuple[str, Any]]:
+    def _named_arrays(self) -> list[tuple[str, PyTree]]:
         return self._arguments.named_arrays(argument_names(self.function, len(self.args)))
 
-    def flatten(self, args: Sequence[Any]) -> list[Any]:
+    def flatten(self, args: Sequence[PyTree]) -> list[PyTree]:
         """Return the array leaves of a call, in the order of `Program.inputs`; checks the
         structure."""
         arguments = flat_arguments(args, self.static_argnums)
@@ -138,9 +140,16 @@ class Step:
             )
         return arguments.arrays()
 
-    def unflatten(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    def unflatten(self, leaves: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """Return the arguments of a call with these array leaves."""
         return tuple(self._arguments.call_with(leaves))
+
+    def rebuilt(self, results: Sequence[PyTree]) -> PyTree:
+        """Return the step's result with these arrays."""
+        tree, kept, is_array, _ = self.output_tree
+        values = iter(results)
+        pairs = zip(kept, is_array, strict=True)
+        return tree.unflatten(next(values) if array else leaf for leaf, array in pairs)
 
     def program(self, num_microbatches: int) -> Program:
         """Return the program of one of `num_microbatches` equal parts of the batch."""
@@ -236,11 +245,11 @@ class Step:
         ]
 
     @functools.cached_property
-    def output_tree(self) -> tuple[Any, tuple[Any, ...], tuple[bool, ...], tuple[str, ...]]:
+    def output_tree(self) -> OutputTree:
         """Return (tree, leaves that are no arrays in place, which leaves are arrays) of the
         result."""
         _, spec = self.traced(None)
-        return spec  # type: ignore[no-any-return]
+        return spec
 
     @functools.cached_property
     def _roles(self) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
@@ -281,7 +290,7 @@ class Step:
         except PlanError as error:
             return (str(error),)
 
-    def traced(self, batch: int | None) -> tuple[Any, Any]:
+    def traced(self, batch: int | None) -> tuple[ClosedJaxpr, OutputTree]:
         """Return (flat jaxpr, output description) with `batch` examples; None: as called.
 
         Raises PlanError if the step does not take so many.
@@ -301,10 +310,10 @@ class Step:
         return self._traces[key]
 
 
-def _trace(step: Step, batch: int | None) -> tuple[Any, Any]:
-    spec: list[Any] = []
+def _trace(step: Step, batch: int | None) -> tuple[ClosedJaxpr, OutputTree]:
+    spec: list[OutputTree] = []
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: PyTree) -> list[PyTree]:
         result = step.function(*step._arguments.call_with(arrays))
         paths_leaves, tree = jax.tree_util.tree_flatten_with_path(result)
         arrays_out = tuple(is_array(leaf) for _, leaf in paths_leaves)

@@ -15,14 +15,16 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from types import ModuleType
 
 import jax
 from attrs import field, frozen
 
 from alpa_meta.errors import PlanError
 from alpa_meta.step.arguments import flat_arguments, is_array
+from alpa_meta.types import Function, PyTree
 
+_NO_MODULE = ModuleType("no module")
 _TAG = "alpa_meta"  # of the nnx update context that ties a step's objects to the caller's
 
 
@@ -30,7 +32,7 @@ _TAG = "alpa_meta"  # of the nnx update context that ties a step's objects to th
 class _Static:
     """A Python number that is not traced; of True, 1 and 1.0, or 0.0 and -0.0, none is another."""
 
-    value: Any = field(eq=False)
+    value: complex = field(eq=False)
     kind: str
     text: str
 
@@ -51,20 +53,20 @@ class PureCall:
     and returns the user's result.
     """
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    function: Function[PyTree]
+    args: tuple[PyTree, ...]
     key: Hashable = None
-    objects: tuple[Any, ...] = ()
-    finish: Callable[[Any, tuple[Any, ...]], Any] = lambda result, objects: result
+    objects: tuple[PyTree, ...] = ()
+    finish: Callable[[PyTree, tuple[PyTree, ...]], PyTree] = lambda result, objects: result
 
-    def on_arrays(self, static_argnums: tuple[int, ...]) -> tuple[Callable[..., Any], list[Any]]:
+    def on_arrays(self, static_argnums: tuple[int, ...]) -> tuple[Function[PyTree], list[PyTree]]:
         """Return the function of the arrays among the arguments, and these arrays."""
         flat = flat_arguments(self.args, static_argnums)
         return lambda *arrays: self.function(*flat.call_with(arrays)), flat.arrays()
 
 
 def pure_call(
-    function: Callable[..., Any], args: Sequence[Any], static_argnums: Sequence[int] = ()
+    function: Function[PyTree], args: Sequence[PyTree], static_argnums: Sequence[int] = ()
 ) -> PureCall:
     """Return the pure call that stands for `function(*args)`; static arguments stay as they are."""
     everywhere = _is_equinox(function)
@@ -80,12 +82,12 @@ def pure_call(
     graph = _Graph(places)
     key = graph.split(given, objects) if places else None
 
-    def pure(*args: Any) -> Any:
+    def pure(*args: PyTree) -> PyTree:
         values = [_numbers(arg) if k in traced else arg for k, arg in enumerate(args)]
         result = graph.run(function, values, key) if places else function(*values)
         return _static_numbers(result, everywhere)
 
-    def finish(result: Any, objects: tuple[Any, ...]) -> Any:
+    def finish(result: PyTree, objects: tuple[PyTree, ...]) -> PyTree:
         result = _numbers(result)
         return graph.written_back(result, objects) if places else result
 
@@ -93,7 +95,7 @@ def pure_call(
     return PureCall(pure, tuple(given), key, objects, finish)
 
 
-def arrays_only(tree: Any) -> Any:
+def arrays_only(tree: PyTree) -> PyTree:
     """Return a pytree without its leaves that are no arrays."""
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
 
@@ -101,11 +103,11 @@ def arrays_only(tree: Any) -> Any:
 class OneDevice:
     """A step as `jax.jit` runs it on one device, with all that `pure_call` knows of arguments."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Function[PyTree]) -> None:
         self._function = function
-        self._compiled: dict[Any, tuple[PureCall, Callable[..., Any], list[Any]]] = {}
+        self._compiled: dict[Hashable, tuple[PureCall, Function[PyTree], list[PyTree]]] = {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         """Return what the step returns."""
         call = pure_call(self._function, args)
         kept = tuple(leaf for leaf in jax.tree.leaves(call.args) if not is_array(leaf))
@@ -119,13 +121,13 @@ class OneDevice:
         return first.finish(structure.unflatten(leaves), call.objects)
 
 
-def _jitted(call: PureCall) -> tuple[Callable[..., Any], list[Any]]:
+def _jitted(call: PureCall) -> tuple[Function[PyTree], list[PyTree]]:
     """Return the compiled function of arrays of a call, and the list it puts its result's structure
     and leaves in."""
     function, _ = call.on_arrays(())
-    result: list[Any] = []
+    result: list[PyTree] = []
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: PyTree) -> list[PyTree]:
         leaves, structure = jax.tree.flatten(function(*arrays))
         result[:] = [structure, [0 if is_array(leaf) else leaf for leaf in leaves]]
         return [leaf for leaf in leaves if is_array(leaf)]
@@ -136,7 +138,7 @@ def _jitted(call: PureCall) -> tuple[Callable[..., Any], list[Any]]:
 # ---------------------------------------------------------------------- flax nnx
 
 
-def holds_objects(tree: Any) -> bool:
+def holds_objects(tree: PyTree) -> bool:
     """Return whether nnx objects are among the nodes of a pytree."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -145,20 +147,20 @@ def holds_objects(tree: Any) -> bool:
     return any(isinstance(node, nnx.Pytree) for node in nodes)
 
 
-def flat_objects(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def flat_objects(tree: PyTree) -> tuple[list[PyTree], Callable[[Sequence[PyTree]], PyTree]]:
     """Return the leaves of a pytree, those of nnx objects in the order of their state, and the
     function that makes such a tree of other leaves."""
     state, rebuild = without_objects(tree)
-    flat: tuple[list[Any], Any] = jax.tree.flatten(state)
+    flat: tuple[list[PyTree], PyTree] = jax.tree.flatten(state)
     return flat[0], lambda new: rebuild(flat[1].unflatten(new))
 
 
-def without_objects(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+def without_objects(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Return a pytree of the leaves of `tree`, of nnx objects their state, and the function that
     makes such a tree as `tree` of another pytree like it."""
     if not holds_objects(tree):
         return tree, lambda new: new
-    nnx: Any = sys.modules["flax.nnx"]
+    nnx: ModuleType = sys.modules["flax.nnx"]
     definition, state = nnx.split(tree)
     return state, lambda new: nnx.merge(definition, new)
 
@@ -171,11 +173,11 @@ class _Graph:
 
     def __init__(self, places: tuple[int, ...]) -> None:
         self.places = places
-        self.nnx: Any = sys.modules.get("flax.nnx")
-        self.after: Any = None  # the graph of objects and result, as the trace left it
+        self.nnx: ModuleType = sys.modules.get("flax.nnx", _NO_MODULE)
+        self.after: PyTree = None  # the graph of objects and result, as the trace left it
         self.is_tuple = False  # whether the step returns several values
 
-    def split(self, given: list[Any], objects: tuple[Any, ...]) -> Hashable:
+    def split(self, given: list[PyTree], objects: tuple[PyTree, ...]) -> Hashable:
         """Put states in the place of objects among `given` and return the objects' graph."""
         with self.nnx.update_context(_TAG), self.nnx.split_context(_TAG) as context:
             definition, state = context.split(objects)
@@ -183,7 +185,7 @@ class _Graph:
             given[place] = self._part(state, number)
         return definition  # type: ignore[no-any-return]
 
-    def run(self, function: Callable[..., Any], values: list[Any], definition: Any) -> Any:
+    def run(self, function: Function[PyTree], values: list[PyTree], definition: PyTree) -> PyTree:
         """Return the states after the step, what it made beside them, and its results, a tuple."""
         given = {number: values[place] for number, place in enumerate(self.places)}
         with self.nnx.update_context(_TAG):
@@ -192,7 +194,7 @@ class _Graph:
             for place, node in zip(self.places, objects, strict=True):
                 values[place] = node
             result = function(*values)
-            made: list[Any] = []
+            made: list[PyTree] = []
             result = self._map_objects(lambda node: _numbered(node, made), result)
             with self.nnx.split_context(_TAG) as context:
                 self.after, state = context.split((objects, tuple(made)))
@@ -204,7 +206,7 @@ class _Graph:
         other = self.nnx.from_flat_state([(p, leaf) for p, leaf in rest if p not in known])
         return (*states, other, *(result if self.is_tuple else (result,)))
 
-    def _kept(self, after: Any, number: int, before: Any) -> Any:
+    def _kept(self, after: PyTree, number: int, before: PyTree) -> PyTree:
         """Return the variables of an argument that it had before the step, with their new values.
 
         What the step added is made by every step anew, and no state of it.
@@ -219,7 +221,7 @@ class _Graph:
             )
         return self.nnx.from_flat_state([(name, flat[name]) for name in names])
 
-    def written_back(self, result: Any, objects: tuple[Any, ...]) -> Any:
+    def written_back(self, result: PyTree, objects: tuple[PyTree, ...]) -> PyTree:
         """Update `objects` by the result of the pure function and return the step's."""
         count = len(self.places)
         flat = [((0, k, *path), leaf) for k in range(count) for path, leaf in _flat(result[k])]
@@ -235,11 +237,11 @@ class _Graph:
             rest if self.is_tuple else rest[0],
         )
 
-    def _part(self, state: Any, number: int) -> Any:
+    def _part(self, state: PyTree, number: int) -> PyTree:
         return state[number] if number in state else self.nnx.State({})
 
-    def _map_objects(self, replace: Callable[[Any], Any], tree: Any) -> Any:
-        def is_object(node: Any) -> bool:
+    def _map_objects(self, replace: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+        def is_object(node: PyTree) -> bool:
             return isinstance(node, self.nnx.Pytree)
 
         return jax.tree.map(
@@ -247,35 +249,35 @@ class _Graph:
         )
 
 
-def _numbered(node: Any, made: list[Any]) -> _Place:
+def _numbered(node: PyTree, made: list[PyTree]) -> _Place:
     made.append(node)
     return _Place(len(made) - 1)
 
 
-def _flat(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def _flat(state: PyTree) -> list[tuple[tuple[PyTree, ...], PyTree]]:
     """Return (path, variable) of a state."""
     return list(sys.modules["flax.nnx"].to_flat_state(state))
 
 
-def _paths(state: Any) -> list[tuple[Any, ...]]:
+def _paths(state: PyTree) -> list[tuple[PyTree, ...]]:
     return [path for path, _ in _flat(state)]
 
 
 # ---------------------------------------------------------------------- equinox
 
 
-def _is_equinox(function: Callable[..., Any]) -> bool:
+def _is_equinox(function: Function[PyTree]) -> bool:
     """Return whether a step is a callable that equinox made, such as `eqx.filter_jit(step)`."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(function, equinox.Module)
 
 
 @functools.lru_cache(maxsize=4096)  # direct calls compare leaves by identity
-def _static(value: Any, kind: str, text: str) -> _Static:
+def _static(value: complex, kind: str, text: str) -> _Static:
     return _Static(value, kind, text)
 
 
-def _static_numbers(tree: Any, everywhere: bool) -> Any:
+def _static_numbers(tree: PyTree, everywhere: bool) -> PyTree:
     """Return `tree` with the Python numbers of equinox modules (or all) as static leaves; itself
     if there are none."""
     equinox = sys.modules.get("equinox")
@@ -283,23 +285,23 @@ def _static_numbers(tree: Any, everywhere: bool) -> Any:
         return tree
     found = False
 
-    def static(leaf: Any) -> Any:
+    def static(leaf: PyTree) -> PyTree:
         nonlocal found
         if isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "dtype"):
             found = True
             return _static(leaf, type(leaf).__name__, repr(leaf))
         return leaf
 
-    def is_module(node: Any) -> bool:
+    def is_module(node: PyTree) -> bool:
         return isinstance(node, equinox.Module)
 
-    def visit(node: Any) -> Any:
+    def visit(node: PyTree) -> PyTree:
         return jax.tree.map(static, node) if everywhere or is_module(node) else node
 
     made = jax.tree.map(visit, tree, is_leaf=is_module)
     return made if found else tree
 
 
-def _numbers(tree: Any) -> Any:
+def _numbers(tree: PyTree) -> PyTree:
     """Return `tree` with static leaves as the numbers that they are."""
     return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, _Static) else leaf, tree)

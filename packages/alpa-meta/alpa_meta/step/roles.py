@@ -7,18 +7,19 @@ the rest, arrays with dims are the batch, except random keys; arguments named as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from alpa_meta.step.arguments import Arguments, abstract
+from alpa_meta.types import PyTree
 
 
 def input_roles(
     arguments: Arguments,
-    result: Any,
+    result: PyTree,
     array_results: Sequence[bool],
     batch_argnums: tuple[int, ...] | None,
 ) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
@@ -55,7 +56,7 @@ def input_roles(
     return tuple(roles), tuple(aliases)
 
 
-def _elements(result: Any, arguments: Arguments) -> list[tuple[Any, int, list[Any]]]:
+def _elements(result: PyTree, arguments: Arguments) -> list[tuple[PyTreeDef, int, list[PyTree]]]:
     """Return (structure, first leaf, leaves) of each part of the result that may be new state: the
     whole result if it is one argument's, else its elements.
     """
@@ -75,7 +76,7 @@ def _elements(result: Any, arguments: Arguments) -> list[tuple[Any, int, list[An
 def _matching(
     argnum: int,
     arguments: Arguments,
-    spans: Sequence[tuple[Any, int, list[Any]]],
+    spans: Sequence[tuple[PyTreeDef, int, list[PyTree]]],
     taken: set[int],
 ) -> int | None:
     """Return the output element with the structure, shapes and dtypes of an argument."""
@@ -98,7 +99,7 @@ def _matching(
     return None
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: PyTree) -> bool:
     aval = abstract(leaf)
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return True

@@ -10,11 +10,12 @@ their bodies inlined in turn.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax import Array
+from jax.extend.source_info_util import NameStack
 
 from alpa_meta.compat import (
     Atom,
@@ -42,9 +43,10 @@ from alpa_meta.operators.rewrites.former_axes import (
 )
 from alpa_meta.passes.flat_program import FlatProgram
 from alpa_meta.passes.order import rewritten
+from alpa_meta.types import Function, Params, PyTree
 
 
-def trace(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+def trace(function: Function[PyTree], *args: PyTree) -> tuple[ClosedJaxpr, PyTree]:
     """Return (inlined ClosedJaxpr, output shape tree) of `function` on abstract `args`.
 
     Axes of a former `jax.pmap` that the function still names have one member, with a warning.
@@ -76,7 +78,7 @@ def inline(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     source = closed(jaxpr)
     inner = open_jaxpr(source)
     constvars, values = list(inner.constvars), consts(source)
-    env: dict[Var, Any] = {var: var for var in [*inner.invars, *constvars]}
+    env: dict[Var, Atom] = {var: var for var in [*inner.invars, *constvars]}
     eqns: list[JaxprEqn] = []
     _inline_eqns(inner.eqns, env, eqns, constvars, values, None)
     outvars = [atom if isinstance(atom, Literal) else env[atom] for atom in inner.outvars]
@@ -86,14 +88,14 @@ def inline(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _inline_eqns(
-    source: Sequence[Any],
-    env: dict[Var, Any],
+    source: Sequence[JaxprEqn],
+    env: dict[Var, Atom],
     eqns: list[JaxprEqn],
-    constvars: list[Any],
-    values: list[Any],
-    stack: Any,
+    constvars: list[Var],
+    values: list[Array],
+    stack: NameStack | None,
 ) -> None:
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else env[atom]
 
     for eqn in source:
@@ -106,7 +108,7 @@ def _inline_eqns(
                     f"cannot inline {eqn.primitive.name!r}: it has {len(operands)} operands, but "
                     f"its body takes {len(inner.invars)}"
                 )
-            scope: dict[Var, Any] = {}
+            scope: dict[Var, Atom] = {}
             for var, value in zip(inner.constvars, consts(body), strict=True):
                 scope[var] = _constant(var, value, constvars, values)
             scope.update(zip(inner.invars, map(read, operands), strict=True))
@@ -117,8 +119,8 @@ def _inline_eqns(
         if former_axes(eqn):
             fresh = [Var(var.aval) for var in eqn.outvars]
             read_eqn = eqn.replace(invars=[read(a) for a in eqn.invars], outvars=fresh)
-            for var, (value, added) in zip(eqn.outvars, of_one_member(read_eqn), strict=True):
-                env[var] = value
+            for var, (atom, added) in zip(eqn.outvars, of_one_member(read_eqn), strict=True):
+                env[var] = atom
                 eqns += added
             continue
         outvars = []
@@ -126,7 +128,7 @@ def _inline_eqns(
             outvars.append(var if is_drop(var) else Var(var.aval))
             if not is_drop(var):
                 env[var] = outvars[-1]
-        replacement: dict[str, Any] = {"params": with_bodies(eqn, inline).params}
+        replacement: Params = {"params": with_bodies(eqn, inline).params}
         if stack is not None:
             replacement["source_info"] = with_outer_name_stack(eqn, stack)
         if eqn.effects:
@@ -149,7 +151,7 @@ def _check_order(eqn: JaxprEqn) -> None:
         )
 
 
-def _constant(var: Var, value: Any, constvars: list[Any], values: list[Any]) -> Any:
+def _constant(var: Var, value: Array, constvars: list[Var], values: list[Array]) -> Atom:
     if np.ndim(value) == 0 and not isinstance(value, jax.Array):
         return Literal(value, var.aval)
     fresh = Var(var.aval)
