@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,13 @@ import numpy as np
 from attrs import frozen
 from jax import lax
 
-from alpa_meta.compat import Literal, Var, dtype_of, is_drop, shape_of
+from alpa_meta.compat import JaxprEqn, Literal, Var, dtype_of, is_drop, shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.microbatch.placement import REPLICATED, Placement
 from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.step.program import Program
+from alpa_meta.types import DType, HostArray
 
 
 @frozen(eq=False)
@@ -33,17 +33,18 @@ class Accumulation:
     one microbatch both are empty. `placements` are the program's.
     """
 
-    accumulators: Mapping[Var, Any]
+    accumulators: Mapping[Var, Var]
     joined: Mapping[Var, int]
     placements: Mapping[Var, Placement]
     num_microbatches: int
 
-    def first(self, value: Any, total: Any) -> list[Any]:
+    def first(self, value: Var, total: Var) -> list[JaxprEqn]:
         """Return equations for total = what the accumulation of `value` starts from."""
-        aval = self.accumulators[value].aval
-        return equations_of(_start, [], [total], self._extreme(value), aval.dtype, aval.shape)
+        like = self.accumulators[value]
+        told = (self._extreme(value), dtype_of(like), shape_of(like))
+        return equations_of(_start, [], [total], *told)
 
-    def added(self, value: Any, following: Any) -> list[Any]:
+    def added(self, value: Var, following: Var) -> list[JaxprEqn]:
         """Return equations for following = accumulator + value in the accumulator's dtype (or the
         larger or smaller of the two).
         """
@@ -56,19 +57,19 @@ class Accumulation:
             return equations_of(jnp.add, [accumulator, value], [following])
         return equations_of(_add, [accumulator, value], [following])
 
-    def scaled(self, value: Any) -> list[Any]:
+    def scaled(self, value: Var) -> list[JaxprEqn]:
         """Return equations for value = what was accumulated, in the value's dtype."""
         mean = self.placements.get(value, REPLICATED).kind == "replicated"
         count = self.num_microbatches if mean else 1
         return equations_of(_scale, [self.accumulators[value]], [value], count, dtype_of(value))
 
-    def _extreme(self, value: Any) -> str | None:
+    def _extreme(self, value: Var) -> str | None:
         """Return "max" or "min" if that is how a value's microbatch parts combine, else None."""
         placement = self.placements.get(value, REPLICATED)
         return placement.reduction if placement.kind == "extreme" else None
 
 
-def _start(extreme: str | None, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
+def _start(extreme: str | None, dtype: DType, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast(_identity(extreme, dtype), shape)
 
 
@@ -76,7 +77,7 @@ def _add(total: jax.Array, part: jax.Array) -> jax.Array:
     return total + lax.convert_element_type(part, total.dtype)
 
 
-def _scale(count: int, dtype: Any, total: jax.Array) -> jax.Array:
+def _scale(count: int, dtype: DType, total: jax.Array) -> jax.Array:
     if count > 1:
         exact = jnp.issubdtype(dtype, jnp.inexact)
         total = total * (1.0 / count) if exact else total // count
@@ -112,7 +113,7 @@ def accumulation_of(program: Program, crossing: Mapping[Var, frozenset[int]]) ->
     """Return how the `crossing_values` leave the microbatches; refuses an update that reads one
     entry per example.
     """
-    accumulators: dict[Var, Any] = {}
+    accumulators: dict[Var, Var] = {}
     joined: dict[Var, int] = {}
     for value, update_stages in crossing.items() if program.num_microbatches > 1 else ():
         placement = program.placements.get(value, REPLICATED)
@@ -132,7 +133,7 @@ def accumulation_of(program: Program, crossing: Mapping[Var, frozenset[int]]) ->
     return Accumulation(accumulators, joined, program.placements, program.num_microbatches)
 
 
-def _identity(extreme: str | None, dtype: Any) -> np.ndarray:
+def _identity(extreme: str | None, dtype: DType) -> HostArray:
     """Return the scalar an accumulation starts from: 0, or the least or greatest value."""
     if extreme is None:
         return np.zeros((), dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 from attrs import field, frozen
@@ -36,6 +36,10 @@ from alpa_meta.spmd import (
     planned_collectives,
     shard_map_program,
 )
+from alpa_meta.types import Fields, Function
+
+if TYPE_CHECKING:
+    from ilp_sharding.strategies import Conversions
 
 AnyMesh = Mesh | AbstractMesh
 """The mesh of a task: devices of this process, or the grid of a mesh of others."""
@@ -55,19 +59,19 @@ class CompiledTask:
     plan: JaxprPlan
     mesh: LogicalMesh
     jax_mesh: AnyMesh | None
-    conversions: Any
-    run: Callable[..., tuple[Any, ...]]
+    conversions: Conversions
+    run: Function[tuple[jax.Array, ...]]
     donated: tuple[int, ...] = ()
-    options: Mapping[str, Any] = field(factory=dict)
+    options: Mapping[str, str | bool | int | float] = field(factory=dict)
     executor: str = "shard_map"
     kinds: Mapping[str, str] = field(factory=dict)  # of memory, of values not on the devices
     given: tuple[jax.ShapeDtypeStruct, ...] = ()
     returned: tuple[jax.ShapeDtypeStruct, ...] = ()
 
     @functools.cached_property
-    def function(self) -> Any:
+    def function(self) -> jax.stages.Wrapped:
         """The task jitted."""
-        options: dict[str, Any] = {"donate_argnums": self.donated}
+        options: Fields = {"donate_argnums": self.donated}
         if self.options:
             options["compiler_options"] = dict(self.options)
         if self.jax_mesh is not None:
@@ -109,7 +113,7 @@ class CompiledTask:
         return shapes
 
     @functools.cached_property
-    def compiled(self) -> Any:
+    def compiled(self) -> jax.stages.Compiled:
         """Return the task compiled by XLA."""
         if isinstance(self.jax_mesh, AbstractMesh):
             raise PlanError(
@@ -118,7 +122,7 @@ class CompiledTask:
             )
         return self.lower().compile()
 
-    def lower(self) -> Any:
+    def lower(self) -> jax.stages.Lowered:
         """Return the task lowered for XLA."""
         with no_mesh():
             return self.function.lower(*self.arguments())
@@ -137,7 +141,7 @@ def compile_together(tasks: Iterable[CompiledTask]) -> None:
     programs = {id(task.run): task for task in tasks}.values()  # which tasks may share
     lowered = [task.lower() for task in programs]  # in this thread, whose settings of jax count
 
-    def compiled(one: Any) -> None:
+    def compiled(one: jax.stages.Lowered) -> None:
         with contextlib.suppress(Exception):
             one.compile()
 
@@ -155,7 +159,7 @@ def compile_task(
     task: Task,
     jax_mesh: AnyMesh | None,
     donate: bool = True,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, str | bool | int | float] | None = None,
     platform: str | None = None,
 ) -> CompiledTask:
     """Return `task` ready to run on `jax_mesh` (None: for inspection only).
@@ -199,7 +203,7 @@ def compile_task(
         if name in kinds and jax_mesh is not None
     }
 
-    def run(*operands: Any) -> tuple[Any, ...]:
+    def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
         values = list(operands)
         for k, sharding in fetched.items():
             values[k] = jax.device_put(values[k], sharding)

@@ -10,18 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter, methodcaller
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import field, frozen
+from jax.sharding import Mesh, Sharding
+from jax.tree_util import PyTreeDef
 
 from alpa_meta.compat import no_mesh
 from alpa_meta.execution.executable import Executable
 from alpa_meta.execution.tasks import Output
 from alpa_meta.step.arguments import is_array
 from alpa_meta.step.program import Step
+from alpa_meta.types import DType, Function, HostArray, PyTree
 from mesh_runtime import Pace
 
 NOT_DIRECT = object()
@@ -42,8 +44,8 @@ class Operand:
 
     position: int
     shape: tuple[int, ...]
-    dtype: Any
-    sharding: Any
+    dtype: DType
+    sharding: Sharding
     batch: bool
     returned: bool
 
@@ -63,20 +65,20 @@ class DirectCall:
     """
 
     executable: Executable
-    program: Callable[..., Sequence[Any]]
-    operands: Callable[[Sequence[Any]], Sequence[Any]]
-    states: Callable[[Sequence[Any]], Sequence[Any]]
+    program: Function[Sequence[jax.Array]]
+    operands: Callable[[Sequence[PyTree]], Sequence[PyTree]]
+    states: Callable[[Sequence[PyTree]], Sequence[PyTree]]
     state: tuple[Operand, ...]
     batch: tuple[Operand, ...]
-    kept: tuple[tuple[int, Any], ...]
-    result: Callable[[Sequence[Any]], Sequence[Any]]
-    constants: tuple[Any, ...]
-    made: tuple[Any, ...]
-    tree: Any
+    kept: tuple[tuple[int, PyTree], ...]
+    result: Callable[[Sequence[PyTree]], Sequence[PyTree]]
+    constants: tuple[PyTree, ...]
+    made: tuple[HostArray | jax.Array | None, ...]
+    tree: PyTreeDef
     pace: Pace
-    known: list[Any] = field(factory=list)
+    known: list[object] = field(factory=list)
 
-    def __call__(self, leaves: list[Any]) -> Any:
+    def __call__(self, leaves: list[PyTree]) -> PyTree:
         """Return what the step returns, or NOT_DIRECT; operands among `leaves` are placed."""
         if self.executable.tracing or any(leaves[k] is not leaf for k, leaf in self.kept):
             return NOT_DIRECT
@@ -99,7 +101,7 @@ class DirectCall:
         return self.tree.unflatten(self.result((*found, *leaves, *self.constants, *made)))
 
 
-def direct_call(step: Step, executable: Executable, leaves: Sequence[Any]) -> DirectCall | None:
+def direct_call(step: Step, executable: Executable, leaves: Sequence[PyTree]) -> DirectCall | None:
     """Return the direct call for arguments of `leaves`; None for a plan that is not one run."""
     only, program = executable.only_run, executable.planned.program
     if only is None or step.static_argnums or program.input_parts or program.output_parts:
@@ -126,7 +128,7 @@ def direct_call(step: Step, executable: Executable, leaves: Sequence[Any]) -> Di
     constants = [leaf for leaf, dynamic in zip(kept, is_result, strict=True) if not dynamic]
     first_constant = len(names) + len(leaves)
     fixed = itertools.count(first_constant)
-    made: list[Any] = []
+    made: list[HostArray | jax.Array | None] = []
 
     def place(output: Output) -> int:
         """Return where a result is among those of the program, the leaves and the constants."""
@@ -138,6 +140,8 @@ def direct_call(step: Step, executable: Executable, leaves: Sequence[Any]) -> Di
         return first_constant + len(constants) + len(made) - 1
 
     results = [place(next(outputs)) if dynamic else next(fixed) for dynamic in is_result]
+    mesh = executable.meshes[0]
+    assert isinstance(mesh, Mesh)
     return DirectCall(
         executable,
         task.function,
@@ -150,18 +154,18 @@ def direct_call(step: Step, executable: Executable, leaves: Sequence[Any]) -> Di
         tuple(constants),
         tuple(made),
         tree,
-        Pace(executable.meshes[0]),
+        Pace(mesh),
     )
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _picker(places: Sequence[int]) -> Callable[[Sequence[PyTree]], Sequence[PyTree]]:
     """Return what picks the values at some places."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: [values[k] for k in places]
 
 
-def _kinds(values: Sequence[Any]) -> list[Any] | None:
+def _kinds(values: Sequence[PyTree]) -> list[object] | None:
     """Return the types and shardings of arrays, None where some are no arrays of devices."""
     try:
         return list(map(_KIND, values))
@@ -169,7 +173,7 @@ def _kinds(values: Sequence[Any]) -> list[Any] | None:
         return None
 
 
-def _is_placed(operand: Operand, leaves: list[Any]) -> bool:
+def _is_placed(operand: Operand, leaves: list[PyTree]) -> bool:
     """Return whether a leaf is what an operand must be; one that lies elsewhere is placed."""
     value, sharding = leaves[operand.position], operand.sharding
     if getattr(value, "shape", None) != operand.shape or value.dtype != operand.dtype:
@@ -191,7 +195,7 @@ def _is_placed(operand: Operand, leaves: list[Any]) -> bool:
     return True
 
 
-def _lies_as(value: jax.Array, sharding: Any) -> bool:
+def _lies_as(value: jax.Array, sharding: Sharding) -> bool:
     """Return whether an array lies as `sharding` has it, though its own is another kind of
     sharding: programs take it so, and placing it takes 0.1 ms."""
     if len(sharding.device_set) > 1:

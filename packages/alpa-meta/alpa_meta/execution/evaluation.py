@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -16,10 +16,14 @@ from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.planning.chosen_plan import Planned
+from alpa_meta.types import PyTree
 
 SCHEDULE = "forward-only"
 NOTHING = Literal(np.int32(0), jax.core.ShapedArray((), np.dtype(np.int32)))
 """Stands for an output that is not computed."""
+
+
+T = TypeVar("T")
 
 
 class Evaluation:
@@ -30,7 +34,7 @@ class Evaluation:
         evaluated, self.computed = forward_only(planned)
         self.executable = Executable(evaluated, trace=trace, donate=False, pool=pool)
 
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+    def __call__(self, inputs: Sequence[PyTree]) -> list[PyTree]:
         """Return the array leaves of the result, None for those that are not computed."""
         return self.executable(inputs, self.computed)
 
@@ -91,7 +95,7 @@ def _ancestors(
 
 
 def _only(staging: Staging, kept: list[int]) -> Staging:
-    def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def of(values: tuple[T, ...]) -> tuple[T, ...]:
         return tuple(values[k] for k in kept)
 
     return evolve(

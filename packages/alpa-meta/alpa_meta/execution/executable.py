@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
 import stage_dp
 from alpa_interchange import Instruction, LogicalMesh, ShardingSpec
@@ -35,11 +36,14 @@ from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import partition_spec
 from alpa_meta.step.arguments import abstract, strong
 from alpa_meta.step.leaves import Leaf
+from alpa_meta.types import Fields, Function, PyTree
+from mesh_runtime import Executable as Program
 from mesh_runtime import HostLeaf, RayRuntime, RemoteArray, TraceEvent, fetched
 
 if TYPE_CHECKING:
     from alpa_meta.audit.executable import ExecutableAudit
     from alpa_meta.audit.numerics import NumericsCheck
+    from alpa_meta.execution.tasks import Output
 
 
 class Executable:
@@ -53,7 +57,7 @@ class Executable:
     def __init__(
         self,
         planned: Planned,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[jax.Device] | None = None,
         trace: str = "none",
         donate: bool = True,
         pool: RayPool | None = None,
@@ -76,7 +80,7 @@ class Executable:
         self._guard = guard_of(planned, self.schedule) if guarded else None
         if self._guard is not None:
             self.schedule = self._guard.schedule
-        self.meshes: Any = self.stage_meshes[: self.plan.stage_plan.num_meshes]
+        self.meshes = self.stage_meshes[: self.plan.stage_plan.num_meshes]
         tasks = {
             task.spec.name: compile_task(
                 planned,
@@ -96,7 +100,7 @@ class Executable:
         with no_mesh():
             held = self._held()
             names, joined = self.planned.tasks.output_names()
-            self._contract: dict[str, Any] = {
+            self._contract: Fields = {
                 "executables": {
                     **{
                         name: self._places.task(task, held[task.task.spec.mesh])
@@ -125,7 +129,9 @@ class Executable:
         runs = [i for program in self.schedule.programs for i in program if i.kind != "free"]
         return runs[0] if len(runs) == 1 and runs[0].kind == "run" else None
 
-    def __call__(self, inputs: Sequence[Any], computed: Sequence[bool] | None = None) -> list[Any]:
+    def __call__(
+        self, inputs: Sequence[PyTree], computed: Sequence[bool] | None = None
+    ) -> list[PyTree]:
         """Return the array leaves of the step's result for those of its arguments, in order.
 
         Outputs that are not `computed` are None (by default all are).
@@ -139,13 +145,13 @@ class Executable:
             compile_together(self.tasks.values())
         self._compiled = True
 
-    def _run(self, inputs: Sequence[Any], computed: Sequence[bool] | None) -> list[Any]:
+    def _run(self, inputs: Sequence[PyTree], computed: Sequence[bool] | None) -> list[PyTree]:
         if not self._remote:
             inputs = [np.asarray(one) if isinstance(one, HostLeaf) else one for one in inputs]
         if len(self.tasks) > 1:
             self.prepare()
         inputs = parted(self.planned.program, [*inputs, *self._given(inputs)])
-        buffers: dict[str, Any] = {}
+        buffers: dict[str, PyTree] = {}
         placed = list(inputs)
         seen: set[int] = set()
         strangers: dict[str, int] = {}
@@ -173,7 +179,7 @@ class Executable:
             outputs = [one if there else None for one, there in zip(outputs, computed, strict=True)]
         return united(self.planned.program, outputs)
 
-    def _keep_state(self, outputs: list[Any], inputs: Sequence[Any]) -> None:
+    def _keep_state(self, outputs: list[PyTree], inputs: Sequence[PyTree]) -> None:
         """Put the old state in the place of what was not made by an update that kept it."""
         assert self._guard is not None
         kept = {
@@ -189,7 +195,7 @@ class Executable:
     def _guarded(self, task: CompiledTask) -> CompiledTask:
         return task if self._guard is None else self._guard.compiled(task)
 
-    def _reductions(self) -> dict[str, Any]:
+    def _reductions(self) -> dict[str, Program]:
         """Return the programs that find the first run that is not finite."""
         if self._guard is None:
             return {}
@@ -205,13 +211,13 @@ class Executable:
             for name, one in self._guard.reductions.items()
         }
 
-    def _given(self, inputs: Sequence[Any]) -> list[Any]:
+    def _given(self, inputs: Sequence[PyTree]) -> list[PyTree]:
         """Return what every microbatch is given beside the step's inputs, in their order; None for
         the totals, which the step adds up itself.
         """
         statistics = iter(self._statistics(inputs))
         numbers = np.arange(self.plan.num_microbatches, dtype=np.int32)
-        values: dict[str, Callable[[], Any]] = {
+        values: dict[str, Callable[[], PyTree]] = {
             "number": lambda: numbers,
             "statistic": lambda: next(statistics),
             "part": lambda: next(statistics),
@@ -220,7 +226,7 @@ class Executable:
         given = self.planned.program.inputs
         return [values[leaf.role]() for leaf in given if leaf.role in values]
 
-    def _compiled_statistics(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    def _compiled_statistics(self) -> Callable[[Sequence[PyTree]], Sequence[PyTree]]:
         """Return the program of the statistics of the whole batch, on the devices of the first
         stage: partitioned by XLA along the batch.
         """
@@ -243,7 +249,7 @@ class Executable:
             0,
         )
 
-        def compute(inputs: Sequence[Any]) -> Sequence[Any]:
+        def compute(inputs: Sequence[PyTree]) -> Sequence[PyTree]:
             read = [inputs[k] for k in statistics.inputs]
             if not self._remote:
                 return self._runtime.init({0: program}, read)[0]
@@ -254,19 +260,19 @@ class Executable:
 
     def init(
         self,
-        functions: Mapping[int, Callable[..., Sequence[Any]]],
+        functions: Mapping[int, Function[Sequence[jax.Array]]],
         shardings: Mapping[int, Sequence[NamedSharding]],
-        args: tuple[Any, ...],
-    ) -> dict[int, list[Any]]:
+        args: tuple[PyTree, ...],
+    ) -> dict[int, list[PyTree]]:
         """Return what each mesh makes of `args`, laid out by its shardings."""
-        leaves: list[Any]
-        tree: Any
+        leaves: list[PyTree]
+        tree: PyTreeDef
         leaves, tree = jax.tree.flatten(args)
         shapes = list(map(abstract, leaves))
-        made_shapes: dict[int, list[Any]] = {}
+        made_shapes: dict[int, list[jax.ShapeDtypeStruct]] = {}
 
-        def of_leaves(mesh: int) -> Callable[..., Sequence[Any]]:
-            def run(*given: Any) -> Sequence[Any]:
+        def of_leaves(mesh: int) -> Function[Sequence[jax.Array]]:
+            def run(*given: jax.Array) -> Sequence[jax.Array]:
                 made = functions[mesh](*tree.unflatten(given))
                 made_shapes[mesh] = [abstract(one) for one in made]
                 return made
@@ -286,7 +292,7 @@ class Executable:
             for mesh, arrays in made.items()
         }
 
-    def place(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def place(self, inputs: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Return inputs, by path, where the step reads them; others as they are."""
         read = {path: value for path, value in inputs.items() if path in self._where}
         if self._remote:
@@ -302,7 +308,7 @@ class Executable:
         self._runtime = self._places.runtime
         self._runtime.load(self.schedule, **self._contract)
 
-    def templates(self) -> dict[str, Any]:
+    def templates(self) -> dict[str, PyTree]:
         """Return, for each input of the plan that is no batch, by path, what stands for an array
         laid out as it is read: on Ray a handle of one that is not there, else a shape. Of what the
         step never reads, a shape without a layout."""
@@ -320,11 +326,11 @@ class Executable:
             for leaf in held
         }
 
-    def _with_keys(self, outputs: Sequence[Any]) -> list[Any]:
+    def _with_keys(self, outputs: Sequence[PyTree]) -> list[PyTree]:
         avals = [atom.aval for atom in self.planned.program.jaxpr.outvars]
         return [as_keys(value, aval) for value, aval in zip(outputs, avals, strict=True)]
 
-    def _placed(self, leaf: Leaf, value: Any, seen: set[int]) -> Any:
+    def _placed(self, leaf: Leaf, value: PyTree, seen: set[int]) -> PyTree:
         """Return an input on its devices; one array given for two inputs is copied, as the step may
         overwrite each. `seen` are the ids of the arrays met so far.
         """
@@ -349,7 +355,7 @@ class Executable:
             return value
         return jax.device_put(value, sharding)
 
-    def _check_type(self, leaf: Leaf, value: Any) -> None:
+    def _check_type(self, leaf: Leaf, value: PyTree) -> None:
         """Refuse an array of another shape than the plan's, before anything runs."""
         if np.shape(value) != leaf.aval.shape:
             raise PlanError(
@@ -357,7 +363,7 @@ class Executable:
                 f"{np.shape(value)}; nothing was run, and the state is as it was"
             )
 
-    def _batch(self, leaf: Leaf, value: Any) -> Any:
+    def _batch(self, leaf: Leaf, value: PyTree) -> PyTree:
         """Return a leaf of the batch, which the runtime deals out to the microbatches."""
         path, size = leaf.path, leaf.aval.shape[0]
         if np.shape(value)[0] != size:
@@ -370,7 +376,9 @@ class Executable:
             return as_host_array(value)
         return value
 
-    def _output(self, output: Any, results: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
+    def _output(
+        self, output: Output, results: Mapping[str, PyTree], inputs: Sequence[PyTree]
+    ) -> PyTree:
         if output.name is None:
             value = output.constant if output.input is None else inputs[output.input]
             from_host = output.input is None or isinstance(value, np.ndarray) and not self._remote
@@ -455,7 +463,7 @@ class Executable:
 
     def compiled_texts(self) -> dict[str, str]:
         """Return the compiled HLO text of every task."""
-        return {name: task.compiled.as_text() for name, task in self.tasks.items()}
+        return {name: task.compiled.as_text() or "" for name, task in self.tasks.items()}
 
     def planned_collectives(self) -> dict[str, tuple[PlannedCollective, ...]]:
         """Return the planned collectives of every task."""

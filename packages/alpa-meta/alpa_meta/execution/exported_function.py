@@ -6,8 +6,7 @@ inside. Handles of such words stand for the keys again (`RemoteArray.as_keys`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.export
@@ -17,12 +16,13 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from alpa_meta.compat import no_mesh
 from alpa_meta.errors import PlanError
+from alpa_meta.types import Function, HostArray, PyTree
 from mesh_runtime import ExportedProgram, RemoteArray
 
 _EXPORT_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
 
 
-def key_impl(array: Any) -> str | None:
+def key_impl(array: PyTree) -> str | None:
     """Return the name of the implementation of random keys (or their shape), None of others."""
     dtype = getattr(array, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -34,13 +34,13 @@ def key_impl(array: Any) -> str | None:
     return found[0]
 
 
-def as_keys(value: Any, like: Any) -> Any:
+def as_keys(value: PyTree, like: PyTree) -> PyTree:
     """Return a handle of words as random keys, if `like` is an array or shape of keys."""
     impl = key_impl(like)
     return value.as_keys(impl) if impl and isinstance(value, RemoteArray) else value
 
 
-def words(value: Any) -> Any:
+def words(value: PyTree) -> PyTree:
     """Return an array as it travels: random keys as their words."""
     if isinstance(value, RemoteArray) or key_impl(value) is None:
         return value
@@ -48,19 +48,19 @@ def words(value: Any) -> Any:
 
 
 def exported(
-    function: Callable[..., Sequence[Any]],
+    function: Function[Sequence[jax.Array]],
     arguments: Sequence[jax.ShapeDtypeStruct],
     in_shardings: Sequence[NamedSharding],
     out_shardings: Sequence[NamedSharding],
     platform: str,
     *,
     donated: tuple[str, ...] = (),
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, str | bool | int | float] | None = None,
 ) -> ExportedProgram:
     """Return `function` of arrays on the mesh of the shardings as bytes."""
     impls = [key_impl(argument) for argument in arguments]
 
-    def on_words(*given: Any) -> tuple[Any, ...]:
+    def on_words(*given: jax.Array) -> tuple[jax.Array, ...]:
         values = [
             value if impl is None else jax.random.wrap_key_data(value, impl=impl)
             for value, impl in zip(given, impls, strict=True)
@@ -95,7 +95,7 @@ def exported(
     )
 
 
-def as_host_array(value: Any) -> Any:
+def as_host_array(value: PyTree) -> HostArray:
     """Return an argument as it is sent: an array of the host, in a dtype of this jax."""
     array = np.asarray(words(value))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

@@ -11,8 +11,8 @@ waits for the host. Runs are numbered by microbatch, then in the order of execut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,11 @@ from alpa_meta.execution.host_memory import placed
 from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.planning.chosen_plan import Planned
 from alpa_meta.spmd import partition_spec
+from alpa_meta.types import Function
 from mesh_runtime import check_schedule
+
+if TYPE_CHECKING:
+    from alpa_meta.execution.compiled_task import AnyMesh
 
 VERDICT = "first run that is not finite"
 """The buffer of the verdict: the number of a run, or how many runs there are."""
@@ -54,7 +58,7 @@ class Reduction:
     num_inputs: int
     numbers: tuple[int, ...] | None
 
-    def function(self, num_runs: int) -> Callable[..., tuple[jax.Array]]:
+    def function(self, num_runs: int) -> Function[tuple[jax.Array]]:
         """Return the program's function of scalars."""
 
         def of_answers(*finite: jax.Array) -> tuple[jax.Array]:
@@ -148,8 +152,10 @@ def _leaving(graph: TaskGraph) -> set[str]:
     return {*read, *graph.outputs}
 
 
-def _telling(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., tuple[Any, ...]]:
-    def telling(*operands: Any) -> tuple[Any, ...]:
+def _telling(
+    run: Function[tuple[jax.Array, ...]], positions: Sequence[int]
+) -> Function[tuple[jax.Array, ...]]:
+    def telling(*operands: jax.Array) -> tuple[jax.Array, ...]:
         results = run(*operands)
         answers = [jnp.all(jnp.isfinite(results[k])) for k in positions]
         return (*results, jnp.all(jnp.stack(answers)))
@@ -160,17 +166,18 @@ def _telling(run: Callable[..., Any], positions: Sequence[int]) -> Callable[...,
 
 def _obeying(
     task: CompiledTask, pairs: Sequence[tuple[int, int]], num_runs: int
-) -> Callable[..., tuple[Any, ...]]:
+) -> Function[tuple[jax.Array, ...]]:
     names = task.task.spec.inputs
 
-    def old(position: int, operand: Any) -> Any:
+    def old(position: int, operand: jax.Array) -> jax.Array:
         if names[position] not in task.kinds:
             return operand
         spec = partition_spec(task.plan.inputs[position])
         assert task.jax_mesh is not None
-        return jax.device_put(operand, placed(task.jax_mesh, spec, "device"))
+        fetched: jax.Array = jax.device_put(operand, placed(task.jax_mesh, spec, "device"))
+        return fetched
 
-    def obeying(*given: Any) -> tuple[Any, ...]:
+    def obeying(*given: jax.Array) -> tuple[jax.Array, ...]:
         *operands, verdict = given
         results = list(task.run(*operands))
         for result, operand in pairs:
@@ -225,7 +232,7 @@ def _guarded(
 
 
 def _numbered(
-    schedule: PipelineSchedule, checked: Mapping[str, Any]
+    schedule: PipelineSchedule, checked: Mapping[str, object]
 ) -> tuple[tuple[tuple[str, int], ...], dict[tuple[int, int], tuple[str, int]]]:
     """Return the runs that are checked by their number, and by (mesh, position)."""
     found: dict[tuple[int, int], tuple[str, int]] = {}
@@ -241,7 +248,7 @@ def _answer(task: str, microbatch: int) -> str:
 
 
 def _with_scalars(
-    one: Instruction, checked: Mapping[str, Any], updates: Mapping[str, Any]
+    one: Instruction, checked: Mapping[str, object], updates: Mapping[str, object]
 ) -> Instruction:
     if one.kind == "run" and one.task in checked:
         return evolve(one, outputs=(*one.outputs, _answer(one.task, one.microbatch or 0)))
@@ -250,7 +257,7 @@ def _with_scalars(
     return one
 
 
-def _barriers(schedule: PipelineSchedule, updates: Mapping[str, Any]) -> list[int]:
+def _barriers(schedule: PipelineSchedule, updates: Mapping[str, object]) -> list[int]:
     """Return the position on each mesh before which the verdict is found.
 
     What comes after it are the updates and all that must: later instructions, receives of sends and
@@ -330,7 +337,7 @@ def _blocks(
     return blocks, reductions, tuple(received)
 
 
-def scalar_layouts(guard: Guard, meshes: Sequence[Any]) -> list[dict[str, NamedSharding]]:
+def scalar_layouts(guard: Guard, meshes: Sequence[AnyMesh]) -> list[dict[str, NamedSharding]]:
     """Return the layouts of the scalars that each mesh receives: whole on every device."""
     layouts: list[dict[str, NamedSharding]] = [{} for _ in meshes]
     for mesh, name in guard.received:

@@ -13,9 +13,8 @@ compiled for them ahead of time hold everything on the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.tasks import Tasks
@@ -48,7 +47,7 @@ def memory_kinds(
     return {**kinds, **replacing}
 
 
-def placed(mesh: Mesh | AbstractMesh, spec: Any, kind: str | None) -> NamedSharding:
+def placed(mesh: Mesh | AbstractMesh, spec: PartitionSpec, kind: str | None) -> NamedSharding:
     """Return the sharding of a value in memory `kind`, by default that of the devices."""
     sharding = NamedSharding(mesh, spec)
     return sharding if kind is None else sharding.with_memory_kind(kind)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from alpa_interchange import ParallelPlan
 from alpa_interchange.amounts import format_bytes
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.compiled_task import AnyMesh, CompiledTask
+from alpa_meta.types import Function
 from mesh_runtime import Executable as Program
 from mesh_runtime import InProcessRuntime, Runtime, memory_of
 from resharding.jax_executor import reshard
@@ -23,7 +24,7 @@ from resharding.jax_executor import reshard
 class Meshes(Protocol):
     """The meshes of a plan: `stages` has that of each stage, `runtime` executes its schedule."""
 
-    stages: tuple[Any, ...]
+    stages: tuple[AnyMesh, ...]
     runtime: Runtime
 
     def platform(self, stage: int) -> str | None:
@@ -34,7 +35,7 @@ class Meshes(Protocol):
 
     def function(
         self,
-        function: Callable[..., Sequence[Any]],
+        function: Function[Sequence[jax.Array]],
         arguments: Sequence[jax.ShapeDtypeStruct],
         in_shardings: Sequence[NamedSharding] | None,
         out_shardings: Sequence[NamedSharding],
@@ -50,7 +51,9 @@ class Meshes(Protocol):
 class LocalMeshes:
     """The meshes of a plan made of devices of this process."""
 
-    def __init__(self, plan: ParallelPlan, devices: Sequence[Any] | None, trace: str) -> None:
+    def __init__(
+        self, plan: ParallelPlan, devices: Sequence[jax.Device] | None, trace: str
+    ) -> None:
         devices = list(jax.devices() if devices is None else devices)
         needed = 1 + max(d for sharding in plan.shardings for d in sharding.mesh.device_ids)
         if needed > len(devices):
@@ -59,7 +62,7 @@ class LocalMeshes:
                 f"process has {len(devices)}; plan for the devices there are, or, on a CPU, start "
                 f"with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
             )
-        self.stages: tuple[AnyMesh, ...] = tuple(
+        stages = tuple(
             Mesh(
                 np.array([devices[k] for k in sharding.mesh.device_ids]).reshape(
                     sharding.mesh.logical.shape
@@ -69,7 +72,8 @@ class LocalMeshes:
             )
             for sharding in plan.shardings
         )
-        meshes: Any = self.stages[: plan.stage_plan.num_meshes]
+        self.stages: tuple[AnyMesh, ...] = stages
+        meshes = stages[: plan.stage_plan.num_meshes]
         check_memory(
             plan,
             [
@@ -92,21 +96,22 @@ class LocalMeshes:
             )
             if not held[name].is_equivalent_to(wanted.sharding, len(wanted.shape))
         }
-        function: Any = compiled.function
+        function: jax.stages.Wrapped = compiled.function
         if not others:
-            return function  # type: ignore[no-any-return]
+            return function
 
-        def run(*operands: Any) -> Any:
+        def run(*operands: jax.Array) -> Sequence[jax.Array]:
             placed = list(operands)
             for k, sharding in others.items():
                 placed[k] = move(placed[k], sharding)
-            return function(*placed)
+            results: Sequence[jax.Array] = function(*placed)
+            return results
 
         return run
 
     def function(
         self,
-        function: Callable[..., Sequence[Any]],
+        function: Function[Sequence[jax.Array]],
         arguments: Sequence[jax.ShapeDtypeStruct],
         in_shardings: Sequence[NamedSharding] | None,
         out_shardings: Sequence[NamedSharding],
@@ -117,10 +122,11 @@ class LocalMeshes:
             lambda *operands: tuple(function(*operands)), out_shardings=tuple(out_shardings)
         )
 
-        def run(*operands: Any) -> Any:
+        def run(*operands: jax.Array) -> Sequence[jax.Array]:
             if in_shardings is not None:
                 operands = jax.device_put(operands, tuple(in_shardings))
-            return jitted(*operands)
+            results: Sequence[jax.Array] = jitted(*operands)
+            return results
 
         return run
 
@@ -144,8 +150,10 @@ def check_memory(plan: ParallelPlan, meshes: Sequence[tuple[float | None, str]])
             return
 
 
-def move(array: jax.Array, sharding: Any) -> Any:
+def move(array: jax.Array, sharding: Sharding) -> jax.Array:
     """Return `array` on another mesh by a resharding plan, without waiting; random keys by jax."""
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        return jax.device_put(array, sharding)
-    return reshard(array, sharding, through="device")
+        moved: jax.Array = jax.device_put(array, sharding)
+    else:
+        moved = reshard(array, sharding, through="device")
+    return moved

@@ -10,7 +10,7 @@ from a number behind a barrier. Not on host devices, where XLA drops barriers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jax import lax
 
@@ -19,6 +19,9 @@ from alpa_meta.compat import JaxprEqn, Literal, Var
 from alpa_meta.operators import operator_of
 from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.spmd import JaxprPlan
+
+if TYPE_CHECKING:
+    from alpa_meta.spmd.plan import RegionPlan
 
 _SCALAR = Strategy(assignment=(), operands=(ShardingSpec(()),), results=(ShardingSpec(()),))
 
@@ -36,7 +39,7 @@ def with_own_constants(
         eqn.invars[0] for eqn in eqns if _scatters(eqn) and not isinstance(eqn.invars[0], Literal)
     }
     found: list[JaxprEqn] = []
-    steps: list[Any] = []
+    steps: list[Strategy | RegionPlan] = []
     for eqn, step in zip(eqns, plan.strategies, strict=True):
         filled = operator_of(eqn).layout and isinstance(eqn.invars[0], Literal)
         if filled and eqn.outvars[0] in written:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
+from jax.typing import DTypeLike
 
 from alpa_meta.step.program import Program
+from alpa_meta.types import DType, HostArray, PyTree
 from mesh_runtime import RemoteArray, fetched
 
 
@@ -23,7 +24,7 @@ class PiecewiseArray:
     `step.gather(state)`. `pieces` are the jax arrays, `bounds` the layers where they meet.
     """
 
-    def __init__(self, pieces: Sequence[Any], bounds: Sequence[int]) -> None:
+    def __init__(self, pieces: Sequence[PyTree], bounds: Sequence[int]) -> None:
         self.pieces = tuple(pieces)
         self.bounds = tuple(bounds)
         lengths = [piece.shape[0] for piece in self.pieces]
@@ -38,9 +39,10 @@ class PiecewiseArray:
         return (self.bounds[-1], *self.pieces[0].shape[1:])
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of the whole array."""
-        return self.pieces[0].dtype
+        dtype: DType = self.pieces[0].dtype
+        return dtype
 
     @property
     def ndim(self) -> int:
@@ -57,19 +59,20 @@ class PiecewiseArray:
         """The bytes of the whole array."""
         return sum(piece.nbytes for piece in self.pieces)
 
-    def layers(self, start: int, stop: int) -> Any:
+    def layers(self, start: int, stop: int) -> PyTree:
         """Return the layers [start, stop): a piece as it is, else a new array on the host."""
         for first, last, piece in zip(self.bounds, self.bounds[1:], self.pieces, strict=False):
             if (first, last) == (start, stop):
                 return piece
         return self.whole()[start:stop]
 
-    def whole(self) -> Any:
+    def whole(self) -> jax.Array | HostArray:
         """Return the whole array on the host: numpy, or a key array for random keys."""
         pieces = gathered(self.pieces)
         if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
             words = jnp.concatenate([jax.random.key_data(piece) for piece in pieces])
-            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(pieces[0]))
+            keys: jax.Array = jax.random.wrap_key_data(words, impl=jax.random.key_impl(pieces[0]))
+            return keys
         return np.concatenate(pieces)
 
     def block_until_ready(self) -> PiecewiseArray:
@@ -82,14 +85,14 @@ class PiecewiseArray:
         """Return whether a step has overwritten a piece."""
         return any(piece.is_deleted() for piece in self.pieces)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> HostArray:
         whole = np.asarray(self.whole())
         return whole if dtype is None else whole.astype(dtype)
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> jax.Array:
         return jnp.asarray(self.whole())
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: PyTree) -> PyTree:
         return self.whole()[key]
 
     def __len__(self) -> int:
@@ -99,7 +102,7 @@ class PiecewiseArray:
         return f"PiecewiseArray({self.dtype}{list(self.shape)}, cut at {list(self.bounds[1:-1])})"
 
 
-def gathered(tree: Any) -> Any:
+def gathered(tree: PyTree) -> PyTree:
     """Return the tree with every array whole on the host; keys stay key arrays.
 
     Arrays of other processes come by one request.
@@ -109,7 +112,7 @@ def gathered(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: found.get(id(leaf), leaf), jax.tree.map(_on_host, tree))
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: PyTree) -> PyTree:
     if isinstance(leaf, PiecewiseArray):
         return leaf.whole()
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -126,7 +129,7 @@ class Piece:
     start: int | None = None
     stop: int | None = None
 
-    def of(self, array: Any) -> Any:
+    def of(self, array: PyTree) -> PyTree:
         """Return this piece of a whole or piecewise array."""
         if self.start is None or self.stop is None:
             return array.whole() if isinstance(array, PiecewiseArray) else array
@@ -142,7 +145,7 @@ class StateArray:
     pieces: tuple[Piece, ...]
     path: str = ""
 
-    def united(self, values: Sequence[Any]) -> Any:
+    def united(self, values: Sequence[PyTree]) -> PyTree:
         """Return the array made of its pieces."""
         first = self.pieces[0]
         if first.stop is None:
@@ -162,7 +165,7 @@ def state_arrays(program: Program, roles: Sequence[str] = ("state",)) -> tuple[S
     return tuple(StateArray(tuple(pieces), path) for path, pieces in found.items())
 
 
-def parted(program: Program, leaves: Sequence[Any]) -> list[Any]:
+def parted(program: Program, leaves: Sequence[PyTree]) -> list[PyTree]:
     """Return the inputs of `program` for the array leaves of a call."""
     if not program.input_parts:
         return [
@@ -174,12 +177,12 @@ def parted(program: Program, leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def united(program: Program, results: Sequence[Any]) -> list[Any]:
+def united(program: Program, results: Sequence[PyTree]) -> list[PyTree]:
     """Return the leaves of the user's result for the outputs of `program`, stacked ones in
     pieces; None for those of which a part is None."""
     if not program.output_parts:
         return list(results)
-    leaves: dict[int, list[Any]] = {}
+    leaves: dict[int, list[PyTree]] = {}
     pieces: dict[int, list[Piece]] = {}
     for part, value in zip(program.output_parts, results, strict=True):
         leaves.setdefault(part.leaf, []).append(value)

@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,6 +27,7 @@ from alpa_meta.execution.exported_function import exported
 from alpa_meta.execution.meshes import check_memory
 from alpa_meta.inter_op.meshes import host_of
 from alpa_meta.spmd import abstract_mesh
+from alpa_meta.types import Function
 from mesh_runtime import Executable as Program
 from mesh_runtime import RayMesh, RayOptions, RayRuntime, RayWorkers, Runtime, WorkerError
 from resharding import HostTransport
@@ -133,7 +133,7 @@ class RayMeshes:
 
     def function(
         self,
-        function: Callable[..., Sequence[Any]],
+        function: Function[Sequence[jax.Array]],
         arguments: Sequence[jax.ShapeDtypeStruct],
         in_shardings: Sequence[NamedSharding] | None,
         out_shardings: Sequence[NamedSharding],

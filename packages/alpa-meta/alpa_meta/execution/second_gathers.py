@@ -12,7 +12,6 @@ memory: a barrier is in the way of XLA's scheduler.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax import lax
 
@@ -40,7 +39,7 @@ def with_second_gathers(
     have to take `least` bytes per device.
     """
     specs = dict(zip(invars, plan.inputs, strict=True))
-    gathered: set[tuple[Any, ShardingSpec]] = set()
+    gathered: set[tuple[Var, ShardingSpec]] = set()
     again: dict[Var, float] = {}  # bytes per device
     last, position = None, len(eqns)
     for k, (eqn, step, phase) in enumerate(zip(eqns, plan.strategies, phases, strict=True)):
@@ -80,7 +79,8 @@ def _gathers(held: ShardingSpec, wanted: ShardingSpec) -> bool:
     return any(axis not in more for less, more in pairs for axis in less)
 
 
-def _reading(eqn: JaxprEqn, renamed: dict[Var, Any]) -> Any:
+def _reading(eqn: JaxprEqn, renamed: dict[Var, Var]) -> JaxprEqn:
     """Return an equation that reads the renamed values."""
     atoms = [atom if isinstance(atom, Literal) else renamed.get(atom, atom) for atom in eqn.invars]
-    return eqn.replace(invars=atoms)
+    read: JaxprEqn = eqn.replace(invars=atoms)
+    return read

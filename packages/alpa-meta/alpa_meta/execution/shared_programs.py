@@ -10,7 +10,6 @@ masks of other places and other rows of a table of positions, and have a program
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import numpy as np
 from attrs import evolve
@@ -77,7 +76,7 @@ def _type(atom: Atom) -> Hashable:
     return str(atom.aval), bool(getattr(atom.aval, "weak_type", False))
 
 
-def _value_key(value: Any) -> Hashable:
+def _value_key(value: object) -> Hashable:
     """Return what is equal for equal parameters and constants; itself where that is not known."""
     if isinstance(value, ClosedJaxpr):
         return program_key(value)

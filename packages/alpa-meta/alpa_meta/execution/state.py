@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 from attrs import frozen
@@ -13,6 +13,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.execution.piecewise import Piece, StateArray, state_arrays
 from alpa_meta.step.arguments import is_array, strong
 from alpa_meta.step.pure_call import flat_objects
+from alpa_meta.types import Function, PyTree
 
 if TYPE_CHECKING:
     from alpa_meta.execution.executable import Executable
@@ -23,21 +24,21 @@ class Unborn:
     """State that `init` was asked for before the batch's shapes were known; the first step makes
     it."""
 
-    make: Callable[..., Any]
-    args: tuple[Any, ...]
+    make: Function[PyTree]
+    args: tuple[PyTree, ...]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         raise PlanError(
             "several states are made by init() only once the batch is known; pass its shapes: "
             "init(make, ..., batch=...)"
         )
 
-    def shapes(self) -> Any:
+    def shapes(self) -> PyTree:
         """Return the state to be with shapes for its arrays; leaves that are no arrays as they
         are."""
-        made: list[Any] = []
+        made: list[PyTree] = []
 
-        def arrays_only(*args: Any) -> list[Any]:
+        def arrays_only(*args: PyTree) -> list[PyTree]:
             leaves, rebuild = flat_objects(self.make(*args))
             kept = [None if is_array(leaf) else leaf for leaf in leaves]
             made[:] = [rebuild, kept]
@@ -47,7 +48,7 @@ class Unborn:
         rebuild, kept = made
         return rebuild([next(shapes) if leaf is None else leaf for leaf in kept])
 
-    def born(self, executable: Executable) -> Any:
+    def born(self, executable: Executable) -> PyTree:
         """Return the state, each mesh computing only the arrays that live on it."""
         shapes, rebuild = flat_objects(self.shapes())
         leaves = list(shapes)
@@ -63,8 +64,8 @@ class Unborn:
             for piece in array.pieces:
                 members.setdefault(executable.input_mesh(piece.path), []).append((k, piece))
 
-        def part_on(mesh: int) -> Callable[..., list[Any]]:
-            def part(*args: Any) -> list[Any]:
+        def part_on(mesh: int) -> Function[list[jax.Array]]:
+            def part(*args: PyTree) -> list[jax.Array]:
                 flat, _ = flat_objects(self.make(*args))
                 arrays = {k: strong(flat[k], shapes[k].dtype) for k, _ in members[mesh]}
                 return [piece.of(arrays[k]) for k, piece in members[mesh]]
@@ -90,7 +91,7 @@ class Unborn:
         return rebuild(leaves)
 
 
-def placed(executable: Executable, state: Any) -> Any:
+def placed(executable: Executable, state: PyTree) -> PyTree:
     """Return state with its arrays, from wherever they are, laid out as the plan wants them."""
     leaves, rebuild = flat_objects(state)
     arrays = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
@@ -108,7 +109,7 @@ def placed(executable: Executable, state: Any) -> Any:
     return rebuild(leaves)
 
 
-def laid_out(executable: Executable, state: Any) -> Any:
+def laid_out(executable: Executable, state: PyTree) -> PyTree:
     """Return what stands for the arrays of a state, of which shapes are given, laid out as the plan
     wants them (`Executable.templates`): what a checkpoint is restored like. Python numbers stay."""
     leaves, rebuild = flat_objects(state)
@@ -126,7 +127,7 @@ def laid_out(executable: Executable, state: Any) -> Any:
     return rebuild(leaves)
 
 
-def templates(executable: Executable) -> dict[str, Any]:
+def templates(executable: Executable) -> dict[str, PyTree]:
     """Return what to restore each array of the state like, by the path of the user's array."""
     found = executable.templates()
     return {

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from alpa_meta.execution.piecewise import PiecewiseArray
 from alpa_meta.step.arguments import is_array
 from alpa_meta.step.program import Step
 from alpa_meta.step.pure_call import flat_objects
+from alpa_meta.types import PyTree
 from mesh_runtime import RemoteArray, StepError, WorkerError
 
 _POLL_SECONDS = 0.02
@@ -37,7 +38,7 @@ batch that no stage has the memory for or a node that kills what it is given."""
 class Supervised(Protocol):
     """What runs the steps, and can do so on new workers."""
 
-    def execute(self, key: Any, leaves: Sequence[Any]) -> list[Any]:
+    def execute(self, key: Hashable, leaves: Sequence[PyTree]) -> list[PyTree]:
         """Return the leaves of a step's result."""
 
     def prepare(self) -> None:
@@ -46,11 +47,11 @@ class Supervised(Protocol):
     def restart(self) -> None:
         """Start new workers, and plan anew if there is no room for as many."""
 
-    def templates(self, key: Any) -> list[Any]:
+    def templates(self, key: Hashable) -> list[PyTree]:
         """Return, for each leaf of a step's arguments, a handle laid out as it is read, of an array
         that is not there; a shape for what no worker reads."""
 
-    def step_of(self, key: Any) -> Step:
+    def step_of(self, key: Hashable) -> Step:
         """Return the step that calls of a key are of."""
 
 
@@ -58,11 +59,11 @@ class Supervised(Protocol):
 class _Call:
     """A step that was done: which, the positions of its state, and what else it was given."""
 
-    key: Any
+    key: Hashable
     held: tuple[int, ...]
-    given: dict[int, Any]
+    given: dict[int, PyTree]
 
-    def leaves(self, state: Sequence[Any]) -> list[Any]:
+    def leaves(self, state: Sequence[PyTree]) -> list[PyTree]:
         """Return the leaves of the call with a state."""
         found = dict(zip(self.held, state, strict=True)) | self.given
         return [found[k] for k in range(len(found))]
@@ -75,19 +76,19 @@ class _Source:
     `made` are the leaves that it made, `numbers` those that are a step's, in their order.
     """
 
-    make: Callable[[], Any]
+    make: Callable[[], PyTree]
     name: str
-    made: tuple[Any, ...] = ()
+    made: tuple[PyTree, ...] = ()
     numbers: tuple[int, ...] = ()
 
-    def of(self, state: Sequence[Any]) -> _Source | None:
+    def of(self, state: Sequence[PyTree]) -> _Source | None:
         """Return what makes the leaves of `state`; None if they are others."""
         places = {id(leaf): number for number, leaf in enumerate(self.made)}
         if not all(id(leaf) in places for leaf in state):
             return None
         return evolve(self, made=(), numbers=tuple(places[id(leaf)] for leaf in state))
 
-    def again(self) -> list[Any]:
+    def again(self) -> list[PyTree]:
         """Return the leaves, made anew."""
         made = _leaves(self.make())
         return [made[number] for number in self.numbers]
@@ -103,8 +104,8 @@ class _Mark:
 
     start: int
     saving: Saving | None = None
-    tree: Any = None
-    leaves: tuple[Any, ...] = ()
+    tree: PyTree = None
+    leaves: tuple[PyTree, ...] = ()
     source: _Source | None = None
 
     @property
@@ -132,7 +133,7 @@ class _Mark:
             return error
         return None
 
-    def restored(self, templates: Sequence[Any]) -> list[Any]:
+    def restored(self, templates: Sequence[PyTree]) -> list[PyTree]:
         """Return the leaves of the state, laid out as `templates`."""
         if self.source is not None:
             return self.source.again()
@@ -140,7 +141,7 @@ class _Mark:
             return list(self.leaves)
         like = jax.tree.map(lambda number: templates[number], self.tree)
         found = read_checkpoint(self.saving.wait()).restore(like)
-        leaves: list[Any] = list(templates)
+        leaves: list[PyTree] = list(templates)
         for number, leaf in zip(jax.tree.leaves(self.tree), jax.tree.leaves(found), strict=True):
             leaves[number] = leaf
         return leaves
@@ -153,13 +154,13 @@ class Supervisor:
     runs: Supervised
     num_recoveries: int = field(default=0, init=False)
     _latest: _Call | None = field(default=None, init=False)
-    _state: list[Any] = field(factory=list, init=False)
+    _state: list[PyTree] = field(factory=list, init=False)
     _log: list[_Call] = field(factory=list, init=False)
     _marks: list[_Mark] = field(factory=list, init=False)
     _source: _Source | None = field(default=None, init=False)
     _prepared: bool = field(default=False, init=False)
 
-    def run(self, key: Any, leaves: Sequence[Any]) -> list[Any]:
+    def run(self, key: Hashable, leaves: Sequence[PyTree]) -> list[PyTree]:
         """Return the leaves of a step's result, having replaced workers that failed."""
         call = _call(self.runs.step_of(key), key, leaves)
         state = [leaves[k] for k in call.held]
@@ -184,25 +185,25 @@ class Supervisor:
             self._prepared = True
         return results
 
-    def note_source(self, state: Any, make: Callable[[], Any], name: str) -> None:
+    def note_source(self, state: PyTree, make: Callable[[], PyTree], name: str) -> None:
         """Note what made a state: where steps begin with it, `make()` gives it again."""
         self._source = _Source(make, name, tuple(_leaves(state)))
 
-    def note(self, saving: Saving, state: Any) -> None:
+    def note(self, saving: Saving, state: PyTree) -> None:
         """Note that a state is being saved: if it is that after the last step, steps can go on from
         there."""
         numbers: dict[int, list[int]] = {}
         for k, leaf in enumerate(self._state):
             numbers.setdefault(id(leaf), []).append(k)
-        leaves: list[Any]
-        structure: Any
+        leaves: list[PyTree]
+        structure: PyTree
         leaves, structure = jax.tree.flatten(state)
         found = [numbers[id(leaf)].pop(0) if numbers.get(id(leaf)) else -1 for leaf in leaves]
         if sorted(found) == list(range(len(self._state))):
             tree = structure.unflatten(found)
             self._marks.append(_Mark(len(self._log), saving, tree))
 
-    def latest(self) -> tuple[Step, list[Any], tuple[int, ...]]:
+    def latest(self) -> tuple[Step, list[PyTree], tuple[int, ...]]:
         """Return the latest step, the leaves of its next call with its state, and the positions of
         the state."""
         call = self._latest
@@ -253,7 +254,7 @@ class Supervisor:
             stacklevel=3,
         )
 
-    def _restored(self, templates: Sequence[Any]) -> tuple[list[Any], list[_Call]]:
+    def _restored(self, templates: Sequence[PyTree]) -> tuple[list[PyTree], list[_Call]]:
         """Return the state of the newest mark that can be read, and the calls since."""
         while True:
             mark = self._newest()
@@ -265,13 +266,13 @@ class Supervisor:
                     raise
                 self._warn(f"{error};")
 
-    def _continues(self, state: Sequence[Any]) -> bool:
+    def _continues(self, state: Sequence[PyTree]) -> bool:
         """Return whether a step is given the state that the last one returned."""
         return len(state) == len(self._state) > 0 and all(
             given is own for given, own in zip(state, self._state, strict=True)
         )
 
-    def _begin(self, call: _Call, state: list[Any]) -> None:
+    def _begin(self, call: _Call, state: list[PyTree]) -> None:
         """Forget what was before: a step is given another state."""
         self._latest, self._state, self._log, self._marks = call, state, [], []
         source = None if self._source is None else self._source.of(state)
@@ -304,10 +305,12 @@ class Supervisor:
                 if reason:
                     raise WorkerError(reason)
 
-    def _done(self, call: _Call, state: Sequence[Any]) -> list[Any]:
+    def _done(self, call: _Call, state: Sequence[PyTree]) -> list[PyTree]:
         return self.runs.execute(call.key, call.leaves(state))
 
-    def _after(self, call: _Call, state: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    def _after(
+        self, call: _Call, state: Sequence[PyTree], results: Sequence[PyTree]
+    ) -> list[PyTree]:
         """Return the state after a call."""
         step, after = self.runs.step_of(call.key), dict(zip(call.held, state, strict=True))
         for result, alias in zip(results, step.aliases, strict=True):
@@ -316,7 +319,7 @@ class Supervisor:
         return list(after.values())
 
 
-def _call(step: Step, key: Any, leaves: Sequence[Any]) -> _Call:
+def _call(step: Step, key: Hashable, leaves: Sequence[PyTree]) -> _Call:
     """Return a call of a step; of its state are also constants that live on workers."""
     held = tuple(
         k
@@ -327,17 +330,17 @@ def _call(step: Step, key: Any, leaves: Sequence[Any]) -> _Call:
     return _Call(key, held, given)
 
 
-def _leaves(state: Any) -> list[Any]:
+def _leaves(state: PyTree) -> list[PyTree]:
     """Return the arrays of a state in the order in which a step has them."""
     return [leaf for leaf in flat_objects(state)[0] if is_array(leaf)]
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: PyTree) -> PyTree:
     """Return an array that stays as it is: a loader may fill its own anew."""
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _again(handle: Any, made: Any) -> Any:
+def _again(handle: PyTree, made: PyTree) -> PyTree:
     """Return an array under the handle that the user has of it, where that can stand for it."""
     if isinstance(handle, RemoteArray) and isinstance(made, RemoteArray):
         handle.buffer, handle.key_impl = made.buffer, made.key_impl

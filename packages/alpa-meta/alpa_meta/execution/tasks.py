@@ -11,19 +11,20 @@ Values leave the microbatches as `accumulation` says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+import jax
 import numpy as np
 from attrs import evolve, field, frozen
 
 from alpa_interchange import TaskGraph, TaskSpec
 from alpa_interchange.schedule import TASK_PHASES
-from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, is_drop
+from alpa_meta.compat import ClosedJaxpr, JaxprEqn, Literal, Var, dtype_of, is_drop
 from alpa_meta.execution.accumulation import Accumulation, accumulation_of, crossing_values
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.step.program import Program
 from alpa_meta.token_slices.staged import slice_numbers
+from alpa_meta.types import HostArray
 
 TaskKey = tuple[str, int, int, int]
 """Kind, stage, level of the update, and token slice."""
@@ -46,7 +47,7 @@ class Task:
     eqns: tuple[JaxprEqn, ...]
     invars: tuple[Var, ...]
     outvars: tuple[Var, ...]
-    follows: Mapping[int, Any] = field(factory=dict)
+    follows: Mapping[int, Var] = field(factory=dict)
 
     def closed(self, program: Program) -> ClosedJaxpr:
         """Return the task as a ClosedJaxpr; constants of the step are closed over."""
@@ -72,7 +73,7 @@ class Output:
 
     name: str | None = None
     input: int | None = None
-    constant: Any = None
+    constant: HostArray | jax.Array | None = None
     concatenate: int | None = None
 
 
@@ -85,7 +86,7 @@ class Tasks:
     names: Mapping[Var, str]
     outputs: tuple[Output, ...]
     carry: Mapping[str, str]
-    accumulators: Mapping[Var, Any]  # value of the microbatches -> accumulator variable
+    accumulators: Mapping[Var, Var]  # value of the microbatches -> accumulator variable
     accumulator_names: Mapping[Var, str]
     num_microbatches: int
 
@@ -180,12 +181,12 @@ class _TaskBuilder:
         kind, stage, level, place = key
         results = {a for a in self.jaxpr.outvars if not isinstance(a, Literal)}
         eqns: list[JaxprEqn] = []
-        follows: dict[int, Any] = {}
+        follows: dict[int, Var] = {}
         inputs: dict[Var, None] = {}
         outputs: dict[Var, None] = {}
         defined: set[Var] = set()
 
-        def add(eqn: JaxprEqn, keeps: Any) -> None:
+        def add(eqn: JaxprEqn, keeps: Var) -> None:
             follows[len(eqns)] = keeps
             eqns.append(eqn)
             defined.update(eqn.outvars)
@@ -204,7 +205,7 @@ class _TaskBuilder:
             eqns.append(eqn)
             defined.update(var for var in eqn.outvars if not is_drop(var))
         produced = [v for k in members for v in self.staging.eqns[k].outvars if not is_drop(v)]
-        in_place: list[Any] = []
+        in_place: list[tuple[Var, Var]] = []
         for var in produced:
             elsewhere = bool(readers.get(var, set()) - {key})
             if var in self.accumulators:
@@ -251,14 +252,14 @@ class _TaskBuilder:
 
     def _start_tasks(self) -> list[Task]:
         starts = []
-        by_stage: dict[int, list[tuple[Any, Accumulation, Any]]] = {}
+        by_stage: dict[int, list[tuple[Var, Accumulation, Var]]] = {}
         for var in self.accumulators:
             by_stage.setdefault(self.home[var], []).append((var, self.accumulation, var))
         for total, var in self.program.totals.items():
             by_stage.setdefault(self.home[var], []).append((var, self.totals, total))
         for stage, values in sorted(by_stage.items()):
             eqns: list[JaxprEqn] = []
-            follows: dict[int, Any] = {}
+            follows: dict[int, Var] = {}
             zeros = []
             for var, accumulation, like in values:
                 zero = Var(accumulation.accumulators[var].aval)
@@ -329,7 +330,7 @@ class _TaskBuilder:
         them make anew."""
         return self._name(var) if var not in self.home else f"{self._name(var)} for statistics"
 
-    def _ancestors(self, values: Iterable[Any]) -> list[int]:
+    def _ancestors(self, values: Iterable[Var]) -> list[int]:
         """Return the positions of the equations of the microbatches that `values` depend on."""
         producer = {
             var: k
@@ -353,11 +354,10 @@ class _TaskBuilder:
         outputs: list[Output] = []
         carry: dict[str, str] = {}
         wanted: dict[str, None] = {}
-        finals: list[Any] = []
+        finals: list[Var] = []
         for atom, alias in zip(jaxpr.outvars, program.aliases, strict=True):
             if isinstance(atom, Literal):
-                aval: Any = atom.aval
-                outputs.append(Output(constant=np.asarray(atom.val, aval.dtype)))
+                outputs.append(Output(constant=np.asarray(atom.val, dtype_of(atom))))
             elif atom in by_var:
                 outputs.append(Output(input=by_var[atom]))
             elif atom in self.constants:
@@ -400,17 +400,17 @@ class _TaskBuilder:
             self.count,
         )
 
-    def _with_finals(self, tasks: list[Task], finals: Sequence[Any]) -> list[Task]:
+    def _with_finals(self, tasks: list[Task], finals: Sequence[Var]) -> list[Task]:
         """Add what turns accumulated results of the step (loss, metrics) into outputs.
 
         A value that an update task scales anyway is output there; the rest get a task of their own.
         """
-        left: dict[int, list[Any]] = {}
+        left: dict[int, list[Var]] = {}
         for var in dict.fromkeys(finals):
             left.setdefault(self.home[var], []).append(var)
         for stage, values in sorted(left.items()):
             eqns: list[JaxprEqn] = []
-            follows: dict[int, Any] = {}
+            follows: dict[int, Var] = {}
             results = []
             for var in values:
                 fresh = Var(var.aval)
