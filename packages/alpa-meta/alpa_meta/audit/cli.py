@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
 
+import jax
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -73,7 +75,7 @@ def audit(
 
     from alpa_meta.audit.target import parse_target, target_devices
 
-    devices: Any = None
+    devices: jax.Device = None
     if target is not None:
         gpu, count = parse_target(target)
         devices = target_devices(gpu, count)
@@ -197,12 +199,12 @@ def prepare_environment(num_devices: int) -> None:
         os.environ["XLA_FLAGS"] = (
             f"{flags} --xla_force_host_platform_device_count={num_devices}".strip()
         )
-    jax: Any = import_module("jax")
+    jax: ModuleType = import_module("jax")
     jax.config.update("jax_platforms", "cpu")
 
 
 def _audit_random(
-    prepared: RandomAudits, seed: int, shape: tuple[int, ...], devices: Any, all_lines: bool
+    prepared: RandomAudits, seed: int, shape: tuple[int, ...], devices: jax.Device, all_lines: bool
 ) -> tuple[bool, Iterator[str]]:
     import jax
 

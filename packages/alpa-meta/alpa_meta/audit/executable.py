@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from attrs import evolve, frozen
 from rich.console import Console, Group
@@ -16,6 +16,10 @@ from alpa_meta.audit.memory import MemoryCheck, task_memory
 from alpa_meta.audit.numerics import NumericsCheck
 from alpa_meta.audit.planned import PlannedCollective
 from alpa_meta.audit.report import AuditReport, format_bytes
+
+if TYPE_CHECKING:
+    from alpa_meta.execution.compiled_task import CompiledTask
+    from alpa_meta.planning.chosen_plan import Planned
 
 
 class Auditable(Protocol):
@@ -144,8 +148,8 @@ def audit_executable(
 
 def audit_tasks(
     executable: Auditable,
-    tasks: Mapping[str, Any],
-    planned: Any,
+    tasks: Mapping[str, CompiledTask],
+    planned: Planned,
     *,
     backend: str = "cpu",
     numerics: NumericsCheck | None = None,

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import frozen
+from jax.sharding import Sharding
 
 from alpa_interchange import Instruction
+from alpa_meta.compat import dtype_of, shape_of
+from alpa_meta.types import DType
 
 if TYPE_CHECKING:
     from alpa_meta.execution.compiled_task import CompiledTask
@@ -59,7 +62,9 @@ def _held(
         if one.kind == "run":
             held = sum(live.values())
             buffers = max(buffers, held)
-            held += tasks[one.task].compiled.memory_analysis().temp_size_in_bytes
+            analysis = tasks[one.task].compiled.memory_analysis()
+            assert analysis is not None
+            held += analysis.temp_size_in_bytes
             if held > peak:
                 peak, fullest = held, one.task
         if one.kind == "free":
@@ -77,11 +82,10 @@ def _sizes(tasks: Mapping[str, CompiledTask]) -> dict[str, float]:
             found[name] = _bytes(shape.shape, shape.dtype, shape.sharding)
         _, layouts = task.shardings()
         for name, var, layout in zip(spec.outputs, task.task.outvars, layouts, strict=False):
-            aval: Any = var.aval
-            found.setdefault(name, _bytes(aval.shape, aval.dtype, layout))
+            found.setdefault(name, _bytes(shape_of(var), dtype_of(var), layout))
     return found
 
 
-def _bytes(shape: tuple[int, ...], dtype: Any, sharding: Any) -> float:
+def _bytes(shape: tuple[int, ...], dtype: DType, sharding: Sharding | None) -> float:
     held = shape if sharding is None else sharding.shard_shape(shape)
     return float(math.prod(held) * dtype.itemsize)

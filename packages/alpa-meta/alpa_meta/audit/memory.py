@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 from attrs import frozen
 
 from alpa_meta.audit.report import format_bytes
+
+if TYPE_CHECKING:
+    from alpa_meta.execution.compiled_task import CompiledTask
 
 TOLERANCE = 0.10
 """Relative excess over the predicted peak that is let pass."""
@@ -65,7 +68,7 @@ class MemoryCheck:
 
 
 def memory_check(
-    compiled: Any,
+    compiled: jax.stages.Compiled,
     *,
     predicted_argument_bytes: float | None = None,
     predicted_peak_bytes: float | None = None,
@@ -73,6 +76,7 @@ def memory_check(
 ) -> MemoryCheck:
     """Return the check of a `jax.stages.Compiled` by its `memory_analysis()`."""
     analysis = compiled.memory_analysis()
+    assert analysis is not None
     return MemoryCheck(
         argument_bytes=int(analysis.argument_size_in_bytes),
         output_bytes=int(analysis.output_size_in_bytes),
@@ -85,7 +89,7 @@ def memory_check(
 
 
 def task_memory(
-    task: Any,
+    task: CompiledTask,
     stage_memory: Mapping[str, float],
     batch_paths: Set[str],
     host_paths: Set[str] = frozenset(),

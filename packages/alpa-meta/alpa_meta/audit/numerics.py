@@ -15,14 +15,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
+from jax.tree_util import PyTreeDef
 
 from alpa_meta.audit.rounding import ALL, NARROW, rounded_otherwise
+from alpa_meta.types import DType, Function, HostArray, PyTree
 
 BASE_ULPS = 64.0
 """Ulps that are let pass whatever the sensitivity: the rounding of one long reduction."""
@@ -74,7 +75,7 @@ class NumericsCheck:
         )
 
 
-def difference_in_ulps(actual: Any, expected: Any) -> float:
+def difference_in_ulps(actual: PyTree, expected: PyTree) -> float:
     """Return the largest difference of two arrays in ulps of `expected`'s largest magnitude.
 
     Integers, booleans and keys must be equal (0 or infinity); so must NaNs and infinities.
@@ -106,12 +107,12 @@ def difference_in_ulps(actual: Any, expected: Any) -> float:
     return float(largest / (spacing * 2.0 ** np.floor(np.log2(scale))))
 
 
-def tree_differences(actual: Any, expected: Any) -> dict[str, float]:
+def tree_differences(actual: PyTree, expected: PyTree) -> dict[str, float]:
     """Return the ulps between two results, by the path of each leaf ("[0]['params']['w']")."""
     named = jax.tree_util.tree_flatten_with_path(expected)[0]
     others = jax.tree.leaves(actual)
-    structure: Any = jax.tree.structure(expected)
-    other_structure: Any = jax.tree.structure(actual)
+    structure: PyTreeDef = jax.tree.structure(expected)
+    other_structure: PyTreeDef = jax.tree.structure(actual)
     if structure != other_structure:
         raise ValueError(
             f"results must be trees of one structure, got {other_structure} and {structure}; "
@@ -124,8 +125,8 @@ def tree_differences(actual: Any, expected: Any) -> dict[str, float]:
 
 
 def sensitivity(
-    step: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    step: Function[PyTree],
+    arguments: tuple[PyTree, ...],
     key: jax.Array,
     bits: int = NARROW,
     num_samples: int = 2,
@@ -153,11 +154,11 @@ class Reference:
     It serves any number of plans of the same step and arguments.
     """
 
-    expected: Any
+    expected: PyTree
     moved: Mapping[str, float]
     moved_by_all: Callable[[], Mapping[str, float]]
 
-    def check(self, parallel: Any) -> NumericsCheck:
+    def check(self, parallel: PyTree) -> NumericsCheck:
         """Return the check of the result of a parallel step."""
         differences = tree_differences(parallel, self.expected)
         found = self._check(differences, self.moved)
@@ -177,7 +178,7 @@ class Reference:
 
 
 def single_device_reference(
-    step: Callable[..., Any], arguments: tuple[Any, ...], key: jax.Array
+    step: Function[PyTree], arguments: tuple[PyTree, ...], key: jax.Array
 ) -> Reference:
     """Return the reference that `step(*arguments)`, run on one device, is for its parallel runs."""
 
@@ -193,22 +194,22 @@ def single_device_reference(
 
 
 def numerics_check(
-    parallel: Any,
-    step: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    parallel: PyTree,
+    step: Function[PyTree],
+    arguments: tuple[PyTree, ...],
     key: jax.Array,
 ) -> NumericsCheck:
     """Return the check of the result `parallel` against the single-device `step(*arguments)`."""
     return single_device_reference(step, arguments, key).check(parallel)
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: PyTree) -> PyTree:
     if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
         return leaf
     return jax.device_get(leaf)
 
 
-def _allowed(moved: float, dtype: Any) -> float:
+def _allowed(moved: float, dtype: DType) -> float:
     if not np.isfinite(moved) or not jnp.issubdtype(dtype, jnp.inexact):
         return BASE_ULPS
     only_rounding = moved * _epsilon(dtype) > 1.0
@@ -216,7 +217,7 @@ def _allowed(moved: float, dtype: Any) -> float:
 
 
 @jax.jit
-def _perturb(tree: Any, key: jax.Array) -> Any:
+def _perturb(tree: PyTree, key: jax.Array) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, max(len(leaves), 1))
     changed = []
@@ -230,12 +231,12 @@ def _perturb(tree: Any, key: jax.Array) -> Any:
     return jax.tree.unflatten(structure, changed)
 
 
-def _epsilon(dtype: Any) -> float:
-    info: Any = jnp.finfo
+def _epsilon(dtype: DType) -> float:
+    info: Function[jnp.finfo] = jnp.finfo
     return float(info(dtype).eps)
 
 
-def _as_numpy(leaf: Any) -> np.ndarray[Any, Any]:
+def _as_numpy(leaf: PyTree) -> HostArray:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf)

@@ -7,7 +7,6 @@ is what both a plan and compiled HLO state directly; `link_bytes` is what a devi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from attrs import field, frozen
 from attrs.validators import in_
@@ -67,12 +66,12 @@ class PlannedCollective:
     scope: str = ""
 
     @bytes.validator
-    def _non_negative(self, _: Any, value: int) -> None:
+    def _non_negative(self, _: object, value: int) -> None:
         if value < 0:
             raise ValueError(f"PlannedCollective.bytes must be at least 0, got {value}")
 
     @trips.validator
-    def _positive(self, _: Any, value: int | None) -> None:
+    def _positive(self, _: object, value: int | None) -> None:
         if value is not None and value < 1:
             raise ValueError(f"PlannedCollective.trips must be at least 1 or None, got {value}")
 

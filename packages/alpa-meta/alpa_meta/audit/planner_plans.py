@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -23,6 +23,10 @@ from alpa_meta.options import Options
 from alpa_meta.own_step import Runnable
 from alpa_meta.planning.chosen_plan import Planned
 
+if TYPE_CHECKING:
+    from alpa_interchange import DeviceMesh
+    from alpa_meta.api import AnyStep
+
 SCHEDULED_SHARE = 0.8 * 0.95
 """Of a GPU's memory, what XLA's scheduler keeps to (xla/service/gpu/gpu_hlo_schedule.cc). Below, it
 trades idle memory for overlap: of gpt-remat at small on H100s it keeps the operands of all weight
@@ -40,7 +44,7 @@ class _Tasks:
     tasks: Mapping[str, CompiledTask]
 
     def compiled_texts(self) -> Mapping[str, str]:
-        return {name: task.compiled.as_text() for name, task in self.tasks.items()}
+        return {name: task.compiled.as_text() or "" for name, task in self.tasks.items()}
 
     def planned_collectives(self) -> Mapping[str, tuple[PlannedCollective, ...]]:
         return {name: task.planned for name, task in self.tasks.items()}
@@ -92,7 +96,7 @@ def _compiled(planned: Planned, task: Task, mesh: Mesh) -> CompiledTask:
 
 
 def audit_on_host(
-    model: Runnable, step: Any, reference: Reference | None = None, *, numerics: bool = True
+    model: Runnable, step: AnyStep, reference: Reference | None = None, *, numerics: bool = True
 ) -> ExecutableAudit:
     """Return the audit of a parallel step of `model` on this process's devices."""
     if not numerics:
@@ -108,7 +112,7 @@ def reference_of(model: Runnable) -> Reference:
     return single_device_reference(plain, model.arguments(), jax.random.key(0))
 
 
-def _mesh(devices: Sequence[Any], placed: Any) -> Mesh:
+def _mesh(devices: Sequence[jax.Device], placed: DeviceMesh) -> Mesh:
     chosen = np.array([devices[index] for index in placed.device_ids])
     return Mesh(
         chosen.reshape(placed.logical.shape),

@@ -7,8 +7,8 @@ equations, so that any plan, also a random one, can be audited.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from alpa_meta.audit.memory import MemoryCheck, memory_check
 from alpa_meta.audit.numerics import NumericsCheck, Reference, single_device_reference
 from alpa_meta.audit.report import AuditReport
 from alpa_meta.audit.target import SOUND, compile_for, compiler_options
-from alpa_meta.compat import ClosedJaxpr
+from alpa_meta.compat import ClosedJaxpr, Var, dtype_of, shape_of
 from alpa_meta.spmd import (
     JaxprPlan,
     global_shape,
@@ -31,7 +31,11 @@ from alpa_meta.spmd import (
     planned_collectives,
     shard_map_program,
 )
+from alpa_meta.types import Function, PyTree
 from ilp_sharding.strategies import Conversions
+
+if TYPE_CHECKING:
+    from alpa_meta.audit.target import XlaOption
 
 
 @frozen(kw_only=True)
@@ -60,8 +64,8 @@ def audit_program(
     plan: JaxprPlan,
     mesh: LogicalMesh,
     conversions: Conversions,
-    devices: Sequence[Any],
-    arguments: Sequence[Any] | None = None,
+    devices: Sequence[jax.Device],
+    arguments: Sequence[PyTree] | None = None,
     reference: Reference | None = None,
 ) -> ProgramAudit:
     """Return the audit of the closed, inlined `jaxpr` run by `plan` on `devices`.
@@ -75,7 +79,7 @@ def audit_program(
     compiled = compile_plan(jaxpr, plan, mesh, conversions, devices, sizes)
     report = account(
         planned_collectives(jaxpr, plan, mesh, conversions),
-        compiled_collectives(compiled.as_text()),
+        compiled_collectives(compiled.as_text() or ""),
         sizes,
         backend="cpu" if devices[0].platform == "cpu" else "cuda",
     )
@@ -98,24 +102,25 @@ def compile_plan(
     plan: JaxprPlan,
     mesh: LogicalMesh,
     conversions: Conversions,
-    devices: Sequence[Any],
+    devices: Sequence[jax.Device],
     axis_sizes: Mapping[str, int],
-    options: Mapping[str, Any] | None = None,
-) -> Any:
+    options: Mapping[str, XlaOption] | None = None,
+) -> jax.stages.Compiled:
     """Return the planned program compiled for `devices`, by default as cheaply as XLA can."""
     inputs = compat.open_jaxpr(jaxpr).invars
-    shapes = [_global(var.aval, spec, mesh) for var, spec in zip(inputs, plan.inputs, strict=True)]
+    shapes = [_global(var, spec, mesh) for var, spec in zip(inputs, plan.inputs, strict=True)]
     program = shard_map_program(jaxpr, plan, mesh, conversions)
     specs = [partition_spec(spec) for spec in plan.inputs]
     return compile_for(devices, axis_sizes, program, shapes, specs, options=options)
 
 
-def _global(aval: Any, spec: ShardingSpec, mesh: LogicalMesh) -> Any:
-    described: Any = jax.ShapeDtypeStruct
-    return described(global_shape(aval.shape, spec, mesh), aval.dtype)
+def _global(var: Var, spec: ShardingSpec, mesh: LogicalMesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(global_shape(shape_of(var), spec, mesh), dtype_of(var))
 
 
-def _run(plan: JaxprPlan, compiled: Any, arguments: Sequence[Any]) -> list[Any]:
+def _run(
+    plan: JaxprPlan, compiled: jax.stages.Compiled, arguments: Sequence[PyTree]
+) -> list[PyTree]:
     """Return the results of a compiled plan on the host, unreduced sums completed."""
     shardings: Sequence[NamedSharding] = compiled.input_shardings[0]
     placed = [
@@ -129,22 +134,22 @@ def _run(plan: JaxprPlan, compiled: Any, arguments: Sequence[Any]) -> list[Any]:
     return [jax.device_get(value) for value in whole]
 
 
-def reference_of_program(jaxpr: ClosedJaxpr, arguments: Sequence[Any]) -> Reference:
+def reference_of_program(jaxpr: ClosedJaxpr, arguments: Sequence[PyTree]) -> Reference:
     """Return the single-device results of `jaxpr` on flat arguments, for any number of plans."""
     return single_device_reference(single_device(jaxpr), tuple(arguments), jax.random.key(0))
 
 
-def single_device(jaxpr: ClosedJaxpr) -> Callable[..., Any]:
+def single_device(jaxpr: ClosedJaxpr) -> Function[PyTree]:
     """Return the function of flat arrays that runs `jaxpr` on one device; it can be traced."""
     device = jax.devices("cpu")[0]
 
-    def whole(*values: Any) -> Any:
+    def whole(*values: PyTree) -> list[jax.Array]:
         return jax.core.eval_jaxpr(compat.open_jaxpr(jaxpr), compat.consts(jaxpr), *values)
 
     run = jax.jit(whole, compiler_options=dict(SOUND))
 
     @functools.wraps(whole)
-    def on_one(*values: Any) -> Any:
+    def on_one(*values: PyTree) -> PyTree:
         if any(isinstance(value, jax.core.Tracer) for value in values):
             return whole(*values)
         return run(*(jax.device_put(value, device) for value in values))
@@ -152,7 +157,7 @@ def single_device(jaxpr: ClosedJaxpr) -> Callable[..., Any]:
     return on_one
 
 
-def random_values(shapes: Sequence[Any], key: jax.Array) -> list[Any]:
+def random_values(shapes: Sequence[jax.ShapeDtypeStruct], key: jax.Array) -> list[jax.Array]:
     """Return a normal array for each floating shape, small integers and keys for the others."""
     values = []
     for shape, one in zip(shapes, jax.random.split(key, max(len(shapes), 1)), strict=False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from attrs import frozen
@@ -15,6 +14,7 @@ from alpa_meta.compat import ClosedJaxpr
 from alpa_meta.own_step import Runnable
 from alpa_meta.spmd import random_plan
 from alpa_meta.step.trace import trace
+from alpa_meta.types import PyTree
 from ilp_sharding.strategies import Conversions
 
 BANDWIDTH = 1e10
@@ -59,10 +59,10 @@ class RandomAudits:
 
     model: Runnable
     jaxpr: ClosedJaxpr
-    arguments: Sequence[Any] | None = None
+    arguments: Sequence[PyTree] | None = None
     reference: Reference | None = None
 
-    def audit(self, mesh: LogicalMesh, devices: Sequence[Any], seed: int) -> PlanAudit:
+    def audit(self, mesh: LogicalMesh, devices: Sequence[jax.Device], seed: int) -> PlanAudit:
         """Return the audit under the random plan that `seed` draws for `mesh`."""
         if len(devices) < mesh.num_devices:
             raise ValueError(
@@ -90,11 +90,11 @@ def random_audits(model: Runnable, *, numerics: bool = True) -> RandomAudits:
     return RandomAudits(model, jaxpr, arguments, reference_of_program(jaxpr, arguments))
 
 
-def flat_jaxpr(model: Runnable) -> Any:
+def flat_jaxpr(model: Runnable) -> ClosedJaxpr:
     """Return the inlined jaxpr of the model's step, from flat (state, batch) to flat results."""
     leaves, structure = jax.tree.flatten((model.state, model.batch))
 
-    def step(*flat: Any) -> list[Any]:
+    def step(*flat: PyTree) -> list[ClosedJaxpr]:
         return jax.tree.leaves(model.train_step(*jax.tree.unflatten(structure, flat)))
 
     jaxpr, _ = trace(step, *leaves)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -95,11 +96,11 @@ def _listed(text: str) -> Groups:
     return tuple(_numbers(group) for group in found)
 
 
-def _rows(ids: np.ndarray) -> Groups:
+def _rows(ids: NDArray[np.int64]) -> Groups:
     return tuple(tuple(int(device) for device in row) for row in ids)
 
 
-def _device_ids(dims: str, permutation: str | None) -> np.ndarray:
+def _device_ids(dims: str, permutation: str | None) -> NDArray[np.int64]:
     shape = _numbers(dims)
     ids = np.arange(int(np.prod(shape))).reshape(shape)
     return ids if permutation is None else ids.transpose(_numbers(permutation))

@@ -13,8 +13,7 @@ terms cancel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from alpa_meta.compat import Atom, ClosedJaxpr, Jaxpr, JaxprEqn
 from alpa_meta.operators import operator_of, sharding_rule
 from alpa_meta.operators.regions import with_bodies
 from alpa_meta.step.trace import inline
+from alpa_meta.types import Function, PyTree
 
 NARROW, ALL = 32, 65  # floats of fewer bits are changed
 
@@ -40,8 +40,8 @@ def rounds(jaxpr: Jaxpr | ClosedJaxpr, bits: int) -> bool:
 
 
 def rounded_otherwise(
-    step: Callable[..., Any], arguments: Sequence[Any], seed: int, bits: int = NARROW
-) -> Callable[..., Any]:
+    step: Function[PyTree], arguments: Sequence[PyTree], seed: int, bits: int = NARROW
+) -> Function[PyTree]:
     """Return `step` with floats of fewer than `bits` bits changed by signs drawn from `seed`;
     itself if it has none."""
     traced, shapes = jax.make_jaxpr(step, return_shape=True)(*arguments)
@@ -50,7 +50,7 @@ def rounded_otherwise(
         return step
 
     @jax.jit
-    def changed(*values: Any) -> Any:
+    def changed(*values: PyTree) -> PyTree:
         results = _run(program, jax.tree.leaves(values), _Rounding(seed, bits))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -63,24 +63,28 @@ class _Rounding:
     def __init__(self, seed: int, bits: int) -> None:
         self._seed, self._count, self.bits = seed * 2**16, 0, bits
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: jax.Array) -> jax.Array:
         if not _is_float(value, self.bits):
             return value
         self._count += 1
-        info: Any = jnp.finfo
-        return value * (1 + _signs(value, self._seed + self._count) * info(value.dtype).eps)
+        info: Function[jnp.finfo] = jnp.finfo
+        changed: jax.Array = value * (
+            1 + _signs(value, self._seed + self._count) * info(value.dtype).eps
+        )
+        return changed
 
 
-def _signs(value: Any, number: int) -> Any:
+def _signs(value: jax.Array, number: int) -> jax.Array:
     """Return -1, 0 or 1 per element: MurmurHash3's finaliser of its place, quick to compile."""
     bits = lax.iota(jnp.uint32, value.size) + jnp.uint32(number * 0x9E3779B9 % 2**32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    signs = (bits % 3).astype(value.dtype) - 1
-    return signs.reshape(value.shape)
+    signs: jax.Array = (bits % 3).astype(value.dtype) - 1
+    shaped: jax.Array = signs.reshape(value.shape)
+    return shaped
 
 
-def _is_float(value: Any, bits: int) -> bool:
+def _is_float(value: object, bits: int) -> bool:
     """Return whether `value` is of a float dtype of fewer than `bits` bits."""
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -88,12 +92,12 @@ def _is_float(value: Any, bits: int) -> bool:
     return bool(dtype.itemsize * 8 < bits)
 
 
-def _run(program: Any, values: Sequence[Any], rounding: _Rounding) -> list[Any]:
+def _run(program: ClosedJaxpr, values: Sequence[jax.Array], rounding: _Rounding) -> list[jax.Array]:
     jaxpr = compat.open_jaxpr(program)
     scope = dict(zip(jaxpr.constvars, compat.consts(program), strict=True))
     scope.update(zip(jaxpr.invars, values, strict=True))
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> jax.Array:
         return atom.val if isinstance(atom, compat.Literal) else scope[atom]
 
     for eqn in jaxpr.eqns:
@@ -106,7 +110,7 @@ def _run(program: Any, values: Sequence[Any], rounding: _Rounding) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _from_the_end(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _from_the_end(eqn: JaxprEqn, operands: list[jax.Array]) -> list[jax.Array]:
     """Return the operands of a sum or contraction with what is summed in reverse."""
     rule = sharding_rule(eqn)
     if rule is None or not operator_of(eqn).reorders:

@@ -9,10 +9,10 @@ the CUDA C++ programming guide. The compiler itself comes with the stock plugin 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any
+from typing import cast
 
 import jax
 import numpy as np
@@ -21,8 +21,11 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_meta.errors import PlanError
+from alpa_meta.types import Function, PyTree
 
-COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+XlaOption = str | bool | int
+
+COMPILER_OPTIONS: Mapping[str, Mapping[str, XlaOption]] = MappingProxyType(
     {
         "cpu": {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
         "gpu": {"xla_gpu_autotune_level": 0},
@@ -47,7 +50,7 @@ them."""
 
 
 @functools.cache
-def compiler_options(platform: str) -> Mapping[str, Any]:
+def compiler_options(platform: str) -> Mapping[str, XlaOption]:
     """Return the options of `COMPILER_OPTIONS` for "cpu" or "gpu" that this XLA knows.
 
     CPU options are tried on an empty program; the others are of every supported version.
@@ -60,11 +63,16 @@ def compiler_options(platform: str) -> Mapping[str, Any]:
     known = {}
     for name, value in options.items():
         try:
-            empty.compile(compiler_options={name: value})
+            empty.compile(compiler_options=_typed({name: value}))
         except jax.errors.JaxRuntimeError:
             continue
         known[name] = value
     return MappingProxyType(known)
+
+
+def _typed(options: Mapping[str, XlaOption]) -> dict[str, str | bool]:
+    """Return options as jax types them, which leaves out the numbers that XLA takes."""
+    return cast(dict[str, str | bool], dict(options))
 
 
 @frozen(kw_only=True)
@@ -168,7 +176,7 @@ def parse_target(text: str) -> tuple[GpuTarget, int]:
     return target, count
 
 
-def target_devices(target: GpuTarget, num_devices: int) -> Sequence[Any]:
+def target_devices(target: GpuTarget, num_devices: int) -> Sequence[jax.Device]:
     """Return descriptions of `num_devices` GPUs that programs can be compiled for."""
     if find_spec("jax_cuda12_plugin") is None or find_spec("jax_plugins.xla_cuda12") is None:
         raise PlanError(
@@ -191,14 +199,14 @@ def target_devices(target: GpuTarget, num_devices: int) -> Sequence[Any]:
 
 
 def compile_for(
-    devices: Sequence[Any],
+    devices: Sequence[jax.Device],
     axis_sizes: Mapping[str, int],
-    function: Callable[..., Any],
+    function: Function[PyTree],
     shapes: Sequence[jax.ShapeDtypeStruct],
     specs: Sequence[PartitionSpec],
     donate: Sequence[int] = (),
-    options: Mapping[str, Any] | None = None,
-) -> Any:
+    options: Mapping[str, XlaOption] | None = None,
+) -> jax.stages.Compiled:
     """Return `function` compiled for a mesh of `devices`, its flat arguments sharded by `specs`.
 
     `options` are XLA's, by default the cheapest (`compiler_options`).
@@ -211,4 +219,4 @@ def compile_for(
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
     jitted = jax.jit(function, in_shardings=shardings, donate_argnums=tuple(donate))
     chosen = compiler_options(devices[0].platform) if options is None else options
-    return jitted.lower(*shapes).compile(compiler_options=dict(chosen))
+    return jitted.lower(*shapes).compile(compiler_options=_typed(chosen))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attrs import evolve, frozen
+from jax.tree_util import PyTreeDef
 
 from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.checkpoints.orbax_files import Marker, NumberMarker
@@ -18,6 +18,7 @@ from alpa_meta.execution.exported_function import key_impl
 from alpa_meta.execution.piecewise import PiecewiseArray
 from alpa_meta.execution.state import Unborn
 from alpa_meta.step.pure_call import without_objects
+from alpa_meta.types import PyTree
 from mesh_runtime import Part, RemoteArray, StoredArray, chunk_shape, tile_boxes
 
 _INDEX = re.compile(r"\[(\d{1,9})\]")
@@ -29,13 +30,13 @@ class HeldLeaf:
     """A leaf to be saved, and the arrays that make it up, each with where it begins."""
 
     leaf: SavedLeaf
-    pieces: tuple[tuple[tuple[int, ...], Any], ...] = ()
+    pieces: tuple[tuple[tuple[int, ...], PyTree], ...] = ()
 
     def named(self, name: str) -> HeldLeaf:
         """Return this leaf under the name that its array has in the files."""
         return evolve(self, leaf=evolve(self.leaf, name=name))
 
-    def parts(self) -> list[tuple[Part, Any]]:
+    def parts(self) -> list[tuple[Part, PyTree]]:
         """Return the parts of the stored array and the arrays that hold them."""
         leaf = self.leaf
         if not self.pieces:
@@ -50,9 +51,9 @@ class HeldLeaf:
         return [(Part(stored, origin, tuple(array.shape)), array) for origin, array in self.pieces]
 
 
-def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> Any:
+def nested(leaves: Iterable[tuple[tuple[str, ...], PyTree]]) -> PyTree:
     """Return leaves as nested dicts and lists by their keys; in a list, None where nothing is."""
-    children: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
+    children: dict[str, list[tuple[tuple[str, ...], PyTree]]] = {}
     for keys, leaf in leaves:
         if not keys:
             return leaf
@@ -64,14 +65,14 @@ def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> Any:
     return [by_index.get(k) for k in range(min(max(by_index), len(by_index) + _GAP) + 1)]
 
 
-def _flat(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def _flat(state: PyTree) -> tuple[list[tuple[tuple[object, ...], PyTree]], PyTreeDef]:
     """Return (key path, leaf) of a state, of nnx objects their variables', and its structure."""
-    found: tuple[list[tuple[Any, Any]], Any]
+    found: tuple[list[tuple[tuple[object, ...], PyTree]], PyTreeDef]
     found = jax.tree_util.tree_flatten_with_path(without_objects(state)[0])
     return found
 
 
-def _keys(path: Iterable[Any]) -> tuple[str, ...]:
+def _keys(path: Iterable[object]) -> tuple[str, ...]:
     """Return the keys of a path in a pytree as text."""
     found = []
     for key in path:
@@ -81,13 +82,13 @@ def _keys(path: Iterable[Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def named_leaves(state: Any) -> tuple[list[tuple[str, Any]], Any]:
+def named_leaves(state: PyTree) -> tuple[list[tuple[str, PyTree]], PyTreeDef]:
     """Return (path, leaf) of a state, of nnx objects their variables', and its structure."""
     flat, structure = _flat(state)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], structure
 
 
-def held_leaves(state: Any) -> tuple[dict[int, HeldLeaf], Any]:
+def held_leaves(state: PyTree) -> tuple[dict[int, HeldLeaf], PyTreeDef]:
     """Return the leaves to save, by number, and the state with markers in their places.
 
     Leaves that are neither arrays nor Python values (functions) are the program's own: None.
@@ -96,7 +97,7 @@ def held_leaves(state: Any) -> tuple[dict[int, HeldLeaf], Any]:
     held, marked = {}, []
     for number, (path, leaf) in enumerate(flat):
         found = _held(jax.tree_util.keystr(path), leaf)
-        marker: Any = None
+        marker: PyTree = None
         if found is not None:
             held[number] = evolve(found, leaf=evolve(found.leaf, keys=_keys(path)))
             marker = Marker(number)
@@ -108,7 +109,7 @@ def held_leaves(state: Any) -> tuple[dict[int, HeldLeaf], Any]:
     return held, structure.unflatten(marked)
 
 
-def key_words(array: Any) -> Any:
+def key_words(array: PyTree) -> PyTree:
     """Return random keys as their words, other arrays as they are."""
     if isinstance(array, RemoteArray):
         value = array.buffer.value
@@ -116,7 +117,7 @@ def key_words(array: Any) -> Any:
     return array if key_impl(array) is None else jax.random.key_data(array)
 
 
-def pieces_of(leaf: Any) -> Iterator[tuple[int, Any]]:
+def pieces_of(leaf: PyTree) -> Iterator[tuple[int, PyTree]]:
     """Yield the arrays that make up an array, with the layers that they begin at."""
     if isinstance(leaf, PiecewiseArray):
         yield from zip(leaf.bounds, leaf.pieces, strict=False)
@@ -124,12 +125,12 @@ def pieces_of(leaf: Any) -> Iterator[tuple[int, Any]]:
         yield 0, leaf
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: PyTree) -> bool:
     """Return whether a leaf is an array, not a Python number."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
-def _held(path: str, leaf: Any) -> HeldLeaf | None:
+def _held(path: str, leaf: PyTree) -> HeldLeaf | None:
     if isinstance(leaf, (Unborn, jax.ShapeDtypeStruct, jax.core.Tracer)):
         raise CheckpointError(
             f"{path or 'the state'}: is a {type(leaf).__name__}, which has no values to save; save "
@@ -147,7 +148,7 @@ def _held(path: str, leaf: Any) -> HeldLeaf | None:
     return HeldLeaf(evolve(found, dtype=str(array.dtype)), (((), array),))
 
 
-def _held_array(path: str, leaf: Any) -> HeldLeaf:
+def _held_array(path: str, leaf: PyTree) -> HeldLeaf:
     if isinstance(leaf, (jax.Array, RemoteArray, PiecewiseArray)) and leaf.is_deleted():
         raise CheckpointError(
             f"{path}: was given away to a step, which overwrote it; save the state that it returned"
@@ -176,7 +177,7 @@ def _held_array(path: str, leaf: Any) -> HeldLeaf:
     )
 
 
-def _boxes(array: Any) -> Sequence[Any]:
+def _boxes(array: PyTree) -> Sequence[tuple[tuple[int, int], ...]]:
     """Return the tiles of an array, wherever they are."""
     if isinstance(array, RemoteArray):
         return array.buffer.layout.boxes(array.shape)

@@ -8,13 +8,13 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from attrs import evolve, field, frozen
 from attrs.validators import ge
 
 from alpa_interchange import DocumentError, from_json, to_json
 from alpa_meta.checkpoints.saved_leaves import SavedLeaf
+from alpa_meta.types import Fields
 from mesh_runtime import file_sums
 
 MANIFEST = "alpa.json"
@@ -56,7 +56,7 @@ class CheckpointManifest:
 def write_manifest(
     folder: Path,
     step: int,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     leaves: Sequence[SavedLeaf],
     sums: Mapping[str, tuple[int, str]],
 ) -> None:
@@ -128,7 +128,7 @@ def check_regular(path: Path) -> int:
     return found.st_size
 
 
-def settings_of(manifest: CheckpointManifest, path: Path) -> dict[str, Any]:
+def settings_of(manifest: CheckpointManifest, path: Path) -> Fields:
     """Return the settings that a manifest has as JSON."""
     try:
         found = json.loads(manifest.settings)

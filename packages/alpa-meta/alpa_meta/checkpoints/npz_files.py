@@ -8,16 +8,15 @@ import json
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from numpy.typing import NDArray
 
 from alpa_meta.checkpoints.manifest import CheckpointError, check_regular, read_text
 from alpa_meta.checkpoints.saved_leaves import SavedLeaf
+from alpa_meta.types import HostArray
 from mesh_runtime import Part, StoredArray
 
 _MALFORMED = (KeyError, TypeError, ValueError, SyntaxError, zipfile.BadZipFile)
@@ -27,7 +26,7 @@ _SCHEMA, _MANIFEST, _ARRAYS = "AlpaCheckpoint", "checkpoint.json", "state.npz"
 class NpzArrays:
     """The arrays of an old checkpoint, by path."""
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def __init__(self, arrays: Mapping[str, HostArray]) -> None:
         self._arrays = arrays
 
     def leaves(self) -> dict[str, SavedLeaf]:
@@ -42,7 +41,7 @@ class NpzArrays:
     def open(self, arrays: Iterable[StoredArray]) -> None:
         """Do nothing: all were read."""
 
-    def part(self, part: Part) -> NDArray[Any]:
+    def part(self, part: Part) -> HostArray:
         """Return a part of an array."""
         box = tuple(slice(a, a + size) for a, size in zip(part.origin, part.shape, strict=True))
         return self._arrays[part.stored.name][box]
@@ -57,7 +56,7 @@ def is_npz(place: Path) -> bool:
     return (place / _MANIFEST).exists()
 
 
-def read_npz(place: Path, with_arrays: bool = True) -> tuple[int, Mapping[str, Any], NpzArrays]:
+def read_npz(place: Path, with_arrays: bool = True) -> tuple[int, Mapping[str, object], NpzArrays]:
     """Return step, settings and arrays of an old checkpoint."""
     path = place / _MANIFEST
     try:
@@ -84,7 +83,7 @@ def read_npz(place: Path, with_arrays: bool = True) -> tuple[int, Mapping[str, A
 
 def _arrays(
     path: Path, sha256: str, leaves: Sequence[tuple[str, str, Sequence[int]]]
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, HostArray]:
     """Return the arrays, of which none is larger than the file: they were never compressed."""
     check_regular(path)
     with open(path, "rb") as stream:

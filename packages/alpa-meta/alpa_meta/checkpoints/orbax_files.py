@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from attrs import frozen
 
 from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.extras import require
+from alpa_meta.types import Private
 
 _ONLY_WRITES = "checkpoints are read by alpa_meta.restore, not by the handlers that write them"
 
@@ -43,8 +43,8 @@ class OrbaxFiles:
 
         self._folder = epath.Path(folder)
         self._names: dict[int, str] = {}
-        self._args: Any = ocp.args.PyTreeSave
-        handlers: Any = ocp.type_handlers
+        self._args: Private = ocp.args.PyTreeSave
+        handlers: Private = ocp.type_handlers
         named = _handlers(handlers, self._names)
         registry = handlers.create_type_handler_registry(
             (NumberMarker, named["scalar"]),
@@ -52,11 +52,11 @@ class OrbaxFiles:
             (str, handlers.StringHandler()),
             (jax.Array, handlers.ArrayHandler()),  # of which there are none: orbax asks for it
         )
-        self._handler: Any = ocp.PyTreeCheckpointHandler(
+        self._handler: Private = ocp.PyTreeCheckpointHandler(
             type_handler_registry=registry, use_ocdbt=True
         )
 
-    def write_structure(self, marked: Any) -> dict[int, str]:
+    def write_structure(self, marked: Private) -> dict[int, str]:
         """Write the structure of a state of markers and strings; return the names of arrays."""
         try:
             self._handler.save(self._folder, args=self._args(marked))
@@ -70,7 +70,7 @@ class OrbaxFiles:
         self._handler.finalize(self._folder)
 
 
-def _handlers(type_handlers: Any, names: dict[int, str]) -> dict[str, Any]:
+def _handlers(type_handlers: Private, names: dict[int, str]) -> dict[str, Private]:
     """Return, by what they call it, handlers of markers that note the names which orbax chose."""
 
     class Named(type_handlers.TypeHandler):  # type: ignore[misc]
@@ -82,13 +82,13 @@ def _handlers(type_handlers: Any, names: dict[int, str]) -> dict[str, Any]:
         def typestr(self) -> str:
             return self._kind
 
-        async def metadata(self, infos: Any) -> Any:
+        async def metadata(self, infos: Private) -> Private:
             raise NotImplementedError(_ONLY_WRITES)
 
-        async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        async def deserialize(self, infos: Private, args: Private = None) -> Private:
             raise NotImplementedError(_ONLY_WRITES)
 
-        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+        async def serialize(self, values: Private, infos: Private, args: Private = None) -> Private:
             names.update((value.number, info.name) for value, info in zip(values, infos))
             return []
 

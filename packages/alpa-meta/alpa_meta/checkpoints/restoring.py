@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ import numpy as np
 from attrs import field, frozen
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
-from numpy.typing import NDArray
 
 from alpa_meta.checkpoints.leaves import is_array, key_words, named_leaves, nested, pieces_of
 from alpa_meta.checkpoints.manifest import (
@@ -32,7 +32,11 @@ from alpa_meta.execution.exported_function import key_impl
 from alpa_meta.execution.piecewise import PiecewiseArray
 from alpa_meta.execution.state import Unborn
 from alpa_meta.step.pure_call import without_objects
+from alpa_meta.types import HostArray, PyTree
 from mesh_runtime import ArrayReader, Part, RemoteArray, StoredArray, StoreError, restore_remote
+
+if TYPE_CHECKING:
+    from mesh_runtime.remote_array import Owner
 
 
 class Arrays(Protocol):
@@ -42,7 +46,7 @@ class Arrays(Protocol):
         """Prepare to read arrays."""
         ...
 
-    def part(self, part: Part) -> NDArray[Any]:
+    def part(self, part: Part) -> HostArray:
         """Return a part of an array on the host."""
         ...
 
@@ -57,13 +61,13 @@ class Checkpoint:
 
     path: Path
     step: int
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     leaves: Mapping[str, SavedLeaf] = field(repr=False)
     note: str = ""
     passed_over: tuple[str, ...] = ()
     arrays: Arrays = field(repr=False)
 
-    def restore(self, like: Any = None, *, host_bytes: int | None = None) -> Any:
+    def restore(self, like: PyTree = None, *, host_bytes: int | None = None) -> PyTree:
         """Return the state as a pytree like `like`, each array where and as that of `like` is.
 
         Arrays of `like` may be shapes: those with a sharding are laid out by it, others come as
@@ -87,20 +91,20 @@ class Checkpoint:
         _, rebuild = without_objects(like)
         return rebuild(structure.unflatten(values))
 
-    def _nested(self) -> Any:
+    def _nested(self) -> PyTree:
         try:
             self.arrays.open(leaf.stored for leaf in self.leaves.values() if leaf.dtype)
             return nested((leaf.keys, self._leaf(leaf)) for leaf in self.leaves.values())
         except StoreError as error:
             raise CheckpointError(str(error)) from None
 
-    def _leaf(self, leaf: SavedLeaf) -> Any:
+    def _leaf(self, leaf: SavedLeaf) -> PyTree:
         if leaf.value is not None:
             return _value(leaf)
         array = self.arrays.part(_whole(leaf))
         return _keys(array, leaf.impl, None) if leaf.kind == "key" else array
 
-    def check(self, like: Any) -> None:
+    def check(self, like: PyTree) -> None:
         """Raise CheckpointError for a program whose state is another, leaf by leaf."""
         named, _ = named_leaves(like.shapes() if isinstance(like, Unborn) else like)
         wanted = {path: leaf for path, leaf in named if is_array(leaf) or type(leaf) in _TYPES}
@@ -122,8 +126,12 @@ class Checkpoint:
 
 
 def restore(
-    path: Any, like: Any = None, *, step: int | None = None, host_bytes: int | None = None
-) -> Any:
+    path: str | os.PathLike[str],
+    like: PyTree = None,
+    *,
+    step: int | None = None,
+    host_bytes: int | None = None,
+) -> PyTree:
     """Return the state of the newest sound checkpoint in the folder `path`, or of a step's.
 
     See `Checkpoint.restore`. Damaged checkpoints are passed over with a warning.
@@ -135,7 +143,7 @@ def restore(
     return checkpoint.restore(like, host_bytes=host_bytes)
 
 
-def read_checkpoint(path: Any, *, step: int | None = None) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
     """Return the newest sound checkpoint in a folder, that of a step, or the one that `path` is.
 
     Every file is read and compared with its SHA-256; arrays are not held in memory.
@@ -155,7 +163,7 @@ def read_checkpoint(path: Any, *, step: int | None = None) -> Checkpoint:
     return _newest(places)
 
 
-def read_settings(folder: Path) -> Mapping[str, Any]:
+def read_settings(folder: Path) -> Mapping[str, object]:
     """Return the settings of the newest checkpoint that has readable ones, none if there is
     none."""
     for place in reversed(checkpoint_paths(folder)):
@@ -227,7 +235,7 @@ def _read(place: Path, check: bool = True) -> Checkpoint:
     )
 
 
-def _settings(place: Path) -> Mapping[str, Any]:
+def _settings(place: Path) -> Mapping[str, object]:
     if is_npz(place):
         return read_npz(place, with_arrays=False)[1]
     return settings_of(read_manifest(place), place)
@@ -244,11 +252,11 @@ class _Made:
     def __init__(self, checkpoint: Checkpoint, host_bytes: int) -> None:
         self._checkpoint, self._host_bytes = checkpoint, host_bytes
         self._local: list[tuple[Part, Sharding]] = []
-        self._remote: dict[Any, list[tuple[Part, RemoteArray]]] = {}
+        self._remote: dict[Owner, list[tuple[Part, RemoteArray]]] = {}
         self._made: list[jax.Array] = []
-        self._made_remote: dict[Any, list[RemoteArray]] = {}
+        self._made_remote: dict[Owner, list[RemoteArray]] = {}
 
-    def leaf(self, path: str, like: Any) -> Callable[[], Any]:
+    def leaf(self, path: str, like: PyTree) -> Callable[[], PyTree]:
         """Ask for a leaf; return what gives it after `read`."""
         if not is_array(like) and type(like) not in _TYPES:
             return lambda: like
@@ -270,12 +278,12 @@ class _Made:
                 self._checkpoint.path, parts, self._host_bytes
             )
 
-    def _number(self, saved: SavedLeaf, kind: type) -> Any:
+    def _number(self, saved: SavedLeaf, kind: type) -> PyTree:
         if saved.value is not None:
             return _as_kind(_value(saved), kind)
         return _as_kind(self._checkpoint.arrays.part(_whole(saved)).item(), kind)
 
-    def _piece(self, saved: SavedLeaf, start: int, like: Any) -> Callable[[], Any]:
+    def _piece(self, saved: SavedLeaf, start: int, like: PyTree) -> Callable[[], PyTree]:
         impl = key_impl(like)
         words = saved.shape[len(like.shape) :] if impl else ()
         shape = (*like.shape, *words)
@@ -294,7 +302,9 @@ class _Made:
         number = len(self._local) - 1
         return lambda: self._made[number]
 
-    def _remote_piece(self, part: Part, like: RemoteArray, impl: str | None) -> Callable[[], Any]:
+    def _remote_piece(
+        self, part: Part, like: RemoteArray, impl: str | None
+    ) -> Callable[[], PyTree]:
         words, owner = key_words(like), like.owner
         if not isinstance(words, RemoteArray):  # a small result that came to the driver
             return lambda: self._checkpoint.arrays.part(part)
@@ -309,12 +319,12 @@ class _Made:
         return found
 
 
-def _value(saved: SavedLeaf) -> Any:
+def _value(saved: SavedLeaf) -> PyTree:
     assert saved.value is not None
     return saved.value == "True" if saved.kind == "bool" else VALUES[saved.kind](saved.value)
 
 
-def _as_kind(number: Any, kind: type) -> Any:
+def _as_kind(number: PyTree, kind: type) -> PyTree:
     """Return a number as a Python type, or as it is where that would be another number: a step may
     have made 0.5 of the 1 that it was given."""
     try:
@@ -328,15 +338,15 @@ def _whole(leaf: SavedLeaf) -> Part:
     return Part(leaf.stored, (0,) * len(leaf.shape), leaf.shape)
 
 
-def _keys(words: NDArray[Any], impl: str, sharding: Any) -> Any:
+def _keys(words: HostArray, impl: str, sharding: object) -> PyTree:
     return _placed(jax.random.wrap_key_data(jnp.asarray(words), impl=impl), sharding)
 
 
-def _placed(array: Any, sharding: Any) -> Any:
+def _placed(array: PyTree, sharding: object) -> PyTree:
     return array if not isinstance(sharding, Sharding) else jax.device_put(array, sharding)
 
 
-def _fits(saved: SavedLeaf, like: Any) -> bool:
+def _fits(saved: SavedLeaf, like: PyTree) -> bool:
     """Return whether a saved leaf may become one like another: numbers and arrays of no dims are
     one thing, as steps return arrays for the numbers that they are given."""
     if not is_array(like):
@@ -358,7 +368,7 @@ def _described(saved: SavedLeaf) -> str:
     return f"{saved.dtype}{list(saved.shape)}" if saved.kind == "array" else f"a {saved.kind}"
 
 
-def _described_like(like: Any) -> str:
+def _described_like(like: PyTree) -> str:
     if not is_array(like):
         return f"a {type(like).__name__}"
     impl = key_impl(like)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, SupportsIndex
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from alpa_meta.checkpoints.places import (
     new_partial,
     step_of,
 )
+from alpa_meta.types import PyTree
 from mesh_runtime import (
     ArrayWriter,
     FileSums,
@@ -34,6 +36,9 @@ from mesh_runtime import (
     file_sums,
     save_remote,
 )
+
+if TYPE_CHECKING:
+    from mesh_runtime.remote_array import Owner
 
 _DONE = ".done-"  # what a process says it has written, for the first one
 _POLL_SECONDS = 0.05
@@ -70,11 +75,11 @@ class Saving:
 
 
 def save(
-    path: Any,
-    state: Any,
+    path: str | os.PathLike[str],
+    state: PyTree,
     *,
     step: int = 0,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     keep: int | None = None,
     host_bytes: int | None = None,
 ) -> Saving:
@@ -135,7 +140,7 @@ def save(
     return Saving(finish)
 
 
-def _number(name: str, value: Any, least: int) -> int:
+def _number(name: str, value: SupportsIndex, least: int) -> int:
     """Return an integer, which may be that of a state (an array of no dims)."""
     try:
         number = operator.index(value)
@@ -157,7 +162,7 @@ def free_bytes() -> int:
     return 4 << 30
 
 
-def marked_leaves(marked: Any) -> bool:
+def marked_leaves(marked: PyTree) -> bool:
     """Return whether a state has anything that orbax would write: it refuses what has not."""
     return bool(jax.tree.leaves(marked))
 
@@ -167,8 +172,8 @@ def _start(
 ) -> list[Callable[[], FileSums]]:
     """Start to write what this process and its workers hold; return what waits for each."""
     parts = [part for leaf in held for part in leaf.parts()]
-    remote: dict[Any, list[tuple[Part, RemoteArray]]] = {}
-    local: list[tuple[Part, Any]] = []
+    remote: dict[Owner, list[tuple[Part, RemoteArray]]] = {}
+    local: list[tuple[Part, PyTree]] = []
     for part, array in parts:
         if isinstance(array, RemoteArray):
             remote.setdefault(array.owner, []).append((part, array))
@@ -216,7 +221,7 @@ def _reported(partial: Path, step: int, sums: FileSums) -> Path:
     return made[-1]
 
 
-def _say(partial: Path, sums: Mapping[str, Any]) -> None:
+def _say(partial: Path, sums: Mapping[str, object]) -> None:
     said = partial / f"{_DONE}{jax.process_index()}"
     try:
         said.with_suffix(".tmp").write_text(json.dumps(sums))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -12,7 +12,11 @@ from attrs import frozen
 from alpa_meta.checkpoints.leaves import named_leaves
 from alpa_meta.trainer.loop import OneDeviceStep, run_steps
 from alpa_meta.trainer.settings import TrainSettings
+from alpa_meta.types import PyTree
 from mesh_runtime import HostBatches
+
+if TYPE_CHECKING:
+    from alpa_meta.trainer.metrics import StepMetrics
 
 
 @frozen(kw_only=True)
@@ -34,11 +38,11 @@ class Comparison:
 def compare_with_one_device(
     settings: TrainSettings,
     batches: HostBatches,
-    state: Any,
+    state: PyTree,
     *,
     start: int,
     losses: Sequence[float],
-    params: Any,
+    params: PyTree,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> Comparison:
     """Return how far `losses` and `params`, of the steps from `start` on, are from one device.
@@ -47,7 +51,7 @@ def compare_with_one_device(
     """
     found: list[float] = []
 
-    def note(metrics: Any, _: Any) -> None:
+    def note(metrics: StepMetrics, _: PyTree) -> None:
         found.append(metrics.loss)
         on_step(len(found))
 
@@ -64,7 +68,7 @@ def compare_with_one_device(
 
 
 def difference(
-    losses: Sequence[float], params: Any, other_losses: Sequence[float], other_params: Any
+    losses: Sequence[float], params: PyTree, other_losses: Sequence[float], other_params: PyTree
 ) -> Comparison:
     """Return how far the second run is from the first; parameters are pytrees of host arrays."""
     expected, got = dict(named_leaves(params)[0]), dict(named_leaves(other_params)[0])

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 from attrs import frozen
@@ -39,8 +39,12 @@ from alpa_meta.trainer.settings import TrainSettings, settings_from_json, settin
 from alpa_meta.trainer.signals import StopSignals
 from alpa_meta.trainer.step import make_optimiser, make_state_maker, train_step
 from alpa_meta.trainer.text import Text, read_text
+from alpa_meta.types import PyTree
 from alpa_meta.writable import check_file
 from mesh_runtime import HostBatches, RayOptions
+
+if TYPE_CHECKING:
+    from alpa_meta.api import AnyStep
 
 EXTRA_STEPS = 100  # what resuming a finished run adds
 
@@ -74,7 +78,7 @@ class Start:
     checkpoint: Checkpoint | None = None
 
     @functools.cached_property
-    def make_state(self) -> Callable[[jax.Array], Any]:
+    def make_state(self) -> Callable[[jax.Array], PyTree]:
         """What makes the state of a fresh run."""
         settings = self.settings
         return make_state_maker(settings.model, make_optimiser(settings.optimiser))
@@ -84,18 +88,18 @@ class Start:
         """What the state of a fresh run is drawn with."""
         return jax.random.key(self.settings.seed)
 
-    def shapes(self) -> Any:
+    def shapes(self) -> PyTree:
         """Return the shapes of the state."""
         return jax.eval_shape(self.make_state, self.key)
 
-    def state_of(self, step: Any) -> Any:
+    def state_of(self, step: AnyStep) -> PyTree:
         """Return the state that the run begins with, made or read where the plan of `step` has
         it."""
         if self.checkpoint is not None:
             return step.restore(self.checkpoint, self.shapes())
         return step.init(self.make_state, self.key)
 
-    def state_on_one_device(self) -> Any:
+    def state_on_one_device(self) -> PyTree:
         """Return the state that the run begins with, whole."""
         if self.checkpoint is not None:
             return self.checkpoint.restore(self.shapes())
@@ -246,18 +250,18 @@ def _check_text(checkpoint: Checkpoint, text: Text) -> None:
 def _train(
     request: TrainRequest,
     start: Start,
-    step: Any,
-    state: Any,
+    step: AnyStep,
+    state: PyTree,
     batches: HostBatches,
     recorder: RunRecorder[StepMetrics],
     console: Console,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Return the parameters on the host: after the steps to compare, and after the last."""
     monitor = Monitor(step, request.metrics or recorder.folder.samples, console.print)
     compared_step = min(start.step + request.comparison_steps, start.stop)
-    compared: list[Any] = [None]
+    compared: list[PyTree] = [None]
 
-    def note(metrics: StepMetrics, state: Any) -> None:
+    def note(metrics: StepMetrics, state: PyTree) -> None:
         recorder.record(metrics, state)
         monitor.note(metrics.step, metrics.step_seconds, metrics.values)
         show(metrics)
@@ -299,7 +303,7 @@ def _compare(
     request: TrainRequest,
     start: Start,
     steps: list[StepMetrics],
-    params: Any,
+    params: PyTree,
     text: Text,
     console: Console,
 ) -> Comparison | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -14,13 +14,14 @@ from alpa_meta.trainer.metrics import StepMetrics
 from alpa_meta.trainer.settings import TrainSettings
 from alpa_meta.trainer.step import Batch, learning_rates, train_step
 from alpa_meta.trainer.text import Bytes, batch_at
+from alpa_meta.types import PyTree
 from mesh_runtime import HostBatches
 
 
 class Step(Protocol):
     """What the loop calls: `alpa_meta.parallelize(train_step)` or `OneDeviceStep`."""
 
-    def __call__(self, state: Any, batch: Batch) -> tuple[Any, dict[str, Any]]: ...
+    def __call__(self, state: PyTree, batch: Batch) -> tuple[PyTree, dict[str, PyTree]]: ...
 
 
 class OneDeviceStep:
@@ -30,14 +31,16 @@ class OneDeviceStep:
         self._step = jax.jit(train_step, donate_argnums=0)
         self._device = jax.local_devices()[0]
 
-    def init(self, make_state: Callable[[jax.Array], Any], key: jax.Array) -> Any:
+    def init(self, make_state: Callable[[jax.Array], PyTree], key: jax.Array) -> PyTree:
         """Return the initial state."""
         with jax.default_device(self._device):
             return jax.jit(make_state)(key)
 
-    def __call__(self, state: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, state: PyTree, batch: Batch) -> tuple[PyTree, dict[str, PyTree]]:
         with jax.default_device(self._device):
-            after: tuple[Any, dict[str, Any]] = self._step(state, jax.tree.map(np.asarray, batch))
+            after: tuple[PyTree, dict[str, PyTree]] = self._step(
+                state, jax.tree.map(np.asarray, batch)
+            )
             return after
 
 
@@ -74,16 +77,16 @@ def host_batches(part: Bytes, settings: TrainSettings) -> HostBatches:
 
 def run_steps(
     step: Step,
-    state: Any,
+    state: PyTree,
     batches: HostBatches,
     settings: TrainSettings,
     *,
     start: int,
     stop: int,
-    on_step: Callable[[StepMetrics, Any], None],
+    on_step: Callable[[StepMetrics, PyTree], None],
     stopped: Callable[[], bool] = lambda: False,
     look: Callable[[], dict[str, float]] = dict,
-) -> Any:
+) -> PyTree:
     """Return the state after the steps start..stop, or where `stopped` says so between two;
     `on_step(metrics, state)` sees each one, with the parts of its time that `look` returns."""
     rates = learning_rates(settings.optimiser)

@@ -8,9 +8,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from attrs import asdict, field, frozen
+
+from alpa_meta.types import Function
 
 
 class Metrics(Protocol):
@@ -19,7 +21,7 @@ class Metrics(Protocol):
     @property
     def step(self) -> int: ...
 
-    def row(self) -> Mapping[str, Any]: ...
+    def row(self) -> Mapping[str, float]: ...
 
 
 M = TypeVar("M", bound=Metrics)
@@ -37,7 +39,7 @@ class StepMetrics:
     tokens_per_second: float
     parts: Mapping[str, float] = field(factory=dict)  # seconds of the step, where it was traced
 
-    def row(self) -> Mapping[str, Any]:
+    def row(self) -> Mapping[str, float]:
         """Return the line's names and values."""
         row = asdict(self)
         return {**{k: v for k, v in row.items() if k != "parts"}, **_parts_row(self.parts)}
@@ -49,10 +51,10 @@ class StepMetrics:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def of(cls, **row: Any) -> StepMetrics:
+    def of(cls, *, step: int, **row: float) -> StepMetrics:
         """Return what such a line says."""
         parts = _parts_of(row)
-        return cls(**row, parts=parts)
+        return cls(step=step, **row, parts=parts)
 
 
 _OF_STEP = ("step", "step_seconds")
@@ -63,7 +65,7 @@ def _parts_row(parts: Mapping[str, float]) -> dict[str, float]:
     return {f"{name}_seconds": seconds for name, seconds in parts.items()}
 
 
-def _parts_of(row: dict[str, Any]) -> dict[str, float]:
+def _parts_of(row: dict[str, float]) -> dict[str, float]:
     """Take the parts of a step out of a line."""
     names = [name for name in _PART_NAMES if f"{name}_seconds" in row]
     return {name: row.pop(f"{name}_seconds") for name in names}
@@ -85,7 +87,7 @@ class OwnMetrics:
             return next(iter(self.values.values()))
         return self.values.get("loss")
 
-    def row(self) -> Mapping[str, Any]:
+    def row(self) -> Mapping[str, float]:
         """Return the line's names and values."""
         timed = {"step_seconds": self.step_seconds, **_parts_row(self.parts)}
         return {"step": self.step, **self.values, **timed}
@@ -121,7 +123,7 @@ class MetricsFile:
 
 
 def read_metrics(
-    path: Path, of: Callable[..., M], say: Callable[[str], None] = lambda message: None
+    path: Path, of: Function[M], say: Callable[[str], None] = lambda message: None
 ) -> list[M]:
     """Return the steps in a metrics file, made of their lines by `of`. Lines that are none are left
     out and said; of a last one that a crash cut short there is nothing to say."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attrs import asdict, define, field
 
 from alpa_meta.report.prometheus import Sample, write_samples
 from alpa_meta.report.step_parts import StepParts, mean_parts, step_parts
 from alpa_meta.report.stragglers import Slow, Stragglers
+
+if TYPE_CHECKING:
+    from alpa_meta.api import AnyStep
 
 PARTS = ("compute", "update", "transfer", "bubble")
 
@@ -22,7 +25,7 @@ class Monitor:
     What it finds is said once: a mesh that stays slow is not said again until it was fast.
     """
 
-    parallel: Any  # a ParallelStep that traces
+    parallel: AnyStep  # a ParallelStep that traces
     path: Path
     say: Callable[[str], None]
     parts: Mapping[int, StepParts] = field(factory=dict, init=False)

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -36,8 +36,12 @@ from alpa_meta.trainer.planning import Parallelism, compile_step, parallel_step
 from alpa_meta.trainer.recorder import RunRecorder
 from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.signals import StopSignals
+from alpa_meta.types import PyTree
 from alpa_meta.writable import check_file
 from mesh_runtime import HostLeaf, RayOptions
+
+if TYPE_CHECKING:
+    from alpa_meta.api import AnyStep
 
 STEPS = 20  # of a run, and what resuming one adds
 _END = object()  # of the batches, which may be None: a step may take none
@@ -72,7 +76,7 @@ class _Start:
     stop: int
     plan: ParallelPlan | None
 
-    def state_of(self, step: Any) -> Any:
+    def state_of(self, step: AnyStep) -> PyTree:
         """Return the state that the run begins with, to be overwritten: made or read where the plan
         of `step` has it, if an initialiser or a checkpoint makes it."""
         if self.checkpoint is not None:
@@ -80,7 +84,7 @@ class _Start:
         make = getattr(self.program, "make", None)
         return self.program.arguments()[0] if make is None else step.init(make)
 
-    def state_on_one_device(self) -> Any:
+    def state_on_one_device(self) -> PyTree:
         """Return the state that the run begins with, whole, to be overwritten."""
         state = self.program.arguments()[0]
         return state if self.checkpoint is None else self.checkpoint.restore(state)
@@ -197,9 +201,9 @@ def _start_of(request: OwnRequest, console: Console) -> _Start:
 def _train(
     request: OwnRequest,
     start: _Start,
-    step: Any,
-    state: Any,
-    batches: Iterator[Any],
+    step: AnyStep,
+    state: PyTree,
+    batches: Iterator[PyTree],
     recorder: RunRecorder[OwnMetrics],
     monitor: Monitor,
     signals: StopSignals,
@@ -238,7 +242,7 @@ def _train(
         )
 
 
-def _batches_from(start: _Start) -> Iterator[Any]:
+def _batches_from(start: _Start) -> Iterator[PyTree]:
     """Return the batches that the run has not had; those of an iterator come in its order."""
     batches = _batches(start.program)
     if isinstance(start.program, OwnStep) and start.program.later is not None:
@@ -257,7 +261,7 @@ def _batches_from(start: _Start) -> Iterator[Any]:
     return itertools.chain([first], batches)
 
 
-def _batches(program: Runnable) -> Iterator[Any]:
+def _batches(program: Runnable) -> Iterator[PyTree]:
     """Return the batches of a program: those of its iterator, or its one batch for ever."""
     yield program.arguments()[1]
     if isinstance(program, OwnStep) and program.later is not None:
@@ -267,7 +271,7 @@ def _batches(program: Runnable) -> Iterator[Any]:
         yield program.arguments()[1]
 
 
-def _scalars(found: Any) -> dict[str, float]:
+def _scalars(found: PyTree) -> dict[str, float]:
     """Return the numbers among what a step returned beside its state, by their path."""
     named = jax.tree_util.tree_flatten_with_path(found)[0]
     return {
@@ -277,7 +281,7 @@ def _scalars(found: Any) -> dict[str, float]:
     }
 
 
-def _read(batch: Any) -> Any:
+def _read(batch: PyTree) -> PyTree:
     """Return a batch with what hosts would read of it read here."""
     return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, HostLeaf) else x, batch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,13 @@ from alpa_meta.planning.memory_floor import check_arguments_fit
 from alpa_meta.report.cluster import cluster_table
 from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress
+from alpa_meta.types import Fields, Function, PyTree
 from alpa_meta.writable import check_file
 from mesh_runtime import RayOptions
 from stage_dp import schedule_of, torch_csv
+
+if TYPE_CHECKING:
+    from alpa_meta.api import AnyStep
 
 if TYPE_CHECKING:  # brings flax and optax, which other programs may not need
     from alpa_meta.trainer.settings import TrainSettings
@@ -59,14 +63,14 @@ class PlanRequest:
 
     settings: TrainSettings | None = None
     model: str | None = None
-    model_sizes: Mapping[str, Any] = field(factory=dict)
+    model_sizes: Mapping[str, object] = field(factory=dict)
     step: str | None = None
     cluster: str = "host:8"
     parallelism: Parallelism = Parallelism()
 
 
 def parallel_step(
-    step: Callable[..., Any],
+    step: Function[PyTree],
     cluster: ClusterSpec,
     parallelism: Parallelism,
     *,
@@ -76,7 +80,7 @@ def parallel_step(
     ray: RayOptions | None = None,
     on_nan: str | None = None,
     checkpoints: Path | None = None,
-) -> Any:
+) -> AnyStep:
     """Return `step` parallelised as asked for, not planned yet; to run on `ray`, if it is given,
     where it goes on from what is saved in `checkpoints` when workers fail."""
     folder = None if ray is None else checkpoints
@@ -84,7 +88,7 @@ def parallel_step(
     return alpa.parallelize(step, cluster=cluster, options=options)
 
 
-def compile_step(step: Any, ray: RayOptions | None, console: Console) -> None:
+def compile_step(step: AnyStep, ray: RayOptions | None, console: Console) -> None:
     """Compile a step that is planned; on Ray its workers are started for it."""
     stage = "compile" if ray is None else "start workers"
     with stages_progress(console) as progress:
@@ -102,7 +106,7 @@ def _options(
     on_nan: str | None = None,
     checkpoints: Path | None = None,
 ) -> Options:
-    chosen: dict[str, Any] = {
+    chosen: Fields = {
         "num_stages": parallelism.num_stages,
         "num_microbatches": parallelism.num_microbatches,
         "num_token_slices": parallelism.num_token_slices,
@@ -159,7 +163,7 @@ def make_plan(
     return plan
 
 
-def _program(request: PlanRequest) -> tuple[Callable[..., Any], Any, Any, bool]:
+def _program(request: PlanRequest) -> tuple[Function[PyTree], PyTree, PyTree, bool]:
     """Return the step, the shapes of its state and batch, and whether microbatches must be
     exact."""
     if request.model is not None or request.step is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic
+from typing import Generic
 
 from attrs import define, field
 
@@ -12,6 +12,7 @@ from alpa_meta.checkpoints.saving import Saving, save
 from alpa_meta.trainer.metrics import M, MetricsFile, read_metrics, write_metrics
 from alpa_meta.trainer.run_folder import RunFolder
 from alpa_meta.trainer.signals import StopSignals
+from alpa_meta.types import Function, PyTree
 
 
 @define
@@ -27,18 +28,18 @@ class RunRecorder(Generic[M]):
     folder: RunFolder
     start: int
     write_plan: Callable[[RunFolder], None]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     checkpoint_every: int
-    metrics: Callable[..., M]
+    metrics: Function[M]
     say: Callable[[str], None] = lambda message: None
-    begin_saving: Callable[..., Saving] = save
+    begin_saving: Function[Saving] = save
     steps: list[M] = field(factory=list, init=False)
-    state: Any = field(default=None, init=False)
+    state: PyTree = field(default=None, init=False)
     _saved: int = field(default=-1, init=False)
     _saving: Saving | None = field(default=None, init=False)
     _file: MetricsFile | None = field(default=None, init=False)
 
-    def record(self, metrics: M, state: Any) -> None:
+    def record(self, metrics: M, state: PyTree) -> None:
         """Note one step and the state after it; save a checkpoint when one is due."""
         if self._file is None:
             self._file = self._open()

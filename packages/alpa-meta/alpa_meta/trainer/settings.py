@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from attrs import field, frozen
 from attrs.validators import ge
 from cattrs import Converter
@@ -13,6 +10,7 @@ from cattrs.v import transform_error
 from alpa_meta.checkpoints.manifest import CheckpointError
 from alpa_meta.trainer.model import GptOptions
 from alpa_meta.trainer.step import OptimiserOptions
+from alpa_meta.types import Fields
 
 _CONVERTER = Converter(forbid_extra_keys=True)
 
@@ -33,13 +31,13 @@ class TrainSettings:
         return self.batch_size * self.model.context
 
 
-def settings_to_json(settings: TrainSettings) -> dict[str, Any]:
+def settings_to_json(settings: TrainSettings) -> Fields:
     """Return `settings` as JSON values."""
-    data: dict[str, Any] = _CONVERTER.unstructure(settings)
+    data: dict[str, object] = _CONVERTER.unstructure(settings)
     return data
 
 
-def settings_from_json(data: Mapping[str, Any], source: str) -> TrainSettings:
+def settings_from_json(data: object, source: str) -> TrainSettings:
     """Return the settings written by `settings_to_json`; CheckpointError names what is wrong."""
     try:
         return _CONVERTER.structure(data, TrainSettings)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
-from typing import Any
+
+from alpa_meta.types import Private
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -17,7 +18,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Private] = {}
         self._wakeup = -1
 
     @property

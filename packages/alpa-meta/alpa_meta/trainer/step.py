@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,9 @@ from attrs.validators import ge, gt
 from flax.training.train_state import TrainState
 
 from alpa_meta.trainer.model import Gpt, GptOptions
+from alpa_meta.types import PyTree
 
-Batch = dict[str, Any]
+Batch = dict[str, PyTree]
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -73,7 +73,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     of the negative log likelihood in nats.
     """
 
-    def loss_of(params: Any) -> jax.Array:
+    def loss_of(params: PyTree) -> jax.Array:
         logits = state.apply_fn({"params": params}, batch["inputs"])
         loss: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
             logits, batch["targets"]

@@ -69,7 +69,7 @@ def batch_at(
     seed: int,
     batch_size: int,
     length: int,
-    rows: slice = slice(None),
+    rows: slice[int | None, int | None, None] = slice(None),
 ) -> Bytes:
     """Return the windows of training step `step`, or `rows` of them: uint8 [rows, length + 1].
 
