@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
 
 from attrs import evolve, fields_dict
 
 from alpa_meta.corpus.model import SIZES, CorpusModel
 from alpa_meta.extras import named
 from alpa_meta.published_models import PUBLISHED
+from alpa_meta.types import Fields
 
 
-def _with(module: str, **options: Any) -> tuple[str, dict[str, Any]]:
+def _with(module: str, **options: object) -> tuple[str, Fields]:
     return module, options
 
 
-_MODULES: MappingProxyType[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+_MODULES: MappingProxyType[str, tuple[str, Fields]] = MappingProxyType(
     {
         "convnet": ("convnet", {}),
         "diffusion": ("diffusion", {}),
@@ -58,7 +58,7 @@ _SHAPES: MappingProxyType[str, str] = MappingProxyType(
 """The class of the shapes of each module that makes published models."""
 
 
-def published(name: str, **changed: Any) -> CorpusModel:
+def published(name: str, **changed: object) -> CorpusModel:
     """Return the published model `name`, some fields of its shape changed; nothing is allocated."""
     if name not in PUBLISHED:
         raise ValueError(

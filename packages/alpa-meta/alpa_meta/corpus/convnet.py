@@ -8,7 +8,8 @@ import optax
 from attrs import frozen
 
 from alpa_meta.corpus.images import labelled_images
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, deterministic_model
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -32,7 +33,7 @@ def build(size: str = "tiny") -> CorpusModel:
     """Return the convolutional network of `size`."""
     shape = SHAPES[size]
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
         head_key, *layer_keys = jax.random.split(key, len(shape.channels) + 1)
         fan_ins = (3, *shape.channels[:-1])
         layers = []
@@ -44,14 +45,14 @@ def build(size: str = "tiny") -> CorpusModel:
         dims = (shape.channels[-1], shape.num_classes)
         return {"layers": layers, "head": 0.1 * jax.random.normal(head_key, dims)}
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         x = batch["images"]
         for layer in params["layers"]:
             x = _convolve(x, layer["full"], groups=1) + layer["bias"]
             x = jax.nn.relu(_convolve(x, layer["depthwise"], groups=x.shape[-1]))
             x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         logits = x.mean(axis=(1, 2)) @ params["head"]
-        losses: Tree = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        losses: PyTree = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
         return jnp.mean(losses)
 
     return deterministic_model(

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from alpa_meta.corpus.model import CorpusModel, Tree, random_model
+from alpa_meta.corpus.model import CorpusModel, random_model
 from alpa_meta.corpus.unet import SHAPES, UNet
+from alpa_meta.types import PyTree
 
 NUM_STEPS = 1000
 
@@ -22,18 +23,18 @@ def build(size: str = "tiny") -> CorpusModel:
     dims = (shape.batch, shape.image, shape.image, shape.image_channels)
     time_features = 4 * shape.channels[0]
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
         images, time = jnp.zeros((1, *dims[1:])), jnp.zeros((1, time_features))
         return network.init(key, images, time)["params"]
 
-    def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         step_key, noise_key = jax.random.split(key)
         steps = jax.random.randint(step_key, (shape.batch,), 0, NUM_STEPS)
         noise = jax.random.normal(noise_key, dims)
         kept = jnp.cumprod(1.0 - jnp.linspace(1e-4, 0.02, NUM_STEPS))[steps][:, None, None, None]
         noisy = jnp.sqrt(kept) * batch["images"] + jnp.sqrt(1.0 - kept) * noise
         time = _embed_time(steps, time_features)
-        predicted: Tree = network.apply({"params": params}, noisy, time)
+        predicted: PyTree = network.apply({"params": params}, noisy, time)
         return jnp.mean(jnp.square(predicted - noise))
 
     return random_model(

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, deterministic_model
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -57,7 +58,7 @@ def build(size: str = "tiny") -> CorpusModel:
     num_vectors = shape.num_tables + 1
     num_pairs = num_vectors * (num_vectors - 1) // 2
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
         table_key, bottom_key, top_key = jax.random.split(key, 3)
         table_keys = jax.random.split(table_key, shape.num_tables)
         return {
@@ -68,7 +69,7 @@ def build(size: str = "tiny") -> CorpusModel:
             "top": _init_mlp(top_key, (shape.features + num_pairs, *shape.top, 1)),
         }
 
-    def make_batch(key: jax.Array) -> Tree:
+    def make_batch(key: jax.Array) -> PyTree:
         dense_key, index_key, label_key = jax.random.split(key, 3)
         indices = (shape.batch, shape.num_tables, shape.bag)
         return {
@@ -77,7 +78,7 @@ def build(size: str = "tiny") -> CorpusModel:
             "labels": jax.random.bernoulli(label_key, 0.3, (shape.batch,)).astype(jnp.float32),
         }
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         dense = _mlp(params["bottom"], batch["dense"])
         bags = [
             jnp.take(table, batch["indices"][:, index], axis=0).sum(axis=1)
@@ -88,7 +89,7 @@ def build(size: str = "tiny") -> CorpusModel:
         rows, columns = jnp.tril_indices(num_vectors, -1)
         features = jnp.concatenate([dense, products[:, rows, columns]], axis=-1)
         logits = _mlp(params["top"], features)[:, 0]
-        losses: Tree = optax.sigmoid_binary_cross_entropy(logits, batch["labels"])
+        losses: PyTree = optax.sigmoid_binary_cross_entropy(logits, batch["labels"])
         return jnp.mean(losses)
 
     return deterministic_model(
@@ -101,7 +102,7 @@ def build(size: str = "tiny") -> CorpusModel:
     )
 
 
-def _init_mlp(key: jax.Array, widths: tuple[int, ...]) -> Tree:
+def _init_mlp(key: jax.Array, widths: tuple[int, ...]) -> PyTree:
     keys = jax.random.split(key, len(widths) - 1)
     return [
         {"weight": fan_in**-0.5 * jax.random.normal(k, (fan_in, width)), "bias": jnp.zeros(width)}
@@ -109,7 +110,7 @@ def _init_mlp(key: jax.Array, widths: tuple[int, ...]) -> Tree:
     ]
 
 
-def _mlp(params: Tree, x: jax.Array) -> jax.Array:
+def _mlp(params: PyTree, x: jax.Array) -> jax.Array:
     *hidden, last = params
     for layer in hidden:
         x = jax.nn.relu(x @ layer["weight"] + layer["bias"])

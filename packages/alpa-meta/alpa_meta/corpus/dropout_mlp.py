@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, random_model
+from alpa_meta.corpus.model import CorpusModel, random_model
+from alpa_meta.types import PyTree
 
 KEEP = 0.9
 
@@ -33,8 +34,8 @@ def build(size: str = "tiny") -> CorpusModel:
     shape = SHAPES[size]
     dims = (shape.batch, shape.hidden)
 
-    def init(key: jax.Array) -> Tree:
-        def layer(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
+        def layer(key: jax.Array) -> PyTree:
             up_key, down_key = jax.random.split(key)
             fan_in = shape.hidden
             return {
@@ -44,7 +45,7 @@ def build(size: str = "tiny") -> CorpusModel:
 
         return [layer(k) for k in jax.random.split(key, shape.num_layers)]
 
-    def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
         x = batch["inputs"]
         for layer, layer_key in zip(params, jax.random.split(key, len(params)), strict=True):
             inner = jax.nn.gelu(x @ layer["up"])
@@ -52,7 +53,7 @@ def build(size: str = "tiny") -> CorpusModel:
             x = x + jnp.where(kept, inner / KEEP, 0.0) @ layer["down"]
         return jnp.mean(jnp.square(x - batch["targets"]))
 
-    def make_batch(key: jax.Array) -> Tree:
+    def make_batch(key: jax.Array) -> PyTree:
         input_key, target_key = jax.random.split(key)
         return {
             "inputs": jax.random.normal(input_key, dims),

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, deterministic_model
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -40,10 +41,10 @@ def build(size: str = "tiny") -> CorpusModel:
 
     static = eqx.partition(eqx.filter_eval_shape(network, jax.random.key(0)), is_array)[1]
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
         return eqx.partition(network(key), eqx.is_array)[0]
 
-    def make_batch(key: jax.Array) -> Tree:
+    def make_batch(key: jax.Array) -> PyTree:
         input_key, target_key = jax.random.split(key)
         dims = (shape.batch, shape.features)
         return {
@@ -51,7 +52,7 @@ def build(size: str = "tiny") -> CorpusModel:
             "targets": jax.random.normal(target_key, dims),
         }
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         outputs = jax.vmap(eqx.combine(params, static))(batch["inputs"])
         return jnp.mean(jnp.square(outputs - batch["targets"]))
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, deterministic_model
 from alpa_meta.corpus.tokens import next_token_batch, next_token_loss
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -83,11 +84,11 @@ def build(size: str = "tiny") -> CorpusModel:
     shape = SHAPES[size]
     network = GPT(shape)
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
         return network.init(key, jnp.zeros((1, shape.length), jnp.int32))["params"]
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
-        logits: Tree = network.apply({"params": params}, batch["tokens"])
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
+        logits: PyTree = network.apply({"params": params}, batch["tokens"])
         return next_token_loss(logits, batch["labels"])
 
     return deterministic_model(

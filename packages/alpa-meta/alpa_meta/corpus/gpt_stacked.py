@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import optax
 
 from alpa_meta.corpus.gpt import SHAPES, GPTShape
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, deterministic_model
 from alpa_meta.corpus.tokens import next_token_batch, next_token_loss
+from alpa_meta.types import PyTree
 
 
 def build(size: str = "tiny", *, scan: bool = True, remat: bool = True) -> CorpusModel:
     """Return the GPT with tied weights of `size`."""
     shape = SHAPES[size]
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
         embed_key, position_key, layers_key = jax.random.split(key, 3)
         layer_keys = jax.random.split(layers_key, shape.num_layers)
         layers = (
@@ -38,7 +39,7 @@ def build(size: str = "tiny", *, scan: bool = True, remat: bool = True) -> Corpu
             "norm": _init_norm(shape.hidden),
         }
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         logits = _logits(params, batch["tokens"], shape, scan=scan, remat=remat)
         return next_token_loss(logits, batch["labels"])
 
@@ -53,7 +54,7 @@ def build(size: str = "tiny", *, scan: bool = True, remat: bool = True) -> Corpu
 
 
 def _logits(
-    params: Tree, tokens: jax.Array, shape: GPTShape, *, scan: bool, remat: bool
+    params: PyTree, tokens: jax.Array, shape: GPTShape, *, scan: bool, remat: bool
 ) -> jax.Array:
     """Return [batch, length, vocab]."""
     block = jax.checkpoint(_block) if remat else _block
@@ -67,11 +68,11 @@ def _logits(
     return logits
 
 
-def _init_norm(hidden: int) -> Tree:
+def _init_norm(hidden: int) -> PyTree:
     return {"scale": jnp.ones(hidden), "bias": jnp.zeros(hidden)}
 
 
-def _init_block(key: jax.Array, hidden: int, num_heads: int) -> Tree:
+def _init_block(key: jax.Array, hidden: int, num_heads: int) -> PyTree:
     qkv_key, out_key, up_key, down_key = jax.random.split(key, 4)
     head = hidden // num_heads
     return {
@@ -86,14 +87,14 @@ def _init_block(key: jax.Array, hidden: int, num_heads: int) -> Tree:
     }
 
 
-def _norm(params: Tree, x: jax.Array) -> jax.Array:
+def _norm(params: PyTree, x: jax.Array) -> jax.Array:
     mean = x.mean(-1, keepdims=True)
     variance = jnp.square(x - mean).mean(-1, keepdims=True)
     y: jax.Array = (x - mean) * jax.lax.rsqrt(variance + 1e-5) * params["scale"] + params["bias"]
     return y
 
 
-def _block(params: Tree, x: jax.Array) -> jax.Array:
+def _block(params: PyTree, x: jax.Array) -> jax.Array:
     q, k, v = jnp.einsum("bld,tdhk->tblhk", _norm(params["norm_1"], x), params["qkv"])
     scores = jnp.einsum("bqhk,bmhk->bhqm", q, k) / math.sqrt(q.shape[-1])
     length = x.shape[1]

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from alpa_meta.corpus.model import CorpusModel, Tree
+from alpa_meta.corpus.model import CorpusModel
+from alpa_meta.types import PyTree
 
 if TYPE_CHECKING:
     import flax.linen as nn
     import optax
 
 
-def labelled_images(key: jax.Array, batch: int, image: int, num_classes: int) -> Tree:
+def labelled_images(key: jax.Array, batch: int, image: int, num_classes: int) -> PyTree:
     """Return `images` float32[batch, image, image, 3] and `labels` int32[batch]."""
     image_key, label_key = jax.random.split(key)
     return {
@@ -36,7 +37,7 @@ def statistics_model(
     """Return the classifier that trains `network` with its BatchNorm statistics in the state."""
     import optax
 
-    def make_state(key: jax.Array) -> Tree:
+    def make_state(key: jax.Array) -> PyTree:
         variables = network.init(key, jnp.zeros((1, image, image, 3)))
         return {
             "params": variables["params"],
@@ -44,8 +45,8 @@ def statistics_model(
             "opt_state": optimizer.init(variables["params"]),
         }
 
-    def train_step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        def loss_fn(params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
+    def train_step(state: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
+        def loss_fn(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
             variables = {"params": params, "batch_stats": state["batch_stats"]}
             logits, changed = network.apply(variables, batch["images"], mutable=["batch_stats"])
             loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()

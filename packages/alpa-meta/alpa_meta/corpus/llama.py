@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model, optimiser
+from alpa_meta.corpus.model import CorpusModel, deterministic_model, optimiser
 from alpa_meta.corpus.moe import through_experts
 from alpa_meta.corpus.tokens import next_token_batch, next_token_loss
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -80,7 +81,7 @@ def build(size: str = "tiny") -> CorpusModel:
 def of_shape(name: str, shape: LlamaShape, size: str = "large") -> CorpusModel:
     """Return the Llama-style model of a shape."""
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         return next_token_loss(_logits(params, batch["tokens"], shape), batch["labels"])
 
     return deterministic_model(
@@ -93,7 +94,7 @@ def of_shape(name: str, shape: LlamaShape, size: str = "large") -> CorpusModel:
     )
 
 
-def _init(key: jax.Array, shape: LlamaShape) -> Tree:
+def _init(key: jax.Array, shape: LlamaShape) -> PyTree:
     embed_key, head_key, *layer_keys = jax.random.split(key, shape.num_layers + 2)
     return {
         "embed": 0.02 * jax.random.normal(embed_key, (shape.vocab, shape.hidden)),
@@ -103,7 +104,7 @@ def _init(key: jax.Array, shape: LlamaShape) -> Tree:
     }
 
 
-def _init_layer(key: jax.Array, shape: LlamaShape) -> Tree:
+def _init_layer(key: jax.Array, shape: LlamaShape) -> PyTree:
     experts = (shape.num_experts,) if shape.num_experts else ()
     keys = jax.random.split(key, 7 + len(experts))
     head = shape.hidden // shape.num_heads
@@ -147,7 +148,7 @@ def _rotary(x: jax.Array) -> jax.Array:
     return rotated.astype(x.dtype)
 
 
-def _attention(params: Tree, x: jax.Array, shape: LlamaShape) -> jax.Array:
+def _attention(params: PyTree, x: jax.Array, shape: LlamaShape) -> jax.Array:
     dtype = x.dtype
     batch, length, _ = x.shape
     groups = shape.num_heads // shape.num_key_value_heads
@@ -164,14 +165,14 @@ def _attention(params: Tree, x: jax.Array, shape: LlamaShape) -> jax.Array:
     return jnp.einsum("blhk,hkd->bld", mixed, params["out"].astype(dtype))
 
 
-def _feed_forward(params: Tree, x: jax.Array) -> jax.Array:
+def _feed_forward(params: PyTree, x: jax.Array) -> jax.Array:
     dtype = x.dtype
     gated = jax.nn.silu(x @ params["gate"].astype(dtype)) * (x @ params["up"].astype(dtype))
     y: jax.Array = gated @ params["down"].astype(dtype)
     return y
 
 
-def _experts(params: Tree, y: jax.Array, shape: LlamaShape) -> jax.Array:
+def _experts(params: PyTree, y: jax.Array, shape: LlamaShape) -> jax.Array:
     def run(inputs: jax.Array) -> jax.Array:
         gate, up, down = (params[name].astype(y.dtype) for name in ("gate", "up", "down"))
         gated = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", inputs, gate))
@@ -182,14 +183,14 @@ def _experts(params: Tree, y: jax.Array, shape: LlamaShape) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="shape")
-def _block(params: Tree, x: jax.Array, shape: LlamaShape) -> jax.Array:
+def _block(params: PyTree, x: jax.Array, shape: LlamaShape) -> jax.Array:
     """Return what a block makes of `x`; equal blocks are traced once."""
     x = x + _attention(params, _rms_norm(params["attention_norm"], x), shape)
     y = _rms_norm(params["inner_norm"], x)
     return x + (_experts(params, y, shape) if shape.num_experts else _feed_forward(params, y))
 
 
-def _logits(params: Tree, tokens: jax.Array, shape: LlamaShape) -> jax.Array:
+def _logits(params: PyTree, tokens: jax.Array, shape: LlamaShape) -> jax.Array:
     """Return [batch, length, vocab] in the compute dtype."""
     dtype = jnp.dtype(shape.dtype)
     x = params["embed"].astype(dtype)[tokens]

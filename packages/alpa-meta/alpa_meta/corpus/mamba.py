@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, deterministic_model
 from alpa_meta.corpus.tokens import next_token_batch, next_token_loss
+from alpa_meta.types import PyTree
 
 WINDOW = 4
 
@@ -52,7 +53,7 @@ def build(
     shape = SHAPES[size]
     recurrence = _by_associative_scan if scan == "associative" else _by_sequential_scan
 
-    def block(params: Tree, x: jax.Array) -> jax.Array:
+    def block(params: PyTree, x: jax.Array) -> jax.Array:
         inner, gate = jnp.split(x @ params["in"], 2, axis=-1)
         inner = jax.lax.conv_general_dilated(
             inner,
@@ -75,7 +76,7 @@ def build(
         outputs: jax.Array = mixed @ params["out"]
         return outputs
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         x = params["embed"][batch["tokens"]]
         for layer in params["layers"]:
             x = x + block(layer, _norm(layer["norm"], x))
@@ -92,12 +93,12 @@ def build(
     )
 
 
-def _init(key: jax.Array, shape: MambaShape) -> Tree:
+def _init(key: jax.Array, shape: MambaShape) -> PyTree:
     embed_key, *layer_keys = jax.random.split(key, shape.num_layers + 1)
     hidden, inner = shape.hidden, 2 * shape.hidden
     rates = jnp.arange(1, shape.num_states + 1, dtype=jnp.float32)
 
-    def layer(key: jax.Array) -> Tree:
+    def layer(key: jax.Array) -> PyTree:
         in_key, window_key, select_key, step_key, out_key = jax.random.split(key, 5)
         selected = shape.rank + 2 * shape.num_states
         return {

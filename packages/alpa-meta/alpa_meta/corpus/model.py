@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import jax
 from attrs import field, frozen
 from attrs.validators import in_
 
+from alpa_meta.types import PyTree
+
 if TYPE_CHECKING:
     import optax
-
-Tree: TypeAlias = Any
-"""A pytree of arrays or of `jax.ShapeDtypeStruct`."""
 
 SIZES = ("tiny", "small", "large")
 """tiny: every dim of interest divisible by 8, compiles in seconds on a laptop; small: trains on one
@@ -30,28 +29,28 @@ class CorpusModel:
 
     name: str
     size: str = field(validator=in_(SIZES))
-    train_step: Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]
-    make_state: Callable[[jax.Array], Tree]
-    make_batch: Callable[[jax.Array], Tree]
+    train_step: Callable[[PyTree, PyTree], tuple[PyTree, dict[str, jax.Array]]]
+    make_state: Callable[[jax.Array], PyTree]
+    make_batch: Callable[[jax.Array], PyTree]
     exact: bool = True  # False: its source trains on microbatches that are not the whole batch
 
     @property
-    def state(self) -> Tree:
+    def state(self) -> PyTree:
         """The state's shapes and dtypes; nothing is allocated."""
         return shapes_from_key(self.make_state)
 
     @property
-    def batch(self) -> Tree:
+    def batch(self) -> PyTree:
         """The batch's shapes and dtypes; nothing is allocated."""
         return shapes_from_key(self.make_batch)
 
-    def arguments(self) -> tuple[Tree, Tree]:
+    def arguments(self) -> tuple[PyTree, PyTree]:
         """Return a state and a batch, made anew on one device."""
         state = jax.jit(self.make_state)(jax.random.key(0))
         return state, jax.jit(self.make_batch)(jax.random.key(1))
 
 
-def shapes_from_key(make: Callable[[jax.Array], Tree]) -> Tree:
+def shapes_from_key(make: Callable[[jax.Array], PyTree]) -> PyTree:
     """Return the shapes of what `make` makes of a random key, without starting a device for it."""
     return jax.eval_shape(lambda: make(jax.random.key(0)))
 
@@ -71,20 +70,20 @@ def deterministic_model(
     *,
     name: str,
     size: str,
-    init: Callable[[jax.Array], Tree],
-    loss: Callable[[Tree, Tree], jax.Array],
-    make_batch: Callable[[jax.Array], Tree],
+    init: Callable[[jax.Array], PyTree],
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    make_batch: Callable[[jax.Array], PyTree],
     optimizer: optax.GradientTransformation,
 ) -> CorpusModel:
     """Return the model whose step descends `loss(params, batch)`, a scalar."""
 
     import optax
 
-    def make_state(key: jax.Array) -> Tree:
+    def make_state(key: jax.Array) -> PyTree:
         params = init(key)
         return {"params": params, "opt_state": optimizer.init(params)}
 
-    def train_step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+    def train_step(state: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         value, gradients = jax.value_and_grad(loss)(state["params"], batch)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
@@ -99,9 +98,9 @@ def random_model(
     *,
     name: str,
     size: str,
-    init: Callable[[jax.Array], Tree],
-    loss: Callable[[Tree, Tree, jax.Array], jax.Array],
-    make_batch: Callable[[jax.Array], Tree],
+    init: Callable[[jax.Array], PyTree],
+    loss: Callable[[PyTree, PyTree, jax.Array], jax.Array],
+    make_batch: Callable[[jax.Array], PyTree],
     optimizer: optax.GradientTransformation,
     typed_key: bool,
 ) -> CorpusModel:
@@ -112,7 +111,7 @@ def random_model(
 
     import optax
 
-    def make_state(key: jax.Array) -> Tree:
+    def make_state(key: jax.Array) -> PyTree:
         init_key, step_key = jax.random.split(key)
         params = init(init_key)
         return {
@@ -121,7 +120,7 @@ def random_model(
             "key": step_key if typed_key else jax.random.key_data(step_key),
         }
 
-    def train_step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+    def train_step(state: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         next_key, loss_key = jax.random.split(state["key"])
         value, gradients = jax.value_and_grad(loss)(state["params"], batch, loss_key)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, deterministic_model
 from alpa_meta.corpus.tokens import next_token_batch, next_token_loss
+from alpa_meta.types import PyTree
 
 TOP = 2
 
@@ -78,7 +79,7 @@ def build(size: str = "tiny", *, sorts: bool = False) -> CorpusModel:
     shape = SHAPES[size]
     experts = _experts_by_sort if sorts else _experts_by_einsum
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         x = params["embed"][batch["tokens"]]
         balance = jnp.zeros(())
         for layer in params["layers"]:
@@ -100,11 +101,11 @@ def build(size: str = "tiny", *, sorts: bool = False) -> CorpusModel:
     )
 
 
-def _init(key: jax.Array, shape: MoEShape) -> Tree:
+def _init(key: jax.Array, shape: MoEShape) -> PyTree:
     embed_key, head_key, *layer_keys = jax.random.split(key, shape.num_layers + 2)
     hidden, head = shape.hidden, shape.hidden // shape.num_heads
 
-    def layer(key: jax.Array) -> Tree:
+    def layer(key: jax.Array) -> PyTree:
         qkv_key, out_key, router_key, up_key, down_key = jax.random.split(key, 5)
         return {
             "norm_1": jnp.ones(hidden),
@@ -128,7 +129,7 @@ def _norm(scale: jax.Array, x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5) * scale
 
 
-def _attention(params: Tree, x: jax.Array) -> jax.Array:
+def _attention(params: PyTree, x: jax.Array) -> jax.Array:
     q, k, v = jnp.einsum("bld,tdhk->tblhk", x, params["qkv"])
     scores = jnp.einsum("bqhk,bmhk->bhqm", q, k) / math.sqrt(q.shape[-1])
     visible = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
@@ -142,7 +143,9 @@ def _balance_loss(gates: jax.Array, num_experts: int) -> jax.Array:
     return num_experts * jnp.mean(first.mean(1) * gates.mean(1)) * num_experts
 
 
-def _experts_by_einsum(params: Tree, x: jax.Array, gates: jax.Array, shape: MoEShape) -> jax.Array:
+def _experts_by_einsum(
+    params: PyTree, x: jax.Array, gates: jax.Array, shape: MoEShape
+) -> jax.Array:
     """Return the mixed expert outputs [batch, length, hidden] through one-hot tensors."""
 
     def run(inputs: jax.Array) -> jax.Array:
@@ -179,7 +182,7 @@ def through_experts(
     return jnp.einsum("blec,ebcd->bld", combine, outputs)
 
 
-def _experts_by_sort(params: Tree, x: jax.Array, gates: jax.Array, shape: MoEShape) -> jax.Array:
+def _experts_by_sort(params: PyTree, x: jax.Array, gates: jax.Array, shape: MoEShape) -> jax.Array:
     """Return the mixed expert outputs [batch, length, hidden], sorting each sequence."""
 
     def sequence(x: jax.Array, gates: jax.Array) -> jax.Array:

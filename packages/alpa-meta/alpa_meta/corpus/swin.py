@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from attrs import frozen
+from numpy.typing import NDArray
 
 from alpa_meta.corpus.images import labelled_images
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model, optimiser
+from alpa_meta.corpus.model import CorpusModel, deterministic_model, optimiser
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -31,9 +33,9 @@ class SwinShape:
 def of_shape(name: str, shape: SwinShape) -> CorpusModel:
     """Return the Swin transformer of a shape (Liu et al., ICCV 2021)."""
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         logits = _logits(params, batch["images"], shape)
-        losses: Tree = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        losses: PyTree = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
         return jnp.mean(losses)
 
     return deterministic_model(
@@ -50,17 +52,17 @@ def _weight(key: jax.Array, *dims: int) -> jax.Array:
     return 0.02 * jax.random.normal(key, dims)
 
 
-def _init_norm(width: int) -> Tree:
+def _init_norm(width: int) -> PyTree:
     return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
 
 
-def _init(key: jax.Array, shape: SwinShape) -> Tree:
+def _init(key: jax.Array, shape: SwinShape) -> PyTree:
     patch_key, head_key, *stage_keys = jax.random.split(key, len(shape.depths) + 2)
     stages = []
     for number, (depth, stage_key) in enumerate(zip(shape.depths, stage_keys, strict=True)):
         width = shape.hidden * 2**number
         merge_key, *keys = jax.random.split(stage_key, depth + 1)
-        stage: Tree = {"blocks": [_init_block(k, width, shape) for k in keys]}
+        stage: PyTree = {"blocks": [_init_block(k, width, shape) for k in keys]}
         if number:
             merge = _weight(merge_key, 2 * width, width)
             stage["merge"] = {"norm": _init_norm(2 * width), "weight": merge}
@@ -73,7 +75,7 @@ def _init(key: jax.Array, shape: SwinShape) -> Tree:
     }
 
 
-def _init_block(key: jax.Array, width: int, shape: SwinShape) -> Tree:
+def _init_block(key: jax.Array, width: int, shape: SwinShape) -> PyTree:
     keys = jax.random.split(key, 5)
     heads = width // shape.head
     return {
@@ -87,7 +89,7 @@ def _init_block(key: jax.Array, width: int, shape: SwinShape) -> Tree:
     }
 
 
-def _norm(params: Tree, x: jax.Array) -> jax.Array:
+def _norm(params: PyTree, x: jax.Array) -> jax.Array:
     mean = x.mean(-1, keepdims=True)
     variance = jnp.square(x - mean).mean(-1, keepdims=True)
     y: jax.Array = (x - mean) * jax.lax.rsqrt(variance + 1e-5) * params["scale"] + params["bias"]
@@ -115,25 +117,25 @@ def _image(squares: jax.Array, size: int) -> jax.Array:
     return x.reshape(batch, side * size, side * size, width)
 
 
-def _distances(window: int) -> np.ndarray:
+def _distances(window: int) -> NDArray[np.int64]:
     """Return [tokens, tokens]: the row of the bias table for two tokens of a window."""
     place = np.stack(np.meshgrid(*[np.arange(window)] * 2, indexing="ij"), -1).reshape(-1, 2)
     apart = place[:, None] - place[None] + window - 1
-    rows: np.ndarray = apart[..., 0] * (2 * window - 1) + apart[..., 1]
+    rows: NDArray[np.int64] = apart[..., 0] * (2 * window - 1) + apart[..., 1]
     return rows
 
 
-def _hidden_pairs(height: int, window: int, shift: int) -> np.ndarray:
+def _hidden_pairs(height: int, window: int, shift: int) -> NDArray[np.bool_]:
     """Return [squares, tokens, tokens]: pairs that only the shift has put into one window."""
     band = np.digitize(np.arange(height), [height - window, height - shift])
     region = 3 * band[:, None] + band[None, :]
     side = height // window
     squares = region.reshape(side, window, side, window).swapaxes(1, 2).reshape(side**2, -1)
-    hidden: np.ndarray = squares[:, :, None] != squares[:, None, :]
+    hidden: NDArray[np.bool_] = squares[:, :, None] != squares[:, None, :]
     return hidden
 
 
-def _attention(params: Tree, x: jax.Array, window: int, shift: int) -> jax.Array:
+def _attention(params: PyTree, x: jax.Array, window: int, shift: int) -> jax.Array:
     if shift:
         hidden = jnp.asarray(_hidden_pairs(x.shape[1], window, shift))
         x = jnp.roll(x, (-shift, -shift), (1, 2))
@@ -147,7 +149,7 @@ def _attention(params: Tree, x: jax.Array, window: int, shift: int) -> jax.Array
     return jnp.roll(x, (shift, shift), (1, 2)) if shift else x
 
 
-def _logits(params: Tree, images: jax.Array, shape: SwinShape) -> jax.Array:
+def _logits(params: PyTree, images: jax.Array, shape: SwinShape) -> jax.Array:
     """Return [batch, classes]."""
     x = _merged(images, shape.patch) @ params["patches"]
     for stage in params["stages"]:

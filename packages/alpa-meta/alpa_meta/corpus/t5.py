@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model, optimiser
+from alpa_meta.corpus.model import CorpusModel, deterministic_model, optimiser
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -167,18 +168,18 @@ def of_shape(name: str, shape: T5Shape, size: str = "large") -> CorpusModel:
     """Return the T5 of a shape."""
     network = T5(shape)
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
         source = jnp.zeros((1, shape.source), jnp.int32)
         target = jnp.zeros((1, shape.target), jnp.int32)
         return network.init(key, source, target)["params"]
 
-    def make_batch(key: jax.Array) -> Tree:
+    def make_batch(key: jax.Array) -> PyTree:
         source_key, target_key = jax.random.split(key)
         source = jax.random.randint(source_key, (shape.batch, shape.source), 0, shape.vocab)
         target = jax.random.randint(target_key, (shape.batch, shape.target), 0, shape.vocab)
         return {"source": source, "target": target}
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         target = batch["target"]
         shifted = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
         logits = network.apply({"params": params}, batch["source"], shifted)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from alpa_meta.corpus.model import Tree
+from alpa_meta.types import PyTree
 
 
-def next_token_batch(key: jax.Array, batch: int, length: int, vocab: int) -> Tree:
+def next_token_batch(key: jax.Array, batch: int, length: int, vocab: int) -> PyTree:
     """Return random `tokens` and the next token of each as `labels`, both int32[batch, length]."""
     sequence = jax.random.randint(key, (batch, length + 1), 0, vocab, jnp.int32)
     return {"tokens": sequence[:, :-1], "labels": sequence[:, 1:]}

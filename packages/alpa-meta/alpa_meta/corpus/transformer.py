@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model, optimiser
+from alpa_meta.corpus.model import CorpusModel, deterministic_model, optimiser
 from alpa_meta.corpus.moe import through_experts
 from alpa_meta.corpus.tokens import next_token_batch, next_token_loss
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -43,7 +44,7 @@ class TransformerShape:
 def of_shape(name: str, shape: TransformerShape) -> CorpusModel:
     """Return the transformer of a shape."""
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         return next_token_loss(_logits(params, batch["tokens"], shape), batch["labels"])
 
     return deterministic_model(
@@ -56,7 +57,7 @@ def of_shape(name: str, shape: TransformerShape) -> CorpusModel:
     )
 
 
-def _init(key: jax.Array, shape: TransformerShape) -> Tree:
+def _init(key: jax.Array, shape: TransformerShape) -> PyTree:
     embed_key, position_key, head_key, *layer_keys = jax.random.split(key, shape.num_layers + 3)
     return {
         "embed": _weight(embed_key, shape.vocab, shape.hidden),
@@ -71,11 +72,11 @@ def _weight(key: jax.Array, *dims: int) -> jax.Array:
     return 0.02 * jax.random.normal(key, dims)
 
 
-def _init_norm(hidden: int) -> Tree:
+def _init_norm(hidden: int) -> PyTree:
     return {"scale": jnp.ones(hidden), "bias": jnp.zeros(hidden)}
 
 
-def _init_layer(key: jax.Array, shape: TransformerShape, number: int) -> Tree:
+def _init_layer(key: jax.Array, shape: TransformerShape, number: int) -> PyTree:
     qkv_key, out_key, router_key, up_key, down_key = jax.random.split(key, 5)
     hidden, inner, heads = shape.hidden, shape.inner, shape.num_heads
     head = hidden // heads
@@ -101,7 +102,7 @@ def _init_layer(key: jax.Array, shape: TransformerShape, number: int) -> Tree:
     }
 
 
-def _norm(params: Tree, x: jax.Array) -> jax.Array:
+def _norm(params: PyTree, x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True)
     variance = jnp.square(wide - mean).mean(-1, keepdims=True)
@@ -110,7 +111,7 @@ def _norm(params: Tree, x: jax.Array) -> jax.Array:
     return y
 
 
-def _attention(params: Tree, x: jax.Array, causal: bool) -> jax.Array:
+def _attention(params: PyTree, x: jax.Array, causal: bool) -> jax.Array:
     dtype = x.dtype
     qkv = jnp.einsum("bld,tdhk->tblhk", x, params["qkv"].astype(dtype))
     q, k, v = qkv + params["qkv_bias"].astype(dtype)[:, None, None]
@@ -125,14 +126,14 @@ def _attention(params: Tree, x: jax.Array, causal: bool) -> jax.Array:
     return out
 
 
-def _feed_forward(params: Tree, x: jax.Array) -> jax.Array:
+def _feed_forward(params: PyTree, x: jax.Array) -> jax.Array:
     dtype = x.dtype
     inner = jax.nn.gelu(x @ params["up"].astype(dtype) + params["up_bias"].astype(dtype))
     y: jax.Array = inner @ params["down"].astype(dtype) + params["down_bias"].astype(dtype)
     return y
 
 
-def _experts(params: Tree, x: jax.Array, shape: TransformerShape) -> jax.Array:
+def _experts(params: PyTree, x: jax.Array, shape: TransformerShape) -> jax.Array:
     def run(inputs: jax.Array) -> jax.Array:
         up, down = params["up"].astype(x.dtype), params["down"].astype(x.dtype)
         inner = jax.nn.gelu(jnp.einsum("ebcd,edf->ebcf", inputs, up))
@@ -143,14 +144,14 @@ def _experts(params: Tree, x: jax.Array, shape: TransformerShape) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "routed"))
-def _block(params: Tree, x: jax.Array, shape: TransformerShape, routed: bool) -> jax.Array:
+def _block(params: PyTree, x: jax.Array, shape: TransformerShape, routed: bool) -> jax.Array:
     """Return what a block makes of `x`; equal blocks are traced once."""
     x = x + _attention(params, _norm(params["norm_1"], x), shape.causal)
     y = _norm(params["norm_2"], x)
     return x + (_experts(params, y, shape) if routed else _feed_forward(params, y))
 
 
-def _logits(params: Tree, tokens: jax.Array, shape: TransformerShape) -> jax.Array:
+def _logits(params: PyTree, tokens: jax.Array, shape: TransformerShape) -> jax.Array:
     """Return [batch, length, vocab] in the compute dtype."""
     dtype = jnp.dtype(shape.dtype)
     x = params["embed"].astype(dtype)[tokens] + params["position"].astype(dtype)

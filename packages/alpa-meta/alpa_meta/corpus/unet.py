@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from attrs import frozen
 
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, deterministic_model
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -114,17 +115,17 @@ def build(size: str = "tiny") -> CorpusModel:
     network = UNet(shape)
     dims = (shape.batch, shape.image, shape.image, shape.image_channels)
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
         return network.init(key, jnp.zeros((1, *dims[1:])))["params"]
 
-    def make_batch(key: jax.Array) -> Tree:
+    def make_batch(key: jax.Array) -> PyTree:
         image_key, target_key = jax.random.split(key)
         return {
             "images": jax.random.normal(image_key, dims),
             "targets": jax.random.normal(target_key, dims),
         }
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         output = network.apply({"params": params}, batch["images"])
         return jnp.mean(jnp.square(output - batch["targets"]))
 

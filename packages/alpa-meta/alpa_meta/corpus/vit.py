@@ -9,7 +9,8 @@ from attrs import frozen
 from flax import nnx
 
 from alpa_meta.corpus.images import labelled_images
-from alpa_meta.corpus.model import CorpusModel, Tree, deterministic_model
+from alpa_meta.corpus.model import CorpusModel, deterministic_model
+from alpa_meta.types import PyTree
 
 
 @frozen(kw_only=True)
@@ -93,13 +94,13 @@ def of_shape(name: str, shape: ViTShape, size: str = "large") -> CorpusModel:
     """Return the vision transformer of a shape."""
     definition, _ = nnx.split(nnx.eval_shape(lambda: ViT(shape, nnx.Rngs(0))))
 
-    def init(key: jax.Array) -> Tree:
+    def init(key: jax.Array) -> PyTree:
         return nnx.split(ViT(shape, nnx.Rngs(key)), nnx.Param)[1]
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: PyTree, batch: PyTree) -> jax.Array:
         logits = nnx.merge(definition, params)(batch["images"])
         one_hot = optax.smooth_labels(jax.nn.one_hot(batch["labels"], shape.num_classes), 0.1)
-        losses: Tree = optax.softmax_cross_entropy(logits, one_hot)
+        losses: PyTree = optax.softmax_cross_entropy(logits, one_hot)
         return jnp.mean(losses)
 
     return deterministic_model(

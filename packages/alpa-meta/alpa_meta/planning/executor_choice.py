@@ -83,7 +83,7 @@ def _note(
         if isinstance(step, RegionPlan):
             for body, plan in zip(bodies(eqn), step.bodies, strict=True):
                 jaxpr = compat.open_jaxpr(body)
-                given = dict(zip(jaxpr.invars, plan.inputs, strict=True))
+                given: dict[Atom, ShardingSpec] = dict(zip(jaxpr.invars, plan.inputs, strict=True))
                 _note(jaxpr.eqns, plan.strategies, given, found)
         for var, spec in zip(eqn.outvars, step.results, strict=True):
             specs[var] = spec

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from attrs import evolve, frozen
+from numpy.typing import NDArray
 
 from alpa_interchange import LogicalMesh, SubmeshSpec
 from alpa_interchange.amounts import counted
@@ -194,8 +195,8 @@ class _Held:
 
     state: float
     update: float
-    own: np.ndarray
-    kept: np.ndarray
+    own: NDArray[np.float64]
+    kept: NDArray[np.float64]
 
 
 def _least(held: list[_Held]) -> float:

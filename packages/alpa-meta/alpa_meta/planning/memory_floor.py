@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from attrs import frozen
@@ -21,6 +21,7 @@ from alpa_meta.inter_op.meshes import memory_per_device, usable_memory
 from alpa_meta.options import Options
 from alpa_meta.step.arguments import abstract_leaf, is_array
 from alpa_meta.step.pure_call import flat_objects
+from alpa_meta.types import PyTree
 
 if TYPE_CHECKING:  # the command refuses what cannot fit before it imports the planner
     from alpa_meta.step.program import Step
@@ -62,7 +63,7 @@ def check_state_fits(step: Step, cluster: ClusterSpec, options: Options) -> None
     _check(held, cluster, options)
 
 
-def check_arguments_fit(args: Sequence[Any], cluster: ClusterSpec, options: Options) -> None:
+def check_arguments_fit(args: Sequence[PyTree], cluster: ClusterSpec, options: Options) -> None:
     """Raise InfeasibleError if arguments that cannot be the batch take more memory than there is:
     those whose arrays differ in their first dims."""
     found: list[jax.ShapeDtypeStruct] = []

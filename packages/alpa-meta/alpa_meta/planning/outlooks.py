@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from attrs import evolve
 
@@ -84,8 +84,7 @@ def short_step_of(
     key = (cluster, str((options.num_layers, least, options.pins, chosen)), kept)
     if key not in step.short:
         step.short[key] = short_step(step, layering, options.pins, chosen, kept)
-    found: ShortStep | None = step.short[key]
-    return found
+    return cast(ShortStep | None, step.short[key])
 
 
 def by_short_step(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import attrs
 from attrs import evolve
@@ -109,7 +109,7 @@ def check_claims(plan: ParallelPlan, rebuilt: ParallelPlan) -> None:
     )
 
 
-def _claims(plan: ParallelPlan) -> dict[str, Any]:
+def _claims(plan: ParallelPlan) -> dict[str, object]:
     """Return what follows from the choices of a plan, by its place in the document."""
     return {
         "program": evolve(plan.program, uncut=""),
@@ -127,12 +127,12 @@ def _claims(plan: ParallelPlan) -> dict[str, Any]:
     }
 
 
-def _of_candidate(stage: PlacedStage) -> dict[str, Any]:
+def _of_candidate(stage: PlacedStage) -> dict[str, object]:
     names = [one.name for one in attrs.fields(type(stage.candidate)) if one.name not in _SEARCHED]
     return {"candidate": {name: getattr(stage.candidate, name) for name in names}}
 
 
-def _of_stage(sharding: StageSharding) -> dict[str, Any]:
+def _of_stage(sharding: StageSharding) -> dict[str, object]:
     return {
         "mesh": sharding.mesh,
         "memory": sharding.memory,
@@ -146,17 +146,16 @@ def _of_stage(sharding: StageSharding) -> dict[str, Any]:
     }
 
 
-def _difference(said: Any, true: Any, where: str) -> tuple[str, Any, Any] | None:
+def _difference(said: object, true: object, where: str) -> tuple[str, object, object] | None:
     """Return the first place where two values differ, and both there; None if they do not."""
     if said == true:
         return None
     if isinstance(said, float | int) and isinstance(true, float | int):
         return None if math.isclose(said, true, rel_tol=_ROUNDING) else (where, said, true)
-    if attrs.has(type(said)) and type(said) is type(true):
-        said, true = (
-            {one.name: getattr(value, one.name) for one in attrs.fields(type(value))}
-            for value in (said, true)
-        )
+    kind = type(said)
+    if attrs.has(kind) and kind is type(true):
+        names = [one.name for one in attrs.fields(kind)]
+        said, true = ({name: getattr(value, name) for name in names} for value in (said, true))
     if isinstance(said, Mapping) and isinstance(true, Mapping):
         for name in sorted({*said, *true}, key=str):
             if name not in said or name not in true:
@@ -176,10 +175,10 @@ def _difference(said: Any, true: Any, where: str) -> tuple[str, Any, Any] | None
     return where, said, true
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

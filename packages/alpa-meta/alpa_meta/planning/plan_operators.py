@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from alpa_interchange import OperatorSharding, ShardingSpec, StageSharding, Strategy
 from alpa_meta.compat import Atom, JaxprEqn, open_jaxpr, source_line
@@ -90,9 +91,9 @@ class _Search:
     def __init__(self, selection: Selection, stage: int) -> None:
         self._counts = [int(count) for count in selection.problem.num_strategies]
         self._stage = stage
-        self._left: dict[int, np.ndarray] = {}
+        self._left: dict[int, NDArray[np.bool_]] = {}
         self._unsaid: dict[int, str] = {}
-        self._agreeing: dict[Hashable, np.ndarray] = {}
+        self._agreeing: dict[Hashable, NDArray[np.bool_]] = {}
 
     def keep_spec(self, source: Source, name: str, spec: ShardingSpec | None) -> None:
         """Keep the strategies under which the value called `name` has the spec."""
@@ -146,7 +147,7 @@ class _Search:
                 )
         return tuple(chosen)
 
-    def _keep(self, node: int, agreeing: np.ndarray, name: str, wanted: str) -> None:
+    def _keep(self, node: int, agreeing: NDArray[np.bool_], name: str, wanted: str) -> None:
         left = agreeing & self._left.get(node, np.True_)
         if not left.any():
             raise self._unknown(name, wanted)
@@ -159,7 +160,9 @@ class _Search:
         )
 
 
-def _agreeing(strategies: Sequence[Strategy], wanted: Strategy, completed: bool) -> np.ndarray:
+def _agreeing(
+    strategies: Sequence[Strategy], wanted: Strategy, completed: bool
+) -> NDArray[np.bool_]:
     """Return which strategies read and write what `wanted` does, of several those with its factors.
 
     What is `completed` behind the operator is not compared: its sums are partial here.

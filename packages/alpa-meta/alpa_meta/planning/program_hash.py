@@ -15,7 +15,6 @@ import hashlib
 import re
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import attrs
 import jax
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_meta.compat import ClosedJaxpr, Jaxpr, Literal, Var, closed, consts, name_stack
+from alpa_meta.types import PyTree
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 _MOST_NESTED = 32  # classes inside classes: a parameter that refers to itself is cut off here
@@ -33,7 +33,7 @@ def program_hash(program: ClosedJaxpr | Jaxpr, *, values: bool) -> str:
     return _Hasher(values).jaxpr(program)
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Return a text that is equal in every process for equal values, as those of parameters."""
     return _Hasher(values=True).part(value)
 
@@ -41,9 +41,9 @@ def text_of(value: Any) -> str:
 class _Hasher:
     def __init__(self, values: bool) -> None:
         self._values = values
-        self._types: Callable[[Any], str] = functools.cache(_type)
-        self._known: dict[int, tuple[Any, str]] = {}  # the jaxprs are held, so ids stay theirs
-        self._functions: dict[int, tuple[Any, str]] = {}
+        self._types: Callable[[object], str] = functools.cache(_type)
+        self._known: dict[int, tuple[object, str]] = {}  # the jaxprs are held, so ids stay theirs
+        self._functions: dict[int, tuple[object, str]] = {}
 
     def jaxpr(self, program: ClosedJaxpr | Jaxpr) -> str:
         known = self._known.get(id(program))
@@ -77,7 +77,7 @@ class _Hasher:
         digest.update(repr([read(atom) for atom in jaxpr.outvars]).encode())
         return digest.hexdigest()
 
-    def _value(self, value: Any) -> str:
+    def _value(self, value: PyTree) -> str:
         """Return what stands for a constant."""
         if not self._values:
             return ""
@@ -86,7 +86,7 @@ class _Hasher:
         array = np.asarray(value)
         return f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()}"
 
-    def part(self, value: Any, depth: int = 0) -> str:
+    def part(self, value: object, depth: int = 0) -> str:
         """Return what stands for a parameter, or for a part of one."""
         part = functools.partial(self.part, depth=depth + 1)
         if isinstance(value, (ClosedJaxpr, Jaxpr)):
@@ -115,7 +115,7 @@ class _Hasher:
             return f"{type(value).__qualname__}{part(members)}"
         return _ADDRESS.sub("", repr(value))
 
-    def _function(self, value: Any, depth: int) -> str:
+    def _function(self, value: PyTree, depth: int) -> str:
         """Return the name of a function or class, and its code; of one inside itself the name."""
         name = f"{getattr(value, '__module__', None)}.{value.__qualname__}"
         code = getattr(value, "__code__", None) if self._values else None
@@ -128,7 +128,7 @@ class _Hasher:
         return self._functions[id(value)][1]
 
 
-def _closure(function: Any) -> list[Any]:
+def _closure(function: PyTree) -> list[object]:
     """Return what a function closes over and its defaults, as far as it is plain or a function."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     plain = (bool, int, float, complex, str, bytes, tuple, np.ndarray, types.FunctionType)
@@ -153,7 +153,7 @@ def _field_names(kind: type) -> list[str] | None:
     return None
 
 
-def _type(aval: Any) -> str:
+def _type(aval: object) -> str:
     """Return shape, dtype and weak type; of what is no array, its text."""
     weak = "~" if getattr(aval, "weak_type", False) else ""
     return weak + _ADDRESS.sub("", str(aval))

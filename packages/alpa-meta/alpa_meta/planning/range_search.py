@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
@@ -44,6 +44,9 @@ from alpa_meta.planning.chosen_plan import (
 from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Step
 from cost_model import CostModel, calibrated_model
+
+if TYPE_CHECKING:
+    from alpa_interchange import LogicalMesh, SubmeshSpec
 
 
 @frozen
@@ -153,7 +156,7 @@ def may_cut(num_microbatches: int, cluster: ClusterSpec, options: Options) -> bo
 
 def meshes_to_plan(
     outlook: Outlook, model: CostModel, options: Options
-) -> list[tuple[Any, Any, bool]]:
+) -> list[tuple[SubmeshSpec, LogicalMesh, bool]]:
     """Return (submesh, logical mesh, whether it is the whole cluster) to solve on."""
     cluster = model.cluster
     found = []

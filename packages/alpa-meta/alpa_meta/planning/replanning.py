@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
@@ -23,6 +23,9 @@ from alpa_meta.errors import InfeasibleError, PlanError
 from alpa_meta.planning.menu_prices import Priced, lacking_bytes, near_counts, priced, rows_of
 from alpa_meta.planning.menu_problem import problem_of
 from stage_dp import Known
+
+if TYPE_CHECKING:
+    from alpa_interchange import LogicalMesh, SubmeshSpec
 
 LINKS = ("intra-host", "inter-host", "inter-group")
 FULL = 4  # microbatches per stage of pipelines that a search starts from: a bubble of a fifth
@@ -41,7 +44,7 @@ class Replanned:
     memory: float | None
     plan: JointPlan
     rows: tuple[LayerRow, ...]  # of each layer
-    meshes: tuple[tuple[Any, Any], ...]  # (submesh, logical mesh) of each stage
+    meshes: tuple[tuple[SubmeshSpec, LogicalMesh], ...]  # (submesh, logical mesh) of each stage
     before_seconds: float
     kept_seconds: float | None
     lacking_bytes: float
@@ -55,7 +58,7 @@ class Replanned:
     problem: JointProblem = field(repr=False)  # that was searched
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """Options that plan this pipeline in full: `parallelize(step, cluster, **settings)`."""
         found = {
             "num_stages": len(self.plan.stages),
@@ -215,7 +218,7 @@ def solved(problem: JointProblem, known: Sequence[Known]) -> JointPlan | None:
         return None
 
 
-def choices(problem: JointProblem, plan: JointPlan) -> Any:
+def choices(problem: JointProblem, plan: JointPlan) -> Hashable:
     """Return what makes plans differ: all but their rows' figures."""
     menus = problem.menu.meshes
     return (

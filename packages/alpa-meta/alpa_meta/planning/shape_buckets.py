@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 from attrs import evolve, frozen
 
 import ilp_sharding
 from alpa_interchange import ParallelPlan, ShardingSolution, StageCandidate
-from alpa_meta.compat import Atom, Literal, Var, open_jaxpr, shape_of, subjaxprs
+from alpa_meta.compat import Atom, ClosedJaxpr, Jaxpr, Literal, Var, open_jaxpr, shape_of, subjaxprs
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.meshes import usable_memory
 from alpa_meta.inter_op.scan_stages import cut_evenly
@@ -31,7 +31,11 @@ from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
 from alpa_meta.planning.outlooks import staged_outlook
 from alpa_meta.step.program import Program, Step
+from alpa_meta.types import PyTree
 from cost_model import calibrated_model
+
+if TYPE_CHECKING:
+    from alpa_interchange import StageSharding
 
 _LOG = logging.getLogger("alpa_meta")
 
@@ -122,7 +126,7 @@ def at_planned_shapes(step: Step, plan: ParallelPlan) -> Step:
     )
 
 
-def marked_dims(prefix: Any, step: Step) -> dict[str, frozenset[int]]:
+def marked_dims(prefix: PyTree, step: Step) -> dict[str, frozenset[int]]:
     """Return the dims that may vary of each batch array, by path.
 
     `prefix` is a pytree prefix of the batch argument, of the tuple of them if there are several.
@@ -142,14 +146,14 @@ def marked_dims(prefix: Any, step: Step) -> dict[str, frozenset[int]]:
     }
 
 
-def _is_mark(mark: Any) -> bool:
+def _is_mark(mark: object) -> bool:
     return mark is None or isinstance(mark, (int, set, frozenset))
 
 
-def _dims(mark: Any, path: str, rank: int) -> frozenset[int]:
+def _dims(mark: object, path: str, rank: int) -> frozenset[int]:
     if mark is None:
         return frozenset()
-    given = mark if isinstance(mark, (set, frozenset)) else (mark,)
+    given: Collection[PyTree] = mark if isinstance(mark, (set, frozenset)) else (mark,)
     for dim in given:
         if not isinstance(dim, int) or not -rank <= dim < rank:
             raise PlanError(
@@ -223,7 +227,7 @@ def _layered_program(step: Step, plan: ParallelPlan) -> Program:
     return program if cut is None else cut.program
 
 
-def _state(step: Step, sharding: Any) -> list[str]:
+def _state(step: Step, sharding: StageSharding) -> list[str]:
     return [
         leaf.path
         for leaf in step.leaves
@@ -278,13 +282,13 @@ def structural_difference(one: Program, two: Program) -> str:
     return found
 
 
-def _jaxprs_differ(one: Any, two: Any) -> str:
+def _jaxprs_differ(one: Jaxpr | ClosedJaxpr, two: Jaxpr | ClosedJaxpr) -> str:
     first, second = open_jaxpr(one), open_jaxpr(two)
     if len(first.eqns) != len(second.eqns):
         return f"{len(second.eqns)} operations instead of {len(first.eqns)}"
     places: list[dict[Var, int]] = [{}, {}]
 
-    def kinds(atoms: Sequence[Atom], side: int) -> list[tuple[Any, ...]]:
+    def kinds(atoms: Sequence[Atom], side: int) -> list[tuple[int | None, str, int]]:
         return [
             (
                 None

@@ -8,8 +8,8 @@ chosen stages are then priced with the slices' own seconds, under every schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import cast
 
 from attrs import evolve, fields, has
 
@@ -17,6 +17,7 @@ import stage_dp
 from alpa_interchange import StageCandidate, StagePlan, TokenSlice
 from alpa_interchange.menu import Affine, JointProblem, LayerFloor
 from alpa_meta.options import SCHEDULES, Options
+from alpa_meta.types import Function, PyTree
 
 SEARCHED = ("gpipe",)
 
@@ -31,7 +32,7 @@ def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
         found: tuple[LayerFloor, ...] = _scaled(floors(mesh, number, samples), share)
         return found
 
-    def shared(price: Callable[..., Affine]) -> Callable[..., Affine]:
+    def shared(price: Function[Affine]) -> Function[Affine]:
         return lambda *place: cast(Affine, _scaled(price(*place), share))
 
     return evolve(
@@ -46,7 +47,7 @@ def in_slices(problem: JointProblem, num_slices: int) -> JointProblem:
     )
 
 
-def _scaled(value: Any, share: float) -> Any:
+def _scaled(value: PyTree, share: float) -> PyTree:
     """Return a value with all that is of one microbatch scaled, but its largest temporary."""
     if isinstance(value, Affine):
         return Affine(value.fixed * share, value.each * share)

@@ -6,9 +6,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from alpa_interchange import Instruction
+from alpa_meta.types import Fields
 from mesh_runtime import TraceEvent
 
 _MICROSECONDS = 1e6  # the unit of the format
@@ -17,7 +17,7 @@ _TRANSFERS = 1000  # lanes of sends and receives stand apart from those of runs
 
 def write_trace(path: Path, lanes: Mapping[str, Sequence[TraceEvent]]) -> None:
     """Write events in the Trace Event Format, a process for each name of `lanes`, at once."""
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     for number, (name, found) in enumerate(lanes.items()):
         events += _lane(number, name, found)
     partial = path.with_name(path.name + ".partial")
@@ -36,8 +36,8 @@ def read_trace(path: Path) -> list[TraceEvent]:
         raise ValueError(f"{path}: is not the trace of an executed step: {error!r}") from None
 
 
-def _lane(number: int, name: str, events: Sequence[TraceEvent]) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = [_named("process_name", number, 0, name)]
+def _lane(number: int, name: str, events: Sequence[TraceEvent]) -> list[dict[str, object]]:
+    made: list[dict[str, object]] = [_named("process_name", number, 0, name)]
     origin = min((event.start for event in events), default=0.0)
     for mesh in sorted({event.mesh for event in events}):
         made.append(_named("thread_name", number, mesh, f"mesh {mesh}"))
@@ -77,11 +77,11 @@ def _title(one: Instruction) -> str:
     return what if one.microbatch is None else f"{what} #{one.microbatch}"
 
 
-def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def _named(kind: str, process: int, thread: int, name: str) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _event(one: Mapping[str, Any]) -> TraceEvent:
+def _event(one: Fields) -> TraceEvent:
     args = one["args"]
     instruction = Instruction(
         kind=args["kind"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attrs import asdict, fields
 from rich.console import Console
@@ -21,11 +21,14 @@ from alpa_meta.planning.state_moves import Move, StateMoves, by_kind
 from alpa_meta.planning.thresholds import Threshold
 from alpa_meta.report.plan_difference import PlanDifference, TimeSplit
 
+if TYPE_CHECKING:
+    from attrs import AttrsInstance
+
 WORDS = {"selective": "selectively", "full": "in full"}
 MAX_ROWS = 24  # of tensors, unless all are asked for
 
 
-def as_json(value: Any) -> str:
+def as_json(value: AttrsInstance) -> str:
     """Return a value made of attrs classes as JSON."""
     return json.dumps(asdict(value), indent=1)
 
@@ -188,7 +191,7 @@ def _verdict(found: Replanned) -> str:
 
 def _options(found: Replanned) -> Iterator[str]:
     for name, value in found.settings.items():
-        if name == "recompute" and set(value) == {"none"}:
+        if name == "recompute" and isinstance(value, tuple) and set(value) == {"none"}:
             value = "none"
         yield f"{name}={value!r}"
 

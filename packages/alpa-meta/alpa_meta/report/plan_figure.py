@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,6 +23,10 @@ from alpa_meta.report.plan_tensors import columns_height, draw_tensors, tensor_c
 from alpa_meta.report.predicted_events import predicted_events
 from alpa_meta.report.style import CHARACTER, INK, cut_text, figure_file, stage_colour
 from alpa_meta.report.timeline_figure import plot_schedule, schedule_height
+from alpa_meta.types import Private
+
+if TYPE_CHECKING:
+    from matplotlib.figure import SubFigure
 
 WIDTH = 11.0  # inches
 MAX_MESHES_IN_A_ROW = 8
@@ -48,7 +52,7 @@ def draw_plan(path: Path, plan: ParallelPlan, found: Explanation | None = None) 
         schedule_height(plan.stage_plan.num_meshes),
     ]
     with figure_file(path, WIDTH, sum(heights) + 0.3) as figure:
-        rows: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+        rows: Private = figure.subfigures(len(heights), 1, height_ratios=heights)
         title = (
             f"{plan.cluster.name}: {counted(num_stages, 'stage')}, "
             f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')}, "
@@ -72,7 +76,7 @@ def draw_plan(path: Path, plan: ParallelPlan, found: Explanation | None = None) 
         plot_schedule(rows[4], events, names, title="predicted schedule", width=WIDTH)
 
 
-def _draw_bars(figure: Any, plan: ParallelPlan, found: Explanation | None) -> None:
+def _draw_bars(figure: SubFigure, plan: ParallelPlan, found: Explanation | None) -> None:
     """Draw what the step goes to, the memory, and the next best settings, as far as known."""
     splits = time_splits(plan)
     panels = list(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from attrs import define, field, frozen
 
@@ -59,7 +58,7 @@ class Stragglers:
 
     def _times(self, mesh: int, busy: float) -> float:
         """Return how many times its median a mesh takes, 1 while there is none."""
-        history: Any = self._busy.get(mesh, ())
+        history: Sequence[float] = self._busy.get(mesh, ())
         if len(history) < _LEAST_HISTORY:
             return 1.0
         median = statistics.median(history)
