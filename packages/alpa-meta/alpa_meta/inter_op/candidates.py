@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -41,6 +40,7 @@ from alpa_meta.pinning import Pin, pin_marks, pinned_inputs
 from alpa_meta.presets import preset_pins
 from alpa_meta.step.program import Program
 from alpa_meta.token_slices.places import Slices
+from alpa_meta.types import Floats, Spec
 from cost_model import CostModel
 
 LIKELY_PRESETS = ("dp", "zero2", "zero3", "megatron", "2d")  # no plan is to cost more than these
@@ -72,7 +72,7 @@ class Outlook:
     num_layers: int
     cut: CutProgram | None = None
     uncut: tuple[Outlook, Layering] | None = None
-    pins: Mapping[str, Any] = field(factory=dict)  # of the user, by leaf path
+    pins: Mapping[str, Spec] = field(factory=dict)  # of the user, by leaf path
     _scopes: dict[bool, list[StageScope]] = field(factory=dict, init=False, repr=False)
 
     @functools.cached_property
@@ -231,7 +231,7 @@ def _candidate(
     start: int,
     stop: int,
     count: int,
-    crossing: np.ndarray,
+    crossing: Floats,
     model: CostModel,
     key: str,
     floor: bool,
@@ -274,7 +274,7 @@ def _candidate(
     )
 
 
-def _held(solved: MeshSolution, part: slice) -> tuple[float, float, float]:
+def _held(solved: MeshSolution, part: slice[int, int, None]) -> tuple[float, float, float]:
     """Return the bytes of state and gradients, of a microbatch's activations, of temporaries.
 
     Of the whole program at its peak; of a range of layers the most of each.
@@ -329,7 +329,7 @@ def exact_candidate(
 
 
 def _token_slices(
-    candidate: StageCandidate, lengths: Sequence[int], shares: np.ndarray
+    candidate: StageCandidate, lengths: Sequence[int], shares: Floats
 ) -> tuple[TokenSlice, ...]:
     """Return the seconds of a candidate by slice; `shares` [2, slices] are the forward's and the
     backward's, up to what is counted for the whole passes (buckets of collectives)."""

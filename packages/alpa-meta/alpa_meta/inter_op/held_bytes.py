@@ -9,6 +9,7 @@ from attrs import frozen
 
 from alpa_meta.inter_op.scope_facts import Held
 from alpa_meta.intra_op.selection import Selection
+from alpa_meta.types import Floats, HostArray, Ints
 
 
 @frozen(eq=False)
@@ -21,12 +22,12 @@ class HeldBytes:
     strategies.
     """
 
-    nodes: np.ndarray
-    starts: np.ndarray
-    sizes: np.ndarray
-    layers: np.ndarray
-    fractions: np.ndarray
-    counts: np.ndarray
+    nodes: Ints
+    starts: Ints
+    sizes: Floats
+    layers: Ints
+    fractions: Floats
+    counts: Ints
 
     @classmethod
     def of(cls, selection: Selection, held: Sequence[Held]) -> HeldBytes:
@@ -57,18 +58,19 @@ class HeldBytes:
             np.where(begins < 0, 1, counts),
         )
 
-    def under(self, choice: Sequence[int], size: int) -> np.ndarray:
+    def under(self, choice: Sequence[int], size: int) -> Floats:
         """Return [values] bytes under a choice."""
         chosen = np.array(choice, dtype=np.int64)
         at = np.where(self.starts < 0, 0, self.starts + chosen[self.nodes])
-        found: np.ndarray = self.sizes[size] * self.fractions[at]
+        found: Floats = self.sizes[size] * self.fractions[at]
         return found
 
-    def by_layer(self, choice: Sequence[int], size: int, num_layers: int) -> np.ndarray:
+    def by_layer(self, choice: Sequence[int], size: int, num_layers: int) -> Floats:
         """Return [layers] bytes under a choice."""
-        return np.bincount(self.layers, self.under(choice, size), num_layers)
+        found: HostArray = np.bincount(self.layers, self.under(choice, size), num_layers)
+        return found
 
-    def least(self, size: int) -> np.ndarray:
+    def least(self, size: int) -> Floats:
         """Return [values] the least bytes under any choice."""
         starts = np.maximum(self.starts, 0)
         least = [
@@ -77,9 +79,9 @@ class HeldBytes:
         ]
         return np.asarray(self.sizes[size] * np.array(least))
 
-    def by_node(self, layer: int, size: int) -> tuple[dict[int, np.ndarray], float]:
+    def by_node(self, layer: int, size: int) -> tuple[dict[int, Floats], float]:
         """Return {node: [strategies] bytes} of the values of a layer, and what no node decides."""
-        found: dict[int, np.ndarray] = {}
+        found: dict[int, Floats] = {}
         rest = 0.0
         for k in np.flatnonzero(self.layers == layer).tolist():
             node, start, bytes = int(self.nodes[k]), int(self.starts[k]), float(self.sizes[size][k])

@@ -27,6 +27,7 @@ from alpa_meta.intra_op.liveness import KINDS, PHASES
 from alpa_meta.intra_op.memory_profile import Peak
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.intra_op.sent_seconds import SentSeconds
+from alpa_meta.types import Floats, HostArray, Ints
 
 # Share of the update's seconds that floors count beside a price on bytes. With all of them, a bound
 # took three layers of GPT-39B on 4 V100 for microbatches of 0.82 of the step beside an update of
@@ -39,17 +40,17 @@ LIGHT_STEP = 0.1
 class StageCosts:
     """What a choice of strategies costs, per layer: seconds per step, bytes per device."""
 
-    forward: np.ndarray
-    backward: np.ndarray
-    by_weight: np.ndarray  # the part of `backward` that no other layer waits for
-    split: np.ndarray  # more of `backward` where that part is a program of its own
-    update: np.ndarray
-    state: np.ndarray
-    gradients: np.ndarray
-    activations: np.ndarray  # of one microbatch
-    delayed: np.ndarray  # what one microbatch keeps besides for a delayed backward by weight
-    transient: np.ndarray  # most temporaries at a time
-    floor: np.ndarray  # [layers, 2] least seconds: microbatches, update
+    forward: Floats
+    backward: Floats
+    by_weight: Floats  # the part of `backward` that no other layer waits for
+    split: Floats  # more of `backward` where that part is a program of its own
+    update: Floats
+    state: Floats
+    gradients: Floats
+    activations: Floats  # of one microbatch
+    delayed: Floats  # what one microbatch keeps besides for a delayed backward by weight
+    transient: Floats  # most temporaries at a time
+    floor: Floats  # [layers, 2] least seconds: microbatches, update
     peak: Peak  # of all layers together
 
 
@@ -90,19 +91,17 @@ class LayerCosts:
         self._forth = self._back = np.arange(num_layers)
         if window is not None:
             self._forth, self._back = np.array(window.layer_of).T
-        self._last_priced: (
-            tuple[tuple[int, ...], dict[int, tuple[np.ndarray, np.ndarray]]] | None
-        ) = None
+        self._last_priced: tuple[tuple[int, ...], dict[int, tuple[Floats, Floats]]] | None = None
         self._last_costs: tuple[tuple[int, ...], dict[tuple[str, int], StageCosts]] | None = None
-        self._last_parts: tuple[tuple[int, ...], dict[int, np.ndarray]] | None = None
-        self._last_beyond: tuple[tuple[int, ...], list[tuple[Group, np.ndarray]]] | None = None
+        self._last_parts: tuple[tuple[int, ...], dict[int, Floats]] | None = None
+        self._last_beyond: tuple[tuple[int, ...], list[tuple[Group, Floats]]] | None = None
         self._last: tuple[tuple[int, ...], Mapping[str, float]] | None = None
-        self._floors: dict[int, np.ndarray] = {}
-        self._least: dict[int, np.ndarray] = {}
+        self._floors: dict[int, Floats] = {}
+        self._least: dict[int, Floats] = {}
         self._kinds: dict[str, Recomputed] = {}
         self._redone: dict[str, RedoneSeconds] = {}
         self._split: dict[str, SplitSeconds] = {}
-        self._least_more: dict[tuple[str, str, int], np.ndarray] = {}
+        self._least_more: dict[tuple[str, str, int], Floats] = {}
         self.held = {
             name: HeldBytes.of(selection, [facts.held[name] for facts in self._sizes])
             for name in HELD
@@ -147,7 +146,7 @@ class LayerCosts:
         activations = held["activations"][back]
         if kind == "none" and not facts.scope.eqns.kept:
             activations = activations * _share_held(usage, activations)
-        late = np.bincount(facts.layers[facts.delayed], seconds[facts.delayed], count)
+        late: HostArray = np.bincount(facts.layers[facts.delayed], seconds[facts.delayed], count)
         split = np.zeros(count)
         if self.splits:
             split = self._split_seconds(kind).under(choice, size)
@@ -185,7 +184,7 @@ class LayerCosts:
 
     def sent(
         self, choice: Sequence[int], kind: str = "none", size: int = 0
-    ) -> Mapping[str, np.ndarray]:
+    ) -> Mapping[str, Floats]:
         """Return [layers, axes, 2] the seconds of `under` that links take: of each phase, and of
         "by_weight" in the backward. The last dim grows with an axis' latency, with 1 / bandwidth.
         """
@@ -208,7 +207,7 @@ class LayerCosts:
             name: part[self._forth if name == "forward" else back] for name, part in found.items()
         }
 
-    def floors(self, size: int = 0) -> np.ndarray:
+    def floors(self, size: int = 0) -> Floats:
         """Return [layers, 2] seconds no choice can beat, of the microbatches and of the update.
 
         Each equation costs at least the least it costs under any of its strategies, without
@@ -217,12 +216,14 @@ class LayerCosts:
         if size not in self._floors:
             updates = self.facts.phases == PHASES.index("update")
             at = 2 * self.facts.layers + updates
-            least = np.bincount(at, self.selection.seconds.least(size), 2 * self.num_layers)
+            least: HostArray = np.bincount(
+                at, self.selection.seconds.least(size), 2 * self.num_layers
+            )
             self._floors[size] = least.reshape(-1, 2)[self._back]
         return self._floors[size]
 
     def layer_problem(
-        self, layer: int, seconds: np.ndarray, part: str = "all", kind: str = "least"
+        self, layer: int, seconds: Floats, part: str = "all", kind: str = "least"
     ) -> ShardingProblem:
         """Return the selection problem of one layer alone, whose neighbours hand over and take
         whatever it likes, with seconds like one of the tables of `seconds_of(kind)`. Sums that run
@@ -250,8 +251,8 @@ class LayerCosts:
         return of.problem_of(found, seconds, shares)
 
     def between(
-        self, layers: tuple[int, int], seconds: np.ndarray, kind: str = "least"
-    ) -> list[tuple[int, int, np.ndarray]]:
+        self, layers: tuple[int, int], seconds: Floats, kind: str = "least"
+    ) -> list[tuple[int, int, Floats]]:
         """Return what two layers read from one another (`EquationSeconds.between`)."""
         of = self.seconds_of(kind)
         at = np.resize(self.facts.layers, of.count)
@@ -278,15 +279,15 @@ class LayerCosts:
         late = float(seconds[own & facts.delayed].sum())
         return found | {"backward_input": found["backward"] - late, "backward_weight": late}
 
-    def by_part(self, choice: Sequence[int], parts: Sequence[int], count: int) -> np.ndarray:
+    def by_part(self, choice: Sequence[int], parts: Sequence[int], count: int) -> Floats:
         """Return [phases, `count`] the seconds per step of the equations of each part; `parts` says
         of which part each is."""
         seconds, _ = self._priced(tuple(choice), 0)
         at = self.facts.phases * count + np.array(parts, dtype=np.int64)
-        found: np.ndarray = np.bincount(at, seconds, len(PHASES) * count)
+        found: HostArray = np.bincount(at, seconds, len(PHASES) * count)
         return found.reshape(len(PHASES), count)
 
-    def _least_seconds(self, size: int) -> np.ndarray:
+    def _least_seconds(self, size: int) -> Floats:
         if size not in self._least:
             self._least[size] = self.seconds_of("least").least(size)
         return self._least[size]
@@ -306,7 +307,7 @@ class LayerCosts:
             for sign, of in ((1.0, its), (-1.0, others)):
                 again = of[len(self.selection.seconds.costs) :]
                 more += [(p - count, node, sign * priced[size]) for p, node, priced in again]
-            by_node: dict[tuple[int, int], np.ndarray] = {}
+            by_node: dict[tuple[int, int], Floats] = {}
             for position, node, seconds in more:
                 at = int(self.facts.layers[position]), node
                 by_node[at] = by_node[at] + seconds if at in by_node else seconds
@@ -334,10 +335,10 @@ class LayerCosts:
 
     def layer_bytes(
         self, layer: int, names: Sequence[str], size: int = 0
-    ) -> tuple[dict[int, np.ndarray], float]:
+    ) -> tuple[dict[int, Floats], float]:
         """Return {node: [strategies] bytes} that a layer holds as `names`, and what no node
         decides."""
-        found: dict[int, np.ndarray] = {}
+        found: dict[int, Floats] = {}
         rest = 0.0
         for name in names:
             by_node, more = self.held[name].by_node(layer, size)
@@ -346,12 +347,12 @@ class LayerCosts:
                 found[node] = found[node] + own if node in found else own
         return found, rest
 
-    def working(self, temporaries: np.ndarray) -> np.ndarray:
+    def working(self, temporaries: Floats) -> Floats:
         """Return [equations] the most temporaries while each runs."""
         times = self.selection.times
         return np.maximum.reduceat(temporaries, np.array(times)) if times else np.zeros(0)
 
-    def _transient(self, working: np.ndarray, activations: np.ndarray) -> np.ndarray:
+    def _transient(self, working: Floats, activations: Floats) -> Floats:
         """Return [layers] the most temporaries, those of the update beyond the layer's activations,
         which no longer live then."""
         facts, count = self.facts, self.num_layers
@@ -359,18 +360,18 @@ class LayerCosts:
         found, at_last = np.zeros(count), np.zeros(count)
         np.maximum.at(found, facts.layers[~update], working[~update])
         np.maximum.at(at_last, facts.layers[update], working[update])
-        most: np.ndarray = np.maximum(found, at_last - activations)
+        most: Floats = np.maximum(found, at_last - activations)
         return most
 
-    def alive(self, redone: Redone, sizes: np.ndarray) -> np.ndarray:
+    def alive(self, redone: Redone, sizes: Floats) -> Floats:
         """Return [equations] the bytes of what was made again and is still read."""
         count = len(self.facts.layers) + 1
         begins, ends = redone.lifetimes.T
         changes = np.bincount(begins, sizes, count) - np.bincount(ends + 1, sizes, count)
-        alive: np.ndarray = np.cumsum(changes)[:-1]
+        alive: Floats = np.cumsum(changes)[:-1]
         return alive
 
-    def _priced(self, choice: tuple[int, ...], size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _priced(self, choice: tuple[int, ...], size: int) -> tuple[Floats, Floats]:
         """Return [equations] seconds and [kinds, times] bytes, remembered for the last choice."""
         if self._last_priced is None or self._last_priced[0] != choice:
             self._last_priced = choice, {}
@@ -381,7 +382,7 @@ class LayerCosts:
             known[size] = seconds, selection.memory.usage(choice, size)
         return known[size]
 
-    def _parts(self, choice: tuple[int, ...], size: int) -> np.ndarray:
+    def _parts(self, choice: tuple[int, ...], size: int) -> Floats:
         """Return [equations, axes, 2] what links take, remembered for the last choice."""
         if self._last_parts is None or self._last_parts[0] != choice:
             self._last_parts = choice, {}
@@ -390,7 +391,7 @@ class LayerCosts:
             known[size] = self.selection.sent.under(len(self.facts.layers), choice, size)
         return known[size]
 
-    def _beyond(self, choice: tuple[int, ...]) -> list[tuple[Group, np.ndarray]]:
+    def _beyond(self, choice: tuple[int, ...]) -> list[tuple[Group, Floats]]:
         """Return [axes, 2] what links take for buckets beyond the shares, once, remembered for the
         last choice."""
         if self._last_beyond is None or self._last_beyond[0] != choice:
@@ -431,7 +432,7 @@ class LayerCosts:
         return self._split[kind]
 
 
-def _share_held(usage: np.ndarray, activations: np.ndarray) -> float:
+def _share_held(usage: Floats, activations: Floats) -> float:
     """Return the share of a stage's activations that are held at once, where its passes are one
     program: XLA fuses some into their readers."""
     total = float(activations.sum())
@@ -439,11 +440,12 @@ def _share_held(usage: np.ndarray, activations: np.ndarray) -> float:
     return min(alive / total, 1.0) if total > 0 else 1.0
 
 
-def _by_place(places: np.ndarray, parts: np.ndarray, count: int) -> np.ndarray:
+def _by_place(places: Ints, parts: Floats, count: int) -> Floats:
     """Return [count, axes, 2] the sums of [n, axes, 2] parts by their place."""
     columns = parts.reshape(len(places), math.prod(parts.shape[1:])).T
     sums = [np.bincount(places, column, count) for column in columns]
-    return np.stack(sums, axis=-1).reshape(count, *parts.shape[1:])
+    stacked: HostArray = np.stack(sums, axis=-1)
+    return stacked.reshape(count, *parts.shape[1:])
 
 
 def solved_costs(

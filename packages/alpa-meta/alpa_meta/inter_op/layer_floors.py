@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from attrs import evolve
@@ -46,6 +46,7 @@ from alpa_meta.inter_op.layer_runs import Links, Potential
 from alpa_meta.inter_op.least_bytes import ByNode, LeastBytes
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.options import Options
+from alpa_meta.types import Fields, Floats
 
 if TYPE_CHECKING:
     from alpa_meta.inter_op.mesh_rows import MeshProblem
@@ -86,7 +87,7 @@ class FloorSource:
         self.batch = problem.main.samples * problem.main.count
         self._known: dict[tuple[int, int], tuple[LayerFloor, ...]] = {}
         self._potential: dict[int, Potential] = {}  # by class, the last one
-        self._tables: dict[tuple[str, int], np.ndarray] = {}  # seconds, by kind and samples
+        self._tables: dict[tuple[str, int], Floats] = {}  # seconds, by kind and samples
         self._bytes = LeastBytes(problem.costs)
         priced = problem.costs.selection.costs
         self._launch = priced.model.device(priced.host_group).launch_latency
@@ -150,11 +151,11 @@ class FloorSource:
             )
         floor = self._floor(layer, tuple(priced), least.fewest, by_name, samples)
         least_parts = zip(parts, light[len(prices) :], strict=True)
-        of_parts: dict[str, Any] = {
+        of_parts: Fields = {
             name: Affine(0.0, max(one / self.batch, getattr(floor, name).each))
             for name, one in least_parts
         }
-        of_run: dict[str, Any] = {"follow_seconds": least.more, "run_seconds": least.less}
+        of_run: Fields = {"follow_seconds": least.more, "run_seconds": least.less}
         return (evolve(floor, **of_parts, **of_run),)
 
     def _floor(
@@ -282,7 +283,7 @@ class FloorSource:
                 both[node] = both[node] + bytes if node in both else bytes
             held = both, state[1] + whole - self._kept(layer, kind, samples)
 
-        def by_strategy(bytes: ByNode) -> tuple[np.ndarray, float]:
+        def by_strategy(bytes: ByNode) -> tuple[Floats, float]:
             """Return the bytes by the problem's strategies, and those that it does not decide."""
             left, counts = dict(bytes[0]), alone.num_strategies.tolist()
             own = [left.pop(n, np.zeros(k)) for n, k in zip(numbers, counts, strict=True)]
@@ -327,7 +328,7 @@ class FloorSource:
         wrong = samples % np.concatenate([np.ones(0, np.int64), *splits]) != 0
         return evolve(alone, node_cost=np.where(wrong, math.inf, alone.node_cost))
 
-    def _links(self, number: int, nodes: Sequence[int], table: np.ndarray, kind: str) -> Links:
+    def _links(self, number: int, nodes: Sequence[int], table: Floats, kind: str) -> Links:
         """Return what two layers of a class in a row read from one another, none where the window
         has no two that stand for all, by the places of their `nodes`."""
         if number not in self.neighbours:
@@ -341,11 +342,11 @@ class FloorSource:
             if before in place and after in place
         ]
 
-    def _at(self, costs: Sequence[np.ndarray], samples: int) -> np.ndarray:
+    def _at(self, costs: Sequence[Floats], samples: int) -> Floats:
         """Return seconds per step with microbatches of so many samples from those at each size: the
         least on the lines of all rows that may be."""
         sizes, count = self._sizes, self.batch // samples
-        found: list[np.ndarray] = []
+        found: list[Floats] = []
         ends = set()
         for k in {int(x) for one in self.problem.splits for x in one if samples % int(x) == 0}:
             own = [n for n, one in enumerate(sizes) if one.samples % k == 0]
@@ -366,7 +367,7 @@ class FloorSource:
             found.append(np.where(np.isfinite(line), line, costs[n]))
         return np.asarray(np.min(found, axis=0))
 
-    def _led_to(self, costs: Sequence[np.ndarray], samples: int) -> np.ndarray:
+    def _led_to(self, costs: Sequence[Floats], samples: int) -> Floats:
         """Return the seconds per step that a kernel takes at least with so many samples, by those
         at the sizes of the menu: inf where they say nothing.
 
@@ -383,7 +384,7 @@ class FloorSource:
         if sizes[above[0]].samples == samples:
             return np.where(np.isfinite(first), first, math.inf)
 
-        def fixed(n: int) -> np.ndarray:
+        def fixed(n: int) -> Floats:
             """Return what a microbatch takes without samples on the line through another size."""
             with np.errstate(invalid="ignore"):
                 each = (first - costs[n]) / (here - sizes[n].count)

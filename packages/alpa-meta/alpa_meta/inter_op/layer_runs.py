@@ -27,11 +27,12 @@ from alpa_meta.compat import Literal, is_drop
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.intra_op.memory_limit import solve
 from alpa_meta.options import Options
+from alpa_meta.types import Floats
 
-Links = Sequence[tuple[int, int, np.ndarray]]
+Links = Sequence[tuple[int, int, Floats]]
 """What two layers in a row read from one another: node of the one before, node of the one after,
 [strategies before, strategies after] seconds."""
-Potential = Mapping[int, np.ndarray]
+Potential = Mapping[int, Floats]
 """By node of the layer before, the number of each strategy."""
 
 # Subgradient steps, from what the last number of microbatches left. With 3 the gap of GPT-39B on 64
@@ -85,7 +86,7 @@ def in_a_run(
     )
 
 
-def _own(alone: ShardingProblem, node: int) -> slice:
+def _own(alone: ShardingProblem, node: int) -> slice[int, int, None]:
     """Return where the strategies of a node are."""
     start = int(alone.num_strategies[:node].sum())
     return slice(start, start + int(alone.num_strategies[node]))

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from alpa_meta.intra_op.liveness import KINDS, PHASES
+from alpa_meta.types import Floats
 
 if TYPE_CHECKING:
     from alpa_meta.inter_op.layer_costs import LayerCosts
 
 
-ByNode = tuple[dict[int, np.ndarray], float]
+ByNode = tuple[dict[int, Floats], float]
 """{node: [strategies] bytes}, and what no node decides."""
 
 
@@ -26,7 +27,7 @@ class LeastBytes:
     def __init__(self, costs: LayerCosts) -> None:
         self.costs = costs
         self._kept: dict[int, dict[int, ByNode]] = {}  # by size and layer
-        self._transient: dict[tuple[str, int], np.ndarray] = {}
+        self._transient: dict[tuple[str, int], Floats] = {}
 
     def kept(self, layer: int, kind: str, size: int = 0) -> float:
         """Return the least bytes that one microbatch keeps of a layer."""
@@ -54,7 +55,7 @@ class LeastBytes:
             self._transient[kind, size] = self._most_temporaries(kind, size)
         return float(self._transient[kind, size][layer])
 
-    def _most_temporaries(self, kind: str, size: int) -> np.ndarray:
+    def _most_temporaries(self, kind: str, size: int) -> Floats:
         """Return [layers] the most temporaries at a time."""
         costs, facts = self.costs, self.costs.facts
         usage = costs.selection.memory.least_usage(size)

@@ -43,6 +43,7 @@ from alpa_meta.intra_op.bucketed_traffic import conversion_steps
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import Selection, build
 from alpa_meta.intra_op.stage_problem import Source
+from alpa_meta.types import Floats
 
 if TYPE_CHECKING:
     from alpa_meta.inter_op.layer_menu import MenuBuilder
@@ -104,7 +105,7 @@ class MeshProblem:
         """Return what a choice costs at one of the sizes."""
         return self.costs.under(choice, kind, self.sizes.index(sized))
 
-    def sent(self, choice: Sequence[int], kind: str, sized: Sized) -> Mapping[str, np.ndarray]:
+    def sent(self, choice: Sequence[int], kind: str, sized: Sized) -> Mapping[str, Floats]:
         """Return what links take of what a choice costs at one of the sizes."""
         return self.costs.sent(choice, kind, self.sizes.index(sized))
 
@@ -149,7 +150,7 @@ class MeshProblem:
         return math.lcm(*{int(of[one]) for of, one in zip(self.splits, choice, strict=True)})
 
     @functools.cached_property
-    def splits(self) -> list[np.ndarray]:
+    def splits(self) -> list[Floats]:
         """By node, [strategies] what the samples must be a multiple of."""
         counts = self.selection.problem.num_strategies
         found = [np.ones(count, dtype=np.int64) for count in counts]

@@ -21,6 +21,7 @@ from alpa_meta.intra_op.other_sizes import others_of
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.operators import sharding_rule
 from alpa_meta.operators.regions import is_region
+from alpa_meta.types import Floats
 
 
 class RedoneSeconds:
@@ -82,7 +83,7 @@ class SplitSeconds:
                     entries.append((node, node, more))
         self._num_layers, self._layers = num_layers, layers
         self._pairs: PricedPairs | None = PricedPairs(len(sizes), entries)
-        by_node: dict[tuple[int, int], np.ndarray] = {}  # [sizes, strategies]
+        by_node: dict[tuple[int, int], Floats] = {}  # [sizes, strategies]
         for layer, (node, _, more) in zip(layers, entries, strict=True):
             at, own = (layer, node), np.array(more)
             by_node[at] = by_node[at] + own if at in by_node else own
@@ -91,7 +92,7 @@ class SplitSeconds:
             self.least[:, layer] += seconds.min(axis=1)
         self.least = np.maximum(self.least, 0.0)
 
-    def under(self, choice: Sequence[int], size: int) -> np.ndarray:
+    def under(self, choice: Sequence[int], size: int) -> Floats:
         """Return [layers] seconds under a choice."""
         assert self._pairs is not None
         more = np.bincount(self._layers, self._pairs.under(choice, size), self._num_layers)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from alpa_interchange.menu import LayerRow
+from alpa_meta.types import Floats
 
 # Rows that differ by less than these shares are one: a search takes as long as there are pairs of
 # rows, and of the 30 that GPT-39B's layers have on 4x8 devices, 12 differed in the fourth digit.
@@ -33,7 +34,7 @@ def undominated(rows: Sequence[LayerRow], samples: int) -> list[LayerRow]:
     return [row for row in rows if row in found]
 
 
-def _values(row: LayerRow, *sizes: int) -> tuple[np.ndarray, np.ndarray]:
+def _values(row: LayerRow, *sizes: int) -> tuple[Floats, Floats]:
     """Return seconds and bytes at microbatches of these sizes."""
     backward = [row.backward_input.value(s) + row.backward_weight.value(s) for s in sizes]
     seconds = [*(row.forward.value(s) for s in sizes), *backward, row.step_seconds]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from attrs import frozen
 
 from alpa_interchange.menu import Affine, AxisPart
 from alpa_meta.inter_op.candidates import Outlook
 from alpa_meta.inter_op.layer_costs import StageCosts
+from alpa_meta.types import Floats
 
 
 @frozen(eq=False)
@@ -49,7 +49,7 @@ class LinkLine:
 
     layer: int
     sizes: tuple[Sized, Sized]
-    links: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
+    links: tuple[Mapping[str, Floats], Mapping[str, Floats]]
 
     def sent(self, what: str) -> tuple[AxisPart, ...]:
         """Return the parts that links take of one microbatch's seconds."""

@@ -13,8 +13,8 @@ its side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,9 @@ from alpa_meta.passes.added_equations import equations_of
 from alpa_meta.step.leaves import Leaf, Part
 from alpa_meta.step.phases import Phases
 from alpa_meta.step.program import Program
+from alpa_meta.types import Function
 
-_COMBINE: dict[str, Callable[..., Any]] = {
+_COMBINE: dict[str, Function[jax.Array]] = {
     "add": jnp.add,
     "max": lax.max,
     "min": lax.min,
@@ -112,15 +113,15 @@ class _Cutter:
         }
         self.placements = dict(program.placements)
         self.entries: list[_Entry] = []
-        self.pieces: dict[Atom, list[Any]] = {}  # values that were made in pieces
-        self.sliced: dict[Atom, list[Any]] = {}  # pieces cut from whole values
-        self.joined: dict[tuple[Any, str], Any] = {}  # pieces put together, by phase
+        self.pieces: dict[Atom, list[Var]] = {}  # values that were made in pieces
+        self.sliced: dict[Atom, list[Var]] = {}  # pieces cut from whole values
+        self.joined: dict[tuple[Atom, str], Var] = {}  # pieces put together, by phase
         self.home: dict[Var, tuple[int, str]] = {}  # equation and phase that made a value
 
     def cut(self) -> CutProgram:
         jaxpr, program = self.program.jaxpr, self.program
-        inputs: list[tuple[Any, Leaf, Part]] = []
-        position: dict[Any, list[int]] = {}
+        inputs: list[tuple[Var, Leaf, Part]] = []
+        position: dict[Atom, list[int]] = {}
         for number, (var, leaf) in enumerate(zip(jaxpr.invars, program.inputs, strict=True)):
             position[var] = []
             for start, stop in self.spans.get(var, [(0, 0)]):
@@ -138,7 +139,7 @@ class _Cutter:
             self._equation(number, eqn, phase)
             for var in eqn.outvars:
                 self.home[var] = (number, phase)
-        outputs: list[tuple[Any, str, int | None, Part]] = []
+        outputs: list[tuple[Atom, str, int | None, Part]] = []
         for number, (atom, path, alias) in enumerate(
             zip(jaxpr.outvars, program.outputs, program.aliases, strict=True)
         ):
@@ -146,7 +147,7 @@ class _Cutter:
             if replaced is None or replaced not in self.pieces:
                 whole = self._output(atom)
                 outputs.append(
-                    (whole, path, alias if alias is None else position[replaced][0], Part(number))
+                    (whole, path, None if replaced is None else position[replaced][0], Part(number))
                 )
                 continue
             spans = self.spans[replaced]
@@ -156,7 +157,11 @@ class _Cutter:
                 outputs.append((part, f"{path}[{start}:{stop}]", position[replaced][place], origin))
         return self._finish(inputs, outputs)
 
-    def _finish(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> CutProgram:
+    def _finish(
+        self,
+        inputs: Sequence[tuple[Var, Leaf, Part]],
+        outputs: Sequence[tuple[Atom, str, int | None, Part]],
+    ) -> CutProgram:
         program, jaxpr = self.program, self.program.jaxpr
         entries = sorted(_moved(self.entries), key=lambda entry: entry.key)
         flat = jaxpr.replace(
@@ -234,10 +239,10 @@ class _Cutter:
                 invars=[*fixed, *carry, *(x[k] for x in xs)], outvars=[*after, *ys], params=params
             )
             self._add(piece, phase, Origin(number, "piece", start, stop), place)
-            carry = after
+            carry = [*after]
 
     def _in_pieces(self, number: int, eqn: JaxprEqn, phase: str, passage: Passage) -> None:
-        carriers = [eqn.invars[k] for k in passage.operands]
+        carriers: list[Atom] = [eqn.invars[k] for k in passage.operands]
         carriers += [eqn.outvars[k] for k in passage.results]
         spans = next(self.spans[var] for var in carriers if not is_drop(var))
         operands = [
@@ -267,7 +272,7 @@ class _Cutter:
             self._combine(number, eqn.outvars[0], results[0], phase, passage.reduction)
 
     def _combine(
-        self, number: int, var: Var, partial: Sequence[Any], phase: str, reduction: str
+        self, number: int, var: Var, partial: Sequence[Var], phase: str, reduction: str
     ) -> None:
         total = partial[0]
         for k, part in enumerate(partial[1:], 2):
@@ -284,20 +289,20 @@ class _Cutter:
 
     # ------------------------------------------------------------------ values
 
-    def _like(self, var: Var) -> Any:
+    def _like(self, var: Var) -> Var:
         """Return a fresh variable of the type and placement of `var`."""
         fresh = Var(var.aval)
         self.placements[fresh] = self.program.placements.get(var, REPLICATED)
         return fresh
 
-    def _piece_var(self, var: Any, length: int) -> Any:
+    def _piece_var(self, var: Atom, length: int) -> Var:
         fresh = Var(var.aval.update(shape=(length, *shape_of(var)[1:])))
-        self.placements[fresh] = self.program.placements.get(var, REPLICATED)
+        self.placements[fresh] = self.program.placements.get(cast(Var, var), REPLICATED)
         return fresh
 
     def _pieces(
         self, atom: Atom, spans: Sequence[tuple[int, int]], number: int, phase: str
-    ) -> list[Any]:
+    ) -> list[Var]:
         """Return the pieces of a value, cut from it where it is whole."""
         if atom in self.pieces and self.spans[atom] == spans:
             return self.pieces[atom]
@@ -307,7 +312,7 @@ class _Cutter:
             for start, stop in spans:
                 piece = self._piece_var(atom, stop - start)
 
-                def part(value: Any, start: int = start, stop: int = stop) -> Any:
+                def part(value: jax.Array, start: int = start, stop: int = stop) -> jax.Array:
                     return lax.slice_in_dim(value, start, stop)
 
                 for added in equations_of(part, [atom], [piece]):
@@ -315,7 +320,7 @@ class _Cutter:
                 self.sliced[atom].append(piece)
         return self.sliced[atom]
 
-    def _whole(self, atom: Atom, number: int, phase: str) -> Any:
+    def _whole(self, atom: Atom, number: int, phase: str) -> Atom:
         """Return a value whole, joined from its pieces where it was made in pieces."""
         if isinstance(atom, Literal) or atom not in self.pieces:
             return atom
@@ -323,14 +328,14 @@ class _Cutter:
             whole = self._like(atom)
             self.joined[atom, phase] = whole
 
-            def join(*parts: Any) -> Any:
+            def join(*parts: jax.Array) -> jax.Array:
                 return lax.concatenate(parts, 0)
 
             for added in equations_of(join, self.pieces[atom], [whole]):
                 self._add(added, phase, Origin(number, "join"), -1)
         return self.joined[atom, phase]
 
-    def _output(self, atom: Atom) -> Any:
+    def _output(self, atom: Atom) -> Atom:
         """Return a result of the program that leaves it whole."""
         if isinstance(atom, Literal) or atom not in self.pieces:
             return atom

@@ -13,14 +13,16 @@ has to keep XLA from merging clones with the first run, which is in another loop
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
+import jax
 import numpy as np
 from attrs import evolve
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from alpa_meta.compat import (
+    Atom,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
@@ -29,6 +31,7 @@ from alpa_meta.compat import (
     array_type,
     closed,
     consts,
+    dtype_of,
     is_drop,
     open_jaxpr,
     scan_counts,
@@ -189,7 +192,10 @@ class _Pair:
         return _scan(backward, again, operands, backward.outvars)
 
 
-def _split(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+T = TypeVar("T")
+
+
+def _split(eqn: JaxprEqn, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
     """Return constants, carries and scanned ones of what stands for the operands of a scan."""
     num_consts, num_carry, _ = scan_counts(eqn)
     first = num_consts + num_carry
@@ -199,7 +205,7 @@ def _split(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list[Any], 
 def _scan(
     like: JaxprEqn,
     body: Jaxpr,
-    operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    operands: tuple[Sequence[Atom], Sequence[Atom], Sequence[Atom]],
     results: Sequence[Var],
 ) -> list[JaxprEqn]:
     """Return equations for a scan of `body` over (constants, carries, scanned) like another."""
@@ -207,14 +213,19 @@ def _scan(
     read = list(dict.fromkeys(a for part in operands for a in part if isinstance(a, Var)))
     num_carry = len(operands[1])
 
-    def scanned(*given: Any) -> list[Any]:
+    def scanned(*given: jax.Array) -> list[jax.Array]:
         known = dict(zip(read, given, strict=True))
-        consts, carry, xs = (
-            tuple(known[a] if isinstance(a, Var) else np.asarray(a.val, a.aval.dtype) for a in part)
-            for part in operands
-        )
 
-        def step(state: tuple[Any, ...], slices: tuple[Any, ...]) -> tuple[Any, Any]:
+        def value(atom: Atom) -> jax.Array:
+            if isinstance(atom, Var):
+                return known[atom]
+            return cast(jax.Array, np.asarray(atom.val, dtype_of(atom)))
+
+        consts, carry, xs = (tuple(map(value, part)) for part in operands)
+
+        def step(
+            state: tuple[jax.Array, ...], slices: tuple[jax.Array, ...]
+        ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
             outputs = run(*consts, *state, *slices)
             return tuple(outputs[:num_carry]), tuple(outputs[num_carry:])
 

@@ -20,6 +20,7 @@ from alpa_meta.inter_op.stage_selection import StageScope
 from alpa_meta.inter_op.staging import with_sunk_sums
 from alpa_meta.intra_op.liveness import PHASES
 from alpa_meta.step.program import Program
+from alpa_meta.types import Flags, Ints
 
 HELD = ("state", "gradients", "activations", "delayed")  # what values are held as
 
@@ -46,10 +47,10 @@ class Redone:
     `lifetimes` [made again, 2]: positions of the first equation that needs it, of the last.
     """
 
-    equations: np.ndarray
+    equations: Ints
     kept: tuple[tuple[int, int], ...]
     made_again: tuple[tuple[int, int], ...]
-    lifetimes: np.ndarray
+    lifetimes: Ints
 
 
 @frozen(eq=False)
@@ -57,12 +58,12 @@ class ScopeFacts:
     """What the equations of a stage are, whatever the mesh."""
 
     scope: StageScope
-    phases: np.ndarray  # [equations] in PHASES
-    layers: np.ndarray  # [equations], 0 for those without a layer
-    delayed: np.ndarray  # [equations] whether a split backward runs them later
+    phases: Ints  # [equations] in PHASES
+    layers: Ints  # [equations], 0 for those without a layer
+    delayed: Flags  # [equations] whether a split backward runs them later
 
     @functools.cached_property
-    def sunk(self) -> np.ndarray:
+    def sunk(self) -> Flags:
         """[equations] Whether they run once a step where their layers are in several stages: sums
         of gradients of tied weights."""
         eqns = self.scope.eqns

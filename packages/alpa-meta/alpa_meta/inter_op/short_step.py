@@ -30,6 +30,7 @@ from alpa_meta.passes.added_equations import jaxpr_of
 from alpa_meta.pinning import pin_marks
 from alpa_meta.step.leaves import LeftOut
 from alpa_meta.step.program import Program, Step, Whole, cut_into
+from alpa_meta.types import Spec
 
 KEPT = (3, 4)  # copies of a unit; the last but one too where microbatches tell the last apart
 
@@ -56,7 +57,7 @@ class ShortStep:
 def short_step(
     step: Step,
     layering: Layering,
-    pins: Mapping[str, object],
+    pins: Mapping[str, Spec],
     recomputation: Mapping[int, str],
     kept: int,
 ) -> ShortStep | None:

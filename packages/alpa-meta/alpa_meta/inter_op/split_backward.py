@@ -9,11 +9,10 @@ layers, or a `jax.checkpoint` that makes a cotangent, is by input as a whole.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any
 
 from attrs import evolve
 
-from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop
 from alpa_meta.inter_op.staging import Staging
 from alpa_meta.operators.elementwise import is_barrier
 
@@ -29,7 +28,7 @@ def by_weight(
     `places` are the stages (or layers) of the equations; `sent` are values that equations not
     listed wait for.
     """
-    producer: dict[Any, int] = {
+    producer: dict[Atom, int] = {
         var: k
         for k, (eqn, phase) in enumerate(zip(eqns, phases, strict=True))
         if phase == "backward"
@@ -72,7 +71,7 @@ def past_barriers(eqns: Sequence[JaxprEqn], delayed: Collection[int]) -> tuple[J
     Layers that recompute read from behind a barrier what they were given, which is there in any
     case; a program of its own needs no barrier between it and the forward pass.
     """
-    given: dict[Any, Any] = {
+    given: dict[Atom, Atom] = {
         new: old
         for k, eqn in enumerate(eqns)
         if is_barrier(eqn) and k not in delayed

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import cast
 
 from attrs import frozen
 
 from alpa_interchange import ShardingRule
-from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, scan_counts, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop, scan_counts, shape_of
 from alpa_meta.operators import flops, operator_of, sharding_rule
 from alpa_meta.operators.regions import is_control_flow, is_scan
 from alpa_meta.step.program import Program
+from alpa_meta.types import Params
 
 LEAST_SHARE = 0.05  # of the forward work, below which a scan stays whole
 MOST_PIECES = 16  # a stack is cut into at most so many, more would only make planning slow
@@ -63,7 +64,7 @@ def stacks_of(program: Program) -> tuple[Stack, ...]:
                 links.join([atom, jaxpr.invars[alias]])
     heavy: dict[Var, int] = {}
     for eqn in scans:
-        heavy[links.root(stacked_inputs(eqn)[0])] = eqn.params["length"]
+        heavy[links.root(cast(Var, stacked_inputs(eqn)[0]))] = eqn.params["length"]
     groups: dict[Var, set[Var]] = {root: set() for root in heavy}
     for var in links.known():
         if links.root(var) in groups:
@@ -90,7 +91,7 @@ def is_cuttable(eqn: JaxprEqn) -> bool:
     return bool(scanned) and not any(isinstance(atom, Literal) for atom in scanned)
 
 
-def stacked_inputs(eqn: JaxprEqn) -> list[Any]:
+def stacked_inputs(eqn: JaxprEqn) -> list[Atom]:
     """Return the variables a scan reads slice by slice."""
     num_consts, num_carry, _ = scan_counts(eqn)
     return list(eqn.invars[num_consts + num_carry :])
@@ -127,7 +128,7 @@ def passages(eqn: JaxprEqn) -> Iterator[Passage]:
             yield found
 
 
-def resized(eqn: JaxprEqn, length: int) -> dict[str, Any]:
+def resized(eqn: JaxprEqn, length: int) -> Params:
     """Return the parameters of an operation on a piece of `length` layers."""
     adjusted = operator_of(eqn).piece_params
     return dict(eqn.params) if adjusted is None else adjusted(eqn, length)
@@ -161,14 +162,14 @@ def _having(sides: Sequence[Sequence[Sequence[str]]], factor: str) -> frozenset[
     return frozenset(found)
 
 
-def _carriers(eqn: JaxprEqn) -> Iterator[list[Any]]:
+def _carriers(eqn: JaxprEqn) -> Iterator[list[Var]]:
     """Yield the variables whose dims 0 an equation joins."""
     if is_scan(eqn):
         if is_cuttable(eqn):
-            yield [*stacked_inputs(eqn), *stacked_outputs(eqn)]
+            yield [*cast(list[Var], stacked_inputs(eqn)), *stacked_outputs(eqn)]
         return
     for passage in passages(eqn):
-        carried = [eqn.invars[k] for k in passage.operands]
+        carried = cast(list[Var], [eqn.invars[k] for k in passage.operands])
         yield carried + [eqn.outvars[k] for k in passage.results if not is_drop(eqn.outvars[k])]
 
 
@@ -176,9 +177,9 @@ class _Links:
     """Disjoint sets of variables, kept apart by the size of dim 0."""
 
     def __init__(self) -> None:
-        self._parent: dict[Var, Any] = {}
+        self._parent: dict[Var, Var] = {}
 
-    def root(self, var: Var) -> Any:
+    def root(self, var: Var) -> Var:
         """Return the variable that stands for the set of `var`."""
         self._parent.setdefault(var, var)
         while self._parent[var] is not var:
@@ -186,7 +187,7 @@ class _Links:
             var = self._parent[var]
         return var
 
-    def join(self, variables: Sequence[Any]) -> None:
+    def join(self, variables: Sequence[Var]) -> None:
         """Put variables into one set."""
         for var in variables[1:]:
             assert shape_of(var)[0] == shape_of(variables[0])[0]
@@ -196,7 +197,7 @@ class _Links:
         """Return whether a variable was met."""
         return var in self._parent
 
-    def known(self) -> list[Any]:
+    def known(self) -> list[Var]:
         """Return every variable met."""
         return list(self._parent)
 

@@ -18,6 +18,7 @@ from alpa_meta.intra_op.liveness import PHASES
 from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.pinning import Pin
 from alpa_meta.step.program import Program
+from alpa_meta.types import Floats
 
 
 @frozen(eq=False)
@@ -128,7 +129,7 @@ def _task(staging: Staging, slices: Sequence[int], k: int) -> tuple[int, int, bo
     return phase, 0 if phase == 2 else place, k in (staging.by_weight or ())
 
 
-def boundary_bytes(program: Program, staging: Staging, num_layers: int) -> np.ndarray:
+def boundary_bytes(program: Program, staging: Staging, num_layers: int) -> Floats:
     """Return [layers] bytes of one microbatch crossing from layer k or below to above it,
     forward."""
     made: dict[Var, int] = {}

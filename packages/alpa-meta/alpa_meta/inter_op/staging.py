@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from attrs import frozen
 
@@ -79,7 +78,7 @@ def assign_stages(layering: Layering, cuts: Sequence[int], outvars: Sequence[Ato
     stages = [None if layer is None else stage_of[layer] for layer in layers]
     phases = with_sunk_sums(eqns, layering.phases, stages)
     independent = _settle_scalars(eqns, stages)
-    labels: list[Any] = [
+    labels: list[tuple[int | None, str, int | None]] = [
         (stage, phase, layer) for stage, phase, layer in zip(stages, phases, layers, strict=True)
     ]
     reader_labels = [label[:2] for label in labels]
