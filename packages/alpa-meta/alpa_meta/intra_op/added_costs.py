@@ -8,10 +8,11 @@ import numpy as np
 from attrs import evolve
 
 from alpa_interchange import ShardingProblem
+from alpa_meta.types import Floats
 
 
 def with_added(
-    problem: ShardingProblem, added: Iterable[tuple[int, int, np.ndarray]]
+    problem: ShardingProblem, added: Iterable[tuple[int, int, Floats]]
 ) -> ShardingProblem:
     """Return `problem` with `added` seconds: (first node, second node, [first, second] or, of one
     node twice, its [strategies] or the matrix of which the diagonal counts)."""

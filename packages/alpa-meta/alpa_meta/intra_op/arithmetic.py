@@ -6,13 +6,14 @@ whose `precision` is not given; it is therefore read at the time the step is tra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import jax.numpy as jnp
 from jax import lax
 
 from alpa_meta.compat import JaxprEqn, dtype_name
 from alpa_meta.operators import kernel_kind
+from alpa_meta.types import DType
 from cost_model import product_arithmetic
 
 
@@ -20,7 +21,7 @@ def arithmetic(eqn: JaxprEqn, platform: str) -> tuple[str, int]:
     """Return (dtype whose peak flop/s hold, passes over the operands) of an equation."""
     if not eqn.invars:
         return "float32", 1
-    operands: list[Any] = [getattr(atom.aval, "dtype", None) for atom in eqn.invars[:2]]
+    operands: list[DType | None] = [getattr(atom.aval, "dtype", None) for atom in eqn.invars[:2]]
     if "precision" not in eqn.params:
         # a kernel of the user's that multiplies matrices does so by jax's default
         product = kernel_kind(eqn) == "matmul"
@@ -29,7 +30,7 @@ def arithmetic(eqn: JaxprEqn, platform: str) -> tuple[str, int]:
     asked = eqn.params["precision"]
     if isinstance(asked, lax.DotAlgorithm):
         return dtype_name(jnp.dtype(asked.lhs_precision_type)), asked.num_primitive_operations
-    wider = jnp.promote_types(*operands)
+    wider = jnp.promote_types(*cast(list[DType], operands))
     wanted = eqn.params.get("preferred_element_type")
     # XLA widens operands to a result of another kind or of double width, not bfloat16 to float32
     if wanted is not None and jnp.dtype(wanted).itemsize > 4:
@@ -37,7 +38,7 @@ def arithmetic(eqn: JaxprEqn, platform: str) -> tuple[str, int]:
     return product_arithmetic(dtype_name(wider), _precision(asked), platform)
 
 
-def _precision(asked: Any) -> str:
+def _precision(asked: object) -> str:
     """Return the precision of a product as cost-model names it; of two, the higher counts."""
     if asked is None:
         return "default"

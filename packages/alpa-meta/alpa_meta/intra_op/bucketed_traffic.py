@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from attrs import define, field, frozen
@@ -34,6 +33,7 @@ from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import operator_of
 from alpa_meta.spmd import HOST_BUCKETS
+from alpa_meta.types import Floats
 from ilp_sharding.strategies import FREE
 
 Sent = tuple[str, float, tuple[str, ...]]
@@ -93,7 +93,7 @@ def sums_together(stage: StageEqns, heavy: Callable[[JaxprEqn], bool]) -> Mappin
     follow operands of one shape, their sums are over the same axes.
     """
     depth: dict[Var, int] = {}
-    rounds: dict[Any, list[int]] = {}
+    rounds: dict[Hashable, list[int]] = {}
     for eqn, phase in zip(stage.eqns, stage.phases, strict=True):
         now = max((depth.get(a, 0) for a in eqn.invars if not isinstance(a, Literal)), default=0)
         waits = heavy(eqn) or bool(subjaxprs(eqn))
@@ -140,10 +140,10 @@ def own_sums(
         yield "all-reduce", tensor_bytes(eqn.outvars[number]) / parts, axes
 
 
-def surplus(priced: np.ndarray, shared: np.ndarray) -> np.ndarray:
+def surplus(priced: Floats, shared: Floats) -> Floats:
     """Return by how much `priced` exceeds `shared`, 0 where both are impossible."""
     with np.errstate(invalid="ignore"):
-        found: np.ndarray = np.nan_to_num(np.maximum(priced - shared, 0.0), nan=0.0, posinf=0.0)
+        found: Floats = np.nan_to_num(np.maximum(priced - shared, 0.0), nan=0.0, posinf=0.0)
     return found
 
 
@@ -180,8 +180,8 @@ class _Surcharge:
     run: tuple[str, float]  # phase, times
     first: int
     second: int
-    shared: np.ndarray
-    priced: Callable[[MeshCosts], np.ndarray]
+    shared: Floats
+    priced: Callable[[MeshCosts], Floats]
     count: int = 0
 
 
@@ -246,8 +246,8 @@ class BucketedTraffic:
         times: float,
         first: int,
         second: int,
-        shared: np.ndarray,
-        priced: Callable[[MeshCosts], np.ndarray],
+        shared: Floats,
+        priced: Callable[[MeshCosts], Floats],
         count: int = 1,
     ) -> None:
         """Note [first, second] seconds of sending a tensor by its share of a bucket, `shared`, and

@@ -37,6 +37,7 @@ from alpa_meta.intra_op.stage_problem import Record, Source, StageEqns
 from alpa_meta.intra_op.stage_spans import StageSpans
 from alpa_meta.operators.elementwise import is_barrier
 from alpa_meta.pinning import Pin
+from alpa_meta.types import Floats, Ints
 from ilp_sharding.strategies import ProblemBuilder
 
 
@@ -194,7 +195,7 @@ class Builder:
         axes = equal_axes(self.costs.mesh)
         if axes is None or num_entries <= LARGE:
             return None
-        found: dict[int, np.ndarray] = {}
+        found: dict[int, Ints] = {}
         classes = [np.zeros(1, dtype=np.int64)]  # of the fixed node
         for node in range(1, len(self._choices) + 1):
             choices = self._choices[node]
@@ -212,7 +213,7 @@ class Builder:
             if self._copies[number].start == began:
                 self._hold_copy(number)
 
-    def _copy(self, source: Source, node: int, bytes: np.ndarray) -> None:
+    def _copy(self, source: Source, node: int, bytes: Floats) -> None:
         """Note a converted copy of a value for the equation walked over."""
         assert source.node is not None
         now = self.timeline.now
@@ -351,8 +352,8 @@ class Builder:
             self.traffic.sums(self._phase, weight, natural, node, finals, self._times)
             assert natural.node is not None
 
-            def priced(costs: MeshCosts) -> np.ndarray:
-                found: np.ndarray = completions(costs, natural, allowed, late)[1]
+            def priced(costs: MeshCosts) -> Floats:
+                found: Floats = completions(costs, natural, allowed, late)[1]
                 return found
 
             self.traffic.surcharge(
@@ -445,14 +446,14 @@ class Builder:
         node: int,
         wanted: tuple[ShardingSpec, ...],
         weight: float,
-        seconds: np.ndarray,
+        seconds: Floats,
         times: int,
     ) -> None:
         """Note a conversion that travels in buckets, and what it costs in others."""
         assert source.node is not None
         self.traffic.conversion(self._phase, weight, source, node, wanted, times)
 
-        def priced(costs: MeshCosts) -> np.ndarray:
+        def priced(costs: MeshCosts) -> Floats:
             return costs.conversion_seconds(
                 source.shape, source.bytes, source.specs, wanted, in_buckets=True
             )

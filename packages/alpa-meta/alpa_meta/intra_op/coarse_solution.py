@@ -20,13 +20,14 @@ import numpy as np
 from attrs import evolve
 
 from alpa_interchange import LogicalMesh, ShardingProblem, ShardingSolution, ShardingSpec, Strategy
+from alpa_meta.types import Floats, Ints
 
 LARGE = 1e6  # edge entries from which classes are used
 ROUNDS = 6  # of taking classes apart
 LEAST_SECONDS = 2.0  # for the few strategies of chosen classes, so that there is a choice
 CLOSE = 1e-6  # relative gap at which they end
 
-Classes = Sequence[np.ndarray]
+Classes = Sequence[Ints]
 """Per node: [strategies] number of the class."""
 
 Solve = Callable[[ShardingProblem, float], ShardingSolution]
@@ -42,7 +43,7 @@ def equal_axes(mesh: LogicalMesh) -> dict[str, int] | None:
     return found if len({found[name] for name in several}) < len(several) else None
 
 
-def classes_of(choices: Sequence[ShardingSpec | Strategy], axes: dict[str, int]) -> np.ndarray:
+def classes_of(choices: Sequence[ShardingSpec | Strategy], axes: dict[str, int]) -> Ints:
     """Return [choices] numbers, equal for those that differ by the use of equal axes only."""
 
     def kinds(names: Sequence[str]) -> tuple[int, ...]:
@@ -115,7 +116,7 @@ def coarse(problem: ShardingProblem, classes: Classes) -> ShardingProblem:
     return _with(problem, node_cost, edge_cost)
 
 
-def restricted(problem: ShardingProblem, kept: Sequence[np.ndarray]) -> ShardingProblem:
+def restricted(problem: ShardingProblem, kept: Sequence[Ints]) -> ShardingProblem:
     """Return the problem with the `kept` strategies of each node only."""
     node_cost = [cost[some] for cost, some in zip(_by_node(problem), kept, strict=True)]
     edge_cost = [
@@ -125,11 +126,11 @@ def restricted(problem: ShardingProblem, kept: Sequence[np.ndarray]) -> Sharding
     return _with(problem, node_cost, edge_cost)
 
 
-def _by_node(problem: ShardingProblem) -> list[np.ndarray]:
+def _by_node(problem: ShardingProblem) -> list[Floats]:
     return np.split(problem.node_cost, np.cumsum(problem.num_strategies)[:-1])
 
 
-def _tables(problem: ShardingProblem) -> list[np.ndarray]:
+def _tables(problem: ShardingProblem) -> list[Floats]:
     counts = problem.num_strategies
     edges = problem.edges.reshape(-1, 2)
     sizes = counts[edges[:, 0]] * counts[edges[:, 1]]
@@ -141,7 +142,7 @@ def _tables(problem: ShardingProblem) -> list[np.ndarray]:
 
 
 def _with(
-    problem: ShardingProblem, node_cost: list[np.ndarray], edge_cost: list[np.ndarray]
+    problem: ShardingProblem, node_cost: list[Floats], edge_cost: list[Floats]
 ) -> ShardingProblem:
     counts = np.array([len(cost) for cost in node_cost], dtype=np.int64)
     return evolve(
@@ -157,7 +158,7 @@ def _with(
     )
 
 
-def _apart(classes: np.ndarray, members: np.ndarray) -> np.ndarray:
+def _apart(classes: Ints, members: Ints) -> Ints:
     """Return classes in which each of `members`, a class so far, is a class of its own."""
     apart = classes.copy()
     apart[members[1:]] = classes.max() + 1 + np.arange(len(members) - 1)

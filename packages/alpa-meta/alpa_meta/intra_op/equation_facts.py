@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 from attrs import frozen
@@ -14,6 +13,7 @@ from alpa_meta.intra_op.dim_orders import Matrix
 from alpa_meta.operators.contraction import product_matrices
 from alpa_meta.operators.layout import permutation
 from alpa_meta.operators.regions import is_region
+from alpa_meta.types import HostArray
 
 
 @frozen(eq=False)
@@ -45,5 +45,5 @@ def facts_of(eqn: JaxprEqn) -> EquationFacts:
     )
 
 
-def _is_zero(value: Any) -> bool:
+def _is_zero(value: HostArray | complex) -> bool:
     return not np.any(np.asarray(value))

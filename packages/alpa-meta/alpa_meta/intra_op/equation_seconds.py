@@ -10,8 +10,9 @@ import numpy as np
 
 from alpa_interchange import ShardingProblem
 from alpa_meta.intra_op.added_costs import with_added
+from alpa_meta.types import Flags, Floats, HostArray, Ints
 
-Priced = tuple[np.ndarray, ...]
+Priced = tuple[Floats, ...]
 """Seconds per step at the size that a problem is built at, then at the others it is priced at."""
 
 
@@ -66,27 +67,27 @@ class PricedPairs:
             setattr(found, name, np.concatenate([own, own[list(numbers)]]))
         return found
 
-    def under(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
+    def under(self, choice: Sequence[int], size: int = 0) -> Floats:
         """Return [entries] seconds under a choice."""
-        found: np.ndarray = self.tables[size][self.places(choice)]
+        found: Floats = self.tables[size][self.places(choice)]
         return found
 
-    def places(self, choice: Sequence[int]) -> np.ndarray:
+    def places(self, choice: Sequence[int]) -> Ints:
         """Return [entries] where in the tables their seconds under a choice are: at the same place
         those of the same seconds and strategies."""
         chosen = np.array(choice, dtype=np.int64)
-        found: np.ndarray = self.start + chosen[self._first] * self._stride
+        found: Ints = self.start + chosen[self._first] * self._stride
         found += chosen[self._second] * self._paired
         return found
 
-    def shapes(self, numbers: np.ndarray) -> np.ndarray:
+    def shapes(self, numbers: Ints) -> Ints:
         """Return [4, numbers] of these entries: first node, second node, strategies of the first,
         of the second (of a pair; 1 where the seconds are one node's)."""
         found = (self._first, self._second, self._rows, self._stride)
         return np.array([one[numbers] for one in found])
 
 
-class Tables(Sequence[np.ndarray]):
+class Tables(Sequence[Floats]):
     """By size, the seconds of all that is priced, those of several pairs one after the other: put
     together when they are asked for."""
 
@@ -97,10 +98,12 @@ class Tables(Sequence[np.ndarray]):
         return len(self._parts[0].tables)
 
     @overload
-    def __getitem__(self, size: int) -> np.ndarray: ...
+    def __getitem__(self, size: int) -> Floats: ...
     @overload
-    def __getitem__(self, size: slice) -> Sequence[np.ndarray]: ...
-    def __getitem__(self, size: int | slice) -> np.ndarray | Sequence[np.ndarray]:
+    def __getitem__(self, size: slice[int | None, int | None, int | None]) -> Sequence[Floats]: ...
+    def __getitem__(
+        self, size: int | slice[int | None, int | None, int | None]
+    ) -> Floats | Sequence[Floats]:
         if isinstance(size, slice):
             return [self[k] for k in range(len(self))[size]]
         return np.concatenate([part.tables[size] for part in self._parts])
@@ -121,7 +124,7 @@ class EquationSeconds:
         num_sizes: int,
         costs: Sequence[tuple[int, int, Priced]],
         edges: Sequence[Edge],
-        axis_bits: Sequence[np.ndarray],
+        axis_bits: Sequence[Ints],
         priced_edges: PricedPairs | None = None,
     ) -> None:
         self.count, self.num_sizes, self.costs, self.edges = count, num_sizes, costs, edges
@@ -162,19 +165,21 @@ class EquationSeconds:
         bits = self.axis_bits
         return EquationSeconds(2 * self.count, self.num_sizes, costs, edges, bits, priced)
 
-    def under(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
+    def under(self, choice: Sequence[int], size: int = 0) -> Floats:
         """Return [equations] seconds under a choice."""
         priced = [part.under(choice, size) for part in (self._priced, self.priced_edges)]
-        return np.bincount(self._at, np.concatenate(priced), self.count)
+        found: HostArray = np.bincount(self._at, np.concatenate(priced), self.count)
+        return found
 
-    def least(self, size: int = 0) -> np.ndarray:
+    def least(self, size: int = 0) -> Floats:
         """Return [equations] seconds that no choice can beat, without conversions."""
         known: dict[int, float] = {}  # operators alike share their seconds
         for _, _, priced in self.costs:
             if id(priced) not in known:
                 known[id(priced)] = priced[size].min()
         least = [known[id(priced)] for _, _, priced in self.costs]
-        return np.bincount(self._at[: len(least)], least, self.count)
+        found: HostArray = np.bincount(self._at[: len(least)], least, self.count)
+        return found
 
     def at_size(self, problem: ShardingProblem, size: int, times: Sequence[int]) -> ShardingProblem:
         """Return the problem that these are the seconds of with those at another size; `times`: how
@@ -190,7 +195,7 @@ class EquationSeconds:
             counts[key] = counts.get(key, 0) + edge.times
             priced[id(edge.seconds)] = edge.seconds
 
-        def added(seconds: Priced) -> np.ndarray:
+        def added(seconds: Priced) -> Floats:
             """Return by how much more the other size takes; what cannot be stays so."""
             here, there = seconds[0], seconds[size]
             finite = np.isfinite(here)
@@ -203,7 +208,7 @@ class EquationSeconds:
         )
 
     def problem_of(
-        self, inside: np.ndarray, table: np.ndarray, shares: np.ndarray | None = None
+        self, inside: Flags, table: Floats, shares: Floats | None = None
     ) -> ShardingProblem:
         """Return what the equations `inside` [equations] choose among themselves, once each, with
         seconds like one of the `tables`, of which `shares` [equations] count (None: all): what they
@@ -218,8 +223,8 @@ class EquationSeconds:
         start = self._start[entries]
         share = np.ones(len(entries)) if shares is None else shares[self._at[entries]]
 
-        def counted(entry: np.ndarray, place: np.ndarray) -> np.ndarray:
-            seconds: np.ndarray = table[start[entry] + place]
+        def counted(entry: Ints, place: Ints) -> Floats:
+            seconds: Floats = table[start[entry] + place]
             if shares is not None:
                 with np.errstate(invalid="ignore"):  # what cannot be stays so
                     shared = share[entry] * seconds
@@ -266,8 +271,8 @@ class EquationSeconds:
         )
 
     def between(
-        self, before: np.ndarray, after: np.ndarray, table: np.ndarray
-    ) -> list[tuple[int, int, np.ndarray]]:
+        self, before: Floats, after: Floats, table: Floats
+    ) -> list[tuple[int, int, Floats]]:
         """Return what equations `before` and `after` [equations] read from one another, with
         seconds like one of the `tables`: node before, node after, [before, after] seconds."""
         found = []
@@ -282,9 +287,7 @@ class EquationSeconds:
         return found
 
 
-def _numbered(
-    first: np.ndarray, second: np.ndarray, num_alone: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _numbered(first: Ints, second: Ints, num_alone: int) -> tuple[Ints, Ints, Ints]:
     """Return the nodes of entries in the order in which these name them, and their places there:
     [entries] of `first` and of `second`, the first `num_alone` entries being of one node each."""
     named = np.concatenate([first[:num_alone], np.stack([first, second], 1)[num_alone:].ravel()])
@@ -294,7 +297,7 @@ def _numbered(
     return named[where], one, two
 
 
-def _first_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _first_places(values: Ints) -> tuple[Ints, Ints]:
     """Return where each distinct value comes first, in order, and the number that each value has
     among these."""
     _, where, place = np.unique(values, return_index=True, return_inverse=True)
@@ -304,7 +307,7 @@ def _first_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return where[order], rank[place]
 
 
-def _ranges(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ranges(sizes: Ints) -> tuple[Ints, Ints]:
     """Return, for ranges of these sizes one after the other, the number of the range and the place
     in it."""
     number = np.repeat(np.arange(len(sizes)), sizes)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from attrs import evolve, field, frozen
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingRule, ShardingSpec, Strategy
+from alpa_meta.types import Floats, Ints, Remembered
 from ilp_sharding.strategies import (
     Divisibility,
     completed_specs,
@@ -47,8 +48,8 @@ Step = tuple[str, int, tuple[str, ...]]
 class Repeated(Generic[T]):
     """What is counted at `places`, often the same: item k counts `distinct[which[k]]`."""
 
-    places: np.ndarray
-    which: np.ndarray
+    places: Ints
+    which: Ints
     distinct: tuple[T, ...]
 
     @classmethod
@@ -61,7 +62,7 @@ class Repeated(Generic[T]):
         places, which = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return cls(places, which, tuple(numbers))
 
-    def added_to(self, totals: np.ndarray, values: Sequence[float]) -> None:
+    def added_to(self, totals: Floats, values: Sequence[float]) -> None:
         """Add the `values` of what is distinct to the `totals` of the places, in order."""
         if values:
             np.add.at(totals, self.places, np.array(values)[self.which])
@@ -73,8 +74,8 @@ class Completions:
     `rows` and `columns` of the pairs, and what each of them takes."""
 
     finals: tuple[ShardingSpec, ...]
-    rows: np.ndarray
-    columns: np.ndarray
+    rows: Ints
+    columns: Ints
     steps: Repeated[Step]
 
 
@@ -82,10 +83,10 @@ class Completions:
 class _Known:
     """What is known of all meshes whose axes divide alike."""
 
-    remembered: dict[Hashable, Any] = field(factory=dict)
+    remembered: dict[Hashable, Remembered] = field(factory=dict)
     specs: dict[Hashable, ShardingSpec] = field(factory=dict)
     numbers: dict[Hashable, int] = field(factory=dict)
-    values: list[Any] = field(factory=list)
+    values: list[Remembered] = field(factory=list)
 
 
 @frozen(eq=False)
@@ -95,7 +96,7 @@ class Layouts:
     mesh: LogicalMesh
     _alike: Divisibility = field(repr=False)
     _known: _Known = field(repr=False)  # of all meshes like this one
-    _counted: dict[Hashable, Any] = field(factory=dict, repr=False)  # of this one
+    _counted: dict[Hashable, Remembered] = field(factory=dict, repr=False)  # of this one
 
     def number(self, value: Hashable) -> int:
         """Return a number that is equal for equal values."""
@@ -104,7 +105,7 @@ class Layouts:
             self._known.values.append(value)
         return found
 
-    def value(self, number: int) -> Any:
+    def value(self, number: int) -> Remembered:
         """Return the value of a number: the first of those that are equal."""
         return self._known.values[number]
 
@@ -174,7 +175,7 @@ class Layouts:
         like = self.like(rule)
         return self.once(("strategies", like), lambda: natural_strategies(like, self._alike.mesh))
 
-    def axis_bits(self, number: int) -> np.ndarray:
+    def axis_bits(self, number: int) -> Ints:
         """Return [choices] which mesh axes specs or strategies use, by their number: a bit each."""
         return self.once(
             ("axis bits", number), lambda: axis_bits(self._known.values[number], self.mesh)
@@ -201,7 +202,7 @@ class Layouts:
         found: T = self._known.values[self.number(value)]
         return found
 
-    def parts(self, number: int) -> np.ndarray:
+    def parts(self, number: int) -> Ints:
         """Return [specs] over how many devices each shards a tensor, of specs by their number."""
         return self._once_here(
             ("parts", number),
@@ -228,10 +229,10 @@ class Layouts:
             ),
         )
 
-    def shard_counts(self, number: int) -> tuple[list[int], np.ndarray]:
+    def shard_counts(self, number: int) -> tuple[list[int], Ints]:
         """Return the different numbers of `shards`, and the place of each strategy's in them."""
 
-        def make() -> tuple[list[int], np.ndarray]:
+        def make() -> tuple[list[int], Ints]:
             counts, places = np.unique(self.shards(number), return_inverse=True)
             return counts.tolist(), places
 
@@ -323,7 +324,7 @@ class Layouts:
             yield "all-reduce", parts, left
 
 
-def axis_bits(choices: Sequence[ShardingSpec | Strategy], mesh: LogicalMesh) -> np.ndarray:
+def axis_bits(choices: Sequence[ShardingSpec | Strategy], mesh: LogicalMesh) -> Ints:
     """Return [choices] which mesh axes each uses: bit k for the k-th axis."""
     bit = {axis.name: 1 << number for number, axis in enumerate(mesh.axes)}
 

@@ -7,7 +7,6 @@ follows and takes the sharding it finds there.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from alpa_interchange import ShardingRule
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var
@@ -23,10 +22,10 @@ def leading_operand(
     scope: Mapping[Atom, Source],
     phase: str,
     *,
-    accumulated: Collection[Any],
+    accumulated: Collection[Atom],
     state_nodes: Collection[int],
     order: Mapping[Var, int],
-    spread: Collection[Any] = (),
+    spread: Collection[Atom] = (),
 ) -> int | None:
     """Return the operand that a light equation follows; None: the equation has its own node.
 

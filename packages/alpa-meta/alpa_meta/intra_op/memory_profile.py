@@ -18,6 +18,7 @@ from attrs import evolve, frozen
 
 from alpa_interchange import LogicalMesh, ShardingProblem
 from alpa_meta.intra_op.liveness import KINDS, Span
+from alpa_meta.types import Floats, HostArray
 
 LEAST_COPY = 1e-3  # of the limit, from which a converted copy is part of a limited problem
 
@@ -33,7 +34,7 @@ class Copy:
     stop: int
     first: int
     second: int
-    bytes: np.ndarray
+    bytes: Floats
     ratios: tuple[float, ...] = ()
 
 
@@ -80,9 +81,9 @@ class MemoryProfile:
         self._copy_ratio = np.array([(1.0, *ratios) for ratios in others]).reshape(
             -1, 1 + num_others
         )
-        tables: list[list[np.ndarray]] = [[] for _ in range(1 + num_others)]
+        tables: list[list[Floats]] = [[] for _ in range(1 + num_others)]
         places: dict[tuple[int, tuple[float, ...]], int] = {}
-        fractions: dict[int, np.ndarray] = {}
+        fractions: dict[int, Floats] = {}
         length = 0
         fixed = len(num_strategies)
         node, offset = [], []
@@ -110,7 +111,7 @@ class MemoryProfile:
         self._stop = np.array([span.stop for span in spans], dtype=np.int64)
         self._kind = np.array([span.kind for span in spans], dtype=np.int64)
 
-    def usage(self, choice: Sequence[int], size: int = 0) -> np.ndarray:
+    def usage(self, choice: Sequence[int], size: int = 0) -> Floats:
         """Return [kinds, times] bytes per device under a choice; copies are temporaries.
 
         `size`: 0 is that of the problem, then come the others.
@@ -119,24 +120,24 @@ class MemoryProfile:
         usage[KINDS.index("temporaries")] += self._copied(choice, size)
         return usage
 
-    def least_usage(self, size: int = 0) -> np.ndarray:
+    def least_usage(self, size: int = 0) -> Floats:
         """Return [kinds, times] bytes per device that no choice takes less of: each value at its
         least, without copies."""
         return self._over_time(self.least(size))
 
-    def _over_time(self, held: np.ndarray) -> np.ndarray:
+    def _over_time(self, held: Floats) -> Floats:
         """Return [kinds, times] the sums of the bytes of spans."""
         times = self.num_times + 1
         row = self._kind * times
         begins = np.bincount(row + self._start, held, len(KINDS) * times)
         ends = np.bincount(row + np.minimum(self._stop, times - 1), held, len(KINDS) * times)
-        usage: np.ndarray = np.cumsum((begins - ends).reshape(len(KINDS), -1), axis=1)[:, :-1]
+        usage: Floats = np.cumsum((begins - ends).reshape(len(KINDS), -1), axis=1)[:, :-1]
         return usage
 
-    def least(self, size: int = 0) -> np.ndarray:
+    def least(self, size: int = 0) -> Floats:
         """Return [spans] the least bytes per device of each under any strategy."""
         table, counts = self._tables[size], self._counts[self._node]
-        found: np.ndarray = np.array(
+        found: Floats = np.array(
             [
                 table[start : start + count].min()
                 for start, count in zip(self._offset.tolist(), counts.tolist(), strict=True)
@@ -144,7 +145,7 @@ class MemoryProfile:
         )
         return found
 
-    def of_span(self, number: int, size: int = 0) -> tuple[int | None, np.ndarray]:
+    def of_span(self, number: int, size: int = 0) -> tuple[int | None, Floats]:
         """Return the node that decides the bytes of a span, None if none does, and these bytes per
         device: [strategies]."""
         node, start = int(self._node[number]), int(self._offset[number])
@@ -156,12 +157,12 @@ class MemoryProfile:
         return self.peak_of(self.usage(choice))
 
     @staticmethod
-    def peak_of(usage: np.ndarray) -> Peak:
+    def peak_of(usage: Floats) -> Peak:
         """Return where and what the most memory is, of [kinds, times] bytes."""
         time = int(np.argmax(usage.sum(axis=0)))
         return Peak(time, tuple(float(part) for part in usage[:, time]))
 
-    def row(self, time: int) -> tuple[np.ndarray, float]:
+    def row(self, time: int) -> tuple[Floats, float]:
         """Return [all strategies of all nodes] bytes at `time`, and the bytes of no node."""
         live = np.flatnonzero((self._start <= time) & (time < self._stop))
         first = np.concatenate([[0], np.cumsum(self._counts)])
@@ -186,19 +187,19 @@ class MemoryProfile:
             if start < stop and copy.first != copy.second and copy.bytes.max() >= least:
                 yield copy, start, stop
 
-    def _held(self, choice: Sequence[int], size: int) -> np.ndarray:
+    def _held(self, choice: Sequence[int], size: int) -> Floats:
         chosen = np.array([*choice, 0], dtype=np.int64)
-        held: np.ndarray = self._tables[size][self._offset + chosen[self._node]]
+        held: Floats = self._tables[size][self._offset + chosen[self._node]]
         return held
 
-    def _copied(self, choice: Sequence[int], size: int) -> np.ndarray:
+    def _copied(self, choice: Sequence[int], size: int) -> Floats:
         first, second, width, start, stop = self._copy_at.T
         chosen, times = np.array([*choice, 0], dtype=np.int64), self.num_times + 1
         sizes = self._copy_table[self._copy_place + chosen[first] * width + chosen[second]]
         sizes = sizes * self._copy_ratio[:, size]
-        changes = np.bincount(start, sizes, times)
+        changes: HostArray = np.bincount(start, sizes, times)
         changes -= np.bincount(np.minimum(stop, times - 1), sizes, times)
-        copied: np.ndarray = np.cumsum(changes)[:-1]
+        copied: Floats = np.cumsum(changes)[:-1]
         return copied
 
 
@@ -263,10 +264,10 @@ class _Addition:
     the `copy`.
     """
 
-    memory: np.ndarray
+    memory: Floats
     start: int
     stop: int
-    edges: tuple[tuple[int, np.ndarray], ...] = ()
+    edges: tuple[tuple[int, Floats], ...] = ()
     follows: int | None = None
     copy: Copy | None = None
 
@@ -281,10 +282,10 @@ class _Addition:
 
 def _additions(
     problem: ShardingProblem, profile: MemoryProfile, times: Sequence[int], limit: float
-) -> tuple[np.ndarray, list[_Addition]]:
+) -> tuple[Floats, list[_Addition]]:
     """Return the bytes that strategies hold at all `times`, and the nodes for what is more."""
     rows = [profile.row(time) for time in times]
-    always: np.ndarray = np.stack([row for row, _ in rows]).min(axis=0)
+    always: Floats = np.stack([row for row, _ in rows]).min(axis=0)
     counts = problem.num_strategies
     first = np.concatenate([[0], np.cumsum(counts)])
     added = []

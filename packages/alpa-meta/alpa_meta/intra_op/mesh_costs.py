@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from attrs import field, frozen
 
 from alpa_interchange import LogicalMesh, MeshAxis, ShardingSpec, Strategy
 from alpa_meta.intra_op.layouts import Columns, Layouts, layouts_of
+from alpa_meta.types import Floats, Ints
 from cost_model import CostModel
 from ilp_sharding.strategies import Conversions, ConversionTable, nominal_bytes
 
@@ -19,12 +20,16 @@ if TYPE_CHECKING:
     from alpa_meta.intra_op.sent_seconds import LinkParts
 
 
+Completed = tuple[tuple[ShardingSpec, ...], Floats, *tuple[Floats, ...]]
+"""Specs that sums are completed in, and [natural, completed] seconds, at each size."""
+
+
 @frozen(eq=False)
 class Conversion:
     """What the conversion of a value takes, [sources, targets]; None where no pair takes any."""
 
-    seconds: np.ndarray | None
-    copied: np.ndarray | None  # bytes per device of the copy it makes
+    seconds: Floats | None
+    copied: Floats | None  # bytes per device of the copy it makes
 
 
 @frozen(eq=False)
@@ -35,12 +40,12 @@ class MeshCosts:
     model: CostModel
     host_group: int = 0
     while_trips: int = 8  # assumed trips of a while loop, whose true number is not known
-    completed: dict[Hashable, tuple[Any, ...]] = field(factory=dict, repr=False)
-    operators: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
-    _matrices: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
-    _scaled: dict[Hashable, np.ndarray] = field(factory=dict, repr=False)
+    completed: dict[Hashable, Completed] = field(factory=dict, repr=False)
+    operators: dict[Hashable, Floats] = field(factory=dict, repr=False)
+    _matrices: dict[Hashable, Floats] = field(factory=dict, repr=False)
+    _scaled: dict[Hashable, Floats] = field(factory=dict, repr=False)
     _conversions: dict[Hashable, Conversion] = field(factory=dict, repr=False)
-    _numbers: dict[int, tuple[Any, int]] = field(factory=dict, repr=False)
+    _numbers: dict[int, tuple[object, int]] = field(factory=dict, repr=False)
     _collectives: dict[Hashable, float] = field(factory=dict, repr=False)
 
     def forgotten(self) -> MeshCosts:
@@ -95,7 +100,7 @@ class MeshCosts:
         each number of bytes as there are."""
         return self.model.bucketed_seconds(kind, bytes, self._axes(axes), self.host_group)
 
-    def host_seconds(self, bytes: float, specs: Sequence[ShardingSpec]) -> np.ndarray:
+    def host_seconds(self, bytes: float, specs: Sequence[ShardingSpec]) -> Floats:
         """Return [specs] seconds of bringing a value from the memory of the host and back, one
         after the other."""
         group = self.model.cluster.host_groups[self.host_group]
@@ -119,7 +124,7 @@ class MeshCosts:
         """Return the specs of an operator's operands and results under its strategies."""
         return self.layouts.columns(self.number(strategies))
 
-    def parts(self, specs: tuple[ShardingSpec, ...]) -> np.ndarray:
+    def parts(self, specs: tuple[ShardingSpec, ...]) -> Ints:
         """Return [specs] over how many devices each shards a tensor."""
         return self.layouts.parts(self.number(specs))
 
@@ -166,7 +171,7 @@ class MeshCosts:
         sources: tuple[ShardingSpec, ...],
         targets: tuple[ShardingSpec, ...],
         in_buckets: bool = False,
-    ) -> np.ndarray:
+    ) -> Floats:
         """Return [sources, targets] seconds of conversion, alone or in buckets, remembered."""
         pattern = self.layouts.pattern(shape)
         key = (pattern, bytes, self.number(sources), self.number(targets), in_buckets)
@@ -186,7 +191,7 @@ class MeshCosts:
 
     def _places(
         self, pattern: tuple[int, ...], specs: tuple[ShardingSpec, ...], table: ConversionTable
-    ) -> np.ndarray:
+    ) -> Ints:
         """Return the numbers of specs in the tables of all tensors of one pattern, remembered."""
         return self.layouts.once(
             ("places", pattern, self.number(specs)), lambda: table.places(specs)
@@ -226,6 +231,6 @@ class MeshCosts:
         return float(self.model.compute_seconds(flops, bytes, dtype, kind, shape, self.host_group))
 
 
-def _unless_zero(matrix: np.ndarray, alike: bool) -> np.ndarray | None:
+def _unless_zero(matrix: Floats, alike: bool) -> Floats | None:
     reached = np.diagonal(matrix) if alike else matrix
     return matrix if reached.any() else None

@@ -22,6 +22,7 @@ from alpa_meta.operators import (
 )
 from alpa_meta.operators.contraction import product_dims
 from alpa_meta.operators.operator import ExchangeFunction
+from alpa_meta.types import Floats
 
 
 def operator_seconds(
@@ -32,7 +33,7 @@ def operator_seconds(
     late: bool,
     moved: float,
     together: int = 1,
-) -> np.ndarray:
+) -> Floats:
     """Return [strategies] seconds of compute and of completing sums, once; remembered.
 
     `moved` are the bytes of the whole operator through memory (`fused_traffic`).
@@ -57,7 +58,7 @@ def compute_seconds(
     rule: ShardingRule | None,
     strategies: tuple[Strategy, ...],
     moved: float,
-) -> np.ndarray:
+) -> Floats:
     """Return [strategies] seconds of an operator's part on one device, which moves its part of the
     `moved` bytes."""
     number = costs.number(strategies)
@@ -83,7 +84,7 @@ def compute_seconds(
         )
     counts, places = costs.layouts.shard_counts(number)
     seconds = [costs.kernel_seconds(kind, work / n, moved / n, dtype) for n in counts]
-    found: np.ndarray = np.array(seconds)[places]
+    found: Floats = np.array(seconds)[places]
     return found
 
 
@@ -133,7 +134,7 @@ def _inner_seconds(
     number: int,
     late: bool,
     together: int,
-) -> np.ndarray | None:
+) -> Floats | None:
     """Return [strategies] seconds of collectives inside an operator, and of sums it completes
     itself; None where there are none.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,10 +20,13 @@ from alpa_meta.compat import (
     scan_counts,
     shape_of,
 )
-from alpa_meta.intra_op.mesh_costs import MeshCosts
+from alpa_meta.intra_op.mesh_costs import Completed, MeshCosts
 from alpa_meta.intra_op.stage_problem import Source, StageEqns
 from alpa_meta.operators import linear_operands
 from alpa_meta.operators.regions import is_region
+
+if TYPE_CHECKING:
+    pass
 
 
 @functools.lru_cache(maxsize=16)  # stages compare by identity, and are on many meshes
@@ -78,7 +81,7 @@ def summed_carries(eqn: JaxprEqn) -> frozenset[int]:
 
 
 def _reaching(
-    eqns: Sequence[JaxprEqn], seeds: Collection[Any], read: Collection[Any] = ()
+    eqns: Sequence[JaxprEqn], seeds: Collection[Var], read: Collection[Var] = ()
 ) -> frozenset[Var]:
     """Return the `seeds` that nothing else reads, and what reaches them through linear operators
     only; `read` values are read by others."""
@@ -98,7 +101,7 @@ def _reaching(
     return frozenset(allowed - blocked)
 
 
-def completions(costs: MeshCosts, natural: Source, allowed: bool, late: bool) -> tuple[Any, ...]:
+def completions(costs: MeshCosts, natural: Source, allowed: bool, late: bool) -> Completed:
     """Return the specs sums can be completed in, and [natural, completed] seconds, remembered, at
     its own size and at others.
 
@@ -122,5 +125,6 @@ def completions(costs: MeshCosts, natural: Source, allowed: bool, late: bool) ->
             matrix = np.full((len(natural.specs), len(found.finals)), math.inf)
             matrix[found.rows, found.columns] = seconds
             matrices.append(matrix)
-        known = costs.completed[key] = (found.finals, *matrices)
+        own, *others = matrices
+        known = costs.completed[key] = (found.finals, own, *others)
     return known

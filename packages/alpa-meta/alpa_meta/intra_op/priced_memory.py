@@ -22,6 +22,7 @@ from attrs import define, evolve, field
 from alpa_interchange import ShardingProblem, ShardingSolution
 from alpa_meta.intra_op.added_costs import edge_places
 from alpa_meta.intra_op.memory_profile import MemoryProfile
+from alpa_meta.types import Floats
 from ilp_sharding.bound.cutting_planes import highest_point
 
 STEPS = 60  # of the prices
@@ -42,7 +43,7 @@ class PricedMemory:
     lower_bound: float = -math.inf
     least_peak: float = 0.0  # proven: no choice peaks lower
     _prices: dict[int, float] = field(factory=dict)
-    _rows: dict[int, tuple[np.ndarray, float]] = field(factory=dict)
+    _rows: dict[int, tuple[Floats, float]] = field(factory=dict)
 
     @property
     def times(self) -> tuple[int, ...]:
@@ -63,7 +64,7 @@ class PricedMemory:
         best: Mapping[int, float] = {}
         error = 0.0  # by which the value at the best prices may be too low
         tried = set()
-        planes: list[tuple[float, np.ndarray]] = []
+        planes: list[tuple[float, Floats]] = []
         for _ in range(steps):
             if found is None:
                 return
@@ -86,9 +87,7 @@ class PricedMemory:
             found, value = self._priced(self._prices)
         self._prices = {at: best.get(at, 0.0) for at in self._prices}
 
-    def _highest(
-        self, planes: Sequence[tuple[float, np.ndarray]]
-    ) -> tuple[float, dict[int, float]]:
+    def _highest(self, planes: Sequence[tuple[float, Floats]]) -> tuple[float, dict[int, float]]:
         """Return (height, prices) of the highest point below all `planes`, (cost, usage) of
         choices.
 
@@ -125,10 +124,10 @@ class PricedMemory:
                 now = weights.get(at, total / len(weights))
                 weights[at] = now * math.exp(float(usage[at]) / self.limit - 1.0)
 
-    def _offer(self, choice: tuple[int, ...]) -> np.ndarray:
+    def _offer(self, choice: tuple[int, ...]) -> Floats:
         """Take `choice` if it fits and is the cheapest; else note when it peaks. Return [times]
         bytes."""
-        usage: np.ndarray = self.profile.usage(choice).sum(axis=0)
+        usage: Floats = self.profile.usage(choice).sum(axis=0)
         peak = int(np.argmax(usage))
         if usage[peak] > self.limit:
             self._prices.setdefault(peak, 0.0)
@@ -138,7 +137,7 @@ class PricedMemory:
 
     def _value(self, choice: tuple[int, ...]) -> float:
         """Return what a choice costs at the present prices: L or more."""
-        usage: np.ndarray = self.profile.usage(choice).sum(axis=0)
+        usage: Floats = self.profile.usage(choice).sum(axis=0)
         paid = sum(price * (float(usage[at]) - self.limit) for at, price in self._prices.items())
         return self._cost(choice) + paid
 

@@ -8,11 +8,13 @@ a scan or a recomputation unreduced: those of all trips are completed at once be
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from alpa_interchange import ShardingSpec
 from alpa_meta.compat import (
     Atom,
+    ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
     Literal,
     Var,
@@ -52,7 +54,7 @@ def region_record(
     )
 
 
-def barrier_record(builder: Builder, eqn: Any, scope: Mapping[Any, Source]) -> Record:
+def barrier_record(builder: Builder, eqn: JaxprEqn, scope: Mapping[Atom, Source]) -> Record:
     """Return the record of a barrier of several values: each as it comes, and in memory."""
     sources = tuple(operand_source(atom, scope) for atom in eqn.invars)
     builder.timeline.hold(sources)
@@ -63,7 +65,7 @@ def barrier_record(builder: Builder, eqn: Any, scope: Mapping[Any, Source]) -> R
 def _remat(
     builder: Builder,
     eqn: JaxprEqn,
-    body: Any,
+    body: Jaxpr | ClosedJaxpr,
     key: Hashable,
     weight: float,
     outer: list[Source],
@@ -131,7 +133,7 @@ def _completed(
 
 def _body(
     builder: Builder,
-    body: Any,
+    body: Jaxpr | ClosedJaxpr,
     key: Hashable,
     weight: float,
     inputs: Sequence[Source],
@@ -162,7 +164,7 @@ def _body(
 def _scan(
     builder: Builder,
     eqn: JaxprEqn,
-    body: Any,
+    body: Jaxpr | ClosedJaxpr,
     key: Hashable,
     weight: float,
     outer: list[Source],
@@ -238,7 +240,7 @@ def _whole(atom: Atom) -> Source:
 def _cond(
     builder: Builder,
     eqn: JaxprEqn,
-    branches: Sequence[Any],
+    branches: Sequence[Jaxpr | ClosedJaxpr],
     key: Hashable,
     weight: float,
     outer: list[Source],

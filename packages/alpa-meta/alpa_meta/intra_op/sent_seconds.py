@@ -25,6 +25,7 @@ from alpa_meta.intra_op.bucketed_traffic import Sent, Sizes, completion_steps, c
 from alpa_meta.intra_op.equation_seconds import Priced, PricedPairs
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
+from alpa_meta.types import Ints
 
 Array = NDArray[np.float64]  # [axes, 2] seconds: latency part, bytes part
 
@@ -191,7 +192,7 @@ class SentSeconds:
         return np.zeros((len(self.costs.mesh.axes), 2)) if share is None else share
 
     @functools.cached_property
-    def _positions(self) -> np.ndarray:
+    def _positions(self) -> Ints:
         """The equations of all entries."""
         return np.array([entry[0] for entry in self._entries], dtype=np.int64)
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from attrs import define, evolve, field, frozen
 
 from alpa_interchange import ShardingSpec, Strategy
-from alpa_meta.compat import Jaxpr, JaxprEqn, Var, is_drop
+from alpa_meta.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Var, is_drop
 from alpa_meta.pinning import Pin
 from alpa_meta.spmd import stacked
 
@@ -58,7 +58,7 @@ class Record:
 class Body:
     """One body of a region: where its inputs and outputs come from, and its equations."""
 
-    jaxpr: Jaxpr
+    jaxpr: Jaxpr | ClosedJaxpr
     inputs: tuple[Source, ...]
     outputs: tuple[Source, ...]
     records: tuple[Record, ...]
