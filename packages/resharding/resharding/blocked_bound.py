@@ -8,6 +8,12 @@ them n / 2^w times (`latency_bound`; a chain of H hops ends as a copy before H -
 Devices that share two slices or more need L more each, in which they get what others took in. Were
 there no bytes, operations would take L each, and a lane do a whole number.     -> _first_seconds()
 
+A device that lacks m slices knows, after an operation, what it and the sender knew before: with h
+of them on one holder at most, and R_k on whoever takes in anything after k L,
+    R_k+1 = R_k + max(R_k, h), and T >= k L with the first k for which R_k >= m
+A ring of n devices, each of which knows R, takes (n - 1) L, in which R grows n times at least.
+                                                                                -> _known_seconds()
+
 Where lanes are devices, whatever a host lacks comes to one of its devices by a card at first, and
 the others take it in at the rate of a device at best. With D_i bytes for the devices R_i of a host,
 and devices S in it, each of which has an operation at least:
@@ -20,13 +26,22 @@ a tile has two slices or more, and one host does not feed it from inside, the fi
 host takes another L: on that host, or on the host whose device passes it the whole tile. If it has
 one slice, whoever passes that to the host is occupied as well.
                                                                                 -> _host_seconds()
+
+Operations that run at once on N hosts have l_j of them each, sum_j l_j <= N, so with w(l) = l / N,
+or floor(l / 2) / floor(N / 2), their w(l_j) add up to 1 at most, and T is at least the sum over all
+operations of w(l) times their seconds. A slice of x seconds leaves the hosts that hold it by
+operations of its own, for k of the A hosts that lack it,
+    x + min over K of (k - 1) x / K + (K + k - 1) L
+and what it takes to the other A - k is a share of w(l) / (l - 1), in a ring w(l) / l, for each
+byte; one L at least, and one more before a ring, if no tile has another slice. Splitting x over
+several k takes longer, as seconds are concave in x.                            -> _shared_seconds()
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from resharding.latency_bound import add, late_seconds, with_union
 from resharding.minimum_cut import send_seconds
@@ -36,11 +51,11 @@ from resharding.slices import Slice
 
 def blocked_bound(moving: Sequence[Slice], links: Links) -> float:
     """Return seconds that plans for slices with receivers take at least; operations block."""
-    bound = _first_seconds(moving, links)
+    bound = max(_first_seconds(moving, links), _known_seconds(moving, links))
     if links.network.issue == "device":
         bound = max(bound, _device_seconds(moving, links))
     if links.network.issue == "host" and links.network.latency:
-        bound = max(bound, _host_seconds(moving, links))
+        bound = max(bound, _host_seconds(moving, links), _shared_seconds(moving, links))
     return bound
 
 
@@ -101,13 +116,33 @@ def _busiest(
     return bound
 
 
-def _best_rate(holders: frozenset[int], takers: set[int], links: Links) -> float:
+def _best_rate(holders: Set[int], takers: Set[int], links: Links) -> float:
     """Return the rate of the fastest hop from a device of one set of hosts to one of another."""
     if not holders.isdisjoint(takers):
         return max(links.device_rate.values())
 
     rate = links.card_rate
     return min(max(rate[host] for host in holders), max(rate[host] for host in takers))
+
+
+def _known_seconds(moving: Sequence[Slice], links: Links) -> float:
+    """Return the time until some device can know something of every slice that it lacks."""
+    lacking: dict[int, set[int]] = {}  # device -> slices
+    held: dict[int, set[int]] = {}
+    for number, piece in enumerate(moving):
+        for device in piece.receivers:
+            lacking.setdefault(device, set()).add(number)
+        for device in piece.holders:
+            held.setdefault(device, set()).add(number)
+    most = 0
+    for slices in set(map(frozenset, lacking.values())):
+        first = max(len(slices & known) for known in held.values())
+        grown = max((len(slices & held.get(device, set())) for device in lacking), default=0)
+        rounds = 0
+        while grown < len(slices):
+            grown, rounds = grown + max(grown, first), rounds + 1
+        most = max(most, rounds)
+    return most * links.network.latency
 
 
 def _device_seconds(moving: Sequence[Slice], links: Links) -> float:
@@ -164,3 +199,49 @@ def _host_seconds(moving: Sequence[Slice], links: Links) -> float:
         -(-starts // len(wanted)) * latency,
         -(-(starts + singles) // len(hosts)) * latency,
     )
+
+
+def _shared_seconds(moving: Sequence[Slice], links: Links) -> float:
+    """Return the time of all hosts by what takes slices to those that lack them, if no host both
+    holds and lacks some."""
+    latency, host_of = links.network.latency, links.host_of
+    holding = {host_of[device] for piece in moving for device in piece.holders}
+    lacking = {host_of[device] for piece in moving for device in piece.receivers}
+    if not holding.isdisjoint(lacking):
+        return 0.0
+    number = len(holding | lacking)
+    wanted = Counter(device for piece in moving for device in piece.receivers)
+    alike: Counter[tuple[float, int, bool]] = Counter()
+    for piece in moving:
+        rate = _best_rate({host_of[device] for device in piece.holders}, lacking, links)
+        most = len({host_of[device] for device in piece.receivers})
+        alone = all(wanted[device] == 1 for device in piece.receivers)
+        alike[piece.num_bytes / rate, most, alone] += 1
+    return max(
+        sum(
+            count * _least_share(seconds, most, weights, latency, latency * weights[2] * alone)
+            for (seconds, most, alone), count in alike.items()
+        )
+        for weights in (
+            [hosts / number for hosts in range(number + 1)],
+            [hosts // 2 / (number // 2) for hosts in range(number + 1)],
+        )
+    )
+
+
+def _least_share(
+    seconds: float, most: int, weights: Sequence[float], latency: float, again: float
+) -> float:
+    """Return the least share of the time of all hosts that takes a slice to `most` of them."""
+    ring = seconds * min((weights[n] / n for n in range(2, most + 1)), default=math.inf)
+    shares = []
+    for k in range(1, most + 1):
+        fill = (k - 1) * seconds
+        few = max(1, math.floor(math.sqrt(fill / latency)))
+        first = seconds + min(fill / n + (n + k - 1) * latency for n in (few, few + 1))
+        rest, left = 0.0, most - k
+        if left:
+            copied = seconds * min(weights[n + 1] / n for n in range(1, left + 1))
+            rest = again + left * min(copied, ring + again / left)
+        shares.append(weights[k + 1] * first + rest)
+    return min(shares)

@@ -75,6 +75,32 @@ def test_no_order_of_small_messages_beats_the_bound(make_task, issue, source, ta
     assert bound <= plan(task, network).seconds
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "rounds"),
+    [
+        (((3, 1), "S0"), ((3, 1), "R"), 3),  # 1, 2, and 4 of 3 slices
+        (((4, 1), "S0"), ((2, 1), "R"), 3),
+        (((6, 1), "S0"), ((1, 2), "R"), 4),
+    ],
+)
+def test_what_a_device_knows_doubles_in_a_latency(make_task, source, target, rounds):
+    task = make_task((12,), *source, *target)
+    network = Network(nic_bandwidth=1e9, issue="device", latency=1.0)
+    bound = lower_bound(cut_slices(task), hosts_of(task), network)
+    assert rounds <= bound * (1 + 1e-6) and least_rounds(task, by_host=False) >= rounds
+
+
+def test_two_hosts_that_a_third_feeds_take_turns(make_task):
+    # 16 bytes for a device of each host, twice: of three hosts one operation runs at a time. A
+    # chain of one chunk takes 16 + 16 + 2 L, two copies 2 (16 + L); halves and a ring 16 + 8 + 3 L
+    task = make_task((8,), (1, 2), "S1", (2, 2), "S1")
+    for latency, each in ((10.0, 52.0), (1.0, 25.0)):  # 16 + 4 + 5 with a chunk of 4 bytes
+        network = Network(nic_bandwidth=1.0, issue="host", latency=latency)
+        bound = lower_bound(cut_slices(task), hosts_of(task), network)
+        assert bound == pytest.approx(2 * each)
+        assert plan(task, network).seconds == pytest.approx(2 * each)
+
+
 def test_a_device_that_blocks_takes_in_its_share_by_a_card_and_the_rest_inside(make_task):
     # 48 bytes to each of 2 devices of a host, with a card of 1 byte/s and a port of 3 each: each
     # takes 24 bytes by its card and 24 from the other, 24 + 8 s; it is 48 s by one card
