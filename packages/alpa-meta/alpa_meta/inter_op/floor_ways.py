@@ -26,6 +26,7 @@ from alpa_meta.types import Floats
 # Of a floor's seconds. With 1e-2 planning GPT-1.3B on 4 V100 takes a tenth less for a gap of 5.15 %
 # instead of 4.86 %; with 5e-4 a twentieth more, for 4.85 %.
 TOLERANCE = 2e-3
+
 PARTS = ("seconds", "forward", "forward_and_input", "backward")
 """What a layer's microbatches take, all phases first, and those that pipelines wait for. With the
 forward pass alone at the least of each operator, the joint bound of LLaMA-8B on 64 H100 is 0.7 %
