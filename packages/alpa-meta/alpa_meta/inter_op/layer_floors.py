@@ -391,7 +391,7 @@ class FloorSource:
             return np.maximum(np.where(np.isfinite(each), each, 0.0), 0.0)
 
         rise = fixed(above[1]) if len(above) > 1 else np.zeros_like(first)
-        if below:  # what is no kernel lies on that line, and a kernel's starts above its launch
+        if below:  # collectives grow in straight lines; a kernel's launch is paid for any samples
             rise = np.maximum(rise, np.minimum(fixed(below[-1]), self._launch))
         found = [first + rise * (count - here)]
         if below:

@@ -255,7 +255,7 @@ def test_floors_between_two_sizes_are_below_what_a_layer_takes_there(samples):
         ]
         least = min(ilp_sharding.solve(one).objective for one in alone)
         more = min(kept.seconds.value(samples) for kept in floor.kept) * BATCH / samples
-        assert 0.9 * least <= floor.priced[0].step_seconds + more <= least * (1 + 1e-9)
+        assert 0.85 * least <= floor.priced[0].step_seconds + more <= least * (1 + 1e-9)
 
 
 def least_priced(source, layer, kind, problem, price):
