@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from alpa_interchange.cluster import ClusterSpec, DeviceSpec, GroupLink, HostGroup, LinkSpec
@@ -18,7 +20,7 @@ def group(device: DeviceSpec, inter: LinkSpec, hosts: int = 2) -> HostGroup:
     )
 
 
-def mixed(**more: object) -> ClusterSpec:
+def mixed(**more: Any) -> ClusterSpec:
     groups = (group(FAST, WIRE), group(SLOW, THIN, hosts=1), group(SLOW, THIN, hosts=1))
     return ClusterSpec(name="mixed", host_groups=groups, **more)
 

@@ -1,5 +1,7 @@
 """Operator graphs: order, roles, refusals."""
 
+from typing import Any
+
 import pytest
 
 from alpa_interchange.document import from_json, to_json
@@ -11,7 +13,7 @@ FLOAT = TensorType((8, 8), "float32")
 MATMUL = ShardingRule.parse("m k, k n -> m n", {"m": 8, "k": 8, "n": 8})
 
 
-def op(operands: tuple[int, ...], results: tuple[int, ...], **more: object) -> Op:
+def op(operands: tuple[int, ...], results: tuple[int, ...], **more: Any) -> Op:
     return Op(name="dot", operands=operands, results=results, rule=MATMUL, flops=1024.0, **more)
 
 

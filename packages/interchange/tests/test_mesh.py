@@ -1,5 +1,7 @@
 """Meshes: sizes, order, and what is refused."""
 
+from typing import Any
+
 import pytest
 
 from alpa_interchange.document import from_json, to_json
@@ -37,7 +39,7 @@ def test_two_axes_of_one_name_are_refused() -> None:
         ({"latency": -1e-9}, "MeshAxis.latency must be at least 0"),
     ],
 )
-def test_impossible_axes_are_refused(changes: dict[str, object], message: str) -> None:
+def test_impossible_axes_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MeshAxis(**{"name": "x", "size": 2, **changes})
 

@@ -1,5 +1,7 @@
 """Sharding rules: parsing, kinds of factors, refusals, strategies."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,7 +76,7 @@ def test_a_factor_without_size_is_refused() -> None:
         ({"reduction": "mean"}, "Factor.reduction must be one of"),
     ],
 )
-def test_impossible_factors_are_refused(changes: dict[str, object], message: str) -> None:
+def test_impossible_factors_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Factor(**{"name": "b", "size": 2, **changes})
 

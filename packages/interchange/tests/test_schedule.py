@@ -1,5 +1,7 @@
 """Tasks, task graphs and instructions: what they refuse, and that they survive a file."""
 
+from typing import Any
+
 import pytest
 
 from alpa_interchange.document import from_json, to_json
@@ -7,7 +9,7 @@ from alpa_interchange.schedule import Instruction, PipelineSchedule, TaskGraph, 
 
 
 def task(**changes: object) -> TaskSpec:
-    arguments = {
+    arguments: dict[str, Any] = {
         "name": "forward",
         "mesh": 0,
         "stage": 0,

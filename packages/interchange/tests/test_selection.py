@@ -1,5 +1,7 @@
 """Selection problems: what is refused, infinite costs, gaps."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from alpa_interchange.selection import ShardingProblem, ShardingSolution
 
 def problem(**changes: object) -> ShardingProblem:
     """Return two nodes of 2 and 3 strategies with one edge."""
-    fields = {
+    fields: dict[str, Any] = {
         "num_strategies": [2, 3],
         "node_cost": [0.0, 1.0, np.inf, 2.0, 3.0],
         "node_memory": [10, 20, 1, 2, 3],

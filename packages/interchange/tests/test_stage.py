@@ -1,5 +1,7 @@
 """Stage problems and plans: what they refuse, and that they survive a file."""
 
+from typing import Any
+
 import pytest
 
 from alpa_interchange.document import from_json, to_json
@@ -14,7 +16,7 @@ from alpa_interchange.stage import (
 
 
 def candidate(**changes: object) -> StageCandidate:
-    arguments = {
+    arguments: dict[str, Any] = {
         "layer_start": 0,
         "layer_stop": 2,
         "submesh": SubmeshSpec(num_hosts=1, devices_per_host=2),
