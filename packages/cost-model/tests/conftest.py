@@ -47,7 +47,7 @@ def pipeline():
     def build(num_stages, num_microbatches, warm_up, frees=True):
         programs = []
         for stage in range(num_stages):
-            program = []
+            program: list[Instruction] = []
             first, last = stage == 0, stage == num_stages - 1
 
             def forward(m, stage=stage, program=program, first=first, last=last):

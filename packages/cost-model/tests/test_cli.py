@@ -1,4 +1,5 @@
 import importlib.util
+import os
 import sys
 
 import pytest
@@ -50,7 +51,7 @@ def test_host_devices_are_asked_for_before_jax_starts(made_up_machine, monkeypat
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     monkeypatch.setenv("XLA_FLAGS", "--some_flag=1")
     assert run(cli.app, ["calibrate", "--devices", "6"]).exit_code == 0
-    assert "--some_flag=1 --xla_force_host_platform_device_count=6" in cli.os.environ["XLA_FLAGS"]
+    assert "--some_flag=1 --xla_force_host_platform_device_count=6" in os.environ["XLA_FLAGS"]
 
 
 @pytest.mark.parametrize(

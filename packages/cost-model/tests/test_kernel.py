@@ -75,7 +75,7 @@ def test_eight_and_four_bit_products_need_units_for_them(dtype):
 
 
 def test_formats_of_one_width_run_at_one_rate():
-    device = evolve(DEVICE, peak_flops=DEVICE.peak_flops | {"float8_e4m3fn": 2e14})
+    device = evolve(DEVICE, peak_flops={**DEVICE.peak_flops, "float8_e4m3fn": 2e14})
     assert peak_flops(device, "float8_e5m2") == 2e14
     with pytest.raises(ValueError, match="float4_e2m1fn"):
         peak_flops(device, "float4_e2m1fn")

@@ -26,19 +26,25 @@ def test_tables_give_the_median_layer_and_both_ends(tmp_path):
     assert (time.first, time.last) == pytest.approx((0.92e-3, 9.95e-3), abs=1e-6)
 
 
+def layer_seconds(micro_batch):
+    measured = measured_layer("gh200", OPT, 4, micro_batch)
+    assert measured is not None
+    return measured[0]
+
+
 def test_measured_microbatches_are_returned_and_others_interpolated():
-    eight, twelve, sixteen = (measured_layer("gh200", OPT, 4, size)[0] for size in (8, 12, 16))
+    eight, twelve, sixteen = map(layer_seconds, (8, 12, 16))
     assert eight == pytest.approx(9.15e-3, rel=0.01)
     assert eight < twelve < sixteen
 
 
 def test_a_smaller_microbatch_never_takes_longer():
-    times = [measured_layer("gh200", OPT, 4, size)[0] for size in (1, 2, 4, 8, 16, 32)]
+    times = [layer_seconds(size) for size in (1, 2, 4, 8, 16, 32)]
     assert times == sorted(times)
 
 
 def test_beyond_the_largest_microbatch_time_grows_with_it():
-    largest, twice = (measured_layer("gh200", OPT, 4, size)[0] for size in (128, 256))
+    largest, twice = map(layer_seconds, (128, 256))
     assert twice == pytest.approx(2 * largest)
 
 

@@ -1,18 +1,20 @@
 import json
+from typing import Any
 
 import pytest
 
+from cost_model import TrainingRun
 from cost_model.measured_run import measured_run, read_measured_runs
 
 # rows as in the project's data; figures from VIA-Research/vTrain (MIT), arXiv 2205.05198 and
 # kwai/Megatron-Kwai
-VTRAIN = {
+VTRAIN: dict[str, Any] = {
     "source": "vtrain_multi", "id": "v", "measured": {"step_time_s": 17.4136},
     "model": {"kind": "gpt", "hidden": 8192, "heads": 64, "layers": 48, "seq": 2048},
     "hardware": {"gpu": "A100", "n": 512, "gpus_per_node": 8},
     "parallel": {"tp": 4, "dp": 16, "pp": 8, "global_batch": 1536, "micro_batch": 4},
 }  # fmt: skip
-MEMORY = {
+MEMORY: dict[str, Any] = {
     "source": "seqsel_tab5", "id": "m",
     "measured": {"params_grads_opt_gib": 45.5625, "activations_gib": 9.5625},
     "model": {"kind": "gpt", "hidden": 6144, "feedforward": 24576, "seq_size": 2048,
@@ -21,7 +23,7 @@ MEMORY = {
     "parallel": {"tp": 8, "pp": 1, "dp": 1, "micro_batch": 4, "recompute": "attn_only",
                  "pp_interleave": 1},
 }  # fmt: skip
-KWAI = {
+KWAI: dict[str, Any] = {
     "source": "kwai_atc24", "id": "k", "measured": {"step_time_s_derived": 17.15},
     "model": {"kind": "llama", "name": "Llama2-70B", "seq": 8192},
     "hardware": {"gpu": "H800-80GB", "n": 128, "gpus_per_node": 8},
@@ -30,30 +32,36 @@ KWAI = {
 }  # fmt: skip
 
 
+def run_of(row: dict[str, Any]) -> TrainingRun:
+    run = measured_run(row).run
+    assert run is not None
+    return run
+
+
 def test_a_row_becomes_a_configuration():
-    row = measured_run(VTRAIN)
-    assert row.step_seconds == 17.4136
-    assert (row.run.tensor, row.run.pipeline, row.run.data) == (4, 8, 16)
-    assert row.run.num_microbatches == 24
-    assert row.run.recompute == "full"  # the source's note: every layer is checkpointed
-    assert row.run.cluster.num_devices == 512
+    run = run_of(VTRAIN)
+    assert measured_run(VTRAIN).step_seconds == 17.4136
+    assert (run.tensor, run.pipeline, run.data) == (4, 8, 16)
+    assert run.num_microbatches == 24
+    assert run.recompute == "full"  # the source's note: every layer is checkpointed
+    assert run.cluster.num_devices == 512
 
 
 def test_single_node_rows_of_the_same_project_do_not_recompute():
     parallel = VTRAIN["parallel"] | {"dp": 1, "tp": 4, "pp": 2}
     hardware = VTRAIN["hardware"] | {"n": 8}
     row = VTRAIN | {"source": "vtrain_single", "parallel": parallel, "hardware": hardware}
-    assert measured_run(row).run.recompute == "none"
+    assert run_of(row).recompute == "none"
 
 
 def test_memory_rows_become_configurations_too():
-    row = measured_run(MEMORY)
-    assert row.activation_bytes == 9.5625 * 2**30
-    assert row.run.recompute == "selective" and row.run.sequence_parallel
+    run = run_of(MEMORY)
+    assert measured_run(MEMORY).activation_bytes == 9.5625 * 2**30
+    assert run.recompute == "selective" and run.sequence_parallel
 
 
 def test_models_known_by_name_have_their_published_shape():
-    run = measured_run(KWAI).run
+    run = run_of(KWAI)
     assert (run.model.hidden, run.model.kv_heads, run.context, run.chunks) == (8192, 8, 2, 2)
     assert run.fused_attention and run.dtype == "bfloat16"
 
@@ -108,16 +116,16 @@ def test_files_are_read_and_malformed_ones_named(tmp_path):
 )
 def test_device_names_are_found_in_the_catalogue(name, device):
     row = VTRAIN | {"source": "elsewhere", "hardware": {"gpu": name, "n": 512}}
-    assert measured_run(row).run.cluster.host_groups[0].device.name == device
+    assert run_of(row).cluster.host_groups[0].device.name == device
 
 
 def test_newer_devices_are_taken_to_run_newer_software_unless_the_row_says_otherwise():
     row = VTRAIN | {"source": "elsewhere", "hardware": {"gpu": "H100", "n": 512}}
-    run = measured_run(row).run
+    run = run_of(row)
     assert run.fused_attention and run.zero_stage == 1 and run.dtype == "bfloat16"
     said = row | {"parallel": VTRAIN["parallel"] | {"flash_attention": False, "dtype": "float16"}}
-    assert not measured_run(said).run.fused_attention
-    assert measured_run(said).run.dtype == "float16"
+    assert not run_of(said).fused_attention
+    assert run_of(said).dtype == "float16"
 
 
 def test_throughputs_become_step_times():
@@ -129,4 +137,4 @@ def test_throughputs_become_step_times():
 
 def test_a_missing_data_parallel_size_is_what_the_devices_leave():
     parallel = {name: value for name, value in VTRAIN["parallel"].items() if name != "dp"}
-    assert measured_run(VTRAIN | {"parallel": parallel}).run.data == 16
+    assert run_of(VTRAIN | {"parallel": parallel}).data == 16

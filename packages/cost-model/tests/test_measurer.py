@@ -1,4 +1,5 @@
 import importlib.util
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,7 @@ def test_without_jax_the_extra_is_named(monkeypatch):
 @needs_jax
 def test_kernels_are_repeated_in_their_programs_on_accelerators(measurer, monkeypatch):
     monkeypatch.setattr(JaxMeasurer, "_on_cpu", False)
+    small: list[tuple[str, tuple[Any, ...]]]
     small = [("matmul", (64, 32, 16, dtype, 1)) for dtype in ("tensorfloat32", "float8_e4m3fn")]
     small += [("elementwise", (1 << 10, "float32")), ("layer", (64, 32, 1, "float8_e4m3fn"))]
     measurer.prepare(small)

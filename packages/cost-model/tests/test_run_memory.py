@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -56,7 +57,12 @@ def test_routed_experts_are_held_where_they_live():
 
 
 def nanotron(**more):
-    settings = {"data": 1, "tensor": 8, "sequence_parallel": True, "executor": "nanotron"}
+    settings: dict[str, Any] = {
+        "data": 1,
+        "tensor": 8,
+        "sequence_parallel": True,
+        "executor": "nanotron",
+    }
     return evolve(RUN, **settings | more)
 
 

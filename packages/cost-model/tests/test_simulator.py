@@ -14,7 +14,8 @@ def longest_path(schedule, seconds, transfer):
     A run waits for the run before it on its mesh and for the producers of its inputs; a transfer
     waits for its producer and for the transfer before it on the same channel.
     """
-    runs, producer, sends = {}, {}, {}
+    runs, producer = {}, {}
+    sends: dict[tuple[int, int], list[str]] = {}
     for mesh, program in enumerate(schedule.programs):
         for position, instruction in enumerate(program):
             if instruction.kind == "run":

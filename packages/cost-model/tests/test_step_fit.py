@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from cost_model.measured_run import measured_run
@@ -12,7 +14,7 @@ def made_up_rows():
     for hidden in (1024, 2048, 3072, 4096):
         for batch in (16, 32):
             for tensor, micro_batch in ((1, 1), (2, 2), (8, 2)):
-                given = {
+                given: dict[str, Any] = {
                     "source": "vtrain_single", "id": f"{hidden}-{batch}-{tensor}",
                     "model": {"hidden": hidden, "layers": 12, "heads": 16, "seq": 1024},
                     "hardware": {"gpu": "A100", "n": 8, "gpus_per_node": 8},
@@ -21,6 +23,7 @@ def made_up_rows():
                     "measured": {"step_time_s": 1.0},
                 }  # fmt: skip
                 run = measured_run(given).run
+                assert run is not None
                 seconds = 1.3 * sum(predict_terms(run, step_model().whole.constants).values())
                 rows.append(measured_run(given | {"measured": {"step_time_s": seconds}}))
     return rows
