@@ -27,6 +27,8 @@ def _random_problem(seed: int, nodes: int | None = None, limit: bool = True) -> 
     entries = int((count[edges[:, 0]] * count[edges[:, 1]]).sum())
     total = int(count.sum())
     kind = int(rng.integers(0, 4))
+    cost: np.ndarray
+    table: np.ndarray
     if kind == 0:  # many ties
         cost, table = rng.integers(0, 3, total), rng.integers(0, 3, entries)
     elif kind == 1:

@@ -21,4 +21,5 @@ def test_cvxpy_agrees_with_the_native_path(random_problem):
         assert native.status == modelled.status, seed
         if native.choice is not None:
             assert modelled.objective == pytest.approx(native.objective, rel=1e-6, abs=1e-9), seed
+            assert modelled.choice is not None, seed
             assert check(problem, modelled.choice).feasible, seed

@@ -43,6 +43,7 @@ def test_answers_of_random_problems_are_the_brute_force_optimum(random_problem, 
             continue
         assert solution.status == "optimal", seed
         assert solution.objective == pytest.approx(best, rel=1e-12, abs=1e-15), seed
+        assert solution.choice is not None and solution.lower_bound is not None, seed
         assert solution.lower_bound <= best + 1e-12 * abs(best), seed
         judged = check(problem, solution.choice)
         assert judged.feasible and judged.cost == pytest.approx(best, rel=1e-12, abs=1e-15), seed
@@ -161,6 +162,7 @@ def test_short_deadlines_give_valid_answers(wide_problem, deadline):
     assert solution.status in ("optimal", "feasible", "timed_out")
     if solution.choice is not None:
         assert check(problem, solution.choice).feasible
+        assert solution.lower_bound is not None and solution.objective is not None
         assert solution.lower_bound <= solution.objective
 
 
@@ -194,6 +196,7 @@ def test_an_answer_at_a_deadline_is_as_good_as_the_greedy_start(wide_problem, li
         start, *_ = greedy_start(Instance.of(problem, SolveOptions()))
         solution = solve(problem, SolveOptions(deadline=0.2))
         if start is not None and solution.seconds < 0.4:  # the machine was not away meanwhile
+            assert solution.objective is not None
             assert solution.objective <= check(problem, start.tolist()).cost
 
 

@@ -20,11 +20,13 @@ def _graph(seed, pairs, nodes=7, size=3, times=1, tightness=0.4):
     strategy, time = np.meshgrid(np.arange(nodes * size), np.arange(times))
     total = usage.reshape(times, nodes, size)
     slack = (1 - tightness) * total.min(2).sum(1) + tightness * total.max(2).sum(1)
+    first, second = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     graph = TableGraph(
         tables=make_tables(
             offset,
             rng.random(nodes * size),
-            *np.array(pairs, dtype=np.int64).reshape(-1, 2).T,
+            first,
+            second,
             rng.random(len(pairs) * size * size),
         ),
         rows=make_rows(nodes * size, strategy.ravel(), time.ravel(), change.ravel(), slack),

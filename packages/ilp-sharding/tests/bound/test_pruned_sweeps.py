@@ -13,11 +13,13 @@ def _graph(seed, nodes=6, size=3, forbidden=0.0):
     entry = rng.random(len(pairs) * size * size)
     entry[rng.random(len(entry)) < forbidden] = np.inf
     none = np.zeros(0, dtype=np.int64)
+    first, second = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     return TableGraph(
         tables=make_tables(
             np.arange(nodes + 1) * size,
             rng.random(nodes * size),
-            *np.array(pairs, dtype=np.int64).reshape(-1, 2).T,
+            first,
+            second,
             entry,
         ),
         rows=make_rows(nodes * size, none, none, np.zeros(0), np.zeros(0)),

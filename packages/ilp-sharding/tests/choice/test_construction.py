@@ -137,6 +137,7 @@ def test_constructed_choices_fit(random_problem):
         primal = PrimalSearch(graph, seed)
         cost = primal.construct(dual.decoded(), dual.price)
         if cost < np.inf:
+            assert primal.x is not None, seed
             assert costs[tuple(primal.x.tolist())] == pytest.approx(cost), seed
 
 
@@ -178,6 +179,7 @@ def test_the_integer_program_finds_the_optimum(random_problem):
         outcome = program.solve(np.inf)
         assert outcome.finished, seed
         if costs:
+            assert outcome.chosen is not None, seed
             assert costs[tuple(outcome.chosen.tolist())] == pytest.approx(
                 min(costs.values()), rel=1e-7, abs=1e-12
             ), seed

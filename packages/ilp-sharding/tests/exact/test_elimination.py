@@ -11,7 +11,7 @@ def _random_graph(seed):
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 7))
     sizes = {i: int(rng.integers(1, 4)) for i in range(n)}
-    tables = [{} for _ in range(n)]
+    tables: list[dict[int, np.ndarray]] = [{} for _ in range(n)]
     for i, j in itertools.combinations(range(n), 2):
         if rng.random() < 0.5:
             table = rng.integers(0, 20, (sizes[i], sizes[j])).astype(float)

@@ -12,7 +12,7 @@ def _random_elimination(seed):
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 12))
     sizes = {i: int(rng.integers(1, 5)) for i in range(count)}
-    tables = [{} for _ in range(count)]
+    tables: list[dict[int, np.ndarray]] = [{} for _ in range(count)]
     for i, j in itertools.combinations(range(count), 2):
         if rng.random() < 0.4:
             table = rng.random((sizes[i], sizes[j]))

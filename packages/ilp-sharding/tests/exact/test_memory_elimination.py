@@ -12,7 +12,7 @@ def _random_graph(seed, nodes=6):
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, nodes + 1))
     sizes = {i: int(rng.integers(1, 4)) for i in range(n)}
-    tables = [{} for _ in range(n)]
+    tables: list[dict[int, np.ndarray]] = [{} for _ in range(n)]
     for i, j in itertools.combinations(range(n), 2):
         if rng.random() < 0.5:
             table = rng.integers(0, 20, (sizes[i], sizes[j])).astype(float)

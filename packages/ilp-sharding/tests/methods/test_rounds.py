@@ -22,6 +22,8 @@ def test_two_searches_of_as_many_rounds_are_alike(wide_problem, limit, monkeypat
     assert evolve(first, seconds=0.0) == evolve(second, seconds=0.0)
     assert first.choice is not None and check(problem, first.choice).feasible
     longer = solve(problem, SolveOptions(rounds=10))
+    assert longer.objective is not None and first.objective is not None
+    assert longer.lower_bound is not None and first.lower_bound is not None
     assert longer.objective <= first.objective and longer.lower_bound >= first.lower_bound
 
 

@@ -126,7 +126,7 @@ def test_every_assignment_that_divides_is_found_and_no_other(first, second, resu
     factors = [factor.name for factor in rule.factors if factor.size > 1]
     expected = set()
     for x, y in itertools.product([None, *factors], repeat=2):
-        share = {}
+        share: dict[str, list[tuple[str, int]]] = {}
         for axis, name, size in (("x", x, 2), ("y", y, 4)):
             if name is not None:
                 share.setdefault(name, []).append((axis, size))

@@ -24,6 +24,7 @@ def test_worker_processes_improve_on_the_start_and_never_overstate_the_bound(wid
     found = solve(problem, SolveOptions(deadline=6.0))
     assert found.choice is not None and check(problem, found.choice).feasible
     assert found.seconds < 60.0  # a busy machine is late
+    assert found.lower_bound is not None and found.objective is not None
     assert found.lower_bound <= found.objective
     if start.objective is not None:
         assert found.objective <= start.objective
