@@ -123,7 +123,7 @@ def layer_seconds(model: str, kind: dict[str, Any], of: Strategy, batch: int) ->
         whole += compute * ((of.stages + count - 1) / (of.stages * count) - 1)
     if of.sharded:
         whole += 0.5 * gradients * cost
-    return MEASURED * whole
+    return float(MEASURED * whole)
 
 
 def _overlapped(gradients: float, backward: float, cost: float) -> tuple[float, float, bool]:
@@ -137,7 +137,7 @@ def _overlapped(gradients: float, backward: float, cost: float) -> tuple[float, 
 def layer_mb(kind: dict[str, Any], of: Strategy, batch: int) -> float:
     """Return the MB of a layer on each device, rounded up as the program does."""
     state = 4 * kind["parameters_mb"] / of.tensor * (1 / of.data + 0.025 if of.sharded else 1)
-    return math.ceil(state + kind["activation_mb"][str(of.tensor)] * batch / of.data)
+    return float(math.ceil(state + kind["activation_mb"][str(of.tensor)] * batch / of.data))
 
 
 def change_seconds(before: Strategy, after: Strategy, batch: int) -> float:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,7 @@ def brute_force(problem):
                 list(stage_options(problem, start, stop, mesh, samples))
                 for (start, stop), mesh in zip(itertools.pairwise(cuts), meshes, strict=True)
             ]
-            groups = {}
+            groups: dict[tuple[tuple[int, ...], bool], list[tuple[Any, list[float]]]] = {}
             for stages in itertools.product(*options):
                 crossing = [
                     problem.boundary(meshes[i], a[7], meshes[i + 1], b[6], links[i]).value(samples)

@@ -13,16 +13,16 @@ def test_waves_give_the_longest_path(seed):
     rng = np.random.default_rng(seed)
     n, count = int(rng.integers(1, 7)), int(rng.integers(1, 12))
     name = ("gpipe", "1f1b", "eager-1f1b", "adaptive", "zero-bubble-h1")[seed % 5]
-    warmups = None
+    warmups: list[int] | None = None
     if name == "adaptive":
-        warmups = 1 + np.cumsum([0, *(1 + rng.integers(0, 4, n - 1))])[::-1]
-        warmups = [int(min(count, k)) for k in warmups]
+        wanted = 1 + np.cumsum([0, *(1 + rng.integers(0, 4, n - 1))])[::-1]
+        warmups = [int(min(count, k)) for k in wanted]
     split = name == "zero-bubble-h1"
     if split:
         least = [min(n - i, count) for i in range(n)]
         warmups = [int(rng.integers(k, min(n, count) + 1)) for k in least]
     schedule = order(name, n, count, warmups=warmups)
-    held = warmups if split else [schedule.in_flight(stage) for stage in range(n)]
+    held = warmups if split and warmups else [schedule.in_flight(stage) for stage in range(n)]
     forward, backward, tail = rng.uniform(0, 3, (3, 4, n))
     boundary = rng.uniform(0, 2, (4, n - 1)) * rng.integers(0, 2, (4, n - 1))
     weight = backward * rng.uniform(0, 1, (4, n))

@@ -40,13 +40,13 @@ def interpret(graph, schedule, num_microbatches, *, blocking_sends=False):
     """
     tasks = {task.name: task for task in graph.tasks}
     per_step = set(graph.per_step)
-    alive = [set() for _ in schedule.programs]
+    alive: list[set[str]] = [set() for _ in schedule.programs]
     for value, mesh in zip(graph.inputs, graph.home, strict=True):
         names = [value] if value in per_step else [f"{value}@{m}" for m in range(num_microbatches)]
         readers = {task.mesh for task in graph.tasks if value in task.inputs}
         for one in {mesh} if value in per_step else readers or {mesh}:
             alive[one].update(names)
-    wires = defaultdict(deque)
+    wires: defaultdict[tuple[int, int], deque[str]] = defaultdict(deque)
     at = [0] * len(schedule.programs)
 
     def step(mesh):
@@ -66,8 +66,9 @@ def interpret(graph, schedule, num_microbatches, *, blocking_sends=False):
             if blocking_sends:
                 peer = schedule.programs[instruction.peer]
                 other = peer[at[instruction.peer]] if at[instruction.peer] < len(peer) else None
-                ready = other and other.kind == "receive" and other.peer == mesh
-                if not ready or wires[mesh, instruction.peer]:
+                if other is None or other.kind != "receive" or other.peer != mesh:
+                    return False
+                if wires[mesh, instruction.peer]:
                     return False
                 assert other.outputs == instruction.inputs
             wires[mesh, instruction.peer].append(instruction.inputs[0])
@@ -183,10 +184,10 @@ def training_graph(num_stages, mesh_of, *, tied=False, skip=False, clip=True, sp
     for s in range(num_stages):
         mesh = mesh_of(s)
         grads = (f"g{s}",) + (("gtied",) if tied and s == 0 and last else ())
-        reads = (f"w{s}", *grads) + (("norm",) if clip else ())
+        weights = (f"w{s}", *grads) + (("norm",) if clip else ())
         updates.append(
             TaskSpec(
-                name=f"update{s}", mesh=mesh, stage=s, phase="update", inputs=reads,
+                name=f"update{s}", mesh=mesh, stage=s, phase="update", inputs=weights,
                 outputs=(f"new{s}",), donated=(f"w{s}", f"g{s}"),
             )
         )  # fmt: skip

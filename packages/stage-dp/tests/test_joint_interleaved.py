@@ -20,7 +20,7 @@ from alpa_interchange.menu import (
 from alpa_interchange.mesh import LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.stage import DeviceGroup
 from stage_dp import InfeasibleError, order, pipeline_time, place, solve_joint
-from stage_dp.menu_table import MenuTable
+from stage_dp.menu_table import AskedFloors, MenuTable
 
 NAME = "interleaved-1f1b"
 
@@ -217,7 +217,7 @@ def test_floors_asked_for_at_one_count_serve_its_multiples():
         device_groups=(DeviceGroup(num_hosts=1, devices_per_host=1, memory=9.0),),
         floors_at=lambda mesh, number, samples: (sharp,),
     )
-    shared = {}
+    shared: AskedFloors = {}
     two, three, six = (MenuTable(problem, count, shared) for count in (2, 3, 6))
     assert two.ask(0, 0) and not two.ask(0, 0)
     assert not three.take_over(0, 0)  # 2 does not divide 3: its microbatches may have other ways

@@ -53,6 +53,7 @@ def test_every_stage_and_state_of_a_faster_chain_is_in_the_window(seed, coarse):
     best = min(seconds for seconds, _, _ in chains)
     for limit in (best * (1 + 1e-6), 1.2 * best, 2 * best):
         window = taken.window(limit)
+        assert window is not None
         stages = set(zip(*(part.tolist() for part in window.stages), strict=True))
         for seconds, chain, states in chains:
             if seconds > limit:
@@ -64,4 +65,5 @@ def test_every_stage_and_state_of_a_faster_chain_is_in_the_window(seed, coarse):
             assert last.start <= states[-1] < last.stop
     # Of the fastest chain's time some stages are left out, which are in slower ones only.
     tight, wide = (taken.window(seconds) for seconds in (best * (1 + 1e-6), 100 * best))
+    assert tight is not None and wide is not None
     assert len(tight.stages[0]) < len(wide.stages[0])

@@ -48,6 +48,7 @@ def test_rows_are_the_best_of_all_that_fit(seed):
     if best is None:
         assert found is None
         return
+    assert found is not None
     choice, seconds, bound = found
     assert seconds == pytest.approx(best)
     assert figures(rows, choice)[0] == pytest.approx(seconds)
@@ -67,11 +68,15 @@ def fast_and_lean(change):
 
 def test_equal_layers_mix_two_rows_to_fill_the_memory():
     # In 25 bytes five of ten layers can be fast.
-    choice, seconds, _ = choose_rows(fast_and_lean(0.0), 25.0)
+    found = choose_rows(fast_and_lean(0.0), 25.0)
+    assert found is not None
+    choice, seconds, _ = found
     assert (choice.count(0), seconds) == (5, 15.0)
 
 
 def test_a_transition_between_rows_is_paid_once_where_layers_are_alike():
-    choice, seconds, _ = choose_rows(fast_and_lean(0.5), 25.0)
+    found = choose_rows(fast_and_lean(0.5), 25.0)
+    assert found is not None
+    choice, seconds, _ = found
     assert seconds == 15.5
     assert len(list(itertools.groupby(choice))) == 2

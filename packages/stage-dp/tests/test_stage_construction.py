@@ -51,7 +51,7 @@ def random_problem(rng, *, tight=True, **changes):
         for devices in range(1, group.devices_per_host + 1)
         if rng.random() < 0.6
     ] or [(1, 1, 0)]
-    candidates = []
+    candidates: list[StageCandidate] = []
     for start, stop in itertools.combinations(range(layers + 1), 2):
         for hosts, devices, g in kinds:
             for m in (2, 5):
