@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -20,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_interchange.schedule import Instruction, PipelineSchedule
-from mesh_runtime import ExportedProgram
+from mesh_runtime import Executable, ExportedProgram
 
 
 @frozen(kw_only=True)
@@ -28,7 +30,7 @@ class Pipeline:
     """A chain of `tanh(h @ w_i)` stages with squared loss and gradient descent, as a schedule."""
 
     schedule: PipelineSchedule
-    functions: dict[str, object]  # task -> plain function
+    functions: dict[str, Callable[..., Any]]  # task -> plain function
     donated: dict[str, tuple[str, ...]]
     specs: tuple[dict[str, P], ...]  # per mesh
     outputs: tuple[str, ...]
@@ -82,8 +84,8 @@ class Pipeline:
             losses.append(total)
         return losses, {f"w{i}": np.asarray(w) for i, w in enumerate(weights)}
 
-    def jitted(self) -> dict[str, object]:
-        made = {}
+    def jitted(self) -> dict[str, Executable]:
+        made: dict[str, Executable] = {}
         for task, function in self.functions.items():
             names = self.inputs_of(task)
             positions = tuple(i for i, n in enumerate(names) if n in self.donated.get(task, ()))
@@ -125,9 +127,9 @@ class Pipeline:
                         shape = (4, self.width)
                     sharding = NamedSharding(mesh, self.specs[mesh_index].get(name, P()))
                     arguments.append(jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding))
-                program = jax.export.export(jax.jit(self.functions[task]))(*arguments).serialize()
+                exported = jax.export.export(jax.jit(self.functions[task]))(*arguments)
                 made[task] = ExportedProgram(
-                    program=bytes(program), donated=self.donated.get(task, ())
+                    program=bytes(exported.serialize()), donated=self.donated.get(task, ())
                 )
         return made
 
@@ -142,7 +144,9 @@ class Pipeline:
 def make_pipeline(num_stages: int = 2, num_microbatches: int = 4) -> Pipeline:
     """Return the pipeline with a 1F1B order, one stage per mesh."""
     rate, last = Pipeline.__attrs_attrs__.rate.default, num_stages - 1
-    functions, donated, specs, programs = {}, {}, [], []
+    functions: dict[str, Callable[..., Any]] = {}
+    donated: dict[str, tuple[str, ...]] = {}
+    specs, programs = [], []
     for stage in range(num_stages):
         source = "x" if stage == 0 else f"h{stage}"
         functions[f"start{stage}"] = lambda w: (w * 0, jnp.zeros(()))
@@ -151,21 +155,22 @@ def make_pipeline(num_stages: int = 2, num_microbatches: int = 4) -> Pipeline:
         if stage < last:
             functions[f"forward{stage}"] = lambda h, w: (jnp.tanh(h @ w),)
 
-            def backward(h, w, d, g):
+            def middle(h, w, d, g):
                 _, pull = jax.vjp(lambda h, w: jnp.tanh(h @ w), h, w)
                 dh, dw = pull(d)
                 return dh, g + dw
 
+            functions[f"backward{stage}"] = middle
         else:
 
-            def backward(h, w, y, g, total):
+            def end(h, w, y, g, total):
                 def loss(h, w):
                     return jnp.sum((jnp.tanh(h @ w) - y) ** 2)
 
                 value, (dh, dw) = jax.value_and_grad(loss, argnums=(0, 1))(h, w)
                 return dh, g + dw, total + value
 
-        functions[f"backward{stage}"] = backward
+            functions[f"backward{stage}"] = end
         donated[f"backward{stage}"] = (f"g{stage}",)
         specs.append(
             {
@@ -227,6 +232,8 @@ def _program(stage: int, num_stages: int, count: int, source: str) -> tuple[Inst
 
     def backward(m: int) -> None:
         back = f"d{stage - 1}@{m}"
+        inputs: tuple[str, ...]
+        outputs: tuple[str, ...]
         if last:
             inputs = (f"{source}@{m}", weight, f"y@{m}", total, loss)
             outputs = (back, total, loss)

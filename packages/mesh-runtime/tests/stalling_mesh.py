@@ -112,8 +112,8 @@ def install(made, addresses, timeout, before=lambda: None):
 def run(made, number):
     """Return what a step returns."""
     returned = ("total",) if made.mesh == 1 else ()
-    work = {"bound": {}, "placed": {}, "kept": {}, "returned": returned}
-    return made.step(WorkerStep(plan="one", number=number, **work))[0]
+    work = WorkerStep(plan="one", number=number, bound={}, placed={}, kept={}, returned=returned)
+    return made.step(work)[0]
 
 
 def be(pipe, mesh, token, stops_in_task):

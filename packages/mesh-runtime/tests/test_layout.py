@@ -4,6 +4,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from mesh_runtime.layout import HostTiles, Layout, array_of, host_tiles, plain_spec, whole_of
+from mesh_runtime.pieces import Box
 
 VALUE = np.arange(32, dtype=np.float32).reshape(4, 8)
 CUT = Layout((2, 2), ("data", "model"), ("data", "model"))
@@ -70,6 +71,7 @@ def test_an_array_is_made_of_tiles_without_copying_aligned_memory():
     memory = raw[first : first + 128].reshape(2, 4, 16)
     memory[...] = np.arange(128).reshape(2, 4, 16)
     halves = Layout((2,), ("x",), ("x",)).sharding(jax.devices()[:2])
+    tiles: dict[Box, np.ndarray]
     tiles = {((0, 4), (0, 16)): memory[0], ((4, 8), (0, 16)): memory[1]}
     made = array_of((8, 16), halves, tiles)
     np.testing.assert_array_equal(made, memory.reshape(8, 16))

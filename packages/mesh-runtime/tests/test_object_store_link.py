@@ -1,5 +1,6 @@
 import threading
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,9 @@ def pair():
 
 def opened(link):
     """Return lists that fill with what arrives and what is lost, and a function that waits."""
-    arrived, lost, changed = [], [], threading.Condition()
+    arrived: list[tuple[Any, ...]] = []
+    lost: list[tuple[Any, ...]] = []
+    changed = threading.Condition()
 
     def note(found):
         def add(*what):

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -37,11 +39,9 @@ def test_every_fourth_run_of_a_host_mesh_is_waited_for(meshes):
     (mesh,) = meshes(1, (4, 2))
     pace, waited = Pace(mesh), []
 
-    class Result:
-        def block_until_ready(self):
-            waited.append(True)
-            return self
+    def result():
+        return SimpleNamespace(block_until_ready=lambda: waited.append(True))
 
     for _ in range(8):
-        pace.issued([Result()])
+        pace.issued([result()])
     assert len(waited) == 2

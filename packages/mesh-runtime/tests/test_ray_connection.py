@@ -108,7 +108,7 @@ def started(monkeypatch, caplog):
         ray_connection.connect(ray, "local", 1.0, seconds=300.0)
         return [(record.levelname, record.getMessage()) for record in caplog.records]
 
-    monkeypatch.setattr(ray_connection.os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     caplog.set_level("INFO", "mesh_runtime")
     return start
 
@@ -153,7 +153,7 @@ def test_a_sigterm_while_ray_starts_goes_to_the_handler_of_the_process(monkeypat
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(ray_connection.os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     before = signal.signal(signal.SIGTERM, own)
     try:
         with pytest.raises(OwnEnd):

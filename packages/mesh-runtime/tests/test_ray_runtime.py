@@ -21,6 +21,7 @@ from mesh_runtime import (
     RayMesh,
     RayOptions,
     RayRuntime,
+    RemoteArray,
     StaleArrayError,
     StepError,
     WorkerError,
@@ -248,7 +249,7 @@ def _check_handles(runtime, job, local):
     make = jax.export.export(jax.jit(lambda seed: (jnp.full((8, 8), seed),)))(seed)
     program = ExportedProgram(program=bytes(make.serialize()))
     (born,) = other.init({1: program}, [np.float32(0.5)])[1]
-    assert born.meshes == (1,) and np.all(np.asarray(born) == 0.5)
+    assert isinstance(born, RemoteArray) and born.meshes == (1,) and np.all(np.asarray(born) == 0.5)
     with pytest.raises(KeyError, match="no mesh holds buffer 'w0'; resident are nothing"):
         other.fetch(["w0"])
     programs = job.exported(local)

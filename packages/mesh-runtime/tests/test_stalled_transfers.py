@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import get_context
 
 import numpy as np
@@ -42,8 +42,7 @@ def beside(mesh, stops_in_task, timeout=TIMEOUT):
         assert ours.recv() == "ready"
         yield worker, other, ours
     finally:
-        with suppress(ProcessLookupError):
-            os.kill(other.pid, signal.SIGKILL)
+        other.kill()
         other.join(10)
         worker.close()
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from alpa_interchange.schedule import Instruction
 from mesh_runtime import ExportedProgram
-from mesh_runtime.task_programs import check_tasks, task_programs
+from mesh_runtime.task_programs import LoadedProgram, check_tasks, task_programs
 
 needs_flatbuffers = pytest.mark.skipif(
     find_spec("flatbuffers") is None, reason="needs the extra mesh-runtime[export]"
@@ -50,6 +50,7 @@ def test_a_program_with_explicit_collectives_keeps_them_and_runs_on_another_mesh
     (out,) = program(*arguments)
     assert set(out.sharding.device_set) == set(second.devices.flat)
     np.testing.assert_allclose(out, values[0] @ values[1], rtol=1e-5, atol=1e-5)
+    assert isinstance(program, LoadedProgram)
     assert "all-reduce" in program.compiled.as_text()
 
 
@@ -89,6 +90,6 @@ def test_programs_of_the_wrong_size_or_arity_are_refused(meshes):
 
 def test_a_task_needs_an_executable_and_one_mesh():
     with pytest.raises(ValueError, match=r"\(run 't'\) has no executable; .* given for 's'"):
-        check_tasks([[run("t")]], {"s": len})
+        check_tasks([[run("t")]], {"s": list})
     with pytest.raises(ValueError, match="task 't' runs on mesh 0 and on mesh 1"):
-        check_tasks([[run("t")], [run("t")]], {"t": len})
+        check_tasks([[run("t")], [run("t")]], {"t": list})

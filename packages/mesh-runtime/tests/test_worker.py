@@ -31,9 +31,10 @@ def workers(meshes):
         for index, mesh in enumerate(meshes(count, shape)):
             transport = resharding.HostTransport(worker_name(index, 0), token)
             made.append(MeshWorker(index, 0, grids, transport, list(mesh.devices.flat)))
-        addresses = {worker.name: worker.transport.address for worker in made}
-        for worker in made:
-            worker.transport.connect(addresses, device_owners(grids))
+        transports = {w.name: w.transport for w in made if w.transport is not None}
+        addresses = {name: transport.address for name, transport in transports.items()}
+        for transport in transports.values():
+            transport.connect(addresses, device_owners(grids))
         return made
 
     yield make

@@ -94,8 +94,10 @@ class Transport(Protocol):
 class Link(Protocol):
     """How messages and the memory of tiles get from one process to another."""
 
-    most_inline: int | None
-    """Bytes that travel inside a message instead of being fetched; None: all, nothing is."""
+    @property
+    def most_inline(self) -> int | None:
+        """Bytes that travel inside a message instead of being fetched; None: all, nothing is."""
+        ...
 
     @property
     def address(self) -> Any:
