@@ -12,7 +12,7 @@ from fake_cuda import World
 from alpa_interchange.reshard import ReshardingTask
 from alpa_interchange.tensor import ShardingSpec, TensorType, dtype_bytes
 from resharding import device_tiles
-from resharding.cases import place
+from resharding.notation import place
 
 AXES = {"R": (), "S0": ("host",), "S1": ("device",), "S01": ("host", "device")}
 
@@ -25,12 +25,12 @@ def make_task():
         def spec(text):
             return ShardingSpec(tuple(AXES[part] for part in text.split()))
 
+        hosts, devices = target
+        target_host = source[0] if first_host is None else first_host
         return ReshardingTask(
             tensor=TensorType(shape, dtype),
             source=place(spec(source_spec), *source),
-            target=place(
-                spec(target_spec), *target, source[0] if first_host is None else first_host
-            ),
+            target=place(spec(target_spec), hosts, devices, target_host),
         )
 
     return make

@@ -16,6 +16,7 @@ import types
 import weakref
 from collections import deque
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -240,7 +241,8 @@ class World:
 
         def group_end():
             issued, world.group = world.group, None
-            kernels = {}
+            assert issued is not None, "a group must be begun before it ends"
+            kernels: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
             for communicator, stream, operation in issued:
                 edge = (communicator.key, frozenset((communicator.rank, operation["peer"])))
                 other = world.communicators.get((communicator.key, operation["peer"]))
@@ -265,18 +267,25 @@ class World:
             assert non_blocking, "a blocking stream waits for the default stream"
             return world.stream(world.device)
 
-        nccl = types.ModuleType("cupy.cuda.nccl")
-        nccl.NcclCommunicator, nccl.NcclError, nccl.NCCL_UINT8 = (
-            NcclCommunicator,
-            NcclError,
-            "uint8",
+        nccl = module(
+            "cupy.cuda.nccl",
+            NcclCommunicator=NcclCommunicator,
+            NcclError=NcclError,
+            NCCL_UINT8="uint8",
+            groupStart=group_start,
+            groupEnd=group_end,
+            get_unique_id=get_unique_id,
         )
-        nccl.groupStart, nccl.groupEnd, nccl.get_unique_id = group_start, group_end, get_unique_id
-        cuda = types.ModuleType("cupy.cuda")
-        cuda.nccl, cuda.Stream, cuda.Device, cuda.Event = nccl, new_stream, Device, Event
-        cupy = types.ModuleType("cupy")
-        cupy.cuda, cupy.__version__ = cuda, self.version
-        return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
+        cuda = module("cupy.cuda", nccl=nccl, Stream=new_stream, Device=Device, Event=Event)
+        cupy = module("cupy", cuda=cuda, __version__=self.version)
+        return {one.__name__: one for one in (cupy, cuda, nccl)}
+
+
+def module(name, **members):
+    """Return a module of that name that has these members."""
+    made = types.ModuleType(name)
+    vars(made).update(members)
+    return made
 
 
 class Memory:

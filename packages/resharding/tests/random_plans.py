@@ -42,7 +42,8 @@ class RandomPlan:
         return tuple(self.transfers)
 
     def _add(self, method, box, sender, receivers, parts, **more) -> None:
-        waits = {self.brought[sender][part] for part in parts} - {None}
+        brought = [self.brought[sender][part] for part in parts]
+        waits = {index for index in brought if index is not None}
         self.transfers.append(
             Transfer(
                 method=method,
@@ -101,8 +102,8 @@ class RandomPlan:
         owned: dict[int, int] = {}  # part -> transfer
         for device in ring:
             for number, index in self.brought[device].items():
-                transfer = None if index is None else self.transfers[index]
-                if transfer is not None and transfer.method == "copy":
+                if index is not None and self.transfers[index].method == "copy":
+                    transfer = self.transfers[index]
                     if Box(transfer.start, transfer.stop) == self.parts[number].box:
                         owned.setdefault(number, index)
         box = self._box(list(owned))

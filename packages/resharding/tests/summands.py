@@ -23,7 +23,8 @@ def task_of(shape, source, target):
 def summands(task):
     """Return random whole numbers for every source device, and their sum."""
     draw, total = np.random.default_rng(0), np.zeros(task.tensor.shape, np.float32)
-    tiles, shards = all_tiles(task.source, task.tensor.shape), {}
+    tiles = all_tiles(task.source, task.tensor.shape)
+    shards: dict[int, np.ndarray] = {}
     added = set()
     for group in summand_groups(task.source):
         tile = tiles[group[0]]

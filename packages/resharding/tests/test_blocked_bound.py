@@ -10,8 +10,8 @@ def least_rounds(task, by_host):
     hosts, to what both know and need. Chains and gathers of 1, 2 or 4 devices take as many."""
     slices, host_of = cut_slices(task), hosts_of(task)
     devices = sorted(host_of)
-    needed = {d: frozenset() for d in devices}
-    known = {d: frozenset() for d in devices}
+    needed: dict[int, frozenset[int]] = {d: frozenset() for d in devices}
+    known: dict[int, frozenset[int]] = {d: frozenset() for d in devices}
     for k, piece in enumerate(slices):
         for d in (*piece.receivers, *piece.in_place):
             needed[d] |= {k}

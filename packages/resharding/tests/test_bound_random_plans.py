@@ -7,7 +7,7 @@ from alpa_interchange.reshard import ReshardingTask
 from alpa_interchange.tensor import ShardingSpec, TensorType
 from resharding import HostLinks, Network, cut_slices, simulate
 from resharding.bound import lower_bound
-from resharding.cases import place
+from resharding.notation import place
 from resharding.slices import hosts_of
 
 MOST_COPIES = 14  # of slices to receivers
@@ -20,7 +20,7 @@ def small_task(seed):
     shape = tuple(draw.choice((4, 6, 8, 12)) for _ in range(rank))
 
     def side(first_host):
-        dims = [[] for _ in range(rank)]
+        dims: list[list[str]] = [[] for _ in range(rank)]
         for axis in draw.sample(("host", "device"), 2):
             if draw.random() < 0.6:
                 dims[draw.randrange(rank)].append(axis)

@@ -1,4 +1,5 @@
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,8 @@ def layouts():
 @pytest.fixture
 def gathers(monkeypatch):
     """Return a list that grows whenever an array is fetched into host memory."""
-    found, kind = [], type(jax.numpy.zeros(1))
+    found: list[tuple[int, ...]] = []
+    kind: Any = type(jax.numpy.zeros(1))
     fetch = kind._value
 
     def counted(array):

@@ -37,7 +37,7 @@ def rate_of(delivery, sender):
 
 
 def makespan(chosen):
-    free = {}
+    free: dict[int, float] = {}
     for delivery, sender in chosen:
         lanes = lanes_of(delivery, sender)
         stop = max(free.get(lane, 0.0) for lane in lanes) + delivery.piece.num_bytes
@@ -48,7 +48,8 @@ def makespan(chosen):
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(delivery_lists())
 def test_parts_with_one_sender_and_one_receiver_end_at_the_bound(deliveries):
-    outgoing, incoming = {}, {}
+    outgoing: dict[frozenset[int], float] = {}
+    incoming: dict[int, float] = {}
     for each in deliveries:
         key = frozenset(each.senders)
         outgoing[key] = outgoing.get(key, 0.0) + each.piece.num_bytes
@@ -63,7 +64,7 @@ def test_parts_with_one_sender_and_one_receiver_end_at_the_bound(deliveries):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(delivery_lists())
 def test_the_parts_of_a_slice_are_the_slice(deliveries):
-    parts = {}
+    parts: dict[int, list[tuple[int, int]]] = {}
     for part, sender in divided(deliveries, lanes_of, rate_of):
         assert sender in part.senders
         start, stop = part.piece.box.start[0], part.piece.box.stop[0]

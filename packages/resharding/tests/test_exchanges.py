@@ -69,7 +69,7 @@ def test_processes_are_sent_what_rings_of_rings_gather_once():
     one = task("4x2:S01,R", "2x4:R,R")
     made = plan(one, Network(issue="device", latency=1e-5), "tile_exchange")
     routes = routes_of(made, {device: f"host {host}" for device, host in hosts_of(one).items()})
-    arrived = {}
+    arrived: dict[str, int] = {}
     for route in routes:
         for name in route.chain[1:]:
             arrived[name] = arrived.get(name, 0) + route.box.size

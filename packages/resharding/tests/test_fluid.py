@@ -26,10 +26,11 @@ def drawn_demand(draw, links):
     """Return a copy, a chain or a ring through devices of any hosts."""
     devices = sorted(links.host_of)
     chain = draw.choices(devices, k=draw.randint(2, len(devices) + 1))  # may come back
-    hops = [(a, b) for a, b in zip(chain, chain[1:], strict=False) if a != b] or [devices[:2]]
+    hops = [(a, b) for a, b in zip(chain, chain[1:], strict=False) if a != b]
+    hops = hops or [(devices[0], devices[1])]
     if draw.random() < 0.3 and chain[0] != chain[-1]:
         hops.append((chain[-1], chain[0]))
-    used = {}
+    used: dict[int, int] = {}
     for a, b in hops:
         for port in links.ports(a, b):
             used[port] = used.get(port, 0) + 1
@@ -40,7 +41,8 @@ def drawn_demand(draw, links):
 def filled(demands, rate):
     """Return the max-min fair rate of each flow, by the definition: all grow evenly, and those at
     a port that is full stop."""
-    found, active = {}, set(range(len(demands)))
+    found: dict[int, float] = {}
+    active = set(range(len(demands)))
     room = list(rate)
     while active:
         users = [0.0] * len(rate)

@@ -2,7 +2,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from fake_cuda import World
+from fake_cuda import Memory, World
 
 from resharding.gpu_transport import AHEAD, GpuTransport
 
@@ -15,20 +15,21 @@ PLAN = SimpleNamespace(
 
 @pytest.fixture
 def end(monkeypatch):
-    """Return an end that notes which receives NCCL is given, and which are given up."""
-    made = GpuTransport("a", {4: None}, 1.0, memory=object())
-    made.begun, made.cancelled = [], []
+    """Return an end, and which receives NCCL is given, and which are given up."""
+    made = GpuTransport("a", {4: None}, 1.0, memory=Memory(World()))
+    begun: list[str] = []
+    cancelled: list[str] = []
 
     def receive(key, *_):
-        made.begun.append(key)
+        begun.append(key)
         return SimpleNamespace(
             result=lambda _: key,
-            cancel=lambda: made.cancelled.append(key),
+            cancel=lambda: cancelled.append(key),
             awaited=lambda: (("b",), 3.0),
         )
 
     monkeypatch.setattr(made._nccl, "receive", receive)
-    return made
+    return SimpleNamespace(receive=made.receive, begun=begun, cancelled=cancelled)
 
 
 def test_few_receives_of_a_step_take_memory_at_a_time(end):
@@ -61,5 +62,5 @@ def test_a_process_without_cupy_or_with_one_without_nccl_says_so(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("resharding.gpu_transport.find_spec", lambda name: name)
     assert GpuTransport.obstacle() == ""
-    sys.modules["cupy.cuda.nccl"].available = False
+    monkeypatch.setattr("cupy.cuda.nccl.available", False, raising=False)
     assert GpuTransport.obstacle() == "CuPy was made without NCCL"

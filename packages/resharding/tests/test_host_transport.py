@@ -24,7 +24,7 @@ from resharding.socket_link import SocketLink
 @pytest.fixture
 def team():
     """Return a function that makes transports which know each other."""
-    made = []
+    made: list[HostTransport] = []
 
     def make(names, owner_of, elsewhere=False, **options):
         token = new_token()
@@ -81,7 +81,7 @@ def test_a_transfer_starts_when_those_it_comes_after_are_done(
     made = plan(task, Network(issue="none"), "send_recv")
     first, second = made.transfers
     made = evolve(made, transfers=(first, evolve(second, after=(0,))))
-    seen = []
+    seen: list[tuple[str, int]] = []
     post, complete = SocketLink.post, incoming.Incoming._complete
 
     def note_offer(self, peer, header, *rest, **when):

@@ -179,7 +179,7 @@ def test_traced_values_are_refused_with_advice():
 
 def test_layouts_without_a_mesh_are_refused_with_advice():
     with pytest.raises(TypeError, match="needs a NamedSharding or SingleDeviceSharding"):
-        placed_tensor(object(), 1)
+        placed_tensor(object(), 1)  # type: ignore[arg-type]  # on purpose
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (3, 5)])

@@ -28,7 +28,7 @@ def test_receivers_help_to_send_from_one_latency_on():
 
 def windows(items, rate, latency, reach, choice):
     """Return the seconds when item k is sent in window choice[k], were windows of any length."""
-    sends = {}
+    sends: dict[int, float] = {}
     for (count, amount), window in zip(items, choice, strict=True):
         sends[window] = sends.get(window, 0.0) + amount * max(1.0, count / reach(window))
     return sends

@@ -21,6 +21,7 @@ from nccl_claims import (
 )
 
 from resharding import TransportError, nccl_library, nccl_transport
+from resharding.hops import steps_of
 from resharding.nccl_library import NcclRanks, unique_id
 from resharding.nccl_transport import NcclTransport
 
@@ -131,7 +132,7 @@ def without_abort(patch):
 
 
 def without_deadline(patch):
-    patch.setattr(nccl_transport.time, "monotonic", lambda: 0.0)
+    patch.setattr("resharding.nccl_transport.time.monotonic", lambda: 0.0)
 
 
 def small_chunks(patch):
@@ -204,10 +205,8 @@ def a_staging_buffer_for_what_is_received(patch):
 
 
 def everything_at_once(patch):
-    real = nccl_transport.steps_of
-
     def wrong(made):
-        return (tuple(hop for step in real(made) for hop in step),)
+        return (tuple(hop for step in steps_of(made) for hop in step),)
 
     patch.setattr(nccl_transport, "steps_of", wrong)
 

@@ -27,7 +27,7 @@ def job_lists(draw):
 
 
 def makespan(jobs, sequence, receivers_block=True):
-    free = {}
+    free: dict[int, float] = {}
     for j, sender in sequence:
         devices = (sender, *jobs[j].receivers) if receivers_block else (sender,)
         lanes = {HOST_OF[device] for device in devices}

@@ -1,6 +1,7 @@
 import socket
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ def ends():
     """Return an outbox, the other end of its connection, and what it said of losses."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(100)
-    lost = []
+    lost: list[Any] = []
     outbox = Outbox(lambda: ours, lost.append)
     yield outbox, theirs, lost
     outbox.close()

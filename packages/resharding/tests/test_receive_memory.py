@@ -60,8 +60,10 @@ def test_large_buffers_can_be_mapped_by_others_and_files_are_closed_with_them():
     memory = ReceiveMemory(most_bytes=0)
     assert memory.shared(memory.lend(SIZE // 2)) is None
     buffer = memory.lend(SIZE + 1)
-    shared = memory.shared(buffer)
-    assert shared.size == 2 * SIZE and memory.shared(memory.lend(SIZE)).number != shared.number
+    shared, other = memory.shared(buffer), memory.shared(memory.lend(SIZE))
+    assert shared is not None and other is not None
+    assert shared.size == 2 * SIZE and other.number != shared.number
+    del other
     with open(f"/proc/self/fd/{shared.file}", "r+b") as file:
         file.write(b"hello")
         file.flush()

@@ -13,7 +13,8 @@ from resharding.regions import buffer_of, read, readable, region_of
 @st.composite
 def boxes(draw):
     """Return a tile, and a box inside it."""
-    tile, box = ([], []), ([], [])
+    tile: tuple[list[int], list[int]] = ([], [])
+    box: tuple[list[int], list[int]] = ([], [])
     for _ in range(draw(st.integers(0, 3))):
         low, size = draw(st.integers(0, 3)), draw(st.integers(1, 6))
         start = draw(st.integers(low, low + size - 1))

@@ -31,6 +31,7 @@ def test_last_parts_are_sent_to_everyone_in_place_of_being_passed_on(make_task):
     # after 4 e + 4 d and one: 31 us if both at once
     task = make_task((2500,), (1, 1), "R", (4, 1), "R")
     made = waves_of(shape(task))
+    assert made is not None
     assert [way for way, *_ in made.groups][-1] == "each" and made.seconds < 30e-6
     waves = plan(task, NETWORK, "waves")
     assert waves.seconds == pytest.approx(made.seconds, rel=0.06)

@@ -15,7 +15,7 @@ def owners(task):
 
 
 def cells(box):
-    index = [()]
+    index: list[tuple[int, ...]] = [()]
     for start, stop in zip(box.start, box.stop, strict=True):
         index = [(*known, k) for known in index for k in range(start, stop)]
     return set(index)

@@ -19,7 +19,7 @@ def copy(start, stop, sender, receiver, after=()):
 @pytest.mark.parametrize(("num_hosts", "per_host"), [(1, 2), (1, 4), (2, 2), (3, 2), (4, 2)])
 def test_strategies_take_the_closed_form_times_of_one_sender(num_hosts, per_host):
     # D bytes to A hosts x B devices, t = D / card (reference: arXiv 2211.05322, section 3)
-    task = paper_cases().get(f"1 to {num_hosts}x{per_host}")
+    task = paper_cases()[f"1 to {num_hosts}x{per_host}"]
     size, a, b = 2.0**30, num_hosts, per_host
     t, inside = size / 1.25e9, size / 25e9
     seconds = {

@@ -5,6 +5,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,14 @@ from resharding.socket_link import SocketLink, new_token
 @pytest.fixture
 def links():
     """Return a function that makes two links, and what arrives and gets lost at the second."""
-    made = []
+    made: list[SocketLink] = []
 
     def make(tokens=None, elsewhere=False):
         token = new_token()
         a, b = (SocketLink(name, t) for name, t in zip("ab", tokens or (token, token), strict=True))
-        arrived, lost, changed = [], [], threading.Condition()
+        arrived: list[tuple[Any, ...]] = []
+        lost: list[tuple[Any, ...]] = []
+        changed = threading.Condition()
 
         def note(found):
             def add(*what):

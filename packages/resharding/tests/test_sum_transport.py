@@ -1,4 +1,5 @@
 from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from resharding import HostExecutor, HostTransport, Network, TransportError, new
 from resharding import sum_transport as module
 from resharding.slices import all_tiles, summand_groups
 from resharding.sum_transport import parts_of_sum
+from resharding.sums import split_plan
 
 
 def owners(task):
@@ -22,7 +24,7 @@ def owners(task):
 @pytest.fixture
 def team():
     """Return a function that makes the transports of a task's hosts, which know each other."""
-    made = []
+    made: list[HostTransport] = []
 
     def make(owner_of):
         token = new_token()
@@ -52,11 +54,8 @@ def post(ends, made, shards, key="k"):
 def fractions(task, seed):
     """Return summands of which another order of additions makes other bits; groups of devices with
     the same tile have the same ones."""
-    draw, tiles, known = (
-        np.random.default_rng(seed),
-        all_tiles(task.source, task.tensor.shape),
-        {},
-    )
+    draw, tiles = np.random.default_rng(seed), all_tiles(task.source, task.tensor.shape)
+    known: dict[tuple[Any, int], np.ndarray] = {}
     return {
         device: known.setdefault((tiles[group[0]], k), draw.random(tiles[device].shape, np.float32))
         for group in summand_groups(task.source)
@@ -158,7 +157,7 @@ def test_reductions_that_leave_no_layout_are_refused():
     whole = evolve(sums[0], start=(0,), stop=(8,), after=())
     rest = tuple(evolve(one, after=()) for one in sums[1:])
     with pytest.raises(ValueError, match="must come first and leave each device its tile"):
-        module.split_plan(evolve(made, transfers=(whole, *rest)))
+        split_plan(evolve(made, transfers=(whole, *rest)))
 
 
 def test_tiles_of_a_sum_cover_what_is_moved():
