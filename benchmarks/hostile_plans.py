@@ -17,7 +17,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ["ALPA_PLAN_CACHE"] = "0"
 sys.path.insert(0, str(Path(__file__).parents[1] / "packages" / "alpa-meta" / "tests"))
 
-from hostile_plans import outcomes, small_plan
+from changed_plans import outcomes, small_plan
 
 
 def main(count: int) -> None:

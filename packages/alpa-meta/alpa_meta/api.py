@@ -7,7 +7,7 @@ import html
 import os
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Generic, TypeAlias, overload
+from typing import TYPE_CHECKING, Generic, SupportsIndex, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,8 @@ class ParallelStep(Generic[P, R]):
 
     It is planned and compiled at its first call for each new set of argument shapes.
     """
+
+    __name__: str  # of the step
 
     def __init__(
         self, function: Callable[P, R], cluster: ClusterSpec | str | None, options: Options
@@ -347,7 +349,7 @@ class ParallelStep(Generic[P, R]):
         folder: str | os.PathLike[str],
         state: PyTree,
         *,
-        step: int,
+        step: SupportsIndex,
         settings: Mapping[str, object] | None = None,
         keep: int | None = None,
         host_bytes: int | None = None,

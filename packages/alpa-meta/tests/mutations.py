@@ -2,8 +2,9 @@
 
 import copy
 import json
+from typing import Any
 
-ODD_VALUES = (
+ODD_VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**63, 10**40, 0.5, -1e308, 1e-320, "", "x", "\x00", "🙂" * 40,
     "__class__", [], {}, [[]], [None], {"": 0}, [-1], [10**9], {"schema": "ParallelPlan"},
     [[[[[[[[1]]]]]]]], "9" * 5000, list(range(300)),

@@ -1,5 +1,7 @@
 """Steps in token slices beside the steps themselves: small attention, whole and cut."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,8 @@ def run(closed, args):
     function = jax.jit(
         lambda *values: jax.core.eval_jaxpr(open_jaxpr(closed), closed.consts, *values)
     )
-    compiled = function.lower(*leaves).compile({"xla_backend_optimization_level": 0})
+    quickly: dict[str, Any] = {"xla_backend_optimization_level": 0}
+    compiled = function.lower(*leaves).compile(quickly)
     return compiled(*leaves)
 
 
@@ -43,7 +46,7 @@ def check(step, args, lengths):
     return sliced
 
 
-def step_of(mixed, width=4, batch=2):
+def step_of(mixed, width=4, batch=2) -> tuple[Any, Any]:
     """Return the loss and gradients of `mixed(weights, x)` as a step, and arguments for it.
 
     `weights` are "q", "k", "v" [width, width], "w" [width] and "m" [tokens, tokens]; x is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from io import StringIO
+from typing import Any
 
 import jax
 import pytest
@@ -23,14 +24,16 @@ app.command()(compare_command)
 def test_no_preset_is_predicted_faster_than_the_automatic_plan():
     found = compare(build("convnet"), "h100:8", ("dp", "zero3", "megatron"), mesh_shape=(2, 4))
     assert [one.strategy for one in found] == [AUTOMATIC, "dp", "zero3", "megatron"]
-    assert all(found[0].step_seconds <= one.step_seconds for one in found[1:])
+    seconds = [one.step_seconds for one in found if one.step_seconds is not None]
+    assert len(seconds) == 4 and seconds[0] == min(seconds)
     dp, zero3 = found[1:3]
-    assert dp.num_collectives > 0 and dp.sent_bytes > 0
+    assert dp.num_collectives and dp.sent_bytes and zero3.memory_bytes and dp.memory_bytes
     assert zero3.memory_bytes < dp.memory_bytes
     output = StringIO()
     Console(file=output, width=120).print(comparison_table("convnet", "h100:8", found))
     assert dp.covered == Coverage(0.0, 1.0) and zero3.covered == Coverage(1.0, 1.0)
     megatron = found[3]
+    assert megatron.covered is not None
     assert megatron.covered.flops < 0.95 and "of the flops of products over" in megatron.note
     assert f"{megatron.covered.parameters:.0%}, {megatron.covered.flops:.0%}" in output.getvalue()
     assert "predicted step" in output.getvalue() and "measured" not in output.getvalue()
@@ -40,11 +43,11 @@ def test_no_preset_is_predicted_faster_than_the_automatic_plan():
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 host devices")
 def test_a_compared_preset_runs_and_is_audited():
     found = compare(build("equinox-mlp"), "host:8", ("dp",), num_steps=1, mesh_shape=(8,))
-    assert all(one.audited and one.measured_seconds > 0 for one in found)
+    assert all(one.audited and one.measured_seconds for one in found)
 
 
 def test_a_preset_that_does_not_fit_says_so():
-    settings = {"memory": 1e3, "mesh_shape": (8,)}
+    settings: dict[str, Any] = {"memory": 1e3, "mesh_shape": (8,)}
     found = compare(build("convnet"), "h100:8", ("dp",), **settings)
     assert all("does not fit" in one.note and one.step_seconds is None for one in found)
     Console(file=StringIO()).print(comparison_table("convnet", "h100:8", found))

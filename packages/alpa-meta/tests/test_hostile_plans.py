@@ -4,7 +4,7 @@ import time
 import tracemalloc
 
 import pytest
-from hostile_plans import outcomes, small_plan
+from changed_plans import outcomes, small_plan
 
 from alpa_interchange import DocumentError, ParallelPlan, from_json, to_json
 

@@ -26,8 +26,8 @@ def devices_of(monkeypatch):
     """Return a function that makes jax's devices others."""
 
     def become(devices):
-        monkeypatch.setattr(named_cluster.jax, "devices", lambda: devices)
-        monkeypatch.setattr(named_cluster.jax, "local_devices", lambda: devices)
+        monkeypatch.setattr(jax, "devices", lambda: devices)
+        monkeypatch.setattr(jax, "local_devices", lambda: devices)
 
     return become
 

@@ -1,5 +1,7 @@
 """Options: defaults, and what is refused."""
 
+from typing import Any
+
 import pytest
 from attrs import evolve, fields
 
@@ -10,16 +12,15 @@ from mesh_runtime import RayOptions
 
 def test_the_planner_chooses_what_is_not_given():
     options = Options()
-    assert (
-        options.num_stages is options.num_microbatches is options.mesh_shape is options.plan is None
-    )
+    assert options.num_stages is options.num_microbatches is None
+    assert options.mesh_shape is None and options.plan is None
     assert options.donate
     assert options.exact
-    assert options.progress("plan", 0, 1) is None
-    assert evolve(options, progress=None).progress("plan", 0, 1) is None
+    options.progress("plan", 0, 1)
+    evolve(options, progress=None).progress("plan", 0, 1)
 
 
-WRONG = [
+WRONG: list[dict[str, Any]] = [
     {"num_stages": 0},
     {"num_stages": True},
     {"on_nan": "ignore"},
@@ -85,7 +86,7 @@ def test_lists_and_single_numbers_stand_for_tuples():
 
 def test_an_unknown_option_is_refused():
     with pytest.raises(TypeError, match="colour"):
-        Options(colour="red")
+        Options(colour="red")  # type: ignore[call-arg]  # on purpose
 
 
 def test_ray_is_asked_for_by_one_word_or_by_its_options():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,12 @@ from alpa_interchange import ShardingSpec
 from alpa_meta.pinning import Pin
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 host devices")
-ONE_MESH = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 1, "mesh_shape": (2, 4)}
+ONE_MESH: dict[str, Any] = {
+    "cluster": "host:8",
+    "num_stages": 1,
+    "num_microbatches": 1,
+    "mesh_shape": (2, 4),
+}
 
 
 def make_state(key):

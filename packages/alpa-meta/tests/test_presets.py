@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -195,7 +196,12 @@ def whole_plan(style, preset):
     """Return all that a plan says, with parameters called by their roles."""
     name, step, args = transformer(style)
     roles = {own: role for role, own in name.items()}
-    quick = {"num_stages": 1, "num_microbatches": 1, "mesh_shape": (2, 4), "cache": False}
+    quick: dict[str, Any] = {
+        "num_stages": 1,
+        "num_microbatches": 1,
+        "mesh_shape": (2, 4),
+        "cache": False,
+    }
     plan = alpa.parallelize(step, preset=preset, cluster="h100:8", **quick).plan_for(*args)
 
     def by_role(specs):
@@ -250,7 +256,7 @@ def test_fused_projections_are_cut_by_columns():
     def step(params, x):
         return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x))
 
-    shapes = {"c_attn": (64, 192), "c_proj": (64, 64)}
+    shapes: dict[str, Any] = {"c_attn": (64, 192), "c_proj": (64, 64)}
     shapes = {**shapes, "mlp": {"c_fc": (64, 256), "c_proj": (256, 64)}}
     params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda shape: isinstance(shape, tuple))
     found, _ = preset_specs("megatron", Step(step, (params, jnp.zeros((16, 8, 64)))), MESH)

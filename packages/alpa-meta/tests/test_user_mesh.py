@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ import alpa_meta as alpa
 from alpa_interchange import ShardingSpec
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 host devices")
-WHOLE = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 1}
+WHOLE: dict[str, Any] = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 1}
 SPEC = P("data", "model")
 
 

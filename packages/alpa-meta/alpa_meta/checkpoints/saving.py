@@ -78,7 +78,7 @@ def save(
     path: str | os.PathLike[str],
     state: PyTree,
     *,
-    step: int = 0,
+    step: SupportsIndex = 0,
     settings: Mapping[str, object] | None = None,
     keep: int | None = None,
     host_bytes: int | None = None,
@@ -92,7 +92,7 @@ def save(
     """
     require_orbax("alpa_meta.save")
     folder, begun = Path(path).absolute(), time.time()
-    step = _number("step", step, 0)
+    number = _number("step", step, 0)
     keep = None if keep is None else _number("keep", keep, 1)
     try:
         json.dumps(dict(settings or {}))
@@ -100,7 +100,7 @@ def save(
         raise TypeError(f"settings must be a dict of JSON values: {error}") from None
     try:
         held, marked = held_leaves(state)
-        later = later_than(folder, step)
+        later = later_than(folder, number)
         partial = _agreed_partial(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror or error}") from None
@@ -121,15 +121,15 @@ def save(
             for wait in waits:
                 sums.update(wait())
             if jax.process_index():
-                return _reported(partial, step, sums)
+                return _reported(partial, number, sums)
             sums.update(_sums_of_others(partial, begun))
             if orbax is not None:
                 orbax.merge()
             known = {partial / name for name in sums}
             rest = [one for one in partial.rglob("*") if one.is_file() and one not in known]
             sums.update(file_sums(partial, *rest))
-            write_manifest(partial, step, settings or {}, [one.leaf for one in named], sums)
-            return commit(partial, step, later, keep)
+            write_manifest(partial, number, settings or {}, [one.leaf for one in named], sums)
+            return commit(partial, number, later, keep)
         except BaseException as error:
             if jax.process_index():
                 _say(partial, {"error": [0, _reason(folder, error)]})

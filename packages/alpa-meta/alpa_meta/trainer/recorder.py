@@ -27,7 +27,7 @@ class RunRecorder(Generic[M]):
 
     folder: RunFolder
     start: int
-    write_plan: Callable[[RunFolder], None]
+    write_plan: Callable[[RunFolder], object]
     settings: Mapping[str, object]
     checkpoint_every: int
     metrics: Function[M]

@@ -6,7 +6,9 @@ import pytest
 
 import alpa_meta
 
-ORDER = {"xla_cpu_enable_concurrency_optimized_scheduler": False}  # that takes least memory
+ORDER: dict[str, str | bool] = {
+    "xla_cpu_enable_concurrency_optimized_scheduler": False
+}  # that takes least memory
 
 
 def normed(x):
@@ -37,6 +39,7 @@ def test_the_planned_peak_of_a_perceptron_is_within_a_tenth_of_the_compiled_one(
     planned = alpa_meta.parallelize(step, cluster="host:1", options=options).lower(weights, batch)
     memory = sum(planned.planned.plan.shardings[0].memory.values()) + 4.0 * batch.size
     found = jax.jit(step, donate_argnums=0).lower(weights, batch).compile(ORDER).memory_analysis()
+    assert found is not None
     fresh = found.output_size_in_bytes - found.alias_size_in_bytes
     compiled = found.argument_size_in_bytes + fresh + found.temp_size_in_bytes
     assert memory == pytest.approx(compiled, rel=0.1)

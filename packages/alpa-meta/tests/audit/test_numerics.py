@@ -11,14 +11,14 @@ from alpa_meta.audit.numerics import difference_in_ulps, numerics_check, sensiti
 
 
 def test_neighbouring_floats_are_one_ulp_apart():
-    one = np.float32([1.0, 0.25])
+    one = np.array([1.0, 0.25], np.float32)
     assert difference_in_ulps(np.nextafter(one, np.float32(2)), one) == 1.0
     assert difference_in_ulps(one, one) == 0.0
 
 
 def test_an_ulp_is_that_of_the_leaf_s_largest_magnitude():
-    expected = np.float32([1024.0, 1e-3])
-    actual = np.float32([1024.0, 1e-3 + 2**-13])
+    expected = np.array([1024.0, 1e-3], np.float32)
+    actual = np.array([1024.0, 1e-3 + 2**-13], np.float32)
     assert difference_in_ulps(actual, expected) == pytest.approx(1.0, rel=1e-3)
 
 
@@ -30,10 +30,10 @@ def test_bfloat16_has_its_own_ulp():
 @pytest.mark.parametrize(
     ("actual", "expected"),
     [
-        (np.int32([1]), np.int32([2])),
-        (np.float32([np.nan]), np.float32([1])),
-        (np.float32([1]), np.float32([np.inf])),
-        (np.float32([1e-30]), np.float32([0])),
+        (np.array([1], np.int32), np.array([2], np.int32)),
+        (np.array([np.nan], np.float32), np.array([1], np.float32)),
+        (np.array([1], np.float32), np.array([np.inf], np.float32)),
+        (np.array([1e-30], np.float32), np.array([0], np.float32)),
     ],
 )
 def test_what_must_be_equal_and_is_not_is_infinitely_far(actual, expected):
@@ -41,7 +41,7 @@ def test_what_must_be_equal_and_is_not_is_infinitely_far(actual, expected):
 
 
 def test_equal_nans_infinities_keys_and_empty_leaves_are_no_difference():
-    odd = np.float32([np.nan, np.inf, -np.inf])
+    odd = np.array([np.nan, np.inf, -np.inf], np.float32)
     assert difference_in_ulps(odd, odd) == 0.0
     assert difference_in_ulps(jax.random.key(3), jax.random.key(3)) == 0.0
     assert difference_in_ulps(np.zeros((0, 3)), np.zeros((0, 3))) == 0.0

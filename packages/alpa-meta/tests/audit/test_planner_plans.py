@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import pytest
@@ -12,7 +13,7 @@ from alpa_meta.audit.planner_plans import audit_planned, reference_of
 from alpa_meta.corpus import build
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 host devices")
-WHOLE = {"num_stages": 1, "num_microbatches": 1}
+WHOLE: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,11 @@ def test_the_planner_s_plan_is_obeyed_exactly_and_right(convnet, reference):
     assert found.ok and found.equal, found.text()
     (memory,) = found.memory.values()
     assert memory.argument_bytes == memory.predicted_argument_bytes
-    assert memory.predicted_peak_bytes > 0 and not memory.judge_peak
+    assert (
+        memory.predicted_peak_bytes is not None
+        and memory.predicted_peak_bytes > 0
+        and not memory.judge_peak
+    )
 
 
 @pytest.mark.parametrize("preset", ["dp", "zero3"])

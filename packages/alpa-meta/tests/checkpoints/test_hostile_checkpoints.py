@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ STATE = {
     "numbers": [3, 2.5, True, 1j, 1 << 80, "text"],
     "half": jnp.zeros(2, jnp.bfloat16),
 }
-VALUES = (
+VALUES: tuple[Any, ...] = (
     *(None, "", "x", "0", "nan", "1e400", "9" * 6000, "[" * 10**5, "\0", "../x", "\ud800"),
     *("object", "float32", "uint32", "int4", "U9999999", "datetime64[s]", "V8"),
     *("array", "key", "int", "complex", "bool", "str", "threefry2x32", "rbg", "nope"),

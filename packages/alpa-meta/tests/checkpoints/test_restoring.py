@@ -3,6 +3,7 @@
 import json
 import shutil
 import tracemalloc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,12 @@ def words(leaf):
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
+def structure(tree):
+    return jax.tree.structure(tree)
+
+
 def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert structure(found) == structure(expected)
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert got.dtype == wanted.dtype and words(got).tobytes() == words(wanted).tobytes()
 
@@ -121,7 +126,7 @@ def test_leaves_that_are_no_arrays_come_back_and_functions_are_the_program_s(tmp
 
 
 def test_without_a_program_the_state_is_nested_dicts_and_lists(tmp_path):
-    state = {"a": (None, {"b": jnp.ones(2)}, [jnp.zeros(1), 3]), "none": None}
+    state: dict[str, Any] = {"a": (None, {"b": jnp.ones(2)}, [jnp.zeros(1), 3]), "none": None}
     state["moments"] = optax.adam(1.0).init(jnp.ones(2))
     state["key"] = jax.random.key(3)
     saved(tmp_path, state)
@@ -260,6 +265,11 @@ def change_step(path):
     manifest.write_text(json.dumps(document))
 
 
+def empty(path):
+    shutil.rmtree(path)
+    path.mkdir()
+
+
 DAMAGES = {
     "truncated": (truncate, "is damaged: it has .* bytes"),
     "flipped": (flip, "is damaged: its SHA-256"),
@@ -268,7 +278,7 @@ DAMAGES = {
     "no manifest": (lambda path: (path / "alpa.json").unlink(), "alpa.json: cannot be read"),
     "deep": (lambda path: (path / "alpa.json").write_text("[" * 10**5), "nested deeper than"),
     "not text": (lambda path: (path / "alpa.json").write_bytes(b"\xff"), "is damaged"),
-    "empty": (lambda path: (shutil.rmtree(path), path.mkdir()), "cannot be read"),
+    "empty": (empty, "cannot be read"),
 }
 
 

@@ -23,6 +23,10 @@ def model(name: str, size: str = "tiny"):
     return build(name, size)
 
 
+def structure(tree):
+    return jax.tree.structure(tree)
+
+
 @pytest.mark.parametrize(
     "name",
     [name if name in PARTS else pytest.param(name, marks=pytest.mark.bulk) for name in NAMES],
@@ -39,7 +43,7 @@ def test_two_steps_on_a_fixed_batch_lower_a_finite_loss_and_keep_the_state_s_typ
     assert np.isfinite(metrics["loss"]) and np.isfinite(later_metrics["loss"])
     assert later_metrics["loss"] < metrics["loss"]
     for state in (start, second):
-        assert jax.tree.structure(state) == jax.tree.structure(tiny.state)
+        assert structure(state) == structure(tiny.state)
         for leaf, described in zip(jax.tree.leaves(state), jax.tree.leaves(tiny.state)):
             assert (leaf.shape, leaf.dtype) == (described.shape, described.dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,7 +49,7 @@ def test_every_record_names_a_source_and_a_cluster_that_is_known():
         assert cluster(model.cluster).num_devices >= 1
 
 
-SIZES = {"vocab": 64, "length": 8, "batch": 8, "dtype": "float32"}
+SIZES: dict[str, Any] = {"vocab": 64, "length": 8, "batch": 8, "dtype": "float32"}
 TRANSFORMER = {"num_layers": 2, "hidden": 16, "num_heads": 2, "inner": 32, **SIZES}
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from alpa_meta.corpus import NAMES, build
 from alpa_meta.step.program import Step
-from alpa_meta.token_slices.analysis import SlicingError
 from alpa_meta.token_slices.places import SliceRequest
 from alpa_meta.token_slices.program import in_wanted_slices
+from alpa_meta.token_slices.values import SlicingError
 
 CAUSAL = ("gpt", "gpt-remat", "gpt-scan", "gpt-tied", "llama", "mamba", "mamba-sequential")
 REASONS = {

@@ -1,5 +1,7 @@
 """XLA's combiners fill the buckets that the cost model prices."""
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -20,7 +22,8 @@ def test_a_bucket_has_the_bytes_of_the_larger_side(monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(combiner_options(MESH)))
 def test_xla_knows_the_options(name):
-    jax.jit(lambda: 0).lower().compile(compiler_options={name: combiner_options(MESH)[name]})
+    options: dict[str, Any] = {name: combiner_options(MESH)[name]}
+    jax.jit(lambda: 0).lower().compile(compiler_options=options)
 
 
 def test_what_the_user_set_is_left(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import perceptron
@@ -52,7 +54,7 @@ def test_an_activation_in_pieces_is_gathered_for_each_pass():
         value, gradient = jax.value_and_grad(loss)(weight)
         return weight - 0.1 * gradient, value
 
-    options = {"num_stages": 1, "num_microbatches": 1, "mesh_shape": (8,)}
+    options: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1, "mesh_shape": (8,)}
     pins = {"weight": columns, "batch": rows}
     step = alpa.parallelize(train, cluster="host:8", pins=pins, **options)
     weight = jnp.ones((32, 32))

@@ -25,7 +25,7 @@ SPECS = [
 ]  # fmt: skip
 
 
-def _mesh(hosts, devices, shape, layouts):
+def _mesh(layouts, hosts, devices, shape):
     submesh = SubmeshSpec(num_hosts=hosts, devices_per_host=devices)
     return MeshMenu(
         submesh=submesh,
@@ -85,7 +85,7 @@ def _predicted(spec, mesh, first, its, other, start, link):
     ],
 )
 def test_a_boundary_costs_what_its_transfers_are_predicted_to_take(before, after, link):
-    meshes = _mesh(*before, SPECS), _mesh(*after, SPECS)
+    meshes = _mesh(SPECS, *before), _mesh(SPECS, *after)
     menu = LayerMenu(class_of_layer=(0,), meshes=meshes)
     price, least = (
         boundary_of(menu, [_layouts(mesh, SPECS, known) for mesh in meshes], MODEL)
@@ -105,7 +105,7 @@ def test_a_boundary_costs_what_its_transfers_are_predicted_to_take(before, after
 @pytest.mark.parametrize("known", [True, False])
 def test_no_layout_crosses_for_less_than_the_floor_of_its_boundary(sizes, known):
     shapes = [(*size, (size[0] * size[1] // 2, 2)) for size in sizes]
-    meshes = tuple(_mesh(*shape, SPECS) for shape in shapes)
+    meshes = tuple(_mesh(SPECS, *shape) for shape in shapes)
     crossing = [_layouts(mesh, SPECS, known) for mesh in meshes]
     menu = LayerMenu(class_of_layer=(0,), meshes=meshes)
     price, floor = boundary_of(menu, crossing, MODEL), boundary_floor_of(menu, crossing, MODEL)

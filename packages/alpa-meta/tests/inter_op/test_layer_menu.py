@@ -253,9 +253,15 @@ def test_floors_between_two_sizes_are_below_what_a_layer_takes_there(samples):
             costs.layer_problem(layer, costs.seconds_of(kind).tables[0], kind=kind)
             for kind in ("none", "selective", "full")
         ]
-        least = min(ilp_sharding.solve(one).objective for one in alone)
+        least = min(map(least_seconds, alone))
         more = min(kept.seconds.value(samples) for kept in floor.kept) * BATCH / samples
         assert 0.85 * least <= floor.priced[0].step_seconds + more <= least * (1 + 1e-9)
+
+
+def least_seconds(problem):
+    objective = ilp_sharding.solve(problem).objective
+    assert objective is not None
+    return objective
 
 
 def least_priced(source, layer, kind, problem, price):
@@ -274,7 +280,7 @@ def least_priced(source, layer, kind, problem, price):
             else:
                 fixed += own.min()
     priced = evolve(problem, node_cost=found)
-    return ilp_sharding.solve(priced).objective + price * fixed
+    return least_seconds(priced) + price * fixed
 
 
 @pytest.mark.parametrize("memory", [80e9, 3e7])
@@ -290,7 +296,7 @@ def test_floors_are_below_what_layers_of_every_kind_of_recomputation_take(memory
             for kind, kept in zip(source.kinds, floor.kept, strict=True):
                 table = costs.seconds_of(kind).tables[size]
                 whole, alone = (
-                    ilp_sharding.solve(costs.layer_problem(layer, table, part, kind)).objective
+                    least_seconds(costs.layer_problem(layer, table, part, kind))
                     for part in ("all", "seconds")
                 )
                 more = kept.seconds.value(32) * BATCH / 32
@@ -302,7 +308,7 @@ def test_floors_are_below_what_layers_of_every_kind_of_recomputation_take(memory
                     assert one.step_seconds + more <= least * (1 + 1e-9)
                 for part in ("forward_and_input", "backward"):
                     problem = costs.layer_problem(layer, table, part, kind)
-                    least = ilp_sharding.solve(problem).objective * 32 / BATCH
+                    least = least_seconds(problem) * 32 / BATCH
                     assert getattr(floor, part).value(32) <= least * (1 + 1e-9)
             assert floor.forward.value(32) <= floor.forward_and_input.value(32)
     assert tight == (memory < 1e9)

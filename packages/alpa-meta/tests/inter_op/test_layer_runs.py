@@ -56,17 +56,19 @@ def least_of_run(alone, links, count):
     return float(best.min())
 
 
+def bound_of(problem):
+    bound = solve(problem, Options()).lower_bound
+    assert bound is not None
+    return bound
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_no_run_of_layers_takes_less_than_its_bound(seed):
     alone, links = random_layer(seed)
-    options = Options()
-    least = solve(alone, options).lower_bound
-    numbers = potential(alone, links, {}, least, options, 1e-6)
+    least = bound_of(alone)
+    numbers = potential(alone, links, {}, least, Options(), 1e-6)
     if not numbers:
         return
-
-    def bound_of(problem):
-        return solve(problem, options).lower_bound
 
     inside = bound_of(in_a_run(alone, links, numbers)) - span(numbers)
     assert inside > least
@@ -81,13 +83,13 @@ def test_the_numbers_raise_the_bound_of_most_layers():
     raised = []
     for seed in range(30):
         alone, links = random_layer(seed)
-        least = solve(alone, Options()).lower_bound
+        least = bound_of(alone)
         far = (least_of_run(alone, links, 61) - least_of_run(alone, links, 1)) / 60
         if far <= least * 1.001:
             continue
         numbers = potential(alone, links, {}, least, Options(), 1e-6)
         problem = in_a_run(alone, links, numbers) if numbers else alone
-        more = solve(problem, Options()).lower_bound - span(numbers) - least
+        more = bound_of(problem) - span(numbers) - least
         raised.append(more / (far - least))
     assert len(raised) > 10
     assert np.mean(raised) > 0.5

@@ -46,6 +46,7 @@ def test_axes_over_hosts_and_inside_them_differ():
     assert (2, 8) in shapes("h100:16", 16, 2)
     model = CostModel(cluster("h100:16"))
     whole = whole_cluster(cluster("h100:16"))
+    assert whole is not None
     mesh = next(m for m in logical_meshes(model, whole, 2) if m.shape == (2, 8))
     assert mesh.axes[0].bandwidth < mesh.axes[1].bandwidth
 

@@ -114,7 +114,7 @@ def test_clones_read_behind_a_barrier_that_waits_for_the_cotangent():
 def test_every_value_is_made_before_it_is_read():
     _, after = layered(block, {0: "full", 1: "selective", 2: "full"})
     made = {var for eqn in after.eqns for var in eqn.outvars}
-    known = set()
+    known: set[Var] = set()
     for eqn in after.eqns:
         assert not (made - known) & {atom for atom in eqn.invars if isinstance(atom, Var)}
         known.update(eqn.outvars)

@@ -1,5 +1,7 @@
 """A program in pieces computes what the whole program computes, and keeps its pieces apart."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,8 +137,9 @@ def test_scans_are_the_originals_but_for_their_length():
 
 
 def test_a_scanned_flax_module_and_its_train_state_are_cut_without_a_whole_copy():
-    linen = pytest.importorskip("flax.linen")
-    train_state = pytest.importorskip("flax.training.train_state")
+    pytest.importorskip("flax")
+    from flax import linen
+    from flax.training import train_state
 
     class Block(linen.Module):
         @linen.compact
@@ -157,7 +160,11 @@ def test_a_scanned_flax_module_and_its_train_state_are_cut_without_a_whole_copy(
     )
 
     def step(state, batch):
-        gradients = jax.grad(lambda p: jnp.mean(net.apply(p, batch) ** 2))(state.params)
+        def loss(params):
+            found: Any = net.apply(params, batch)
+            return jnp.mean(found**2)
+
+        gradients = jax.grad(loss)(state.params)
         return state.apply_gradients(grads=gradients)
 
     program = Step(step, (state, BATCH)).program(2)

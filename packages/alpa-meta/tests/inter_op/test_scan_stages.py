@@ -45,11 +45,11 @@ def test_a_program_without_scans_over_layers_is_not_cut():
 
 @pytest.mark.parametrize("cuts", [[3], [1, 4], [2, 3, 5]])
 def test_consecutive_pieces_of_a_stage_are_one_scan_again(cuts):
-    outlook, layering = outlook_in_pieces(
-        traced(6).program(2), Options(num_layers=6), cluster("h100:8")
-    )
+    found = outlook_in_pieces(traced(6).program(2), Options(num_layers=6), cluster("h100:8"))
+    assert found is not None and found[0].cut is not None
+    outlook, layering = found
     assert scan_lengths(outlook.program) == [1] * 12
-    program, staging = staged_program(outlook.cut, layering, cuts)
+    program, staging = staged_program(found[0].cut, layering, cuts)
     lengths = np.diff([0, *cuts, 6]).tolist()
     assert scan_lengths(program) == [*lengths, *reversed(lengths)]
     assert staging.num_stages == len(cuts) + 1
@@ -65,7 +65,9 @@ def test_consecutive_pieces_of_a_stage_are_one_scan_again(cuts):
 
 def num_choices(layers):
     """Return the number of choices in the problem of the program in pieces on two devices."""
-    outlook, _ = outlook_in_pieces(traced(layers).program(2), Options(), cluster("h100:8"))
+    found = outlook_in_pieces(traced(layers).program(2), Options(), cluster("h100:8"))
+    assert found is not None
+    outlook, _ = found
     model = CostModel(cluster("host:4"))
     submesh = next(found for found in submeshes(model.cluster) if found.num_devices == 2)
     (mesh,) = logical_meshes(model, submesh, 1)

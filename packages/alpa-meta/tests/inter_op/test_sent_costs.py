@@ -39,9 +39,12 @@ def test_the_parts_say_what_a_slower_link_costs(shape):
     choice = solve_in_buckets(here, OPTIONS).choice
     of = (outlook.num_layers, outlook.window)
     costs = LayerCosts(scope, here, *of)
+    assert choice is not None
     sent, before = costs.sent(choice), costs.under(choice)
     _, other_scope, there = _built(slow, shape)
-    after = LayerCosts(other_scope, there, *of).under(same_choice(here, choice, there))
+    same = same_choice(here, choice, there)
+    assert same is not None
+    after = LayerCosts(other_scope, there, *of).under(same)
     assert sum(part[..., 1].sum() for part in sent.values()) > 0
     for phase in ("forward", "backward", "update"):
         more = sent[phase].sum(axis=(1, 2))
@@ -53,6 +56,7 @@ def test_the_parts_say_what_a_slower_link_costs(shape):
 def test_the_seconds_of_all_collectives_are_those_of_their_parts():
     _, scope, selection = _built(CostModel(cluster("h100:8")), (8,))
     choice = solve_in_buckets(selection, OPTIONS).choice
+    assert choice is not None
     found = collective_seconds(selection, choice)
     whole = selection.seconds.under(choice).sum()
     assert 0 <= sum(found.values()) <= whole + sum(selection.traffic.extra(choice).values())

@@ -9,10 +9,11 @@ import optax
 import pytest
 from attrs import evolve
 
+from alpa_interchange import SubmeshSpec
 from alpa_meta.corpus import build as corpus_model
 from alpa_meta.inter_op.candidates import input_pins, totals_share
 from alpa_meta.inter_op.layer_costs import solved_costs
-from alpa_meta.inter_op.meshes import AXIS_NAMES, whole_cluster
+from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.window import UnlikeCopiesError
 from alpa_meta.intra_op.mesh_costs import MeshCosts
@@ -25,7 +26,8 @@ from cost_model import CostModel, cluster
 
 CLUSTER = cluster("h100:4")
 MODEL = CostModel(CLUSTER)
-MESH = MODEL.logical_mesh(whole_cluster(CLUSTER), (2, 2), AXIS_NAMES[:2])
+WHOLE = SubmeshSpec(num_hosts=1, devices_per_host=4)
+MESH = MODEL.logical_mesh(WHOLE, (2, 2), AXIS_NAMES[:2])
 WIDTH, BATCH, LAYERS = 16, 8, 7
 QUANTITIES = (
     "forward",
@@ -78,7 +80,8 @@ def _step(
     optimizer = optimizer or optax.adam(1e-3)
 
     def mean_loss(weights, batch):
-        x, load = batch["x"] @ weights["embed"], 0.0
+        x = batch["x"] @ weights["embed"]
+        load: float | jax.Array = 0.0
         for number, weight in enumerate(weights["layers"]):
             block = blocks[number % len(blocks)]
             if crossed and number == layers // 2:
@@ -119,7 +122,9 @@ def _priced(outlook, options):
 
 def _assert_equal_windows(step, options, kept=3, count=2):
     """Compare the windows of the short and the whole step; return both programs."""
-    programs = short_step_of(step, options, CLUSTER, kept).program(count), step.program(count)
+    short = short_step_of(step, options, CLUSTER, kept)
+    assert short is not None
+    programs = short.program(count), step.program(count)
     one, other = (outlook_of(program, options, CLUSTER)[0] for program in programs)
     assert len(one.staging.eqns) < len(other.staging.eqns)
     for what in ("times", "layer_of", "classes"):
@@ -192,10 +197,12 @@ def test_a_last_copy_that_microbatches_tell_apart_needs_the_last_but_one():
     model = corpus_model("moe-sort", "small")
     step = Step(model.train_step, (model.state, model.batch))
     short = short_step_of(step, Options(), CLUSTER)
+    assert short is not None
     with pytest.raises(UnlikeCopiesError):
         _ = outlook_of(short.program(2), Options(), CLUSTER)[0].window
     program, _ = _assert_equal_windows(step, Options(), kept=4)
     sized = sized_programs(step, CLUSTER, Options(num_microbatches=2))
+    assert sized is not None
     assert sized["none"][0].outlook.program is program
 
 
@@ -232,11 +239,13 @@ def test_what_cannot_be_cut_is_refused_by_the_short_step_for_the_same_reason():
 
     step = _step((normalised,))
     short = short_step_of(step, Options(num_layers=LAYERS), CLUSTER)
+    assert short is not None
     assert short.program(2).inexact == step.program(2).inexact != ()
 
 
 def test_a_menu_is_made_of_short_programs_at_every_size():
     sized = sized_programs(_step(), CLUSTER, Options(num_layers=LAYERS))
+    assert sized is not None
     assert {one.outlook.program.left_out is not None for sizes in sized.values() for one in sizes}
     assert [one.samples for one in sized["none"]] == [1, 2, 4]
     assert {one.outlook.num_layers for sizes in sized.values() for one in sizes} == {LAYERS}

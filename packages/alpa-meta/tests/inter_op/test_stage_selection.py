@@ -5,16 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from alpa_interchange import SubmeshSpec
 from alpa_meta.compat import Literal
 from alpa_meta.inter_op.candidates import microbatch_counts
 from alpa_meta.inter_op.layer_costs import solved_costs
 from alpa_meta.inter_op.layering import assign_layers
-from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
+from alpa_meta.inter_op.meshes import logical_meshes
 from alpa_meta.inter_op.stage_selection import boundary_bytes, stage_scope
-from alpa_meta.inter_op.staging import assign_stages
+from alpa_meta.inter_op.staging import Staging, assign_stages
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build
-from alpa_meta.step.program import Step
+from alpa_meta.step.program import Program, Step
 from cost_model import CostModel, cluster
 from ilp_sharding import solve
 
@@ -41,7 +42,7 @@ def by_products(eqns, inputs):
     return layers
 
 
-def staged(num_stages=1, num_microbatches=1):
+def staged(num_stages=1, num_microbatches=1) -> tuple[Program, Staging]:
     weights = [SHAPE((WIDTH, WIDTH), jnp.float32)] * LAYERS
     program = Step(step, (weights, SHAPE((BATCH, WIDTH), jnp.float32))).program(num_microbatches)
     layering = assign_layers(program, by_products)
@@ -51,7 +52,7 @@ def staged(num_stages=1, num_microbatches=1):
 
 def selection(scope, devices=4):
     model = CostModel(cluster(f"host:{devices}"))
-    (mesh,) = logical_meshes(model, whole_cluster(model.cluster), 1)
+    (mesh,) = logical_meshes(model, SubmeshSpec(num_hosts=1, devices_per_host=devices), 1)
     return build(scope.eqns, MeshCosts(mesh, model), "test")
 
 
@@ -110,6 +111,7 @@ def test_seconds_by_layer_add_up_to_the_objective():
     scope = stage_scope(*staged(), 0, 1)
     found = selection(scope)
     solution = solve(found.problem)
+    assert solution.choice is not None and solution.objective is not None
     costs = solved_costs(scope, found, solution.choice, LAYERS)
     total = costs.forward.sum() + costs.backward.sum() + costs.update.sum()
     assert total <= solution.objective * (1 + 1e-9)

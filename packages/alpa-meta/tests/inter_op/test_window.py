@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from alpa_interchange import SubmeshSpec
 from alpa_meta.compat import Literal
 from alpa_meta.corpus import build as corpus_model
 from alpa_meta.inter_op.layer_costs import solved_costs
-from alpa_meta.inter_op.meshes import AXIS_NAMES, whole_cluster
+from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.window import Run, repeated_units, window_of
 from alpa_meta.intra_op.bucketed_solution import solve_in_buckets
@@ -50,7 +51,7 @@ def test_a_window_costs_layer_by_layer_what_the_whole_program_costs(name, shape)
     window = window_of(outlook.staging, outlook.num_layers, results)
     assert len(window.staging.eqns) < 0.7 * len(outlook.staging.eqns)
     model_of_costs = CostModel(cluster("h100:4"))
-    submesh = whole_cluster(model_of_costs.cluster)
+    submesh = SubmeshSpec(num_hosts=1, devices_per_host=4)
     mesh = model_of_costs.logical_mesh(submesh, shape, AXIS_NAMES[: len(shape)])
 
     def solved(staging, kept):
@@ -64,6 +65,7 @@ def test_a_window_costs_layer_by_layer_what_the_whole_program_costs(name, shape)
     assert part.objective == pytest.approx(whole.objective, rel=1e-3)
     assert part.lower_bound == pytest.approx(whole.lower_bound, rel=1e-3)
     choice = same_choice(whole_selection, whole.choice, selection)
+    assert choice is not None
     its_costs = solved_costs(scope, selection, choice, outlook.num_layers, window)
     costs = solved_costs(whole_scope, whole_selection, whole.choice, outlook.num_layers)
     for what in ("forward", "backward", "update", "state", "gradients", "activations"):

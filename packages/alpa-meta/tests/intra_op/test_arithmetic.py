@@ -43,7 +43,7 @@ def test_precision_is_that_of_the_product(asked, platform, found):
 def test_the_default_precision_is_read_as_context_and_from_the_configuration():
     with jax.default_matmul_precision("highest"):
         assert arithmetic(equation(jnp.matmul, LARGE, LARGE), "gpu") == ("float32", 1)
-    before = jax.config.jax_default_matmul_precision
+    before = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # not in stubs
     try:
         jax.config.update("jax_default_matmul_precision", "BF16_BF16_F32_X6")
         assert arithmetic(equation(jnp.matmul, LARGE, LARGE), "gpu") == ("bfloat16", 6)
@@ -82,6 +82,7 @@ def test_a_default_product_on_h100_is_priced_at_tensorfloat32():
     def seconds(precision):
         eqn = equation(lambda a, b: lax.dot(a, b, precision=precision), LARGE, LARGE)
         rule = sharding_rule(eqn)
+        assert rule is not None
         (one,) = operator_seconds(
             costs, eqn, rule, costs.layouts.strategies(rule), False, traffic_bytes(eqn)
         )

@@ -50,7 +50,7 @@ def _seconds(problem, choice):
 def _sampled(selection, count):
     """Return random choices that can be carried out."""
     draw = np.random.default_rng(0)
-    found = []
+    found: list[list[int]] = []
     while len(found) < count:
         choice = [int(draw.integers(n)) for n in selection.problem.num_strategies]
         if np.isfinite(_seconds(selection.problem, choice)):

@@ -58,6 +58,8 @@ def test_the_bound_is_below_and_the_choice_above_the_optimum(seed):
     problem, classes = random_problem(seed)
     optimum = ilp_sharding.solve(problem).objective
     found = solve_coarsely(problem, classes, solve, time.perf_counter() + 60)
+    assert optimum is not None and found.choice is not None
+    assert found.lower_bound is not None and found.objective is not None
     assert found.lower_bound <= optimum * (1 + 1e-9)
     assert found.objective >= optimum * (1 - 1e-9)
     assert ilp_sharding.check(problem, found.choice).cost == pytest.approx(found.objective)
@@ -68,6 +70,7 @@ def test_the_bound_is_below_and_the_choice_above_the_optimum(seed):
 def test_there_is_a_choice_when_no_time_is_left():
     problem, classes = random_problem(0)
     found = solve_coarsely(problem, classes, solve, time.perf_counter() - 1)
+    assert found.choice is not None
     assert ilp_sharding.check(problem, found.choice).cost == pytest.approx(found.objective)
 
 
@@ -115,6 +118,7 @@ def test_an_impossible_coarse_problem_proves_the_whole_one_impossible():
 
 def test_specs_are_alike_if_only_equal_axes_are_exchanged():
     axes = equal_axes(mesh(1e9, 2e9, 2e9))
+    assert axes is not None
     assert axes["y"] == axes["z"] != axes["x"]
     specs = [
         ShardingSpec((("y",), ())),
@@ -131,5 +135,6 @@ def test_specs_are_alike_if_only_equal_axes_are_exchanged():
 def test_equal_axes_leave_few_classes():
     four = mesh(1e9, 1e9, 1e9, 1e9)
     specs = sharding_specs((16, 16, 16, 16), four)
-    assert len(specs) == 625
-    assert classes_of(specs, equal_axes(four)).max() + 1 == 70  # multisets of 4 out of 5
+    axes = equal_axes(four)
+    assert len(specs) == 625 and axes is not None
+    assert classes_of(specs, axes).max() + 1 == 70  # multisets of 4 out of 5

@@ -104,12 +104,12 @@ def test_a_part_is_the_problem_of_its_equations_one_by_one(seed, shares):
     table = seconds.tables[1].copy()
     table[random.random(len(table)) < 0.1] = np.inf
     inside = random.random(COUNT) < 0.7
-    known = {id(one[-1]): None for one in (*seconds.costs, *seconds.edges)}
+    known: dict[int, np.ndarray] = {}
     start = 0
     for group in (seconds.costs, seconds.edges):
         for one in group:
             priced = one[-1]
-            if known[id(priced)] is None:
+            if id(priced) not in known:
                 known[id(priced)] = table[start : start + priced[0].size].reshape(priced[0].shape)
                 start += priced[0].size
     problem = ProblemBuilder()

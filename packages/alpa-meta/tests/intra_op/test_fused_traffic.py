@@ -129,6 +129,7 @@ def test_other_sizes_move_in_proportion():
 def test_compiled_programs_move_as_many_bytes(function):
     found = sum(size for _, size in moved(function, FLOATS, FLOATS))
     compiled = jax.jit(function).lower(FLOATS, FLOATS).compile().cost_analysis()
+    assert compiled is not None
     assert found == pytest.approx(compiled["bytes accessed"], rel=0.15)
 
 
@@ -143,6 +144,7 @@ def test_host_devices_move_what_each_operator_does(name):
         for platform in ("gpu", "cpu")
     )
     compiled = jax.jit(model.train_step).lower(model.state, model.batch).compile().cost_analysis()
+    assert compiled is not None
     assert apart == pytest.approx(compiled["bytes accessed"], rel=0.2)
     assert fused < 0.8 * compiled["bytes accessed"]
 

@@ -6,10 +6,10 @@ import pytest
 
 from alpa_interchange import ShardingSpec, SubmeshSpec
 from alpa_meta.compat import open_jaxpr
-from alpa_meta.intra_op.light_equations import is_heavy, leading_operand
+from alpa_meta.intra_op.light_equations import leading_operand
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.stage_problem import Source
-from alpa_meta.operators import sharding_rule
+from alpa_meta.operators import is_heavy, sharding_rule
 from cost_model import CostModel, cluster
 
 MODEL = CostModel(cluster("h100:8"))
@@ -32,9 +32,11 @@ def source(node, var):
 def leader(eqn, phase="forward", accumulated=(), state_nodes=(), order=None, spread=()):
     """Return the operand `eqn` follows if operand k comes from node k."""
     scope = {var: source(node, var) for node, var in enumerate(eqn.invars)}
+    rule = sharding_rule(eqn)
+    assert rule is not None
     return leading_operand(
         eqn,
-        sharding_rule(eqn),
+        rule,
         scope,
         phase,
         accumulated=accumulated,

@@ -50,6 +50,7 @@ def test_the_answer_is_the_cheapest_of_all_choices_that_fit():
             assert not fitting
         else:
             assert peaks[answer.choice] <= limit
+            assert answer.lower_bound is not None
             assert answer.lower_bound <= min(fitting) * (1 + 1e-12)
             if answer.status == "optimal":
                 assert answer.objective == pytest.approx(min(fitting))

@@ -76,6 +76,6 @@ def test_a_limited_problem_allows_exactly_the_choices_that_fit_at_its_times(seed
     solution = ilp_sharding.solve(limited_problem(problem, profile, times, limit))
     if fits:
         assert solution.objective == pytest.approx(min(fits.values()))
-        assert solution.choice[:NODES] in fits
+        assert solution.choice is not None and solution.choice[:NODES] in fits
     else:
         assert solution.status == "infeasible"

@@ -16,10 +16,16 @@ MESH = MODEL.logical_mesh(SubmeshSpec(num_hosts=1, devices_per_host=8), (2, 4), 
 COSTS = MeshCosts(MESH, MODEL)
 
 
+def rule_of(eqn):
+    rule = sharding_rule(eqn)
+    assert rule is not None
+    return rule
+
+
 def equation(function, *args):
     """Return the only equation of `function`, and its strategies."""
     (eqn,) = open_jaxpr(jax.make_jaxpr(function)(*args)).eqns
-    return eqn, COSTS.layouts.strategies(sharding_rule(eqn))
+    return eqn, COSTS.layouts.strategies(rule_of(eqn))
 
 
 def test_a_product_costs_a_devices_share_of_its_work():
@@ -44,7 +50,7 @@ def test_an_operator_without_a_rule_is_computed_whole_on_every_device():
 
 def test_a_maximum_over_a_sharded_dim_is_completed_inside_and_cheaper_in_a_bucket():
     eqn, strategies = equation(lambda x: jax.lax.reduce_max(x, (0,)), jnp.ones((64, 64)))
-    rule = sharding_rule(eqn)
+    rule = rule_of(eqn)
     alone = operator_seconds(COSTS, eqn, rule, strategies, False, traffic_bytes(eqn))
     shared = operator_seconds(COSTS, eqn, rule, strategies, True, traffic_bytes(eqn))
     reduced = [
@@ -105,7 +111,7 @@ def _convolutions(costs, image, kernel, groups):
         )
 
     (eqn,) = open_jaxpr(jax.make_jaxpr(convolve)(image, kernel)).eqns
-    rule = sharding_rule(eqn)
+    rule = rule_of(eqn)
     strategies = costs.layouts.strategies(rule)
     seconds = operator_seconds(costs, eqn, rule, strategies, False, traffic_bytes(eqn))
     return {one.results[0]: cost for one, cost in zip(strategies, seconds, strict=True)}
@@ -113,7 +119,7 @@ def _convolutions(costs, image, kernel, groups):
 
 def test_sums_sent_together_share_one_latency():
     eqn, strategies = equation(lambda x: jax.lax.reduce_max(x, (0,)), jnp.ones((64, 64)))
-    rule = sharding_rule(eqn)
+    rule = rule_of(eqn)
     alone = operator_seconds(COSTS, eqn, rule, strategies, False, traffic_bytes(eqn))
     three = operator_seconds(COSTS, eqn, rule, strategies, False, traffic_bytes(eqn), together=3)
     for strategy, first, second in zip(strategies, alone, three, strict=True):
@@ -132,7 +138,7 @@ def test_narrow_parts_of_a_product_are_slow_under_a_program_that_states_so():
         model.logical_mesh(SubmeshSpec(num_hosts=1, devices_per_host=8), (8,), ("x",)), model
     )
     eqn, _ = equation(jnp.dot, jnp.ones((8192, 4096)), jnp.ones((4096, 1024)))
-    rule = sharding_rule(eqn)
+    rule = rule_of(eqn)
     strategies = costs.layouts.strategies(rule)
     found = operator_seconds(costs, eqn, rule, strategies, False, traffic_bytes(eqn))
     rows, columns = (
@@ -152,7 +158,7 @@ def test_products_of_batches_of_heads_are_attentions():
         eqn, strategies = equation(
             lambda *operands: jnp.einsum(text, *operands), *map(jnp.ones, shapes)
         )
-        kind, found = product_shapes(MESH, eqn, sharding_rule(eqn), strategies)
+        kind, found = product_shapes(MESH, eqn, rule_of(eqn), strategies)
         whole = [one.assignment for one in strategies].index(())
         return kind, found[whole]
 

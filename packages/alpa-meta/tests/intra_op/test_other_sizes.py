@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from alpa_interchange import SubmeshSpec
 from alpa_meta.corpus import build as corpus_model
 from alpa_meta.inter_op.layer_costs import LayerCosts
-from alpa_meta.inter_op.meshes import AXIS_NAMES, whole_cluster
+from alpa_meta.inter_op.meshes import AXIS_NAMES
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.intra_op.mesh_costs import MeshCosts
 from alpa_meta.intra_op.selection import build, same_choice
@@ -15,6 +16,7 @@ from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
 
 MODEL = CostModel(cluster("h100:4"))
+WHOLE = SubmeshSpec(num_hosts=1, devices_per_host=4)
 
 
 def _scope(step, count, like=None):
@@ -31,8 +33,9 @@ def test_a_choice_costs_at_another_size_what_a_problem_built_there_says(name, sh
     model = corpus_model(name, "small")
     step = Step(model.train_step, (model.state, model.batch))
     outlook, here = _scope(step, 2)
+    assert step.batch_size is not None
     _, there = _scope(step, step.batch_size // 2, outlook.program)
-    mesh = MODEL.logical_mesh(whole_cluster(MODEL.cluster), shape, AXIS_NAMES[: len(shape)])
+    mesh = MODEL.logical_mesh(WHOLE, shape, AXIS_NAMES[: len(shape)])
     selection = build(here.eqns, MeshCosts(mesh, MODEL), "both", (there.eqns,))
     priced = LayerCosts(here, selection, outlook.num_layers, outlook.window, [there])
     other = build(there.eqns, MeshCosts(mesh, MODEL), "there")
@@ -58,7 +61,7 @@ def test_running_sums_are_priced_at_one_example_whose_dim_has_no_factor():
     step = Step(model.train_step, (model.state, model.batch))
     outlook, here = _scope(step, 2)
     _, there = _scope(step, step.batch_size, outlook.program)
-    mesh = MODEL.logical_mesh(whole_cluster(MODEL.cluster), (2, 2), AXIS_NAMES[:2])
+    mesh = MODEL.logical_mesh(WHOLE, (2, 2), AXIS_NAMES[:2])
     selection = build(here.eqns, MeshCosts(mesh, MODEL), "both", (there.eqns,))
     least = selection.seconds.least(1)
     assert np.isfinite(least).all() and least.sum() > 0

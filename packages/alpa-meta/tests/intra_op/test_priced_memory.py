@@ -57,6 +57,7 @@ def test_choices_fit_and_bounds_hold_for_all_choices(seed, share):
     costs = {choice: ilp_sharding.check(problem, choice).cost for choice in CHOICES}
     possible = [choice for choice in CHOICES if math.isfinite(costs[choice])]
     free = ilp_sharding.solve(problem)
+    assert free.choice is not None
     limit = share * peaks[free.choice]
     priced = PricedMemory(problem, profile, limit, ilp_sharding.solve)
     priced.search(free, time.perf_counter() + 60)
@@ -97,6 +98,7 @@ def test_choices_with_a_gap_do_not_keep_the_prices_where_they_are():
         """Return the choices of a solver that proves little."""
         found = ilp_sharding.solve(priced)
         solved.append(found.choice)
+        assert found.objective is not None
         return evolve(found, lower_bound=found.objective - 0.05 * abs(found.objective))
 
     limit = 0.5 * profile.peak(free.choice).total

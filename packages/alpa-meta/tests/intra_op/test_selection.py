@@ -86,6 +86,7 @@ def test_a_memory_limit_is_kept(share):
     else:
         assert selection.memory.peak(solution.choice).total <= share * whole
         assert len(solution.choice) == selection.problem.num_nodes
+        assert solution.lower_bound is not None and solution.objective is not None
         assert solution.lower_bound <= solution.objective
 
 

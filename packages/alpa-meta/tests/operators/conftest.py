@@ -144,7 +144,9 @@ def check_equation(
 def _operands(eqn: Any, invars: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     known = dict(zip(invars, args, strict=True))
     return [
-        np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, compat.Literal) else known[atom]
+        np.asarray(atom.val, compat.dtype_of(atom))
+        if isinstance(atom, compat.Literal)
+        else known[atom]
         for atom in eqn.invars
     ]
 
@@ -169,8 +171,8 @@ def check_function(
     seen = set()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        operands = [
-            np.asarray(a.val, a.aval.dtype) if isinstance(a, compat.Literal) else values[a]
+        operands: list[Any] = [
+            np.asarray(a.val, compat.dtype_of(a)) if isinstance(a, compat.Literal) else values[a]
             for a in eqn.invars
         ]
         results = compat.bind(eqn, operands)

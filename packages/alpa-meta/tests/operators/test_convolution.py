@@ -1,10 +1,12 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 KEY = jax.random.key(0)
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "same": {"padding": "SAME"},
     "valid 1x1": {"padding": "VALID", "window": (1, 1)},
     "strided": {"padding": "SAME", "window_strides": (2, 2)},

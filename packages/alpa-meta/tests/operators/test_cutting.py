@@ -100,6 +100,8 @@ def test_the_exchanges_that_are_priced_are_those_of_the_program(planned, functio
         return found
 
     found = planned(function, (X,), (4, 2), wanted)
-    priced = list(operator_of(eqn).exchanges(eqn, strategies[0], mesh))
+    exchanges = operator_of(eqn).exchanges
+    assert exchanges is not None
+    priced = list(exchanges(eqn, strategies[0], mesh))
     assert [(c.kind, c.bytes, c.axes) for c in found] == priced
     assert priced

@@ -1,6 +1,8 @@
 """Bounds of what operators make of intervals hold for every element, and settle comparisons."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from alpa_meta.compat import Literal, open_jaxpr
 from alpa_meta.operators.intervals import UNKNOWN, Interval, holds_exactly, results_of
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,

@@ -90,7 +90,7 @@ def test_a_reinterpreted_type_keeps_the_word_dim_whole(check):
     check(lambda x: lax.bitcast_convert_type(x, jnp.uint8), (X,), count=3)
     check(
         lambda x: lax.bitcast_convert_type(
-            x, jnp.float64 if jax.config.jax_enable_x64 else jnp.uint32
+            x, jnp.float64 if jnp.result_type(float) == jnp.float64 else jnp.uint32
         ),
         (X,),
         count=3,

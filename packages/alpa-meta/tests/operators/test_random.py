@@ -39,7 +39,7 @@ def hashed(jaxpr):
     found = []
     for eqn in compat.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == "threefry2x32":
-            found.append(eqn.outvars[0].aval.shape)
+            found.append(compat.shape_of(eqn.outvars[0]))
         for _, body in compat.subjaxprs(eqn):
             found += hashed(body)
     return found
@@ -51,7 +51,9 @@ def test_a_device_hashes_the_positions_of_its_own_part():
     closed = inline(drawn)
     (eqn,) = closed.jaxpr.eqns
     spec = ShardingSpec((("x",), ("y",)))
-    strategies = natural_strategies(sharding_rule(eqn), mesh)
+    rule = sharding_rule(eqn)
+    assert rule is not None
+    strategies = natural_strategies(rule, mesh)
     strategy = next(one for one in strategies if one.results == (spec,))
     plan = JaxprPlan((ShardingSpec(()),), (strategy,), (spec,))
     program = shard_map_program(closed, plan, mesh, Conversions(mesh, lambda *_: 1.0))

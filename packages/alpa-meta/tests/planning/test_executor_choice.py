@@ -1,6 +1,7 @@
 """Which executor runs a stage, what it says of itself, and that its numbers are right."""
 
 import io
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ def test_auto_keeps_shard_map_for_rules_and_for_what_xla_cannot_partition():
 
 def test_a_saved_plan_keeps_its_executor_unless_told_otherwise():
     step, args = make_step(jnp.sin), arguments()
-    given = {"cluster": "host:4", "num_stages": 1, "num_microbatches": 1}
+    given: dict[str, Any] = {"cluster": "host:4", "num_stages": 1, "num_microbatches": 1}
     made = alpa.parallelize(step, executor="constraint", **given).lower(*args).planned.plan
     for executor, expected in (("auto", "constraint"), ("shard_map", "shard_map")):
         again = alpa.parallelize(step, plan=made, executor=executor, **given)

@@ -28,7 +28,8 @@ def test_the_cache_keeps_the_menu_with_its_plan_and_drops_them_together(tmp_path
     store = PlanStore(tmp_path)
     store.save("one", found.plan, found.menu)
     assert len(store.sizes()) == 1
-    assert from_json(store.menu("one").read_text(), KeptMenu) == found.menu
+    kept = store.menu("one")
+    assert kept is not None and from_json(kept.read_text(), KeptMenu) == found.menu
     assert store.menu("two") is None
     store.clear()
     assert not list(tmp_path.iterdir())

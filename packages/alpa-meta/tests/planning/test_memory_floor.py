@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def test_state_that_fits_in_pieces_is_not_refused():
 def test_on_one_stage_dims_that_no_mesh_divides_count_whole():
     odd = step(15, 1 << 22)  # 240 MiB of which 8 devices hold 30 each, or as many stages
     odd_dims = step(10007, 6257)  # 239 MiB, not cut at all
-    limited = {"memory": 40.0 * (1 << 20)}
+    limited: dict[str, Any] = {"memory": 40.0 * (1 << 20)}
     check_state_fits(odd, cluster("h100:8"), Options(**limited, num_stages=1))
     check_state_fits(odd_dims, cluster("h100:8"), Options(**limited))
     message, _ = refusal(odd_dims, **limited, num_stages=1)

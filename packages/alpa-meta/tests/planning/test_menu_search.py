@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from alpa_interchange import SubmeshSpec
 from alpa_meta import corpus
 from alpa_meta.errors import InfeasibleError
-from alpa_meta.inter_op.meshes import logical_meshes, whole_cluster
+from alpa_meta.inter_op.meshes import logical_meshes
 from alpa_meta.options import Options
 from alpa_meta.planning.menu_search import search_menu, sized_programs
 from alpa_meta.planning.planner import _without_recomputation, make_plan
@@ -100,19 +101,22 @@ def test_sizes_whose_programs_have_other_equations_are_left_out():
     key = jax.eval_shape(lambda: jax.random.key(0))
     step = Step(noisy, ([layer] * 2, jax.ShapeDtypeStruct((16, 8), jnp.float32), key))
     options = Options(cache=False)
-    sized = sized_programs(step, cluster("h100:2"), options)["none"]
-    assert [one.samples for one in sized] == [2, 4, 8]
+    sized = sized_programs(step, cluster("h100:2"), options)
+    assert sized is not None and [one.samples for one in sized["none"]] == [2, 4, 8]
     assert make_plan(step, cluster("h100:2"), options).plan.num_stages >= 1
 
 
 def test_the_menu_knows_what_one_program_on_all_devices_holds():
     model = corpus.build("gpt", "small")
     step, two = Step(model.train_step, (model.state, model.batch)), cluster("h100:2")
-    costs, whole = CostModel(two), whole_cluster(two)
+    costs, whole = CostModel(two), SubmeshSpec(num_hosts=1, devices_per_host=2)
     meshes = [(whole, mesh) for mesh in logical_meshes(costs, whole, 1)]
     options = Options(cache=False, num_stages=1, num_microbatches=16)
     sized = sized_programs(step, two, options)
-    found = search_menu(step, sized, meshes, costs, options, [16]).stage_plan().peak_bytes
+    assert sized is not None
+    search = search_menu(step, sized, meshes, costs, options, [16])
+    assert search is not None
+    found = search.stage_plan().peak_bytes
     (exact,) = (sharding.peak_bytes for sharding in make_plan(step, two, options).plan.shardings)
     assert exact <= max(found) <= 1.05 * exact
 

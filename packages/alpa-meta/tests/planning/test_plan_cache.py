@@ -41,13 +41,13 @@ def step_of(rate=0.1, bias=0.0):
 
 
 def planned(step=None, on=CLUSTER, **options):
-    options = Options(num_microbatches=1, **options)  # fewer searches
-    return make_plan(Step(step or step_of(), (WEIGHTS, BATCH)), on, options)
+    wanted = Options(num_microbatches=1, **options)  # fewer searches
+    return make_plan(Step(step or step_of(), (WEIGHTS, BATCH)), on, wanted)
 
 
 def key(step=None, on=CLUSTER, **options):
-    options = Options(num_microbatches=1, **options)
-    return plan_key(Step(step or step_of(), (WEIGHTS, BATCH)), on, options)
+    wanted = Options(num_microbatches=1, **options)
+    return plan_key(Step(step or step_of(), (WEIGHTS, BATCH)), on, wanted)
 
 
 def test_the_second_search_is_answered_with_the_first_plan(folder):

@@ -46,6 +46,13 @@ def plan(step, devices=4, **settings):
     return make_plan(step, cluster(f"h100:{devices}"), evolve(QUICK, **settings))
 
 
+def figures(pattern, message):
+    """Return what the groups of a pattern match in a message."""
+    found = re.search(pattern, message)
+    assert found is not None, message
+    return found.groups()
+
+
 def refusal(step, **settings):
     with pytest.raises(InfeasibleError, match="cheapest remedy: ") as caught:
         plan(step, **settings)
@@ -60,7 +67,7 @@ def half():
 
 def test_microbatches_that_are_named_fit_with_the_bytes_they_are_named_with(half):
     message = refusal(make_step(), memory=half)
-    count, figure = re.search(r"num_microbatches=(\d+) \(then ([\d,]+) bytes", message).groups()
+    count, figure = figures(r"num_microbatches=(\d+) \(then ([\d,]+) bytes", message)
     planned = plan(make_step(), memory=half, num_microbatches=int(count))
     peak = planned.plan.stage_plan.peak_bytes[0]
     assert peak <= half and f"{peak:,.0f}" == figure
@@ -68,9 +75,9 @@ def test_microbatches_that_are_named_fit_with_the_bytes_they_are_named_with(half
 
 def test_a_batch_and_devices_that_are_named_fit(half):
     message = refusal(make_step(), memory=half)
-    size = re.search(r"a batch of (\d+) examples instead of 1024 \(then", message)[1]
+    (size,) = figures(r"a batch of (\d+) examples instead of 1024 \(then", message)
     plan(make_step().with_batch(int(size)), memory=half)
-    count = int(re.search(r"(\d+) devices \(then", message)[1])
+    (count,) = map(int, figures(r"(\d+) devices \(then", message))
     plan(make_step(), devices=count, memory=half, mesh_shape=(count,))
 
 
@@ -95,7 +102,7 @@ def test_recomputation_that_is_named_takes_the_bytes_it_is_named_with():
     assert peak("full") < peak("none")
     settings = {"num_layers": LAYERS, "preset": "dp", "memory": 1.01 * peak("full")}
     message = refusal(make_step(), **settings)
-    kind, figure = re.search(r"recompute='(\w+)' \(then ([\d,]+) bytes", message).groups()
+    kind, figure = figures(r"recompute='(\w+)' \(then ([\d,]+) bytes", message)
     bytes = float(figure.replace(",", ""))
     assert peak(kind, memory=bytes) == bytes
     assert "recompute=" not in refusal(make_step(), recompute="none", **settings)

@@ -1,5 +1,7 @@
 """Re-planning from a kept menu: as a search of the changed problem, and where it changes."""
 
+from typing import Any
+
 import pytest
 from layered_plan import CLUSTER, LAYERS, lowered
 
@@ -54,7 +56,7 @@ def test_a_faster_link_is_never_slower_and_one_host_fewer_is_never_faster(plan, 
 
 def test_its_settings_plan_in_full_what_it_says(plan, menu):
     found = replan(plan, menu, changed_cluster(HERE, hosts={0: 1}))
-    settings = dict(found.settings)
+    settings: dict[str, Any] = dict(found.settings)
     assert len(settings["recompute"]) == LAYERS
     assert settings["num_stages"] == len(found.plan.stages)
 
@@ -82,6 +84,7 @@ def test_a_plan_whose_meshes_run_several_stages_is_planned_again():
     assert not here.changed and here.plan.num_meshes == 2 and len(here.plan.stages) == 4
     assert here.plan.step_seconds == here.kept_seconds == here.before_seconds
     slow = replan(made.plan, made.menu, changed_cluster(HERE, links={"intra-host": 20e9}))
+    assert slow.kept_seconds is not None and here.kept_seconds is not None
     assert slow.plan.step_seconds <= slow.kept_seconds and here.kept_seconds < slow.kept_seconds
     most = max(here.plan.device_bytes)
     less = replan(made.plan, made.menu, memory=0.95 * most)

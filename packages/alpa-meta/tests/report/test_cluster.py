@@ -8,9 +8,10 @@ from cost_model import cluster
 
 
 def _shown(table):
-    console = Console(file=StringIO(), width=160)
+    output = StringIO()
+    console = Console(file=output, width=160)
     console.print(table)
-    return console.file.getvalue()
+    return output.getvalue()
 
 
 @pytest.mark.parametrize("name", ["h100:16", "host:8"])

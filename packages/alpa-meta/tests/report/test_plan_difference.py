@@ -37,6 +37,7 @@ def test_it_names_the_decisions_and_the_state_that_differ():
 def test_the_split_adds_up_to_the_simulated_step(make):
     plan = make()
     split = plan_difference(plan, plan).costs[0].time
+    assert split is not None
     assert sum(astuple(split)) == pytest.approx(predicted_simulation(plan).step_seconds)
     assert all(part >= 0 for part in astuple(split))
 

@@ -7,9 +7,10 @@ from alpa_meta.report.plan_table import plan_summary, print_plan
 
 
 def _shown(plan, **options):
-    console = Console(file=StringIO(), width=140)
+    output = StringIO()
+    console = Console(file=output, width=140)
     print_plan(plan, console, **options)
-    return console.file.getvalue()
+    return output.getvalue()
 
 
 def test_the_tables_say_everything_the_plan_decides(make_plan):

@@ -79,7 +79,7 @@ def test_the_simulated_step_is_the_longest_path(
         order(name, n, microbatches, num_meshes=meshes, warmups=warmups),
         forward[:n], backward[:n], crossing[: n - 1], weight=by_weight[:n],
     ).step_seconds  # fmt: skip
-    task_seconds = {}
+    task_seconds: dict[str, float] = {}
     for s in range(n):
         task_seconds |= {f"f{s}": forward[s], f"b{s}": backward[s]}
         task_seconds |= {f"i{s}": by_input[s], f"w{s}": by_weight[s]}

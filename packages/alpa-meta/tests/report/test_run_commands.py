@@ -93,7 +93,7 @@ def test_a_run_that_is_moved_aside_while_it_is_watched_is_waited_for(
             raise KeyboardInterrupt
         moment()
 
-    monkeypatch.setattr(run_commands.time, "sleep", sleep)
+    monkeypatch.setattr("alpa_meta.report.run_commands.time.sleep", sleep)
     assert run(["top", str(folder)]) == 0
     assert "has gone; waiting" in " ".join(capsys.readouterr().out.split())
 

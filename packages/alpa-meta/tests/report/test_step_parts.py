@@ -24,7 +24,8 @@ def test_gaps_are_bubble_until_what_is_waited_for_is_made_and_transfer_from_then
     assert parts[0] == StepParts(compute=4.0, update=0.0, transfer=0.0, bubble=2.5)
     assert parts[1] == StepParts(compute=2.5, update=0.5, transfer=1.5, bubble=2.0)
     assert {one.seconds for one in parts.values()} == {6.5}
-    assert mean_parts(parts).transfer == pytest.approx(0.75)
+    mean = mean_parts(parts)
+    assert mean is not None and mean.transfer == pytest.approx(0.75)
 
 
 def test_runs_that_overlap_are_counted_once():

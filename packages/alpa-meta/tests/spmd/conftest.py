@@ -62,7 +62,7 @@ def run_program(
     tree = jax.tree.structure(args)
 
     def flat(*values: Any) -> Any:
-        return jax.tree.leaves(function(*tree.unflatten(values)))
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
 
     closed = inline(jax.make_jaxpr(flat)(*leaves))
     chosen = plan(closed, mesh) if plan else random_plan(closed, mesh, seed)
@@ -82,7 +82,7 @@ def run_program(
         chosen,
         mesh,
         planned_collectives(closed, chosen, mesh, conversions),
-        compiled.as_text(),
+        compiled.as_text() or "",
         compiled(*placed),
         jax.jit(flat)(*leaves),
     )

@@ -38,7 +38,7 @@ def compiled(function, args, limits):
         },
     )
     lowered = program.lower(*args).compile()
-    kinds = sorted(one.kind for one in compiled_collectives(lowered.as_text()))
+    kinds = sorted(one.kind for one in compiled_collectives(lowered.as_text() or ""))
     return [np.asarray(out) for out in lowered(*args)], kinds
 
 

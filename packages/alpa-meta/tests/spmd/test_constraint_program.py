@@ -72,7 +72,7 @@ def test_any_plan_gives_the_result_of_one_device(make, seed):
     leaves, tree = jax.tree.flatten(args)
 
     def flat(*values):
-        return jax.tree.leaves(function(*tree.unflatten(values)))
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
 
     closed = inline(jax.make_jaxpr(flat)(*leaves))
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
@@ -100,10 +100,10 @@ def test_a_completed_plan_has_no_unreduced_sums_anywhere():
         pending = [plan]
         while pending:
             one = pending.pop()
-            steps = (one, *one.strategies)
-            for specs in (one.inputs, one.outputs, *(s.operands + s.results for s in steps[1:])):
+            steps = one.strategies
+            for specs in (one.inputs, one.outputs, *(s.operands + s.results for s in steps)):
                 assert not any(spec.partial for spec in specs)
-            pending += [body for step in steps[1:] for body in getattr(step, "bodies", ())]
+            pending += [body for step in steps for body in getattr(step, "bodies", ())]
 
 
 def test_what_is_whole_around_an_operator_without_a_rule_is_free():
@@ -116,8 +116,8 @@ def test_what_is_whole_around_an_operator_without_a_rule_is_free():
     whole = tuple(
         Strategy(
             assignment=(),
-            operands=tuple(ShardingSpec.replicated(len(a.aval.shape)) for a in eqn.invars),
-            results=tuple(ShardingSpec.replicated(len(v.aval.shape)) for v in eqn.outvars),
+            operands=tuple(ShardingSpec.replicated(len(compat.shape_of(a))) for a in eqn.invars),
+            results=tuple(ShardingSpec.replicated(len(compat.shape_of(v))) for v in eqn.outvars),
         )
         for eqn in eqns
     )

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,7 +198,9 @@ def test_a_transform_runs_before_its_parts_are_gathered_along_an_inner_dim(run, 
 
     def plan(closed, mesh):
         (eqn,) = closed.jaxpr.eqns
-        strategies = enumerate_strategies(sharding_rule(eqn), mesh)
+        rule = sharding_rule(eqn)
+        assert rule is not None
+        strategies = enumerate_strategies(rule, mesh)
         chosen = next(s for s in strategies if s.results == (split,))
         return JaxprPlan((split,), (chosen,), (whole,))
 
@@ -220,8 +224,14 @@ def test_the_host_is_called_once_whatever_the_number_of_devices():
     weights, x = jnp.eye(8), jnp.arange(128.0).reshape(16, 8)
     expected = jax.jit(step)(weights, x)
     jax.effects_barrier()
-    seen.clear(), asked.clear()
-    options = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 1, "preset": "dp"}
+    seen.clear()
+    asked.clear()
+    options: dict[str, Any] = {
+        "cluster": "host:8",
+        "num_stages": 1,
+        "num_microbatches": 1,
+        "preset": "dp",
+    }
     parallel = alpa.parallelize(step, executor="shard_map", donate=False, **options)
     found = parallel(weights, x)
     jax.block_until_ready(found)
@@ -238,7 +248,12 @@ def test_an_ordered_print_on_several_devices_is_refused():
         jax.debug.print("{loss}", loss=loss, ordered=True)
         return weights - gradient, loss
 
-    options = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 1, "preset": "dp"}
+    options: dict[str, Any] = {
+        "cluster": "host:8",
+        "num_stages": 1,
+        "num_microbatches": 1,
+        "preset": "dp",
+    }
     parallel = alpa.parallelize(step, executor="shard_map", **options)
     with pytest.raises(alpa.PlanError, match="leave out ordered=True"):
         parallel(jnp.eye(8), jnp.ones((16, 8)))

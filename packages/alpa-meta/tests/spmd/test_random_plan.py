@@ -28,7 +28,7 @@ def test_a_seed_gives_one_plan_and_seeds_differ():
 
 
 def test_carries_keep_their_spec_and_sums_are_completed_behind_the_loop():
-    left = set()
+    left: set[tuple[int, str]] = set()
     for seed in range(40):
         plan = random_plan(CLOSED, MESH, seed)
         (region,) = [step for step in plan.strategies if isinstance(step, RegionPlan)]

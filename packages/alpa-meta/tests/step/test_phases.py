@@ -20,7 +20,7 @@ def program(step, num_microbatches=1):
 
 
 def phases_by_primitive(found):
-    table = {}
+    table: dict[str, list[str]] = {}
     for eqn, phase in zip(found.jaxpr.eqns, found.phases.of_eqn, strict=True):
         table.setdefault(phase, []).append(eqn.primitive.name)
     return table

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from counting_step import BATCH, STATE, step
 
+from alpa_meta.compat import shape_of
 from alpa_meta.errors import PlanError
 from alpa_meta.step.program import Step
 
@@ -23,7 +24,7 @@ def test_inputs_have_the_paths_a_user_would_write_and_roles():
 def test_a_microbatch_is_a_part_of_the_batch():
     flat = Step(step, (STATE, BATCH))
     assert flat.batch_size == 8
-    assert flat.program(4).jaxpr.invars[2].aval.shape == (2, 4)
+    assert shape_of(flat.program(4).jaxpr.invars[2]) == (2, 4)
     assert flat.program(4) is flat.program(4)
     with pytest.raises(PlanError, match="which 3 microbatches do not divide"):
         flat.program(3)

@@ -1,6 +1,8 @@
 """Steps over flax nnx objects and equinox modules run as nnx.jit and eqx.filter_jit run them."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,13 @@ import pytest
 
 import alpa_meta as alpa
 
-nnx = pytest.importorskip("flax.nnx")
-eqx = pytest.importorskip("equinox")
+pytest.importorskip("flax")
+pytest.importorskip("equinox")
 
-WHOLE = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 1}
+import equinox as eqx
+from flax import nnx
+
+WHOLE: dict[str, Any] = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 1}
 X = jax.random.normal(jax.random.key(1), (16, 8))
 BATCH = {"x": X, "y": jnp.roll(X, 1, axis=1)}
 
@@ -29,7 +34,7 @@ class Net(nnx.Module):
         return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
 
 
-def make_objects():
+def make_objects() -> tuple[Any, Any]:
     model = Net(nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
 
@@ -75,7 +80,8 @@ def test_nnx_objects_are_born_sharded_and_audited():
     assert not objects[0].up.kernel[...].sharding.is_fully_replicated
     assert step.audit(*objects, BATCH).ok
     expected = float(nnx.jit(train)(*make_objects(), BATCH))
-    assert float(step(*step.place(*make_objects()), batch=BATCH)) == pytest.approx(expected, 1e-5)
+    model, optimizer = step.place(*make_objects())
+    assert float(step(model, optimizer, batch=BATCH)) == pytest.approx(expected, 1e-5)
 
 
 def test_what_a_step_changes_in_the_structure_of_objects_is_seen_outside():
@@ -117,10 +123,10 @@ def test_a_step_that_removes_a_variable_is_refused():
 
 
 class Module(eqx.Module):
-    layers: list
+    layers: list[eqx.nn.Linear]
     depth: int
     scale: float
-    activation: object
+    activation: Callable[[jax.Array], jax.Array]
     training: bool
 
     def __init__(self, key):
@@ -136,9 +142,13 @@ class Module(eqx.Module):
 ADAM = optax.adam(1e-2)
 
 
-def make_module():
+def make_module() -> tuple[Any, Any]:
     module = Module(jax.random.key(0))
     return module, ADAM.init(eqx.filter(module, eqx.is_inexact_array))
+
+
+def structure(tree):
+    return jax.tree.structure(tree)
 
 
 def descend(module, moments, x):
@@ -158,7 +168,7 @@ def test_numbers_and_functions_in_equinox_modules_are_static(wrap):
         *expected, loss = plain(*expected, X)
         *got, found = step(*got, X)
         assert float(found) == pytest.approx(float(loss), rel=1e-5)
-    assert jax.tree.structure(expected) == jax.tree.structure(got)
+    assert structure(expected) == structure(got)
     assert (got[0].depth, got[0].scale, got[0].training) == (3, 0.5, True)
     assert_same(eqx.filter(expected, eqx.is_array), eqx.filter(got, eqx.is_array))
     assert len(step._cache) == len(step._direct) == 1

@@ -186,8 +186,8 @@ def test_two_stages_of_blocks_give_what_one_device_does():
     _, (weights, x) = step_of(layer)
     both = [weights, {name: -one for name, one in weights.items()}]
     args = ((both, optimiser.init(both)), x)
-    options = {"num_stages": 2, "num_microbatches": 1, "donate": False, "cache": False}
-    sliced = alpa.parallelize(step, cluster="host:2", token_slices=(3, 6, 3), **options)
+    options = alpa.Options(num_stages=2, num_microbatches=1, donate=False, cache=False)
+    sliced = alpa.parallelize(step, cluster="host:2", options=options, token_slices=(3, 6, 3))
     expected, found = jax.jit(step)(*args), sliced.gather(sliced(*args))
     for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-10, atol=1e-12)

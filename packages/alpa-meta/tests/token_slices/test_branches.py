@@ -156,8 +156,8 @@ def test_two_stages_with_conditionals_give_what_one_device_does():
 
     _, (weights, x) = step_of(layers)
     args = ([weights, {name: -w for name, w in weights.items()}], x)
-    options = {"num_stages": 2, "num_microbatches": 1, "donate": False, "cache": False}
-    sliced = alpa.parallelize(step, cluster="host:2", token_slices=(5, 1, 6), **options)
+    options = alpa.Options(num_stages=2, num_microbatches=1, donate=False, cache=False)
+    sliced = alpa.parallelize(step, cluster="host:2", options=options, token_slices=(5, 1, 6))
     expected, found = jax.jit(step)(*args), sliced.gather(sliced(*args))
     for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-10, atol=1e-12)

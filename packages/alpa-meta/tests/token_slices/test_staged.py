@@ -50,7 +50,8 @@ def runs(sliced, mesh):
 
 def kept_too_long(instructions):
     """Return the values of a microbatch that are there while a task runs after their last use."""
-    used, freed = {}, {}
+    used: dict[str, int] = {}
+    freed: dict[str, int] = {}
     for k, one in enumerate(instructions):
         for value in (*one.inputs, *one.outputs):
             (freed if one.kind == "free" else used)[str(value)] = k
@@ -186,7 +187,7 @@ def test_equal_slices_of_a_recurrence_share_programs_which_are_compiled_once():
     tasks = sliced.compiled().tasks
     compiled = []
 
-    def count(event, _, **__):
+    def count(event, duration_secs, **kwargs):
         if "backend_compile" in event:
             compiled.append(event)
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -19,7 +21,7 @@ PART = np.frombuffer(b"def function(argument): return argument\n" * 50, dtype=np
 MAKE_STATE = make_state_maker(SETTINGS.model, make_optimiser(SETTINGS.optimiser))
 
 
-def _start():
+def _start() -> tuple[Any, Any]:
     step = OneDeviceStep()
     return step, step.init(MAKE_STATE, jax.random.key(0))
 

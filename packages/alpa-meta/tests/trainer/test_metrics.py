@@ -34,7 +34,8 @@ def test_a_last_line_cut_short_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("damage", [b"{}", b'{"step": 1, "lo', b"\xff\xfe", b"3", b"\0" * 9])
 def test_a_damaged_line_in_the_middle_is_said_and_left_out(tmp_path, damage):
-    path, said = tmp_path / "metrics.jsonl", []
+    path = tmp_path / "metrics.jsonl"
+    said: list[str] = []
     write_metrics(path, [_step(1), _step(2)])
     path.write_bytes((damage + b"\n") * 2 + path.read_bytes() + damage)
     assert read_metrics(path, StepMetrics, said.append) == [_step(1), _step(2)]

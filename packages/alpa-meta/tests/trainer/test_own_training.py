@@ -77,8 +77,8 @@ def test_a_run_can_be_watched_and_its_last_step_traced(program, capsys, tmp_path
     assert program(*two, "--steps", "3", "--metrics", "newest.prom") == 0
     with open("run/metrics.jsonl") as lines:
         rows = [json.loads(line) for line in lines]
-    names = {f"{part}_seconds" for part in ("compute", "update", "transfer", "bubble")}
-    assert all(names <= row.keys() for row in rows)
+    parts = {f"{part}_seconds" for part in ("compute", "update", "transfer", "bubble")}
+    assert all(parts <= row.keys() for row in rows)
     capsys.readouterr()
     assert run(["top", "run", "--once", "--metrics", "newest.prom"]) == 0
     shown = capsys.readouterr().out

@@ -81,7 +81,7 @@ def test_an_earlier_run_is_moved_aside(tmp_path):
     "a warning while training, refused at the start",
 )
 def test_a_checkpoint_that_cannot_be_written_is_said_and_older_ones_stay(tmp_path):
-    said = []
+    said: list[str] = []
     recorder = _recorder(tmp_path / "run", say=said.append)
     for number in range(1, 4):
         recorder.record(_step(number), _state(number))
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_older_ones_stay(tmp_pat
 
 
 def test_state_that_the_failed_step_overwrote_hides_no_error(tmp_path):
-    said = []
+    said: list[str] = []
     recorder = _recorder(tmp_path / "run", say=said.append)
     state = jnp.ones(3)
     recorder.record(_step(1), state)
@@ -108,7 +108,7 @@ def test_state_that_the_failed_step_overwrote_hides_no_error(tmp_path):
 
 
 def test_a_signal_ends_the_process_with_its_status_once_all_is_saved(tmp_path):
-    said = []
+    said: list[str] = []
     recorder = _recorder(tmp_path / "run", say=said.append)
     with StopSignals() as signals:
         recorder.record(_step(1), _state(1))

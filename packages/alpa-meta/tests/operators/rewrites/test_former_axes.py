@@ -1,6 +1,7 @@
 """Collectives over the axis of a former pmap are what they are for one member."""
 
 import warnings
+from typing import Any
 
 import jax
 import jax.extend.core
@@ -85,7 +86,12 @@ def test_a_step_of_a_former_pmap_runs_as_it_is_and_says_what_was_left_out():
 
     weights, x = jnp.eye(8) / 2, jax.random.normal(jax.random.key(0), (16, 8))
     expected = jax.jit(step)(weights, x)
-    options = {"cluster": "host:8", "num_stages": 1, "num_microbatches": 2, "donate": False}
+    options: dict[str, Any] = {
+        "cluster": "host:8",
+        "num_stages": 1,
+        "num_microbatches": 2,
+        "donate": False,
+    }
     with pytest.warns(UserWarning, match="'devices', an axis of a former pmap"):
         found = alpa.parallelize(parallel, **options)(weights, x)
     for one, other in zip(found, expected, strict=True):
@@ -95,4 +101,4 @@ def test_a_step_of_a_former_pmap_runs_as_it_is_and_says_what_was_left_out():
 def test_other_name_errors_pass():
     with warnings.catch_warnings(), pytest.raises(NameError, match="undefined_name"):
         warnings.simplefilter("error")
-        trace(lambda x: x + undefined_name, X)  # noqa: F821
+        trace(lambda x: x + undefined_name, X)  # type: ignore[name-defined]  # noqa: F821

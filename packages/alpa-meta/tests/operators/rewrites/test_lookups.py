@@ -134,8 +134,8 @@ def test_the_rows_of_a_loss_and_of_its_gradient_may_be_sharded_freely(name):
         same_to_the_bit(jax.grad(lambda x, *y: (function(x, *y) ** 2).sum()), *args),
     ):
         for eqn in lookups(closed):
-            assert batching(eqn)
             rule = sharding_rule(eqn)
+            assert batching(eqn) and rule is not None
             for dim, place in batching(eqn).items():
                 (factor,) = rule.operands[0][dim]
                 assert rule.factor(factor).kind == "parallel"

@@ -35,7 +35,8 @@ def outcomes(plan, count, seed=0, runs=0, sealed=False):
     Of the first `runs` that are run, the result is compared with the plain step's. Unless `sealed`,
     plans have no hash of their content, as those that somebody forged.
     """
-    text, draw, found = to_json(plan), random.Random(seed), Counter()
+    text, draw = to_json(plan), random.Random(seed)
+    found: Counter[str] = Counter()
     if not sealed:
         text = json.dumps({k: one for k, one in json.loads(text).items() if k != "sha256"})
     slowest = 0.0
