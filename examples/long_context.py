@@ -87,7 +87,8 @@ def losses_and_seconds(runs, steps=6):
     """Return for each of `runs` the losses of some steps and the seconds of the fastest; the runs
     take turns, so that what else the machine does slows all of them."""
     states = {name: make_state(jax.random.key(0)) for name in runs}
-    losses, seconds = {name: [] for name in runs}, {name: [] for name in runs}
+    losses: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for step in range(steps):
         tokens = batch_of(step)
         for name, run in runs.items():

@@ -108,7 +108,12 @@ def attention_forward(q, k, v):
     return out, (q, k, v, out, logsum)
 
 
-attention.defvjp(attention_forward, lambda saved, slope: tuple(flash_backward(*saved, slope)))
+def attention_backward(saved, slope):
+    q, k, v, out, logsum = saved
+    return tuple(flash_backward(q, k, v, out, logsum, slope))
+
+
+attention.defvjp(attention_forward, attention_backward)
 
 
 def rule(text):

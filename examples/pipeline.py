@@ -7,13 +7,8 @@ import jax
 import numpy as np
 
 import alpa_meta as alpa
-from alpa_meta.trainer import (
-    GptOptions,
-    OptimiserOptions,
-    make_optimiser,
-    make_state_maker,
-    train_step,
-)
+from alpa_meta.trainer.model import GptOptions
+from alpa_meta.trainer.step import OptimiserOptions, make_optimiser, make_state_maker, train_step
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -9,13 +9,8 @@ from rich.console import Console
 
 import alpa_meta as alpa
 from alpa_meta.report.plan_table import print_plan
-from alpa_meta.trainer import (
-    GptOptions,
-    OptimiserOptions,
-    make_optimiser,
-    make_state_maker,
-    train_step,
-)
+from alpa_meta.trainer.model import GptOptions
+from alpa_meta.trainer.step import OptimiserOptions, make_optimiser, make_state_maker, train_step
 
 model = GptOptions(num_layers=24, hidden=2048, num_heads=16, context=1024, dtype="bfloat16")
 make_state = make_state_maker(model, make_optimiser(OptimiserOptions()))
