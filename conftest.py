@@ -95,12 +95,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, bulk = [], []
     values: dict[tuple[str, str], list[object]] = {}  # of (test, parameter), in their order
     for item in items:
-        sizes = {}
+        sizes: dict[str, int] = {}
         for mark in item.iter_markers("sample"):
             sizes |= mark.kwargs
         is_bulk = item.get_closest_marker("bulk") is not None
         for name, size in sizes.items():
             seen = values.setdefault((item.nodeid.partition("[")[0], name), [])
+            assert isinstance(item, pytest.Function)
             value = item.callspec.params[name]
             if value not in seen:
                 seen.append(value)

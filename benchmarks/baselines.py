@@ -120,7 +120,8 @@ def parallax_specs(model: CorpusModel, mesh: Mesh) -> tuple[Any, Any]:
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())[:80]
         raise UnfitError(f"{model.name}: parallax stops at line {where.lineno}: {text}") from error
-    return specs
+    state, batch = specs
+    return state, batch
 
 
 class UnfitError(RuntimeError):
@@ -151,7 +152,9 @@ class Baseline:
             donate_argnums=0,
         )
         self.step = jitted.lower(model.state, model.batch).compile()
-        found = compiled_collectives(self.step.as_text())
+        found = compiled_collectives(self.step.as_text() or "")
+        memory = self.step.memory_analysis()
+        assert memory is not None
         self.result = Result(
             model=model.name,
             strategy=strategy,
@@ -159,7 +162,7 @@ class Baseline:
             collectives=sum(one.trips or 1 for one in found),
             sent_bytes=sum(one.link_bytes for one in found),
             modelled_seconds=sum(modelled_seconds(one, AXES, cluster) for one in found),
-            argument_bytes=int(self.step.memory_analysis().argument_size_in_bytes),
+            argument_bytes=int(memory.argument_size_in_bytes),
             compile_seconds=time.perf_counter() - start,
         )
         self.state = jax.jit(model.make_state, out_shardings=place[0])(jax.random.key(0))

@@ -176,8 +176,10 @@ def parts_of(planned: Planned, length: int) -> dict[str, float]:
     num_stages = len(planned.selections)
     for selection, sharding in zip(planned.selections, planned.plan.shardings, strict=True):
         stage = selection.stage
-        seconds = selection.seconds.under(sharding.solution.choice)
-        sent = selection.sent.under(len(seconds), sharding.solution.choice).sum(axis=(1, 2))
+        choice = sharding.solution.choice
+        assert choice is not None
+        seconds = selection.seconds.under(choice)
+        sent = selection.sent.under(len(seconds), choice).sum(axis=(1, 2))
         sent = np.minimum(sent, seconds)
         operators = zip(stage.eqns, stage.phases, seconds - sent, sent, strict=True)
         for eqn, phase, own, links in operators:

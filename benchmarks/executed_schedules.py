@@ -243,8 +243,10 @@ def work(pipe: Connection, mesh: int, num_meshes: int, token: bytes) -> None:
             pipe.send("ready")
             time.sleep(max(0.0, pipe.recv() - time.monotonic()))
             number += 1
-            step = {"number": number, "bound": {}, "placed": {}, "kept": {}, "returned": ()}
-            worker.step(WorkerStep(plan=plan_name, **step))
+            step = WorkerStep(
+                plan=plan_name, number=number, bound={}, placed={}, kept={}, returned=()
+            )
+            worker.step(step)
             pipe.send((time.monotonic(), worker.most_held))
             worker.unload(plan_name)
     transport.close()

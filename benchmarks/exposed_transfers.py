@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -55,6 +55,7 @@ def work(
     crossing: float,
 ) -> None:
     """Run the steps that are asked for on one worker; answer the events of each."""
+    import jax
     import jax.numpy as jnp
     import numpy as np
 
@@ -73,10 +74,10 @@ def work(
     transport.connect({worker_name(1 - stage, 0): pipe.recv()}, device_owners(meshes))
     array = jnp.ones(NUM_BYTES, jnp.uint8)
 
-    def task(length: float) -> object:
-        def run(_: object) -> tuple[object]:
+    def task(length: float) -> Callable[..., list[jax.Array]]:
+        def run(_: object) -> list[jax.Array]:
             time.sleep(length)
-            return (array,)
+            return [array]
 
         return run
 
@@ -115,8 +116,8 @@ def work(
         program = schedules[name].programs[stage]
         pipe.send(
             [
-                Event(each.kind, each.task or "", each.outputs, start, stop)
-                for each, start, stop in ((program[k], *times) for k, *times in trace)
+                Event(program[k].kind, program[k].task or "", program[k].outputs, start, stop)
+                for k, start, stop in trace
             ]
         )
     worker.close()

@@ -37,7 +37,7 @@ def marked() -> dict[str, tuple[str, Counter[Path]]]:
             match node:
                 case ast.Call(
                     func=ast.Attribute(attr="fault"),
-                    args=[ast.Constant(value=fault), ast.Constant(value=result)],
+                    args=[ast.Constant(value=str(fault)), ast.Constant(value=str(result))],
                 ):
                     said, files = found.setdefault(fault, (result, Counter()))
                     if said != result:

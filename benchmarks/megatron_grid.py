@@ -127,7 +127,7 @@ class Grid:
         model = published(name, **few.sizes)
         described = cluster(devices) if isinstance(devices, str) else devices
         step = Step(model.train_step, (model.state, model.batch), exact=model.exact)
-        batch = PUBLISHED[name].shape["batch"] if "batch" not in changed else changed["batch"]
+        batch: Any = changed.get("batch", PUBLISHED[name].shape["batch"])
         return cls(name, calibrated_model(described), few, step, batch, model.exact)
 
     def points(self) -> Iterator[Point]:

@@ -152,7 +152,7 @@ def small_step_seconds(num_layers: int = 38) -> dict[str, float]:
     weights = [np.eye(8, dtype=np.float32)] * num_layers
     found = {}
     for where, x in (("device", jnp.ones((4, 8))), ("host", np.ones((4, 8), np.float32))):
-        calls = {
+        calls: dict[str, Callable[..., Any]] = {
             "jax.jit": jax.jit(momentum_step, donate_argnums=0),
             "parallelize": alpa.parallelize(momentum_step, cluster="host:1"),
         }
@@ -261,7 +261,7 @@ def one_stage(x: Any, by: str) -> Compared:
     kept = [leaf.sharding for leaf in state]
     along = one.executable.input_sharding("x")
     x = jax.device_put(x, along)
-    other = jax.jit(
+    other: Callable[..., Any] = jax.jit(
         train_step, in_shardings=(kept, along), out_shardings=(kept, None), donate_argnums=0
     )
     if by == "program":
@@ -271,11 +271,13 @@ def one_stage(x: Any, by: str) -> Compared:
         reads = [paths.index(name) for name in task.task.spec.inputs]
         made = [task.task.spec.outputs.index(one.name) for one in planned.tasks.outputs]
 
-        def other(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        def alone(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
             given = [*weights, x]
             results = task.function(*(given[k] for k in reads))
             *after, loss = (results[k] for k in made)
             return after, loss
+
+        other = alone
 
     plain = jax.device_put(make_weights(key), kept)
     return in_turns([one, other], [state, plain], x)
@@ -291,6 +293,7 @@ def on_ray(x: Any, times: int = 1) -> Compared:
     far = alpa.parallelize(train_step, plan=near.plan, runtime="ray")
     try:
         states = [far.init(make_weights, key, batch=x), state]
+        assert far._pool is not None
         (workers,) = far._pool._workers.values()
         return in_turns([far, near], states, x, [*workers.process_ids.values()])
     finally:
@@ -353,7 +356,7 @@ def main() -> None:
         table.add_row(name, f"{seconds * 1e6:.1f}")
     console.print(table)
     x = np.asarray(jax.random.normal(jax.random.key(1), (1024, 768)))
-    steps = {
+    steps: dict[str, tuple[Callable[..., Compared], float]] = {
         "one stage / its program alone": (functools.partial(one_stage, by="program"), 1.03),
         "one stage / jax.jit": (functools.partial(one_stage, by="jit"), 1.03),
         "two stages / sum of tasks": (functools.partial(pipelines, 2), 1.15),
@@ -375,8 +378,8 @@ def main() -> None:
             table.add_column("instructions", justify="right")
             table.add_column("its thread, ms", justify="right")
             table.add_column("with Ray's threads, ms", justify="right")
-            for count, seconds in driver_seconds(x, (4, 64)).items():
-                table.add_row(str(count), *(f"{one * 1e3:.2f}" for one in seconds))
+            for count, both in driver_seconds(x, (4, 64)).items():
+                table.add_row(str(count), *(f"{one * 1e3:.2f}" for one in both))
             console.print(table)
     for num_meshes in given.meshes:
         report(outcomes(num_meshes, SCHEDULES, given.forward), console)

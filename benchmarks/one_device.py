@@ -130,6 +130,7 @@ def record(name: str, steps: int) -> dict[str, Any]:
     state, expected = trained(plain, state, batch)
     alone, state = seconds(plain, state, batch, steps)
     analysis = plain.lower(*shapes).compile().memory_analysis()
+    assert analysis is not None
     both = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     return {
         "model": name,

@@ -136,7 +136,7 @@ def scaling() -> dict[str, tuple[Problem, ...]]:
     return {"scaling-layers": layers, "scaling-devices": devices}
 
 
-_DRAWN = {
+_DRAWN: dict[str, dict[str, tuple[int, ...]]] = {
     "gpt-350m": {"num_layers": (5, 12, 16, 30), "batch": (8, 24, 32, 256), "length": (512, 2048)},
     "gpt-1.3b": {"num_layers": (5, 8, 12, 30), "batch": (4, 24, 64, 256), "length": (512, 1024)},
     "gpt-2.6b": {"num_layers": (5, 12, 16), "batch": (4, 24, 32, 256), "length": (512, 1024)},

@@ -6,8 +6,9 @@
     .venv/bin/python benchmarks/public_programs.py --program rlax --way Ray --way "Ray, 2 stages"
     .venv/bin/python benchmarks/public_programs.py --summary --out programs.jsonl
 
-Each program (tests/public_programs) takes a step on one device and then, on 8 host devices, another
-in each way: whole, in 2 and in 4 microbatches, and in 2 microbatches on two stages. The result is
+Each program (tests/library_programs) takes a step on one device and then, on 8 host devices,
+another in each way: whole, in 2 and in 4 microbatches, and in 2 microbatches on two stages. The
+result is
 
     equal     that of one device, by the step's own sensitivity to rounding, and the compiled
               collectives are the planned ones
@@ -47,7 +48,7 @@ import jax.numpy as jnp
 import typer
 from attrs import asdict, frozen
 from equal_trees import assert_equal
-from public_programs import PROGRAMS, build
+from library_programs import PROGRAMS, build
 from rich.console import Console
 from rich.table import Table
 
@@ -117,6 +118,7 @@ class Runner:
             arrays = (self._state, self._batch)
             self._reference = single_device_reference(self._plain, arrays, jax.random.key(0))
         audit = step.audit(*arguments, reference=self._reference)
+        assert audit.numerics is not None
         note = audit.numerics.text()
         if not audit.ok:
             return "WRONG", f"{note}; {audit.summary()}"

@@ -36,6 +36,7 @@ from alpa_meta.report.plan_table import plan_summary
 ALPA = (sys.executable, "-c", "from alpa_meta.cli import main; main()")
 MODEL = ("--model", "gpt-1.3b", "--cluster", "p3.16xlarge:4")
 RUNS = 3
+VALUES: tuple[Any, ...]
 VALUES = (None, True, -1, 0, 1, 10**9, 10**30, -1.0, 1e308, "", "x", [], [[]], {}, {"a": 1})
 
 

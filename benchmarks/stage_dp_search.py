@@ -237,7 +237,8 @@ def show_tokens() -> None:
 
 def transformer(num_blocks: int) -> stage_dp.OpSequence:
     """Return a transformer of 40 ops per block with an embedding before and a head behind."""
-    flops, operands, results, signatures, sizes = [], [], [], [], {}
+    flops, operands, results, signatures = [], [], [], []
+    sizes: dict[int, float] = {}
 
     def add(name, reads, size, work=0.0):
         value = len(sizes)

@@ -125,7 +125,7 @@ def ray_transfers(num_bytes: int) -> tuple[Callable[[], float], Callable[[], Non
     """Return what gets an array out of an actor's put."""
     import ray
 
-    @ray.remote  # type: ignore[untyped-decorator]
+    @ray.remote
     class Holder:
         def __init__(self) -> None:
             self.array = np.ones(num_bytes, np.uint8)
@@ -402,11 +402,14 @@ def two_stages(
     """Return pipes to two processes that run `target(pipe, stage, token, *arguments)` and know each
     other's addresses, and the processes."""
     context = multiprocessing.get_context("spawn")
-    pipes, processes, token = [], [], new_token()
+    pipes: list[Connection] = []
+    processes: list[BaseProcess] = []
+    token = new_token()
     for stage in range(2):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=target, args=(theirs, stage, token, *arguments)))
-        processes[-1].start()
+        process = context.Process(target=target, args=(theirs, stage, token, *arguments))
+        process.start()
+        processes.append(process)
         pipes.append(ours)
     addresses = [pipe.recv() for pipe in pipes]
     for pipe, address in zip(pipes, reversed(addresses), strict=True):

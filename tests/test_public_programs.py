@@ -5,13 +5,15 @@ Here a few of them; `benchmarks/public_programs.py` runs them all, in every way.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import pytest
-from public_programs import build
+from library_programs import build
 
 import alpa_meta as alpa
 
-CUT = {"cluster": "host:4", "num_stages": 1, "num_microbatches": 2}
+CUT: dict[str, Any] = {"cluster": "host:4", "num_stages": 1, "num_microbatches": 2}
 
 
 @pytest.mark.parametrize(

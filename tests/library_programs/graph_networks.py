@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import jraph
 import numpy as np
 import optax
 
-from public_programs.batches import EXAMPLES
+from library_programs.batches import EXAMPLES
 
 
 def _graph(draw, nodes=5, edges=8):
@@ -79,7 +81,8 @@ def graphs_of_one_size():
         graph, labels = batch
 
         def loss_fn(params):
-            logits = jax.vmap(lambda g: model.apply(params, g))(graph)[:, 0]
+            found: Any = jax.vmap(lambda g: model.apply(params, g))(graph)
+            logits = found[:, 0]
             return optax.sigmoid_binary_cross_entropy(logits, labels).mean(), logits
 
         (loss, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from optax import contrib
 
-from public_programs.batches import EXAMPLES, WIDTH, images, points
+from library_programs.batches import EXAMPLES, WIDTH, images, points
 
 
 def _mlp(sizes, seed=0):
@@ -67,7 +67,7 @@ def differential_privacy_by_hand():
             (s + 0.1 * jax.random.normal(k, s.shape)) / batch["x"].shape[0]
             for s, k in zip(summed, keys, strict=True)
         ]
-        params = optax.tree.add_scale(params, -0.1, tree.unflatten(noisy))
+        params = optax.tree.add_scale(params, -0.1, jax.tree.unflatten(tree, noisy))
         clipped = jnp.mean(norms > 0.5)
         return (params, key), {"loss": losses.mean(), "norm": norms.mean(), "clipped": clipped}
 

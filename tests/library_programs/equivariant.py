@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from public_programs.batches import EXAMPLES
+from library_programs.batches import EXAMPLES
 
 
 class Equivariant(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import blackjax
 import equinox as eqx
 import jax
@@ -12,7 +14,7 @@ import optax
 import optimistix
 from penzai import pz
 
-from public_programs.batches import WIDTH, images, points
+from library_programs.batches import WIDTH, images, points
 
 
 def regularised_classifier():
@@ -45,10 +47,10 @@ def deep_equilibrium():
         "out": jax.random.normal(keys[1], (WIDTH,)),
     }
     transform = optax.adam(1e-2, eps=1e-3)
-    solver = optimistix.FixedPointIteration(rtol=1e-6, atol=1e-6)
+    solver: Any = optimistix.FixedPointIteration(rtol=1e-6, atol=1e-6)
 
     def predict(params, x):
-        solved = optimistix.fixed_point(
+        solved: Any = optimistix.fixed_point(
             lambda z, args: jnp.tanh(args[0] @ z + args[1]),
             solver,
             jnp.zeros(WIDTH),

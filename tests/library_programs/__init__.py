@@ -65,5 +65,5 @@ PROGRAMS = (
 def build(name: str) -> tuple[Callable[..., Any], Any, Any]:
     """Return (step, state, batch) of the program `module:function`."""
     module, function = name.split(":")
-    made = getattr(importlib.import_module(f"public_programs.{module}"), function)()
+    made = getattr(importlib.import_module(f"library_programs.{module}"), function)()
     return made  # type: ignore[no-any-return]

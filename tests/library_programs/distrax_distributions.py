@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from public_programs.batches import EXAMPLES, images, points
+from library_programs.batches import EXAMPLES, images, points
 
 
 def variational_autoencoder():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 
-from public_programs.batches import VOCABULARY, WIDTH, images, padded_tokens
+from library_programs.batches import VOCABULARY, WIDTH, images, padded_tokens
 
 
 class TrainingState(NamedTuple):
@@ -74,7 +74,7 @@ def recurrent_language_model():
         out, _ = hk.dynamic_unroll(core, tokens.T, core.initial_state(tokens.shape[0]))
         return out
 
-    model = hk.without_apply_rng(hk.transform(unroll))
+    model: Any = hk.without_apply_rng(hk.transform(unroll))
     transform = optax.adam(1e-2, eps=1e-3)
 
     def loss_fn(params, batch):
@@ -101,7 +101,7 @@ def vector_quantised_autoencoder():
         out = hk.Conv2DTranspose(1, 4, 4)(jax.nn.relu(vq["quantize"]))
         return out, vq["loss"], vq["perplexity"]
 
-    model = hk.without_apply_rng(hk.transform(forward))
+    model: Any = hk.without_apply_rng(hk.transform(forward))
     transform = optax.adam(3e-3, eps=1e-3)
 
     def loss_fn(params, image):
@@ -126,7 +126,7 @@ def mnist_with_running_average():
     def forward(image):
         return hk.nets.MLP([16, 8, 4])(hk.Flatten()(image))
 
-    model = hk.without_apply_rng(hk.transform(forward))
+    model: Any = hk.without_apply_rng(hk.transform(forward))
     transform = optax.adam(1e-2, eps=1e-3)
 
     def loss_fn(params, batch):

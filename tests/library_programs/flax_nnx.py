@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from public_programs.batches import VOCABULARY, WIDTH, images, padded_tokens
+from library_programs.batches import VOCABULARY, WIDTH, images, padded_tokens
 
 
 class Block(nnx.Module):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from public_programs.batches import EXAMPLES, WIDTH, images, points
+from library_programs.batches import EXAMPLES, WIDTH, images, points
 
 
 def _state(model, transform):

@@ -10,7 +10,7 @@ import optax
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
-from public_programs.batches import WIDTH, points
+from library_programs.batches import WIDTH, points
 
 
 def _regression(x, y):

@@ -12,7 +12,7 @@ from flax import struct
 from flax.training import train_state
 from flax.training.common_utils import onehot
 
-from public_programs.batches import EXAMPLES, VOCABULARY, WIDTH, images, padded_tokens
+from library_programs.batches import EXAMPLES, VOCABULARY, WIDTH, images, padded_tokens
 
 
 class Block(nn.Module):
