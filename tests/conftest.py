@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import PyTreeDef
 
 import alpa_meta as alpa
 
@@ -48,7 +49,8 @@ def copied(tree: Any) -> Any:
 
 def assert_close(got: Any, expected: Any, tolerance: float = FLOAT32_TOLERANCE) -> None:
     """Require equal structure and types, and values equal up to `tolerance` of the largest."""
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    structures: list[PyTreeDef] = [jax.tree.structure(got), jax.tree.structure(expected)]
+    assert structures[0] == structures[1]
     leaves = jax.tree_util.tree_leaves_with_path(whole(expected))
     for (path, right), left in zip(leaves, jax.tree.leaves(whole(got)), strict=True):
         name = jax.tree_util.keystr(path)
@@ -86,7 +88,7 @@ def assert_agrees(
     tolerance: float = FLOAT32_TOLERANCE,
     one_device: Callable[..., Any] | None = None,
     **options: Any,
-) -> alpa.ParallelStep:
+) -> alpa.ParallelStep[..., Any]:
     """Require that the parallel run equals the single-device run; return the parallel step."""
     parallel = alpa.parallelize(step, **options)
     expected_state, expected = run_steps(one_device or jax.jit(step), state, batches)

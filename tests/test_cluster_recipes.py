@@ -61,7 +61,8 @@ exec "$@"
 def recipe(heading, language):
     """Return the code block behind a heading of the document."""
     text = HOW_TO.split(f"### {heading}\n", 1)[1]
-    return re.search(rf"```{language}\n(.*?)```", text, re.DOTALL).group(1)
+    (block, *_) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return block
 
 
 def free_port():
@@ -267,7 +268,7 @@ def test_the_recipe_for_kubernetes_has_the_fields_of_a_rayjob():
     assert set(hosts) <= FIELDS["hosts"] and {"groupName", "template"} <= set(hosts)
     for parameters in (head["rayStartParams"], hosts["rayStartParams"]):
         assert all(isinstance(value, str) for value in parameters.values())
-    named = re.search(r"--cluster (\S+)", job["spec"]["entrypoint"]).group(1)
+    (named,) = re.findall(r"--cluster (\S+)", job["spec"]["entrypoint"])
     (group,) = named_cluster(named).host_groups
     assert hosts["replicas"] == group.num_hosts
     for pod in (head["template"]["spec"], hosts["template"]["spec"]):

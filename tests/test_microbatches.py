@@ -1,6 +1,7 @@
 """Steps in microbatches, on one mesh and as pipelines, against the plain step on one device."""
 
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def test_random_plans_with_totals_change_no_result():
     step = step_of(experts_and_root)
     expected = jax.jit(step)(WEIGHTS, BATCH)
     for seed in range(3):
-        options = {"num_stages": 2, "num_microbatches": 2}
+        options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
         plan = alpa.parallelize(step, cluster="host:4", **options).random_plan(
             WEIGHTS, BATCH, seed=seed
         )

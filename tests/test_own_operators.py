@@ -24,6 +24,7 @@ PATH = Path(__file__).resolve().parents[1] / "examples" / "own_kernel.py"
 def flash():
     """Return the example, whose rules are registered when it is loaded."""
     spec = importlib.util.spec_from_file_location("own_kernel", PATH)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -119,7 +120,8 @@ def test_kernels_of_one_primitive_have_rules_of_their_own(flash):
     }
     forward, backward = found["flash_forward"], found["flash_backward"]
     assert str(sharding_rule(forward)) == "b h q d, b h k d, b h k d -> b h q d, b h q"
-    assert len(sharding_rule(backward).operands) == 6
+    rule = sharding_rule(backward)
+    assert rule is not None and len(rule.operands) == 6
     assert flops(forward) == 2 * (2 * 16 * 2 * 8 * 8 * 4)
     assert flops(backward) == 5 * (2 * 16 * 2 * 8 * 8 * 4)
     assert is_heavy(forward)

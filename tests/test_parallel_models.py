@@ -6,6 +6,7 @@ In float32 up to the order of additions (conftest.FLOAT32_TOLERANCE), in float64
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -202,7 +203,7 @@ def test_bounds_hold_for_tied_weights_whatever_the_speeds(speeds):
 )
 def test_runs_by_random_plans_equal_the_single_device_run(agrees, name, seed):
     step, state, batches = _training(name)
-    most = {"num_stages": 2} if name == "gpt" else {}
+    most: dict[str, Any] = {"num_stages": 2} if name == "gpt" else {}
     plan = alpa.parallelize(step, **most).random_plan(state, batches[0], seed=seed)
     agrees(step, state, batches, plan=plan)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,9 +36,9 @@ def _state(width=WIDTH):
 
 
 BATCHES = jax.random.normal(jax.random.key(1), (3, BATCH, WIDTH))
-WHOLE = {"num_stages": 1, "num_microbatches": 1}
-PARTS = {"num_stages": 1, "num_microbatches": 2}
-PIPELINE = {"num_stages": 2, "num_microbatches": 2}
+WHOLE: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
+PARTS: dict[str, Any] = {"num_stages": 1, "num_microbatches": 2}
+PIPELINE: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
 
 
 @pytest.mark.parametrize("plan", [WHOLE, PARTS, PIPELINE])
@@ -52,7 +54,7 @@ def test_moments_stay_on_the_host_between_steps():
     state = _state()
     for batch in BATCHES:
         state, _ = step(state, batch)
-    kinds = {leaf.ndim: set() for leaf in jax.tree.leaves(state[1])}
+    kinds: dict[int, set[str]] = {leaf.ndim: set() for leaf in jax.tree.leaves(state[1])}
     for leaf in jax.tree.leaves(state[1]):
         kinds[leaf.ndim].add(leaf.sharding.memory_kind)
     assert kinds == {0: {"device"}, 2: {"pinned_host"}}
@@ -69,7 +71,7 @@ def test_a_saved_plan_says_what_is_on_the_host(tmp_path, agrees):
 
 def test_state_takes_less_memory_for_the_time_of_the_transfers():
     shapes = jax.eval_shape(lambda: _state(1024)), jax.ShapeDtypeStruct((8, 1024), jnp.float32)
-    fixed = {"cluster": "h100:2", "preset": "dp", "cache": False, **PARTS}
+    fixed: dict[str, Any] = {"cluster": "h100:2", "preset": "dp", "cache": False, **PARTS}
     plans = [
         alpa.parallelize(_step, offload=kind, **fixed).plan_for(*shapes)
         for kind in ("none", "moments")
@@ -79,19 +81,21 @@ def test_state_takes_less_memory_for_the_time_of_the_transfers():
     assert near.memory["state"] >= 3 * weights
     assert far.memory["state"] == pytest.approx(near.memory["state"] - 2 * weights)
     link = plans[1].cluster.host_groups[0].host_link
+    assert link is not None
     transfers = 2 * (8 * link.latency + 2 * weights / link.effective_bandwidth)
     assert plans[1].step_seconds - plans[0].step_seconds == pytest.approx(transfers, rel=0.02)
 
 
 def test_moments_on_the_host_make_room():
     shapes = jax.eval_shape(lambda: _state(1024)), jax.ShapeDtypeStruct((2**15, 1024), jnp.float32)
-    fixed = {"cluster": "h100:2", "preset": "dp", "cache": False, "mesh_shape": (2,), **WHOLE}
+    fixed: dict[str, Any] = {"cluster": "h100:2", "preset": "dp", "cache": False, **WHOLE}
+    fixed["mesh_shape"] = (2,)
     step = alpa.parallelize(_step, recompute="full", offload="moments", **fixed)
     memory = step.plan_for(*shapes).stage_plan.peak_bytes[0] + 1e6
     assert step.plan.shardings[0].memory["state"] == pytest.approx(4 * 1024 * 1024 * 4, rel=1e-3)
     with pytest.raises(alpa.InfeasibleError, match="offload='moments'"):
-        told = {"memory": memory, "recompute": "full", "offload": "none"}
-        alpa.parallelize(_step, **told, **fixed).plan_for(*shapes)
+        told = {**fixed, "memory": memory, "recompute": "full", "offload": "none"}
+        alpa.parallelize(_step, **told).plan_for(*shapes)
     chosen = alpa.parallelize(_step, memory=memory, recompute="full", **fixed).plan_for(*shapes)
     assert [one for one in chosen.program.inputs if one.memory == "pinned_host"]
 
@@ -107,7 +111,7 @@ def test_a_state_too_large_for_the_devices_has_its_moments_elsewhere(monkeypatch
     monkeypatch.delenv("ALPA_PLAN_CACHE")
     shapes = jax.eval_shape(lambda: _state(1024)), jax.ShapeDtypeStruct((8, 1024), jnp.float32)
     weights = 4 * 1024 * 1024 * 4.0  # parameters and two moments: three times as much is the state
-    small = {"cluster": "h100:1", "memory": 2.7 * weights}
+    small: dict[str, Any] = {"cluster": "h100:1", "memory": 2.7 * weights}
     plan = alpa.parallelize(_step, cache=False, **small).plan_for(*shapes)
     assert sum(one.memory == "pinned_host" for one in plan.program.inputs) == 8
     cached = alpa.parallelize(_step, **small)
@@ -123,7 +127,7 @@ def test_a_state_too_large_for_the_devices_has_its_moments_elsewhere(monkeypatch
 def test_programs_that_fetch_moments_are_their_plans(plan):
     step = alpa.parallelize(_step, cluster="host:4", offload="moments", cache=False, **plan)
     audit = step.audit(_state(), BATCHES[0])
-    assert audit.ok and audit.numerics.ok
+    assert audit.ok and audit.numerics is not None and audit.numerics.ok
 
 
 def test_offload_is_of_moments_or_of_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from alpa_interchange.document import from_json, load, save, to_json
 from alpa_meta.report.plan_table import plan_summary
 
 SIZE, BATCH = 16, 8
-QUICK = {"num_stages": 1, "max_mesh_axes": 1, "cluster": "host:4"}
+QUICK: dict[str, Any] = {"num_stages": 1, "max_mesh_axes": 1, "cluster": "host:4"}
 
 
 def _loss(params, batch):

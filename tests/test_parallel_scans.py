@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from alpa_meta.execution.piecewise import PiecewiseArray
 
 LAYERS, WIDTH, BATCH = 6, 8, 8
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-4))
-PIPELINE = {"cluster": "host:4", "max_mesh_axes": 1}
+PIPELINE: dict[str, Any] = {"cluster": "host:4", "max_mesh_axes": 1}
 
 
 def _params(layers=LAYERS):
@@ -112,7 +114,7 @@ def test_a_pipeline_that_cuts_a_scan_equals_one_device(agrees, case):
 
 
 SGD = optax.sgd(0.1)
-SMALL = {**PIPELINE, "num_stages": 2, "num_microbatches": 1}
+SMALL: dict[str, Any] = {**PIPELINE, "num_stages": 2, "num_microbatches": 1}
 
 
 @pytest.fixture(scope="module")

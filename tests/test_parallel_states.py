@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from two_layers import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Training:
-    params: dict
+    params: dict[str, Any]
     optimizer: optax.OptState
     count: jax.Array
 
@@ -55,7 +56,8 @@ def _train_state_case():
 
 
 def _nnx_case():
-    nnx = pytest.importorskip("flax.nnx")
+    pytest.importorskip("flax")
+    from flax import nnx
 
     class Net(nnx.Module):
         def __init__(self, rngs):

@@ -244,8 +244,15 @@ def test_token_slices_whose_tokens_move_run_on_ray_as_in_one_process(nodes):
         for (name, shape), key in zip(shapes.items(), keys, strict=True)
     }
     tokens = np.arange(12).reshape(1, 12) * 7 % 11
-    options = {"num_stages": 2, "num_microbatches": 1, "schedule": "1f1b", "donate": False}
-    near = alpa.parallelize(moved_step, cluster="host:2", token_slices=(5, 3, 4), **options)
+    near = alpa.parallelize(
+        moved_step,
+        cluster="host:2",
+        num_stages=2,
+        num_microbatches=1,
+        schedule="1f1b",
+        token_slices=(5, 3, 4),
+        donate=False,
+    )
     expected = near.gather(near(weights, tokens))
     whole, loss = jax.jit(moved_step)(weights, tokens)
     np.testing.assert_allclose(expected[1], loss, rtol=1e-6)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # not behind other tests
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # other programs' memory is not ours
@@ -105,7 +106,7 @@ def nodes():
         "health_check_failure_threshold": 3,
     }
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quick}
-    cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head))
+    cluster: Any = started(lambda: Cluster(initialize_head=True, head_node_args=head))
     cluster.working = [started(lambda: cluster.add_node(num_cpus=2)) for _ in range(2)]
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
@@ -304,7 +305,8 @@ def test_a_run_goes_on_when_a_checkpoint_cannot_be_written_and_when_the_newest_i
     nodes, plan, undisturbed, tmp_path
 ):
     far, saved = surviving(tmp_path, plan=plan, every=2), tmp_path / "saved"
-    state, losses = far.init(make, jax.random.key(0), batch=BATCH), []
+    state = far.init(make, jax.random.key(0), batch=BATCH)
+    losses: list[float] = []
 
     def go_on(stop):
         nonlocal state
@@ -338,7 +340,7 @@ def test_a_run_goes_on_when_a_checkpoint_cannot_be_written_and_when_the_newest_i
 @pytest.fixture(scope="module")
 def left_behind():
     """Take processes whose driver was killed; all must end, while other tests run."""
-    processes = []
+    processes: list[int] = []
     yield processes
     latest = time.monotonic() + 300  # our workers are gone in 3 s, agents of Ray within 65
     while any(map(alive, processes)) and time.monotonic() < latest:
@@ -429,7 +431,8 @@ def test_a_slow_worker_is_named_with_its_share_of_the_step(nodes, tmp_path):
         runtime=alpa.RayOptions(cpus_per_actor=2.0, step_timeout=120.0),
         trace="ready",
     )
-    said, ended = [], threading.Event()
+    said: list[str] = []
+    ended = threading.Event()
     monitor = Monitor(far, tmp_path / "newest.prom", said.append)
     state, _ = far(weights, x)
     pid = processes(far)["mesh 1 host 0"]

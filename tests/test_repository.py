@@ -11,6 +11,7 @@ import tomllib
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -27,12 +28,13 @@ each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: pat
 
 
 @cache
-def project(package: Path) -> dict:
-    return tomllib.loads((package / "pyproject.toml").read_text())["project"]
+def project(package: Path) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    return found
 
 
 def import_name(package: Path) -> str:
-    return project(package)["name"].replace("-", "_")
+    return str(project(package)["name"]).replace("-", "_")
 
 
 def normal(name: str) -> str:
@@ -69,7 +71,7 @@ def imported(package: Path) -> dict[str, set[str]]:
                 modules = [node.module or ""]
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
                 argument = node.args[0]
-                modules = [argument.value] if isinstance(argument, ast.Constant) else []
+                modules = [str(argument.value)] if isinstance(argument, ast.Constant) else []
             else:
                 continue
             for module in modules:
@@ -111,6 +113,18 @@ def test_a_package_depends_on_the_schema_alone_unless_it_is_the_product(package)
             assert siblings == ours - {"alpa-meta"}
         case _:
             assert siblings == {"alpa-interchange"}
+
+
+def test_mypy_finds_the_modules_of_every_package_and_of_its_tests():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    folders = [str(package.relative_to(ROOT)) for package in PACKAGES]
+    assert settings["mypy_path"] == sorted(
+        [*folders, *(f"{one}/tests" for one in folders), "benchmarks", "examples", "tests"]
+    )
+    sources = {f"{one}/{import_name(ROOT / one)}" for one in folders}
+    assert sources <= set(settings["files"])
+    (strict,) = (one for one in settings["overrides"] if one.get("disallow_untyped_defs"))
+    assert strict["module"] == sorted(f"{import_name(ROOT / one)}.*" for one in folders)
 
 
 def lint_layers(*roots: Path) -> subprocess.CompletedProcess[str]:
@@ -214,7 +228,7 @@ def uv(*arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def bare_environment(tmp_path_factory) -> Path:
+def bare_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment that was asked for the wheels of ilp-sharding and its schema only."""
     folder = tmp_path_factory.mktemp("bare")
     for package in ("interchange", "ilp-sharding"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -87,7 +89,7 @@ def test_chunks_of_one_mesh_may_lay_out_the_same_value_in_two_ways(agrees):
 
 def test_a_chosen_schedule_is_no_slower_than_any_that_is_searched(agrees):
     step, state, batches = _training()
-    chosen = {"num_stages": 2, "num_microbatches": 4, "max_mesh_axes": 1}
+    chosen: dict[str, Any] = {"num_stages": 2, "num_microbatches": 4, "max_mesh_axes": 1}
     parallel = agrees(step, state, batches, schedule=None, **chosen)
     for schedule in set(SCHEDULES) - {"interleaved-1f1b"}:  # which has four stages at least
         named = alpa.parallelize(step, schedule=schedule, **chosen).plan_for(state, batches[0])

@@ -48,8 +48,13 @@ def whole_and_output(tmp_path_factory):
     state that it begins with is made once."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     made, init = [], ParallelStep.init
+
+    def counted(*given):
+        made.append(given)
+        return init(*given)
+
     with contextlib.redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ParallelStep, "init", lambda *given: made.append(0) or init(*given))
+        patch.setattr(ParallelStep, "init", counted)
         _train(folder, "--steps", "12", "--compare", "3")
     assert len(made) == 1
     return folder, output.getvalue()

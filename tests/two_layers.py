@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-QUICK = {"num_stages": 1, "max_mesh_axes": 1, "cluster": "host:4"}
-PARTS = {**QUICK, "num_microbatches": 2}
-PIPELINE = {"num_stages": 2, "max_mesh_axes": 1, "cluster": "host:4", "num_microbatches": 2}
+QUICK: dict[str, Any] = {"num_stages": 1, "max_mesh_axes": 1, "cluster": "host:4"}
+PARTS: dict[str, Any] = {**QUICK, "num_microbatches": 2}
+PIPELINE: dict[str, Any] = {**PARTS, "num_stages": 2}
 SIZE, BATCH = 8, 8
 
 
