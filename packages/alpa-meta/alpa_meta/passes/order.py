@@ -19,17 +19,19 @@ from attrs.validators import in_
 
 from alpa_meta.operators.rewrites import (
     BATCHED_LOOKUPS,
+    BLOCKS_OF_RECOMPUTATIONS,
     KNOWN_PLACES,
     MAPPED_REDUCTIONS,
     MERGED_SHIFTS,
+    PICKED_BLOCKS,
     WHOLE_SLICES,
     Rewrite,
+    with_rewrite,
 )
 from alpa_meta.passes.batched_loops import with_one_condition
 from alpa_meta.passes.flat_program import FlatProgram, on_equations
 from alpa_meta.passes.live import without_dead
 from alpa_meta.passes.normalisation import with_constants_in_update, without_markers
-from alpa_meta.passes.patterns import with_rewrite
 from alpa_meta.passes.shared_reads import with_shared_reads
 
 MOMENTS = ("inlined", "classified", "cut", "planned")
@@ -79,6 +81,16 @@ PASSES: tuple[Pass, ...] = (
         "inlined",
         _pattern(MERGED_SHIFTS),
         "any time before dead equations: the cuts that it merges become dead",
+    ),
+    Pass(
+        "inlined",
+        _pattern(BLOCKS_OF_RECOMPUTATIONS),
+        "before the loop around it is rewritten, which is then given what its body picks",
+    ),
+    Pass(
+        "inlined",
+        _pattern(PICKED_BLOCKS),
+        "any time after: what its blocks were picked by becomes dead",
     ),
     Pass(
         "inlined",

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alpa_meta.operators.rewrites import Origins, Rewrite
+from alpa_meta.operators.rewrites import Origins, Rewrite, with_rewrite
 from alpa_meta.operators.rewrites.replacement import replacement
-from alpa_meta.passes.patterns import with_rewrite
 
 X = jnp.linspace(0.0, 1.0, 4)
 

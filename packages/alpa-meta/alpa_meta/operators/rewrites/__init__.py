@@ -8,16 +8,20 @@ collectives over an axis of one member are, which inlining leaves out.
 from alpa_meta.operators.rewrites.known_places import KNOWN_PLACES
 from alpa_meta.operators.rewrites.lookups import BATCHED_LOOKUPS
 from alpa_meta.operators.rewrites.mapped_reductions import MAPPED_REDUCTIONS
-from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite
+from alpa_meta.operators.rewrites.picked_blocks import BLOCKS_OF_RECOMPUTATIONS, PICKED_BLOCKS
+from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite, with_rewrite
 from alpa_meta.operators.rewrites.shifts import MERGED_SHIFTS
 from alpa_meta.operators.rewrites.whole_slices import WHOLE_SLICES
 
 __all__ = [
     "BATCHED_LOOKUPS",
+    "BLOCKS_OF_RECOMPUTATIONS",
     "KNOWN_PLACES",
     "MAPPED_REDUCTIONS",
     "MERGED_SHIFTS",
+    "PICKED_BLOCKS",
     "WHOLE_SLICES",
     "Origins",
     "Rewrite",
+    "with_rewrite",
 ]

@@ -8,7 +8,7 @@ import jax
 from attrs import frozen
 from jax import Array
 
-from alpa_meta.compat import Atom, JaxprEqn, Literal, Var
+from alpa_meta.compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, with_eqns
 
 
 @frozen(eq=False)
@@ -38,3 +38,21 @@ class Rewrite:
 
     ends: frozenset[str]
     replaced: Callable[[JaxprEqn, Origins], Sequence[JaxprEqn] | None]
+
+
+def with_rewrite(program: ClosedJaxpr, rewrite: Rewrite) -> ClosedJaxpr:
+    """Return the program with every pattern of `rewrite` replaced."""
+    eqns = program.jaxpr.eqns
+    ends = {k for k, eqn in enumerate(eqns) if eqn.primitive.name in rewrite.ends}
+    if not ends:
+        return program
+    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    producers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    origins = Origins(producers, constants)
+    found: list[JaxprEqn] = []
+    for k, eqn in enumerate(eqns):
+        replaced = rewrite.replaced(eqn, origins) if k in ends else None
+        if replaced is not None:
+            producers.update((var, one) for one in replaced for var in one.outvars)
+        found += [eqn] if replaced is None else replaced
+    return with_eqns(program, found)
