@@ -1,7 +1,8 @@
 """What an operator makes of intervals: bounds of its results where those of its operands are known.
 
 On the diagonal of a mask, where the row is the key, both positions are one p: a value there is
-slope * p + [low, high], so that comparisons of positions are settled for every p at once.
+slope * p + [low, high], so that comparisons of positions are settled for every p at once. In blocks
+of B tokens the number of the block is p // B, and the place in it p - B (p // B).
 """
 
 from __future__ import annotations
@@ -19,22 +20,33 @@ from alpa_meta.types import DType, Function
 
 @frozen
 class Interval:
-    """slope * p + [low, high] for every p from 0 to `last`."""
+    """slope * p + sum of c (p // B) + [low, high] for every p from 0 to `last`; `blocks` has the
+    pairs (B, c)."""
 
     low: float = -math.inf
     high: float = math.inf
     slope: float = 0.0
     last: int = 0
+    blocks: tuple[tuple[int, float], ...] = ()
 
     @property
     def constant(self) -> float | None:
         """The one value that it holds, if it holds one."""
-        return self.low if self.low == self.high and not self.slope else None
+        return self.low if self.low == self.high and not self.slope and not self.blocks else None
 
     def flat(self) -> Interval:
         """Return the interval for all p together."""
-        ends = sorted((0.0, self.slope * self.last))
-        return Interval(self.low + ends[0], self.high + ends[1], 0.0, self.last)
+        parts = [self.slope * self.last, *(c * (self.last // size) for size, c in self.blocks)]
+        if len(self.blocks) == 1 and self.blocks[0][1] == -self.slope * self.blocks[0][0]:
+            parts = [self.slope * min(self.blocks[0][0] - 1, self.last)]  # the place in a block
+        low, high = (sum(extreme(0.0, part) for part in parts) for extreme in (min, max))
+        return Interval(self.low + low, self.high + high, 0.0, self.last)
+
+    def scaled(self, factor: float) -> Interval:
+        """Return a multiple of it."""
+        ends = sorted((self.low * factor, self.high * factor))
+        blocks = tuple((size, factor * c) for size, c in self.blocks)
+        return Interval(ends[0], ends[1], self.slope * factor, self.last, blocks)
 
 
 UNKNOWN = Interval()
@@ -93,7 +105,7 @@ def holds_exactly(dtype: DType, number: float) -> bool:
 
 def hull(found: Sequence[Interval]) -> Interval:
     """Return the least interval that holds all of these."""
-    if len({one.slope for one in found}) > 1:
+    if len({(one.slope, one.blocks) for one in found}) > 1:
         found = [one.flat() for one in found]
     low, high = min(one.low for one in found), max(one.high for one in found)
     return evolve(found[0], low=low, high=high)
@@ -110,12 +122,16 @@ def _all(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
 def _added(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     one, two = operands
     last = max(one.last, two.last)
-    return Interval(one.low + two.low, one.high + two.high, one.slope + two.slope, last)
+    blocks = dict(one.blocks)
+    for size, c in two.blocks:
+        blocks[size] = blocks.get(size, 0.0) + c
+    kept = tuple(sorted((size, c) for size, c in blocks.items() if c))
+    return Interval(one.low + two.low, one.high + two.high, one.slope + two.slope, last, kept)
 
 
 def _negated(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     (one,) = operands
-    return Interval(-one.high, -one.low, -one.slope, one.last)
+    return one.scaled(-1.0)
 
 
 def _subtracted(eqn: JaxprEqn, operands: Sequence[Interval]) -> Interval:
@@ -130,8 +146,7 @@ def _multiplied(_: JaxprEqn, operands: Sequence[Interval]) -> Interval:
     if factor == 0.0:
         return UNKNOWN if math.isinf(one.constant or 0.0) else Interval(0.0, 0.0)
     if factor is not None and math.isfinite(factor):
-        ends = sorted((one.low * factor, one.high * factor))
-        return Interval(ends[0], ends[1], one.slope * factor, one.last)
+        return one.scaled(factor)
     one, two = one.flat(), two.flat()
     products = [a * b for a in (one.low, one.high) for b in (two.low, two.high)]
     return UNKNOWN if any(map(math.isnan, products)) else Interval(min(products), max(products))

@@ -9,6 +9,7 @@ slice after another (TeraPipe, ICML 2021).
     moves      slices, paddings and joins along the tokens
     key_moves  the same along their keys
     blocks     loops over blocks of queries
+    key_blocks loops over blocks of keys, and `later_blocks` that those behind a slice do nothing
     windows    convolutions along the tokens
     writer     the program of the slices
 """

@@ -43,6 +43,7 @@ from alpa_meta.token_slices.convolved import met_elements
 from alpa_meta.token_slices.cuts import Cutting
 from alpa_meta.token_slices.hints import input_value, longer_dim, token_hints
 from alpa_meta.token_slices.key_moves import keys_moved
+from alpa_meta.token_slices.later_blocks import Unknowns
 from alpa_meta.token_slices.looking_back import looks_back
 from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import is_soft, rest_of
@@ -123,7 +124,9 @@ class Walk:
             if isinstance(dtype_of(var), np.dtype)
         }
         self.scope: Scope = Scope(jaxpr.eqns, constants, slices, scope, outer, scanned)
+        self.found.scope = self.scope
         self.masks = MaskFacts(self.found, self.scope)
+        self.unknowns: Unknowns = parent.unknowns if parent is not None else Unknowns()
         for var in jaxpr.constvars:
             layout = whole(len(shape_of(var)))
             self.found.values[var] = Value("known", layout, of_batch=True)
@@ -270,6 +273,7 @@ class Walk:
         rest = rest_of(eqn, reading, rests) if self.slices.count > 1 else None
         rest = rest if self.masks.tells_apart(eqn, reading, rests) else None
         dead = self.masks.is_dead(eqn, reading)
+        self.masks.follow(eqn)
         if dead and is_soft(rest, dtype_of(eqn.outvars[0])):
             raise UnreadableError(
                 "masks with a finite constant, and a token all of whose keys are masked cannot be "
@@ -429,16 +433,18 @@ class Walk:
         sweep: int,
         carried: range | None = None,
         place: Place | None = None,
+        within: Mapping[Var, frozenset[int]] | None = None,
     ) -> Walk:
         """Return the walk through a body of a region that has these inputs; `outer` says which of
         them are what outside. Of a scan, those in `carried` are its carry; `place` is that of the
-        blocks of tokens that it runs over."""
+        blocks of tokens that it runs over, `within` has their dims in a block of keys."""
         body = bodies(eqn)[number]
         jaxpr, stacked = open_jaxpr(body), carried is not None
         scanned = frozenset(jaxpr.invars[carried.stop :]) if carried is not None else frozenset()
         sweeps = (sweep,) * len(jaxpr.eqns)
         walk = Walk(body, sweeps, self.slices, self.choices, self, outer, scanned)
         walk.scope.place = place
+        walk.masks.within.update(within or {})
         walk.run(inputs)
         first = 0 if carried is None else len(carried)
         for var, atom in list(zip(eqn.outvars, jaxpr.outvars, strict=True))[first:]:

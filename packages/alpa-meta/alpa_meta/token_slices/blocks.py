@@ -82,7 +82,6 @@ def block_loop(
         inputs = again
     results = []
     for k, (var, value) in enumerate(zip(eqn.outvars, after, strict=True)):
-        walk.scope.made_in.pop(var, None)
         if value.state == "addend" or ROW in kinds(value.layout):
             raise UnreadableError(_REASON)
         if k >= num_carry:

@@ -14,6 +14,8 @@ from alpa_meta.operators import operator_of
 from alpa_meta.operators.layout import is_unspecified
 from alpa_meta.operators.regions import bodies, fold
 from alpa_meta.token_slices.blocks import block_loop
+from alpa_meta.token_slices.bounds import Own
+from alpa_meta.token_slices.key_blocks import is_over_keys, key_loop
 from alpa_meta.token_slices.mask_facts import diagonal
 from alpa_meta.token_slices.masking import of_any
 from alpa_meta.token_slices.places import whole
@@ -54,7 +56,8 @@ def _remat(
     jaxpr = open_jaxpr(bodies(eqn)[0])
     inputs = [_as_input(value) for value in operands]
     outer = dict(zip(jaxpr.invars, eqn.invars, strict=True))
-    found = walk.body(eqn, 0, inputs, outer, sweep)
+    found = walk.body(eqn, 0, inputs, outer, sweep, within=walk.masks.within_of(outer))
+    walk.masks.within.update(found.masks.within_of(dict(zip(eqn.outvars, jaxpr.outvars))))
     results = [_leaving(walk, found.found.value(atom), sweep) for atom in jaxpr.outvars]
     return Region(found.found, len(inputs), 0, False), results
 
@@ -83,6 +86,8 @@ def _scan(
     scanned = operands[first:]
     layouts = walk.layouts(operands)
     if any(layout[0] is not None for layout in layouts[first:]):
+        if is_over_keys(walk, eqn, layouts, sweep):
+            return key_loop(walk, eqn, operands, layouts, sweep)
         if any(any(layout) for layout in (*layouts[:first], *(one[1:] for one in layouts[first:]))):
             return block_loop(walk, eqn, operands, layouts, sweep)
         read = walk.read if walk.inside else None
@@ -92,7 +97,7 @@ def _scan(
     fixed = [_as_input(value) for value in operands[:num_consts]]
     pieces = [evolve(value, layout=value.layout[1:], longer=None) for value in scanned]
     carry = [
-        evolve(value, rest=None, longer=None, of_batch=False, layout=layout)
+        evolve(value, rest=None, later=None, longer=None, of_batch=False, layout=layout)
         if value.in_parts
         else Value("known", whole(len(value.layout)), value.when)
         for value, layout in zip(operands[num_consts:first], layouts[num_consts:first], strict=True)
@@ -126,9 +131,11 @@ def _branches(
     inputs, walks = [_as_input(value) for value in given], []
     for number, body in enumerate(bodies(eqn)):
         outer = dict(zip(open_jaxpr(body).invars, eqn.invars[1:], strict=True))
-        walks.append(walk.body(eqn, number, inputs, outer, sweep))
+        within = walk.masks.within_of(outer)
+        walks.append(walk.body(eqn, number, inputs, outer, sweep, within=within))
     made = [*zip(*(open_jaxpr(one.found.closed).outvars for one in walks), strict=True)]
-    values = tuple(_of_either(walks, atoms) for atoms in made)
+    own = walk.scope.bounds(eqn.invars[0], (), Own()).constant if walk.scope.in_blocks else None
+    values = tuple(_of_either(walks, atoms, own) for atoms in made)
     for var, atoms in zip(eqn.outvars, made, strict=True):
         walk.scope.made_in.pop(var, None)  # by one of several
         if len(only := _specified(walks, atoms)) == 1:
@@ -137,9 +144,10 @@ def _branches(
     return Branches(tuple(one.found for one in walks), values), results
 
 
-def _of_either(walks: Sequence[Walk], atoms: Sequence[Atom]) -> Value:
-    """Return what is known of a result that one of several branches makes. What a branch leaves
-    unspecified, only its own gradient is given, which does not read it."""
+def _of_either(walks: Sequence[Walk], atoms: Sequence[Atom], taken: float | None) -> Value:
+    """Return what is known of a result that one of several branches makes; `taken` is that of each
+    token's own block. What a branch leaves unspecified, only its own gradient is given, which does
+    not read it."""
     made = _specified(walks, atoms)
     values = [walk.found.value(atom) for walk, atom in made] or [walks[0].found.value(atoms[0])]
     parts = [value for value in values if value.in_parts]
@@ -155,7 +163,8 @@ def _of_either(walks: Sequence[Walk], atoms: Sequence[Atom]) -> Value:
     for (walk, atom), value in zip(made, values, strict=True):
         rests.append(walk.masks.operand_rest(atom, value, layout))
         own = None if walk.scope.in_blocks else diagonal([layout], walk.slices)
-        dead = dead or walk.masks.is_low(atom, layout, own)
+        if taken is None or walk is walks[min(max(int(taken), 0), len(walks) - 1)]:
+            dead = dead or walk.masks.is_low(atom, layout, own)
     return Value("sliced", layout, when, rest=of_any(rests, dtype_of(atoms[0])), dead=dead)
 
 

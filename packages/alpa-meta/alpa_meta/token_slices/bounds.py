@@ -23,7 +23,7 @@ from alpa_meta.compat import (
 )
 from alpa_meta.operators import counted_dim, operator_of, operator_signature, sharding_rule
 from alpa_meta.operators.cutting import rearrangement
-from alpa_meta.operators.elementwise import is_elementwise, is_sum
+from alpa_meta.operators.elementwise import is_elementwise
 from alpa_meta.operators.intervals import (
     Interval,
     holds_exactly,
@@ -66,13 +66,9 @@ class Diagonal:
 
 
 @frozen
-class Iteration(Diagonal):
-    """A loop over blocks of tokens: what is said of the numbers of its blocks."""
-
-
-@frozen
-class Within(Diagonal):
-    """The rows of one block: what is said of their numbers in it."""
+class Own(Diagonal):
+    """The same inside loops over blocks of tokens: what each token meets of itself, in the
+    iterations that have its block."""
 
 
 class Scope:
@@ -115,16 +111,17 @@ class Scope:
         """Whether iterations of a loop around have rows of their own."""
         return self.place is not None or self.parent is not None and self.parent.in_blocks
 
+    def chunk(self, place: Place) -> int:
+        """Return how many tokens each element at a place has; 0 if that cannot be said."""
+        size = self.slices.tokens // max(self.slices.cuts_of(place)[-1], 1)
+        chunks = tuple(cut * size for cut in self.slices.cuts_of(place))
+        return size if chunks == self.slices.cuts and not place.after else 0
+
     @property
-    def block(self) -> int:
-        """How many rows an iteration of the loop around has; 0 if that cannot be said."""
-        around = self.parent.block if self.parent is not None else 0
-        if self.place is None:
-            return around
-        nested = self.parent is not None and self.parent.in_blocks
-        count = self.slices.cuts_of(self.place)[-1]
-        chunks = tuple(cut * (self.slices.tokens // count) for cut in self.place.cuts)
-        return 0 if nested or chunks != self.slices.cuts else self.slices.tokens // count
+    def blocks(self) -> list[Place]:
+        """The places of the blocks of all loops around over blocks of tokens."""
+        around = self.parent.blocks if self.parent is not None else []
+        return around if self.place is None else [*around, self.place]
 
     def is_weight(self, atom: Atom) -> bool:
         """Return whether a value is a weight."""
@@ -148,7 +145,7 @@ class Scope:
         if var not in self.made_in:
             return None
         scope, atom, stacked = self.made_in[var]
-        if stacked and layout[0] is not None:
+        if stacked and layout[0] != scope.place:
             return None
         return scope, atom, layout[1:] if stacked else layout
 
@@ -171,7 +168,7 @@ class Scope:
 
     def _bounds(self, var: Var, layout: Layout, where: After | Diagonal) -> Interval:
         own_block = self.place is not None and var in self.scanned
-        if own_block and isinstance(where, Diagonal) and not isinstance(where, Iteration):
+        if own_block and isinstance(where, Diagonal) and not isinstance(where, Own):
             return of_type(dtype_of(var))
         if var in self.constants:
             return self._of_constant(self.constants[var], layout, where)
@@ -196,7 +193,6 @@ class Scope:
         if layouts is None:
             return of_type(dtype_of(var))
         own = self._of_itself(eqn, layout, where) if type(where) is Diagonal else None
-        own = own or self._of_place(eqn, layouts, where)
         if own is not None:
             return own
         pairs = zip(eqn.invars, layouts, strict=True)
@@ -212,36 +208,29 @@ class Scope:
         sides = [(self, atom, _operand_labels(eqn, k, labels)) for k, atom in enumerate(eqn.invars)]
         return found if _alike(*sides) else None
 
-    def _of_place(
-        self, eqn: JaxprEqn, layouts: Sequence[Layout], where: After | Diagonal
-    ) -> Interval | None:
-        """Return the bounds of a row's place among the tokens, the sum of the first of its block
-        and its number there; None of what is no such sum."""
-        block = self.block
-        if type(where) is not Diagonal or not block or not is_sum(eqn):
-            return None
-        pairs = list(zip(eqn.invars, layouts, strict=True))
-        for one, two in (pairs, pairs[::-1]):
-            first, number = self.bounds(*one, Iteration()), self.bounds(*two, Within())
-            exact = first.low == first.high and number.low == number.high
-            if exact and (first.slope, number.slope) == (block, 1.0):
-                start = first.low + number.low
-                return Interval(start, start, 1.0, self.slices.tokens - 1)
-        return None
-
     def _counted(self, place: Place | None, size: int, where: After | Diagonal) -> Interval:
         """Return the bounds of what counts the places along a dim."""
         if place is None or place.outer > 1 or place.inner > 1:
             return Interval(0.0, size - 1.0)
-        if BLOCK == place.kind or isinstance(where, (Iteration, Within)):
-            counts = isinstance(where, Within if place.kind == BLOCK else Iteration)
-            counts = counts and place.kind != KEY
-            return Interval(0.0, 0.0, 1.0, size - 1) if counts else Interval(0.0, size - 1.0)
+        if isinstance(where, Own):
+            return self._own(place) or Interval(0.0, size - 1.0)
+        if place.kind == BLOCK:
+            return Interval(0.0, size - 1.0)
         if isinstance(where, Diagonal):
             first = where.key if place.kind == KEY else 0
             return Interval(first, first, 1.0, size - 1 - first)
         start, stop = self._span(place, where.number)
         return Interval(float(start), stop - 1.0)
+
+    def _own(self, place: Place) -> Interval | None:
+        """Return which element at a place a token is, is of or, of its block, is the place in."""
+        last = self.slices.tokens - 1
+        if place.kind == BLOCK:
+            return Interval(0.0, 0.0, 1.0, last, ((place.cuts[-1], -1.0 * place.cuts[-1]),))
+        size = self.chunk(place)
+        if size < 2:
+            return Interval(0.0, 0.0, 1.0, last) if size else None
+        return Interval(0.0, 0.0, 0.0, last, ((size, 1.0),))
 
     def _of_sums(self, eqn: JaxprEqn, layout: Layout, where: After | Diagonal) -> Interval:
         """Return the bounds of running sums of integers: each of so many of them."""
@@ -256,9 +245,7 @@ class Scope:
         count = self._counted(place, size, where)
         count = evolve(count, low=count.low + 1, high=count.high + 1)
         if each.constant is not None:
-            slope = each.low * count.slope
-            lows = sorted((each.low * count.low, each.low * count.high))
-            return Interval(lows[0], lows[1], slope, count.last)
+            return count.scaled(each.low)
         count = count.flat()
         low = min(each.low * count.low, each.low * count.high)
         return Interval(low, max(each.high * count.low, each.high * count.high))
@@ -270,8 +257,7 @@ class Scope:
         return (start, stop) if place.kind == ROW else (stop, cuts[-1])
 
     def _of_constant(self, value: HostArray, layout: Layout, where: After | Diagonal) -> Interval:
-        counted = {ROW} if isinstance(where, Iteration) else {ROW, KEY}
-        counted = {BLOCK} if isinstance(where, Within) else counted
+        counted = {ROW, KEY, BLOCK} if isinstance(where, Own) else {ROW, KEY}
         dims = [(d, p) for d, p in enumerate(layout) if p is not None and p.kind in counted]
         if value.size > _MOST_DIFFERENCES or any(p.outer > 1 or p.inner > 1 for _, p in dims):
             return of_type(value.dtype)
@@ -279,6 +265,8 @@ class Scope:
             for d, place in dims:
                 value = value.take(range(*self._span(place, where.number)), axis=d)
             return _of_values(value)
+        if isinstance(where, Own):
+            return self._of_own(value, dims)
         if {place.kind for _, place in dims} == {ROW, KEY}:
             (row, key) = (d for d, _ in sorted(dims, key=lambda one: one[1].kind == KEY))
             return _of_values(np.diagonal(value, where.key, row, key))
@@ -291,6 +279,24 @@ class Scope:
                 first = _of_values(moved[..., 0])
                 return Interval(first.low, first.high, slope, moved.shape[-1] - 1)
         return _of_values(value)
+
+    def _of_own(self, value: np.ndarray, dims: Sequence[tuple[int, Place]]) -> Interval:
+        """Return the bounds of the elements of a constant array that tokens are at in `dims`."""
+        counted = [self._own(place) for _, place in dims]
+        if len(dims) == 1 and counted[0] is not None and np.issubdtype(value.dtype, np.number):
+            steps = np.unique(np.diff(value, axis=dims[0][0]))
+            if steps.size == 1 and math.isfinite(float(steps[0])):
+                first = _of_values(value.take(0, axis=dims[0][0]))
+                own = counted[0].scaled(float(steps[0]))
+                return evolve(own, low=first.low, high=first.high)
+        tokens = np.arange(self.slices.tokens)
+        at: list[np.ndarray | slice] = [slice(None)] * value.ndim
+        for (d, _), one in zip(dims, counted, strict=True):
+            if one is None:
+                return _of_values(value)
+            places = one.slope * tokens + sum((c * (tokens // size) for size, c in one.blocks), 0)
+            at[d] = places.astype(int)
+        return _of_values(value[tuple(at)])
 
 
 def operand_layouts(
@@ -317,6 +323,11 @@ def operand_layouts(
         held: list[Place | None] = []
         for dim in dims:
             names = [name for name in dim if name in places]
+            if len(names) == len(dim) == 2:
+                held.append(_joined([places[name] for name in names], slices))
+                if held[-1] is None:
+                    return None
+                continue
             if len(names) > 1:
                 return None
             held.append(
@@ -326,13 +337,24 @@ def operand_layouts(
     return layouts
 
 
+def _joined(places: Sequence[Place], slices: Slices) -> Place | None:
+    """Return the place of the tokens of blocks and of what is in a block; None of other dims."""
+    of_blocks, within = places
+    blocks, size = slices.cuts_of(of_blocks), slices.cuts_of(within)[-1]
+    plain = (of_blocks.outer, of_blocks.inner, of_blocks.after, within.outer, within.inner)
+    if within.kind != BLOCK or of_blocks.kind == BLOCK or plain != (1, 1, 0, 1, 1):
+        return None
+    tokens = tuple(cut * size for cut in blocks)
+    return Place(of_blocks.kind) if tokens == slices.cuts else None
+
+
 def joined_pieces(
     eqn: JaxprEqn, layout: Layout, where: After | Diagonal, slices: Slices
 ) -> list[tuple[Atom, Layout, After | Diagonal]] | None:
     """Return the operands that hold a part of what is joined, or padded, along a dim of tokens, and
     which part; None for what is not joined so."""
     kind = rearrangement(eqn)
-    if kind not in ("joined", "padded"):
+    if kind not in ("joined", "padded") or isinstance(where, Own):
         return None
     if kind == "joined":
         dim, atoms = eqn.params["dimension"], list(eqn.invars)

@@ -6,12 +6,12 @@ See `masking` for what follows from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_meta.compat import Atom, JaxprEqn, dtype_of, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, Var, dtype_of, shape_of
 from alpa_meta.operators import sharding_rule
 from alpa_meta.operators.elementwise import (
     extreme_taken,
@@ -20,7 +20,7 @@ from alpa_meta.operators.elementwise import (
     is_masking_sum,
     is_selection,
 )
-from alpa_meta.token_slices.bounds import After, Diagonal, Scope
+from alpa_meta.token_slices.bounds import After, Diagonal, Own, Scope
 from alpa_meta.token_slices.masking import is_masked, is_soft, masked, rest_of_parts
 from alpa_meta.token_slices.places import BLOCK, KEY, ROW, Layout, Place, Slices, kinds
 from alpa_meta.token_slices.reading import Reading
@@ -34,6 +34,7 @@ class MaskFacts:
         self.found, self.scope = found, scope
         # By the ids of scope and value, and the layout: values are read by several.
         self._rests: dict[tuple[int, int, Layout], float | None] = {}
+        self.within: dict[Var, frozenset[int]] = {}  # dims within a block of keys
 
     def operand_rest(self, atom: Atom, value: Value, layout: Layout) -> float | None:
         """Return what an operand holds behind the last row of every slice."""
@@ -97,8 +98,10 @@ class MaskFacts:
             found = self._in_block(eqn, reading)
             if found is None:
                 return True
-            pairs, own = found, Diagonal()
-        if reading.reduced_keys == "max":
+            pairs, own = found, Own()
+        factors = rule.factors if rule is not None and self.scope.in_blocks else ()
+        reduced = {factor.reduction for factor in factors if factor.kind == "reduction"}
+        if reading.reduced_keys == "max" or reduced == {"max"}:
             return self.is_low(*pairs[0], own)
         if rule is None or any(factor.kind == "reduction" for factor in rule.factors):
             return False
@@ -112,12 +115,33 @@ class MaskFacts:
         low = (self.is_low(*pair, own, most) for pair in pairs)
         return all(low) if taken == "max" else any(low)
 
+    def follow(self, eqn: JaxprEqn) -> None:
+        """Note which dims of the results are those within a block of keys."""
+        names = self._within_names(eqn)
+        rule = sharding_rule(eqn) if names else None
+        for var, dims in zip(eqn.outvars, rule.results if rule else (), strict=False):
+            self.within[var] = frozenset(d for d, dim in enumerate(dims) if {*dim} & names)
+
+    def within_of(self, named: Mapping[Var, Atom]) -> dict[Var, frozenset[int]]:
+        """Return the dims within a block of keys of what has other names in a region."""
+        pairs = ((var, atom) for var, atom in named.items() if isinstance(atom, Var))
+        return {var: self.within[atom] for var, atom in pairs if atom in self.within}
+
+    def _within_names(self, eqn: JaxprEqn) -> set[str]:
+        """Return the factors of an operator that are dims within a block of keys."""
+        rule, names = sharding_rule(eqn), set[str]()
+        for atom, dims in zip(eqn.invars, rule.operands if rule else (), strict=False):
+            held = self.within.get(atom, ()) if isinstance(atom, Var) else ()
+            names |= {dims[d][0] for d in held if len(dims[d]) == 1}
+        return names
+
     def _in_block(self, eqn: JaxprEqn, reading: Reading) -> list[tuple[Atom, Layout]] | None:
-        """Return the operands of an operator in a loop over blocks of tokens, whose layouts say
-        which dim is that of a block's rows; None where the rows may have changed dims."""
+        """Return the operands of an operator in loops over blocks of tokens, whose layouts say
+        which dims are those within a block; None where the rows may have changed dims."""
         pairs = list(zip(eqn.invars, reading.operands, strict=True))
-        (layout, *_), shape, block = reading.results, shape_of(eqn.outvars[0]), self.scope.block
-        if KEY not in kinds(layout):
+        (layout, *_), shape = reading.results, shape_of(eqn.outvars[0])
+        loops, names, rule = self.scope.blocks, self._within_names(eqn), sharding_rule(eqn)
+        if KEY not in kinds(layout) and not names:
             return pairs
         if not is_elementwise(eqn):
             values = [self.found.value(atom) for atom, _ in pairs]
@@ -125,16 +149,22 @@ class MaskFacts:
             sizes = [sorted(size for size in shape_of(atom) if size > 1) for atom, _ in pairs]
             laid_out = len(pairs) == 1 and sizes[0] == sorted(size for size in shape if size > 1)
             return pairs if laid_out or not masked_ones else None
-        rows = [d for d, size in enumerate(shape) if size == block and layout[d] is None]
-        if block < 2 or len(rows) > 1:
-            return None
-        place = Place(BLOCK, cuts=(0, block))
+        assert rule is not None
+        keys = {d for d, dim in enumerate(rule.results[0]) if {*dim} & names}
+        rows: list[int] = []
+        queries = [place for place in loops if place.kind == ROW]
+        if queries:
+            block = self.scope.chunk(queries[0])
+            rows = [
+                d for d, s in enumerate(shape) if s == block and not layout[d] and d not in keys
+            ]
+            if block < 2 or len(rows) > 1 or len(queries) > 1:
+                return None
         marked = []
         for atom, one in pairs:
-            sizes_of = shape_of(atom)
             held = [
-                place if d in rows and size == block else p
-                for d, (p, size) in enumerate(zip(one, sizes_of))
+                Place(BLOCK, cuts=(0, size)) if size > 1 and d in (*keys, *rows) else p
+                for d, (p, size) in enumerate(zip(one, shape_of(atom)))
             ]
             marked.append((atom, tuple(held)))
         return marked

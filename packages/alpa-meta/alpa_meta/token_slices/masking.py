@@ -27,7 +27,7 @@ import numpy as np
 
 from alpa_meta import compat
 from alpa_meta.compat import JaxprEqn, dtype_of
-from alpa_meta.operators import operator_of
+from alpa_meta.operators import operator_of, sharding_rule
 from alpa_meta.operators.absorbing import of_some
 from alpa_meta.operators.elementwise import is_comparison, is_elementwise, is_selection
 from alpa_meta.token_slices.places import KEY, kinds
@@ -132,6 +132,21 @@ def rest_of_parts(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
         return _of_elements(eqn, rests)
     moves = operator_of(eqn).layout or operator_of(eqn).order_survives(eqn)
     return rests[0] if moves else None
+
+
+def number_of(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:
+    """Return the number that the result of an operator is, if its operands are these numbers (None:
+    anything finite); None if it is not one number."""
+    if is_elementwise(eqn):
+        return _of_elements(eqn, rests)
+    if _zero_of_groups(eqn, rests) == 0.0:
+        return 0.0
+    if len(rests) != 1:
+        return None
+    rule = sharding_rule(eqn)
+    reduced = {one.reduction for one in rule.factors if one.kind == "reduction"} if rule else set()
+    kept = operator_of(eqn).layout or reduced and reduced <= {"max", "min", "or", "and"}
+    return rests[0] if kept else None
 
 
 def _of_elements(eqn: JaxprEqn, rests: Sequence[float | None]) -> float | None:

@@ -22,6 +22,7 @@ from alpa_meta.passes.live import live_eqns
 from alpa_meta.token_slices.analysis import analysed
 from alpa_meta.token_slices.blocks import write_blocks
 from alpa_meta.token_slices.branches import write_branches, write_branches_again
+from alpa_meta.token_slices.key_blocks import write_key_blocks
 from alpa_meta.token_slices.places import SliceRequest, Slices
 from alpa_meta.token_slices.regions import write_region
 from alpa_meta.token_slices.values import (
@@ -29,11 +30,11 @@ from alpa_meta.token_slices.values import (
     Analysis,
     Blocks,
     Branches,
+    KeyBlocks,
     Known,
-    Region,
     SlicingError,
 )
-from alpa_meta.token_slices.writer import Again, Writer
+from alpa_meta.token_slices.writer import Again, Regions, Writer
 
 MOST_WHOLE = 0.5
 """Share of the forward pass's work that may be on all tokens at once: slices of a model that does
@@ -125,15 +126,15 @@ def in_slices(
     return SlicedProgram(ClosedJaxpr(made, consts(closed)), phases, slice_of, slices)
 
 
-def _write_region(
-    writer: Writer, eqn: JaxprEqn, region: Region | Blocks | Branches, again: Again | None
-) -> None:
+def _write_region(writer: Writer, eqn: JaxprEqn, region: Regions, again: Again | None) -> None:
     if isinstance(region, Branches) and again is not None:
         write_branches_again(writer, eqn, region, again)
     elif isinstance(region, Branches):
         write_branches(writer, eqn, region)
     elif isinstance(region, Blocks):
         write_blocks(writer, eqn, region)
+    elif isinstance(region, KeyBlocks):
+        write_key_blocks(writer, eqn, region)
     else:
         write_region(writer, eqn, region)
 

@@ -30,6 +30,7 @@ from alpa_meta.token_slices.values import (
     Analysis,
     Blocks,
     Branches,
+    KeyBlocks,
     Known,
     Moved,
     MovedKeys,
@@ -47,7 +48,8 @@ _KINDS = (frozenset[str](), frozenset({ROW}), frozenset({KEY}), frozenset({ROW, 
 
 @frozen
 class _Work:
-    """The work of an operator: `held` are its bytes by what holds them (`_KINDS`)."""
+    """The work of an operator: `held` are its bytes by what holds them (`_KINDS`), `each` says by
+    what a slice has fewer of it, those of the loops over blocks around."""
 
     kernel: str
     dtype: str
@@ -55,6 +57,7 @@ class _Work:
     of: frozenset[str]
     held: tuple[float, ...]
     product: tuple[tuple[int, frozenset[str]], ...] = ()  # its batch, m, n, k, and what holds each
+    each: frozenset[str] = frozenset()
 
 
 def slice_seconds(analysis: Analysis, costs: MeshCosts, num_cells: int) -> Array:
@@ -79,7 +82,7 @@ def slice_seconds(analysis: Analysis, costs: MeshCosts, num_cells: int) -> Array
             found = costs.model.compute_seconds(
                 amount, moved, one.dtype, one.kernel, host_group=group
             )
-        total += times * found
+        total += times * share[one.each] * found
     return np.where(start < stop, total, 0.0)
 
 
@@ -120,7 +123,10 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
             yield from _work(decision.body, platform, times * trips)
         elif isinstance(decision, Blocks):
             for work, often in _work(decision.body, platform, int(eqn.params["length"])):
-                yield _of_rows(work), times * often
+                yield evolve(work, each=work.each | {ROW}), times * often
+        elif isinstance(decision, KeyBlocks):
+            for work, often in _work(decision.body, platform, int(eqn.params["length"])):
+                yield evolve(work, each=work.each | {KEY}), times * often
         elif isinstance(decision, Branches):
             for one in decision.bodies:  # any may be taken: all are priced, as in a plan
                 yield from _work(one, platform, times)
@@ -143,14 +149,6 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
             layouts = [analysis.value(var).layout for var in eqn.outvars]
             if any(map(any, layouts)):
                 yield _scaled(eqn, platform, frozenset().union(*map(kinds, layouts))), times
-
-
-def _of_rows(work: _Work) -> _Work:
-    """Return the work of each iteration of a loop over rows."""
-    held = [0.0, 0.0, 0.0, 0.0]
-    for of, size in zip(_KINDS, work.held, strict=True):
-        held[_KINDS.index(of | {ROW})] += size
-    return evolve(work, of=work.of | {ROW}, held=tuple(held))
 
 
 def _scaled(eqn: JaxprEqn, platform: str, of: frozenset[str]) -> _Work:

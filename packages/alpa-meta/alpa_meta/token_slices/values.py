@@ -7,6 +7,8 @@ from attrs import define, evolve, field, frozen
 
 from alpa_meta.compat import Atom, ClosedJaxpr, Literal, Var, shape_of
 from alpa_meta.errors import PlanError
+from alpa_meta.operators.linear import Unknown
+from alpa_meta.token_slices.bounds import Scope
 from alpa_meta.token_slices.places import ROW, Layout, Place, Slices, whole
 from alpa_meta.token_slices.reading import Reading, UnreadableError
 
@@ -21,7 +23,8 @@ class Value:
     Of a known value `layout` says where the tokens of the batch lie in it, which it is cut along
     where parameters meet it; `of_batch`: that it depends on no parameter. `when`: see `BEFORE`; of
     others the sweep that makes them. `rest`: see `masking`. `dead`: that a mask may have left out a
-    token's own key, so that no key of it is known to be live.
+    token's own key, so that no key of it is known to be live. `later`: what stands behind the keys
+    of every slice, if that is no number (`later_blocks`).
     """
 
     state: str
@@ -32,6 +35,7 @@ class Value:
     dead: bool = False
     longer: int | None = None  # the dim with one token more than the slices have
     why: str = ""  # what made it known no earlier
+    later: Unknown | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -116,6 +120,18 @@ class Blocks:
 
 
 @frozen(eq=False)
+class KeyBlocks:
+    """A loop over blocks of keys, at `place`, of which each slice runs those up to its end;
+    `results` are what is known of what the body makes."""
+
+    body: Analysis
+    num_consts: int
+    num_carry: int
+    place: Place
+    results: tuple[Value, ...]
+
+
+@frozen(eq=False)
 class Branches:
     """A conditional, of whose branches each slice runs its part; `results` are what is known of
     what either makes."""
@@ -189,6 +205,7 @@ Decision = (
     | MovedKeys
     | Region
     | Blocks
+    | KeyBlocks
     | Branches
 )
 
@@ -207,6 +224,7 @@ class Analysis:
     values: dict[Var, Value] = field(factory=dict)
     decisions: list[Decision] = field(factory=list)
     whole: str = ""
+    scope: Scope | None = None
 
     @property
     def is_sliced(self) -> bool:
@@ -238,7 +256,7 @@ def is_joinable(value: Value) -> bool:
 
 def joined_carry(before: Value, after: Value) -> Value:
     """Return what a carry must be taken for that starts as one value and comes back as another."""
-    after = evolve(after, rest=None, longer=None, of_batch=False)
+    after = evolve(after, rest=None, later=None, longer=None, of_batch=False)
     if not before.in_parts and not after.in_parts:
         return evolve(before, when=max(before.when, after.when))
     if not before.in_parts:

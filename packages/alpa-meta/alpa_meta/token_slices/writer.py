@@ -60,6 +60,7 @@ from alpa_meta.token_slices.values import (
     Blocks,
     Branches,
     Decision,
+    KeyBlocks,
     Known,
     Moved,
     MovedKeys,
@@ -76,6 +77,8 @@ from alpa_meta.token_slices.windows import write_window, write_window_sum
 from alpa_meta.types import Function
 
 PHASES = ("forward", "backward", "update")
+
+Regions = Region | Blocks | KeyBlocks | Branches
 
 Again = tuple[int, Var, Layout, int]
 """The number of a result that is recomputed from the first token on, as what, its layout, and the
@@ -102,7 +105,7 @@ class Writer:
         self,
         analysis: Analysis,
         templates: dict[Hashable, ClosedJaxpr],
-        write_region: Callable[[Writer, JaxprEqn, Region | Blocks | Branches, Again | None], None],
+        write_region: Callable[[Writer, JaxprEqn, Regions, Again | None], None],
     ) -> None:
         self.write_region, self.templates = write_region, templates
         self.analysis, self.slices = analysis, analysis.slices
@@ -166,7 +169,7 @@ class Writer:
                 self.emit(eqn.replace(invars=[self.part(source, number)]), number)
                 self.made.update(eqn.outvars)
         else:
-            assert isinstance(decision, Region | Blocks | Branches)
+            assert isinstance(decision, Regions)
             if number == self.order(self.sweep)[0]:
                 self.write_region(self, eqn, decision, None)
 
