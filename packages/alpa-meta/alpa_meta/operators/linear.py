@@ -137,9 +137,10 @@ def _compared(eqn: JaxprEqn, operands: Sequence[Linear], low: float) -> Linear |
     if all(masks):
         return None
     if any(masks):
-        difference = Interval(*[one.constant if masks[0] else -two.constant] * 2)
-    elif (number := one.plus(two, -1.0).number) is not None:
+        number = one.constant if masks[0] else -two.constant
         difference = Interval(number, number)
+    elif (apart := one.plus(two, -1.0).number) is not None:
+        difference = Interval(apart, apart)
     else:
         sides = [value.alone is not None and value.alone.live for value in operands]
         if sides[0] and two.number is not None and two.number <= low / 2:

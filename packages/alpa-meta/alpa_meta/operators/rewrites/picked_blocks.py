@@ -268,7 +268,8 @@ class _Loop:
         eqns = _live(self.eqns, [atom])
         read = {a for one in eqns for a in one.invars if isinstance(a, Var)}
         made = {var for one in eqns for var in one.outvars}
-        given = [(v, a, None) for v, a in self.body.fixed if v in read]
+        given: list[tuple[Var, Atom, int | None]] = []
+        given += [(v, a, None) for v, a in self.body.fixed if v in read]
         given += [(v, a, 0) for v, a in self.body.scanned if v in read]
         if not all(map(is_integer, (atom, *(v for v, *_ in given)))) or not eqns:
             return None
