@@ -57,7 +57,8 @@ def is_over_keys(walk: Walk, eqn: JaxprEqn, layouts: Sequence[Layout], sweep: in
         return True
     if not any(map(any, (*layouts[:first], *inner))):
         return False
-    hands_on = not all(only_adds(eqn, k) for k in range(num_carry))
+    in_order = bool(eqn.params["reverse"]) == (sweep != BEFORE)
+    hands_on = in_order and not all(only_adds(eqn, k) for k in range(num_carry))
     names = ("queries", "keys") if hands_on else ("keys", "queries")
     kind = "loop over blocks", operator_signature(eqn), sweep
     return walk.choices.choose(names, kind) == "keys"
