@@ -46,7 +46,7 @@ from alpa_meta.token_slices.places import (
     kinds,
     whole,
 )
-from alpa_meta.types import HostArray
+from alpa_meta.types import HostArray, Ints
 
 _MOST_DIFFERENCES = 1 << 24  # elements of a constant array whose bounds are taken
 
@@ -280,7 +280,7 @@ class Scope:
                 return Interval(first.low, first.high, slope, moved.shape[-1] - 1)
         return _of_values(value)
 
-    def _of_own(self, value: np.ndarray, dims: Sequence[tuple[int, Place]]) -> Interval:
+    def _of_own(self, value: HostArray, dims: Sequence[tuple[int, Place]]) -> Interval:
         """Return the bounds of the elements of a constant array that tokens are at in `dims`."""
         counted = [self._own(place) for _, place in dims]
         if len(dims) == 1 and counted[0] is not None and np.issubdtype(value.dtype, np.number):
@@ -290,13 +290,14 @@ class Scope:
                 own = counted[0].scaled(float(steps[0]))
                 return evolve(own, low=first.low, high=first.high)
         tokens = np.arange(self.slices.tokens)
-        at: list[np.ndarray | slice] = [slice(None)] * value.ndim
-        for (d, _), one in zip(dims, counted, strict=True):
+        at: list[Ints] = []
+        for one in counted:
             if one is None:
                 return _of_values(value)
             places = one.slope * tokens + sum((c * (tokens // size) for size, c in one.blocks), 0)
-            at[d] = places.astype(int)
-        return _of_values(value[tuple(at)])
+            at.append(places.astype(int))
+        counted_first = np.moveaxis(value, [d for d, _ in dims], range(len(dims)))
+        return _of_values(counted_first[tuple(at)])
 
 
 def operand_layouts(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -69,11 +69,11 @@ def result_of_numbers(one: JaxprEqn, known: dict[Var, Interval]) -> Interval | N
     return found if exact else None
 
 
-def counted(held: Interval, var: Var) -> Callable[[], Any]:
+def counted(held: Interval, var: Var) -> Callable[[], jax.Array]:
     """Return a function that makes the array `var` of numbers."""
     dtype, size = dtype_of(var), shape_of(var)[0]
 
-    def run() -> Any:
+    def run() -> jax.Array:
         numbers = lax.iota(dtype, size)
         if held.slope != 1.0:
             numbers = lax.mul(numbers, lax.full_like(numbers, held.slope))

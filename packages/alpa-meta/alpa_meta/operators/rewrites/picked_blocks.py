@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +49,7 @@ from alpa_meta.operators.rewrites.counting import (
 )
 from alpa_meta.operators.rewrites.replacement import replacement
 from alpa_meta.operators.rewrites.rewrite import Origins, Rewrite, with_rewrite
+from alpa_meta.types import Function
 
 _PICKS, _PUTS = "dynamic_slice", "dynamic_update_slice"
 
@@ -126,7 +126,9 @@ class _Loop:
         steps = [atom for atom in one.invars if isinstance(atom, Literal)]
         return float(steps[0].val) if len(steps) == 1 and var in one.invars else None
 
-    def _block(self, starts: Sequence[Atom], block: Sequence[int], whole: Sequence[int]) -> Any:
+    def _block(
+        self, starts: Sequence[Atom], block: Sequence[int], whole: Sequence[int]
+    ) -> int | None:
         """Return the dim that blocks cut, if those of all iterations are all of a tensor."""
         cut = [d for d, (part, size) in enumerate(zip(block, whole, strict=True)) if part < size]
         if len(cut) != 1 or block[cut[0]] * self.length != whole[cut[0]]:
@@ -164,35 +166,33 @@ class _Loop:
             if var not in terms or readers[var] > 1 or not sums:
                 continue
             puts = {
-                term: dim for term in terms if (dim := self._put_dim(term, readers)) is not None
+                term: dim
+                for term in terms
+                if isinstance(term, Var) and (dim := self._put_dim(term, readers)) is not None
             }
             if not puts:
                 continue
-            total: Atom = start
-            for term, dim in puts.items():
-                assert isinstance(term, Var)
-                block = self.makers[term].invars[1]
-                given = Var(array_type(block).update(shape=(self.length, *shape_of(block))))
-                self.body.stacked.append((block, given))
-                last = term is list(puts)[-1] and len(puts) + 1 == len(terms)
-                after = out if last else Var(array_type(out))
-                operands = [given] if _is_zero(total, self.origins) else [total, given]
-                put = _put(dim)
-                self.body.after += replacement(put, operands, [after], self.eqn)
-                total = after
             kept = [term for term in terms if term not in puts]
             where = self.eqns.index(sums[0])
             for one in sums:
                 self._drop(one)
-            if len(kept) == 1:
-                self.body.carry[k] = (var, start, var, out)
-                continue
             held: Atom = kept[0]
             for term in kept[1:]:
                 after = Var(array_type(var))
                 self.eqns.insert(where, sums[0].replace(invars=[held, term], outvars=[after]))
                 held, where = after, where + 1
-            self.body.carry[k] = (var, total, held, out)
+            total, result = start, out
+            if len(kept) > 1:  # what is no put is added up in the loop
+                total = result = Var(array_type(out))
+            self.body.carry[k] = (var, start, held, result)
+            for term, dim in puts.items():
+                block = self.makers[term].invars[1]
+                given = Var(array_type(block).update(shape=(self.length, *shape_of(block))))
+                self.body.stacked.append((block, given))
+                after = out if term is list(puts)[-1] else Var(array_type(out))
+                operands = [given] if _is_zero(total, self.origins) else [total, given]
+                self.body.after += replacement(_put(dim), operands, [after], self.eqn)
+                total = after
         self.body.carry = [
             row for row in self.body.carry if row[0] is not row[2] or self._read(row)
         ]
@@ -204,28 +204,27 @@ class _Loop:
         made = {id(v) for one in self.body.after for v in one.outvars}
         return read or id(out) not in made
 
-    def _terms(self, made: Atom, readers: Counter[Any]) -> tuple[list[Atom], list[JaxprEqn]]:
+    def _terms(self, made: Atom, readers: Counter[Var]) -> tuple[list[Atom], list[JaxprEqn]]:
         """Return what is added up to a result, and the sums, those made last first."""
         terms, sums, pending = [], [], [made]
         while pending:
             atom = pending.pop()
-            one = None if isinstance(atom, Literal) else self.makers.get(atom)
-            if one is not None and is_sum(one) and readers[atom] == 1:
+            one = self.makers.get(atom) if isinstance(atom, Var) and readers[atom] == 1 else None
+            if one is not None and is_sum(one):
                 sums.append(one)
                 pending += one.invars
             else:
                 terms.append(atom)
         return terms, sums
 
-    def _put_dim(self, term: Atom, readers: Counter[Any]) -> int | None:
-        one = None if isinstance(term, Literal) else self.makers.get(term)
+    def _put_dim(self, term: Var, readers: Counter[Var]) -> int | None:
+        one = self.makers.get(term)
         if one is None or one.primitive.name != _PUTS or readers[term] > 1:
             return None
         background, block, *starts = one.invars
         if not _is_zero(background, Origins(self.makers, {})) or isinstance(block, Literal):
             return None
-        dim: int | None = self._block(starts, shape_of(block), shape_of(term))
-        return dim
+        return self._block(starts, shape_of(block), shape_of(term))
 
     def count(self) -> None:
         """Give the loop the numbers that it counts, and leave out those that it hands on."""
@@ -337,7 +336,7 @@ class _Loop:
             *(a for _, a in body.scanned),
         ]
         results = [*(row[3] for row in carry), *(out for _, out in body.stacked)]
-        run: Callable[..., Any] = scan_of(self.eqn, made, len(fixed), len(carry))
+        run: Function[object] = scan_of(self.eqn, made, len(fixed), len(carry))
         if counts:
             axes = [None] * len(fixed) + [0] * len(body.scanned)
             run = jax.vmap(jaxpr_as_fun(made), axes, 0, axis_size=self.length)
@@ -377,8 +376,8 @@ def _is_zero(atom: Atom, origins: Origins) -> bool:
     )
 
 
-def _cut(dim: int, length: int) -> Callable[[Any], Any]:
-    def run(value: Any) -> Any:
+def _cut(dim: int, length: int) -> Callable[[jax.Array], jax.Array]:
+    def run(value: jax.Array) -> jax.Array:
         sizes = (*value.shape[:dim], length, value.shape[dim] // length, *value.shape[dim + 1 :])
         order = (dim, *(d for d in range(value.ndim + 1) if d != dim))
         return lax.transpose(lax.reshape(value, sizes), order)
@@ -386,10 +385,10 @@ def _cut(dim: int, length: int) -> Callable[[Any], Any]:
     return run
 
 
-def _put(dim: int) -> Callable[..., Any]:
+def _put(dim: int) -> Function[jax.Array]:
     """Return a function that puts blocks behind one another, and adds them to what there is."""
 
-    def run(*values: Any) -> Any:
+    def run(*values: jax.Array) -> jax.Array:
         blocks = values[-1]
         order = [*range(1, dim + 1), 0, *range(dim + 1, blocks.ndim)]
         sizes = list(blocks.shape[1:])
@@ -400,7 +399,7 @@ def _put(dim: int) -> Callable[..., Any]:
     return run
 
 
-def _one(value: float, var: Var) -> Callable[[], Any]:
+def _one(value: float, var: Var) -> Callable[[], jax.Array]:
     return lambda: lax.full((), value, dtype_of(var))
 
 
@@ -444,10 +443,10 @@ def _recomputed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
     makers = {var: one for one in eqns for var in one.outvars}
     outvars, results, after = list(jaxpr.outvars), list(eqn.outvars), []
     for k, (atom, var) in enumerate(zip(jaxpr.outvars, eqn.outvars, strict=True)):
-        one = None if isinstance(atom, Literal) else makers.get(atom)
-        if one is None or one.primitive.name != _PUTS or is_drop(var):
+        last = None if isinstance(atom, Literal) else makers.get(atom)
+        if last is None or last.primitive.name != _PUTS or is_drop(var):
             continue
-        background, block, *starts = one.invars
+        background, block, *starts = last.invars
         zeros = makers.get(background) if isinstance(background, Var) else None
         literal = zeros is not None and all(isinstance(a, Literal) for a in zeros.invars)
         if zeros is None or not literal or not _is_zero(background, Origins(makers, {})):
@@ -458,7 +457,7 @@ def _recomputed(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
         blank = Var(background.aval)
         after.append(zeros.replace(outvars=[blank]))
         places = [a if isinstance(a, Literal) else outside[a] for a in starts]
-        after.append(one.replace(invars=[blank, results[k], *places], outvars=[var]))
+        after.append(last.replace(invars=[blank, results[k], *places], outvars=[var]))
     if not given and not after:
         return None if sunk is None else [sunk]
     inner = jaxpr.replace(
