@@ -80,8 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import settings
 
         # Tests that name no number of examples are those that compile each of them.
-        settings.register_profile("sample", max_examples=8)
-        settings.register_profile("full", max_examples=100)
+        # None has a deadline: they are claims of what is computed, on however busy a machine.
+        settings.register_profile("sample", max_examples=8, deadline=None)
+        settings.register_profile("full", max_examples=100, deadline=None)
         settings.load_profile("full" if config.getoption("full") else "sample")
 
 
