@@ -76,3 +76,49 @@ def test_positions_that_a_type_rounds_are_not_known():
     assert holds_exactly(np.dtype(np.float32), math.inf)
     rounded = bounds(lambda x, _: x.astype(jnp.bfloat16), Interval(0, 300), Interval())
     assert rounded == UNKNOWN
+
+
+LAST = 17
+SIZES = (2, 3)
+
+
+def of_places(draw):
+    """Return an interval of places in blocks, with up to two sizes of blocks."""
+    ends = sorted((draw(-3, 3), draw(-3, 3)))
+    blocks = tuple((size, float(c)) for size in SIZES if (c := draw(-4, 4)))
+    return Interval(float(ends[0]), float(ends[1]), float(draw(-3, 3)), LAST, blocks)
+
+
+def at(one, p):
+    """Return the least and the largest of an interval at a place."""
+    there = one.slope * p + sum(c * (p // size) for size, c in one.blocks)
+    return one.low + there, one.high + there
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "neg", "ge", "gt", "le", "lt", "eq", "ne"])
+@settings(derandomize=True, max_examples=25, deadline=None)
+@given(data=st.data())
+def test_places_in_blocks_are_within_the_bounds_at_every_place(name, data):
+    def draw(low, high):
+        return data.draw(st.integers(low, high))
+
+    one, two = of_places(draw), of_places(draw)
+    found = bounds(FUNCTIONS[name], one, two)
+    flat = found.flat()
+    for p in range(LAST + 1):
+        low, high = at(found, p)
+        assert flat.low <= low and high <= flat.high
+        for x in at(one, p):
+            for y in at(two, p):
+                value = float(FUNCTIONS[name](np.float64(x), np.float64(y)))
+                assert low <= value <= high
+
+
+def test_a_place_is_in_its_own_block():
+    place = Interval(0.0, 0.0, 1.0, LAST)
+    block = Interval(0.0, 0.0, 0.0, LAST, ((3, 3.0),))
+    within = bounds(FUNCTIONS["sub"], place, block)
+    assert within.flat() == Interval(0.0, 2.0, 0.0, LAST)
+    assert bounds(FUNCTIONS["ge"], place, block).constant == 1.0
+    assert bounds(FUNCTIONS["gt"], place, block).constant is None
+    assert bounds(FUNCTIONS["eq"], bounds(FUNCTIONS["add"], block, within), place).constant == 1.0

@@ -279,8 +279,10 @@ def test_three_stages_of_blocks_give_what_one_device_does(lengths):
     _, (weights, x) = step_of(kinds[0])
     three = [{name: sign * one for name, one in weights.items()} for sign in (1, -1, 0.5)]
     args = ((three, optimiser.init(three)), x)
-    options = {"num_stages": 3, "num_microbatches": 1, "donate": False, "cache": False}
-    sliced = alpa.parallelize(step, cluster="host:3", token_slices=lengths, **options)
+    options = alpa.Options(
+        num_stages=3, num_microbatches=1, donate=False, cache=False, token_slices=lengths
+    )
+    sliced = alpa.parallelize(step, cluster="host:3", options=options)
     expected, found = jax.jit(step)(*args), sliced.gather(sliced(*args))
     for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-10, atol=1e-12)
