@@ -1,6 +1,7 @@
 """Multiples of unknown values hold for every value that they may have."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from alpa_meta.compat import open_jaxpr
 from alpa_meta.operators.linear import Linear, Unknown, of_linear
 
 LOW = -1e9
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., jax.Array]] = {
     "add": jnp.add,
     "sub": jnp.subtract,
     "neg": lambda x, _: -x,
