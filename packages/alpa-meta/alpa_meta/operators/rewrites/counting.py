@@ -11,7 +11,7 @@ from jax import lax
 
 from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, shape_of, subjaxprs
 from alpa_meta.operators.elementwise import is_elementwise
-from alpa_meta.operators.intervals import Interval, results_of
+from alpa_meta.operators.intervals import Interval, holds_exactly, results_of
 from alpa_meta.operators.layout import counted_dim
 from alpa_meta.operators.registry import operator_of
 from alpa_meta.operators.rewrites.rewrite import Origins
@@ -39,7 +39,8 @@ def counts(atom: Atom, origins: Origins) -> Interval | None:
         return Interval(begin, begin, float(steps[0]), len(value) - 1) if steps.size == 1 else None
     one = origins.eqn(atom)
     if one is not None and one.primitive.name == "iota":
-        return Interval(0.0, 0.0, 1.0, shape_of(atom)[0] - 1)
+        last = shape_of(atom)[0] - 1
+        return Interval(0.0, 0.0, 1.0, last) if holds_exactly(dtype_of(atom), last) else None
     if one is None:
         return None
     if operator_of(one).layout and isinstance(one.invars[0], Literal) and is_integer(atom):
@@ -65,8 +66,9 @@ def result_of_numbers(one: JaxprEqn, known: dict[Var, Interval]) -> Interval | N
         else:
             return None
     found = results_of(one, operands) if operands else None
-    exact = found is not None and found.low == found.high and abs(found.low) < 2**53
-    return found if exact else None
+    if found is None or found.low != found.high or found.blocks or abs(found.low) >= 2**53:
+        return None
+    return found
 
 
 def counted(held: Interval, var: Var) -> Callable[[], jax.Array]:

@@ -37,7 +37,7 @@ from alpa_meta.compat import (
     subjaxprs,
 )
 from alpa_meta.operators.elementwise import is_sum
-from alpa_meta.operators.intervals import Interval
+from alpa_meta.operators.intervals import Interval, holds_exactly
 from alpa_meta.operators.regions import bodies, scan_of, with_bodies
 from alpa_meta.operators.registry import operator_of
 from alpa_meta.operators.rewrites.counting import (
@@ -109,7 +109,9 @@ class _Loop:
             step = self._step(var, made)
             if step is not None and isinstance(start, Literal) and not self.eqn.params["reverse"]:
                 begin = float(start.val)
-                found[var] = Interval(begin, begin, step, self.length - 1)
+                ends = begin, begin + step * self.length
+                if all(holds_exactly(dtype_of(var), end) for end in ends):  # else it wraps around
+                    found[var] = Interval(begin, begin, step, self.length - 1)
         for one in self.eqns:
             held = result_of_numbers(one, found)
             if held is not None:

@@ -94,7 +94,19 @@ def of_a_part(x):
     )
 
 
-@pytest.mark.parametrize("function", [reverse_numbers, overlapping, of_a_part])
+def wrapping(x):
+    """Count 0, 64 and then, as eight bits hold no more, -128, which picks the first block."""
+    wide = jnp.tile(x, (1, 16, 1))
+
+    def trip(state, _):
+        start, held = state
+        block = lax.dynamic_slice(wide, (jnp.int8(0), start, jnp.int8(0)), (2, 64, 3))
+        return (start + jnp.int8(64), held * 0.5 + block), None
+
+    return lax.scan(trip, (jnp.int8(0), jnp.zeros((2, 64, 3))), length=3)[0][1]
+
+
+@pytest.mark.parametrize("function", [reverse_numbers, overlapping, of_a_part, wrapping])
 def test_other_blocks_are_picked_as_they_were(function):
     closed = inline(jax.make_jaxpr(function)(X))
     assert "dynamic_slice" in names(closed.jaxpr)
