@@ -286,6 +286,8 @@ class TriedCount:
     schedule: str
     step_seconds: float | None  # of the best plan met; None: none was needed, or none fits
     lower_bound: float  # of every plan with this count and schedule; inf: there is none
+    stages: tuple[tuple[int, int, int], ...] = ()  # of that plan: (first layer, stop, mesh)
+    num_meshes: int | None = None  # of its submeshes where they run several stages each
 
 
 @frozen(kw_only=True)

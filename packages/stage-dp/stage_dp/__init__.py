@@ -31,7 +31,7 @@ from stage_dp.stage_construction import (
     solve_stages,
     step_seconds,
 )
-from stage_dp.stage_price import price_stages
+from stage_dp.stage_price import best_known, price_stages
 from stage_dp.token_slicing import TokenPlan, TokenProblem, flow_seconds, slice_tokens
 from stage_dp.torch_csv import torch_csv
 
@@ -51,6 +51,7 @@ __all__ = [
     "TokenPlan",
     "TokenProblem",
     "adaptive_warmups",
+    "best_known",
     "bound_in_slices",
     "check_bound",
     "cluster_layers",

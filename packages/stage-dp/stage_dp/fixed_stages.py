@@ -39,6 +39,18 @@ class Known:
         num_meshes = plan.num_meshes if interleaves else None
         return cls(stages, plan.num_microbatches, plan.schedule, num_meshes)
 
+    @classmethod
+    def rivals(cls, plan: JointPlan, within: float) -> list[Known]:
+        """Return the best pipelines met at other microbatch counts and schedules by the search for
+        `plan`, those that take up to `within` of its seconds, best first."""
+        found = sorted(
+            (one.step_seconds, number)
+            for number, one in enumerate(plan.tried)
+            if one.step_seconds is not None and one.step_seconds <= within * plan.step_seconds
+        )
+        tried = [plan.tried[number] for _, number in found]
+        return [cls(t.stages, t.num_microbatches, t.schedule, t.num_meshes) for t in tried]
+
 
 def with_rows(
     plan: JointPlan, costs: CountCosts, rule: ScheduleRule, links: Links
@@ -59,10 +71,15 @@ def with_rows(
 
 
 def fixed_stages(
-    stages: Sequence[tuple[int, int, int]], costs: CountCosts, rule: ScheduleRule, links: Links
+    stages: Sequence[tuple[int, int, int]],
+    costs: CountCosts,
+    rule: ScheduleRule,
+    links: Links,
+    limit: float = math.inf,
 ) -> Scored | None:
-    """Return the pipeline of these stages (first layer, stop, mesh) with the best rows found."""
-    return _best(_options(stages, costs, rule), rule, costs.table, links)
+    """Return the pipeline of these stages (first layer, stop, mesh) with the best rows found, None
+    if none takes less than `limit` seconds."""
+    return _best(_options(stages, costs, rule), rule, costs.table, links, limit)
 
 
 def _options(
@@ -82,12 +99,16 @@ def _options(
 
 
 def _best(
-    options: list[list[StageChoice]], rule: ScheduleRule, table: MenuTable, links: Links
+    options: list[list[StageChoice]],
+    rule: ScheduleRule,
+    table: MenuTable,
+    links: Links,
+    limit: float,
 ) -> Scored | None:
     if not all(options):
         return None
     if math.prod(map(len, options)) <= FEW_CHAINS:
-        return score(itertools.product(*options), rule, table, links)
+        return score(itertools.product(*options), rule, table, links, limit=limit)
     found = score(
         [tuple(ways[min(k, len(ways) - 1)] for ways in options) for k in range(3)],
         rule,

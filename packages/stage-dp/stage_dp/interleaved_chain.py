@@ -69,15 +69,19 @@ class InterleavedChains:
         return evolve(found, step_seconds=seconds)
 
     def of_stages(
-        self, stages: Sequence[tuple[int, int, int]], num_meshes: int | None
+        self,
+        stages: Sequence[tuple[int, int, int]],
+        num_meshes: int | None,
+        limit: float = math.inf,
     ) -> Scored | None:
         """Return the pipeline of stages (first layer, stop, mesh), with its exact step time; None
-        if it does not fit, or its meshes are not equal with as many stages each."""
+        if it does not fit or takes `limit` seconds or more, or its meshes are not equal with as
+        many stages each."""
         meshes = {mesh for _, _, mesh in stages}
         if num_meshes is None or len(meshes) > 1 or len(stages) % num_meshes:
             return None
         cuts = [start for start, _, _ in stages] + [stages[-1][1]]
-        found = self.pipeline(meshes.pop(), num_meshes, cuts)
+        found = self.pipeline(meshes.pop(), num_meshes, cuts, limit)
         return None if found is None else self.exact(found)
 
     def _held(self, num: int, num_meshes: int) -> tuple[int, ...]:

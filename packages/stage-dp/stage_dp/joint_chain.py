@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from attrs import frozen
@@ -85,6 +85,10 @@ class Scored:
         )
 
 
+_Priced = tuple[tuple[StageChoice, ...], tuple[float, ...]]  # with the seconds of its boundaries
+_Placed = tuple[tuple[StageChoice, ...], tuple[str, ...]]  # with the links of its boundaries
+
+
 def score(
     chains: Iterable[Sequence[StageChoice]],
     rule: ScheduleRule,
@@ -99,25 +103,64 @@ def score(
     `quick`: of the ways to share out microbatches in flight only few are tried. Pipelines that
     cannot take less than `limit` seconds are left out.
     """
-    groups: dict[tuple[int, ...], list[tuple[tuple[StageChoice, ...], tuple[float, ...]]]] = {}
+    placed: list[_Placed] = []
     for chain in chains:
         stages = tuple(chain)
         meshes = [stage.mesh for stage in stages]
-        if links.placed(meshes) is None:
-            continue
-        crossing = tuple(
-            links.seconds(a.mesh, a.layout_out, b.mesh, b.layout_in, link, table.samples)
-            for a, b, link in zip(stages, stages[1:], links.crossed(meshes), strict=False)
+        if links.placed(meshes) is not None:
+            placed.append((stages, links.crossed(meshes)))
+    most = 1 if quick else MAX_EXTRAS
+    if not links.floored:
+        priced = [(stages, _crossing(stages, crossed, links, table)) for stages, crossed in placed]
+        return _fastest(priced, rule, table, most, limit)
+    # Each price of a boundary is a plan of transfers: those of few pipelines are asked for, in the
+    # order of what they take with the least that boundaries cost.
+    hopes = []
+    for stages, crossed in placed:
+        floors = tuple(
+            links.floor_after(table, a.layer_stop, (a.mesh, b.mesh), link)
+            for a, b, link in zip(stages, stages[1:], crossed, strict=False)
         )
+        hopes.append((stages, floors))
+    seconds = _all_seconds(hopes, rule, table, most, limit)
+    order = sorted(range(len(placed)), key=seconds.__getitem__)
+    best: Scored | None = None
+    first, some = 0, 1
+    while first < len(order) and seconds[order[first]] < limit:
+        chunk = [placed[n] for n in order[first : first + some] if seconds[n] < limit]
+        priced = [(stages, _crossing(stages, crossed, links, table)) for stages, crossed in chunk]
+        found = _fastest(priced, rule, table, most, limit)
+        if found is not None:
+            best, limit = found, found.step_seconds
+        first, some = first + some, 2 * some
+    return best
+
+
+def _crossing(
+    stages: Sequence[StageChoice], crossed: Sequence[str], links: Links, table: MenuTable
+) -> tuple[float, ...]:
+    """Return the seconds one way of each boundary."""
+    return tuple(
+        links.seconds(a.mesh, a.layout_out, b.mesh, b.layout_in, link, table.samples)
+        for a, b, link in zip(stages, stages[1:], crossed, strict=False)
+    )
+
+
+def _grouped(
+    priced: Sequence[_Priced], rule: ScheduleRule, table: MenuTable, most: int, limit: float
+) -> Iterator[tuple[tuple[int, ...], list[int], Array]]:
+    """Yield numbers of microbatches in flight, which pipelines run with them, and their seconds,
+    of those that may take less than `limit`."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, (stages, crossing) in enumerate(priced):
         if not all(map(math.isfinite, crossing)):
             continue
         if _least_seconds(stages, crossing, rule, table) >= limit:
             continue
-        for held in _in_flight(stages, crossing, rule, table, 1 if quick else MAX_EXTRAS):
-            groups.setdefault(held, []).append((stages, crossing))
-    best: Scored | None = None
+        for held in _in_flight(stages, crossing, rule, table, most):
+            groups.setdefault(held, []).append(number)
     for held, members in groups.items():
-        figures = np.array([[s.columns for s in stages] for stages, _ in members])
+        figures = np.array([[s.columns for s in priced[n][0]] for n in members])
         backward = figures[:, :, BACKWARD]
         if rule.splits_backward:
             backward = backward + figures[:, :, SPLIT]
@@ -126,13 +169,34 @@ def score(
             table.num_microbatches,
             figures[:, :, FORWARD],
             backward,
-            np.array([crossing for _, crossing in members]).reshape(len(members), -1),
+            np.array([priced[n][1] for n in members]).reshape(len(members), -1),
             figures[:, :, STEP],
             figures[:, :, WEIGHT] if rule.splits_backward else None,
         )
+        yield held, members, seconds
+
+
+def _all_seconds(
+    priced: Sequence[_Priced], rule: ScheduleRule, table: MenuTable, most: int, limit: float
+) -> list[float]:
+    """Return the step time of each pipeline, inf where that is `limit` or more."""
+    found = [math.inf] * len(priced)
+    for _, members, seconds in _grouped(priced, rule, table, most, limit):
+        for number, one in zip(members, seconds.tolist(), strict=True):
+            found[number] = min(found[number], one)
+    return found
+
+
+def _fastest(
+    priced: Sequence[_Priced], rule: ScheduleRule, table: MenuTable, most: int, limit: float
+) -> Scored | None:
+    """Return the fastest pipeline with its boundaries priced, None if none takes less than
+    `limit`."""
+    best: Scored | None = None
+    for held, members, seconds in _grouped(priced, rule, table, most, limit):
         at = int(np.argmin(seconds))
-        if best is None or seconds[at] < best.step_seconds:
-            stages, crossing = members[at]
+        if seconds[at] < (best.step_seconds if best else limit):
+            stages, crossing = priced[members[at]]
             count = table.num_microbatches
             best = Scored(stages, rule, count, crossing, held, float(seconds[at]))
     return best

@@ -21,6 +21,7 @@ class Links:
         self.submeshes = [mesh.submesh for mesh in problem.menu.meshes]
         self._placed: dict[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = {}
         self._seconds: dict[tuple[int, int, int, int, str, int], float] = {}
+        self._floors: dict[tuple[int, int, int, str, int], float] = {}
         self._crossings: dict[int, tuple[Array, Array, Array]] = {}
         self._host: list[tuple[int, int]] = []  # group and host of each device
         for g, group in enumerate(problem.device_groups):
@@ -117,6 +118,17 @@ class Links:
             ),
             default=math.inf,
         )
+
+    def floor_after(self, table: MenuTable, stop: int, meshes: tuple[int, int], link: str) -> float:
+        """Return the least seconds one way over a link after a stage that stops at layer `stop`, in
+        any layout; there are floors."""
+        a, b = meshes
+        number = self.problem.menu.class_of_layer[stop - 1]
+        key = (number, a, b, link, table.samples)
+        if key not in self._floors:
+            cost = self.problem.boundary_floor(number, a, b, link)
+            self._floors[key] = cost.value(table.samples)
+        return self._floors[key]
 
     def crossings(self, table: MenuTable, meshes: Sequence[int]) -> tuple[Array, Array, Array]:
         """Return the least seconds one way after a stage of each kind of submesh that stops at a

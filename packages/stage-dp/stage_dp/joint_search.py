@@ -402,6 +402,10 @@ class _Search:
                 schedule=s.rule.name,
                 step_seconds=s.best.step_seconds if s.best else None,
                 lower_bound=s.bound,
+                stages=tuple((c.layer_start, c.layer_stop, c.mesh) for c in s.best.stages)
+                if s.best
+                else (),
+                num_meshes=s.best.num_meshes if s.best else None,
             )
             for s in self.settings
         )

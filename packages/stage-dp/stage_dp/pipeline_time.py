@@ -62,12 +62,13 @@ def pipeline_time(
     crossing = _grid(boundary, n - 1, m) if len(boundary) else [[0.0] * m for _ in range(n)]
     arrived: dict[tuple[bool, int, int], float] = {}
     done: dict[tuple[int, int], float] = {}  # forwards
+    meshes = [schedule.mesh_of(stage) for stage in range(n)]
     clock = [0.0] * schedule.num_meshes
     busy = [0.0] * schedule.num_meshes
     link: dict[tuple[int, int], float] = {}
     for step in schedule.global_order():
         stage, unit = step.stage, step.microbatch * schedule.num_slices + step.slice_index
-        mesh = schedule.mesh_of(stage)
+        mesh = meshes[stage]
         is_forward = step.phase == "forward"
         start = clock[mesh]
         if schedule.num_slices > 1 and step.phase == "backward_input":
@@ -85,7 +86,7 @@ def pipeline_time(
             done[stage, unit] = stop
         following = stage + 1 if is_forward else stage - 1
         if 0 <= following < n and step.phase != "backward_weight":
-            sent, target = stop, schedule.mesh_of(following)
+            sent, target = stop, meshes[following]
             if target != mesh:
                 sent = max(stop, link.get((mesh, target), 0.0))
                 sent += crossing[min(stage, following)][unit]

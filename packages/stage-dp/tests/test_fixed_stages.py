@@ -5,7 +5,7 @@ from attrs import evolve
 
 from alpa_interchange import DeviceGroup, LogicalMesh, MeshAxis, SubmeshSpec
 from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
-from stage_dp import InfeasibleError, Known, price_stages, solve_joint
+from stage_dp import InfeasibleError, Known, best_known, price_stages, solve_joint
 
 
 def _problem(memory=100.0):
@@ -107,3 +107,35 @@ def test_an_interleaved_pipeline_is_priced_and_started_from_as_others_are():
 
 def _of(known):
     return known.stages, known.num_microbatches, known.schedule
+
+
+def test_the_best_of_known_pipelines_is_the_fastest_that_fits():
+    problem = evolve(_problem(memory=26.0), schedules=("1f1b", "interleaved-1f1b"))
+    known = [
+        Known(((0, 4, 1),), 8, "1f1b"),
+        Known(((0, 2, 0), (2, 4, 0)), 8, "1f1b"),
+        Known(tuple((k, k + 1, 0) for k in range(4)), 8, "interleaved-1f1b", 2),
+        Known(((0, 2, 1), (2, 4, 1)), 8, "1f1b"),  # on more devices than there are
+    ]
+    prices = []
+    for one in known[:3]:
+        priced = price_stages(problem, *_of(one), num_meshes=one.num_meshes)
+        prices.append(priced.step_seconds)
+        alone = best_known(problem, [one])
+        assert alone is not None and alone.step_seconds == priced.step_seconds
+    for order in (known, known[::-1]):
+        best = best_known(problem, order)
+        assert best is not None and best.step_seconds == min(prices)
+    assert best_known(problem, known[3:]) is None
+
+
+def test_rivals_are_the_best_of_other_counts_and_schedules():
+    problem = evolve(
+        _problem(), schedules=("gpipe", "1f1b", "interleaved-1f1b"), counts=(4, 8), num_stages=2
+    )
+    found = solve_joint(problem)
+    rivals = Known.rivals(found, 4.0)
+    prices = [price_stages(problem, *_of(o), num_meshes=o.num_meshes).step_seconds for o in rivals]
+    assert prices[0] == pytest.approx(found.step_seconds) and len(rivals) > 1
+    assert prices == sorted(prices) and prices[-1] <= 4.0 * found.step_seconds * (1 + 1e-9)
+    assert len({(one.num_microbatches, one.schedule) for one in rivals}) == len(rivals)

@@ -1,5 +1,8 @@
 """Bounds count the seconds that crossing to the next mesh takes at least."""
 
+import functools
+
+import numpy as np
 import pytest
 from attrs import evolve
 
@@ -79,6 +82,56 @@ def test_bounds_count_that_stages_of_two_hosts_cross_from_one_to_the_other(stage
     )
     plan = solve_joint(problem)
     assert plan.lower_bound == pytest.approx(plan.step_seconds) == 12 * 8 * 3 + 2 * 5
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "adaptive", "zero-bubble-h1"])
+@pytest.mark.parametrize("seed", range(6))
+def test_with_floors_fewer_boundaries_are_priced_for_the_same_plan(seed, schedule):
+    rng = np.random.default_rng(seed)
+    seconds = rng.uniform(1.0, 4.0, (2, 3, 2))
+    asked: list[set[tuple[int, int, int, int, str]]] = [set(), set()]
+
+    def price(which, *place):
+        asked[which].add(place)
+        _, out, _, into, _ = place
+        return Affine(float(cost[out, into]))
+
+    cost = rng.uniform(0.5, 4.0, (3, 3))
+    meshes = tuple(
+        MeshMenu(
+            submesh=SubmeshSpec(num_hosts=1, devices_per_host=1 + k),
+            logical=LogicalMesh(axes=(MeshAxis(name="x", size=1 + k),)),
+            layouts=("a", "b", "c"),
+            rows=(
+                tuple(
+                    LayerRow(
+                        forward=Affine(float(own[0]) / (1 + k)),
+                        backward_input=Affine(float(own[1]) / (1 + k)),
+                        layout_in=layout,
+                        layout_out=layout,
+                    )
+                    for layout, own in enumerate(seconds[k])
+                ),
+            ),
+        )
+        for k in range(2)
+    )
+    free = JointProblem(
+        menu=LayerMenu(class_of_layer=(0,) * 6, meshes=meshes),
+        batch_size=8,
+        counts=(4, 8),
+        schedules=(schedule,),
+        device_groups=(DeviceGroup(num_hosts=2, devices_per_host=2, memory=1.0),),
+        boundary=functools.partial(price, 0),
+    )
+    floored = evolve(
+        free,
+        boundary=functools.partial(price, 1),
+        boundary_floor=lambda *place: Affine(float(cost.min())),
+    )
+    plan, same = solve_joint(free), solve_joint(floored)
+    assert same.step_seconds == pytest.approx(plan.step_seconds, rel=1e-12)
+    assert asked[1] <= asked[0]
 
 
 @pytest.mark.parametrize("count", [2, 8, 64])
