@@ -59,7 +59,7 @@ MOUNTED: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "what-if": (
             "alpa_meta.plan_commands:what_if_command",
-            "Re-plan a saved plan for other memory, links or hosts in about a second, without its "
+            "Re-plan a saved plan for other memory, links or hosts in seconds, without its "
             "program.",
         ),
         "cache": (

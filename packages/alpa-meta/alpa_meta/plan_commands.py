@@ -76,7 +76,7 @@ def what_if_command(
     ] = True,
     json: Json = False,
 ) -> None:
-    """Re-plan a saved plan for other memory, links or hosts in about a second, without its program.
+    """Re-plan a saved plan for other memory, links or hosts in seconds, without its program.
 
     With other hosts, what of the state must move is listed.
     """

@@ -26,14 +26,16 @@ from attrs import evolve, frozen
 import stage_dp
 from alpa_interchange import KeptMenu, ParallelPlan, StagePlan
 from alpa_interchange.amounts import counted, format_bytes, format_seconds
-from alpa_interchange.menu import JointPlan, JointProblem, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.menu import JointPlan, JointProblem, LayerRow, MeshMenu
 from alpa_interchange.plan_text import mesh_text, number_text
 from alpa_meta.planning.menu_prices import (
     SEARCHED,
     Allowed,
     Priced,
+    at_places,
     lacking_bytes,
     near_counts,
+    of_meshes,
     priced,
     recomputing,
     restricted,
@@ -240,22 +242,8 @@ def _meshes(base: Priced, problem: JointProblem, number: int) -> Iterator[Altern
 def _only(
     problem: JointProblem, places: Sequence[int], starts: Sequence[Known]
 ) -> tuple[JointProblem, list[Known]]:
-    """Return the problem with the meshes at these places; boundaries keep their prices."""
-    boundary, floor = problem.boundary, problem.boundary_floor
-    menu = evolve(problem.menu, meshes=tuple(problem.menu.meshes[k] for k in places))
-    left = evolve(
-        problem,
-        menu=menu,
-        boundary=lambda a, out, b, into, link: boundary(places[a], out, places[b], into, link),
-        boundary_floor=lambda number, a, b, link: floor(number, places[a], places[b], link),
-    )
-    return left, [
-        evolve(
-            known,
-            stages=tuple((start, stop, places.index(mesh)) for start, stop, mesh in known.stages),
-        )
-        for known in starts
-    ]
+    """Return the problem with the meshes at these places, and what to start from there."""
+    return of_meshes(problem, places), [at_places(known, places) for known in starts]
 
 
 def _best(
@@ -298,7 +286,7 @@ def _boundary(base: Priced, place: int) -> Iterator[Alternative]:
         if start < other < stop
     }
     where = f"stages {place} and {place + 1}"
-    tried = [_priced(base, base.problem.menu, stages) for stages in moved.values()]
+    tried = [_priced(base, base.problem, stages) for stages in moved.values()]
     yield _least(base, "boundary", where, f"layer {cut}", list(zip(moved, tried, strict=True)))
 
 
@@ -370,31 +358,31 @@ def _layout(mesh: MeshMenu, row: LayerRow) -> str:
     return " ".join(dict.fromkeys(specs)) or "none"
 
 
-def _rows_kept(base: Priced, run: range, allowed: Allowed, adapting: bool) -> LayerMenu:
-    """Return the menu where the layers of a run have the allowed rows, and others their own.
+def _rows_kept(base: Priced, run: range, allowed: Allowed, adapting: bool) -> JointProblem:
+    """Return the problem where the layers of a run have the allowed rows, and others their own.
 
     `adapting`: other layers of its stage only keep what they recompute.
     """
     stage = next(range(*one[:2]) for one in base.stages if run.start in range(*one[:2]))
-    menu = base.problem.menu
+    problem = base.problem
     for layers in _runs(base):
         if layers == run:
-            menu = restricted(menu, layers, allowed)
+            problem = restricted(problem, layers, allowed)
             continue
         row = base.rows[layers.start]
         if adapting and layers.start in stage:
-            menu = restricted(menu, layers, recomputing(row.recomputation))
+            problem = restricted(problem, layers, recomputing(row.recomputation))
         else:
-            menu = restricted(menu, layers, functools.partial(eq, row))
-    return menu
+            problem = restricted(problem, layers, functools.partial(eq, row))
+    return problem
 
 
 def _priced(
-    base: Priced, menu: LayerMenu, stages: Sequence[tuple[int, int, int]]
+    base: Priced, problem: JointProblem, stages: Sequence[tuple[int, int, int]]
 ) -> tuple[JointPlan, float, int] | None:
     """Return a pipeline with its missing bytes and the stage that lacks most; None if it cannot
     be."""
-    problem, plan = evolve(base.problem, menu=menu), base.plan
+    plan = base.plan
     count = plan.num_microbatches
     for any_memory in (False, True):
         try:

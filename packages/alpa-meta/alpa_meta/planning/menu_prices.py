@@ -66,7 +66,7 @@ def priced(plan: ParallelPlan, menu: KeptMenu, problem: JointProblem) -> Priced:
     num_meshes = plan.stage_plan.num_meshes if interleaves else None
     told = problem
     if len(kinds) == problem.menu.num_layers:
-        told = evolve(problem, menu=_with_kinds(problem.menu, kinds))
+        told = _with_kinds(problem, kinds)
     for any_memory in (False, True):
         try:
             found = stage_dp.price_stages(
@@ -109,13 +109,14 @@ def rows_of(menu: LayerMenu, plan: JointPlan) -> tuple[LayerRow, ...]:
     )
 
 
-def restricted(menu: LayerMenu, layers: Sequence[int], allowed: Allowed) -> LayerMenu:
-    """Return the menu where these layers, as classes of their own, have the `allowed` rows only."""
-    wanted = set(layers)
+def restricted(problem: JointProblem, layers: Sequence[int], allowed: Allowed) -> JointProblem:
+    """Return the problem where these layers, as classes of their own, have the `allowed` rows
+    only."""
+    menu, floor, wanted = problem.menu, problem.boundary_floor, set(layers)
     old = sorted({menu.class_of_layer[layer] for layer in wanted})
     base = len(menu.meshes[0].rows)
     number = {c: base + k for k, c in enumerate(old)}
-    return evolve(
+    menu = evolve(
         menu,
         class_of_layer=tuple(
             number[c] if layer in wanted else c for layer, c in enumerate(menu.class_of_layer)
@@ -129,24 +130,47 @@ def restricted(menu: LayerMenu, layers: Sequence[int], allowed: Allowed) -> Laye
             for mesh in menu.meshes
         ),
     )
+    return evolve(
+        problem,
+        menu=menu,
+        boundary_floor=lambda c, a, b, link: floor(old[c - base] if c >= base else c, a, b, link),
+    )
 
 
-def _with_kinds(menu: LayerMenu, kinds: Sequence[str]) -> LayerMenu:
-    """Return the menu where each layer recomputes as told, where it can."""
+def _with_kinds(problem: JointProblem, kinds: Sequence[str]) -> JointProblem:
+    """Return the problem where each layer recomputes as told, where it can."""
+    meshes = problem.menu.meshes
+    known = {row.recomputation for mesh in meshes for rows in mesh.rows for row in rows}
     for kind in dict.fromkeys(kinds):
-        known = {row.recomputation for mesh in menu.meshes for rows in mesh.rows for row in rows}
         if kind in known:
             layers = [layer for layer, one in enumerate(kinds) if one == kind]
-            menu = restricted(menu, layers, recomputing(kind))
-    return menu
+            problem = restricted(problem, layers, recomputing(kind))
+    return problem
 
 
-def near_counts(problem: JointProblem, count: int) -> JointProblem:
-    """Return the problem with up to NEAR times more and fewer microbatches than `count`, which a
-    plan has, and at least with what fills short pipelines."""
+def near_counts(problem: JointProblem, count: int, times: int = NEAR) -> JointProblem:
+    """Return the problem with so many times more and fewer microbatches than `count`, which a plan
+    has, and at least with what fills short pipelines."""
     counts = problem.counts or ()
-    most = NEAR * max(count, NEAR)
-    return evolve(problem, counts=tuple(n for n in counts if count <= NEAR * n and n <= most))
+    most = times * max(count, NEAR)
+    return evolve(problem, counts=tuple(n for n in counts if count <= times * n and n <= most))
+
+
+def of_meshes(problem: JointProblem, places: Sequence[int]) -> JointProblem:
+    """Return the problem with the meshes at these places; boundaries keep their prices."""
+    boundary, floor = problem.boundary, problem.boundary_floor
+    return evolve(
+        problem,
+        menu=evolve(problem.menu, meshes=tuple(problem.menu.meshes[k] for k in places)),
+        boundary=lambda a, out, b, into, link: boundary(places[a], out, places[b], into, link),
+        boundary_floor=lambda number, a, b, link: floor(number, places[a], places[b], link),
+    )
+
+
+def at_places(known: Known, places: Sequence[int]) -> Known:
+    """Return a pipeline with its meshes numbered by their position in `places`."""
+    stages = ((start, stop, places.index(mesh)) for start, stop, mesh in known.stages)
+    return evolve(known, stages=tuple(stages))
 
 
 def recomputing(kind: str) -> Allowed:

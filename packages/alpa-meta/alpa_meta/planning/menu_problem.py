@@ -39,23 +39,26 @@ def problem_of(
     cluster: ClusterSpec | None = None,
     memory: float | None = None,
     num_microbatches: int | None = None,
+    places: Sequence[int] | None = None,
 ) -> JointProblem:
     """Return the joint problem of a kept menu, on `cluster` with `memory` bytes per device.
 
     Without them: what the plan was made for. `num_microbatches` is a count to be searched, too: the
-    whole batch is larger than any that rows were made from, and has no bound. Raises PlanError for
-    a cluster that the menu cannot speak of.
+    whole batch is larger than any that rows were made from, and has no bound. `places`: of its
+    meshes, those that are of use. Raises PlanError for a cluster that the menu cannot speak of.
     """
     cluster = cluster or kept.cluster
     memory = memory or kept.memory
     _check_devices(kept.cluster, cluster)
     model = calibrated_model(cluster)
     groups = device_groups(cluster, memory)
+    fitting = [
+        (mesh, sent)
+        for mesh, sent in zip(kept.menu.meshes, kept.crossing, strict=True)
+        if mesh.submesh.num_hosts <= cluster.host_groups[mesh.submesh.host_group].num_hosts
+    ]
     meshes, crossing = [], []
-    for mesh, sent in zip(kept.menu.meshes, kept.crossing, strict=True):
-        group = cluster.host_groups[mesh.submesh.host_group]
-        if mesh.submesh.num_hosts > group.num_hosts:
-            continue
+    for mesh, sent in fitting if places is None else [fitting[k] for k in places]:
         logical = mesh.logical
         if cluster != kept.cluster:
             logical = model.logical_mesh(mesh.submesh, logical.shape, logical.axis_names)

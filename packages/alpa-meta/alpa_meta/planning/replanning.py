@@ -1,5 +1,5 @@
-"""What a plan would be on other links, with other memory or other hosts: from its menu, in under a
-second. Where it changes: -> thresholds.py
+"""What a plan would be on other links, with other memory or other hosts: from its menu, in a few
+seconds. Where it changes: -> thresholds.py
 
 A new plan is a pipeline of the menu's rows: stages, devices, microbatches, schedule and what is
 recomputed, with its predicted seconds. Its stages are not solved exactly and it cannot be run as it

@@ -1,37 +1,41 @@
 """Where a re-planned pipeline changes: with how much memory, on how fast a link.
 
-A search takes some tenths of a second; to price a pipeline that is known, with the best rows for
-the place, takes a hundredth. So pipelines are searched for at a few places, the far ends first, and
-a threshold lies where another of those that were met is the best one.
+A search takes a second or more; to price pipelines that are known, with the best rows for the
+place, takes hundredths. So pipelines are searched for at the far ends, and a threshold lies where
+another of those that were met, the best ones of other microbatch counts and schedules among them,
+becomes the best one.
+
+Pipelines are told apart by their microbatches, schedule, the meshes of their stages and the kinds
+of recomputation in use. Which layers recompute, and where exactly stages begin, changes with every
+little memory.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from attrs import evolve, frozen
 
 import stage_dp
 from alpa_interchange.menu import JointPlan, JointProblem
-from alpa_meta.planning.menu_prices import near_counts, rows_of
+from alpa_meta.planning.menu_prices import at_places, near_counts, of_meshes, rows_of
 from alpa_meta.planning.menu_problem import problem_of
-from alpa_meta.planning.replanning import (
-    Replanned,
-    changed_cluster,
-    choices,
-    link_of,
-    solved,
-)
+from alpa_meta.planning.replanning import Replanned, changed_cluster, link_of, solved
 from stage_dp import Known
 
 PRECISION = 0.02  # of a threshold on a link: predictions are no better
 MEMORY_PRECISION = 0.005  # of the memory from which on a plan is looked for that needs more
-BETTER = 1e-3  # by which a searched pipeline must be better than those met to count
-REACH = 16.0  # times faster and slower links that thresholds are looked for on
-ROUNDS = 3  # of looking for a threshold among those met, and for others beside it
+TELLING = 0.01  # share of the step time that another pipeline must save, or less memory must cost
+REACH = 8.0  # times faster and slower links that thresholds are looked for on
+NEAR = 2  # times more and fewer microbatches that are searched there
+RIVALS, CLOSE = 4, 1.1  # pipelines kept beside the best one of a search, of up to so many times it
 MAX_THRESHOLDS = 4  # on memory, downwards from what there is
-MAX_STEPS = 12  # downwards, most of them to other shardings of the same choices
+MAX_STEPS = 40  # downwards, most of them to other rows of the same pipeline
+
+At = Callable[[Sequence[int] | None], JointProblem]
+"""The problem at a value of memory or of a link, with the meshes at these places or all."""
 
 
 @frozen(kw_only=True)
@@ -72,34 +76,21 @@ class _Met:
     """The pipelines met so far."""
 
     def __init__(self, found: Replanned) -> None:
-        self.known = [found.base.known]
+        self.known = _here(found)
         self._add(found.plan)
 
     def _add(self, plan: JointPlan) -> None:
-        one = Known.of(plan)
-        if one not in self.known:
-            self.known.append(one)
+        for one in [Known.of(plan), *Known.rivals(plan, CLOSE)[: RIVALS + 1]]:
+            if one not in self.known:
+                self.known.append(one)
 
-    def best(self, problem: JointProblem) -> JointPlan | None:
+    def best(self, at: At) -> JointPlan | None:
         """Return the best of them in a problem, None if none fits."""
-        found = None
-        for one in self.known:
-            try:
-                plan = stage_dp.price_stages(
-                    problem,
-                    one.stages,
-                    one.num_microbatches,
-                    one.schedule,
-                    num_meshes=one.num_meshes,
-                )
-            except stage_dp.InfeasibleError:
-                continue
-            if found is None or plan.step_seconds < found.step_seconds:
-                found = plan
-        return found
+        return _priced(at, self.known)
 
-    def searched(self, problem: JointProblem) -> JointPlan | None:
+    def searched(self, at: At) -> JointPlan | None:
         """Return the best of all pipelines in a problem, which is then met; None if none fits."""
+        problem = at(None)
         starts = [one for one in self.known if one.num_microbatches in (problem.counts or ())]
         found = solved(problem, starts)
         if found is not None:
@@ -107,72 +98,105 @@ class _Met:
         return found
 
 
+def _here(found: Replanned) -> list[Known]:
+    """Return the old pipeline by the meshes of the new problem, none where one does not fit."""
+    before, meshes = found.base.problem.menu.meshes, found.problem.menu.meshes
+    place = {(mesh.submesh, mesh.logical.shape): k for k, mesh in enumerate(meshes)}
+    known = found.base.known
+    used = {m: (before[m].submesh, before[m].logical.shape) for _, _, m in known.stages}
+    if not place.keys() >= set(used.values()):
+        return []
+    return [evolve(known, stages=tuple((a, b, place[used[m]]) for a, b, m in known.stages))]
+
+
+def _priced(at: At, known: Sequence[Known]) -> JointPlan | None:
+    """Return the best of some pipelines in a problem, priced with their own meshes alone."""
+    places = sorted({mesh for one in known for _, _, mesh in one.stages})
+    found = stage_dp.best_known(at(places), [at_places(one, places) for one in known])
+    if found is None:
+        return None
+    return evolve(
+        found, stages=tuple(evolve(stage, mesh=places[stage.mesh]) for stage in found.stages)
+    )
+
+
+def _told_by(found: Replanned, plan: JointPlan) -> Hashable:
+    """Return what tells a pipeline from others."""
+    return (
+        plan.num_microbatches,
+        plan.schedule if len(plan.stages) > 1 else "",
+        plan.num_meshes,
+        tuple(stage.mesh for stage in plan.stages),
+        frozenset(row.recomputation for row in rows_of(found.problem.menu, plan)),
+    )
+
+
 def memory_thresholds(found: Replanned) -> list[Threshold]:
     """Return the bytes per device at which a re-planned pipeline changes: where it would with more
     memory, then with less and less.
 
-    A pipeline stays the best one until its fullest stage no longer fits: that is a threshold.
+    A pipeline stays the best one until its fullest stage no longer fits: that is a threshold, where
+    what comes next is told apart or takes `TELLING` longer.
     """
     met = _Met(found)
-    down = _downwards(found, met)
-    if down and down[-1].below is not None:
-        least = down[-1].below
-        there = met.searched(_with_memory(found.problem, max(least.device_bytes)))
-        if there is not None and there.step_seconds < least.step_seconds * (1 - BETTER):
-            down = _downwards(found, met)
+    down = list(_downwards(found, met))
     return [*_upwards(found, met), *down]
 
 
-def _downwards(found: Replanned, met: _Met) -> list[Threshold]:
-    result: list[Threshold] = []
-    above: JointPlan | None = found.plan
+def _downwards(found: Replanned, met: _Met) -> Iterator[Threshold]:
+    first = last = found.plan
+    left = MAX_THRESHOLDS
     for _ in range(MAX_STEPS):
-        if above is None or len(result) == MAX_THRESHOLDS:
-            break
-        value = max(above.device_bytes)
-        less = _with_memory(found.problem, value * (1 - 1e-6))
-        below = met.best(less) or met.searched(less)
-        if below is not None and below.step_seconds < above.step_seconds:
-            if result:  # it is the better one with more memory, too
-                last = result.pop()
-                if last.above is None or choices(less, below) != choices(less, last.above):
-                    result.append(_threshold(found, "memory", last.value, below, last.above))
-        elif below is None or choices(less, below) != choices(less, above):
-            result.append(_threshold(found, "memory", value, below, above))
-        above = below
-    return result
+        value = max(last.device_bytes)
+        at = functools.partial(_with_memory, found, value * (1 - 1e-6))
+        below = met.best(at) or met.searched(at)
+        slower = below is None or below.step_seconds > first.step_seconds * (1 + TELLING)
+        if below is None or slower or _told_by(found, below) != _told_by(found, first):
+            yield _threshold(found, "memory", value, below, last)
+            left -= 1
+            if below is None or not left:
+                break
+            first = below
+        last = below
 
 
 def _upwards(found: Replanned, met: _Met) -> Iterator[Threshold]:
     """Yield where a pipeline of the known ones that needs more memory would be better."""
-    here = choices(found.problem, found.plan)
-    everywhere = problem_of(found.menu, found.cluster, None, found.plan.num_microbatches)
     near = min(group.memory for group in found.problem.device_groups)
     far = max(group.device.memory for group in found.cluster.host_groups)
     if far <= near:
         return
-    everywhere = evolve(found.problem, device_groups=everywhere.device_groups)
-    above = met.best(_with_memory(everywhere, far))
-    if above is None or choices(everywhere, above) == here:
+    full = problem_of(found.menu, found.cluster, None, found.plan.num_microbatches)
+    above: JointPlan | None = None
+    at = functools.partial(_with_memory, found, problem=full)
+    most = met.best(functools.partial(at, far))
+    if most is None or most.step_seconds > found.plan.step_seconds * (1 - TELLING):
         return
+    above = most
     while far / near > 1 + MEMORY_PRECISION:
         middle = math.sqrt(near * far)
-        there = met.best(_with_memory(everywhere, middle))
-        if there is None or choices(everywhere, there) == here:
+        there = met.best(functools.partial(at, middle))
+        if there is None or there.step_seconds > found.plan.step_seconds * (1 - TELLING):
             near = middle
         else:
             far, above = middle, there
-    if above.step_seconds < found.plan.step_seconds:
-        yield _threshold(found, "memory", max(above.device_bytes), found.plan, above)
+    yield _threshold(found, "memory", max(above.device_bytes), found.plan, above)
 
 
-def _with_memory(problem: JointProblem, most: float) -> JointProblem:
-    return evolve(
+def _with_memory(
+    found: Replanned,
+    most: float,
+    places: Sequence[int] | None = None,
+    problem: JointProblem | None = None,
+) -> JointProblem:
+    """Return a problem, that of the re-planned pipeline if none is given, with so much memory."""
+    problem = problem or found.problem
+    groups = problem.device_groups
+    problem = evolve(
         problem,
-        device_groups=tuple(
-            evolve(group, memory=min(group.memory, most)) for group in problem.device_groups
-        ),
+        device_groups=tuple(evolve(one, memory=min(one.memory, most)) for one in groups),
     )
+    return problem if places is None else of_meshes(problem, places)
 
 
 def is_used(found: Replanned, link: str) -> bool:
@@ -189,48 +213,37 @@ def link_thresholds(found: Replanned, link: str) -> Iterator[Threshold]:
     if not is_used(found, link):
         return
     met = _Met(found)
-    count = found.plan.num_microbatches
-
-    def problem_at(bandwidth: float) -> JointProblem:
-        there = changed_cluster(found.cluster, links={link: bandwidth})
-        return near_counts(problem_of(found.menu, there, found.memory, count), count)
-
     now = link_of(found.cluster, link).bandwidth
     for reach in (1 / REACH, REACH):
-        one = _next_change(found, link, met, problem_at, now, now * reach)
+        one = _next_change(found, link, met, now, now * reach)
         if one is not None:
             yield one
 
 
 def _next_change(
-    found: Replanned,
-    link: str,
-    met: _Met,
-    problem_at: Callable[[float], JointProblem],
-    now: float,
-    far: float,
+    found: Replanned, link: str, met: _Met, now: float, far: float
 ) -> Threshold | None:
-    """Return the bandwidth next to `now` where the choices change, None if those at `far` are the
-    same."""
-    here = choices(found.problem, found.plan)
-    there = met.searched(problem_at(far))
-    if there is None or choices(problem_at(far), there) == here:
+    """Return the bandwidth next to `now` from which on another pipeline is the best, None if none
+    is better by `TELLING` even at `far`."""
+    count, here = found.plan.num_microbatches, _told_by(found, found.plan)
+
+    def problem_at(bandwidth: float, places: Sequence[int] | None) -> JointProblem:
+        there = changed_cluster(found.cluster, links={link: bandwidth})
+        return near_counts(problem_of(found.menu, there, found.memory, count, places), count, NEAR)
+
+    there = met.searched(functools.partial(problem_at, far))
+    same = _priced(functools.partial(problem_at, far), [Known.of(found.plan)])
+    if there is None or _told_by(found, there) == here:
         return None
-    for _ in range(ROUNDS):
-        near, side, end = now, found.plan, far
-        while abs(math.log(end / near)) > PRECISION:
-            middle = math.sqrt(near * end)
-            problem = problem_at(middle)
-            plan = met.best(problem)
-            if plan is None or choices(problem, plan) != here:
-                end, there = middle, plan
-            else:
-                near, side = middle, plan
-        # A pipeline that was not met may be the best beside the threshold, and before it.
-        other = met.searched(problem_at(end))
-        if other is None or there is None:
-            break
-        if other.step_seconds >= there.step_seconds * (1 - BETTER):
-            break
+    if same is not None and there.step_seconds > same.step_seconds * (1 - TELLING):
+        return None
+    near, side, end = now, found.plan, far
+    while abs(math.log(end / near)) > PRECISION:
+        middle = math.sqrt(near * end)
+        plan = met.best(functools.partial(problem_at, middle))
+        if plan is None or _told_by(found, plan) != here:
+            end, there = middle, plan
+        else:
+            near, side = middle, plan
     below, above = (there, side) if end < near else (side, there)
     return _threshold(found, link, math.sqrt(near * end), below, above)

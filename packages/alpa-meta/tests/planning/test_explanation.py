@@ -87,12 +87,19 @@ def test_recomputation_is_priced_with_the_memory_that_it_saves():
 
 
 def test_layers_of_their_own_keep_the_rows_that_are_allowed():
-    menu = planned().menu.menu
-    some = restricted(menu, [1, 2], lambda row: row.batch_split == 1)
+    problem = problem_of(planned().menu)
+    menu = problem.menu
+    left = restricted(problem, [1, 2], lambda row: row.batch_split == 1)
+    some = left.menu
     assert some.class_of_layer[0] == menu.class_of_layer[0]
     assert some.class_of_layer[1] >= len(menu.meshes[0].rows)
     for mesh in some.meshes:
         assert all(row.batch_split == 1 for row in mesh.rows[some.class_of_layer[1]])
+    floors = (
+        one.boundary_floor(c, 0, 0, "hosts")
+        for one, c in ((left, some.class_of_layer[1]), (problem, menu.class_of_layer[1]))
+    )
+    assert len(set(floors)) == 1
 
 
 def test_sentences_say_what_is_lacking():
