@@ -96,6 +96,18 @@ def test_inexact_microbatches_are_means_of_means_and_say_so():
     agrees(found, jax.tree.map(lambda a, b: (a + b) / 2, *results))
 
 
+def test_a_plan_of_inexact_microbatches_runs_where_they_are_accepted_only():
+    step = step_of(batch_normalised)
+    options: dict[str, Any] = {"cluster": "host:4", "num_stages": 1, "num_microbatches": 2}
+    first = alpa.parallelize(step, **options, exact=False)
+    with pytest.warns(UserWarning, match="means over the microbatches"):
+        plan = first.plan_for(WEIGHTS, BATCH)
+    with pytest.raises(alpa.PlanError, match=r"test_microbatches\.py.*exact=False"):
+        alpa.parallelize(step, plan=plan).plan_for(WEIGHTS, BATCH)
+    again = alpa.parallelize(step, plan=plan, exact=False).plan_for(WEIGHTS, BATCH)
+    assert again.step_seconds == plan.step_seconds
+
+
 def test_batch_normalisation_is_refused_with_the_users_line():
     parallel = alpa.parallelize(step_of(batch_normalised), cluster="host:4", num_microbatches=2)
     with pytest.raises(alpa.PlanError, match=r"test_microbatches\.py.*exact=False"):

@@ -43,7 +43,11 @@ from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits, may_hold
 from alpa_meta.planning.memory_floor import check_arguments_fit, check_state_fits
 from alpa_meta.planning.menu_search import MenuSearch, search_menu, sized_programs
-from alpa_meta.planning.microbatch_counts import larger_counts, microbatch_counts_of
+from alpa_meta.planning.microbatch_counts import (
+    check_exact,
+    larger_counts,
+    microbatch_counts_of,
+)
 from alpa_meta.planning.offload_choice import with_offload
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.outlooks import (
@@ -80,6 +84,7 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     InfeasibleError (with the missing bytes and a remedy) when none fits, PlanError for bad input.
     Where nothing fits and the number of microbatches is free, larger numbers are tried.
     """
+    _check_stages(options)
     with collections_paused():
         check_arguments_fit(step.args, cluster, options)  # before the step is traced
         options.progress("trace", 0, 1)
@@ -101,6 +106,20 @@ def make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
         )
     _warn(planned, options)
     return planned
+
+
+def _check_stages(options: Options) -> None:
+    """Raise PlanError for a number of stages that the named schedule cannot have."""
+    num = options.num_stages
+    if num is None or options.schedule is None:
+        return
+    interleaves = stage_dp.SCHEDULE_RULES[options.schedule].interleaves
+    if interleaves and all(num % meshes for meshes in range(2, num // 2 + 1)):
+        raise PlanError(
+            f"schedule={options.schedule!r} runs two or more stages on each of two or more meshes, "
+            f"so that num_stages must be 4, 6, 8, 9 or another such product, got {num}; leave it "
+            "out, or name another schedule"
+        )
 
 
 def _sliced_or_whole(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
@@ -329,6 +348,7 @@ def restore(step: Step, plan: ParallelPlan, options: Options) -> Planned:
     if not step.offloads and any(one.memory != "device" for one in plan.program.inputs):
         step = step.with_offload()
     check_consistent(plan)
+    check_exact(step, plan.num_microbatches, options)
     outlook, layering = staged_outlook(step, plan, options)
     program, staging = chosen_stages(outlook, layering, plan.layer_cuts, plan.stage_plan)
     check_program(plan, program, step)

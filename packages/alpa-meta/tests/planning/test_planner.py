@@ -44,6 +44,12 @@ def test_a_single_stage_is_proved_up_to_its_alternatives():
     assert plan.gap == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize("num", [1, 2, 3, 7])
+def test_stages_that_meshes_cannot_share_evenly_are_refused_by_the_interleaved_schedule(num):
+    with pytest.raises(PlanError, match=f"4, 6, 8, 9 or another such product, got {num}"):
+        _plan(num_stages=num, schedule="interleaved-1f1b")
+
+
 def test_memory_that_nothing_fits_says_what_is_missing():
     with pytest.raises(InfeasibleError, match="lacks at least") as caught:
         _plan(memory=1024.0)
