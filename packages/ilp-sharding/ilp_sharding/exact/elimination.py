@@ -92,7 +92,10 @@ class Elimination:
         if loaded("exact.elimination_loops") and self.order:
             return self._solve_compiled(costs, until)
         messages, _ = self._upward(costs, until)
-        value = sum(float(messages[t]) for t, scope in enumerate(self.scopes) if not scope)
+        value = 0.0
+        for message, scope in zip(messages, self.scopes, strict=True):
+            if not scope:
+                value += float(message)  # as compiled: `sum` of Python 3.12 rounds once at the end
         return value, self._walk_back(costs, messages)
 
     def min_marginals(
