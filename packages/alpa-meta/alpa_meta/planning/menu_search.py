@@ -213,7 +213,8 @@ def _sized(
             if program.left_out and program.inexact:
                 raise UnlikeCopiesError  # the mean of its microbatches is traced anew
             largest = largest or program
-            if program.averaged and not same_equations(program.jaxpr.eqns, largest.jaxpr.eqns):
+            traced_anew = program.averaged or largest.averaged
+            if traced_anew and not same_equations(program.jaxpr.eqns, largest.jaxpr.eqns):
                 continue
             found = {}
             for kind in _kinds(program, options):

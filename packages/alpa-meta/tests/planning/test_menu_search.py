@@ -106,6 +106,24 @@ def test_sizes_whose_programs_have_other_equations_are_left_out():
     assert make_plan(step, cluster("h100:2"), options).plan.num_stages >= 1
 
 
+def test_programs_traced_anew_and_cut_ones_are_not_mixed():
+    """The map takes four examples at a time: two microbatches mix them, four leave it whole."""
+
+    def step(weights, batch):
+        def loss(weights):
+            found = jax.lax.map(lambda x: (jnp.tanh(x @ weights) ** 2).sum(), batch, batch_size=4)
+            return found.mean()
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return weights - gradient, value
+
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (8, 8)))
+    made = Step(step, tuple(shapes), exact=False)
+    assert made.program(2).averaged and not made.program(4).averaged
+    sized = sized_programs(made, cluster("h100:8"), Options(exact=False))
+    assert sized is not None
+
+
 def test_the_menu_knows_what_one_program_on_all_devices_holds():
     model = corpus.build("gpt", "small")
     step, two = Step(model.train_step, (model.state, model.batch)), cluster("h100:2")
