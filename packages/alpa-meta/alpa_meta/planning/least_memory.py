@@ -178,7 +178,7 @@ def _largest_operator(program: Program) -> float:
             alias[eqn.outvars[0]] = alias.get(eqn.invars[0], eqn.invars[0])
         elif form in ("stored", "written") and not subjaxprs(eqn):
             made = {var for var in eqn.outvars if not is_drop(var)}
-            first = eqn.invars[0]
+            first = eqn.invars[0] if eqn.invars else None
             if form == "written" and isinstance(first, Var):
                 read.discard(alias.get(first, first))  # the result takes its place
             held = (read - state) | (made - returned)

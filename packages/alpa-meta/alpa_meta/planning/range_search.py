@@ -180,16 +180,22 @@ def meshes_to_plan(
     if not found:
         raise PlanError(
             f"no logical mesh is left to plan for: num_stages={options.num_stages}, "
-            f"mesh_shape={options.mesh_shape}, {cluster.num_devices} devices in {cluster.name!r}"
+            f"schedule={options.schedule!r}, mesh_shape={options.mesh_shape}, "
+            f"{cluster.num_devices} devices in {cluster.name!r}; each stage "
+            "needs a mesh of its own, but with 'interleaved-1f1b', where two or more run as many "
+            "stages each"
         )
     return found
 
 
 def _other_meshes(options: Options) -> int:
     """Return how many meshes there are at least beside that of one stage."""
-    if options.schedule and stage_dp.SCHEDULE_RULES[options.schedule].interleaves:
-        return 1  # two may run any number of stages
-    return (options.num_stages or 1) - 1
+    num = options.num_stages or 1
+    schedules = SCHEDULES if options.schedule is None else (options.schedule,)
+    if any(stage_dp.SCHEDULE_RULES[name].interleaves for name in schedules):
+        shared = [meshes for meshes in range(2, num // 2 + 1) if num % meshes == 0]
+        num = min(shared, default=num)  # which run as many stages each
+    return num - 1
 
 
 def _schedules(options: Options) -> tuple[str, ...]:

@@ -50,6 +50,25 @@ def test_stages_that_meshes_cannot_share_evenly_are_refused_by_the_interleaved_s
         _plan(num_stages=num, schedule="interleaved-1f1b")
 
 
+def test_four_stages_share_two_devices_under_any_schedule_that_lets_them():
+    weights = [{"up": WEIGHTS["up"], "down": WEIGHTS["down"]}] * 4
+
+    def step(weights, batch):
+        def loss(weights):
+            x = batch
+            for weight in weights:
+                x = x + jnp.tanh(x @ weight["up"]) @ weight["down"]
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    asked = Step(step, (weights, BATCH))
+    plan = make_plan(asked, cluster("h100:2"), Options(num_stages=4)).plan
+    assert plan.num_stages == 4 and plan.stage_plan.num_meshes == 2
+    with pytest.raises(PlanError, match="each stage needs a mesh of its own"):
+        make_plan(asked, cluster("h100:2"), Options(num_stages=3))
+
+
 def test_memory_that_nothing_fits_says_what_is_missing():
     with pytest.raises(InfeasibleError, match="lacks at least") as caught:
         _plan(memory=1024.0)
