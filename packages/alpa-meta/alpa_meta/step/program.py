@@ -259,8 +259,7 @@ class Step:
             next(avals) if dynamic else leaf
             for leaf, dynamic in zip(kept, array_results, strict=True)
         ]
-        result = tree.unflatten(marks)
-        return input_roles(self._arguments, result, array_results, self.batch_argnums)
+        return input_roles(self._arguments, (tree, marks), array_results, self.batch_argnums)
 
     @functools.cached_property
     def _batch(self) -> tuple[bool, ...]:
