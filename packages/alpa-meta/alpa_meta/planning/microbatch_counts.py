@@ -24,12 +24,18 @@ def microbatch_counts_of(
         refusals = {count: refusal(short or step, count, options) for count in counts if count > 1}
         exact = [count for count in counts if not refusals.get(count)] or [1]
         return exact, step.uncut or next(iter(refusals.values()), "") if exact == [1] else ""
-    if given > 1 and options.exact and step.program(given).inexact:
+    check_exact(step, given, options)
+    return counts, ""
+
+
+def check_exact(step: Step, count: int, options: Options) -> None:
+    """Raise PlanError where `count` microbatches would change the result, unless that is
+    accepted."""
+    if count > 1 and options.exact and step.program(count).inexact:
         raise PlanError(
-            f"{given} microbatches would change the result: {step.program(given).inexact[0]}; use "
+            f"{count} microbatches would change the result: {step.program(count).inexact[0]}; use "
             "num_microbatches=1, or Options(exact=False) to accept it"
         )
-    return counts, ""
 
 
 def refusal(step: Step | ShortStep, count: int, options: Options) -> str:
