@@ -12,7 +12,8 @@ from attrs import evolve, field, frozen
 
 from alpa_meta.compat import ClosedJaxpr, Jaxpr, Var, dtype_of, is_plain, open_jaxpr, shape_of
 from alpa_meta.errors import PlanError
-from alpa_meta.microbatch.cut import Cut, Given, Statistics, cut_program
+from alpa_meta.microbatch.cut import cut_program
+from alpa_meta.microbatch.cut_step import Cut, Given, Statistics
 from alpa_meta.microbatch.example_dims import example_dims
 from alpa_meta.microbatch.placement import REPLICATED, SUM, Placement, split
 from alpa_meta.passes.flat_program import FlatProgram
