@@ -111,6 +111,19 @@ def test_what_no_gradient_depends_on_is_of_the_whole_batch(num_stages):
     agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, state), batch)), expected)
 
 
+def test_values_of_examples_leave_whole_where_a_product_is_summed_over_devices():
+    def step(w, batch):
+        value, gradients = jax.value_and_grad(lambda w: errors(w, batch).mean())(w)
+        probe = jnp.tanh(batch["x"] @ w["a"]) @ w["b"]  # nothing reads it
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), (value, probe)
+
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    pins = {"w['a']": (None, "x"), "w['b']": ("x", None)}
+    options: dict[str, Any] = {"num_stages": 1, "num_microbatches": 4, "mesh_shape": (4,)}
+    parallel = alpa.parallelize(step, cluster="host:4", pins=pins, **options)
+    agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH)), expected)
+
+
 def test_a_median_in_the_loss_is_refused():
     def relative(w, batch):
         each = errors(w, batch)
