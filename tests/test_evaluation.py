@@ -79,3 +79,30 @@ def test_nothing_of_the_backward_runs(training):
     assert [i.microbatch for i in runs if i.phase == "forward"] == [*range(4), *range(4)]
     assert schedule.name == "forward-only"
     assert evaluation.computed.count(False) == 1
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_loss_with_a_gradient_inside_is_of_the_forward_pass(close, training, num_stages):
+    (params, _), batch = training
+
+    def penalised(params, batch):
+        slopes = jax.vmap(jax.grad(lambda x: _loss(params, x)[0]))(batch)
+        return _loss(params, batch)[0] + jnp.mean((jnp.sqrt(jnp.sum(slopes**2, -1)) - 1) ** 2)
+
+    def step(params, batch):
+        loss, gradients = jax.value_and_grad(penalised)(params, batch)
+        return [w - 0.1 * g for w, g in zip(params, gradients, strict=True)], {"loss": loss}
+
+    step = alpa.parallelize(step, num_stages=num_stages, num_microbatches=2, max_mesh_axes=1)
+    close(step.evaluate(params, batch)[1]["loss"], penalised(params, batch))
+
+
+def test_where_nothing_is_left_to_compute_the_state_comes_back(close, training):
+    (params, _), batch = training
+
+    def step(params, batch):
+        gradients = jax.grad(lambda params: _loss(params, batch)[0])(params)
+        return [w - 0.1 * g for w, g in zip(params, gradients, strict=True)]
+
+    step = alpa.parallelize(step, num_stages=2, num_microbatches=2, max_mesh_axes=1)
+    close(step.evaluate(params, batch), params)

@@ -72,6 +72,83 @@ def test_microbatches_change_no_result(loss, num_stages):
     agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH)), expected)
 
 
+def remembering(state, batch):
+    """A queue of embeddings (MoCo), priorities by place (replay), ranks and a median of losses."""
+
+    def loss(w):
+        each = errors(w, batch)
+        return each.mean(), (batch["x"] @ w["a"], each)
+
+    (value, (hidden, each)), gradients = jax.value_and_grad(loss, has_aux=True)(state["w"])
+    large = each.mean(1) > jnp.median(each)
+    new = {
+        "w": jax.tree.map(lambda p, g: p - 0.1 * g, state["w"], gradients),
+        "queue": jnp.concatenate([state["queue"][len(hidden) :], hidden[:, 0]]),
+        "priorities": state["priorities"].at[batch["place"]].set(each.max(1)),
+    }
+    timed = hidden.swapaxes(0, 1).reshape(-1, 16)  # the batch behind the tokens
+    return new, {
+        "loss": value,
+        "median": jnp.median(each),
+        "ranks": jnp.argsort(jnp.argsort(each.mean(1))),
+        "first": jnp.argmax(large),
+        "running": jax.lax.scan(lambda s, x: (0.9 * s + x, s), 0.0, each[:, 0])[1],
+        "normal": (each - jnp.median(each)) / jnp.linalg.norm(gradients["a"]),
+        "timed": jnp.sort(timed[:, 0]),
+    }
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_what_no_gradient_depends_on_is_of_the_whole_batch(num_stages):
+    batch = BATCH | {"place": jnp.array([3, 1, 12, 7, 0, 15, 4, 9])}
+    state = {"w": WEIGHTS, "queue": jnp.ones((24, 16)), "priorities": jnp.ones(16)}
+    expected = jax.jit(remembering)(state, batch)
+    parallel = alpa.parallelize(
+        remembering, cluster="host:4", num_stages=num_stages, num_microbatches=4
+    )
+    audit = parallel.audit(state, batch)
+    assert audit.ok, str(audit)
+    agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, state), batch)), expected)
+
+
+def test_values_of_examples_leave_whole_where_a_product_is_summed_over_devices():
+    def step(w, batch):
+        value, gradients = jax.value_and_grad(lambda w: errors(w, batch).mean())(w)
+        probe = jnp.tanh(batch["x"] @ w["a"]) @ w["b"]  # nothing reads it
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), (value, probe)
+
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    pins = {"w['a']": (None, "x"), "w['b']": ("x", None)}
+    options: dict[str, Any] = {"num_stages": 1, "num_microbatches": 4, "mesh_shape": (4,)}
+    parallel = alpa.parallelize(step, cluster="host:4", pins=pins, **options)
+    agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH)), expected)
+
+
+def test_a_median_in_the_loss_is_refused():
+    def relative(w, batch):
+        each = errors(w, batch)
+        return (each / jax.lax.stop_gradient(jnp.median(each))).mean()
+
+    parallel = alpa.parallelize(step_of(relative), cluster="host:4", num_microbatches=2)
+    with pytest.raises(alpa.PlanError, match=r"test_microbatches\.py.*mixes examples"):
+        parallel.plan_for(WEIGHTS, BATCH)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_gradient_in_the_loss_is_added_up_before_it(num_stages):
+    def penalised(w, batch):
+        def loss(w):
+            return errors(w, batch).mean()
+
+        slopes = jax.grad(loss)(w)
+        return loss(w) + 0.1 * sum(jnp.sum(g**2) for g in jax.tree.leaves(slopes))
+
+    step = step_of(penalised)
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    parallel = alpa.parallelize(step, cluster="host:4", num_stages=num_stages, num_microbatches=4)
+    agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH)), expected)
+
+
 def test_random_plans_with_totals_change_no_result():
     step = step_of(experts_and_root)
     expected = jax.jit(step)(WEIGHTS, BATCH)

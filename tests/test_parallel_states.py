@@ -128,6 +128,20 @@ def _list_case():
     return step, [make_params()["up"], make_params()["down"]]
 
 
+def _loss_scale_case():
+    jmp = pytest.importorskip("jmp")  # its classes take nothing but arrays for their fields
+
+    def step(state, batch):
+        params, scale = state
+        value, gradients = jax.value_and_grad(lambda p: scale.scale(mean_loss(p, batch)))(params)
+        value, gradients = scale.unscale((value, gradients))
+        finite = jmp.all_finite(gradients)
+        params = jmp.select_tree(finite, descend(params, gradients), params)
+        return (params, scale.adjust(finite)), {"loss": value, "finite": finite}
+
+    return step, (make_params(), jmp.DynamicLossScale(jnp.float32(2.0**10), period=2))
+
+
 CASES = {
     "dataclass": _dataclass_case,
     "TrainState": _train_state_case,
@@ -136,6 +150,7 @@ CASES = {
     "optax.MultiSteps": _multi_steps_case,
     "optax.inject_hyperparams": _injected_case,
     "list": _list_case,
+    "jmp loss scale": _loss_scale_case,
 }
 
 

@@ -290,6 +290,31 @@ def test_gradients_accumulated_by_the_users_own_scan(agrees):
     agrees(step, make_params(), BATCHES, cluster="host:8")
 
 
+@pytest.mark.parametrize("options", [PARTS, PIPELINE], ids=["one mesh", "two stages"])
+def test_an_update_that_transposes_gradients(agrees, options):
+    def root(matrix):
+        values, vectors = jnp.linalg.eigh(matrix + 1e-2 * jnp.eye(len(matrix)))
+        return (vectors * values**-0.25) @ vectors.T
+
+    def step(state, batch):  # Shampoo
+        value, gradients = jax.value_and_grad(mean_loss)(state["params"], batch)
+        sums = {
+            name: (state["sums"][name][0] + g @ g.T, state["sums"][name][1] + g.T @ g)
+            for name, g in gradients.items()
+            if g.ndim == 2
+        }
+        moves = {
+            name: root(left) @ gradients[name] @ root(right) for name, (left, right) in sums.items()
+        }
+        return {"params": descend(state["params"], gradients | moves), "sums": sums}, {
+            "loss": value
+        }
+
+    params = make_params()
+    sums = {k: (jnp.eye(p.shape[0]), jnp.eye(p.shape[1])) for k, p in params.items() if p.ndim == 2}
+    agrees(step, {"params": params, "sums": sums}, BATCHES, **options)
+
+
 def test_a_step_that_returns_only_its_state(close):
     def step(params, batch):
         return descend(params, jax.grad(mean_loss)(params, batch))

@@ -6,7 +6,8 @@ import math
 
 from attrs import frozen
 
-_BITS = {"bool": 8, "bfloat16": 16, "complex64": 64, "complex128": 128, "key<fry>": 64}
+_BITS = {"bool": 8, "bfloat16": 16, "complex64": 64, "complex128": 128}
+_BITS |= {"key<fry>": 64, "key<rbg>": 128, "key<urbg>": 128}  # random keys
 
 
 def dtype_bytes(dtype: str) -> float:

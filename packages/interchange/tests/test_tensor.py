@@ -17,6 +17,8 @@ from alpa_interchange.tensor import ShardingSpec, TensorType, dtype_bytes
         ("bool", 1),
         ("complex64", 8),
         ("key<fry>", 8),
+        ("key<rbg>", 16),
+        ("key<urbg>", 16),
     ],
 )
 def test_a_dtype_has_the_bytes_its_name_says(dtype: str, expected: float) -> None:

@@ -93,7 +93,7 @@ def instruction_lists(plan: ParallelPlan) -> PipelineSchedule:
         )
     rule = SCHEDULE_RULES.get(chosen.schedule)
     given = None if rule is not None and rule.interleaves else chosen.in_flight or None
-    return emit(plan.tasks, chosen.schedule, count, warmups=given)
+    return emit(plan.tasks, chosen.schedule, count, warmups=given, least_meshes=chosen.num_meshes)
 
 
 def emit(
@@ -104,6 +104,7 @@ def emit(
     warmups: Sequence[int] | None = None,
     receive: str | None = None,
     free_donated: bool = False,
+    least_meshes: int = 1,
 ) -> PipelineSchedule:
     """Return the instruction list of each mesh for one step of `graph`.
 
@@ -113,7 +114,8 @@ def emit(
     phases "backward_input" and "backward_weight". Inputs that are not per step stand for one buffer
     per microbatch on every mesh that reads them, such outputs for one on the mesh that writes them.
     `free_donated` adds frees of donated inputs, for runtimes that keep a reference to a buffer its
-    run has consumed.
+    run has consumed. Of `least_meshes` at least there is a list, be it empty: an evaluation may
+    have nothing to run on the last ones.
     """
     if receive is None:
         rule = SCHEDULE_RULES.get(schedule_name)
@@ -122,7 +124,8 @@ def emit(
         raise ValueError(f'receive must be "early" or "late", got {receive!r}')
     staged = [task for task in graph.tasks if task.phase in STAGED_PHASES]
     num_stages = 1 + max((task.stage for task in staged), default=0)
-    num_meshes = 1 + max([*(task.mesh for task in graph.tasks), *graph.home], default=0)
+    named = [task.mesh + 1 for task in graph.tasks] + [mesh + 1 for mesh in graph.home]
+    num_meshes = max([least_meshes, *named])
     runs = _sequence(graph, schedule_name, num_stages, num_microbatches, warmups)
     held = _held_inputs(graph, num_microbatches, runs)
     wanted = _buffers_of(graph.outputs, graph, num_microbatches)

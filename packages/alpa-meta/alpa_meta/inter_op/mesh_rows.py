@@ -352,7 +352,7 @@ class MeshRows:
                 transient_bytes=line.affine("transient"),
                 batch_split=split,
                 layout_in=at[before[forth]] if forth in before else self._nothing(),
-                layout_out=at[back],
+                layout_out=at[back] if back in at else self._nothing(),
                 recomputation=kind,
                 key=key,
             )

@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 from alpa_meta.compat import JaxprEqn, Literal, Var, is_drop, shape_of
 from alpa_meta.inter_op.layering import tensor_bytes
 from alpa_meta.inter_op.recomputation import clones_of_layers
-from alpa_meta.inter_op.split_backward import by_weight, kept_for_weights
+from alpa_meta.inter_op.split_backward import by_weight_at_most, kept_for_weights
 from alpa_meta.inter_op.stage_selection import StageScope
 from alpa_meta.inter_op.staging import with_sunk_sums
 from alpa_meta.intra_op.liveness import PHASES
@@ -132,7 +132,7 @@ def facts_of_scope(scope: StageScope) -> ScopeFacts:
     later = scope.by_weight
     if later is None:  # what it would be where a stage began with any of its layers
         phases = with_sunk_sums(eqns.eqns, eqns.phases, scope.layers)
-        later = by_weight(eqns.eqns, phases, scope.layers, scope.boundary_out)
+        later = by_weight_at_most(eqns.eqns, phases, scope.layers, scope.boundary_out)
     delayed = np.zeros(len(eqns.eqns), dtype=bool)
     delayed[list(later)] = True
     numbers = np.array([PHASES.index(phase) for phase in eqns.phases], dtype=np.int64)

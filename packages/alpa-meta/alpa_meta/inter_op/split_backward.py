@@ -50,6 +50,28 @@ def by_weight(
     return frozenset(producer.values()) - by_input
 
 
+def by_weight_at_most(
+    eqns: Sequence[JaxprEqn],
+    phases: Sequence[str],
+    layers: Sequence[int | None],
+    sent: Collection[Var] = (),
+) -> frozenset[int]:
+    """Return the positions of the backward equations that no other stage waits for, of whichever
+    layers the stages are made.
+
+    Those of layers as stages, and all that the first layer with a backward pass does not wait for:
+    where a weight is prepared in one layer (cast, normalised, merged) and read in a later one, the
+    later one's cotangent is waited for by the other layer only. More than a stage may have, so that
+    no stage that begins behind the first layer has more (it makes no difference to one that begins
+    there: nobody waits for its backward pass).
+    """
+    within = by_weight(eqns, phases, layers, sent)
+    homes = zip(layers, phases, strict=True)
+    first = min((k for k, phase in homes if phase == "backward" and k is not None), default=None)
+    beyond = by_weight(eqns, phases, [layer == first for layer in layers], sent)
+    return within | {k for k in beyond if layers[k] != first}
+
+
 def kept_for_weights(
     eqns: Sequence[JaxprEqn], phases: Sequence[str], delayed: Collection[int]
 ) -> frozenset[Var]:

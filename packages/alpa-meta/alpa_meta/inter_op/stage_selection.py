@@ -117,8 +117,15 @@ def stage_scope(
         times=() if window is None else window.times,
         reads={} if window is None else window.reads,
         tasks=[_task(staging, slices, k) for k in members] if slices else (),
+        joined=frozenset(var for var in local_only if _has_examples(program, var)),
     )
     return StageScope(stage_eqns, tuple(layers), residuals, sent, tuple(members), later)
+
+
+def _has_examples(program: Program, var: Var) -> bool:
+    """Return whether each microbatch has a part of a value, of its examples."""
+    placement = program.placements.get(var)
+    return placement is not None and placement.kind == "split"
 
 
 def _task(staging: Staging, slices: Sequence[int], k: int) -> tuple[int, int, bool]:

@@ -36,10 +36,11 @@ class DimOrders:
         if order is not None and source.shape == of.shape:
             self._of[id(source)] = order
 
-    def transpose(self, source: Source, of: Source, permutation: Order) -> None:
-        """Note the value of which dim k is dim `permutation[k]` of the value `of`."""
+    def transpose(self, source: Source, of: Source | None, permutation: Order) -> None:
+        """Note the value of which dim k is dim `permutation[k]` of the value `of`; None: of a sum
+        over the microbatches, which lies as its dims are numbered."""
         place = {dim: k for k, dim in enumerate(permutation)}
-        order = tuple([place[dim] for dim in self._order(of)])
+        order = tuple([place[dim] for dim in self._of.get(id(of), range(len(permutation)))])
         if order != tuple(range(len(order))):
             self._of[id(source)] = order
 

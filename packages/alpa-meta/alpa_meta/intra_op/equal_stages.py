@@ -15,7 +15,9 @@ from alpa_meta.intra_op.stage_problem import StageEqns
 from alpa_meta.operators import operator_signature
 from cost_model import CostModel
 
-_SETS = ("state", "kept", "accumulated", "received", "sent", "delayed", "offloaded")
+_SETS = (
+    "state", "kept", "accumulated", "joined", "received", "sent", "delayed", "offloaded",
+)  # fmt: skip
 
 
 class Stages:

@@ -44,8 +44,9 @@ def fold_keys(
 def layer_classes(
     keys: Sequence[Hashable | None], layers: Sequence[int | None], num_layers: int
 ) -> list[int]:
-    """Return the class number of each layer."""
-    found = [0] * num_layers
+    """Return the class number of each layer, the last of those without equations."""
+    known = [key[0] for key in keys if isinstance(key, tuple)]
+    found = [max(known, default=-1) + 1] * num_layers
     for key, layer in zip(keys, layers, strict=True):
         if layer is not None and isinstance(key, tuple):
             found[layer] = key[0]

@@ -220,7 +220,7 @@ class Timeline:
         if form == "alias":
             read = read[:1]
         if permutation is not None:
-            self._orders.transpose(results[0], operands[0], permutation)
+            self._orders.transpose(results[0], next(iter(operands), None), permutation)
         elif form in ("fused", "alias"):
             self._orders.follow(results, operands)
         elif len(matrices) == len(read):

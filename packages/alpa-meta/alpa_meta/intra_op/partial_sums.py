@@ -40,7 +40,7 @@ def may_stay_partial(stage: StageEqns) -> frozenset[Var]:
     before_update = [
         eqn for eqn, phase in zip(stage.eqns, stage.phases, strict=True) if phase != "update"
     ]
-    return _reaching(before_update, stage.accumulated)
+    return _reaching(before_update, stage.accumulated - stage.joined, stage.joined)
 
 
 def may_leave_partial(jaxpr: Jaxpr, leaving: Collection[int]) -> frozenset[Var]:

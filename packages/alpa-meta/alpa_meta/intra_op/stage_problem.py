@@ -74,6 +74,8 @@ class StageEqns:
     for the backward pass as results of a program of its own, once per microbatch of the
     `in_flight`; `received` are inputs from other stages, `sent` results for them. `times` and
     `reads` are those of a `Window`; without them everything counts once.
+    Of what leaves the microbatches (`accumulated`), `joined` has an entry for each example: nothing
+    adds up its parts, so that it leaves complete.
     `delayed` are the values that a split backward keeps for its part by weight, which `num_delayed`
     microbatches wait for. `tasks[k]` names the program that equation k is of, where a stage is
     several, one after another: each holds what it reads until it ends.
@@ -97,6 +99,7 @@ class StageEqns:
     offloaded: frozenset[Var] = frozenset()
     num_delayed: int = 0
     tasks: Sequence[Hashable] = ()
+    joined: frozenset[Var] = frozenset()
 
     @property
     def is_whole_step(self) -> bool:

@@ -10,18 +10,18 @@ microbatch holds, as in `sum(loss * mask) / sum(mask)`, it is given what it lack
                 whole: gradients are linear in what reads it, so they add up
     number      which microbatch it is: random bits and counted places are those of its own examples
 
-What is left, such as the statistics of batch normalisation, which every layer takes of the last
-one's results, is refused with the user's line.
+What no gradient depends on is moved into the update instead (`gathering`). What is left, such as
+the statistics of batch normalisation, which every layer takes of the last one's results, is refused
+with the user's line.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from attrs import field, frozen
 from jax import lax
 from jax.core import ShapedArray
 
@@ -38,55 +38,16 @@ from alpa_meta.compat import (
     source_line,
 )
 from alpa_meta.microbatch.batched_while import shared_counters
+from alpa_meta.microbatch.cut_step import Cut, Given, Statistics
 from alpa_meta.microbatch.demand import with_parts_made
 from alpa_meta.microbatch.flow import Atom, Run, read, run_of
+from alpa_meta.microbatch.gathering import aside, gathered
 from alpa_meta.microbatch.placement import MIXED, REPLICATED, MixedError, Placement, Reading, split
 from alpa_meta.microbatch.slicing import Writer
 from alpa_meta.operators import operator_of
 from alpa_meta.operators.regions import is_region, is_while
 from alpa_meta.passes.added_equations import equations_of, jaxpr_of
 from alpa_meta.passes.live import live_eqns
-
-
-@frozen(eq=False)
-class Given:
-    """What every microbatch is given beside its inputs: its variable, kind and name.
-
-    `kind` is "number", "statistic" (whole), "part" (of a statistic, along dim 0) or "total".
-    """
-
-    var: Var
-    kind: str
-    name: str
-
-
-@frozen(eq=False)
-class Statistics:
-    """A program that runs once per step on the whole batch: it reads the step's inputs at the
-    positions `inputs`, of which `of_batch` says which are split by the microbatches."""
-
-    closed: ClosedJaxpr
-    inputs: tuple[int, ...]
-    of_batch: tuple[bool, ...]
-
-
-@frozen(eq=False)
-class Cut:
-    """The program of one microbatch, whose last inputs are `given`.
-
-    `totals` maps a given total to the microbatch's value that is added up to it. `origin` maps its
-    variables to those of the whole program, where they differ. `reasons` say why it does not
-    compute what the whole batch does, if it does not.
-    """
-
-    closed: ClosedJaxpr
-    phases: tuple[str, ...]
-    placements: Mapping[Var, Placement]
-    given: tuple[Given, ...]
-    statistics: Statistics | None
-    totals: Mapping[Var, Var]
-    reasons: tuple[str, ...]
-    origin: Mapping[Var, Var] = field(factory=dict)
 
 
 def cut_program(
@@ -132,7 +93,9 @@ class _Walk:
         self.read_whole: dict[int, dict[Var, Var]] = {}  # by equation: operands given whole
         self.before: dict[int, list[JaxprEqn]] = {}  # by equation: those of the wholes it reads
         self.from_statistics: set[int] = set()  # equations that only the statistics run
+        self.gathered: dict[Var, Var] = {}  # the whole of a value -> the value, which is split
         self.reasons: list[str] = []
+        self._aside = aside(self.jaxpr.eqns, self.phases)
         self._given: dict[Var, Var] = {}  # value -> the variable that holds the whole of it
         self._narrowed: dict[Var, Var] = {}  # total, added up in float32 -> in its own type
         self._after_total: set[Var] = set()
@@ -152,6 +115,8 @@ class _Walk:
                 continue
             run = self._run(k, eqn)
             self.runs.append(run)
+            if self.phases[k] == "update":
+                continue
             results = map(self._of_statistic, eqn.outvars) if run is None else run.reading.results
             depends = [self.read_whole.get(k, {}).get(a, a) for a in _variables(eqn)]
             for var, placement in zip(eqn.outvars, results, strict=True):
@@ -222,11 +187,13 @@ class _Walk:
             self.reasons.append(reason)
 
     def _run(self, k: int, eqn: JaxprEqn) -> Run | None:
-        """Return how a microbatch runs an equation; None if the statistics do."""
+        """Return how a microbatch runs an equation; None if the statistics or the update do."""
         operands = [read(atom, self.known) for atom in eqn.invars]
         mixed = [a for a in _variables(eqn) if self.known.get(a, REPLICATED).kind == "mixed"]
         if mixed:
             return self._mixed(eqn, self._cause[mixed[0]])
+        if any(self._phase_of.get(atom) == "update" for atom in _variables(eqn)):
+            return self._in_update(k, eqn, eqn)
         try:
             return run_of(eqn, operands, self.count)
         except MixedError as error:
@@ -253,12 +220,33 @@ class _Walk:
             self.from_statistics.add(k)
             self.whole.update((var, var) for var in eqn.outvars if not is_drop(var))
             return None
+        if k in self._aside:
+            return self._in_update(k, eqn, inner)
+        return self._mixing(k, eqn, inner, lacking)
+
+    def _mixing(self, k: int, eqn: JaxprEqn, inner: JaxprEqn, lacking: str = "") -> Run:
         place = _place([inner, eqn, *self.jaxpr.eqns[k + 1 :]])
         return self._mixed(
             eqn,
             f"{place} mixes examples of the batch in a way that microbatches cannot reproduce"
             f"{lacking}",
         )
+
+    def _in_update(self, k: int, eqn: JaxprEqn, inner: JaxprEqn) -> Run | None:
+        """Note that the update runs an equation, on the whole of what it reads."""
+        kinds = {atom: read(atom, self.known) for atom in _variables(eqn)}
+        parts = [atom for atom, placement in kinds.items() if placement.kind == "split"]
+        if self._own & kinds.keys() or any(gathered(atom) is None for atom in parts):
+            return self._mixing(k, eqn, inner)
+        for atom in parts:
+            self._given[atom] = self._given.get(atom) or Var(atom.aval)
+            self.gathered[self._given[atom]] = atom
+        self.read_whole[k] = {atom: self._given[atom] for atom in parts}
+        self.phases[k] = "update"
+        for var in eqn.outvars:
+            if not is_drop(var):
+                self.known[var], self._phase_of[var] = REPLICATED, "update"
+        return None
 
     def _of_statistic(self, var: Var) -> Placement:
         """Return the placement of what is computed on the whole batch: each microbatch gets its
@@ -362,6 +350,12 @@ class _Walk:
             writer.eqns += equations_of(convert, [var], [narrow])
             of_eqn += ["forward"] * (len(writer.eqns) - len(of_eqn))
         for (eqn, _, phase), run in zip(kept, chosen, strict=True):
+            for whole in _variables(eqn):
+                if whole in self.gathered and whole not in writer.local:
+                    value = self.gathered[whole]
+                    writer.gather(value, whole)
+                    made = len(writer.eqns) - len(of_eqn)
+                    of_eqn += [self._phase_of.get(value, "forward")] * made
             writer.phase = phase
             if run is None:
                 writer.eqns.append(eqn)

@@ -35,6 +35,7 @@ from alpa_meta.compat import (
 from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.demand import with_parts_made
 from alpa_meta.microbatch.flow import Atom, Flow, Run, literal_placement
+from alpa_meta.microbatch.gathering import gathered
 from alpa_meta.microbatch.placement import REPLICATED, Placement, Reading
 from alpa_meta.operators import LocalCall, operator_of, operator_signature, sharding_rule
 from alpa_meta.operators.operator import run_unchanged
@@ -133,6 +134,26 @@ class Writer:
         key = (wanted, aval.shape, aval.dtype)
         self._write(key, function, [self.number, held], [result], None)
         return result
+
+    def gather(self, var: Var, whole: Var) -> None:
+        """Write `whole`, of which each microbatch has its part of `var` among zeros."""
+        source, aval, held = self.placements[var], array_type(var), gathered(var)
+        assert held is not None
+        dim, outer = source.dim, source.outer
+
+        def blocks(shape: Sequence[int]) -> tuple[int, ...]:
+            return (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+
+        def among_zeros(number: Array, value: Array) -> Array:
+            part = lax.reshape(value, blocks(value.shape))
+            zeros = jnp.zeros(blocks(aval.shape), aval.dtype)
+            start = number * part.shape[dim + 1]
+            made = lax.dynamic_update_slice_in_dim(zeros, part, start, dim + 1)
+            return lax.reshape(made, aval.shape)
+
+        key = ("gather", source, aval.shape, aval.dtype)
+        operands, results = [self.number, self.local[var]], [self.define(whole, held)]
+        self._write(key, among_zeros, operands, results, None)
 
     def _write(
         self,

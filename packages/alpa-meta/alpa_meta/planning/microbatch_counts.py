@@ -29,7 +29,8 @@ def microbatch_counts_of(
 
 
 def check_exact(step: Step, count: int, options: Options) -> None:
-    """Raise PlanError if `count` microbatches are not the whole batch, which was not accepted."""
+    """Raise PlanError where `count` microbatches would change the result, unless that is
+    accepted."""
     if count > 1 and options.exact and step.program(count).inexact:
         raise PlanError(
             f"{count} microbatches would change the result: {step.program(count).inexact[0]}; use "

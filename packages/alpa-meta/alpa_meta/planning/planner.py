@@ -43,11 +43,7 @@ from alpa_meta.planning.kept_menu import keep
 from alpa_meta.planning.least_memory import check_step_fits, may_hold
 from alpa_meta.planning.memory_floor import check_arguments_fit, check_state_fits
 from alpa_meta.planning.menu_search import MenuSearch, search_menu, sized_programs
-from alpa_meta.planning.microbatch_counts import (
-    check_exact,
-    larger_counts,
-    microbatch_counts_of,
-)
+from alpa_meta.planning.microbatch_counts import check_exact, larger_counts, microbatch_counts_of
 from alpa_meta.planning.offload_choice import with_offload
 from alpa_meta.planning.operator_names import StageNames
 from alpa_meta.planning.outlooks import (

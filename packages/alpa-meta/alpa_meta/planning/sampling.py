@@ -28,6 +28,7 @@ from alpa_meta.intra_op.memory_limit import LEAST_ROUNDS
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.options import Options
 from alpa_meta.planning.chosen_plan import Planned, finish
+from alpa_meta.planning.microbatch_counts import check_exact
 from alpa_meta.planning.outlooks import outlook_in_pieces, outlook_of
 from alpa_meta.step.program import Step
 from alpa_meta.user_mesh import with_user_mesh
@@ -43,6 +44,7 @@ def sample_plan(step: Step, cluster: ClusterSpec, options: Options, seed: int) -
     random = np.random.default_rng(seed)
     model = CostModel(cluster)
     count = options.num_microbatches or int(random.choice(_exact_counts(step)))
+    check_exact(step, count, options)
     program = step.program(count)
     found = outlook_in_pieces(program, options, cluster)
     outlook, layering = found or outlook_of(program, options, cluster)

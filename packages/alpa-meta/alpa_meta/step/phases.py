@@ -1,7 +1,9 @@
 """Which equations of a training step are forward, backward and update.
 
-The backward pass is recognised by the name stacks jax leaves on equations (`transpose(jvp(...))`);
-the rest follows from data flow, so that it holds whatever the order of equations:
+The backward pass is recognised by the name stacks jax leaves on equations: `transpose(jvp(...))`
+is of a gradient, `jvp(transpose(jvp(...)))` of a gradient that a loss takes within (of its inputs,
+or of parameters it moves) and of the forward pass like the rest of that loss. The rest follows from
+data flow, so that it holds whatever the order of equations:
 
     backward  tagged as transposed, or fed by a backward value and by the batch's examples
     forward   feeds a backward equation, works on the batch's examples before any gradient is known,
@@ -14,6 +16,7 @@ gradients depend on is forward or backward.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -34,6 +37,8 @@ from alpa_meta.compat import (
 from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.placement import Placement
 from alpa_meta.types import Function, PyTree
+
+_OUTERMOST, _ANY = re.compile(r"\b(jvp|transpose)\("), re.compile(r"\b(transpose)\(")
 
 gradient_marker = jex.Primitive("alpa_gradient")
 gradient_marker.def_impl(lambda x: x)
@@ -72,7 +77,9 @@ class Phases:
 def classify(eqns: Sequence[JaxprEqn], placements: Mapping[Var, Placement]) -> Phases:
     """Return the phase of each equation; PlanError if the step computes no gradient."""
     marked = [k for k, eqn in enumerate(eqns) if eqn.primitive is gradient_marker]
-    tagged = {k for k, eqn in enumerate(eqns) if _is_transposed(eqn)}
+    tagged = {k for k, eqn in enumerate(eqns) if _is_transposed(eqn, _OUTERMOST)}
+    if not tagged:  # of nothing but derivatives of gradients
+        tagged = {k for k, eqn in enumerate(eqns) if _is_transposed(eqn, _ANY)}
     if not marked and not tagged:
         raise PlanError(
             "no gradient was found in the step: none of its "
@@ -113,12 +120,15 @@ def _known(atom: Atom, producer: Mapping[Atom, int]) -> bool:
     return not isinstance(atom, Literal) and atom in producer
 
 
-def _is_transposed(eqn: JaxprEqn) -> bool:
-    """Return whether jax marked an equation, or one inside it, as a step of a backward pass."""
-    if "transpose(" in name_stack(eqn):
+def _is_transposed(eqn: JaxprEqn, derivative: re.Pattern[str], outer: str = "") -> bool:
+    """Return whether jax marked an equation, or one inside it, as a step of a backward pass: the
+    first `derivative` in its name stack is a transposition."""
+    stack = f"{outer}/{name_stack(eqn)}"
+    found = derivative.search(stack)
+    if found is not None and found[1] == "transpose":
         return True
     bodies = [open_jaxpr(body) for _, body in subjaxprs(eqn)]
-    return any(_is_transposed(inner) for body in bodies for inner in body.eqns)
+    return any(_is_transposed(inner, derivative, stack) for body in bodies for inner in body.eqns)
 
 
 def _descendants(

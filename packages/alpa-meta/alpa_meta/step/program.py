@@ -12,7 +12,8 @@ from attrs import evolve, field, frozen
 
 from alpa_meta.compat import ClosedJaxpr, Jaxpr, Var, dtype_of, is_plain, open_jaxpr, shape_of
 from alpa_meta.errors import PlanError
-from alpa_meta.microbatch.cut import Cut, Given, Statistics, cut_program
+from alpa_meta.microbatch.cut import cut_program
+from alpa_meta.microbatch.cut_step import Cut, Given, Statistics
 from alpa_meta.microbatch.example_dims import example_dims
 from alpa_meta.microbatch.placement import REPLICATED, SUM, Placement, split
 from alpa_meta.passes.flat_program import FlatProgram
@@ -259,8 +260,7 @@ class Step:
             next(avals) if dynamic else leaf
             for leaf, dynamic in zip(kept, array_results, strict=True)
         ]
-        result = tree.unflatten(marks)
-        return input_roles(self._arguments, result, array_results, self.batch_argnums)
+        return input_roles(self._arguments, (tree, marks), array_results, self.batch_argnums)
 
     @functools.cached_property
     def _batch(self) -> tuple[bool, ...]:

@@ -19,15 +19,16 @@ from alpa_meta.types import PyTree
 
 def input_roles(
     arguments: Arguments,
-    result: PyTree,
+    result: tuple[PyTreeDef, Sequence[PyTree]],
     array_results: Sequence[bool],
     batch_argnums: tuple[int, ...] | None,
 ) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
     """Return the role of each input array and, per output array, the input it replaces.
 
-    `result` is the step's, with shapes and dtypes for arrays; `array_results` marks its arrays.
+    `result` is the structure of the step's and its leaves, with shapes and dtypes for arrays, which
+    classes of users need not take (jmp's do not); `array_results` marks its arrays.
     """
-    spans = _elements(result, arguments)
+    spans = _elements(*result, arguments)
     number_of_leaf, count = {}, 0
     for leaf_number, is_array in enumerate(array_results):
         if is_array:
@@ -56,27 +57,31 @@ def input_roles(
     return tuple(roles), tuple(aliases)
 
 
-def _elements(result: PyTree, arguments: Arguments) -> list[tuple[PyTreeDef, int, list[PyTree]]]:
+def _elements(
+    structure: PyTreeDef, leaves: Sequence[PyTree], arguments: Arguments
+) -> list[tuple[PyTreeDef, int, Sequence[PyTree]]]:
     """Return (structure, first leaf, leaves) of each part of the result that may be new state: the
     whole result if it is one argument's, else its elements.
     """
-    whole, structure = jax.tree.flatten(result)
+    whole = (structure, 0, leaves)
     for argnum in dict.fromkeys(arguments.argnums):
-        if _matching(argnum, arguments, [(structure, 0, whole)], set()) is not None:
-            return [(structure, 0, whole)]
-    elements = list(result) if type(result) in (tuple, list) else [result]
-    spans, position = [], 0
-    for element in elements:
-        flat, structure = jax.tree.flatten(element)
-        spans.append((structure, position, flat))
-        position += len(flat)
+        if _matching(argnum, arguments, [whole], set()) is not None:
+            return [whole]
+    node = structure.node_data()
+    if node is None or node[0] not in (tuple, list):
+        return [whole]
+    spans, start = [], 0
+    for element in structure.children():
+        stop = start + element.num_leaves
+        spans.append((element, start, leaves[start:stop]))
+        start = stop
     return spans
 
 
 def _matching(
     argnum: int,
     arguments: Arguments,
-    spans: Sequence[tuple[PyTreeDef, int, list[PyTree]]],
+    spans: Sequence[tuple[PyTreeDef, int, Sequence[PyTree]]],
     taken: set[int],
 ) -> int | None:
     """Return the output element with the structure, shapes and dtypes of an argument."""

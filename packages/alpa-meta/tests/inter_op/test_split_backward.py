@@ -8,7 +8,12 @@ from perceptron import step
 from alpa_meta.compat import shape_of
 from alpa_meta.execution.tasks import build_tasks
 from alpa_meta.inter_op.layering import assign_layers
-from alpa_meta.inter_op.split_backward import by_weight, kept_for_weights, with_split_backward
+from alpa_meta.inter_op.split_backward import (
+    by_weight,
+    by_weight_at_most,
+    kept_for_weights,
+    with_split_backward,
+)
 from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.step.program import Step
 
@@ -59,6 +64,32 @@ def test_values_sent_elsewhere_are_by_input():
     assert whole == {k for k, phase in enumerate(phases) if phase == "backward"}
     last = max(whole)
     assert last not in by_weight(eqns, phases, [0] * len(eqns), sent=eqns[last].outvars)
+
+
+def test_no_stage_behind_the_first_layer_delays_more_than_its_layers_at_most():
+    def descend(weights, batch):
+        def loss(weights):
+            x = batch @ weights[0] @ weights[1]
+            prepared = jnp.tanh(weights[2])  # in layer 1, read in layer 2
+            return jnp.mean((x @ prepared @ weights[3]) ** 2)
+
+        gradients = jax.grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients)
+
+    program = Step(descend, ([WEIGHT] * 4, BATCH)).program(1)
+    layering = assign_layers(program, by_products)
+    whole = assign_stages(layering, [], program.jaxpr.outvars)
+    at_most = by_weight_at_most(whole.eqns, whole.phases, whole.layers)
+    within = by_weight(whole.eqns, whole.phases, whole.layers)
+    found = []
+    for cuts in ([1], [1, 3], [1, 2], [1, 2, 3], [2]):
+        staging = with_split_backward(assign_stages(layering, cuts, program.jaxpr.outvars))
+        delayed = {k for k in staging.by_weight or () if staging.stages[k]}
+        assert delayed <= at_most
+        found.append(delayed <= within)
+    assert not all(found)
+    products = [k for k in at_most if whole.eqns[k].primitive.name == "dot_general"]
+    assert len(products) == 4  # the cotangents' products are waited for
 
 
 def test_each_part_is_a_task_that_reads_what_the_other_left(split):

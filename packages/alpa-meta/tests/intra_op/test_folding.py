@@ -40,6 +40,12 @@ def test_layers_of_other_shapes_or_phases_are_of_another_class():
     assert layer_classes(fold_keys(eqns, phases, layers), layers, 2) == [0, 1]
 
 
+def test_layers_without_equations_are_like_no_other():
+    eqns, phases, layers = layers_of([4, 4, 4])
+    layers = [layer + 2 for layer in layers]
+    assert layer_classes(fold_keys(eqns, phases, layers), layers, 4) == [1, 1, 0, 0]
+
+
 def test_equations_without_a_layer_stand_alone():
     eqns, phases, layers = layers_of([4, 4])
     assert fold_keys(eqns, phases, [None] * len(layers)) == [None] * len(eqns)

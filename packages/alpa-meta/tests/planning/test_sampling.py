@@ -1,5 +1,7 @@
 """Random plans are feasible, reproducible, and keep what the options fix."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -79,3 +81,11 @@ def test_a_step_that_needs_whole_batches_gets_no_microbatches():
 
     sampler = alpa.parallelize(normalising, cluster="host:4", batch_argnums=(1,))
     assert {sampler.random_plan(STATE[0], BATCH, seed=k).num_microbatches for k in range(3)} == {1}
+    halves: dict[str, Any] = {
+        "cluster": "host:4", "batch_argnums": (1,), "num_stages": 1, "num_microbatches": 2,
+    }  # fmt: skip
+    with pytest.raises(alpa.PlanError, match="2 microbatches would change the result"):
+        alpa.parallelize(normalising, **halves).random_plan(STATE[0], BATCH)
+    made = alpa.parallelize(normalising, exact=False, **halves).random_plan(STATE[0], BATCH)
+    with pytest.raises(alpa.PlanError, match="2 microbatches would change the result"):
+        alpa.parallelize(normalising, plan=made).plan_for(STATE[0], BATCH)
