@@ -8,6 +8,7 @@ chosen stages are solved again exactly, each with its own memory limit (`planner
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -219,11 +220,12 @@ def range_candidates(
 
 
 def _ranges(num_layers: int, whole: bool) -> list[tuple[int, int]]:
+    """Return all layers for what runs them as one program, else every smaller range."""
+    every = (0, num_layers)
     if whole:
-        return [(0, num_layers)]
-    return [
-        (start, stop) for start in range(num_layers) for stop in range(start + 1, num_layers + 1)
-    ]
+        return [every]
+    ranges = itertools.combinations(range(num_layers + 1), 2)
+    return [one for one in ranges if one != every]
 
 
 def _candidate(

@@ -287,7 +287,9 @@ class FloorSource:
             """Return the bytes by the problem's strategies, and those that it does not decide."""
             left, counts = dict(bytes[0]), alone.num_strategies.tolist()
             own = [left.pop(n, np.zeros(k)) for n, k in zip(numbers, counts, strict=True)]
-            return np.concatenate(own), bytes[1] + sum(float(one.min()) for one in left.values())
+            return np.concatenate([np.zeros(0), *own]), bytes[1] + sum(
+                float(one.min()) for one in left.values()
+            )
 
         return Ways(
             self._splitting(alone, samples),

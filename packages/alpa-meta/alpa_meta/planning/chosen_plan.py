@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from alpa_interchange import (
     StageSharding,
     load,
 )
+from alpa_interchange.amounts import format_seconds
 from alpa_meta.execution.tasks import Tasks, build_tasks
 from alpa_meta.inter_op.candidates import (
     MeshSolution,
@@ -55,6 +57,9 @@ from cost_model import CostModel
 # at 1 say, and as much as rows built at 16. And numbers that only the update computes, such as the
 # mean of the losses, have a layer of their own in the menu: 2e-6 of a step of 0.1 ms.
 MENU_ERROR = 1e-3
+# The same where launches of kernels are most of a step, as in toys: RWKV of width 8 in three stages
+# on 4 L4 takes 1.5 % less than its bound, 24 of its kernels of 6 us are fused at its size alone.
+LAUNCH_ERROR = 0.1
 
 Choose = Callable[[StageCandidate, Selection, float], ShardingSolution]
 """From a stage's candidate, its selection problem and a limit in bytes to a choice of
@@ -173,8 +178,7 @@ def finish(
     seconds = stage_dp.step_seconds(
         chain, stage_plan.schedule, stage_plan.in_flight, num_meshes=stage_plan.num_meshes
     )
-    stage_dp.check_bound(bound * (1 - MENU_ERROR), seconds, "the plan with its stages solved")
-    bound = min(bound, seconds)  # they may be equal but for that error
+    bound = _bound_below(bound, seconds)
     exact = evolve(
         stage_plan,
         stages=tuple(stages),
@@ -195,6 +199,23 @@ def finish(
         provenance=provenance(),
     )
     return Planned(plan, program, staging, tuple(selections), tasks)
+
+
+def _bound_below(bound: float, seconds: float) -> float:
+    """Return the bound that holds beside a plan of so many seconds: none (0, with a warning) where
+    the menu's prices are off by more than what is told apart; BoundError where that is no excuse.
+    """
+    if seconds >= bound * (1 - MENU_ERROR):
+        return min(bound, seconds)  # they may be equal but for that error
+    stage_dp.check_bound(bound * (1 - LAUNCH_ERROR), seconds, "the plan with its stages solved")
+    warnings.warn(
+        f"the plan takes {format_seconds(seconds)} a step, less than the {format_seconds(bound)} "
+        "of its bound: at its microbatch size other kernels are fused than where layers were "
+        "priced. The plan is right, but how far it is from the best one is not known",
+        UserWarning,
+        stacklevel=2,
+    )
+    return 0.0
 
 
 def finished_stage(
@@ -284,5 +305,10 @@ def whole_solution(
     """Return the solution of the whole program on the whole cluster that `candidate` stands
     for."""
     return next(
-        (found for found in solutions if found.whole and found.mesh == candidate.logical), None
+        (
+            found
+            for found in solutions
+            if found.whole and (found.submesh, found.mesh) == (candidate.submesh, candidate.logical)
+        ),
+        None,
     )

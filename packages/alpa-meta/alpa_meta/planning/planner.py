@@ -176,8 +176,13 @@ def _make_plan(step: Step, cluster: ClusterSpec, options: Options) -> Planned:
     if best is None:
         least = min(failed, key=lambda error: error.missing_bytes or math.inf)  # 0: not known
         raise least
+    found = _on_parts(best, bounds, step, model, told)
+    if found is not None:
+        consider(found)
+        best = min(best, _finished(prospects[-1:], failed) or best, key=_step_seconds)
     program = evolve(best.plan.program, uncut=uncut)
-    bound = min(*bounds, best.plan.step_seconds)
+    own = [] if best.plan.num_stages == 1 else [best.plan.lower_bound]  # 0 where it did not hold
+    bound = min(*bounds, *own, best.plan.step_seconds)
     menu = next((one.menu for one in prospects if one.menu is not None), None)
     return evolve(best, menu=menu, plan=evolve(best.plan, program=program, lower_bound=bound))
 
@@ -201,6 +206,28 @@ def _one_stage(step: Step, model: CostModel, options: Options) -> tuple[Prospect
     if not may_hold(step, model, evolve(options, num_microbatches=counts[0], recompute=kept)):
         return None
     return plan_by_ranges(counts, step, model.cluster, options)
+
+
+def _on_parts(
+    best: Planned, bounds: list[float], step: Step, model: CostModel, options: Options
+) -> tuple[Prospect, float] | None:
+    """Return the best plan with one stage on any part of the devices and its bound, where `best`
+    is such a plan or takes less than the menu's bound: that is of the two programs of stages.
+
+    None: `best` is none, or the part cannot be told.
+    """
+    whole = best.plan.stage_plan.stages[0].candidate.submesh.num_devices
+    proven = best.plan.step_seconds >= min(bounds) and whole == model.cluster.num_devices
+    if best.plan.num_stages > 1 or proven or len(model.cluster.host_groups) > 1:
+        return None
+    counts = sorted({options.num_microbatches or 1, best.plan.num_microbatches})
+    told = evolve(options, num_stages=1)
+    found = _found(lambda: plan_by_ranges(counts, step, model.cluster, told, on_parts=True))
+    return found if isinstance(found, tuple) else None
+
+
+def _step_seconds(planned: Planned) -> float:
+    return planned.plan.step_seconds
 
 
 def _without_recomputation(
@@ -252,7 +279,8 @@ def _from_menu(
     if all(layer is None for layer in outlook.staging.layers):
         return None  # gradients are made inside a loop: there is no forward pass to be cut
     counts = [options.num_microbatches] if options.num_microbatches else None
-    meshes = [(submesh, mesh) for submesh, mesh, _ in meshes_to_plan(outlook, model, options)]
+    planned = meshes_to_plan(outlook, model, options)
+    meshes = list(dict.fromkeys((submesh, mesh) for submesh, mesh, _ in planned))
     if not (options.pins or options.preset or options.mesh_shape):  # which name axes
         # one stage on all devices is planned on every mesh beside the menu (`plan_by_ranges`)
         meshes = [one for one in meshes if not splits_hosts_twice(one[0], one[1].shape)]
@@ -295,7 +323,9 @@ def _finish_menu(
         found = outlook_in_pieces(program, chosen, cluster, num_layers) or outlook_of(
             program, chosen, cluster, num_layers
         )
-        planned = finish(plan, *found, search.bound, step, model, options, choose)
+        # One stage is one program, quicker than the two that the menu's layers are of.
+        bound = search.bound if len(plan.stages) > 1 else 0.0
+        planned = finish(plan, *found, bound, step, model, options, choose)
         if isinstance(planned, Planned):
             return planned
         missing = planned

@@ -85,10 +85,14 @@ class Prospect:
 
 
 def plan_by_ranges(
-    counts: list[int], step: Step, cluster: ClusterSpec, options: Options
+    counts: list[int],
+    step: Step,
+    cluster: ClusterSpec,
+    options: Options,
+    on_parts: bool = False,
 ) -> tuple[Prospect, float]:
     """Return the best plan with one of so many microbatches whose stages are ranges of layers of
-    the whole program's solutions, and its bound."""
+    the whole program's solutions, and its bound (`on_parts`: `meshes_to_plan`)."""
     model = calibrated_model(cluster)
     searches: list[_Search] = []
     missing: list[_Missing] = []
@@ -112,7 +116,7 @@ def plan_by_ranges(
     jobs = [
         (outlook, work)
         for outlook, _ in outlooks
-        for work in meshes_to_plan(outlook, model, options)
+        for work in meshes_to_plan(outlook, model, options, on_parts)
         if work[2] or id(outlook) not in divided  # its stages are cut from the program in pieces
         if not work[2] or outlook.cut is None
     ]
@@ -120,10 +124,10 @@ def plan_by_ranges(
     jobs = [job for job in jobs if axes <= set(job[1][1].axis_names)] or jobs
     unfit: UnfitPinError | None = None
     solved: dict[int, list[MeshSolution]] = {id(outlook): [] for outlook, _ in outlooks}
-    whole_fits = False
+    whole_fits: set[SubmeshSpec] = set()
     for number, (outlook, (submesh, mesh, whole)) in enumerate(jobs):
         options.progress("plan", number, len(jobs) + 1)
-        if whole and whole_fits and outlook.program.num_microbatches > min(counts):
+        if submesh in whole_fits and outlook.program.num_microbatches > min(counts) and whole:
             continue  # more microbatches on one mesh only save memory, which is not needed
         limit = usable_memory(cluster, submesh.host_group, options.memory)
         try:
@@ -132,7 +136,7 @@ def plan_by_ranges(
             unfit = error
             continue
         solved[id(outlook)] += found
-        whole_fits = whole_fits or bool(whole and found)
+        whole_fits |= {submesh} if whole and found else set()
         if lacking:
             count = outlook.program.num_microbatches
             missing.append(_Missing(lacking, count, mesh.shape if whole else None))
@@ -155,28 +159,34 @@ def may_cut(num_microbatches: int, cluster: ClusterSpec, options: Options) -> bo
 
 
 def meshes_to_plan(
-    outlook: Outlook, model: CostModel, options: Options
+    outlook: Outlook, model: CostModel, options: Options, on_parts: bool = False
 ) -> list[tuple[SubmeshSpec, LogicalMesh, bool]]:
-    """Return (submesh, logical mesh, whether it is the whole cluster) to solve on."""
+    """Return (submesh, logical mesh, whether all layers run there as one program) to solve on.
+
+    One stage has all devices, or, where they are of several kinds or `on_parts`, any of the
+    submeshes: its passes are one program there, which is quicker than those of stages.
+    """
     cluster = model.cluster
     found = []
-    single = outlook.program.num_microbatches == 1
+    kinds = len(cluster.host_groups)
+    one_by_one = outlook.program.num_microbatches == 1 and options.num_stages is None
     for submesh in submeshes(cluster):
         whole = submesh.num_devices == cluster.num_devices
-        if options.num_stages == 1 and not whole and len(cluster.host_groups) == 1:
+        ways = []
+        if options.num_stages in (None, 1) and (whole or kinds > 1 or on_parts):
+            ways.append(True)
+        room = submesh.num_devices <= cluster.num_devices - _other_meshes(options)
+        if not whole and options.num_stages != 1 and room and not (one_by_one and kinds == 1):
+            ways.append(False)  # pipelines are planned with more microbatches, if there may be more
+        if not ways:
             continue
-        if options.num_stages is not None and options.num_stages > 1:
-            if submesh.num_devices > cluster.num_devices - _other_meshes(options):
-                continue
-        elif options.num_stages is None and single and not whole and cluster.num_devices > 1:
-            continue  # pipelines are planned with more microbatches
         most = max(options.max_mesh_axes, len(options.mesh_shape or ()))
         ordered = bool(options.pins or options.preset or options.mesh_shape)
         # the order decides which axis is the minor one of a dim, which matters little; on the whole
         # cluster no named parallelism is to find a mesh that the planner did not try
         for mesh in logical_meshes(model, submesh, most, options.axis_names, ordered or whole):
             if options.mesh_shape in (None, mesh.shape):
-                found.append((submesh, mesh, whole))
+                found += [(submesh, mesh, way) for way in ways]
     if not found:
         raise PlanError(
             f"no logical mesh is left to plan for: num_stages={options.num_stages}, "

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import pytest
 from attrs import evolve
 
 from alpa_interchange import LogicalMesh, MeshAxis
@@ -10,11 +11,12 @@ from alpa_meta.inter_op.staging import assign_stages
 from alpa_meta.intra_op.equal_stages import Stages
 from alpa_meta.intra_op.memory_limit import solve_within
 from alpa_meta.intra_op.mesh_costs import MeshCosts
-from alpa_meta.planning.chosen_plan import still_fits
+from alpa_meta.planning.chosen_plan import _bound_below, still_fits
 from alpa_meta.planning.outlooks import outlook_of
 from alpa_meta.planning.plan_identity import problem_hash
 from alpa_meta.step.program import Step
 from cost_model import CostModel, cluster
+from stage_dp import BoundError
 
 MODEL = CostModel(cluster("h100:8"))
 MESH = LogicalMesh(axes=(MeshAxis(name="x", size=4, bandwidth=1e9, latency=1e-6),))
@@ -53,3 +55,12 @@ def test_strategies_of_an_equal_stage_do_only_where_they_fit_what_a_stage_holds(
     assert not still_fits(few, evolve(free, choice=None), limit)
     again = solve_within(many, Options(), limit)
     assert again.choice is None or still_fits(many, again, limit)
+
+
+def test_a_bound_that_does_not_hold_is_withdrawn_or_an_error():
+    assert _bound_below(1.0, 2.0) == 1.0
+    assert _bound_below(1.0, 1 - 5e-4) == 1 - 5e-4
+    with pytest.warns(UserWarning, match="how far it is from the best one is not known"):
+        assert _bound_below(1.0, 0.98) == 0.0
+    with pytest.raises(BoundError):
+        _bound_below(1.0, 0.8)

@@ -1,5 +1,7 @@
 """The planner: bounds, memory, saved plans."""
 
+import tomllib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from alpa_meta.planning.plan_identity import problem_hash
 from alpa_meta.planning.planner import make_plan, restore
 from alpa_meta.step.program import Step
 from cost_model import cluster
+from cost_model.cluster_file import parse_cluster
 
 
 def _step(weights, batch):
@@ -67,6 +70,47 @@ def test_four_stages_share_two_devices_under_any_schedule_that_lets_them():
     assert plan.num_stages == 4 and plan.stage_plan.num_meshes == 2
     with pytest.raises(PlanError, match="each stage needs a mesh of its own"):
         make_plan(asked, cluster("h100:2"), Options(num_stages=3))
+
+
+HOSTS = """
+name = "a100 and v100"
+inter_group = "infiniband-100"
+host_groups = [
+    {preset = "a100-40gb", num_hosts = 1},
+    {preset = "v100-32gb", num_hosts = 1},
+]
+"""
+
+
+def _quantised(state, batch):
+    """A codebook between two layers: its passes fuse as one program, less as two."""
+
+    def loss(weights):
+        hidden = jnp.tanh(batch @ weights["up"])
+        distances = ((hidden[:, None] - state["codes"]) ** 2).sum(-1)
+        chosen = state["codes"][distances.argmin(-1)]
+        passed = hidden + jax.lax.stop_gradient(chosen - hidden)
+        return jnp.mean((passed @ weights["down"] - batch) ** 2) + jnp.mean((chosen - hidden) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state["weights"])
+    moved = jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], gradients)
+    return {"weights": moved, "codes": state["codes"]}, value
+
+
+@pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"num_microbatches": 1}])
+def test_one_stage_on_part_of_a_mixed_cluster_is_one_program(options):
+    state = {
+        "weights": {
+            "up": jax.ShapeDtypeStruct((6, 4), jnp.float32),
+            "down": jax.ShapeDtypeStruct((4, 6), jnp.float32),
+        },
+        "codes": jax.ShapeDtypeStruct((8, 4), jnp.float32),
+    }
+    step = Step(_quantised, (state, jax.ShapeDtypeStruct((8, 6), jnp.float32)))
+    mixed = parse_cluster(tomllib.loads(HOSTS))
+    plan = make_plan(step, mixed, Options(**options)).plan
+    assert plan.num_stages == 1
+    assert 0 < plan.lower_bound <= plan.step_seconds
 
 
 def test_memory_that_nothing_fits_says_what_is_missing():
