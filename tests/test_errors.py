@@ -64,8 +64,8 @@ def test_a_batch_that_the_microbatches_do_not_divide(capsys):
 
 
 def test_more_stages_than_layers_or_devices(capsys):
-    message = _refused(capsys, "train", *SIZES, "--stages", "9")
-    assert "9" in message
+    message = _refused(capsys, "train", *SIZES, "--stages", "11")
+    assert "11" in message  # as many devices lack, and no smaller number of meshes may share them
 
 
 def test_memory_that_no_plan_fits_says_what_is_missing(capsys):

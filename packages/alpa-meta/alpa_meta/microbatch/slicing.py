@@ -151,7 +151,7 @@ class Writer:
             made = lax.dynamic_update_slice_in_dim(zeros, part, start, dim + 1)
             return lax.reshape(made, aval.shape)
 
-        key = ("gather", source, aval.shape, aval.dtype)
+        key = ("put together", source, aval.shape, aval.dtype)
         operands, results = [self.number, self.local[var]], [self.define(whole, held)]
         self._write(key, among_zeros, operands, results, None)
 

@@ -119,6 +119,7 @@ def plan_by_ranges(
         for work in meshes_to_plan(outlook, model, options, on_parts)
         if work[2] or id(outlook) not in divided  # its stages are cut from the program in pieces
         if not work[2] or outlook.cut is None
+        if work[2] or outlook.num_layers > 1  # else there is nothing to be cut
     ]
     axes = pinned_axes(outlooks[0][0].program, options.pins, [mesh for _, (_, mesh, _) in jobs])
     jobs = [job for job in jobs if axes <= set(job[1][1].axis_names)] or jobs

@@ -38,7 +38,7 @@ from alpa_meta.errors import PlanError
 from alpa_meta.microbatch.placement import Placement
 from alpa_meta.types import Function, PyTree
 
-_OUTERMOST, _ANY = re.compile(r"\b(jvp|transpose)\("), re.compile(r"\b(transpose)\(")
+_OUTERMOST, _ANY = re.compile(r"\b(?:jvp|(transpose))\("), re.compile(r"\b(transpose)\(")
 
 gradient_marker = jex.Primitive("alpa_gradient")
 gradient_marker.def_impl(lambda x: x)
@@ -125,7 +125,7 @@ def _is_transposed(eqn: JaxprEqn, derivative: re.Pattern[str], outer: str = "") 
     first `derivative` in its name stack is a transposition."""
     stack = f"{outer}/{name_stack(eqn)}"
     found = derivative.search(stack)
-    if found is not None and found[1] == "transpose":
+    if found is not None and found[1]:
         return True
     bodies = [open_jaxpr(body) for _, body in subjaxprs(eqn)]
     return any(_is_transposed(inner, derivative, stack) for body in bodies for inner in body.eqns)
