@@ -79,7 +79,8 @@ def fixed_stages(
 ) -> Scored | None:
     """Return the pipeline of these stages (first layer, stop, mesh) with the best rows found, None
     if none takes less than `limit` seconds."""
-    return _best(_options(stages, costs, rule), rule, costs.table, links, limit)
+    found = _best(_options(stages, costs, rule), rule, costs.table, links, limit)
+    return found if found is not None and found.step_seconds < limit else None
 
 
 def _options(

@@ -85,8 +85,15 @@ def test_bounds_count_that_stages_of_two_hosts_cross_from_one_to_the_other(stage
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "adaptive", "zero-bubble-h1"])
-@pytest.mark.parametrize("seed", range(6))
-def test_with_floors_fewer_boundaries_are_priced_for_the_same_plan(seed, schedule):
+def test_with_floors_fewer_boundaries_are_priced_for_the_same_plans(schedule):
+    asked = np.array([_asked(seed, schedule) for seed in range(6)])
+    assert (asked[:, 1] <= asked[:, 0]).all()
+    if schedule != "zero-bubble-h1":  # whose least seconds leave out too much
+        assert asked[:, 1].sum() < 0.9 * asked[:, 0].sum()
+
+
+def _asked(seed, schedule):
+    """Return how many boundaries are priced without and with floors, for equally good plans."""
     rng = np.random.default_rng(seed)
     seconds = rng.uniform(1.0, 4.0, (2, 3, 2))
     asked: list[set[tuple[int, int, int, int, str]]] = [set(), set()]
@@ -131,7 +138,7 @@ def test_with_floors_fewer_boundaries_are_priced_for_the_same_plan(seed, schedul
     )
     plan, same = solve_joint(free), solve_joint(floored)
     assert same.step_seconds == pytest.approx(plan.step_seconds, rel=1e-12)
-    assert asked[1] <= asked[0]
+    return [len(one) for one in asked]
 
 
 @pytest.mark.parametrize("count", [2, 8, 64])

@@ -58,7 +58,8 @@ from cost_model import CostModel
 # mean of the losses, have a layer of their own in the menu: 2e-6 of a step of 0.1 ms.
 MENU_ERROR = 1e-3
 # The same where launches of kernels are most of a step, as in toys: RWKV of width 8 in three stages
-# on 4 L4 takes 1.5 % less than its bound, 24 of its kernels of 6 us are fused at its size alone.
+# on 4 L4 takes 1.5 % less than its bound, as 24 of its kernels of 6 us are fused at its size alone.
+# Several times what was seen: no theory says how much it can be.
 LAUNCH_ERROR = 0.1
 
 Choose = Callable[[StageCandidate, Selection, float], ShardingSolution]

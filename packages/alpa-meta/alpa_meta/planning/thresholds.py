@@ -27,10 +27,14 @@ from stage_dp import Known
 
 PRECISION = 0.02  # of a threshold on a link: predictions are no better
 MEMORY_PRECISION = 0.005  # of the memory from which on a plan is looked for that needs more
-TELLING = 0.01  # share of the step time that another pipeline must save, or less memory must cost
-REACH = 8.0  # times faster and slower links that thresholds are looked for on
-NEAR = 2  # times more and fewer microbatches that are searched there
-RIVALS, CLOSE = 4, 1.1  # pipelines kept beside the best one of a search, of up to so many times it
+# Share of the step time that another pipeline must save, or less memory must cost: predictions
+# cannot tell plans apart that differ by less.
+TELLING = 0.01
+REACH = 8.0  # times faster and slower links that are looked at: three generations
+# Times more and fewer microbatches that are searched there; and pipelines kept beside the best one,
+# of up to so many times its seconds: each is priced at every place, in hundredths of a second.
+NEAR = 2
+RIVALS, CLOSE = 4, 1.1
 MAX_THRESHOLDS = 4  # on memory, downwards from what there is
 MAX_STEPS = 40  # downwards, most of them to other rows of the same pipeline
 
