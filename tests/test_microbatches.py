@@ -149,6 +149,19 @@ def test_a_gradient_in_the_loss_is_added_up_before_it(num_stages):
     agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH)), expected)
 
 
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_penalty_beside_gradients_of_several_stages_is_added_once(num_stages):
+    def decayed(w, batch):
+        mean = errors(w, batch).mean()
+        decay = sum(jnp.sum((p - 0.1) ** 2) for p in jax.tree.leaves(w))
+        return mean + decay + jnp.exp(-errors(w, batch).mean())  # whose gradients come first
+
+    step = step_of(decayed)
+    expected = jax.jit(step)(WEIGHTS, BATCH)
+    parallel = alpa.parallelize(step, cluster="host:4", num_stages=num_stages, num_microbatches=4)
+    agrees(parallel.gather(parallel(jax.tree.map(jnp.copy, WEIGHTS), BATCH)), expected)
+
+
 def test_random_plans_with_totals_change_no_result():
     step = step_of(experts_and_root)
     expected = jax.jit(step)(WEIGHTS, BATCH)

@@ -116,6 +116,8 @@ def accumulation_of(program: Program, crossing: Mapping[Var, frozenset[int]]) ->
     accumulators: dict[Var, Var] = {}
     joined: dict[Var, int] = {}
     for value, update_stages in crossing.items() if program.num_microbatches > 1 else ():
+        known = value in program.placements or program.inexact
+        assert known, f"nothing says how microbatches hold {value}: a sum would be taken for a mean"
         placement = program.placements.get(value, REPLICATED)
         if placement.kind == "split":
             if update_stages:

@@ -382,15 +382,10 @@ class _Walk:
             outvars,
             [eqn for eqn, _ in pairs],
         )
-        placements = {
-            held: writer.placements[var]
-            for var, held in writer.local.items()
-            if isinstance(held, Var)
-        }
         return Cut(
             ClosedJaxpr(flat, consts(self.closed)),
             tuple(phase for _, phase in pairs),
-            placements,
+            writer.held(),
             tuple(given),
             self._statistics(),
             totals,  # type: ignore[arg-type]

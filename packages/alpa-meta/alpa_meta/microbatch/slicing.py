@@ -84,7 +84,8 @@ class Writer:
         self.placements: dict[Var, Placement] = {}
         self.uses_number = False
         self.phase = ""  # values are converted anew in each phase, which would hold them else
-        self._converted: dict[Hashable, Atom] = {}
+        self._converted: dict[Hashable, Var] = {}
+        self._held: dict[Var, Placement] = {}  # of conversions
         self._templates: dict[Hashable, ClosedJaxpr] = {}
 
     def define(self, var: Var, placement: Placement) -> Var:
@@ -94,6 +95,14 @@ class Writer:
             held = Var(var.aval.update(shape=self.shape(shape_of(var), placement)))
         self.local[var], self.placements[var] = held, placement
         return held
+
+    def held(self) -> dict[Var, Placement]:
+        """Return the placements of what a microbatch holds, conversions included: of those that
+        only the update reads, it adds up what each microbatch has."""
+        own = {
+            held: self.placements[var] for var, held in self.local.items() if isinstance(held, Var)
+        }
+        return own | self._held
 
     def shape(self, shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
         """Return the shape of a microbatch's share of a value of this shape."""
@@ -130,6 +139,7 @@ class Writer:
 
         aval = array_type(held)
         result = Var(aval.update(shape=self.shape(aval.shape, wanted)))
+        self._held[result] = wanted
         function = part if wanted.kind == "split" else first_only
         key = (wanted, aval.shape, aval.dtype)
         self._write(key, function, [self.number, held], [result], None)
