@@ -2,7 +2,8 @@
 
 jax dispatch is asynchronous, so the thread walks the instruction lists in dependency order, and the
 meshes compute side by side as far as the devices allow. A send hands over the reference; the
-receive starts the copy to the layout of the receiving mesh.
+receive starts the copy to the layout of the receiving mesh. Of what a step is given the send does,
+since a run that replaces it may overwrite it before it is received.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class _Loaded:
     outputs: tuple[str, ...]
     carry: dict[str, str]
     joined: dict[str, int]
+    given: tuple[frozenset[str], ...] = field(repr=False)  # what a step is given, by mesh
 
 
 class InProcessRuntime:
@@ -132,6 +134,7 @@ class InProcessRuntime:
             outputs=outputs,
             carry=carry,
             joined=joined,
+            given=tuple(map(frozenset, order.inputs)),
         )
 
     def init(
@@ -240,7 +243,12 @@ class InProcessRuntime:
                 self._paces[mesh].issued(written)
             elif instruction.kind == "send":
                 assert instruction.peer is not None
-                values = tuple(held[name] for name in instruction.inputs)
+                values = tuple(
+                    self._moved(loaded, mesh, position, instruction.peer, name, held[name])
+                    if name in loaded.given[mesh]
+                    else held[name]
+                    for name in instruction.inputs
+                )
                 channels.setdefault((mesh, instruction.peer), deque()).append(values)
             elif instruction.kind == "receive":
                 assert instruction.peer is not None
@@ -261,18 +269,23 @@ class InProcessRuntime:
         instruction: Instruction,
         arrays: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        shardings = loaded.shardings[mesh]
-        received = []
-        for name, array in zip(instruction.outputs, arrays, strict=True):
-            try:
-                received.append(self._transfer(array, shardings[value_name(name)]))
-            except Exception as error:
-                gone = ": it was donated to a run before" if array.is_deleted() else ""
-                raise StepError(
-                    f"{describe(mesh, position, instruction)}: moving {name!r} failed{gone}: "
-                    f"{error}"
-                ) from error
-        return received
+        return [
+            self._moved(loaded, mesh, position, mesh, name, array)
+            for name, array in zip(instruction.outputs, arrays, strict=True)
+        ]
+
+    def _moved(
+        self, loaded: _Loaded, mesh: int, position: int, target: int, name: str, array: jax.Array
+    ) -> jax.Array:
+        """Return a value in its layout on the mesh `target`, as an instruction of `mesh` asks."""
+        try:
+            return self._transfer(array, loaded.shardings[target][value_name(name)])
+        except Exception as error:
+            instruction = loaded.schedule.programs[mesh][position]
+            gone = ": it was donated to a run before" if array.is_deleted() else ""
+            raise StepError(
+                f"{describe(mesh, position, instruction)}: moving {name!r} failed{gone}: {error}"
+            ) from error
 
     def _collect(self, loaded: _Loaded, buffers: list[Buffers]) -> dict[str, Any]:
         made: dict[str, Any] = {name: _holder(buffers, name)[name] for name in loaded.outputs}

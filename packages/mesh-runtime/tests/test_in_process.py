@@ -147,6 +147,27 @@ def test_reading_a_donated_buffer_again_is_explained(meshes):
         runtime.step({})
 
 
+def test_another_mesh_reads_state_as_it_was_before_it_is_updated_in_place(meshes):
+    double = Instruction(kind="run", task="double", inputs=("a",), outputs=("a2",))
+    send = Instruction(kind="send", inputs=("a",), peer=1, task="read")
+    receive = Instruction(kind="receive", outputs=("a",), peer=0, task="read")
+    read = Instruction(kind="run", task="read", inputs=("a",), outputs=("sum",))
+    schedule = PipelineSchedule(
+        name="x",
+        num_stages=2,
+        num_microbatches=1,
+        programs=((send, double), (receive, read)),  # the receive comes after both
+    )
+    runtime = InProcessRuntime(meshes(2, (1, 1)))
+    tasks = {
+        "double": jax.jit(lambda a: (a * 2,), donate_argnums=0),
+        "read": jax.jit(lambda a: (a.sum(),)),
+    }
+    runtime.load(schedule, tasks, [{"a": P()}, {"a": P()}], outputs=["sum"], carry={"a2": "a"})
+    runtime.put({"a": jnp.ones(64)})
+    assert [float(runtime.step({})["sum"]) for _ in range(3)] == [64.0, 128.0, 256.0]
+
+
 def test_state_that_is_updated_in_place_stays_resident_without_a_carry(meshes):
     (mesh,) = meshes(1, (2, 2))
     run = Instruction(kind="run", task="count", inputs=("n",), outputs=("n",))
