@@ -158,3 +158,33 @@ def test_a_signal_while_the_step_is_compiled_is_not_kept_for_later(program, monk
     assert program("--steps", "3") == 143
     assert capsys.readouterr().err == "alpa: stopped by SIGTERM\n"
     assert not Path("run").exists()
+
+
+NUMBERS = """
+import jax, jax.numpy as jnp
+
+def make():
+    def step(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        other = {"complex": loss * 1j, "key": jax.random.key(0), "flag": loss > 0, "none": None}
+        return w - gradient, {"loss": loss, "int": jnp.int4(3), "each": x[:, 0], **other}
+
+    return step, jnp.eye(4, dtype=jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
+
+def silent():
+    step, w, x = make()
+    return (lambda w, x: step(w, x)[0]), w, x
+"""
+
+
+def test_all_that_a_step_returns_as_numbers_is_shown_and_compared(program, tmp_path, capsys):
+    (tmp_path / "returned.py").write_text(NUMBERS)
+    asked = ["--microbatches", "1", "--steps", "2", "--compare", "1"]
+    assert program("--step", "returned:make", *asked) == 0
+    with open("run/metrics.jsonl") as lines:
+        row = json.loads(next(lines))
+    assert row["int"] == 3 and 0 < row["loss"] < 1 and not {"complex", "key", "each"} & row.keys()
+    assert "the same 1 steps on one device" in capsys.readouterr().out
+    assert program("--step", "returned:silent", *asked) == 0
+    shown = capsys.readouterr().out
+    assert "step 2: " in shown and "one device" not in shown
