@@ -19,7 +19,7 @@ from alpa_interchange import load, save_plan
 from alpa_interchange.amounts import format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.checkpoints.restoring import Checkpoint, read_settings
-from alpa_meta.errors import NonFiniteError, PlanError
+from alpa_meta.errors import NonFiniteError, OtherProgramError, PlanError
 from alpa_meta.named_cluster import named_cluster
 from alpa_meta.own_step import OwnStep, Runnable, after_step, load_step
 from alpa_meta.report.chrome_trace import write_trace
@@ -114,19 +114,29 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         console.print(note)
     batches = _batches_from(start)
     with stages_progress(console) as progress:
-        step = parallel_step(
-            program.train_step,
-            cluster,
-            request.parallelism,
-            plan=start.plan,
-            progress=progress,
-            exact=program.exact,
-            ray=request.ray,
-            on_nan=request.on_nan,
-            checkpoints=folder.checkpoints,
-        )
         batch = next(batches)
-        plan = step.plan_for(program.state, batch)
+
+        def planned(given: ParallelPlan | None) -> tuple[AnyStep, ParallelPlan]:
+            step = parallel_step(
+                program.train_step,
+                cluster,
+                request.parallelism,
+                plan=given,
+                progress=progress,
+                exact=program.exact,
+                ray=request.ray,
+                on_nan=request.on_nan,
+                checkpoints=folder.checkpoints,
+            )
+            return step, step.plan_for(program.state, batch)
+
+        try:
+            step, plan = planned(start.plan)
+        except OtherProgramError:
+            if request.plan is not None:
+                raise
+            console.print(f"{folder.plan} is of another program than {request.step} is now")
+            step, plan = planned(None)
     print_plan(plan, console)
     recorder = RunRecorder(
         folder=folder,

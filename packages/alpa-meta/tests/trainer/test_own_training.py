@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -188,3 +189,24 @@ def test_all_that_a_step_returns_as_numbers_is_shown_and_compared(program, tmp_p
     assert program("--step", "returned:silent", *asked) == 0
     shown = capsys.readouterr().out
     assert "step 2: " in shown and "one device" not in shown
+
+
+def test_a_run_goes_on_with_a_step_that_was_changed_under_a_plan_of_its_own(
+    program, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "changed.py").write_text(PROGRAM)
+    assert program("--step", "changed:make", "--steps", "2") == 0
+    edited = PROGRAM.replace("return w - gradient, loss", "return w - 0.5 * gradient, 2 * loss")
+    (tmp_path / "changed.py").write_text(edited)
+    monkeypatch.delitem(sys.modules, "changed")
+    options = "--cluster host:2 --steps 3 --compare 1".split()
+    kept = ["--plan", "run/plan.json"]
+    assert run(["train", "--resume", "run", *options, *kept]) == 2
+    assert "the plan was made for another program" in capsys.readouterr().err
+    assert run(["train", "--resume", "run", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "run/plan.json is of another program than changed:make is now" in shown
+    with open("run/metrics.jsonl") as lines:
+        assert len(list(lines)) == 3
+    assert run(["train", "--resume", "run", "--steps", "4", "--compare", "0"]) == 0
+    assert "another program" not in capsys.readouterr().out
