@@ -211,5 +211,7 @@ class LoadedProgram:
 def _bits(dtype: Any) -> int:
     """Return the bits of an element on a device."""
     if jnp.issubdtype(dtype, jnp.integer):
-        return int(jnp.iinfo(dtype).bits)
-    return int(jnp.finfo(dtype).bits) if jnp.issubdtype(dtype, jnp.floating) else 8
+        return int(jnp.iinfo(dtype).bits)  # type: ignore[no-untyped-call]
+    if jnp.issubdtype(dtype, jnp.floating):
+        return int(jnp.finfo(dtype).bits)  # type: ignore[no-untyped-call]
+    return 8

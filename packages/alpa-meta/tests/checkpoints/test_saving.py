@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_meta as alpa
 from alpa_meta.checkpoints import saving
+from alpa_meta.checkpoints.manifest import write_manifest
 
 DOUBLE = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)
 
@@ -117,13 +118,13 @@ def test_a_failed_save_leaves_nothing_behind_and_older_ones_whole(tmp_path, monk
 def test_the_checkpoint_begun_last_is_the_newest_however_long_the_one_before_takes(
     tmp_path, monkeypatch, steps
 ):
-    write, first = saving.write_manifest, threading.Event()
+    first = threading.Event()
 
     def slow(*given):
         if not first.is_set():
             first.set()
             time.sleep(1.0)
-        write(*given)
+        write_manifest(*given)
 
     monkeypatch.setattr(saving, "write_manifest", slow)
     begun = [alpa.save(tmp_path, {"w": jnp.zeros(4)}, step=steps[0])]
