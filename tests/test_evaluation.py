@@ -106,3 +106,16 @@ def test_where_nothing_is_left_to_compute_the_state_comes_back(close, training):
 
     step = alpa.parallelize(step, num_stages=2, num_microbatches=2, max_mesh_axes=1)
     close(step.evaluate(params, batch), params)
+
+
+def test_where_nothing_is_left_to_compute_in_the_last_stage_the_first_one_runs(close, training):
+    (params, _), batch = training
+
+    def step(params, batch):
+        gradients = jax.grad(lambda params: _loss(params, batch)[0])(params)
+        metrics = {"first": jnp.tanh(batch @ params[0])}
+        return [w - 0.1 * g for w, g in zip(params, gradients, strict=True)], metrics
+
+    step = alpa.parallelize(step, num_stages=2, num_microbatches=2, max_mesh_axes=1)
+    expected = jnp.tanh(batch @ params[0])
+    close(step.evaluate(params, batch), (params, {"first": expected}))

@@ -10,6 +10,10 @@ class PlanError(ValueError):
     do."""
 
 
+class OtherProgramError(PlanError):
+    """A plan was made for another program."""
+
+
 class InfeasibleError(PlanError):
     """No plan fits the memory; `missing_bytes` is how much each device lacks at least, and
     `mesh_shape` and `num_microbatches` the mesh of all devices and the cut of the batch that came

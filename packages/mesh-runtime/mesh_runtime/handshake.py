@@ -16,6 +16,7 @@ def identity() -> dict[str, str]:
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),  # what custom calls of exported programs are resolved by
         "mesh-runtime": version("mesh-runtime"),
         "alpa-interchange": version("alpa-interchange"),
         "schema": ".".join(map(str, SCHEMA_VERSION)),

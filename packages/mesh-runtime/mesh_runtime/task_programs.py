@@ -9,6 +9,7 @@ from weakref import ReferenceType, ref
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 from attrs import evolve
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -142,7 +143,9 @@ class IssuedRuns:
 class LoadedProgram:
     """An exported program compiled for the devices of a mesh.
 
-    An argument in another layout than the program was exported for is brought into it first.
+    An argument in another layout than the program was exported for is brought into it first. Those
+    of several elements a byte (int4) have another in jax than in the compiled program, which
+    refuses them (`jax.jit` does not).
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class LoadedProgram:
         self.in_avals, self.out_avals = program.in_avals, program.out_avals
         whole = NamedSharding(mesh, PartitionSpec())
         self.in_shardings = tuple(one or whole for one in program.in_shardings_jax(mesh))
+        self._packed = any(_bits(aval.dtype) < 8 for aval in program.in_avals)
         self._jitted = jax.jit(
             program.call,
             out_shardings=program.out_shardings_jax(mesh),
@@ -188,6 +192,8 @@ class LoadedProgram:
 
     def __call__(self, *arguments: jax.Array) -> Sequence[jax.Array]:
         """Return what the program makes of `arguments`."""
+        if self._packed:
+            return self._jitted(*arguments)  # type: ignore[no-any-return]
         for argument, sharding in zip(arguments, self.in_shardings, strict=True):
             held = argument.sharding
             if held != sharding and not held.is_equivalent_to(sharding, argument.ndim):
@@ -200,3 +206,12 @@ class LoadedProgram:
             jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
             for whole, sharding in zip(map(np.asarray, arguments), self.in_shardings, strict=True)
         ]
+
+
+def _bits(dtype: Any) -> int:
+    """Return the bits of an element on a device."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).bits)  # type: ignore[no-untyped-call]
+    if jnp.issubdtype(dtype, jnp.floating):
+        return int(jnp.finfo(dtype).bits)  # type: ignore[no-untyped-call]
+    return 8

@@ -21,10 +21,9 @@ def run(task, *inputs):
     return Instruction(kind="run", task=task, inputs=inputs, outputs=("out",))
 
 
-def export(function, mesh, *specs, donated=()):
+def export(function, mesh, *specs, donated=(), dtype=np.float32):
     arguments = [
-        jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, spec))
-        for spec in specs
+        jax.ShapeDtypeStruct((8, 8), dtype, sharding=NamedSharding(mesh, spec)) for spec in specs
     ]
     program = bytes(jax.export.export(jax.jit(function))(*arguments).serialize())
     return ExportedProgram(program=program, donated=donated)
@@ -65,6 +64,17 @@ def test_an_exported_program_overwrites_only_donated_inputs(meshes):
     )
     program(a, b)
     assert a.is_deleted() and not b.is_deleted()
+
+
+@needs_flatbuffers
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float8_e4m3fn", "bool", "complex64"])
+def test_programs_take_elements_of_all_sizes(meshes, dtype):
+    (mesh,) = meshes(1)
+    exported = export(lambda a: (a.T,), mesh, P("data"), donated=("a",), dtype=dtype)
+    (program,) = task_programs([run("t", "a")], {"t": exported}, mesh).values()
+    whole = np.eye(8, k=1).astype(dtype)
+    (out,) = program(jax.device_put(whole, NamedSharding(mesh, P("data"))))
+    np.testing.assert_array_equal(out, whole.T)
 
 
 @needs_flatbuffers

@@ -92,7 +92,9 @@ def instruction_lists(plan: ParallelPlan) -> PipelineSchedule:
             "microbatches"
         )
     rule = SCHEDULE_RULES.get(chosen.schedule)
-    given = None if rule is not None and rule.interleaves else chosen.in_flight or None
+    # an evaluation may have nothing to run in the last of the stages that in_flight counts
+    own = rule is not None and (rule.interleaves or not rule.has_backward)
+    given = None if own else chosen.in_flight or None
     return emit(plan.tasks, chosen.schedule, count, warmups=given, least_meshes=chosen.num_meshes)
 
 

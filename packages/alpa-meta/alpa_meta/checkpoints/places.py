@@ -58,8 +58,8 @@ def new_partial(folder: Path) -> Path:
 def commit(partial: Path, step: int, later: Iterable[Path], keep: int | None) -> Path:
     """Make `partial` the checkpoint of a step, by one rename; return where it is.
 
-    Checkpoints that were `later` when it was begun belong to a course of training that was given
-    up, or are damaged: they become `stale-<name>`. Of the others the newest `keep` stay.
+    Those that are `later` belong to a course of training that was given up, or are damaged: they
+    become `stale-<name>`. Of the others the newest `keep` stay.
     """
     folder = partial.parent
     same = [path for path in checkpoint_paths(folder) if step_of(path) == step]

@@ -48,11 +48,11 @@ _OTHERS_SECONDS = 3600.0  # how long the first process waits for the others' dis
 class Saving:
     """A checkpoint that is being written. The state may be used, and overwritten, meanwhile."""
 
-    def __init__(self, finish: Callable[[], Path]) -> None:
+    def __init__(self, finish: Callable[[], Path], name: str) -> None:
         self._finish = finish
         self._path: Path | None = None
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint")
+        self._thread = threading.Thread(target=self._run, name=name)
         self._thread.start()
 
     def done(self) -> bool:
@@ -87,8 +87,9 @@ def save(
 
     Returns once the state may be overwritten: what is copied for that takes `host_bytes` of each
     host's memory at most (default: a quarter of what is free), beyond which it waits for the disk.
-    `wait()` of what is returned waits for the rest; a process does not end before. The newest
-    `keep` checkpoints stay (default: all). `settings` are JSON values to find again.
+    `wait()` of what is returned waits for the rest; a process does not end before. Checkpoints of
+    one folder appear in the order in which they were begun. The newest `keep` of them stay
+    (default: all). `settings` are JSON values to find again.
     """
     require_orbax("alpa_meta.save")
     folder, begun = Path(path).absolute(), time.time()
@@ -100,10 +101,11 @@ def save(
         raise TypeError(f"settings must be a dict of JSON values: {error}") from None
     try:
         held, marked = held_leaves(state)
-        later = later_than(folder, number)
         partial = _agreed_partial(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    name = f"checkpoints in {folder}"
+    earlier = [thread for thread in threading.enumerate() if thread.name == name]
     try:
         orbax = OrbaxFiles(partial) if marked_leaves(marked) else None
         names = orbax.write_structure(marked) if orbax else {}
@@ -129,7 +131,9 @@ def save(
             rest = [one for one in partial.rglob("*") if one.is_file() and one not in known]
             sums.update(file_sums(partial, *rest))
             write_manifest(partial, number, settings or {}, [one.leaf for one in named], sums)
-            return commit(partial, number, later, keep)
+            for thread in earlier:
+                thread.join()
+            return commit(partial, number, later_than(folder, number), keep)
         except BaseException as error:
             if jax.process_index():
                 _say(partial, {"error": [0, _reason(folder, error)]})
@@ -137,7 +141,7 @@ def save(
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(_reason(folder, error)) from error
 
-    return Saving(finish)
+    return Saving(finish, name)
 
 
 def _number(name: str, value: SupportsIndex, least: int) -> int:

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 
 from alpa_interchange import ParallelPlan
-from alpa_meta.errors import PlanError
+from alpa_meta.errors import OtherProgramError, PlanError
 from alpa_meta.intra_op.selection import Selection
 from alpa_meta.planning.program_hash import program_hash
 from alpa_meta.step.program import Program, Step
@@ -29,14 +29,14 @@ def check_program(plan: ParallelPlan, program: Program, step: Step) -> None:
             lines.append(f"  {path}: plan {_typed(there)}, program {_typed(here)}")
     if lines:
         more = f"\n  ... and {len(lines) - 12} more" if len(lines) > 12 else ""
-        raise PlanError(
+        raise OtherProgramError(
             "the plan was made for another program; inputs differ:\n"
             + "\n".join(lines[:12])
             + more
             + "\nplan this program, or load the plan that was made for it"
         )
     if plan.program.fingerprint != fingerprint(step):
-        raise PlanError(
+        raise OtherProgramError(
             "the plan was made for another program: the inputs agree, but the operations differ "
             f"({plan.program.num_ops} in the plan, {len(program.jaxpr.eqns)} in the program); "
             "plan this program again"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from alpa_meta.checkpoints.leaves import named_leaves
 from alpa_meta.trainer.loop import OneDeviceStep, run_steps
@@ -75,20 +76,28 @@ def difference(
     absolute, magnitude = 0.0, 0.0
     relative, worst = 0.0, ""
     for path, array in expected.items():
-        gap = np.abs(np.asarray(array, np.float64) - np.asarray(got[path], np.float64))
-        size = np.abs(np.asarray(array, np.float64))
-        absolute = max(absolute, float(gap.max(initial=0.0)))
+        gap = gaps(array, got[path])
+        size = np.abs(np.nan_to_num(np.asarray(array, np.float64), posinf=0.0, neginf=0.0))
+        absolute = float(np.maximum(absolute, gap.max(initial=0.0)))
         magnitude = max(magnitude, float(size.max(initial=0.0)))
         share = float(
             np.linalg.norm(gap) / max(float(np.linalg.norm(size)), np.finfo(np.float64).tiny)
         )
-        if share > relative:
+        if share > relative or np.isnan(share):
             relative, worst = share, path
     return Comparison(
         num_steps=len(losses),
-        loss_difference=max(abs(a - b) for a, b in zip(losses, other_losses, strict=True)),
+        loss_difference=float(gaps(losses, other_losses).max()),
         parameter_difference=absolute,
         parameter_magnitude=magnitude,
         relative_difference=relative,
         worst_parameter=worst,
     )
+
+
+def gaps(one: PyTree, other: PyTree) -> NDArray[np.float64]:
+    """Return how far numbers are apart, each from its counterpart: nan where one alone is NaN, 0
+    where both are or both are the same infinity."""
+    a, b = np.asarray(one).astype(np.float64), np.asarray(other).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from attrs import frozen
 from rich.console import Console
@@ -18,7 +19,7 @@ from alpa_interchange import load, save_plan
 from alpa_interchange.amounts import format_seconds
 from alpa_interchange.plan import ParallelPlan
 from alpa_meta.checkpoints.restoring import Checkpoint, read_settings
-from alpa_meta.errors import NonFiniteError, PlanError
+from alpa_meta.errors import NonFiniteError, OtherProgramError, PlanError
 from alpa_meta.named_cluster import named_cluster
 from alpa_meta.own_step import OwnStep, Runnable, after_step, load_step
 from alpa_meta.report.chrome_trace import write_trace
@@ -29,6 +30,7 @@ from alpa_meta.report.plan_table import print_plan
 from alpa_meta.report.progress import stages_progress
 from alpa_meta.report.timeline_figure import draw_last_step
 from alpa_meta.step.pure_call import OneDevice
+from alpa_meta.trainer.comparison import gaps
 from alpa_meta.trainer.host_devices import check_devices
 from alpa_meta.trainer.metrics import OwnMetrics, read_metrics
 from alpa_meta.trainer.monitor import Monitor
@@ -112,19 +114,29 @@ def run_own_training(request: OwnRequest, console: Console) -> list[OwnMetrics]:
         console.print(note)
     batches = _batches_from(start)
     with stages_progress(console) as progress:
-        step = parallel_step(
-            program.train_step,
-            cluster,
-            request.parallelism,
-            plan=start.plan,
-            progress=progress,
-            exact=program.exact,
-            ray=request.ray,
-            on_nan=request.on_nan,
-            checkpoints=folder.checkpoints,
-        )
         batch = next(batches)
-        plan = step.plan_for(program.state, batch)
+
+        def planned(given: ParallelPlan | None) -> tuple[AnyStep, ParallelPlan]:
+            step = parallel_step(
+                program.train_step,
+                cluster,
+                request.parallelism,
+                plan=given,
+                progress=progress,
+                exact=program.exact,
+                ray=request.ray,
+                on_nan=request.on_nan,
+                checkpoints=folder.checkpoints,
+            )
+            return step, step.plan_for(program.state, batch)
+
+        try:
+            step, plan = planned(start.plan)
+        except OtherProgramError:
+            if request.plan is not None:
+                raise
+            console.print(f"{folder.plan} is of another program than {request.step} is now")
+            step, plan = planned(None)
     print_plan(plan, console)
     recorder = RunRecorder(
         folder=folder,
@@ -214,7 +226,7 @@ def _train(
     plain, other = OneDevice(start.program.train_step), None
     if request.comparison_steps:
         other = start.state_on_one_device()
-    difference, compared = 0.0, 0
+    apart, compared = list[float](), 0
     for number in range(start.step, start.stop):
         if signals.received is not None:
             return
@@ -233,12 +245,12 @@ def _train(
         console.print(_line(metrics))
         if compared < request.comparison_steps:
             other, expected = after_step(other, plain(other, _read(batch)))
-            difference = max(difference, _difference(values, OwnMetrics.named(_scalars(expected))))
+            apart += [float(gaps(*pair).max(initial=0.0)) for pair in _numbers(found, expected)]
             compared += 1
-    if compared:
+    if apart:
         console.print(
             f"the same {compared} steps on one device: what the step returns differs by at most "
-            f"{difference:.1e}"
+            f"{np.max(apart):.1e}"
         )
 
 
@@ -277,7 +289,7 @@ def _scalars(found: PyTree) -> dict[str, float]:
     return {
         jax.tree_util.keystr(path, simple=True, separator=".") or "loss": float(leaf)
         for path, leaf in named
-        if np.ndim(leaf) == 0 and np.issubdtype(np.asarray(leaf).dtype, np.number)
+        if np.ndim(leaf) == 0 and _is_real(leaf)
     }
 
 
@@ -287,9 +299,18 @@ def _read(batch: PyTree) -> PyTree:
 
 
 def _line(metrics: OwnMetrics) -> str:
-    values = [f"{name} {value:.6g}" for name, value in metrics.values.items()]
-    return f"step {metrics.step}: {', '.join(values)} in {format_seconds(metrics.step_seconds)}"
+    values = ", ".join(f"{name} {value:.6g}" for name, value in metrics.values.items())
+    shown = f"{values} in " if values else ""
+    return f"step {metrics.step}: {shown}{format_seconds(metrics.step_seconds)}"
 
 
-def _difference(found: dict[str, float], expected: dict[str, float]) -> float:
-    return max((abs(found[name] - value) for name, value in expected.items()), default=0.0)
+def _numbers(found: PyTree, expected: PyTree) -> list[tuple[PyTree, PyTree]]:
+    """Return the arrays of numbers that two runs of a step returned beside their states."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return [(one, other) for one, other in pairs if _is_real(other)]
+
+
+def _is_real(leaf: PyTree) -> bool:
+    """Return whether a leaf holds numbers, of jax's own dtypes as well (bfloat16, int4)."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer)

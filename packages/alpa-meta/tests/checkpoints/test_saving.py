@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_meta as alpa
 from alpa_meta.checkpoints import saving
+from alpa_meta.checkpoints.manifest import write_manifest
 
 DOUBLE = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)
 
@@ -109,6 +112,27 @@ def test_a_failed_save_leaves_nothing_behind_and_older_ones_whole(tmp_path, monk
         alpa.save(tmp_path, state, step=2).wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert alpa.read_checkpoint(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("steps", [(5, 5), (5, 3)])
+def test_the_checkpoint_begun_last_is_the_newest_however_long_the_one_before_takes(
+    tmp_path, monkeypatch, steps
+):
+    first = threading.Event()
+
+    def slow(*given):
+        if not first.is_set():
+            first.set()
+            time.sleep(1.0)
+        write_manifest(*given)
+
+    monkeypatch.setattr(saving, "write_manifest", slow)
+    begun = [alpa.save(tmp_path, {"w": jnp.zeros(4)}, step=steps[0])]
+    assert first.wait(60)
+    begun.append(alpa.save(tmp_path, {"w": jnp.ones(4)}, step=steps[1]))
+    newest = [one.wait() for one in begun][-1]
+    assert alpa.read_checkpoint(tmp_path).path == newest
+    assert (alpa.restore(tmp_path)["w"] == 1).all()
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):

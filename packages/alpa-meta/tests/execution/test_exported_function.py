@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from alpa_meta.compat import row_major
 from alpa_meta.errors import PlanError
 from alpa_meta.execution.exported_function import as_host_array, exported, key_impl, words
 from mesh_runtime import InProcessRuntime
@@ -54,3 +55,17 @@ def test_a_callback_of_this_process_is_refused_with_what_to_do():
 
     with pytest.raises(PlanError, match="cannot be sent to workers on Ray: .*take them out of the"):
         exported(calls_back, [taken], [whole], [whole], "cpu")
+
+
+def test_a_call_that_other_versions_may_lack_is_sent():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh.abstract_mesh, P())
+    rows = np.arange(8, dtype=np.float32).reshape(2, 4)
+    taken = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+
+    def transformed(x):
+        return [row_major(jnp.fft.fft(x).real)]
+
+    program = exported(transformed, [taken], [whole], [whole], "cpu")
+    (found,) = InProcessRuntime([mesh]).init({0: program}, [rows])[0]
+    np.testing.assert_allclose(found, np.fft.fft(rows).real, atol=1e-6)

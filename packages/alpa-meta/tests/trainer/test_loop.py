@@ -88,3 +88,13 @@ def test_a_difference_is_reported_with_its_place():
     assert found.parameter_magnitude == 4.0
     assert found.relative_difference == 0.1  # 0.5 over the norm 5
     assert found.worst_parameter == "['a']"
+
+
+def test_what_one_run_alone_lost_is_no_difference_of_nothing():
+    nan, inf = float("nan"), float("inf")
+    params = {"a": np.array([1.0, nan, inf]), "b": np.array([1.0])}
+    assert difference([1.0], params, [1.0], params).relative_difference == 0
+    found = difference([1.0, nan], params, [1.0, nan], {**params, "b": np.array([nan])})
+    assert found.loss_difference == 0 and np.isnan(found.parameter_difference)
+    assert np.isnan(found.relative_difference) and found.worst_parameter == "['b']"
+    assert np.isnan(difference([1.0, 2.0], params, [1.0, nan], params).loss_difference)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -158,3 +159,54 @@ def test_a_signal_while_the_step_is_compiled_is_not_kept_for_later(program, monk
     assert program("--steps", "3") == 143
     assert capsys.readouterr().err == "alpa: stopped by SIGTERM\n"
     assert not Path("run").exists()
+
+
+NUMBERS = """
+import jax, jax.numpy as jnp
+
+def make():
+    def step(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        other = {"complex": loss * 1j, "key": jax.random.key(0), "flag": loss > 0, "none": None}
+        return w - gradient, {"loss": loss, "int": jnp.int4(3), "each": x[:, 0], **other}
+
+    return step, jnp.eye(4, dtype=jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
+
+def silent():
+    step, w, x = make()
+    return (lambda w, x: step(w, x)[0]), w, x
+"""
+
+
+def test_all_that_a_step_returns_as_numbers_is_shown_and_compared(program, tmp_path, capsys):
+    (tmp_path / "returned.py").write_text(NUMBERS)
+    asked = ["--microbatches", "1", "--steps", "2", "--compare", "1"]
+    assert program("--step", "returned:make", *asked) == 0
+    with open("run/metrics.jsonl") as lines:
+        row = json.loads(next(lines))
+    assert row["int"] == 3 and 0 < row["loss"] < 1 and not {"complex", "key", "each"} & row.keys()
+    assert "the same 1 steps on one device" in capsys.readouterr().out
+    assert program("--step", "returned:silent", *asked) == 0
+    shown = capsys.readouterr().out
+    assert "step 2: " in shown and "one device" not in shown
+
+
+def test_a_run_goes_on_with_a_step_that_was_changed_under_a_plan_of_its_own(
+    program, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "changed.py").write_text(PROGRAM)
+    assert program("--step", "changed:make", "--steps", "2") == 0
+    edited = PROGRAM.replace("return w - gradient, loss", "return w - 0.5 * gradient, 2 * loss")
+    (tmp_path / "changed.py").write_text(edited)
+    monkeypatch.delitem(sys.modules, "changed")
+    options = "--cluster host:2 --steps 3 --compare 1".split()
+    kept = ["--plan", "run/plan.json"]
+    assert run(["train", "--resume", "run", *options, *kept]) == 2
+    assert "the plan was made for another program" in capsys.readouterr().err
+    assert run(["train", "--resume", "run", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "run/plan.json is of another program than changed:make is now" in shown
+    with open("run/metrics.jsonl") as lines:
+        assert len(list(lines)) == 3
+    assert run(["train", "--resume", "run", "--steps", "4", "--compare", "0"]) == 0
+    assert "another program" not in capsys.readouterr().out
