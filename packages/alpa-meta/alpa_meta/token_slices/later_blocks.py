@@ -23,7 +23,15 @@ from alpa_meta.operators.linear import Linear, Unknown, of_linear
 from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import masked, number_of
 from alpa_meta.token_slices.places import Layout, whole
-from alpa_meta.token_slices.values import Added, Analysis, Branches, Known, Region, Sliced
+from alpa_meta.token_slices.values import (
+    Added,
+    Analysis,
+    Branches,
+    Known,
+    Recomputed,
+    Region,
+    Sliced,
+)
 
 
 @define(eq=False)
@@ -68,7 +76,7 @@ class _Evaluation:
     def run(self) -> list[Linear]:
         jaxpr = open_jaxpr(self.found.closed)
         for eqn, decision in zip(jaxpr.eqns, self.found.decisions, strict=True):
-            if isinstance(decision, Known):
+            if isinstance(decision, Known | Recomputed):
                 continue
             if isinstance(decision, Sliced):
                 made = self._operator(eqn, decision.reading.operands)
