@@ -105,7 +105,7 @@ class _Evaluation:
         number = self.masks.operand_rest(atom, value, wanted)
         if number is not None:
             return Linear(float(number))
-        return linear(self.unknowns.of(("known", id(atom)), atom))
+        return linear(self.unknowns.of(("known", atom), atom))
 
     def new(self, atom: Atom) -> Linear:
         return self.unknowns.new(atom)
