@@ -189,6 +189,11 @@ _cut = functools.partial(
 )
 
 
+def is_front(eqn: JaxprEqn, dim: int) -> bool:
+    """Return whether an operator takes the first elements along a dim, and leaves the others."""
+    return eqn.primitive.name == "slice" and _spacing(eqn, dim) == (0, 1)
+
+
 REARRANGEMENTS = {"slice": "part", "pad": "padded", "concatenate": "joined", "split": "parts"}
 
 

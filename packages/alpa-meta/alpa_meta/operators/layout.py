@@ -139,11 +139,8 @@ def _tile_rule(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _run_tile(call: LocalCall) -> list[Array]:
-    reps = [
-        count * call.shards(call.operand_axes(0, d)) // call.shards(call.result_axes(0, d))
-        for d, count in enumerate(call.eqn.params["reps"])
-    ]
-    return call.bind(reps=tuple(reps))
+    sizes = zip(call.result_shape(0), call.operand_shape(0), strict=True)
+    return call.bind(reps=tuple(made // max(held, 1) for made, held in sizes))
 
 
 def _iota_rule(eqn: JaxprEqn) -> ShardingRule:

@@ -44,7 +44,7 @@ from alpa_meta.token_slices.cuts import Cutting
 from alpa_meta.token_slices.hints import input_value, longer_dim, token_hints
 from alpa_meta.token_slices.key_moves import keys_moved
 from alpa_meta.token_slices.later_blocks import Unknowns
-from alpa_meta.token_slices.looking_back import looks_back
+from alpa_meta.token_slices.looking_back import is_recomputed, looks_back, recomputed_values
 from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import is_soft, rest_of
 from alpa_meta.token_slices.mixing import mixing_of
@@ -59,6 +59,7 @@ from alpa_meta.token_slices.values import (
     Analysis,
     Decision,
     Known,
+    Recomputed,
     Running,
     Sliced,
     SlicingError,
@@ -85,18 +86,22 @@ def analysed(
         input_value(var, held, slices) for var, held in zip(jaxpr.invars, tokens, strict=True)
     ]
     sweeps = tuple(("forward", "backward", "update").index(phase) for phase in phases)
-    choices, first = Choices(), ""
-    for _ in range(_MOST_TRIES):
-        choices.position = 0
-        walk = Walk(closed, sweeps, slices, choices, None)
-        try:
-            walk.run(inputs)
-        except Refusal as refusal:
-            first = first or refusal.reason
-            if not refusal.chosen or not choices.turn_last():
-                break
-        else:
-            return walk.found
+    first, backward = "", False
+    for choices in map(Choices, ("", "refused", "all")):
+        for _ in range(_MOST_TRIES):
+            choices.position = 0
+            walk = Walk(closed, sweeps, slices, choices, None)
+            try:
+                walk.run(inputs)
+            except Refusal as refusal:
+                first = first or refusal.reason
+                backward = backward or sweeps[len(walk.found.decisions)] != BEFORE
+                if not refusal.chosen or not choices.turn_last():
+                    break
+            else:
+                return walk.found
+        if not backward:
+            break
     raise SlicingError(first)
 
 
@@ -148,8 +153,13 @@ class Walk:
         for k, (eqn, sweep) in enumerate(zip(self.eqns, self.found.sweeps, strict=True)):
             try:
                 decision, results = self._decided(eqn, sweep)
-            except UnreadableError as error:
-                raise self._refusal(k, error.reason) from None
+            except (UnreadableError, Refusal) as error:
+                if self.choices.recomputes and is_recomputed(self, eqn, sweep):
+                    decision, results = Recomputed(), recomputed_values(eqn)
+                elif isinstance(error, Refusal):
+                    raise
+                else:
+                    raise self._refusal(k, error.reason) from None
             self.found.decisions.append(decision)
             for var, value in zip(eqn.outvars, results, strict=True):
                 if not is_drop(var):
@@ -170,6 +180,8 @@ class Walk:
     def _decided(self, eqn: JaxprEqn, sweep: int) -> tuple[Decision, list[Value]]:
         operands = [self.found.value(atom) for atom in eqn.invars]
         in_parts = any(value.in_parts for value in operands)
+        if in_parts and self.choices.recomputes == "all" and is_recomputed(self, eqn, sweep):
+            return Recomputed(), recomputed_values(eqn)
         of_batch = all(value.of_batch for value in operands)
         meets = any(any(value.layout) for value in operands if not value.in_parts)
         if sweep == AFTER or not in_parts and (of_batch or not meets):
@@ -367,6 +379,8 @@ class Walk:
         atoms = zip(eqn.invars, operands, strict=True)
         if sweep == BEFORE or not any(place.cuts for place in decision.places):
             return decision, results
+        if self.choices.recomputes and is_recomputed(self, eqn, sweep):
+            return Recomputed(), recomputed_values(eqn)
         if all(not one.in_parts or looks_back(self, atom) for atom, one in atoms):
             again, remade = moved(eqn, dim, operands, Cutting(self.slices, True), sweep)
             if again == decision or not any(place.cuts for place in again.places):

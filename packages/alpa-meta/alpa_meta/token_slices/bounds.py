@@ -21,9 +21,8 @@ from alpa_meta.compat import (
     is_drop,
     shape_of,
 )
-from alpa_meta.operators import counted_dim, operator_of, operator_signature, sharding_rule
-from alpa_meta.operators.cutting import rearrangement
-from alpa_meta.operators.elementwise import is_elementwise
+from alpa_meta.operators import counted_dim, operator_of, sharding_rule
+from alpa_meta.operators.cutting import is_front, rearrangement
 from alpa_meta.operators.intervals import (
     Interval,
     holds_exactly,
@@ -33,6 +32,7 @@ from alpa_meta.operators.intervals import (
     results_of,
 )
 from alpa_meta.operators.ordering import is_running_sum
+from alpa_meta.token_slices.alike import alike, operand_labels
 from alpa_meta.token_slices.places import (
     BLOCK,
     KEY,
@@ -163,7 +163,7 @@ class Scope:
         eqn = self.producer.get(atom)
         if eqn is None or eqn.outvars[0] is not atom:
             return None
-        layouts = operand_layouts(eqn, 0, layout, self.slices)
+        layouts = _read_layouts(eqn, layout, self.slices)
         return None if layouts is None else (self, eqn, layouts)
 
     def _bounds(self, var: Var, layout: Layout, where: After | Diagonal) -> Interval:
@@ -189,7 +189,7 @@ class Scope:
             return hull([self.bounds(*piece) for piece in pieces] or [of_type(dtype_of(var))])
         if is_running_sum(eqn):
             return self._of_sums(eqn, layout, where)
-        layouts = operand_layouts(eqn, 0, layout, self.slices)
+        layouts = _read_layouts(eqn, layout, self.slices)
         if layouts is None:
             return of_type(dtype_of(var))
         own = self._of_itself(eqn, layout, where) if type(where) is Diagonal else None
@@ -205,8 +205,8 @@ class Scope:
         if found is None or where.key or self.in_blocks or BLOCK in kinds(layout):
             return None
         labels = tuple(d if place is None else -1 for d, place in enumerate(layout))
-        sides = [(self, atom, _operand_labels(eqn, k, labels)) for k, atom in enumerate(eqn.invars)]
-        return found if _alike(*sides) else None
+        sides = [(self, atom, operand_labels(eqn, k, labels)) for k, atom in enumerate(eqn.invars)]
+        return found if alike(*sides) else None
 
     def _counted(self, place: Place | None, size: int, where: After | Diagonal) -> Interval:
         """Return the bounds of what counts the places along a dim."""
@@ -218,7 +218,7 @@ class Scope:
             return Interval(0.0, size - 1.0)
         if isinstance(where, Diagonal):
             first = where.key if place.kind == KEY else 0
-            return Interval(first, first, 1.0, size - 1 - first)
+            return Interval(first, first, 1.0, size - place.after - 1 - first)
         start, stop = self._span(place, where.number)
         return Interval(float(start), stop - 1.0)
 
@@ -265,6 +265,8 @@ class Scope:
             for d, place in dims:
                 value = value.take(range(*self._span(place, where.number)), axis=d)
             return _of_values(value)
+        for d, place in dims:
+            value = value.take(range(value.shape[d] - place.after), axis=d)
         if isinstance(where, Own):
             return self._of_own(value, dims)
         if {place.kind for _, place in dims} == {ROW, KEY}:
@@ -338,6 +340,22 @@ def operand_layouts(
     return layouts
 
 
+def _read_layouts(eqn: JaxprEqn, layout: Layout, slices: Slices) -> list[Layout] | None:
+    """Return what of its operands an operator reads for a part of its first result: of what is cut
+    out of longer ones, such as a mask for the longest sequence, the elements in front."""
+    if not any(place and is_front(eqn, d) for d, place in enumerate(layout)):
+        return operand_layouts(eqn, 0, layout, slices)
+    found: list[Place | None] = []
+    sizes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
+    for d, (place, (size, kept)) in enumerate(zip(layout, sizes, strict=True)):
+        if place is not None and size > kept:
+            if place.outer * place.inner > 1 or not is_front(eqn, d):
+                return None
+            place = evolve(place, after=place.after + size - kept)
+        found.append(place)
+    return [tuple(found)]
+
+
 def _joined(places: Sequence[Place], slices: Slices) -> Place | None:
     """Return the place of the tokens of blocks and of what is in a block; None of other dims."""
     of_blocks, within = places
@@ -388,95 +406,6 @@ def joined_pieces(
             pieces.append((atom, own, Diagonal(where.key - first)))
         first += size
     return pieces
-
-
-_Labels = tuple[int | None, ...]
-"""Which dim of a mask each dim of a value is along: -1 along the tokens, None along none."""
-
-
-def _alike(one: tuple[Scope, Atom, _Labels], two: tuple[Scope, Atom, _Labels]) -> bool:
-    """Return whether two values are one where row and key are the same token."""
-    sides = [_source(*side) for side in (one, two)]
-    if any(side is None for side in sides):
-        return False
-    (scope, first, labels), (other, second, others) = (side for side in sides if side is not None)
-    if isinstance(first, Literal) and isinstance(second, Literal):
-        return np.array_equal(first.val, second.val)
-    if isinstance(first, Literal) or isinstance(second, Literal):
-        return False
-    if scope is other and _is_same(scope, first, second):
-        return labels == others
-    made = [eqn for eqn in (scope.producer.get(first), other.producer.get(second)) if eqn]
-    if len(made) < 2 or not all(is_elementwise(eqn) and len(eqn.outvars) == 1 for eqn in made):
-        return False
-    kinds_of = [(eqn.primitive, str(eqn.params), [*map(dtype_of, eqn.invars)]) for eqn in made]
-    if kinds_of[0] != kinds_of[1]:
-        return False
-    pairs = enumerate(zip(made[0].invars, made[1].invars, strict=True))
-    return all(
-        _alike(
-            (scope, one, _operand_labels(made[0], k, labels)),
-            (other, two, _operand_labels(made[1], k, others)),
-        )
-        for k, (one, two) in pairs
-    )
-
-
-def _is_same(scope: Scope, one: Atom, two: Atom) -> bool:
-    """Return whether two values are one, or made by the same operators of the same values."""
-    pending, seen = [(one, two)], set()
-    while pending:
-        first, second = pending.pop()
-        if first is second or (id(first), id(second)) in seen:
-            continue
-        seen.add((id(first), id(second)))
-        if isinstance(first, Literal) and isinstance(second, Literal):
-            if first.aval != second.aval or not np.array_equal(first.val, second.val):
-                return False
-            continue
-        eqn, alike = (
-            None if isinstance(atom, Literal) else scope.producer.get(atom)
-            for atom in (first, second)
-        )
-        if eqn is None or alike is None:
-            return False
-        if eqn.effects or operator_signature(eqn) != operator_signature(alike):
-            return False
-        places = (
-            next(k for k, var in enumerate(one.outvars) if var is atom)
-            for one, atom in ((eqn, first), (alike, second))
-        )
-        if len({*places}) > 1:
-            return False
-        pending += zip(eqn.invars, alike.invars, strict=True)
-    return True
-
-
-def _source(scope: Scope, atom: Atom, labels: _Labels) -> tuple[Scope, Atom, _Labels] | None:
-    """Return the value that one is laid out of, and its labels."""
-    while len(labels) == len(shape_of(atom)):
-        if isinstance(atom, Literal):
-            return scope, atom, labels
-        eqn = scope.producer.get(atom)
-        if atom in scope.outer and scope.parent is not None:
-            scope, atom = scope.parent, scope.outer[atom]
-        elif eqn is not None and operator_of(eqn).layout and len(eqn.invars) == 1:
-            labels, atom = _operand_labels(eqn, 0, labels), eqn.invars[0]
-        else:
-            return scope, atom, labels
-    return None
-
-
-def _operand_labels(eqn: JaxprEqn, operand: int, labels: _Labels) -> _Labels:
-    """Return the labels of an operand, given those of the result; none if they are mixed."""
-    rule = sharding_rule(eqn)
-    if rule is None:
-        return ()
-    known = {dim: label for dim, label in zip(rule.results[0], labels, strict=True) if dim}
-    held = tuple(known.get(dim) for dim in rule.operands[operand])
-    sizes = shape_of(eqn.invars[operand])
-    mixed = any(size > 1 and label is None for size, label in zip(sizes, held, strict=True))
-    return () if mixed else held
 
 
 def _of_values(value: HostArray) -> Interval:

@@ -1,4 +1,5 @@
-"""Which of two dims of tokens holds the keys: tried, until nothing is refused."""
+"""Which of two dims of tokens holds the keys, and whether slices may recompute all tokens: tried,
+until nothing is refused."""
 
 from __future__ import annotations
 
@@ -22,9 +23,14 @@ def place_of(eqn: JaxprEqn) -> str:
 
 
 class Choices:
-    """Which of two dims holds the keys, for every operator that meets two: tried in turn."""
+    """Which of two dims holds the keys, for every operator that meets two: tried in turn.
 
-    def __init__(self) -> None:
+    `recomputes`: which values of all tokens each slice of the backward pass may recompute: none,
+    those "refused" otherwise, or "all" that it recomputes.
+    """
+
+    def __init__(self, recomputes: str = "") -> None:
+        self.recomputes = recomputes
         self.script: list[list[object]] = []  # [which, whether both were tried, kind of operator]
         self.position = 0
 

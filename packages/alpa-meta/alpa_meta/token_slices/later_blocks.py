@@ -23,7 +23,15 @@ from alpa_meta.operators.linear import Linear, Unknown, of_linear
 from alpa_meta.token_slices.mask_facts import MaskFacts
 from alpa_meta.token_slices.masking import masked, number_of
 from alpa_meta.token_slices.places import Layout, whole
-from alpa_meta.token_slices.values import Added, Analysis, Branches, Known, Region, Sliced
+from alpa_meta.token_slices.values import (
+    Added,
+    Analysis,
+    Branches,
+    Known,
+    Recomputed,
+    Region,
+    Sliced,
+)
 
 
 @define(eq=False)
@@ -68,7 +76,7 @@ class _Evaluation:
     def run(self) -> list[Linear]:
         jaxpr = open_jaxpr(self.found.closed)
         for eqn, decision in zip(jaxpr.eqns, self.found.decisions, strict=True):
-            if isinstance(decision, Known):
+            if isinstance(decision, Known | Recomputed):
                 continue
             if isinstance(decision, Sliced):
                 made = self._operator(eqn, decision.reading.operands)
@@ -97,7 +105,7 @@ class _Evaluation:
         number = self.masks.operand_rest(atom, value, wanted)
         if number is not None:
             return Linear(float(number))
-        return linear(self.unknowns.of(("known", id(atom)), atom))
+        return linear(self.unknowns.of(("known", atom), atom))
 
     def new(self, atom: Atom) -> Linear:
         return self.unknowns.new(atom)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from alpa_meta.compat import Atom, Literal, Var, is_drop, open_jaxpr
-from alpa_meta.token_slices.places import KEY, Layout, kinds
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, is_drop, open_jaxpr, shape_of
+from alpa_meta.token_slices.places import KEY, Layout, kinds, whole
 from alpa_meta.token_slices.values import (
     BEFORE,
     Analysis,
@@ -17,6 +17,7 @@ from alpa_meta.token_slices.values import (
     TokenLoop,
     Value,
     Window,
+    is_joinable,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +35,36 @@ def looks_back(walk: Walk, atom: Atom) -> bool:
         one is not None and walk.parent is not None and looks_back(walk.parent, one)
         for one in outer
     )
+
+
+def is_recomputed(walk: Walk, eqn: JaxprEqn, sweep: int) -> bool:
+    """Return whether each slice may run an equation of the backward sweep on all tokens: in a body
+    that recomputes it of what the forward sweep made."""
+    if sweep == BEFORE or not walk.inside or walk.scope.in_blocks:
+        return False
+    producer, values = walk.scope.producer, walk.found.values
+    pending, seen = [*eqn.invars], set[Var]()
+    effects = bool(eqn.effects)
+    while pending and not effects:
+        one = pending.pop()
+        if isinstance(one, Literal) or one in seen:
+            continue
+        seen.add(one)
+        value = values[one]
+        if one in walk.scope.outer:
+            if value.state == "addend" or value.when != BEFORE or not is_joinable(value):
+                return False
+        elif one in producer:
+            effects = bool(producer[one].effects)
+            pending += producer[one].invars
+        elif value.in_parts:
+            return False  # handed on from one iteration to the next
+    return not effects
+
+
+def recomputed_values(eqn: JaxprEqn) -> list[Value]:
+    """Return what is known of the results of an equation that each slice runs on all tokens."""
+    return [Value("known", whole(len(shape_of(var)))) for var in eqn.outvars]
 
 
 def _recomputed_of(found: Analysis, atoms: Iterable[Atom], inside: bool) -> set[Var] | None:

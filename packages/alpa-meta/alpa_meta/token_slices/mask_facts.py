@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_meta.compat import Atom, JaxprEqn, Var, dtype_of, shape_of
+from alpa_meta.compat import Atom, JaxprEqn, Literal, Var, dtype_of, shape_of
 from alpa_meta.operators import sharding_rule
 from alpa_meta.operators.elementwise import (
     extreme_taken,
@@ -32,8 +32,7 @@ class MaskFacts:
 
     def __init__(self, found: Analysis, scope: Scope) -> None:
         self.found, self.scope = found, scope
-        # By the ids of scope and value, and the layout: values are read by several.
-        self._rests: dict[tuple[int, int, Layout], float | None] = {}
+        self._rests: dict[tuple[Scope, Var, Layout], float | None] = {}  # values have many readers
         self.within: dict[Var, frozenset[int]] = {}  # dims within a block of keys
 
     def operand_rest(self, atom: Atom, value: Value, layout: Layout) -> float | None:
@@ -48,7 +47,9 @@ class MaskFacts:
     def _rest_of_known(self, scope: Scope, atom: Atom, layout: Layout) -> float | None:
         """Return what a value made of weights and a mask, or whose rows have all keys, holds behind
         the rows of every slice, remembered."""
-        key = (id(scope), id(atom), layout)
+        if isinstance(atom, Literal):
+            return self._made_rest(scope, atom, layout)
+        key = scope, atom, layout
         if key not in self._rests:
             self._rests[key] = self._made_rest(scope, atom, layout)
         return self._rests[key]

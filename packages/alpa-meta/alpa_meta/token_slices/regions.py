@@ -119,6 +119,10 @@ class BodyWriter(Writer):
             return self._input(var, layout, number)
         return super().recomputed(var, layout, number)
 
+    def all_tokens(self, var: Var, number: int) -> Atom:
+        """Return all of a value that an earlier sweep made, or that is recomputed of such."""
+        return self.known(var, _whole(var), number)
+
     def known(self, var: Var, layout: Layout, number: int | None) -> Atom:
         """Return a known value in a slice's body, or what the slice holds of it."""
         assert number is not None
@@ -131,7 +135,7 @@ class BodyWriter(Writer):
         return var in self.given or (var, number) in self._wholes
 
     def known_whole(self, var: Var, number: int | None) -> Atom:
-        """Return all of a known value, of which each body makes its own."""
+        """Return all of a known or recomputed value, of which each body makes its own."""
         assert number is not None
         if (var, number) in self._wholes or var in self.given:
             return self._wholes.get((var, number), var)

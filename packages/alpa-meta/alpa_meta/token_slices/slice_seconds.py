@@ -34,6 +34,7 @@ from alpa_meta.token_slices.values import (
     Known,
     Moved,
     MovedKeys,
+    Recomputed,
     Region,
     Running,
     Sliced,
@@ -135,7 +136,7 @@ def _work(analysis: Analysis, platform: str, times: int) -> Iterator[tuple[_Work
             yield _scaled(eqn, platform, frozenset({KEY if again else ROW})), times
         elif isinstance(decision, MovedKeys):
             yield _scaled(eqn, platform, frozenset({ROW, KEY})), times
-        elif isinstance(decision, Added):
+        elif isinstance(decision, Added | Recomputed):
             yield _scaled(eqn, platform, frozenset()), times
         elif isinstance(decision, Sliced):
             reading = decision.reading

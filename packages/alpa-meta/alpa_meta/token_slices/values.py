@@ -54,6 +54,12 @@ class Known:
 
 
 @frozen(eq=False)
+class Recomputed:
+    """An equation that the backward pass recomputes, of what the forward pass made, and that it
+    could not run slice by slice from the last one on: each slice runs it on all tokens."""
+
+
+@frozen(eq=False)
 class Sliced:
     """An operator that every slice runs on its part."""
 
@@ -194,6 +200,7 @@ class OneToken:
 
 Decision = (
     Known
+    | Recomputed
     | OneToken
     | Sliced
     | Added
@@ -267,7 +274,7 @@ def joined_carry(before: Value, after: Value) -> Value:
         if any(place and place.cuts for place in after.layout):
             raise UnreadableError(
                 "carries to the next iteration what waits for tokens of another slice, as where "
-                "`jax.checkpoint` recomputes an associative scan"
+                "`jnp.roll` puts the last tokens first"
             )
         raise UnreadableError("carries tokens from one iteration to the next in another dim")
     return evolve(before, when=max(before.when, after.when), dead=before.dead or after.dead)

@@ -65,6 +65,7 @@ from alpa_meta.token_slices.values import (
     Moved,
     MovedKeys,
     OneToken,
+    Recomputed,
     Region,
     Running,
     Sliced,
@@ -134,7 +135,7 @@ class Writer:
         jaxpr = open_jaxpr(self.analysis.closed)
         steps = zip(jaxpr.eqns, self.analysis.decisions, self.analysis.sweeps, strict=True)
         for eqn, decision, self.sweep in steps:
-            if isinstance(decision, Known):
+            if isinstance(decision, Known | Recomputed):
                 if eqn.effects or self.sweep == AFTER:
                     self._make_whole(eqn)
                 continue
@@ -219,6 +220,8 @@ class Writer:
         value = self.analysis.value(atom)
         if not value.in_parts:
             return self.known(atom, layout, number)
+        if any(value.layout) and not any(layout):
+            return self.all_tokens(atom, number)
         keys = [d for d, place in enumerate(layout) if place and place.kind == KEY]
         if any(value.layout[d] is not None and value.layout[d] != layout[d] for d in keys):
             return self._keys(atom, value, layout, number)
@@ -227,6 +230,10 @@ class Writer:
                 held = self.stretch_of(atom, d, *self.slices.held(want, number), number)
                 return self._cut_further(held, value.layout, layout, number)
         return self._cut_further(self.part(atom, number), value.layout, layout, number)
+
+    def all_tokens(self, var: Var, _: int) -> Atom:
+        """Return all of a value that an earlier sweep made."""
+        return self.full(var)
 
     def stretch_of(self, atom: Atom, dim: int, start: int, stop: int, number: int) -> Atom:
         """Return elements [start, stop) along a dim of a value, of whichever slices made them."""
@@ -421,9 +428,10 @@ class Writer:
         if self.has_whole(var, number) or var not in self.producer:
             return self._convert(self.known_whole(var, number), layout, number)
         eqn, position = self.producer[var]
-        plain = isinstance(self.analysis.decisions[position], Known) and len(eqn.outvars) == 1
+        decision = self.analysis.decisions[position]
+        plain = isinstance(decision, Known | Recomputed) and len(eqn.outvars) == 1
         layouts = operand_layouts(eqn, 0, layout, self.slices) if plain else None
-        if layouts is not None and not eqn.effects:
+        if layouts is not None and not eqn.effects and self._has_parts(eqn, layouts):
             reading = Reading(tuple(layouts), (layout,))
             result = self.result(var, layout, number)
             try:
@@ -433,6 +441,16 @@ class Writer:
             else:
                 return result
         return self._convert(self.known_whole(var, number), layout, number)
+
+    def _has_parts(self, eqn: JaxprEqn, layouts: Sequence[Layout]) -> bool:
+        """Return whether parts of all tokens' values can be read of the rows that slices made."""
+        pairs = zip(map(self.analysis.value, eqn.invars), layouts, strict=True)
+        return not any(
+            have is not None and (want is None or KEY in (have.kind, want.kind))
+            for value, layout in pairs
+            if value.in_parts and any(layout)
+            for have, want in zip(value.layout, layout, strict=True)
+        )
 
     # ------------------------------------------------------------------ operators
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from sliced_steps import CAUSAL, TOKENS, attention, check, cut, program, step_of
 
 from alpa_meta.token_slices.values import SlicingError
@@ -71,7 +72,27 @@ def counted(more=0):
     return weigh
 
 
+LONGEST = TOKENS + 4
+
+
+def buffered(more=0, constant=-jnp.inf, start=0):
+    """Mask by the front of a mask for the longest sequence, as a model has it in a buffer."""
+
+    def weigh(scores, _):
+        places = jnp.arange(LONGEST)
+        mask = places[:, None] + more >= places
+        mask = lax.dynamic_slice(mask, (start, 0), (TOKENS, TOKENS))
+        return jax.nn.softmax(jnp.where(mask, scores, constant))
+
+    return weigh
+
+
+BUFFER = np.where(np.tri(LONGEST, dtype=bool), 0.0, -1e9)
+
 MASKED = {
+    "the front of a longer mask": buffered(),
+    "the front of a longer mask, -1e30": buffered(constant=-1e30),
+    "the front of a constant": plus(lambda _: jnp.asarray(BUFFER)[:TOKENS, :TOKENS]),
     "the lesser of scores and a mask": lesser(CAUSAL, jnp.inf, -1e30),
     "the lesser of scores and a finite mask": lesser(CAUSAL, 1e30, -1e30),
     "the largest score of a row": largest(CAUSAL),
@@ -110,6 +131,8 @@ def test_weights_of_all_keys_are_cut_to_those_up_to_a_slice():
 
 
 LEAKING = {
+    "the front of a longer mask of one token more": buffered(1),
+    "rows of a longer mask from the second on": buffered(start=1),
     "a sink in front of keys of one token more": with_sink(np.tri(TOKENS, k=1, dtype=bool), True),
     "a sink behind keys of one token more": with_sink(np.tri(TOKENS, k=1, dtype=bool), False),
     "running sums of ones, and one more": counted(1),

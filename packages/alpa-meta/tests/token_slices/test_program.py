@@ -11,7 +11,7 @@ from causal_models import TOKENS, Model, batch, loss, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
-from sliced_steps import check, cut, program
+from sliced_steps import CAUSAL, attention, check, cut, program, step_of
 
 from alpa_meta.compat import open_jaxpr, shape_of
 from alpa_meta.operators.regions import is_remat
@@ -208,6 +208,11 @@ def test_slices_that_are_no_sequence_are_refused():
 
 def test_windows_longer_than_a_slice_reach_over_several():
     check(*gradients(Model("convolution")), (1, 1, 1, 8, 1))
+
+
+def test_heads_may_share_a_tiled_key():
+    mixed = attention(lambda scores, _: jax.nn.softmax(jnp.where(CAUSAL, scores, -jnp.inf)))
+    check(*step_of(lambda weights, x: mixed(weights, jnp.tile(x[..., :1], (1, 1, 4)))), (5, 7))
 
 
 def test_a_step_that_works_mostly_on_all_tokens_is_refused_with_the_line():

@@ -4,6 +4,7 @@
 be written. Where it is known and inside, what is not written stays where it is:
 
     gather(x, 3)                is  x[3:4], without the dims left out
+    dynamic_slice(x, 0, 12)     is  x[0:12]
     scatter(x, 3, y)            is  concatenate([x[:3], y, x[4:]])
     scatter-add(x, 3, y)        is  x + pad(y)
 
@@ -91,4 +92,22 @@ def _known(atom: Atom, origins: Origins) -> HostArray | None:
         return np.asarray(compat.bind(eqn, cast(list[Array], operands))[0])
 
 
-KNOWN_PLACES = Rewrite(frozenset({"gather", "scatter", "scatter-add"}), _at_known_place)
+def _from_known_starts(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
+    """Return the slice that a dynamic one from known starts is equal to."""
+    operand, *atoms = eqn.invars
+    sizes, starts = eqn.params["slice_sizes"], []
+    for atom, size, whole in zip(atoms, sizes, shape_of(operand), strict=True):
+        known = _known(atom, origins)
+        if known is None:
+            return None
+        starts.append(min(max(int(known), 0), whole - size))
+    stops = [start + size for start, size in zip(starts, sizes, strict=True)]
+    return replacement(lambda x: lax.slice(x, starts, stops), [operand], eqn.outvars, eqn)
+
+
+def _replaced(eqn: JaxprEqn, origins: Origins) -> list[JaxprEqn] | None:
+    dynamic = eqn.primitive.name == "dynamic_slice"
+    return (_from_known_starts if dynamic else _at_known_place)(eqn, origins)
+
+
+KNOWN_PLACES = Rewrite(frozenset({"gather", "scatter", "scatter-add", "dynamic_slice"}), _replaced)

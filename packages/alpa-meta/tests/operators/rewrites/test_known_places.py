@@ -7,6 +7,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from alpa_meta.step.trace import trace
 
@@ -23,6 +24,7 @@ PROGRAMS = {
     "set_in_a_row": lambda x, y: x.at[:, 1:4].set(y[:, None]),
     "add": lambda x, y: x.at[:, -1].add(y),
     "add_to_a_block": lambda x, y: x.at[1, 2].add(y[0]),
+    "taken": lambda x, y: lax.dynamic_slice(x, (1, 4, 0), (2, 3, 2)) + y[0],  # from 2 on, the last
 }
 
 
@@ -32,7 +34,7 @@ def test_what_is_written_at_a_known_place_is_cut_and_joined(name, made):
     function = made(PROGRAMS[name])
     program, _ = trace(function, X, Y)
     names = {eqn.primitive.name for eqn in program.jaxpr.eqns}
-    assert not names & {"gather", "scatter", "scatter-add"}
+    assert not names & {"gather", "scatter", "scatter-add", "dynamic_slice"}
     found = jax.extend.core.jaxpr_as_fun(program)(X, Y)
     for one, two in zip(found, jax.tree.leaves(function(X, Y)), strict=True):
         np.testing.assert_array_equal(one, two)
