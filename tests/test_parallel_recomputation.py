@@ -115,6 +115,16 @@ def test_the_forward_program_of_a_stage_leaves_less_as_planned(loss):
     assert left[0] - left[2] >= 0.9 * (activations[0] - activations[2])
 
 
+def test_layers_of_scans_that_the_user_recomputes_are_priced_as_they_run():
+    def loss(params, x):
+        body = jax.checkpoint(lambda x, layer: (_block(x, layer), None))
+        return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+    step = _parallel(loss, "full", cluster="host:2", **{**PIPELINE, "num_microbatches": 1})
+    plan = step.plan_for(*_shapes())
+    assert 0.8 * plan.step_seconds < plan.lower_bound <= plan.step_seconds
+
+
 def test_a_saved_plan_recomputes_what_it_says(tmp_path, agrees):
     plan = _parallel(_dropped, MIXED, **PIPELINE).plan_for(*_shapes())
     assert tuple(layer.recomputation for layer in plan.layers) == MIXED

@@ -28,7 +28,11 @@ from alpa_meta.compat import JaxprEqn, Var
 from alpa_meta.errors import PlanError
 from alpa_meta.inter_op.layer_clones import LayerClones
 from alpa_meta.inter_op.layering import Layering
-from alpa_meta.inter_op.scan_recomputation import layer_scans, with_recomputed_scan
+from alpa_meta.inter_op.scan_recomputation import (
+    layer_scans,
+    own_recomputed,
+    with_recomputed_scan,
+)
 from alpa_meta.inter_op.stacks import stacks_of
 from alpa_meta.options import Recomputation
 from alpa_meta.step.program import Program
@@ -112,6 +116,7 @@ def _clones(
     for layer in sorted(chosen, reverse=True):  # a layer keeps what those behind it were given
         made = (var for eqn in layering.of("forward", layer) for var in eqn.outvars)
         spared = {*kept, *(var for var in made if held.get(var, _NONE) - {layer})}
+        spared |= own_recomputed(layering, layer)
         again[layer] = LayerClones(layering, layer, chosen[layer] == "selective", spared)
         for var in again[layer].given:
             held.setdefault(var, set()).add(layer)

@@ -40,7 +40,7 @@ from alpa_meta.compat import (
 from alpa_meta.inter_op.layer_clones import LayerClones
 from alpa_meta.inter_op.layering import Layering
 from alpa_meta.inter_op.stacks import stacked_inputs
-from alpa_meta.operators.regions import is_scan
+from alpa_meta.operators.regions import is_remat, is_scan
 from alpa_meta.operators.rewrites.replacement import instantiated
 from alpa_meta.passes.added_equations import equations_of, jaxpr_of
 from alpa_meta.passes.live import live_eqns
@@ -54,6 +54,20 @@ def layer_scans(layering: Layering, layer: int, stacked: frozenset[Var]) -> list
         if is_scan(eqn)
         if any(atom in stacked for atom in stacked_inputs(eqn) if not isinstance(atom, Literal))
     ]
+
+
+def own_recomputed(layering: Layering, layer: int) -> set[Var]:
+    """Return the results of the forward scans of `layer` whose backward scans have recomputations
+    of the user's own, which are left as they are, also where a scan is cut into single layers."""
+    read = {
+        atom
+        for eqn in layering.of("backward", layer)
+        if is_scan(eqn) and any(map(is_remat, open_jaxpr(eqn.params["jaxpr"]).eqns))
+        for atom in eqn.invars
+        if isinstance(atom, Var)
+    }
+    scans = (eqn for eqn in layering.of("forward", layer) if is_scan(eqn))
+    return {var for eqn in scans if not read.isdisjoint(eqn.outvars) for var in eqn.outvars}
 
 
 def with_recomputed_scan(
