@@ -189,7 +189,7 @@ def compile_task(
     buckets = HOST_BUCKETS if on_host else None
     if sharding.executor == "constraint":
         plan = completed_plan(plan)
-        program = constraint_program(closed, plan, mesh)
+        program = constraint_program(closed, plan, mesh, jax_mesh)
     else:
         program = shard_map_program(
             closed, plan, mesh, conversions, buckets=buckets, in_blocks=on_host

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from attrs import evolve, field, frozen
 from jax import Array, lax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from alpa_interchange import LogicalMesh, ShardingSpec, Strategy
 from alpa_meta import compat
@@ -29,16 +29,22 @@ from alpa_meta.types import Function
 
 
 def constraint_program(
-    closed: ClosedJaxpr, plan: JaxprPlan, mesh: LogicalMesh
+    closed: ClosedJaxpr,
+    plan: JaxprPlan,
+    mesh: LogicalMesh,
+    jax_mesh: Mesh | AbstractMesh | None = None,
 ) -> Function[list[Array]]:
     """Return a function of global arrays that runs the planned jaxpr under sharding constraints.
 
-    To be jitted by the caller with arguments sharded as `completed_plan(plan)` says.
+    To be jitted by the caller with arguments sharded as `completed_plan(plan)` says, over
+    `jax_mesh` if there is one: what is not constrained keeps its mesh, and JAX takes random keys
+    and numbers over one and the same only.
     """
     completed = completed_plan(plan)
+    over = abstract_mesh(mesh) if jax_mesh is None else jax_mesh.abstract_mesh
 
     def program(*values: Array) -> list[Array]:
-        return _Constrained(mesh, Collectives(mesh)).run(closed, completed, values)
+        return _Constrained(mesh, Collectives(mesh), over=over).run(closed, completed, values)
 
     return program
 
@@ -67,6 +73,7 @@ def _completed(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec, ...]:
 class _Constrained(Walk):
     """Runs each operator on global arrays and constrains them to the specs of the plan."""
 
+    over: AbstractMesh = field(kw_only=True)
     free: set[Var] = field(factory=set, kw_only=True)  # variables that are not constrained
 
     def run(self, closed: ClosedJaxpr, plan: JaxprPlan, values: Sequence[Array]) -> list[Array]:
@@ -105,9 +112,8 @@ class _Constrained(Walk):
     def _constrained(self, values: Sequence[Array], specs: Sequence[ShardingSpec]) -> list[Array]:
         if self.mesh.num_devices == 1:
             return list(values)
-        jax_mesh = abstract_mesh(self.mesh)
         return [
-            lax.with_sharding_constraint(value, NamedSharding(jax_mesh, partition_spec(spec)))
+            lax.with_sharding_constraint(value, NamedSharding(self.over, partition_spec(spec)))
             if jnp.ndim(value)
             else value
             for value, spec in zip(values, specs, strict=True)

@@ -92,6 +92,26 @@ def test_any_plan_gives_the_result_of_one_device(make, seed):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3 * scale)
 
 
+def test_keys_and_the_numbers_folded_into_them_are_over_one_mesh():
+    def function(key, numbers, x):
+        def body(x, number):
+            return x * jax.random.bernoulli(jax.random.fold_in(key, number), 0.8, x.shape), None
+
+        return lax.scan(body, x, numbers)[0]
+
+    args = jax.random.key(3), jnp.arange(4), jnp.ones((8, 4))
+    closed = inline(jax.make_jaxpr(function)(*args))
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    jax_mesh = Mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    plan = random_plan(closed, MESH, 0)
+    shardings = [jax_sharding(spec, jax_mesh) for spec in completed_plan(plan).inputs]
+    program = jax.jit(
+        constraint_program(closed, plan, MESH, jax_mesh), in_shardings=tuple(shardings)
+    )
+    (found,) = program(*jax.device_put(args, tuple(shardings)))
+    np.testing.assert_array_equal(found, jax.jit(function)(*args))
+
+
 def test_a_completed_plan_has_no_unreduced_sums_anywhere():
     function, args = mlp()
     closed = inline(jax.make_jaxpr(function)(*args))
