@@ -22,7 +22,6 @@ ALLOWED = {
     "audit/hlo.py": ("while concatenate", "opcodes of compiled programs"),
     "checkpoints/leaves.py": ("name", "what a leaf is in a checkpoint's manifest"),
     "checkpoints/saved_leaves.py": ("complex", "the kind of a leaf in a checkpoint's manifest"),
-    "checkpoints/saving.py": ("checkpoint", "the name of a thread"),
     "compat.py": ("name", "a parameter that Pallas calls have"),
     "execution/combiners.py": ("all_gather reduce_scatter", "options of XLA"),
     "extras.py": ("checkpoint", "the name of an extra"),
