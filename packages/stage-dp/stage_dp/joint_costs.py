@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -49,6 +50,8 @@ LEVELS = 12  # places told apart where memory binds; those before count as the l
 MAX_HELD = 24  # different numbers in flight whose bounds are computed; others are rounded down
 TOLERANCE = 1e-2  # of a stage's seconds, while pipelines are looked for; 3e-3 takes 1.4 x as long
 MAX_TRANSIENTS = 3  # limits on transient bytes tried for one stage
+# Prices of bytes by which these are chosen, over that of the slowest row's seconds for all memory.
+PRICES = np.concatenate([[0.0], 2.0 ** np.arange(-6, 15)])
 
 
 @frozen(eq=False)
@@ -331,27 +334,59 @@ class CountCosts:
         `held` [layers] microbatches in flight, with what the backward by weight reads of
         `num_delayed`; nothing is converted before the layers at `cuts`.
         """
-        all_rows = self.table.rows[mesh]
-        if any(not len(all_rows[c].number) for c in classes):
+        if any(not len(self.table.rows[mesh][c].number) for c in classes):
             return None
-        kept = set(classes)
-        limits = sorted({float(x) for c in kept for x in all_rows[c].columns[:, TRANSIENT]})
-        least = max(float(all_rows[c].columns[:, TRANSIENT].min()) for c in kept)
-        limits = [x for x in limits if x >= least][::-1]
-        if len(limits) > MAX_TRANSIENTS:
-            picks = np.linspace(0, len(limits) - 1, MAX_TRANSIENTS).round().astype(int)
-            limits = [limits[p] for p in dict.fromkeys(picks.tolist())]
+        limits, least = self._by_transients(mesh, classes, held, weight, num_delayed)
         best: tuple[float, tuple[int, ...]] | None = None
-        for limit in limits:
+        for n in np.argsort(least, kind="stable")[:MAX_TRANSIENTS]:
+            if math.isinf(least[n]) or (
+                best is not None and least[n] >= best[0] * (1 - self.tolerance)
+            ):
+                break
+            limit = float(limits[n])
             rows = self._layer_rows(mesh, classes, held, weight, limit, cuts, num_delayed)
             found = choose_rows(rows, self.table.memory[mesh] - limit, self.tolerance)
             if found is not None and (best is None or found[1] < best[0]):
                 best = (found[1], found[0])
-            if found is not None and limit == limits[0] and found[1] <= found[2] * (1 + 1e-9):
-                free = choose_rows(rows, np.inf)
-                if free is not None and found[1] <= free[1] * (1 + 1e-12):
-                    break
         return None if best is None else best[1]
+
+    def _by_transients(
+        self,
+        mesh: int,
+        classes: tuple[int, ...],
+        held: tuple[int, ...],
+        weight: float,
+        num_delayed: int,
+    ) -> tuple[Array, Array]:
+        """Return the limits on transient bytes that rows may keep to, and bounds on t + weight u of
+        the layers within each: with bytes at some prices, without conversions."""
+        rows = self.table.rows[mesh]
+        limits = np.unique(np.concatenate([rows[c].columns[:, TRANSIENT] for c in set(classes)]))
+        memory = self.table.memory[mesh]
+        slowest = max(
+            float(rows[c].columns[:, [FORWARD, BACKWARD]].sum(axis=1).max()) for c in set(classes)
+        )
+        prices = slowest / memory * PRICES[:, None]
+        total = -prices * (memory - limits)
+        for (c, kept), number in Counter(zip(classes, held, strict=True)).items():
+            seconds, bytes = self._priced_columns(mesh, c, kept, weight, num_delayed)
+            transients = rows[c].columns[:, TRANSIENT]
+            order = np.argsort(transients)
+            priced = np.minimum.accumulate((seconds + prices * bytes)[:, order], axis=1)
+            at = np.searchsorted(transients[order], limits, side="right") - 1
+            total += number * np.where(at < 0, np.inf, priced[:, at])
+        return limits, total.max(axis=0)
+
+    def _priced_columns(
+        self, mesh: int, c: int, held: int, weight: float, num_delayed: int
+    ) -> tuple[Array, Array]:
+        """Return t + weight u and the bytes of a class' rows, without transients."""
+        columns = self.table.rows[mesh][c].columns
+        seconds = columns[:, FORWARD] + columns[:, BACKWARD] + weight * columns[:, STEP]
+        return (
+            seconds + (columns[:, SPLIT] if num_delayed else 0.0),
+            columns[:, STATE] + held * columns[:, ACTIVATION] + num_delayed * columns[:, DELAYED],
+        )
 
     def _layer_rows(
         self,
@@ -384,15 +419,8 @@ class CountCosts:
     ) -> tuple[Array, Array, Index, Index, Index]:
         rows = self.table.rows[mesh][c]
         keep = np.flatnonzero(rows.columns[:, TRANSIENT] <= limit)
-        columns = rows.columns[keep]
-        seconds = columns[:, FORWARD] + columns[:, BACKWARD] + weight * columns[:, STEP]
-        return (
-            seconds + (columns[:, SPLIT] if num_delayed else 0.0),
-            columns[:, STATE] + held * columns[:, ACTIVATION] + num_delayed * columns[:, DELAYED],
-            keep,
-            rows.layout_out[keep],
-            rows.layout_in[keep],
-        )
+        seconds, bytes = self._priced_columns(mesh, c, held, weight, num_delayed)
+        return seconds[keep], bytes[keep], keep, rows.layout_out[keep], rows.layout_in[keep]
 
     def stage(self, mesh: int, classes: tuple[int, ...], picks: tuple[int, ...]) -> StageChoice:
         """Return layers 0.. with these rows as a stage."""

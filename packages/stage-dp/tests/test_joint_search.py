@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from attrs import evolve
 from joint_oracle import brute_force, link_between
-from joint_problems import SCHEDULES, equal_layers, random_problem
+from joint_problems import SCHEDULES, equal_layers, logical, random_problem
 
+from alpa_interchange.menu import Affine, JointProblem, LayerMenu, LayerRow, MeshMenu
+from alpa_interchange.mesh import SubmeshSpec
+from alpa_interchange.stage import DeviceGroup
 from stage_dp import (
     InfeasibleError,
     default_warmups,
@@ -159,3 +162,41 @@ def test_a_search_that_starts_at_a_plan_is_no_worse_than_the_plan(seed):
     except InfeasibleError:
         return
     assert solve_joint(tight, plan).step_seconds == pytest.approx(fresh.step_seconds)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_the_rows_of_a_stage_do_not_work_with_is_room_for_others(seed):
+    rng = np.random.default_rng(seed)
+    layers, memory = 14, 70.0
+    kept, worked_with = rng.uniform(0.5, 5.0, 6), rng.uniform(0, 20, 6)
+    rows = tuple(
+        LayerRow(
+            forward=Affine(0.0, 3.0 - 0.4 * activation - 0.02 * transient),
+            backward_input=Affine(),
+            state_bytes=1.0,
+            activation_bytes=Affine(0.0, activation),
+            transient_bytes=Affine(transient),
+        )
+        for activation, transient in zip(kept, worked_with, strict=True)
+    )
+    mesh = MeshMenu(
+        submesh=SubmeshSpec(num_hosts=1, devices_per_host=1), logical=logical(1), rows=(rows,)
+    )
+    found = solve_joint(
+        JointProblem(
+            menu=LayerMenu(class_of_layer=(0,) * layers, meshes=(mesh,)),
+            batch_size=1,
+            device_groups=(DeviceGroup(num_hosts=1, devices_per_host=1, memory=memory),),
+            num_stages=1,
+            schedules=("1f1b",),
+        )
+    )
+    # Layers are alike: only how many take each row matters.
+    best = min(
+        sum(row.forward.value(1) for row in some)
+        for some in itertools.combinations_with_replacement(rows, layers)
+        if sum(row.state_bytes + row.activation_bytes.value(1) for row in some)
+        + max(row.transient_bytes.value(1) for row in some)
+        <= memory
+    )
+    assert found.step_seconds == pytest.approx(best, rel=1e-3)
