@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -143,7 +144,7 @@ def finish(
     names = StageNames(staging, program.jaxpr.constvars)
     selections, shardings, stages = [], [], []
     peaks: list[float] = []
-    solved: dict[str, ShardingSolution] = {}
+    solved: dict[str, tuple[ShardingSolution, int]] = {}  # with the microbatches in flight
     built = Stages()
     for stage, placed in enumerate(stage_plan.stages):
         options.progress("stages", stage, len(stage_plan.stages))
@@ -154,22 +155,28 @@ def finish(
         memory_limit = usable_memory(cluster, placed.candidate.submesh.host_group, options.memory)
         limit = _limit(stage_plan, stage, memory_limit, peaks)
         key = problem_hash(selection) + repr((selection.problem.node_cost.sum(), limit))
-        solution = solved.get(key)
-        if solution is None or not still_fits(selection, solution, limit):
-            solution = solved[key] = choose(placed.candidate, selection, limit)
-        if solution.choice is None:
-            return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
-        made, sharding = finished_stage(
+        finished = functools.partial(
+            finished_stage,
             program,
             staging,
             stage,
             placed,
             (scope, selection),
-            solution,
-            outlook.num_layers,
-            names,
-            options.executor,
+            num_layers=outlook.num_layers,
+            names=names,
+            executor=options.executor,
         )
+        solution, of_more = solved.get(key, (None, 0))
+        found = None
+        if solution is not None and still_fits(selection, solution, limit):
+            found = finished(solution)
+        if found is None or (in_flight < of_more and _slower(found[0], placed)):
+            solution = choose(placed.candidate, selection, limit)
+            if solution.choice is None:
+                return max((solution.smallest_memory or limit * 1.1) - limit, 1.0)
+            solved[key] = solution, in_flight
+            found = finished(solution)
+        made, sharding = found
         selections.append(selection)
         shardings.append(sharding)
         stages.append(made)
@@ -278,6 +285,17 @@ def still_fits(selection: Selection, solution: ShardingSolution, limit: float) -
     """Return whether the solution of an equal stage does for one that may hold more
     microbatches."""
     return solution.choice is not None and selection.memory.peak(solution.choice).total <= limit
+
+
+def _slower(made: PlacedStage, placed: PlacedStage) -> bool:
+    """Return whether a stage takes longer than its layers do by the menu: one with fewer
+    microbatches in flight than an equal one may keep more of each."""
+    count = placed.candidate.num_microbatches
+    after, before = (
+        count * (one.forward_seconds + one.backward_seconds) + one.step_seconds
+        for one in (made.candidate, placed.candidate)
+    )
+    return after > before * (1 + MENU_ERROR)
 
 
 def _limit(stage_plan: StagePlan, stage: int, memory: float, solved: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ import pytest
 from attrs import evolve
 
 from alpa_interchange import LogicalMesh, MeshAxis
-from alpa_meta import Options
+from alpa_meta import Options, parallelize
 from alpa_meta.inter_op.split_backward import with_split_backward
 from alpa_meta.inter_op.stage_selection import stage_scope
 from alpa_meta.inter_op.staging import assign_stages
@@ -64,3 +64,17 @@ def test_a_bound_that_does_not_hold_is_withdrawn_or_an_error():
         assert _bound_below(1.0, 0.98) == 0.0
     with pytest.raises(BoundError):
         _bound_below(1.0, 0.8)
+
+
+def test_a_stage_with_fewer_microbatches_in_flight_keeps_more_than_an_equal_one_before_it():
+    weights = [jax.ShapeDtypeStruct((1024, 4096), jnp.float32)] * 16
+    batch = jax.ShapeDtypeStruct((64, 128, 1024), jnp.float32)
+    options = Options(
+        num_stages=4, num_microbatches=16, schedule="1f1b", recompute="none", memory=440e6
+    )
+    plan = parallelize(_step, cluster="p3.16xlarge:8", options=options).plan_for(weights, batch)
+    one, other = (placed.candidate for placed in plan.stage_plan.stages[1:3])
+    assert one.logical == other.logical
+    # The same layers: the second has the room for what the first cannot keep.
+    assert other.backward_seconds < 0.95 * one.backward_seconds
+    assert plan.stage_plan.peak_bytes[1] < plan.stage_plan.peak_bytes[2] < 440e6
